@@ -1,0 +1,1 @@
+//! Guest state, stored: the `Guest` trait, its state sections, the epoch store and restore.

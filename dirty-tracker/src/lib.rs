@@ -1,0 +1,1 @@
+//! Which guest frames changed, found at a cost proportional to what is dirty.

@@ -1,0 +1,1 @@
+//! The guests that Driftline brings along.

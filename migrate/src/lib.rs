@@ -1,0 +1,1 @@
+//! Guest state, streamed: live migration of a `checkpoint::Guest` over TCP.
