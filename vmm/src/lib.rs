@@ -1,1 +1,7 @@
 //! The machine, and the `driftline` binary.
+//!
+//! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`checkpoint::Guest`] with a beginning
+//! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.
+
+pub mod config;
+pub mod vm;

@@ -1,0 +1,224 @@
+//! The guest as checkpointing and migration see it.
+
+use std::error::Error;
+use std::fmt;
+
+use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::Section;
+
+/// Guest memory whose VMM-side writes mark the trees.
+pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
+
+/// A guest's identity: the same in all its checkpoints and on every host that it moves to.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct VmId(pub Uuid);
+
+impl VmId {
+    /// A new, random identity.
+    pub fn random() -> Self {
+        Self(Uuid::new_v4())
+    }
+}
+
+impl fmt::Display for VmId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Whether a guest's vCPUs execute.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RunState {
+    /// They do.
+    Running,
+    /// They stand still, between two instructions, and can go on.
+    Paused,
+    /// The guest has ended: by itself, on request, or because another host has it.
+    Stopped,
+}
+
+impl fmt::Display for RunState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Stopped => "stopped",
+        })
+    }
+}
+
+/// What the guest's clock does over the time in which it did not run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Clock {
+    /// Advances by it: a migration, whose downtime the guest may notice.
+    Advance,
+    /// Goes on where it stood: a restore, which may come a year later.
+    Continue,
+}
+
+/// Why a guest did not do what it was asked. It is in the state in which it was, unless said.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GuestError {
+    /// The request does not fit the guest's state.
+    #[error("cannot {request} a guest that is {state}")]
+    State {
+        /// What was asked.
+        request: &'static str,
+        /// The state that forbids it.
+        state: RunState,
+    },
+    /// The guest's tracking mode is `none`.
+    #[error("the guest was started with --tracking none: its writes cannot be followed")]
+    NotTracked,
+    /// The configuration or a state section cannot be used on this host.
+    #[error("{what} cannot be used on this host: {why}")]
+    Unsupported {
+        /// What cannot be used.
+        what: String,
+        /// What stands against it.
+        why: String,
+    },
+    /// A configuration or state section is malformed.
+    #[error("{what} is malformed: {why}")]
+    Malformed {
+        /// What is malformed.
+        what: String,
+        /// How.
+        why: String,
+    },
+    /// The system underneath refused.
+    #[error("{what} failed: {cause}")]
+    System {
+        /// The operation.
+        what: &'static str,
+        /// The system's answer.
+        cause: Box<dyn Error + Send + Sync>,
+    },
+}
+
+/// A guest that can be tracked, paused, saved and restored.
+///
+/// All methods may be called from any thread; implementations pass them as messages to the thread
+/// that owns what is concerned. Reading [`ram`](Self::ram) while the guest runs gives each frame as
+/// it is at some moment: complete only for frames that the tracker does not report afterwards.
+pub trait Guest: Send + Sync {
+    /// The guest's identity.
+    fn vm_id(&self) -> VmId;
+
+    /// What a [`GuestFactory`] needs to build the same machine elsewhere: opaque, versioned by the
+    /// implementation, a few hundred bytes.
+    fn config(&self) -> Vec<u8>;
+
+    /// The guest's memory slots.
+    fn layout(&self) -> &Layout;
+
+    /// The guest's memory. Writing to it marks the written frames in every subscriber's tree.
+    fn ram(&self) -> &GuestRam;
+
+    /// Runs of frames, ascending, outside of which memory was never written and reads as zeros. May
+    /// include frames that are zero too. Costs one look at the host's page tables.
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
+
+    /// Begins to follow writes for one more subscriber. When this returns, every later write will
+    /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
+
+    /// Brings every subscriber's tree up to date: harvest, reprotect, insert. Of a running guest it
+    /// takes what has been reported so far; of a paused one, everything.
+    fn collect(&self) -> Result<Collected, GuestError>;
+
+    /// Whether the guest runs.
+    fn run_state(&self) -> RunState;
+
+    /// Stops all vCPUs between two instructions and quiesces devices. Returns the state before; a
+    /// guest that is paused already stays so. Prefer [`Paused::new`], which resumes by itself.
+    fn pause(&self) -> Result<RunState, GuestError>;
+
+    /// Lets a paused guest run.
+    fn resume(&self) -> Result<(), GuestError>;
+
+    /// The whole state besides memory, of a paused guest.
+    fn save_state(&self) -> Result<Vec<Section>, GuestError>;
+
+    /// Puts a saved state into a guest that is paused and has never run. Sections are hostile
+    /// input. Unknown ones that must be understood are refused by name.
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
+
+    /// Lets go of what only one host may hold (drives' locks, taps), of a paused guest.
+    fn release(&self) -> Result<(), GuestError>;
+
+    /// Takes again what [`release`](Self::release) let go of, or takes it first on a new host.
+    fn acquire(&self) -> Result<(), GuestError>;
+
+    /// Ends the guest here for good; it can never be resumed. `why` is for the log.
+    fn stop(&self, why: &str);
+}
+
+/// Builds guests from what [`Guest::config`] returned, on this host or another.
+pub trait GuestFactory: Send + Sync {
+    /// What it builds.
+    type Guest: Guest;
+
+    /// A paused guest with zeroed memory, before any state is restored. `config` is hostile input:
+    /// bounds are checked before anything is allocated.
+    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Self::Guest, GuestError>;
+}
+
+/// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves
+/// a guest standing; only [`keep_paused`](Self::keep_paused) ends the hold without that.
+#[must_use = "dropping this resumes the guest"]
+pub struct Paused<'g, G: Guest + ?Sized> {
+    guest: &'g G,
+    resume: bool,
+}
+
+impl<'g, G: Guest + ?Sized> Paused<'g, G> {
+    /// Pauses `guest`.
+    pub fn new(guest: &'g G) -> Result<Self, GuestError> {
+        let before = guest.pause()?;
+        Ok(Self { guest, resume: before == RunState::Running })
+    }
+
+    /// Whether the guest ran before the pause, and so will when this is dropped.
+    pub fn was_running(&self) -> bool {
+        self.resume
+    }
+
+    /// Everything that changed since `subscription` was last drained: nothing is missing, because
+    /// the guest stands still.
+    pub fn drain(&self, subscription: &mut Subscription) -> Result<Epoch, GuestError> {
+        self.guest.collect()?;
+        Ok(subscription.drain())
+    }
+
+    /// The guest's state besides memory.
+    pub fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        self.guest.save_state()
+    }
+
+    /// Lets the guest run on now, if it ran before; says whether that worked, which dropping cannot.
+    pub fn resume(mut self) -> Result<(), GuestError> {
+        if std::mem::take(&mut self.resume) { self.guest.resume() } else { Ok(()) }
+    }
+
+    /// Ends the hold and leaves the guest paused: another host may be running it.
+    pub fn keep_paused(mut self) {
+        self.resume = false;
+    }
+}
+
+impl<G: Guest + ?Sized> Drop for Paused<'_, G> {
+    fn drop(&mut self) {
+        if self.resume
+            && let Err(e) = self.guest.resume()
+        {
+            tracing::error!(vm = %self.guest.vm_id(), "the guest stays paused: {e}");
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Guest frame numbers and runs of them: the two units in which everything here counts.
+
+use std::fmt;
+
+/// log2 of [`PAGE_SIZE`].
+pub const PAGE_SHIFT: u32 = 12;
+/// Bytes in a frame: 4096, the unit in which KVM tracks writes on x86-64.
+pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
+
+/// A guest frame number: a guest physical address divided by [`PAGE_SIZE`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Gfn(pub u64);
+
+impl Gfn {
+    /// The frame that holds guest physical byte address `gpa`.
+    pub const fn containing(gpa: u64) -> Self {
+        Self(gpa >> PAGE_SHIFT)
+    }
+
+    /// The guest physical byte address of the frame's first byte.
+    ///
+    /// Frames of a [`Layout`](crate::Layout) never overflow here: it admits none past 2^52.
+    pub const fn gpa(self) -> u64 {
+        self.0 << PAGE_SHIFT
+    }
+}
+
+impl fmt::Debug for Gfn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "gfn {:#x}", self.0)
+    }
+}
+
+impl fmt::Display for Gfn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// `count` consecutive frames from `start` on, all in one slot.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct FrameRun {
+    /// The first frame.
+    pub start: Gfn,
+    /// How many frames; at least one in every run that this crate hands out.
+    pub count: u64,
+}
+
+impl FrameRun {
+    /// The frame after the last one.
+    pub const fn end(self) -> Gfn {
+        Gfn(self.start.0.saturating_add(self.count))
+    }
+
+    /// Bytes that the run covers.
+    pub const fn bytes(self) -> u64 {
+        self.count << PAGE_SHIFT
+    }
+
+    /// The run's frames, ascending.
+    pub fn frames(self) -> impl Iterator<Item = Gfn> {
+        (self.start.0..self.end().0).map(Gfn)
+    }
+
+    /// Cuts the run into runs of at most `max` frames, ascending. A `max` of 0 counts as 1.
+    pub fn chunks(self, max: u64) -> impl Iterator<Item = FrameRun> {
+        let max = max.max(1);
+        let mut at = self.start.0;
+        let end = self.end().0;
+        std::iter::from_fn(move || {
+            if at >= end {
+                return None;
+            }
+            let count = max.min(end - at);
+            let run = FrameRun { start: Gfn(at), count };
+            at += count;
+            Some(run)
+        })
+    }
+}
+
+impl fmt::Display for FrameRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "gfn {:#x}..{:#x}", self.start.0, self.end().0)
+    }
+}

@@ -1,0 +1,70 @@
+//! An epoch: the frames that changed since the one before, committed or given back (I4).
+
+use std::sync::Arc;
+
+use crate::tracker::Home;
+use crate::{FrameRun, Layout};
+
+/// The frames drained from one subscriber's tree. Owned, so several may be under way at once.
+///
+/// [`commit`](Self::commit) forgets the frames, [`give_back`](Self::give_back) or dropping returns
+/// them to the tree they came from, so that the next epoch has them again.
+#[derive(Debug)]
+#[must_use = "an epoch that is dropped gives its frames back"]
+pub struct Epoch {
+    home: Arc<Home>,
+    number: u64,
+    runs: Vec<FrameRun>,
+    frames: u64,
+    committed: bool,
+}
+
+impl Epoch {
+    pub(crate) fn new(home: Arc<Home>, number: u64, runs: Vec<FrameRun>, frames: u64) -> Self {
+        Self { home, number, runs, frames, committed: false }
+    }
+
+    /// The subscriber's count of epochs before this one.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// How many frames are in it.
+    pub fn frames(&self) -> u64 {
+        self.frames
+    }
+
+    /// Whether nothing changed.
+    pub fn is_empty(&self) -> bool {
+        self.frames == 0
+    }
+
+    /// The frames as runs, ascending, none touching its neighbour within a slot.
+    pub fn runs(&self) -> impl ExactSizeIterator<Item = FrameRun> + '_ {
+        self.runs.iter().copied()
+    }
+
+    /// The layout that the frames belong to.
+    pub fn layout(&self) -> &Layout {
+        self.home.layout()
+    }
+
+    /// The frames have arrived where they were going: forgets them.
+    pub fn commit(mut self) {
+        self.committed = true;
+    }
+
+    /// The frames did not arrive: returns them to the subscriber's tree, like dropping does.
+    pub fn give_back(self) {}
+}
+
+impl Drop for Epoch {
+    fn drop(&mut self) {
+        if !self.committed {
+            for run in &self.runs {
+                self.home.give_back(*run);
+            }
+        }
+        self.home.recycle(std::mem::take(&mut self.runs));
+    }
+}

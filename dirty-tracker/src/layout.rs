@@ -1,0 +1,274 @@
+//! The guest's memory slots, and where each slot's bits lie in a tree.
+//!
+//! Every slot starts on a 64-bit word of the tree's leaf level, so that its leaves are the very
+//! bitmap that `KVM_GET_DIRTY_LOG` hands out for it.
+
+use crate::{FrameRun, Gfn};
+
+/// The number by which KVM knows a memory slot.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct SlotId(pub u32);
+
+/// One memory slot: a range of frames that KVM maps and tracks as one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Slot {
+    /// The slot's number, unique in its layout.
+    pub id: SlotId,
+    /// Its first frame.
+    pub base: Gfn,
+    /// Its length in frames, at least one.
+    pub frames: u64,
+}
+
+impl Slot {
+    /// The slot as one run.
+    pub const fn run(&self) -> FrameRun {
+        FrameRun { start: self.base, count: self.frames }
+    }
+}
+
+/// Why a list of slots is no layout.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// A guest without memory cannot be tracked.
+    #[error("a memory layout needs at least one slot")]
+    NoSlots,
+    /// Slots hold at least one frame.
+    #[error("slot {} at gfn {:#x} has no frames", .0.id.0, .0.base.0)]
+    EmptySlot(Slot),
+    /// The slot's end lies past the architecture's last frame (2^40, 52 bits of address).
+    #[error("slot {} of {} frames at gfn {:#x} ends past the last guest frame", .0.id.0, .0.frames, .0.base.0)]
+    PastEnd(Slot),
+    /// Two slots share a number.
+    #[error("slot {} stands twice in the layout", .0.0)]
+    SameId(SlotId),
+    /// Two slots share frames.
+    #[error("slots {} and {} overlap at gfn {:#x}", .0.id.0, .1.id.0, .1.base.0)]
+    Overlap(Slot, Slot),
+}
+
+/// A frame, or an offset, that lies in no slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OutOfSlot {
+    /// No slot has this number.
+    #[error("there is no slot {} (frame offset {offset:#x})", slot.0)]
+    NoSlot {
+        /// The number asked for.
+        slot: SlotId,
+        /// The offset in frames that came with it.
+        offset: u64,
+    },
+    /// The slot is shorter than that.
+    #[error("frames {offset:#x}..{:#x} lie outside slot {}, which has {frames:#x} frames", offset.saturating_add(*count), slot.0)]
+    PastSlot {
+        /// The slot.
+        slot: SlotId,
+        /// First frame asked for, relative to the slot's base.
+        offset: u64,
+        /// Frames asked for.
+        count: u64,
+        /// Frames that the slot has.
+        frames: u64,
+    },
+    /// The frames belong to no slot, or reach over the end of one.
+    #[error("{run} is not inside any one memory slot")]
+    NoMemory {
+        /// The frames asked for.
+        run: FrameRun,
+    },
+}
+
+/// Guest physical addresses have at most 52 bits on x86-64.
+const LAST_FRAME: u64 = 1 << 40;
+
+/// The slots of a guest, ascending by frame, and the place of each in a tree's leaf level.
+///
+/// Immutable; cheap to share behind an `Arc`. Look-ups are a binary search over the slots.
+///
+/// ```
+/// use dirty_tracker::{Gfn, Layout, Slot, SlotId};
+/// let layout = Layout::new([
+///     Slot { id: SlotId(0), base: Gfn(0), frames: 100 },
+///     Slot { id: SlotId(1), base: Gfn(0x100000), frames: 64 },
+/// ])?;
+/// assert_eq!(layout.frames(), 164);
+/// assert_eq!(layout.leaf_words(), 3, "slot 1 starts on a word of its own");
+/// assert_eq!(layout.locate(Gfn(0x100003)), Some((SlotId(1), 3)));
+/// # Ok::<(), dirty_tracker::LayoutError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    slots: Vec<Placed>,
+    leaf_words: u64,
+}
+
+/// A slot and the index of its first leaf word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Placed {
+    pub(crate) slot: Slot,
+    pub(crate) first_word: u64,
+}
+
+impl Placed {
+    pub(crate) fn words(&self) -> u64 {
+        self.slot.frames.div_ceil(64)
+    }
+}
+
+impl Layout {
+    /// Checks and places `slots`, which may come in any order.
+    pub fn new(slots: impl IntoIterator<Item = Slot>) -> Result<Self, LayoutError> {
+        let mut slots: Vec<Slot> = slots.into_iter().collect();
+        slots.sort_by_key(|s| s.base);
+        if slots.is_empty() {
+            return Err(LayoutError::NoSlots);
+        }
+        for s in &slots {
+            if s.frames == 0 {
+                return Err(LayoutError::EmptySlot(*s));
+            }
+            if s.base.0.checked_add(s.frames).is_none_or(|end| end > LAST_FRAME) {
+                return Err(LayoutError::PastEnd(*s));
+            }
+        }
+        for pair in slots.windows(2) {
+            if pair[0].run().end() > pair[1].base {
+                return Err(LayoutError::Overlap(pair[0], pair[1]));
+            }
+        }
+        let mut ids: Vec<SlotId> = slots.iter().map(|s| s.id).collect();
+        ids.sort();
+        if let Some(pair) = ids.windows(2).find(|p| p[0] == p[1]) {
+            return Err(LayoutError::SameId(pair[0]));
+        }
+        let mut leaf_words = 0;
+        let slots = slots
+            .into_iter()
+            .map(|slot| {
+                let placed = Placed { slot, first_word: leaf_words };
+                leaf_words += placed.words();
+                placed
+            })
+            .collect();
+        Ok(Self { slots, leaf_words })
+    }
+
+    /// The slots, ascending by frame.
+    pub fn slots(&self) -> impl ExactSizeIterator<Item = &Slot> {
+        self.slots.iter().map(|p| &p.slot)
+    }
+
+    /// All frames of all slots.
+    pub fn frames(&self) -> u64 {
+        self.slots.iter().map(|p| p.slot.frames).sum()
+    }
+
+    /// Words of 64 bits in the leaf level of a tree over this layout.
+    pub fn leaf_words(&self) -> u64 {
+        self.leaf_words
+    }
+
+    /// The slot and the offset in it, in frames, of `gfn`; `None` in a hole.
+    pub fn locate(&self, gfn: Gfn) -> Option<(SlotId, u64)> {
+        self.placed_at(gfn).map(|p| (p.slot.id, gfn.0 - p.slot.base.0))
+    }
+
+    /// Whether `run` is not empty and lies wholly inside one slot.
+    pub fn contains(&self, run: FrameRun) -> bool {
+        run.count > 0 && self.bit_of_run(run).is_ok()
+    }
+
+    /// A number that two layouts share only if they are the same: CRC32C over count, then id, base
+    /// and frames of each slot ascending by frame, little-endian. Goes into every stored and sent header.
+    pub fn hash(&self) -> u32 {
+        let mut bytes = Vec::with_capacity(8 + self.slots.len() * 20);
+        bytes.extend_from_slice(&(self.slots.len() as u64).to_le_bytes());
+        for s in self.slots() {
+            bytes.extend_from_slice(&s.id.0.to_le_bytes());
+            bytes.extend_from_slice(&s.base.0.to_le_bytes());
+            bytes.extend_from_slice(&s.frames.to_le_bytes());
+        }
+        crc32c::crc32c(&bytes)
+    }
+
+    fn placed_at(&self, gfn: Gfn) -> Option<&Placed> {
+        let after = self.slots.partition_point(|p| p.slot.base <= gfn);
+        let p = &self.slots[after.checked_sub(1)?];
+        (gfn < p.slot.run().end()).then_some(p)
+    }
+
+    pub(crate) fn placed(&self) -> &[Placed] {
+        &self.slots
+    }
+
+    pub(crate) fn placed_by_id(&self, id: SlotId) -> Option<&Placed> {
+        self.slots.iter().find(|p| p.slot.id == id)
+    }
+
+    /// The leaf bit of the first frame of `run`, which must lie in one slot.
+    pub(crate) fn bit_of_run(&self, run: FrameRun) -> Result<u64, OutOfSlot> {
+        let p = self.placed_at(run.start).ok_or(OutOfSlot::NoMemory { run })?;
+        let offset = run.start.0 - p.slot.base.0;
+        if run.count > p.slot.frames - offset {
+            return Err(OutOfSlot::NoMemory { run });
+        }
+        Ok(p.first_word * 64 + offset)
+    }
+
+    /// The leaf bit of a frame given as KVM gives it: slot number and offset.
+    pub(crate) fn bit_of_offset(&self, slot: SlotId, offset: u64) -> Result<u64, OutOfSlot> {
+        let p = self.placed_by_id(slot).ok_or(OutOfSlot::NoSlot { slot, offset })?;
+        if offset >= p.slot.frames {
+            let frames = p.slot.frames;
+            return Err(OutOfSlot::PastSlot { slot, offset, count: 1, frames });
+        }
+        Ok(p.first_word * 64 + offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slot(id: u32, base: u64, frames: u64) -> Slot {
+        Slot { id: SlotId(id), base: Gfn(base), frames }
+    }
+
+    #[test]
+    fn refuses_what_is_no_layout() {
+        let refused = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap_err();
+        assert_eq!(refused(&[]), LayoutError::NoSlots);
+        assert!(matches!(refused(&[slot(0, 0, 0)]), LayoutError::EmptySlot(_)));
+        assert!(matches!(refused(&[slot(0, u64::MAX, 2)]), LayoutError::PastEnd(_)));
+        assert!(matches!(refused(&[slot(0, LAST_FRAME, 1)]), LayoutError::PastEnd(_)));
+        assert!(matches!(refused(&[slot(0, 0, 2), slot(1, 1, 1)]), LayoutError::Overlap(..)));
+        assert!(matches!(refused(&[slot(3, 0, 2), slot(3, 9, 1)]), LayoutError::SameId(SlotId(3))));
+    }
+
+    #[test]
+    fn frames_outside_their_slot_are_named() {
+        let layout = Layout::new([slot(0, 0, 10), slot(7, 100, 10)]).unwrap();
+        let e = layout.bit_of_offset(SlotId(7), 10).unwrap_err();
+        assert_eq!(e.to_string(), "frames 0xa..0xb lie outside slot 7, which has 0xa frames");
+        let e = layout.bit_of_offset(SlotId(2), 5).unwrap_err();
+        assert_eq!(e.to_string(), "there is no slot 2 (frame offset 0x5)");
+        let run = FrameRun { start: Gfn(8), count: 3 };
+        let e = layout.bit_of_run(run).unwrap_err();
+        assert_eq!(e.to_string(), "gfn 0x8..0xb is not inside any one memory slot");
+        assert_eq!(layout.locate(Gfn(50)), None);
+        assert_eq!(layout.bit_of_offset(SlotId(7), 3), Ok(64 + 3));
+    }
+
+    #[test]
+    fn hash_tells_layouts_apart() {
+        let a = Layout::new([slot(0, 0, 10), slot(1, 100, 10)]).unwrap();
+        let b = Layout::new([slot(1, 100, 10), slot(0, 0, 10)]).unwrap();
+        let c = Layout::new([slot(0, 0, 10), slot(1, 101, 10)]).unwrap();
+        assert_eq!(a.hash(), b.hash());
+        assert_ne!(a.hash(), c.hash());
+    }
+}

@@ -1,0 +1,104 @@
+//! Where dirty frames come from: the trait that each tracking mode implements.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+
+use crate::Tracker;
+
+/// A way of tracking a guest's writes. Part of a machine's configuration: KVM fixes ring or bitmap
+/// before the first vCPU exists.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
+#[non_exhaustive]
+pub enum TrackingMode {
+    /// Per-vCPU KVM dirty rings.
+    #[default]
+    DirtyRing,
+    /// `KVM_GET_DIRTY_LOG`.
+    DirtyBitmap,
+    /// No tracking: neither checkpoints nor migration.
+    None,
+}
+
+impl TrackingMode {
+    /// Every mode, for help texts and tests.
+    pub const ALL: &[TrackingMode] = &[Self::DirtyRing, Self::DirtyBitmap, Self::None];
+
+    /// The mode's name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::DirtyRing => "dirty-ring",
+            Self::DirtyBitmap => "dirty-bitmap",
+            Self::None => "none",
+        }
+    }
+}
+
+impl fmt::Display for TrackingMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A tracking mode that does not exist.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("there is no tracking mode \"{0}\"; there are dirty-ring, dirty-bitmap and none")]
+pub struct UnknownMode(pub String);
+
+impl FromStr for TrackingMode {
+    type Err = UnknownMode;
+
+    fn from_str(s: &str) -> Result<Self, UnknownMode> {
+        let found = Self::ALL.iter().find(|m| m.name() == s);
+        found.copied().ok_or_else(|| UnknownMode(s.to_owned()))
+    }
+}
+
+/// A source could not do what it was asked; what was dirty before is still known or will be.
+#[derive(Debug, thiserror::Error)]
+#[error("{what} failed: {cause}")]
+pub struct SourceError {
+    /// The operation, as its user knows it: an ioctl's name, mostly.
+    pub what: &'static str,
+    /// The system's answer.
+    pub cause: io::Error,
+}
+
+/// What one collection did, with the time each step took.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Collected {
+    /// Frames that reached the trees, with repetitions.
+    pub frames: u64,
+    /// Rings that were overrun since the last collection (I6).
+    pub overruns: u64,
+    /// All memory was marked because the source could not be trusted.
+    pub marked_all: bool,
+    /// Ring entries (or bitmap words) to lists, ns.
+    pub harvest_ns: u64,
+    /// Reprotecting, ns.
+    pub reprotect_ns: u64,
+    /// Inserting into the trees, ns.
+    pub insert_ns: u64,
+}
+
+/// A way of learning which frames a guest wrote.
+///
+/// One thread owns a source. `start` and `collect` uphold I2 and I3: what `collect` delivers has
+/// been reprotected before it reaches `tracker`.
+pub trait DirtySource: Send {
+    /// The mode it implements.
+    fn mode(&self) -> TrackingMode;
+
+    /// Begins to catch writes: every write that starts after this returns will be collected.
+    fn start(&mut self) -> Result<(), SourceError>;
+
+    /// Stops catching writes; the guest runs at full speed again. What was not collected is gone.
+    fn stop(&mut self) -> Result<(), SourceError>;
+
+    /// Delivers every write since the last collection to all of `tracker`'s trees. With all vCPUs
+    /// stopped the trees are then complete. On an error nothing is lost: the next call has it.
+    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError>;
+}

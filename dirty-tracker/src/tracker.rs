@@ -1,0 +1,248 @@
+//! The tracker: one layout, any number of subscribers, one tree for each.
+//!
+//! Sources and the VMM's own writes *mark*; each subscriber *drains* its own tree into epochs and
+//! never sees what others did. Without a subscriber a mark costs one load.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use crate::{Epoch, FrameRun, Gfn, Layout, OutOfSlot, SlotId, Tree};
+
+/// Every subscriber's tree, and the way to mark them all.
+#[derive(Debug)]
+pub struct Tracker {
+    layout: Arc<Layout>,
+    homes: RwLock<Vec<Arc<Home>>>,
+    /// `homes.len()`, so that marking costs nothing while nobody subscribes.
+    active: AtomicUsize,
+    stats: Counters,
+}
+
+/// One subscriber's tree, where its epochs come from and return to.
+#[derive(Debug)]
+pub(crate) struct Home {
+    name: String,
+    layout: Arc<Layout>,
+    tree: Tree,
+    epochs: AtomicU64,
+    /// Buffers of settled epochs, for the next ones.
+    spare: Mutex<Vec<Vec<FrameRun>>>,
+}
+
+/// Buffers kept for reuse: as many as epochs are usually under way at once.
+const SPARE_BUFFERS: usize = 4;
+
+impl Home {
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    pub(crate) fn give_back(&self, run: FrameRun) {
+        if let Ok(bit) = self.layout.bit_of_run(run) {
+            self.tree.insert(bit, run.count);
+        }
+    }
+
+    pub(crate) fn recycle(&self, mut runs: Vec<FrameRun>) {
+        runs.clear();
+        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        if spare.len() < SPARE_BUFFERS {
+            spare.push(runs);
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    marked_frames: AtomicU64,
+    marked_all: AtomicU64,
+}
+
+/// What a tracker has counted since it was made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct TrackerStats {
+    /// Subscribers now.
+    pub subscribers: u64,
+    /// Frames marked, by sources and by the VMM; a frame marked twice counts twice.
+    pub marked_frames: u64,
+    /// How often all memory was marked at once: overruns and requests.
+    pub marked_all: u64,
+    /// Bytes reserved for trees.
+    pub tree_bytes: u64,
+}
+
+impl Tracker {
+    /// A tracker over `layout` that nobody subscribes to yet.
+    pub fn new(layout: Layout) -> Self {
+        Self {
+            layout: Arc::new(layout),
+            homes: RwLock::new(Vec::new()),
+            active: AtomicUsize::new(0),
+            stats: Counters::default(),
+        }
+    }
+
+    /// The layout of the tracked memory.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Adds a subscriber with an empty tree. `name` is for logs and statistics.
+    ///
+    /// Its first epoch holds what is marked from now on; the source must already be catching
+    /// writes when the caller begins to read memory.
+    pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Subscription {
+        let home = Arc::new(Home {
+            name: name.into(),
+            layout: self.layout.clone(),
+            tree: Tree::new(&self.layout),
+            epochs: AtomicU64::new(0),
+            spare: Mutex::new(Vec::new()),
+        });
+        let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
+        homes.push(home.clone());
+        self.active.store(homes.len(), Ordering::SeqCst);
+        drop(homes);
+        Subscription { home, tracker: self.clone() }
+    }
+
+    /// How many subscribers there are.
+    pub fn subscribers(&self) -> usize {
+        self.active.load(Ordering::SeqCst)
+    }
+
+    /// Marks a run of frames, which must lie in one slot.
+    pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
+        if run.count == 0 {
+            return Ok(());
+        }
+        let bit = self.layout.bit_of_run(run)?;
+        self.mark_bits(bit, run.count);
+        Ok(())
+    }
+
+    /// Marks a frame as KVM names it, by slot and offset.
+    pub fn mark_offset(&self, slot: SlotId, offset: u64) -> Result<(), OutOfSlot> {
+        let bit = self.layout.bit_of_offset(slot, offset)?;
+        self.mark_bits(bit, 1);
+        Ok(())
+    }
+
+    /// Marks every frame of every slot (I6).
+    pub fn mark_all(&self) {
+        self.stats.marked_all.fetch_add(1, Ordering::Relaxed);
+        for p in self.layout.placed() {
+            self.mark_bits(p.first_word * 64, p.slot.frames);
+        }
+    }
+
+    /// Marks what a KVM dirty bitmap of `slot` says: bit `i` of word `w` is frame `64 * w + i`.
+    /// Bits past the slot's end are an error and nothing is marked. Returns the frames marked.
+    pub fn absorb_bitmap(&self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
+        let none = OutOfSlot::NoSlot { slot, offset: 0 };
+        let p = *self.layout.placed_by_id(slot).ok_or(none)?;
+        let frames = p.slot.frames;
+        let past = |offset| OutOfSlot::PastSlot { slot, offset, count: 1, frames };
+        for (w, &bits) in bitmap.iter().enumerate().skip((frames / 64) as usize) {
+            let valid = frames.saturating_sub(w as u64 * 64).min(63);
+            let stray = bits >> valid << valid;
+            if stray != 0 {
+                return Err(past(w as u64 * 64 + u64::from(stray.trailing_zeros())));
+            }
+        }
+        let mut marked = 0;
+        for (w, &word) in bitmap.iter().enumerate() {
+            let mut bits = word;
+            while bits != 0 {
+                let from = bits.trailing_zeros();
+                let count = (bits >> from).trailing_ones();
+                bits &= !((u64::MAX >> (64 - count)) << from);
+                let first = (p.first_word + w as u64) * 64 + u64::from(from);
+                self.mark_bits(first, u64::from(count));
+                marked += u64::from(count);
+            }
+        }
+        Ok(marked)
+    }
+
+    /// Whether `gfn` is marked in any subscriber's tree.
+    pub fn is_marked(&self, gfn: Gfn) -> bool {
+        let run = FrameRun { start: gfn, count: 1 };
+        let Ok(bit) = self.layout.bit_of_run(run) else { return false };
+        let homes = self.homes.read().unwrap_or_else(PoisonError::into_inner);
+        homes.iter().any(|h| h.tree.contains(bit))
+    }
+
+    /// Counters since the tracker was made.
+    pub fn stats(&self) -> TrackerStats {
+        let homes = self.homes.read().unwrap_or_else(PoisonError::into_inner);
+        TrackerStats {
+            subscribers: homes.len() as u64,
+            marked_frames: self.stats.marked_frames.load(Ordering::Relaxed),
+            marked_all: self.stats.marked_all.load(Ordering::Relaxed),
+            tree_bytes: homes.iter().map(|h| h.tree.reserved_bytes()).sum(),
+        }
+    }
+
+    fn mark_bits(&self, first: u64, count: u64) {
+        if self.active.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        self.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
+        for home in self.homes.read().unwrap_or_else(PoisonError::into_inner).iter() {
+            home.tree.insert(first, count);
+        }
+    }
+}
+
+/// One subscriber: drains its own tree. Dropping it unsubscribes.
+#[derive(Debug)]
+pub struct Subscription {
+    home: Arc<Home>,
+    tracker: Arc<Tracker>,
+}
+
+impl Subscription {
+    /// The name it was made with.
+    pub fn name(&self) -> &str {
+        &self.home.name
+    }
+
+    /// The layout of the tracked memory.
+    pub fn layout(&self) -> &Layout {
+        &self.home.layout
+    }
+
+    /// Takes what was marked since the last drain. Safe while others mark: a mark that returned
+    /// before this call is in the epoch.
+    pub fn drain(&mut self) -> Epoch {
+        let mut runs = {
+            let mut spare = self.home.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            spare.pop().unwrap_or_default()
+        };
+        let frames = self.home.tree.drain(&self.home.layout, &mut runs);
+        let number = self.home.epochs.fetch_add(1, Ordering::Relaxed);
+        Epoch::new(self.home.clone(), number, runs, frames)
+    }
+
+    /// Whether `gfn` is in the tree: marked and not drained. Frames outside memory are not.
+    pub fn is_marked(&self, gfn: Gfn) -> bool {
+        let run = FrameRun { start: gfn, count: 1 };
+        self.home.layout.bit_of_run(run).is_ok_and(|bit| self.home.tree.contains(bit))
+    }
+
+    /// The slot's leaves, which are its KVM dirty bitmap; `None` for a slot that does not exist.
+    pub fn bitmap(&self, slot: SlotId) -> Option<Vec<u64>> {
+        let p = self.home.layout.placed_by_id(slot)?;
+        Some(self.home.tree.leaves(p.first_word, p.words()).collect())
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        let mut homes = self.tracker.homes.write().unwrap_or_else(PoisonError::into_inner);
+        homes.retain(|h| !Arc::ptr_eq(h, &self.home));
+        self.tracker.active.store(homes.len(), Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,123 @@
+//! What a machine is made of: the part of its configuration that moves with it, and the part that
+//! belongs to one host.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use dirty_tracker::TrackingMode;
+use serde::{Deserialize, Serialize};
+
+/// Least guest memory: 16 MiB.
+pub const MIN_MEM_BYTES: u64 = 16 << 20;
+/// Most guest memory: 16 TiB. A bound for hostile configurations, not for the design.
+pub const MAX_MEM_BYTES: u64 = 16 << 40;
+/// Most vCPUs.
+pub const MAX_VCPUS: u8 = 32;
+
+/// What runs the vCPUs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Backend {
+    /// A KVM virtual machine.
+    #[default]
+    Kvm,
+    /// The payload's workload on host threads over guest-shaped memory, for hosts without KVM.
+    Threads,
+}
+
+impl Backend {
+    const ALL: [Backend; 2] = [Self::Kvm, Self::Threads];
+
+    /// The backend's name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Threads => "threads",
+        }
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Backend {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|b| b.name() == s);
+        found.ok_or_else(|| format!("there is no backend \"{s}\"; there are kvm and threads"))
+    }
+}
+
+/// What a machine boots; only its first start needs it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Boot {
+    /// The embedded payload guest, by its spec (`payload,ws=64M,...`).
+    Payload(String),
+    /// A kernel from a file.
+    Kernel {
+        /// A static PVH ELF.
+        kernel: PathBuf,
+        /// An initial RAM disk.
+        initrd: Option<PathBuf>,
+        /// The kernel's command line.
+        cmdline: String,
+    },
+}
+
+/// The part of a configuration that moves with the guest. `Guest::config` is this in postcard.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MachineConfig {
+    /// Guest memory in bytes: whole frames, [`MIN_MEM_BYTES`]..=[`MAX_MEM_BYTES`].
+    pub mem_bytes: u64,
+    /// vCPUs, 1..=[`MAX_VCPUS`].
+    pub vcpus: u8,
+    /// How writes are tracked.
+    pub tracking: TrackingMode,
+    /// Entries of each dirty ring: a power of two, at most what the host's kernel takes.
+    pub ring_entries: u32,
+    /// What runs the vCPUs.
+    pub backend: Backend,
+    /// What was booted.
+    pub boot: Boot,
+}
+
+/// Entries of a dirty ring unless told otherwise: the most that KVM takes is 65,536.
+pub const DEFAULT_RING_ENTRIES: u32 = 16_384;
+
+/// Where the first serial port's output goes.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum SerialSink {
+    /// Standard output; standard input is not read.
+    #[default]
+    Stdio,
+    /// Nowhere.
+    Null,
+    /// Appended to a file, which is created if need be.
+    File(PathBuf),
+}
+
+impl FromStr for SerialSink {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s.split_once(':') {
+            None if s == "stdio" => Ok(Self::Stdio),
+            None if s == "null" => Ok(Self::Null),
+            Some(("file", path)) if !path.is_empty() => Ok(Self::File(path.into())),
+            _ => Err(format!("\"{s}\" is no serial sink: it is stdio, null or file:PATH")),
+        }
+    }
+}
+
+/// The part of a configuration that belongs to one host.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct HostConfig {
+    /// Where COM1 goes.
+    pub serial: SerialSink,
+}

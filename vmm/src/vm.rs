@@ -1,0 +1,74 @@
+//! A guest with a beginning and an end, as the command line and the API see it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use checkpoint::{Guest, RunState, VmId};
+use serde::{Deserialize, Serialize};
+
+use crate::config::MachineConfig;
+
+/// Why a guest ended.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EndReason {
+    /// The guest powered itself off.
+    PowerOff,
+    /// The guest asked for a reset.
+    Reset,
+    /// Someone stopped it; the text says who or why (an operator, a completed migration).
+    Stopped(String),
+    /// It cannot go on: a triple fault, an instruction that KVM cannot emulate, a failed ioctl.
+    Crashed(String),
+}
+
+/// One vCPU's share of what `info` reports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct VcpuInfo {
+    /// Exits to the VMM since the start.
+    pub exits: u64,
+    /// Of these, exits because the dirty ring was full.
+    pub ring_full_exits: u64,
+}
+
+/// What `info` reports.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct VmInfo {
+    /// The guest's identity.
+    pub vm_id: VmId,
+    /// Whether it runs.
+    pub state: RunState,
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// Guest memory in bytes.
+    pub mem_bytes: u64,
+    /// How writes are tracked.
+    pub tracking: dirty_tracker::TrackingMode,
+    /// What runs the vCPUs.
+    pub backend: crate::config::Backend,
+    /// How long the VMM has had this guest, ms.
+    pub uptime_ms: u64,
+    /// Dirty ring overruns so far (I6).
+    pub ring_overruns: u64,
+    /// Per vCPU.
+    pub vcpu: Vec<VcpuInfo>,
+    /// The dirty tracker's counters.
+    pub dirty: dirty_tracker::TrackerStats,
+}
+
+/// A guest that can also be looked at and waited for.
+///
+/// A new one is paused: `Guest::resume` starts it.
+pub trait Vm: Guest {
+    /// The configuration that it was made from.
+    fn machine_config(&self) -> &MachineConfig;
+
+    /// A snapshot of its figures.
+    fn info(&self) -> VmInfo;
+
+    /// Blocks until the guest has ended, or `timeout` has passed (`None`).
+    fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason>;
+}
+
+/// The machine that the command line, the API and the jobs share.
+pub type SharedVm = Arc<dyn Vm>;
