@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 
 use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
 use serde::{Deserialize, Serialize};
@@ -163,11 +164,11 @@ pub trait Guest: Send + Sync {
 /// Builds guests from what [`Guest::config`] returned, on this host or another.
 pub trait GuestFactory: Send + Sync {
     /// What it builds.
-    type Guest: Guest;
+    type Guest: Guest + ?Sized;
 
     /// A paused guest with zeroed memory, before any state is restored. `config` is hostile input:
     /// bounds are checked before anything is allocated.
-    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Self::Guest, GuestError>;
+    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<Self::Guest>, GuestError>;
 }
 
 /// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves
