@@ -7,6 +7,8 @@
 pub mod format;
 mod guest;
 mod section;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use guest::{Clock, Guest, GuestError, GuestFactory, GuestRam, Paused, RunState, VmId};
 pub use section::{Section, SectionTag, section_tags};
