@@ -30,6 +30,10 @@ pub struct Plan {
     act: Option<(u16, Act)>,
     /// Bytes changed: from the source, unit, byte within it.
     flip: Option<(bool, usize, usize)>,
+    /// Connections after the first are not forwarded.
+    only_first: bool,
+    /// Everything that the source says on the first connection.
+    record: Option<Arc<Mutex<Vec<u8>>>>,
 }
 
 impl Plan {
@@ -39,6 +43,15 @@ impl Plan {
 
     pub fn flip(from_source: bool, unit: usize, byte: usize) -> Self {
         Self { flip: Some((from_source, unit, byte)), ..Self::default() }
+    }
+
+    /// Cuts the connection there and lets no other one through: the destination is gone.
+    pub fn cut_for_good(from_source: bool, unit: usize, cut: Cut) -> Self {
+        Self { only_first: true, ..Self::cut(from_source, unit, cut) }
+    }
+
+    pub fn record(to: &Arc<Mutex<Vec<u8>>>) -> Self {
+        Self { record: Some(to.clone()), ..Self::default() }
     }
 
     pub fn before_from_source(mut self, tag: u16, act: impl FnMut() + Send + 'static) -> Self {
@@ -67,6 +80,7 @@ impl Proxy {
         let seen = [Arc::clone(&from_source), Arc::clone(&from_destination)];
         let (destination, halt) = (destination.to_owned(), stop.clone());
         let thread = std::thread::spawn(move || {
+            let only_first = plan.only_first;
             let mut plan = Some(plan);
             let mut open: Vec<TcpStream> = Vec::new();
             while !halt.load(Ordering::SeqCst) {
@@ -74,6 +88,9 @@ impl Proxy {
                     std::thread::sleep(Duration::from_millis(2));
                     continue;
                 };
+                if plan.is_none() && only_first {
+                    continue;
+                }
                 near.set_nonblocking(false).unwrap();
                 let Ok(far) = TcpStream::connect(&destination) else { continue };
                 open.extend([near.try_clone().unwrap(), far.try_clone().unwrap()]);
@@ -101,7 +118,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
     near.set_nodelay(true).unwrap();
     far.set_nodelay(true).unwrap();
     let stalled = Arc::new(AtomicBool::new(false));
-    let Plan { cut, act, flip } = plan;
+    let Plan { cut, act, flip, record, .. } = plan;
     let mut act = act;
     for (from_source, from, to, seen) in
         [(true, &near, &far, &seen[0]), (false, &far, &near, &seen[1])]
@@ -113,6 +130,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
             cut: cut.filter(|c| c.0 == from_source).map(|c| (c.1, c.2)),
             flip: flip.filter(|f| f.0 == from_source).map(|f| (f.1, f.2)),
             act: if from_source { act.take() } else { None },
+            record: record.clone().filter(|_| from_source),
             seen: seen.clone(),
             stalled: stalled.clone(),
         };
@@ -136,6 +154,7 @@ struct Way {
     cut: Option<(usize, Cut)>,
     flip: Option<(usize, usize)>,
     act: Option<(u16, Act)>,
+    record: Option<Arc<Mutex<Vec<u8>>>>,
     seen: Arc<Mutex<Vec<u16>>>,
     stalled: Arc<AtomicBool>,
 }
@@ -150,6 +169,9 @@ impl Way {
                 && *at == tag
             {
                 act();
+            }
+            if let Some(record) = &self.record {
+                record.lock().unwrap().extend_from_slice(&bytes);
             }
             if let Some((at, byte)) = self.flip
                 && at == unit
