@@ -6,7 +6,7 @@ mod common;
 use std::time::Duration;
 
 use checkpoint::testing::MemoryConfig;
-use common::{Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag};
+use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag};
 
 /// One pass, then the rest, so that runs are alike.
 fn options(host: &Host) -> migrate::SendOptions {
@@ -56,7 +56,7 @@ fn cut_everywhere(cut: Cut) {
                 sending.connect_timeout = Duration::from_millis(300);
             }
             let there = host.receiver_with(receiving);
-            let proxy = Proxy::start(&there.to, Plan::cut(source, unit, cut));
+            let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
             let sent = Sender::start(&guest, &proxy.to, &sending).result();
             exactly_one_runs(&host, &guest, &sent, there, &context);
         }

@@ -17,7 +17,7 @@ use migrate::{
     GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, SendControl,
     SendError, SendOptions, SendReport, Tag, receive, send,
 };
-pub use proxy::{Cut, Plan, Proxy};
+pub use proxy::{At, Cut, Plan, Proxy};
 
 /// One world: a drive that only one guest may hold, records of both sides in one temporary folder.
 pub struct Host {
