@@ -101,9 +101,9 @@ impl Link {
     /// Whether bytes, or the connection's end, wait to be read. Does not block.
     pub(crate) fn has_incoming(&self) -> bool {
         let mut byte = [std::mem::MaybeUninit::uninit()];
-        SockRef::from(&self.stream)
-            .recv_with_flags(&mut byte, libc::MSG_PEEK | libc::MSG_DONTWAIT)
-            .is_ok()
+        let peeked = SockRef::from(&self.stream)
+            .recv_with_flags(&mut byte, libc::MSG_PEEK | libc::MSG_DONTWAIT);
+        peeked.map_or_else(|e| !waits(&e), |_| true)
     }
 
     /// From now on a stop request is no reason to fail, and everything ends after [`LAST_WORDS`].

@@ -1,5 +1,6 @@
 //! The connection cut before, in and after every message, in both directions, and stalled for ever:
 //! after each, exactly one guest runs and its memory is whole.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
 

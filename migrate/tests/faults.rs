@@ -1,4 +1,5 @@
 //! Guests, disks and operators that fail or change their minds, in every phase.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Whole migrations over loopback sockets, between guests that check their own memory.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
 

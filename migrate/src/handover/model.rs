@@ -374,11 +374,28 @@ impl World {
     }
 }
 
+/// The worlds from which steps of these kinds can lead to a settled one.
+fn rescued<'w>(
+    seen: &'w HashSet<World>,
+    back: &'w HashMap<World, Vec<(Kind, World)>>,
+    kinds: &[Kind],
+) -> HashSet<&'w World> {
+    let mut rescued: HashSet<&World> = HashSet::new();
+    let mut queue: VecDeque<&World> = seen.iter().filter(|w| w.settled()).collect();
+    while let Some(world) = queue.pop_front() {
+        if rescued.insert(world) {
+            let before = back.get(world).into_iter().flatten();
+            queue.extend(before.filter(|(kind, _)| kinds.contains(kind)).map(|(_, w)| w));
+        }
+    }
+    rescued
+}
+
 #[test]
 fn at_most_one_runs_and_there_is_always_a_way_out() {
     let mut seen: HashSet<World> = HashSet::new();
     // Good steps and the operator's, backwards.
-    let mut back: HashMap<World, Vec<World>> = HashMap::new();
+    let mut back: HashMap<World, Vec<(Kind, World)>> = HashMap::new();
     let mut queue = VecDeque::from([World::new()]);
     while let Some(world) = queue.pop_front() {
         if !seen.insert(world.clone()) {
@@ -387,26 +404,23 @@ fn at_most_one_runs_and_there_is_always_a_way_out() {
         world.check();
         for (kind, next) in world.next() {
             if kind != Kind::Bad {
-                back.entry(next.clone()).or_default().push(world.clone());
+                back.entry(next.clone()).or_default().push((kind, world.clone()));
             }
             if !seen.contains(&next) {
                 queue.push_back(next);
             }
         }
     }
-    let mut rescued: HashSet<&World> = HashSet::new();
-    let mut queue: VecDeque<&World> = seen.iter().filter(|w| w.settled()).collect();
-    while let Some(world) = queue.pop_front() {
-        if rescued.insert(world) {
-            queue.extend(back.get(world).into_iter().flatten());
-        }
-    }
     // An operator who discards what runs nowhere has decided so.
-    let stuck = seen
-        .iter()
-        .filter(|w| w.operator != Some(Resolution::Discard))
-        .find(|w| !rescued.contains(w));
+    let honest = |w: &&World| w.operator != Some(Resolution::Discard);
+    let rescued = rescued(&seen, &back, &[Kind::Good, Kind::Operator]);
+    let stuck = seen.iter().filter(honest).find(|w| !rescued.contains(w));
     assert!(stuck.is_none(), "no way out of {stuck:#?}");
+    // While both processes live, nobody has to be asked.
+    let rescued = self::rescued(&seen, &back, &[Kind::Good]);
+    let both = |w: &&World| w.source_alive && w.destination_alive;
+    let stuck = seen.iter().filter(honest).filter(both).find(|w| !rescued.contains(w));
+    assert!(stuck.is_none(), "no way out without an operator of {stuck:#?}");
     assert!(seen.len() > 1_000, "only {} worlds were visited", seen.len());
     for wanted in [Source::Here, Source::Gone, Source::InDoubt] {
         assert!(seen.iter().any(|w| w.source == wanted), "{wanted:?} was never reached");

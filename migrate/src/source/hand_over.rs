@@ -33,6 +33,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         ready: Ready<'a, G>,
     ) -> Result<Handed<'a, G>, Failed> {
         let Ready { held, site, tale } = ready;
+        // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
+        if peer.wire.stream().has_incoming() {
+            let cause = match peer.wire.recv() {
+                Ok(other) => unexpected(&other, "nothing before COMMIT"),
+                Err(e) => e,
+            };
+            return Err(held.give_up(cause));
+        }
         let (state, order) = Source::Streaming.on(SourceEvent::Prepared);
         debug_assert_eq!(order, SourceOrder::Record);
         if !self.control.stop.seal() {

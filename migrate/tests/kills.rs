@@ -1,0 +1,159 @@
+//! Either process killed hard at every message. The other process is this test binary, started
+//! again in a role.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use checkpoint::testing::{MemoryConfig, MemoryGuestFactory};
+use checkpoint::{Guest, RunState};
+use common::{Host, Plan, Proxy, Sender, quick_send, tag, within};
+use migrate::{Cause, Phase, ReceiveControl, ReceiveOptions, receive};
+
+const FROM_SOURCE: [&str; 8] =
+    ["HELLO", "CONFIG", "PASS_BEGIN", "PAGES", "PASS_END", "STATE", "STATE_END", "COMMIT"];
+
+fn options(host: &Host) -> migrate::SendOptions {
+    let mut options = quick_send(host);
+    options.downtime = Duration::from_secs(60);
+    options
+}
+
+/// Starts this binary in a role, and returns it with the first line that it says after "role:".
+fn start(role: &str, args: &[(&str, String)]) -> (Child, String) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", role, "--ignored", "--nocapture"])
+        .envs(args.iter().map(|(k, v)| (*k, v)))
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let said = loop {
+        let line = lines.next().expect("the role speaks").unwrap();
+        if let Some((_, said)) = line.split_once("role: ") {
+            break said.to_owned();
+        }
+    };
+    // Whatever else it says goes nowhere; a full pipe must not hold it.
+    std::thread::spawn(move || lines.count());
+    (child, said)
+}
+
+fn say(line: &str) {
+    println!("role: {line}");
+    std::io::stdout().flush().unwrap();
+}
+
+#[test]
+#[ignore = "a role for the other tests, not a test"]
+fn role_destination() {
+    let Ok(records) = std::env::var("RECORDS") else { return };
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    say(&listener.local_addr().unwrap().to_string());
+    let mut options = ReceiveOptions::new(records);
+    options.commit_deadline = Duration::from_secs(2);
+    let result =
+        receive(listener, &MemoryGuestFactory::default(), &options, &ReceiveControl::new());
+    if result.is_ok() {
+        std::thread::sleep(Duration::from_secs(60));
+    }
+}
+
+#[test]
+#[ignore = "a role for the other tests, not a test"]
+fn role_source() {
+    let (Ok(to), Ok(records)) = (std::env::var("TO"), std::env::var("RECORDS")) else { return };
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let mut options = migrate::SendOptions::new(records);
+    options.downtime = Duration::from_secs(60);
+    say("sending");
+    let _ = migrate::send(&*guest, &to, &options, &migrate::SendControl::new());
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+/// Kills what is in the slot, once; returns when it is dead.
+fn kill(slot: &Arc<Mutex<Option<Child>>>) -> impl FnMut() + Send + 'static {
+    let slot = slot.clone();
+    move || {
+        if let Some(mut child) = slot.lock().unwrap().take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_destination_killed_before_any_message_leaves_the_guest_here() {
+    for at in FROM_SOURCE {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        let records = ("RECORDS", host.destination_records().display().to_string());
+        let (child, to) = start("role_destination", std::slice::from_ref(&records));
+        let slot = Arc::new(Mutex::new(Some(child)));
+        let plan = Plan::default().before_from_source(tag(at), kill(&slot));
+        let proxy = Proxy::start(&to, plan);
+        let sender = Sender::start(&guest, &proxy.to, &options(&host));
+        if at == "COMMIT" {
+            // It died prepared, and the source cannot know: a new process of the site settles it.
+            within(Duration::from_secs(5), "the source is in doubt", || {
+                sender.control.progress().phase == Phase::InDoubt
+            });
+            assert_eq!(guest.run_state(), RunState::Paused);
+            let (child, to) = start("role_destination", &[records]);
+            *slot.lock().unwrap() = Some(child);
+            proxy.redirect(&to);
+        }
+        let error = sender.result().unwrap_err();
+        assert_eq!(guest.run_state(), RunState::Running, "{at}: {error}");
+        guest.verify().unwrap();
+        assert_eq!(at == "COMMIT", matches!(error.cause, Cause::Discarded { .. }), "{at}: {error}");
+        kill(&slot)();
+    }
+}
+
+#[test]
+fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
+    for at in FROM_SOURCE {
+        let host = Host::new();
+        let there = host.receiver();
+        let slot = Arc::new(Mutex::new(None));
+        let plan = Plan::default().before_from_source(tag(at), {
+            let slot = slot.clone();
+            move || {
+                within(Duration::from_secs(5), "it is started", || slot.lock().unwrap().is_some());
+                kill(&slot)();
+            }
+        });
+        let proxy = Proxy::start(&there.to, plan);
+        let records = host.source_records().display().to_string();
+        let args = [("TO", proxy.to.clone()), ("RECORDS", records)];
+        let (child, _) = start("role_source", &args);
+        *slot.lock().unwrap() = Some(child);
+        within(Duration::from_secs(10), "it is killed", || slot.lock().unwrap().is_none());
+        // What it had said before it died still arrives, COMMIT too: then the guest runs here.
+        within(Duration::from_secs(10), "the receiver ends, or waits for the next source", || {
+            let progress = there.control.progress();
+            there.thread.is_finished() || (progress.refused > 0 && progress.phase == Phase::Waiting)
+        });
+        let waits_on = there.control.progress().phase == Phase::Waiting;
+        assert!(!waits_on || matches!(at, "HELLO" | "CONFIG"), "{at}");
+        if waits_on {
+            there.control.cancel().unwrap();
+        }
+        match there.outcome() {
+            Ok(arrived) => {
+                assert_eq!(at, "COMMIT");
+                assert_eq!(arrived.guest.run_state(), RunState::Running);
+                arrived.guest.verify().unwrap();
+                let pending = migrate::Records::open(host.source_records()).unwrap();
+                assert_eq!(pending.pending().unwrap().len(), 1, "the record survives");
+            }
+            Err(e) => assert_ne!(at, "COMMIT", "{e}"),
+        }
+    }
+}
