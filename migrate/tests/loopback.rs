@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest};
-use checkpoint::{Guest, RunState};
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
 use common::{Host, Plan, Proxy, quick_send, tag, within};
+use dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
 use migrate::{Phase, SendControl, SendStatus, TimeoutStrategy, send};
+use vm_memory::{Bytes, GuestAddress};
 
 #[test]
 fn twenty_migrations_in_a_row_while_the_guest_writes() {
@@ -102,10 +104,8 @@ fn guests_of_trait_objects_move_too() {
 
 #[test]
 fn zero_frames_arrive_as_zeros_also_over_older_content() {
-    use dirty_tracker::PAGE_SIZE;
-    use vm_memory::{Bytes, GuestAddress};
     let host = Host::new();
-    let guest = MemoryGuest::new(checkpoint::VmId::random(), MemoryConfig::still()).unwrap();
+    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     let at = GuestAddress(5 * PAGE_SIZE);
     guest.ram().write_slice(&[7; PAGE_SIZE as usize], at).unwrap();
     // Zeroed after pass 0 has sent its content.
@@ -120,4 +120,71 @@ fn zero_frames_arrive_as_zeros_also_over_older_content() {
     let mut page = [1; PAGE_SIZE as usize];
     arrived.guest.ram().read_slice(&mut page, at).unwrap();
     assert_eq!(page, [0; PAGE_SIZE as usize]);
+}
+
+/// Writes into its memory while its state is saved, as KVM does with its clock pages.
+struct WritesWhenSaved(Arc<MemoryGuest>);
+
+const LATE: u64 = 7;
+
+impl Guest for WritesWhenSaved {
+    fn vm_id(&self) -> VmId {
+        self.0.vm_id()
+    }
+    fn config(&self) -> Vec<u8> {
+        self.0.config()
+    }
+    fn layout(&self) -> &Layout {
+        self.0.layout()
+    }
+    fn ram(&self) -> &GuestRam {
+        self.0.ram()
+    }
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.0.populated()
+    }
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.0.subscribe(name)
+    }
+    fn collect(&self) -> Result<Collected, GuestError> {
+        self.0.collect()
+    }
+    fn run_state(&self) -> RunState {
+        self.0.run_state()
+    }
+    fn pause(&self) -> Result<RunState, GuestError> {
+        self.0.pause()
+    }
+    fn resume(&self) -> Result<(), GuestError> {
+        self.0.resume()
+    }
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        let at = GuestAddress(LATE * PAGE_SIZE);
+        self.ram().write_slice(&[9; PAGE_SIZE as usize], at).unwrap();
+        self.0.save_state()
+    }
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        self.0.restore_state(sections, clock)
+    }
+    fn release(&self) -> Result<(), GuestError> {
+        self.0.release()
+    }
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.0.acquire()
+    }
+    fn stop(&self, why: &str) {
+        self.0.stop(why);
+    }
+}
+
+#[test]
+fn what_saving_the_state_writes_into_memory_arrives() {
+    let host = Host::new();
+    let guest = WritesWhenSaved(host.start(MemoryConfig::still()));
+    let there = host.receiver();
+    send(&guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+    let arrived = there.guest();
+    let mut page = [0; PAGE_SIZE as usize];
+    arrived.guest.ram().read_slice(&mut page, GuestAddress(LATE * PAGE_SIZE)).unwrap();
+    assert_eq!(page, [9; PAGE_SIZE as usize]);
 }

@@ -352,13 +352,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         copied: Copied<'a>,
     ) -> Result<(Uuid, Tale), Cause> {
         let Copied { mut sender, mut writes, mut tale } = copied;
+        // State first: saving it may make the host write into guest memory.
+        let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;
         let pass = tale.passes.len() as u32;
         let done = sender.pass(wire, pass, epoch.runs(), epoch.frames(), None)?;
         epoch.commit();
         tale.passes.push(report_of(&done, 0, done.time));
         tale.totals = sender.totals;
-        let sections = held.save_state()?;
         send_state(wire, &sections, held.was_running(), tale.totals)?;
         held.release()?;
         let says = match wire.recv()? {
