@@ -1,1 +1,12 @@
-//! The guests that Driftline brings along.
+//! The guests that Driftline brings along: the self-checking payload, built from source and embedded.
+
+mod report;
+mod spec;
+pub mod workload;
+
+/// The payload guest: an ELF file for x86-64 with a PVH entry.
+pub static PAYLOAD_ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.elf"));
+
+pub use report::{Message, Report};
+pub use spec::SpecError;
+pub use workload::PayloadSpec;
