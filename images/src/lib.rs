@@ -1,5 +1,9 @@
 //! The guests that Driftline brings along: the self-checking payload, built from source and embedded.
 
+#[cfg(test)]
+mod laws;
+#[cfg(test)]
+mod loop_laws;
 mod report;
 mod spec;
 pub mod workload;

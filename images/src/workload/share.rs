@@ -117,27 +117,40 @@ impl Workload {
     }
 
     /// Visits one page: checks that it holds what was last written there, and writes the next generation. Every
-    /// [`SWEEP_EVERY`] visits one more page is re-read whole. Tells the last page found wrong, if any was.
+    /// [`SWEEP_EVERY`] visits one more page is re-read whole. Each page found wrong is counted and passed to `complain`.
     #[inline(always)]
-    pub fn step<M: PageMemory>(&mut self, memory: &mut M, table: &mut [u32]) -> Option<Mismatch> {
+    pub fn step<M: PageMemory>(
+        &mut self,
+        memory: &mut M,
+        table: &mut [u32],
+        complain: &mut impl FnMut(&Mismatch),
+    ) {
         if self.reach == 0 {
-            return None;
+            return;
         }
-        if matches!(self.pattern, Pattern::Once) && self.passes > 0 {
-            let wrong = self.check_whole(self.cursor, 1, memory);
-            self.advance();
-            return wrong;
-        }
-        let (index, was, is) = self.next_visit(memory, table);
-        let wrong = self.rewrite(index, was, is, memory);
+        let wrong = if matches!(self.pattern, Pattern::Once) && self.passes > 0 {
+            self.check_whole(self.cursor, 1, memory)
+        } else {
+            self.pages += 1;
+            let (index, was, is) = self.next_visit(memory, table);
+            self.rewrite(index, was, is, memory)
+        };
+        self.tell(wrong, complain);
         self.advance();
-        self.pages += 1;
         self.until_sweep -= 1;
         if self.until_sweep == 0 {
             self.until_sweep = SWEEP_EVERY;
-            return self.sweep(memory, table).or(wrong);
+            let wrong = self.sweep(memory, table);
+            self.tell(wrong, complain);
         }
-        wrong
+    }
+
+    #[inline(always)]
+    fn tell(&mut self, wrong: Option<Mismatch>, complain: &mut impl FnMut(&Mismatch)) {
+        if let Some(wrong) = wrong {
+            self.errors += 1;
+            complain(&wrong);
+        }
     }
 
     /// The page to write now: its index in the share, the generation it must have, the one it gets.
@@ -186,7 +199,6 @@ impl Workload {
         if expected.matches(&found) {
             return None;
         }
-        self.errors += 1;
         Some(expected.verdict(&found, self.seed, gfn))
     }
 
@@ -210,6 +222,7 @@ impl Workload {
         };
         let generation = match self.pattern {
             Pattern::Random | Pattern::Zipf => table.get(index as usize).copied().unwrap_or(0),
+            Pattern::Once if self.passes > 0 => 1,
             _ => generation_after(self.passes + u64::from(place < self.cursor)),
         };
         // A page never written is left alone: reading it would make the host back it with memory.
@@ -232,12 +245,10 @@ impl Workload {
         let expected = Head::expected(self.seed, gfn, generation, self.share.vcpu);
         let found = Head::read(memory, page);
         if !expected.matches(&found) {
-            self.errors += 1;
             return Some(expected.verdict(&found, self.seed, gfn));
         }
         let (word, wanted, shown) =
             check_body(memory, page, self.seed, gfn, self.fill == Fill::Random)?;
-        self.errors += 1;
         Some(Mismatch {
             gfn,
             kind: Kind::Body,
