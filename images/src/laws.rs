@@ -14,6 +14,7 @@ struct Pages {
     words: Vec<u64>,
     share: Share,
     writes: Vec<u32>,
+    announced: std::cell::RefCell<Vec<u64>>,
 }
 
 const FIRST_GFN: u64 = 0x1000;
@@ -21,7 +22,12 @@ const FIRST_GFN: u64 = 0x1000;
 impl Pages {
     fn new(share: Share) -> Self {
         let pages = (share.first + share.pages) as usize;
-        Pages { words: vec![0; pages * PAGE_WORDS], share, writes: vec![0; pages] }
+        Pages {
+            words: vec![0; pages * PAGE_WORDS],
+            share,
+            writes: vec![0; pages],
+            announced: Default::default(),
+        }
     }
 
     fn at(&self, page: u64, word: usize) -> usize {
@@ -61,6 +67,7 @@ impl PageMemory for Pages {
 
     fn prefetch(&self, page: u64) {
         self.at(page, 0);
+        self.announced.borrow_mut().push(page);
     }
 }
 
@@ -322,6 +329,22 @@ proptest! {
         prop_assert_eq!(generation_after(writes) == 0, writes == 0);
         if writes > 0 {
             prop_assert!(generation_after(writes) != generation_after(writes - 1));
+        }
+    }
+}
+
+#[test]
+fn pages_are_announced_before_their_visit() {
+    for pattern in [Pattern::Seq, Pattern::Random, Pattern::Stride(3)] {
+        let share = Share { vcpu: 0, first: 2, pages: 300 };
+        let mut bench = Bench::new(&PayloadSpec { pattern, ..PayloadSpec::default() }, share);
+        bench.steps(8);
+        let announced = bench.memory.announced.borrow().clone();
+        assert_eq!(announced.len(), 8, "{pattern:?}");
+        for page in announced {
+            let before = bench.memory.writes[page as usize];
+            bench.steps(1);
+            assert_eq!(bench.memory.writes[page as usize], before + 1, "{pattern:?}");
         }
     }
 }

@@ -20,7 +20,7 @@ mod share;
 pub use line::Line;
 pub use pace::{Gap, Pacer, SLICE_NS};
 pub use page::{Head, Kind, Mismatch, PAGE_SIZE, PAGE_WORDS, PageMemory, STAMP_WORD};
-pub use pattern::{Pattern, SWEEP_EVERY, generation_after};
+pub use pattern::{Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, generation_after};
 pub use place::{PlaceError, Placement, Segment, TABLE_BASE, WS_BASE};
 pub use runner::{BATCH, ERROR_LINES, Next, Runner, ready_line};
 pub use settings::{Fill, PayloadSpec, Rate, Reason, Ring, parse_number, parse_size};

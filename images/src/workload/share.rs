@@ -1,8 +1,10 @@
 //! Owns one vCPU's part of the working set: which page comes next, what it must hold, and what to write there.
 
 use super::page::{Head, Kind, Mismatch, PageMemory, check_body, fill_body};
-use super::pattern::{Generator, Pattern, SWEEP_EVERY, Zipf, generation_after, next_generation};
-use super::settings::{Fill, PayloadSpec};
+use super::pattern::{
+    Generator, Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, Zipf, generation_after, next_generation,
+};
+use super::settings::{Fill, PayloadSpec, Rate, Ring};
 
 /// How far ahead of its visit a page is announced to the memory.
 const LOOK_AHEAD: u64 = 8;
@@ -58,6 +60,7 @@ pub struct Workload {
     cursor: u64,
     /// The page that the sweep reads next.
     sweep_cursor: u64,
+    sweep_every: u32,
     until_sweep: u32,
     passes: u64,
     pages: u64,
@@ -68,6 +71,9 @@ pub struct Workload {
 impl Workload {
     /// A workload that has written nothing yet.
     pub fn new(spec: &PayloadSpec, share: Share) -> Self {
+        // Reading a page whole takes long where ring 0 is emulated, and at full speed it takes from the writes.
+        let paced = spec.rate != Rate::Max && spec.ring == Ring::Three;
+        let sweep_every = if paced { SWEEP_EVERY_PACED } else { SWEEP_EVERY };
         Workload {
             share,
             pattern: spec.pattern,
@@ -78,7 +84,8 @@ impl Workload {
             reach: spec.pattern.reach(share.pages),
             cursor: 0,
             sweep_cursor: 0,
-            until_sweep: SWEEP_EVERY,
+            sweep_every,
+            until_sweep: sweep_every,
             passes: 0,
             pages: 0,
             errors: 0,
@@ -117,7 +124,7 @@ impl Workload {
     }
 
     /// Visits one page: checks that it holds what was last written there, and writes the next generation. Every
-    /// [`SWEEP_EVERY`] visits one more page is re-read whole. Each page found wrong is counted and passed to `complain`.
+    /// few visits ([`SWEEP_EVERY`]) one more page is re-read whole. Each page found wrong is counted and passed to `complain`.
     #[inline(always)]
     pub fn step<M: PageMemory>(
         &mut self,
@@ -139,7 +146,7 @@ impl Workload {
         self.advance();
         self.until_sweep -= 1;
         if self.until_sweep == 0 {
-            self.until_sweep = SWEEP_EVERY;
+            self.until_sweep = self.sweep_every;
             let wrong = self.sweep(memory, table);
             self.tell(wrong, complain);
         }
@@ -164,6 +171,10 @@ impl Workload {
         };
         match (self.pattern, table.get_mut(index as usize)) {
             (Pattern::Random | Pattern::Zipf, Some(entry)) => {
+                if matches!(self.pattern, Pattern::Random) {
+                    let ahead = self.generator.peek(LOOK_AHEAD - 1, self.share.pages);
+                    memory.prefetch(self.share.first + ahead);
+                }
                 let was = *entry;
                 *entry = next_generation(was);
                 (index, was, *entry)
