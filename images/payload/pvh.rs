@@ -120,7 +120,7 @@ fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
             continue;
         };
         // Such as `virtio_mmio.device=`, which a VMM adds for Linux.
-        if key.contains(&b'.') {
+        if key.iter().any(|&byte| byte == b'.') {
             continue;
         }
         let refusal = if key == b"vcpus" {
