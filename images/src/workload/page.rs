@@ -35,6 +35,10 @@ pub trait PageMemory {
     #[inline(always)]
     fn prefetch(&self, _page: u64) {}
 
+    /// Says that a visit has written all it will write to `page`, for memory that keeps track of dirty pages itself.
+    #[inline(always)]
+    fn wrote(&mut self, _page: u64) {}
+
     /// Writes `value(word)` to each of `words`.
     #[inline(always)]
     fn fill(&mut self, page: u64, words: Range<usize>, value: impl Fn(usize) -> u64) {

@@ -207,6 +207,7 @@ impl Workload {
             fill_body(memory, page, self.seed, gfn);
         }
         Head::expected(self.seed, gfn, is, self.share.vcpu).write(memory, page);
+        memory.wrote(page);
         if expected.matches(&found) {
             return None;
         }
