@@ -234,6 +234,7 @@ impl Supervisor {
             return;
         }
         self.halt();
+        self.bus.com1().settle();
         tracing::debug!("the guest has ended: {why:?}");
         self.status.end(why);
     }

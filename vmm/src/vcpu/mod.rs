@@ -19,7 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 
 use checkpoint::GuestError;
-use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
+use dirty_tracker::RingFull;
+use kvm_bindings::{CpuId, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use crate::devices::Bus;
@@ -85,9 +86,13 @@ impl Counters {
 pub(crate) struct Vcpu<P> {
     pub(crate) id: u8,
     pub(crate) fd: VcpuFd,
+    /// What CPUID was told to answer. KVM's own account of it has bits that follow the guest.
+    pub(crate) cpuid: CpuId,
     pub(crate) immediate_exit: Arc<ImmediateExit>,
     pub(crate) bus: Arc<Bus>,
     pub(crate) counters: Arc<Counters>,
+    /// Where ring-full exits are reported; `None` in modes without rings.
+    pub(crate) ring_full: Option<RingFull>,
     pub(crate) context: Arc<StateContext>,
     pub(crate) commands: Receiver<Command>,
     /// The sending side of `commands`, for those who answer.
@@ -193,6 +198,9 @@ impl<P: Peers> Vcpu<P> {
     /// commands meanwhile; a pause needs nothing of the collector.
     fn wait_for_drain(&mut self) -> State {
         self.counters.ring_full_exits.fetch_add(1, Ordering::Relaxed);
+        if let Some(full) = &self.ring_full {
+            full.report();
+        }
         if !self.peers.ring_full(self.id, &self.inbox) {
             return self.end(EndReason::Crashed(format!(
                 "vCPU {} filled its dirty ring, and nobody harvests it",
