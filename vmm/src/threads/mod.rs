@@ -1,0 +1,337 @@
+//! The threads backend: the payload's workload on host threads over guest-shaped memory, behind the
+//! same traits as the KVM machine.
+//!
+//! For hosts without KVM, and for tests. Each *worker* stands for one vCPU: it runs that vCPU's share
+//! of the workload and is stopped only between two ticks of a few pages, when all its writes are
+//! marked. What it writes goes through [`TrackedBitmap`](dirty_tracker::TrackedBitmap), so nothing has
+//! to be collected.
+
+mod clock;
+mod end;
+mod memory;
+mod ram;
+mod serial;
+mod state;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use dirty_tracker::{Collected, FrameRun, Gfn, Layout, Subscription, Tracker, TrackingMode};
+use images::PayloadSpec;
+use images::workload::{Placement, ready_line};
+
+use crate::config::{Boot, HostConfig, MachineConfig};
+use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
+use clock::GuestClock;
+use end::End;
+use serial::Serial;
+use state::Saved;
+use worker::{Command, Worker};
+
+/// How long a worker may take to answer; a tick takes microseconds.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A guest whose vCPUs are host threads.
+pub struct ThreadMachine {
+    vm_id: VmId,
+    config: MachineConfig,
+    spec: PayloadSpec,
+    placement: Placement,
+    tracker: Arc<Tracker>,
+    ram: GuestRam,
+    clock: Arc<GuestClock>,
+    serial: Arc<Serial>,
+    end: Arc<End>,
+    created: Instant,
+    /// Marks already reported by `collect`.
+    reported_frames: AtomicU64,
+    control: Mutex<Control>,
+}
+
+/// What one transition at a time may change.
+struct Control {
+    state: RunState,
+    /// The workload has neither run nor been restored.
+    fresh: bool,
+    workers: Vec<(Sender<Command>, JoinHandle<()>)>,
+}
+
+impl ThreadMachine {
+    /// A paused guest with zeroed memory.
+    pub fn new(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+    ) -> Result<Arc<Self>, GuestError> {
+        let spec = payload_spec(&config)?;
+        let (tracker, ram) = ram::build(config.mem_bytes)?;
+        let slots = tracker.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
+        let placement = Placement::new(&spec, slots).map_err(|e| GuestError::Unsupported {
+            what: format!("a working set of {} bytes", spec.ws_bytes),
+            why: format!(
+                "it takes {} pages, and guest memory has {} at or above {:#x}",
+                e.wanted,
+                e.available,
+                Placement::base(&spec)
+            ),
+        })?;
+        if spec.ws_pages() < u64::from(config.vcpus) {
+            return Err(GuestError::Unsupported {
+                what: format!("a working set of {} pages", spec.ws_pages()),
+                why: format!("there are {} vCPUs, and each needs a page", config.vcpus),
+            });
+        }
+        let serial = Serial::open(&host.serial)
+            .map_err(|e| GuestError::System { what: "opening the serial sink", cause: e.into() })?;
+        let machine = Self {
+            vm_id,
+            spec,
+            placement,
+            tracker,
+            ram,
+            clock: Arc::new(GuestClock::new()),
+            serial: Arc::new(serial),
+            end: Arc::default(),
+            created: Instant::now(),
+            reported_frames: AtomicU64::new(0),
+            control: Mutex::new(Control {
+                state: RunState::Paused,
+                fresh: true,
+                workers: Vec::new(),
+            }),
+            config,
+        };
+        machine.start_workers()?;
+        Ok(Arc::new(machine))
+    }
+
+    fn start_workers(&self) -> Result<(), GuestError> {
+        let mut control = self.control();
+        for index in 0..self.vcpus() {
+            let (sender, commands) = mpsc::channel();
+            let worker = Worker {
+                index,
+                vcpus: self.vcpus(),
+                spec: self.spec.clone(),
+                placement: self.placement,
+                ram: self.ram.clone(),
+                clock: self.clock.clone(),
+                serial: self.serial.clone(),
+                end: self.end.clone(),
+                commands,
+            };
+            let thread = std::thread::Builder::new()
+                .name(format!("worker-{index}"))
+                .spawn(move || worker.run())
+                .map_err(|e| GuestError::System { what: "starting a worker", cause: e.into() })?;
+            control.workers.push((sender, thread));
+        }
+        Ok(())
+    }
+
+    fn vcpus(&self) -> u32 {
+        u32::from(self.config.vcpus)
+    }
+
+    /// The transitions' lock. The state that it shows takes an end by itself into account.
+    fn control(&self) -> MutexGuard<'_, Control> {
+        let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.end.reason().is_some() {
+            control.state = RunState::Stopped;
+        }
+        control
+    }
+
+    fn paused(&self, request: &'static str) -> Result<MutexGuard<'_, Control>, GuestError> {
+        let control = self.control();
+        match control.state {
+            RunState::Paused => Ok(control),
+            state => Err(GuestError::State { request, state }),
+        }
+    }
+}
+
+impl Control {
+    /// Gives every worker a command made by `make`, and waits for all the answers, in order.
+    fn ask<T>(&self, make: impl Fn(usize, Sender<T>) -> Command) -> Result<Vec<T>, GuestError> {
+        let asked: Vec<Receiver<T>> = (0..self.workers.len())
+            .map(|index| {
+                let (answer, answers) = mpsc::channel();
+                // A worker that is gone shows as a closed answer channel below.
+                let _ = self.workers[index].0.send(make(index, answer));
+                answers
+            })
+            .collect();
+        asked.into_iter().map(|a| a.recv_timeout(ANSWER_TIMEOUT).map_err(no_answer)).collect()
+    }
+}
+
+impl Guest for ThreadMachine {
+    fn vm_id(&self) -> VmId {
+        self.vm_id
+    }
+
+    fn config(&self) -> Vec<u8> {
+        crate::backend::encode_config(&self.config)
+    }
+
+    fn layout(&self) -> &Layout {
+        self.tracker.layout()
+    }
+
+    fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        let segments = self.placement.segments().iter();
+        Ok(segments.map(|s| FrameRun { start: Gfn(s.gfn), count: s.pages }).collect())
+    }
+
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        if self.config.tracking == TrackingMode::None {
+            return Err(GuestError::NotTracked);
+        }
+        Ok(self.tracker.subscribe(name))
+    }
+
+    fn collect(&self) -> Result<Collected, GuestError> {
+        let marked = self.tracker.stats().marked_frames;
+        let before = self.reported_frames.swap(marked, Ordering::Relaxed);
+        Ok(Collected { frames: marked.saturating_sub(before), ..Collected::default() })
+    }
+
+    fn run_state(&self) -> RunState {
+        self.control().state
+    }
+
+    fn pause(&self) -> Result<RunState, GuestError> {
+        let mut control = self.control();
+        match control.state {
+            RunState::Stopped => {
+                Err(GuestError::State { request: "pause", state: RunState::Stopped })
+            }
+            RunState::Paused => Ok(RunState::Paused),
+            RunState::Running => {
+                control.ask(|_, answer| Command::Park(answer))?;
+                control.state = RunState::Paused;
+                Ok(RunState::Running)
+            }
+        }
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        let mut control = self.paused("resume")?;
+        if std::mem::take(&mut control.fresh) {
+            self.serial.print(ready_line(&self.spec, self.vcpus()).as_bytes());
+        }
+        for (worker, _) in &control.workers {
+            worker.send(Command::Run).map_err(no_answer)?;
+        }
+        control.state = RunState::Running;
+        Ok(())
+    }
+
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        let control = self.paused("save the state of")?;
+        let workers = control.ask(|_, answer| Command::Save(answer))?;
+        let (guest_ns, wall_ns) = (self.clock.now_ns(), clock::wall_ns());
+        let saved = workers.into_iter().map(|worker| Saved { guest_ns, wall_ns, worker });
+        saved.enumerate().map(|(index, saved)| state::encode(index, &saved)).collect()
+    }
+
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        let mut control = self.paused("restore")?;
+        if !control.fresh {
+            return Err(GuestError::State { request: "restore into", state: RunState::Running });
+        }
+        let saved = state::decode(sections, &self.spec, self.vcpus())?;
+        let away_ns = match (clock, saved.first()) {
+            (Clock::Advance, Some(first)) => clock::wall_ns().saturating_sub(first.wall_ns),
+            _ => 0,
+        };
+        if let Some(first) = saved.first() {
+            self.clock.set(first.guest_ns.saturating_add(away_ns));
+        }
+        control.fresh = saved.iter().all(|s| s.worker.runner.is_none());
+        control
+            .ask(|index, answer| Command::Load(Box::new(saved[index].worker.clone()), answer))?;
+        Ok(())
+    }
+
+    fn release(&self) -> Result<(), GuestError> {
+        self.paused("release the resources of").map(drop)
+    }
+
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.paused("take the resources of").map(drop)
+    }
+
+    fn stop(&self, why: &str) {
+        self.end.set(EndReason::Stopped(why.to_owned()));
+        // Closing the channels ends the workers.
+        let workers = std::mem::take(&mut self.control().workers);
+        for (commands, thread) in workers {
+            drop(commands);
+            if thread.join().is_err() {
+                tracing::error!(vm = %self.vm_id, "a worker had panicked");
+            }
+        }
+    }
+}
+
+impl Drop for ThreadMachine {
+    fn drop(&mut self) {
+        self.stop("the VMM let go of it");
+    }
+}
+
+impl Vm for ThreadMachine {
+    fn machine_config(&self) -> &MachineConfig {
+        &self.config
+    }
+
+    fn info(&self) -> VmInfo {
+        VmInfo {
+            vm_id: self.vm_id,
+            state: self.run_state(),
+            vcpus: self.config.vcpus,
+            mem_bytes: self.config.mem_bytes,
+            tracking: self.config.tracking,
+            backend: self.config.backend,
+            uptime_ms: u64::try_from(self.created.elapsed().as_millis()).unwrap_or(u64::MAX),
+            ring_overruns: 0,
+            vcpu: vec![VcpuInfo::default(); usize::from(self.config.vcpus)],
+            dirty: self.tracker.stats(),
+        }
+    }
+
+    fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {
+        self.end.wait(timeout)
+    }
+}
+
+/// What the workers are to do; only the payload runs on threads.
+fn payload_spec(config: &MachineConfig) -> Result<PayloadSpec, GuestError> {
+    match &config.boot {
+        Boot::Payload(spec) => spec.parse().map_err(|e| GuestError::Malformed {
+            what: format!("the payload's specification \"{spec}\""),
+            why: format!("{e}"),
+        }),
+        Boot::Kernel { kernel, .. } => Err(GuestError::Unsupported {
+            what: format!("the kernel {}", kernel.display()),
+            why: "the threads backend runs only the payload's workload, no machine code".into(),
+        }),
+    }
+}
+
+fn no_answer(cause: impl std::error::Error + Send + Sync + 'static) -> GuestError {
+    GuestError::System { what: "asking a worker", cause: cause.to_string().into() }
+}
