@@ -3,7 +3,9 @@
 //! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`checkpoint::Guest`] with a beginning
 //! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.
 
+pub mod api;
 pub mod backend;
 pub mod config;
+pub mod jobs;
 pub mod threads;
 pub mod vm;

@@ -73,20 +73,18 @@ impl ThreadMachine {
         let spec = payload_spec(&config)?;
         let (tracker, ram) = ram::build(config.mem_bytes)?;
         let slots = tracker.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
-        let placement = Placement::new(&spec, slots).map_err(|e| GuestError::Unsupported {
-            what: format!("a working set of {} bytes", spec.ws_bytes),
-            why: format!(
-                "it takes {} pages, and guest memory has {} at or above {:#x}",
-                e.wanted,
-                e.available,
-                Placement::base(&spec)
-            ),
+        let placement = Placement::new(&spec, slots).map_err(|e| {
+            let base = Placement::base(&spec);
+            let why = format!(
+                "its working set takes {} pages, and guest memory has {} at or above {base:#x}",
+                e.wanted, e.available
+            );
+            misfit(&config, why)
         })?;
         if spec.ws_pages() < u64::from(config.vcpus) {
-            return Err(GuestError::Unsupported {
-                what: format!("a working set of {} pages", spec.ws_pages()),
-                why: format!("there are {} vCPUs, and each needs a page", config.vcpus),
-            });
+            let (pages, vcpus) = (spec.ws_pages(), config.vcpus);
+            let why = format!("its working set has {pages} pages, too few for {vcpus} vCPUs");
+            return Err(misfit(&config, why));
         }
         let serial = Serial::open(&host.serial)
             .map_err(|e| GuestError::System { what: "opening the serial sink", cause: e.into() })?;
@@ -321,15 +319,20 @@ impl Vm for ThreadMachine {
 /// What the workers are to do; only the payload runs on threads.
 fn payload_spec(config: &MachineConfig) -> Result<PayloadSpec, GuestError> {
     match &config.boot {
-        Boot::Payload(spec) => spec.parse().map_err(|e| GuestError::Malformed {
-            what: format!("the payload's specification \"{spec}\""),
-            why: format!("{e}"),
-        }),
-        Boot::Kernel { kernel, .. } => Err(GuestError::Unsupported {
-            what: format!("the kernel {}", kernel.display()),
-            why: "the threads backend runs only the payload's workload, no machine code".into(),
-        }),
+        Boot::Payload(spec) => spec.parse().map_err(|e| misfit(config, format!("{e}"))),
+        Boot::Kernel { .. } => {
+            let why = "the threads backend runs only the payload's workload, no machine code";
+            Err(misfit(config, why.to_owned()))
+        }
     }
+}
+
+fn misfit(config: &MachineConfig, why: String) -> GuestError {
+    let what = match &config.boot {
+        Boot::Payload(spec) => format!("the guest \"{spec}\""),
+        Boot::Kernel { kernel, .. } => format!("the guest {}", kernel.display()),
+    };
+    GuestError::Malformed { what, why }
 }
 
 fn no_answer(cause: impl std::error::Error + Send + Sync + 'static) -> GuestError {

@@ -155,8 +155,8 @@ fn hostile_states_and_configurations_are_refused_with_a_sentence() {
     let host = HostConfig { serial: SerialSink::Null };
     let big = config("payload,ws=1G", 1);
     let e = ThreadMachine::new(VmId::random(), big, &host).err().unwrap().to_string();
-    assert!(e.contains("it takes 262144 pages"), "{e}");
+    assert!(e.contains("working set takes 262144 pages"), "{e}");
     let many = config("payload,ws=4K", 2);
     let e = ThreadMachine::new(VmId::random(), many, &host).err().unwrap().to_string();
-    assert!(e.contains("there are 2 vCPUs"), "{e}");
+    assert!(e.contains("too few for 2 vCPUs"), "{e}");
 }
