@@ -4,10 +4,10 @@ use axum::Json;
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use checkpoint::GuestError;
 use serde::de::DeserializeOwned;
 
 use super::model::FaultMessage;
+use crate::jobs::OperatorError;
 
 /// The largest request body: ours have a few hundred bytes.
 const BODY_LIMIT: usize = 16 << 10;
@@ -31,8 +31,8 @@ impl Fault {
     }
 }
 
-impl From<GuestError> for Fault {
-    fn from(e: GuestError) -> Self {
+impl From<OperatorError> for Fault {
+    fn from(e: OperatorError) -> Self {
         Self::new(e.to_string())
     }
 }

@@ -3,7 +3,9 @@
 //! Numbers have their unit in their name. Requests refuse fields that they do not know, so that a
 //! misspelt option is not silently a default.
 
-use checkpoint::{RunState, VmId};
+use std::path::PathBuf;
+
+use checkpoint::{EpochReport, RunState, VmId};
 use dirty_tracker::{TrackerStats, TrackingMode};
 use serde::{Deserialize, Serialize};
 
@@ -157,4 +159,70 @@ pub struct MachineConfigView {
 pub struct FaultMessage {
     /// What is wrong, as a sentence.
     pub fault_message: String,
+}
+
+/// `POST /checkpoint`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointRequest {
+    /// The store's directory, absolute: the server has its own working directory.
+    pub store: PathBuf,
+    /// Time from the beginning of one checkpoint to the next; without it there is one.
+    pub every_ms: Option<u64>,
+    /// How many; without it, until told to stop.
+    pub count: Option<u64>,
+}
+
+/// `GET /checkpoint?since=N&wait_ms=N`: the reports from number `since` on.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct CheckpointPage {
+    /// There is, or will be, more.
+    pub running: bool,
+    /// It is over because the guest has ended.
+    pub guest_ended: bool,
+    /// Where the epochs go.
+    pub store: PathBuf,
+    /// What to ask for next.
+    pub next: u64,
+    /// What became of each epoch tried.
+    pub epochs: Vec<EpochOutcome>,
+}
+
+/// What became of an epoch.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EpochOutcome {
+    /// It is durable.
+    Stored(EpochLine),
+    /// It is not; what changed will be in the next one.
+    Failed(String),
+}
+
+/// One stored epoch: a line of `checkpoint --json`.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct EpochLine {
+    /// Its number.
+    pub epoch: u64,
+    /// Frames in it.
+    pub frames: u64,
+    /// How long the guest stood still.
+    pub pause_us: u64,
+    /// From the end of the pause until it was durable.
+    pub write_ms: f64,
+    /// Its size.
+    pub written_bytes: u64,
+    /// Whether it survives a crash of the host.
+    pub durable: bool,
+    /// How long after it was due it was begun.
+    pub late_ms: u64,
+    /// Epochs that were due before it and were left out.
+    pub skipped: u64,
+}
+
+impl EpochLine {
+    /// A report of the checkpointer, with what its pace adds.
+    pub fn new(report: &EpochReport, late_ms: u64, skipped: u64) -> Self {
+        let EpochReport { epoch, frames, pause_us, write_ms, written_bytes, durable } = *report;
+        Self { epoch, frames, pause_us, write_ms, written_bytes, durable, late_ms, skipped }
+    }
 }

@@ -2,18 +2,22 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
+use std::time::Duration;
 
-use axum::extract::State;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
 use axum::http::{Method, StatusCode, Uri};
 use axum::routing::{get, patch, post, put};
 use axum::{Json, Router};
 use dirty_tracker::{TrackerStats, TrackingMode};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::app::App;
 use super::fault::{Fault, Input};
 use super::model::{
-    ActionRequest, GuestState, Info, InstanceInfo, MachineConfigView, VmRequest, VmTarget,
+    ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo,
+    MachineConfigView, VmRequest, VmTarget,
 };
 use crate::config::{Boot, MachineConfig};
 use crate::jobs::Jobs;
@@ -31,6 +35,7 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/actions", put(act))
         .route("/info", get(info))
         .route("/stop", post(stop))
+        .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
         .route("/dirty", get(dirty))
         .route("/metrics", get(metrics))
         .fallback(unknown)
@@ -143,6 +148,51 @@ async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
         Ok(StatusCode::NO_CONTENT)
     })
     .await
+}
+
+async fn begin_checkpoints(
+    State(app): Shared,
+    Input(request): Input<CheckpointRequest>,
+) -> Result<StatusCode, Fault> {
+    if !request.store.is_absolute() {
+        let store = request.store.display();
+        return Err(Fault::new(format!("the store {store} is not an absolute path")));
+    }
+    let begin = move |jobs: &Arc<Jobs>| jobs.start_checkpoints(&request).map_err(Fault::new);
+    blocking(app, begin).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// What a reader has seen, and how long it would wait for more.
+#[derive(Deserialize)]
+struct Since {
+    #[serde(default)]
+    since: u64,
+    #[serde(default)]
+    wait_ms: u64,
+}
+
+/// The longest that an answer is held back for news.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+impl Since {
+    fn wait(&self) -> Duration {
+        Duration::from_millis(self.wait_ms).min(LONGEST_WAIT)
+    }
+}
+
+async fn checkpoints(
+    State(app): Shared,
+    asked: Result<Query<Since>, QueryRejection>,
+) -> Answer<CheckpointPage> {
+    let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let jobs = app.jobs().map_err(Fault::new)?;
+    jobs.checkpoints(asked.since, asked.wait()).await.map(Json).map_err(Fault::new)
+}
+
+async fn end_checkpoints(State(app): Shared) -> Result<StatusCode, Fault> {
+    blocking(app, |jobs| jobs.stop_checkpoints().map_err(Fault::new)).await?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 async fn dirty(State(app): Shared) -> Answer<TrackerStats> {

@@ -1,6 +1,7 @@
 //! Owns the options of every command.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand};
 use dirty_tracker::TrackingMode;
@@ -44,6 +45,13 @@ pub(super) enum Command {
     Resume(ApiArgs),
     /// End a guest and its VMM
     Stop(ApiArgs),
+    /// Take checkpoints of a running guest into a store
+    Checkpoint(CheckpointArgs),
+    /// Build a guest from a checkpoint and run it to its end
+    Restore(RestoreArgs),
+    /// Look at a store of checkpoints
+    #[command(subcommand)]
+    Store(StoreCommand),
 }
 
 /// Where a running driftline listens.
@@ -112,4 +120,52 @@ pub(super) struct RunArgs {
     pub(super) backend: Backend,
     #[command(flatten)]
     pub(super) host: HostArgs,
+}
+
+#[derive(Args)]
+pub(super) struct CheckpointArgs {
+    #[command(flatten)]
+    pub(super) api: ApiArgs,
+    /// The store's directory, created if need be
+    #[arg(long, value_name = "DIR")]
+    pub(super) store: PathBuf,
+    /// Take one at this interval until --count or Ctrl-C; without it, take one
+    #[arg(long, value_name = "TIME", value_parser = values::duration)]
+    pub(super) every: Option<Duration>,
+    /// Stop after so many
+    #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) count: Option<u64>,
+    /// Print one JSON object a line for each checkpoint
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+#[derive(Args)]
+pub(super) struct RestoreArgs {
+    /// The store's directory
+    #[arg(long, value_name = "DIR")]
+    pub(super) store: PathBuf,
+    /// The checkpoint's number; the latest by default
+    #[arg(long, value_name = "N")]
+    pub(super) epoch: Option<u64>,
+    #[command(flatten)]
+    pub(super) host: HostArgs,
+}
+
+#[derive(Subcommand)]
+pub(super) enum StoreCommand {
+    /// List the checkpoints
+    Ls(StoreArgs),
+    /// Read everything and check it
+    Verify(StoreArgs),
+}
+
+#[derive(Args)]
+pub(super) struct StoreArgs {
+    /// The store's directory
+    #[arg(value_name = "DIR")]
+    pub(super) store: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(super) json: bool,
 }

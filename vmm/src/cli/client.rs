@@ -6,8 +6,8 @@ use hyper::Method;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
+use vmm::api::Client;
 use vmm::api::model::{Info, VmRequest, VmTarget};
-use vmm::api::{Client, ClientError};
 
 use super::args::{ApiArgs, QueryArgs};
 use super::failure::Failure;
@@ -68,10 +68,12 @@ fn ask<T: DeserializeOwned>(
     method: Method,
     path: &str,
     body: Option<&impl Serialize>,
-) -> Result<T, ClientError> {
-    let client = Client::new(&args.api_sock);
-    let runtime = Builder::new_current_thread().enable_all().build();
-    let runtime =
-        runtime.map_err(|cause| ClientError::Connect { socket: args.api_sock.clone(), cause })?;
-    runtime.block_on(client.call(method, path, body))
+) -> Result<T, Failure> {
+    block_on(Client::new(&args.api_sock).call(method, path, body))?.map_err(Failure::from)
+}
+
+/// Runs a conversation with a driftline to its end.
+pub(super) fn block_on<T>(conversation: impl Future<Output = T>) -> Result<T, Failure> {
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    Ok(runtime.block_on(conversation))
 }

@@ -22,6 +22,11 @@ impl Failure {
         Self { code: 3, message: message.to_string() }
     }
 
+    /// 4: a migration or checkpoint failed, and the guest is still running where it was.
+    pub(super) fn still_running(message: impl ToString) -> Self {
+        Self { code: 4, message: message.to_string() }
+    }
+
     /// Says it, and gives the process's exit code.
     pub(super) fn report(self) -> ExitCode {
         say(self.message);

@@ -1,15 +1,15 @@
 //! Owns a process that has a guest: from the start of its API to the guest's end.
 
 use std::process::ExitCode;
-use std::sync::Arc;
 
+use checkpoint::{Clock, GuestError, RestoreError, Store};
 use vmm::api::{ApiSocket, App, Server};
-use vmm::backend;
+use vmm::backend::{self, Factory};
 use vmm::config::{Boot, HostConfig, MachineConfig};
 use vmm::jobs::Jobs;
 use vmm::vm::{EndReason, SharedVm};
 
-use super::args::{HostArgs, RunArgs};
+use super::args::{HostArgs, RestoreArgs, RunArgs};
 use super::failure::Failure;
 use super::output::say;
 
@@ -18,9 +18,27 @@ pub(super) fn run(args: RunArgs) -> Result<ExitCode, Failure> {
     let socket = prepare(&args.host)?;
     let host = host_config(&args.host);
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
-    let jobs = Arc::new(Jobs::new(vm.clone()));
+    let jobs = Jobs::new(vm.clone());
     let server = Server::start(socket, App::new(jobs.clone()))?;
     vm.resume()?;
+    to_the_end(&vm, &jobs, server)
+}
+
+/// `driftline restore`.
+pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
+    let socket = prepare(&args.host)?;
+    let store = Store::open(&args.store)?;
+    let factory = Factory::new(host_config(&args.host));
+    let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
+    let (vm, report) = restored.map_err(restore_failure)?;
+    let jobs = Jobs::new(vm.clone());
+    let server = Server::start(socket, App::new(jobs.clone()))?;
+    vm.acquire()?;
+    vm.resume()?;
+    say(format_args!(
+        "guest {} runs on from epoch {}: {} epochs, {} frames read in {:.1} ms",
+        report.vm_id, report.epoch, report.epochs, report.frames, report.time_ms
+    ));
     to_the_end(&vm, &jobs, server)
 }
 
@@ -56,9 +74,16 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     })
 }
 
-fn launch_failure(e: checkpoint::GuestError) -> Failure {
+fn launch_failure(e: GuestError) -> Failure {
     match e {
-        checkpoint::GuestError::Unsupported { .. } => Failure::host_lacks(e),
+        GuestError::Unsupported { .. } => Failure::host_lacks(e),
+        _ => Failure::error(e),
+    }
+}
+
+fn restore_failure(e: RestoreError) -> Failure {
+    match e {
+        RestoreError::Guest { cause: GuestError::Unsupported { .. }, .. } => Failure::host_lacks(e),
         _ => Failure::error(e),
     }
 }

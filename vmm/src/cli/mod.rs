@@ -1,10 +1,12 @@
 //! The command line: options in, a job done by the library, results on stdout, all else on stderr.
 
 mod args;
+mod checkpoint;
 mod client;
 mod failure;
 mod live;
 mod output;
+mod store;
 mod values;
 
 use std::io;
@@ -35,6 +37,9 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Pause(args) => client::pause(&args),
         Command::Resume(args) => client::resume(&args),
         Command::Stop(args) => client::stop(&args),
+        Command::Checkpoint(args) => checkpoint::checkpoint(&args),
+        Command::Restore(args) => live::restore(args),
+        Command::Store(command) => store::store(&command),
     }
 }
 

@@ -23,7 +23,6 @@ pub(super) fn memory(text: &str) -> Result<u64, String> {
     }
 }
 
-#[allow(dead_code)]
 /// A duration: digits and `ms` or `s`.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let parsed = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
