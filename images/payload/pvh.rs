@@ -119,6 +119,10 @@ fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
         let (Some(key), Some(value)) = (halves.next(), halves.next()) else {
             continue;
         };
+        // Such as `virtio_mmio.device=`, which a VMM adds for Linux.
+        if key.iter().any(|&byte| byte == b'.') {
+            continue;
+        }
         let refusal = if key == b"vcpus" {
             match parse_number(value) {
                 Some(vcpus) if (1..=u64::from(MAX_VCPUS)).contains(&vcpus) => {

@@ -35,6 +35,10 @@ pub trait PageMemory {
     #[inline(always)]
     fn prefetch(&self, _page: u64) {}
 
+    /// Says that a visit has written all it will write to `page`, for memory that keeps track of dirty pages itself.
+    #[inline(always)]
+    fn wrote(&mut self, _page: u64) {}
+
     /// Writes `value(word)` to each of `words`.
     #[inline(always)]
     fn fill(&mut self, page: u64, words: Range<usize>, value: impl Fn(usize) -> u64) {
@@ -51,8 +55,20 @@ pub trait PageMemory {
         words: Range<usize>,
         expected: impl Fn(usize) -> u64,
     ) -> Option<usize> {
-        let mut words = words;
-        words.find(|&word| self.read_u64(page, word) != expected(word))
+        let mut start = words.start;
+        while start < words.end {
+            // Eight words to one branch: nearly always all of them are right.
+            let end = words.end.min(start + 8);
+            let mut difference = 0;
+            for word in start..end {
+                difference |= self.read_u64(page, word) ^ expected(word);
+            }
+            if difference != 0 {
+                return (start..end).find(|&word| self.read_u64(page, word) != expected(word));
+            }
+            start = end;
+        }
+        None
     }
 }
 
@@ -197,7 +213,7 @@ impl Head {
             Kind::Misplaced
         } else if well_formed {
             Kind::Stale
-        } else if found.stamp == self.stamp {
+        } else if found.stamp == self.stamp && self.generation != 0 {
             Kind::Torn
         } else {
             Kind::Corrupt

@@ -2,8 +2,10 @@
 
 use super::page::{GENERATOR_STEP, mix};
 
-/// One whole page of the share is re-read for every so many page writes.
+/// One whole page of the share is re-read for every so many page visits, when visits are as fast as can be.
 pub const SWEEP_EVERY: u32 = 32;
+/// The same for a loop that has time to spare.
+pub const SWEEP_EVERY_PACED: u32 = 8;
 
 /// The order in which a share's pages are visited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +71,12 @@ impl Generator {
     pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(GENERATOR_STEP);
         mix(self.0)
+    }
+
+    /// What [`Generator::below`] will give when it has been asked `ahead` times before.
+    #[inline(always)]
+    pub(super) fn peek(&self, ahead: u64, bound: u64) -> u64 {
+        scale(mix(self.0.wrapping_add(GENERATOR_STEP.wrapping_mul(ahead + 1))), bound)
     }
 
     /// Below `bound`, which is not 0.

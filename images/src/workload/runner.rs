@@ -76,10 +76,11 @@ impl Runner {
         self.gap.tick(now_ns);
         let due = self.pacer.due(now_ns);
         let now_due = due.min(BATCH);
+        let vcpu = self.workload.share().vcpu;
+        let error_lines = &mut self.error_lines;
         for _ in 0..now_due {
-            if let Some(wrong) = self.workload.step(memory, table) {
-                self.complain(&wrong, print);
-            }
+            self.workload
+                .step(memory, table, &mut |wrong| complain(vcpu, error_lines, wrong, print));
         }
         self.pacer.take(now_due);
         if now_ns >= self.end_ns || self.workload.passes() >= self.end_passes {
@@ -122,30 +123,24 @@ impl Runner {
             .byte(b'\n');
         print(line.as_bytes());
     }
+}
 
-    #[cold]
-    #[inline(never)]
-    fn complain(&mut self, wrong: &Mismatch, print: &mut impl FnMut(&[u8])) {
-        if self.error_lines == ERROR_LINES {
-            return;
-        }
-        self.error_lines += 1;
-        let mut line = Line::new();
-        line.text("payload vcpu=")
-            .number(u64::from(self.workload.share().vcpu))
-            .text(" error gfn=")
-            .hex(wrong.gfn);
-        line.text(" kind=").text(wrong.kind.as_str());
-        line.field("expected_generation", wrong.expected_generation)
-            .field("found_generation", wrong.found_generation);
-        line.field("word", wrong.word as u64)
-            .text(" expected=")
-            .hex(wrong.expected)
-            .text(" found=")
-            .hex(wrong.found);
-        line.byte(b'\n');
-        print(line.as_bytes());
+/// Prints a line about a bad page, unless there have been enough.
+#[cold]
+#[inline(never)]
+fn complain(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut(&[u8])) {
+    if *lines == ERROR_LINES {
+        return;
     }
+    *lines += 1;
+    let mut line = Line::new();
+    line.text("payload vcpu=").number(u64::from(vcpu)).text(" error gfn=").hex(wrong.gfn);
+    line.text(" kind=").text(wrong.kind.as_str());
+    line.field("expected_generation", wrong.expected_generation)
+        .field("found_generation", wrong.found_generation)
+        .field("word", wrong.word as u64);
+    line.text(" expected=").hex(wrong.expected).text(" found=").hex(wrong.found).byte(b'\n');
+    print(line.as_bytes());
 }
 
 /// The line that vCPU 0 prints before the first page is written.

@@ -1,8 +1,10 @@
 //! Owns one vCPU's part of the working set: which page comes next, what it must hold, and what to write there.
 
 use super::page::{Head, Kind, Mismatch, PageMemory, check_body, fill_body};
-use super::pattern::{Generator, Pattern, SWEEP_EVERY, Zipf, generation_after, next_generation};
-use super::settings::{Fill, PayloadSpec};
+use super::pattern::{
+    Generator, Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, Zipf, generation_after, next_generation,
+};
+use super::settings::{Fill, PayloadSpec, Rate, Ring};
 
 /// How far ahead of its visit a page is announced to the memory.
 const LOOK_AHEAD: u64 = 8;
@@ -58,6 +60,7 @@ pub struct Workload {
     cursor: u64,
     /// The page that the sweep reads next.
     sweep_cursor: u64,
+    sweep_every: u32,
     until_sweep: u32,
     passes: u64,
     pages: u64,
@@ -68,6 +71,9 @@ pub struct Workload {
 impl Workload {
     /// A workload that has written nothing yet.
     pub fn new(spec: &PayloadSpec, share: Share) -> Self {
+        // Reading a page whole takes long where ring 0 is emulated, and at full speed it takes from the writes.
+        let paced = spec.rate != Rate::Max && spec.ring == Ring::Three;
+        let sweep_every = if paced { SWEEP_EVERY_PACED } else { SWEEP_EVERY };
         Workload {
             share,
             pattern: spec.pattern,
@@ -78,7 +84,8 @@ impl Workload {
             reach: spec.pattern.reach(share.pages),
             cursor: 0,
             sweep_cursor: 0,
-            until_sweep: SWEEP_EVERY,
+            sweep_every,
+            until_sweep: sweep_every,
             passes: 0,
             pages: 0,
             errors: 0,
@@ -117,27 +124,40 @@ impl Workload {
     }
 
     /// Visits one page: checks that it holds what was last written there, and writes the next generation. Every
-    /// [`SWEEP_EVERY`] visits one more page is re-read whole. Tells the last page found wrong, if any was.
+    /// few visits ([`SWEEP_EVERY`]) one more page is re-read whole. Each page found wrong is counted and passed to `complain`.
     #[inline(always)]
-    pub fn step<M: PageMemory>(&mut self, memory: &mut M, table: &mut [u32]) -> Option<Mismatch> {
+    pub fn step<M: PageMemory>(
+        &mut self,
+        memory: &mut M,
+        table: &mut [u32],
+        complain: &mut impl FnMut(&Mismatch),
+    ) {
         if self.reach == 0 {
-            return None;
+            return;
         }
-        if matches!(self.pattern, Pattern::Once) && self.passes > 0 {
-            let wrong = self.check_whole(self.cursor, 1, memory);
-            self.advance();
-            return wrong;
-        }
-        let (index, was, is) = self.next_visit(memory, table);
-        let wrong = self.rewrite(index, was, is, memory);
+        let wrong = if matches!(self.pattern, Pattern::Once) && self.passes > 0 {
+            self.check_whole(self.cursor, 1, memory)
+        } else {
+            self.pages += 1;
+            let (index, was, is) = self.next_visit(memory, table);
+            self.rewrite(index, was, is, memory)
+        };
+        self.tell(wrong, complain);
         self.advance();
-        self.pages += 1;
         self.until_sweep -= 1;
         if self.until_sweep == 0 {
-            self.until_sweep = SWEEP_EVERY;
-            return self.sweep(memory, table).or(wrong);
+            self.until_sweep = self.sweep_every;
+            let wrong = self.sweep(memory, table);
+            self.tell(wrong, complain);
         }
-        wrong
+    }
+
+    #[inline(always)]
+    fn tell(&mut self, wrong: Option<Mismatch>, complain: &mut impl FnMut(&Mismatch)) {
+        if let Some(wrong) = wrong {
+            self.errors += 1;
+            complain(&wrong);
+        }
     }
 
     /// The page to write now: its index in the share, the generation it must have, the one it gets.
@@ -151,6 +171,10 @@ impl Workload {
         };
         match (self.pattern, table.get_mut(index as usize)) {
             (Pattern::Random | Pattern::Zipf, Some(entry)) => {
+                if matches!(self.pattern, Pattern::Random) {
+                    let ahead = self.generator.peek(LOOK_AHEAD - 1, self.share.pages);
+                    memory.prefetch(self.share.first + ahead);
+                }
                 let was = *entry;
                 *entry = next_generation(was);
                 (index, was, *entry)
@@ -183,10 +207,10 @@ impl Workload {
             fill_body(memory, page, self.seed, gfn);
         }
         Head::expected(self.seed, gfn, is, self.share.vcpu).write(memory, page);
+        memory.wrote(page);
         if expected.matches(&found) {
             return None;
         }
-        self.errors += 1;
         Some(expected.verdict(&found, self.seed, gfn))
     }
 
@@ -210,6 +234,7 @@ impl Workload {
         };
         let generation = match self.pattern {
             Pattern::Random | Pattern::Zipf => table.get(index as usize).copied().unwrap_or(0),
+            Pattern::Once if self.passes > 0 => 1,
             _ => generation_after(self.passes + u64::from(place < self.cursor)),
         };
         // A page never written is left alone: reading it would make the host back it with memory.
@@ -232,12 +257,10 @@ impl Workload {
         let expected = Head::expected(self.seed, gfn, generation, self.share.vcpu);
         let found = Head::read(memory, page);
         if !expected.matches(&found) {
-            self.errors += 1;
             return Some(expected.verdict(&found, self.seed, gfn));
         }
         let (word, wanted, shown) =
             check_body(memory, page, self.seed, gfn, self.fill == Fill::Random)?;
-        self.errors += 1;
         Some(Mismatch {
             gfn,
             kind: Kind::Body,
