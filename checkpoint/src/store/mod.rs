@@ -7,6 +7,8 @@ mod backend;
 mod error;
 mod reader;
 mod records;
+#[cfg(feature = "testing")]
+mod reseal;
 mod verify;
 mod writer;
 
@@ -19,6 +21,8 @@ pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, StoreFile};
 pub use error::{Damage, StoreError};
 pub(crate) use reader::{EpochReader, Peeked, Record, peek};
 pub use records::ParentLink;
+#[cfg(feature = "testing")]
+pub use reseal::reseal;
 pub use verify::VerifyReport;
 pub(crate) use verify::{check_layout, check_link, check_vm};
 pub(crate) use writer::{EpochWriter, Published};

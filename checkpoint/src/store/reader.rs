@@ -182,6 +182,11 @@ impl Cursor {
     }
 }
 
+/// Whether a record of the store's own is one that this program knows.
+fn is_known(tag: u16) -> bool {
+    matches!(tag, TAG_PARENT | TAG_LAYOUT | TAG_FRAMES | TAG_ZEROS | TAG_TRAILER)
+}
+
 /// CRC32C of what is written to it.
 struct DigestOf(u32);
 
@@ -262,7 +267,10 @@ impl EpochReader {
     /// The next record, or `None` behind the trailer, with which everything before has been
     /// compared by then.
     pub(crate) fn next(&mut self) -> Result<Option<Record<'_>>, StoreError> {
-        let head = self.cursor.read_record()?;
+        let mut head = self.cursor.read_record()?;
+        while head.tag > TAG_STORE && !head.must_understand && !is_known(head.tag) {
+            head = self.cursor.read_record()?;
+        }
         match head.tag {
             TAG_FRAMES => self.frames().map(Some),
             TAG_ZEROS => self.zeros().map(Some),
