@@ -48,6 +48,7 @@ mod layout;
 mod list;
 mod ring;
 mod source;
+mod sync;
 mod tracker;
 mod tree;
 
@@ -58,7 +59,7 @@ pub use epoch::Epoch;
 pub use harvest::{Absorbed, Harvest, Harvester, Readable};
 pub use layout::{Layout, LayoutError, OutOfSlot, Slot, SlotId};
 pub use list::{DirtyFrame, DirtyList};
-pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingHarvest};
+pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingFull, RingHarvest};
 pub use source::{Collected, DirtySource, SourceError, TrackingMode, UnknownMode};
 pub use tracker::{Subscription, Tracker, TrackerStats};
-pub use tree::Tree;
+pub use tree::{MissingSummary, Tree};

@@ -4,24 +4,36 @@ use std::sync::Arc;
 
 use checkpoint::{GuestError, GuestFactory, VmId};
 
-use crate::config::{Backend, HostConfig, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig};
+use crate::config::{Backend, HostConfig, MAX_VCPUS, MachineConfig};
+use crate::machine::{Machine, MachineError, MachineFactory};
 use crate::threads::ThreadMachine;
 use crate::vm::{SharedVm, Vm};
 
-/// Starts a new guest: paused, its boot image loaded.
-pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<SharedVm, GuestError> {
-    create(VmId::random(), config, host)
+/// Why a guest was not started.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// By the KVM machine.
+    #[error(transparent)]
+    Machine(#[from] MachineError),
+    /// By the threads backend.
+    #[error(transparent)]
+    Threads(#[from] GuestError),
 }
 
-fn create(vm_id: VmId, config: MachineConfig, host: &HostConfig) -> Result<SharedVm, GuestError> {
-    check(&config)?;
-    match config.backend {
-        Backend::Threads => Ok(ThreadMachine::new(vm_id, config, host)?),
-        Backend::Kvm => Err(GuestError::Unsupported {
-            what: "the backend kvm".into(),
-            why: "it is not built in".into(),
-        }),
+impl LaunchError {
+    /// Whether another host might do it: exit code 3.
+    pub fn host_lacks(&self) -> bool {
+        matches!(self, Self::Machine(e) if e.host_lacks())
     }
+}
+
+/// Starts a new guest: paused, its boot image loaded.
+pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<SharedVm, LaunchError> {
+    Ok(match config.backend {
+        Backend::Kvm => Machine::launch(config, host)?,
+        Backend::Threads => ThreadMachine::new(VmId::random(), config, host)?,
+    })
 }
 
 /// Builds guests of either backend from their stored or sent configuration.
@@ -40,7 +52,14 @@ impl GuestFactory for Factory {
     type Guest = dyn Vm;
 
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<dyn Vm>, GuestError> {
-        create(vm_id, decode_config(config)?, &self.host)
+        let decoded = decode_config(config)?;
+        Ok(match decoded.backend {
+            Backend::Kvm => MachineFactory { host: self.host.clone() }.create(vm_id, config)?,
+            Backend::Threads => {
+                check(&decoded)?;
+                ThreadMachine::new(vm_id, decoded, &self.host)?
+            }
+        })
     }
 }
 
@@ -57,20 +76,13 @@ fn decode_config(bytes: &[u8]) -> Result<MachineConfig, GuestError> {
     })
 }
 
-/// The bounds of everything that memory or threads are made for.
+/// The bounds of what threads are made for; memory has its own.
 fn check(config: &MachineConfig) -> Result<(), GuestError> {
-    let refuse = |what: String, why: String| Err(GuestError::Unsupported { what, why });
-    let (mem, vcpus) = (config.mem_bytes, config.vcpus);
-    if !(MIN_MEM_BYTES..=MAX_MEM_BYTES).contains(&mem) || mem % dirty_tracker::PAGE_SIZE != 0 {
-        let why = format!("it must be whole frames of 4K, from {MIN_MEM_BYTES} to {MAX_MEM_BYTES}");
-        return refuse(format!("guest memory of {mem} bytes"), why);
+    if (1..=MAX_VCPUS).contains(&config.vcpus) {
+        return Ok(());
     }
-    if !(1..=MAX_VCPUS).contains(&vcpus) {
-        return refuse(format!("a guest of {vcpus} vCPUs"), format!("it has 1 to {MAX_VCPUS}"));
-    }
-    if !config.ring_entries.is_power_of_two() {
-        let what = format!("a dirty ring of {} entries", config.ring_entries);
-        return refuse(what, "it must be a power of two".into());
-    }
-    Ok(())
+    Err(GuestError::Malformed {
+        what: "the machine's configuration".into(),
+        why: format!("it has {} vCPUs, not 1 to {MAX_VCPUS}", config.vcpus),
+    })
 }

@@ -5,7 +5,16 @@
 
 pub mod api;
 pub mod backend;
+pub mod boot;
+mod collector;
 pub mod config;
+mod devices;
 pub mod jobs;
+pub mod kvm;
+pub mod machine;
+pub mod memory;
+mod sources;
+pub mod testing;
 pub mod threads;
+mod vcpu;
 pub mod vm;

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use checkpoint::{Clock, GuestError, RestoreError, Store};
 use vmm::api::{ApiSocket, App, Server};
-use vmm::backend::{self, Factory};
+use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{Boot, HostConfig, MachineConfig};
 use vmm::jobs::Jobs;
 use vmm::vm::{EndReason, SharedVm};
@@ -74,11 +74,8 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     })
 }
 
-fn launch_failure(e: GuestError) -> Failure {
-    match e {
-        GuestError::Unsupported { .. } => Failure::host_lacks(e),
-        _ => Failure::error(e),
-    }
+fn launch_failure(e: LaunchError) -> Failure {
+    if e.host_lacks() { Failure::host_lacks(e) } else { Failure::error(e) }
 }
 
 fn restore_failure(e: RestoreError) -> Failure {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use checkpoint::{GuestError, GuestRam};
 use dirty_tracker::TrackedBitmap;
-use images::workload::{BATCH, PAGE_SIZE, PageMemory, Placement};
+use images::workload::{PAGE_SIZE, PageMemory, Placement};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
 
@@ -20,8 +20,6 @@ struct Stretch<'r> {
 pub(super) struct WorkingSet<'r> {
     placement: Placement,
     stretches: Vec<Stretch<'r>>,
-    /// Pages written since the last [`publish`](Self::publish), in order.
-    written: Vec<u64>,
 }
 
 impl<'r> WorkingSet<'r> {
@@ -35,26 +33,7 @@ impl<'r> WorkingSet<'r> {
                 .map_err(|e| unusable(e.into()))?;
             stretches.push(Stretch { first: s.first, pages: s.pages, slice });
         }
-        let written = Vec::with_capacity(2 * BATCH as usize);
-        Ok(Self { placement: *placement, stretches, written })
-    }
-
-    /// Marks the pages written since the last call. Nothing of the guest's writes may be read as
-    /// complete by someone whose tree did not get the mark, so they come first.
-    pub(super) fn publish(&mut self) {
-        if self.written.is_empty() {
-            return;
-        }
-        // Pairs with the drain's and the subscriber's SeqCst stores: a mark that finds the bit set, or
-        // nobody subscribed, was made after these writes became visible to whoever clears or subscribes.
-        fence(Ordering::SeqCst);
-        let mut written = std::mem::take(&mut self.written);
-        for page in written.drain(..) {
-            if let Some((slice, offset)) = self.locate(page) {
-                slice.bitmap().mark_dirty(offset, PAGE_SIZE as usize);
-            }
-        }
-        self.written = written;
+        Ok(Self { placement: *placement, stretches })
     }
 
     fn locate(&self, page: u64) -> Option<(&VolatileSlice<'r, TrackedBitmap>, usize)> {
@@ -65,12 +44,6 @@ impl<'r> WorkingSet<'r> {
     fn word(&self, page: u64, word: usize) -> Option<&AtomicU64> {
         let (slice, offset) = self.locate(page)?;
         slice.get_atomic_ref(offset + word * 8).ok()
-    }
-
-    fn note(&mut self, page: u64) {
-        if self.written.last() != Some(&page) {
-            self.written.push(page);
-        }
     }
 }
 
@@ -89,7 +62,14 @@ impl PageMemory for WorkingSet<'_> {
         if let Some(w) = self.word(page, word) {
             w.store(value, Ordering::Relaxed);
         }
-        self.note(page);
+    }
+
+    fn wrote(&mut self, page: u64) {
+        let Some((slice, offset)) = self.locate(page) else { return };
+        // Pairs with the SeqCst stores of a drain and of a new subscriber: a mark that finds the bit
+        // set, or nobody subscribed, comes after the page's content is visible to them.
+        fence(Ordering::SeqCst);
+        slice.bitmap().mark_dirty(offset, PAGE_SIZE as usize);
     }
 
     fn fill(&mut self, page: u64, words: Range<usize>, value: impl Fn(usize) -> u64) {
@@ -100,7 +80,6 @@ impl PageMemory for WorkingSet<'_> {
                 }
             }
         }
-        self.note(page);
     }
 }
 

@@ -9,13 +9,12 @@
 mod clock;
 mod end;
 mod memory;
-mod ram;
-mod serial;
 mod state;
 #[cfg(test)]
 mod tests;
 mod worker;
 
+use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,15 +22,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
-use dirty_tracker::{Collected, FrameRun, Gfn, Layout, Subscription, Tracker, TrackingMode};
+use dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
 use images::PayloadSpec;
 use images::workload::{Placement, ready_line};
 
 use crate::config::{Boot, HostConfig, MachineConfig};
+use crate::devices::{SinkThread, SinkWriter, open_sink};
+use crate::memory::Memory;
 use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
 use clock::GuestClock;
 use end::End;
-use serial::Serial;
 use state::Saved;
 use worker::{Command, Worker};
 
@@ -44,15 +44,16 @@ pub struct ThreadMachine {
     config: MachineConfig,
     spec: PayloadSpec,
     placement: Placement,
-    tracker: Arc<Tracker>,
-    ram: GuestRam,
+    memory: Memory,
     clock: Arc<GuestClock>,
-    serial: Arc<Serial>,
+    serial: SinkWriter,
     end: Arc<End>,
     created: Instant,
     /// Marks already reported by `collect`.
     reported_frames: AtomicU64,
     control: Mutex<Control>,
+    /// Last: what the guest said at its end is still to be written.
+    _serial: SinkThread,
 }
 
 /// What one transition at a time may change.
@@ -71,8 +72,8 @@ impl ThreadMachine {
         host: &HostConfig,
     ) -> Result<Arc<Self>, GuestError> {
         let spec = payload_spec(&config)?;
-        let (tracker, ram) = ram::build(config.mem_bytes)?;
-        let slots = tracker.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
+        let memory = Memory::new(config.mem_bytes).map_err(|e| misfit(&config, e.to_string()))?;
+        let slots = memory.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
         let placement = Placement::new(&spec, slots).map_err(|e| {
             let base = Placement::base(&spec);
             let why = format!(
@@ -86,16 +87,16 @@ impl ThreadMachine {
             let why = format!("its working set has {pages} pages, too few for {vcpus} vCPUs");
             return Err(misfit(&config, why));
         }
-        let serial = Serial::open(&host.serial)
-            .map_err(|e| GuestError::System { what: "opening the serial sink", cause: e.into() })?;
+        let (serial, serial_thread) = open_sink(&host.serial)
+            .map_err(|e| GuestError::System { what: "opening the serial port", cause: e.into() })?;
         let machine = Self {
             vm_id,
             spec,
             placement,
-            tracker,
-            ram,
+            memory,
             clock: Arc::new(GuestClock::new()),
-            serial: Arc::new(serial),
+            serial,
+            _serial: serial_thread,
             end: Arc::default(),
             created: Instant::now(),
             reported_frames: AtomicU64::new(0),
@@ -119,7 +120,7 @@ impl ThreadMachine {
                 vcpus: self.vcpus(),
                 spec: self.spec.clone(),
                 placement: self.placement,
-                ram: self.ram.clone(),
+                ram: self.memory.ram().clone(),
                 clock: self.clock.clone(),
                 serial: self.serial.clone(),
                 end: self.end.clone(),
@@ -181,27 +182,28 @@ impl Guest for ThreadMachine {
     }
 
     fn layout(&self) -> &Layout {
-        self.tracker.layout()
+        self.memory.layout()
     }
 
     fn ram(&self) -> &GuestRam {
-        &self.ram
+        self.memory.ram()
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        let segments = self.placement.segments().iter();
-        Ok(segments.map(|s| FrameRun { start: Gfn(s.gfn), count: s.pages }).collect())
+        self.memory
+            .populated()
+            .map_err(|e| GuestError::System { what: "reading /proc/self/pagemap", cause: e.into() })
     }
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         if self.config.tracking == TrackingMode::None {
             return Err(GuestError::NotTracked);
         }
-        Ok(self.tracker.subscribe(name))
+        Ok(self.memory.tracker().subscribe(name))
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {
-        let marked = self.tracker.stats().marked_frames;
+        let marked = self.memory.tracker().stats().marked_frames;
         let before = self.reported_frames.swap(marked, Ordering::Relaxed);
         Ok(Collected { frames: marked.saturating_sub(before), ..Collected::default() })
     }
@@ -228,7 +230,8 @@ impl Guest for ThreadMachine {
     fn resume(&self) -> Result<(), GuestError> {
         let mut control = self.paused("resume")?;
         if std::mem::take(&mut control.fresh) {
-            self.serial.print(ready_line(&self.spec, self.vcpus()).as_bytes());
+            // A sink never fails: what nobody reads is dropped and counted there.
+            let _ = self.serial.clone().write_all(ready_line(&self.spec, self.vcpus()).as_bytes());
         }
         for (worker, _) in &control.workers {
             worker.send(Command::Run).map_err(no_answer)?;
@@ -307,7 +310,7 @@ impl Vm for ThreadMachine {
             uptime_ms: u64::try_from(self.created.elapsed().as_millis()).unwrap_or(u64::MAX),
             ring_overruns: 0,
             vcpu: vec![VcpuInfo::default(); usize::from(self.config.vcpus)],
-            dirty: self.tracker.stats(),
+            dirty: self.memory.tracker().stats(),
         }
     }
 
