@@ -4,9 +4,24 @@
 //! for hosts without KVM and for tests, over host threads.
 #![forbid(unsafe_code)]
 
+mod cadence;
+mod checkpointer;
 pub mod format;
 mod guest;
+mod restore;
 mod section;
+mod staging;
+mod store;
+#[cfg(feature = "testing")]
+pub mod testing;
 
+pub use cadence::Taken;
+pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
 pub use guest::{Clock, Guest, GuestError, GuestFactory, GuestRam, Paused, RunState, VmId};
+pub use restore::{RestoreError, RestoreReport, restore};
 pub use section::{Section, SectionTag, section_tags};
+pub use staging::StagingLimits;
+pub use store::{
+    Backend, Damage, DirBackend, EpochInfo, LOCK_FILE, Listing, LockError, ParentLink, Store,
+    StoreError, StoreFile, VerifyReport,
+};

@@ -1,0 +1,103 @@
+//! Operations that fail on request, and the thing that only one host may hold.
+
+use std::io;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
+
+use crate::GuestError;
+
+/// An operation of a guest that a test can make fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(usize)]
+pub enum Op {
+    /// `Guest::pause`
+    Pause,
+    /// `Guest::resume`
+    Resume,
+    /// `Guest::save_state`
+    Save,
+    /// `Guest::restore_state`
+    Restore,
+    /// `Guest::release`
+    Release,
+    /// `Guest::acquire`
+    Acquire,
+    /// `Guest::subscribe`
+    Subscribe,
+    /// `Guest::collect`
+    Collect,
+    /// `Guest::populated`
+    Populated,
+    /// `GuestFactory::create`
+    Create,
+}
+
+const OPS: usize = Op::Create as usize + 1;
+
+/// How many of the next calls of each operation fail. Share it behind an `Arc`.
+#[derive(Debug, Default)]
+pub struct Faults {
+    next: [AtomicU32; OPS],
+}
+
+impl Faults {
+    /// The next `times` calls of `op` fail and do nothing else; 0 heals it.
+    pub fn fail_next(&self, op: Op, times: u32) {
+        self.next[op as usize].store(times, SeqCst);
+    }
+
+    pub(super) fn check(&self, op: Op, what: &'static str) -> Result<(), GuestError> {
+        let left = self.next[op as usize].fetch_update(SeqCst, SeqCst, |n| n.checked_sub(1));
+        match left {
+            Err(_) => Ok(()),
+            Ok(_) => {
+                let cause = io::Error::other("the test made it fail").into();
+                Err(GuestError::System { what, cause })
+            }
+        }
+    }
+}
+
+/// What only one host may hold, and a witness of how many guests that share it ever ran at once.
+#[derive(Debug, Default)]
+pub struct Drive {
+    /// The guest that holds it; 0 is nobody.
+    holder: AtomicU64,
+    running: AtomicU32,
+    most_running: AtomicU32,
+}
+
+impl Drive {
+    /// The most guests on this drive that ever ran at the same time: I7 says one.
+    pub fn most_running(&self) -> u32 {
+        self.most_running.load(SeqCst)
+    }
+
+    /// Whether any guest holds it.
+    pub fn is_held(&self) -> bool {
+        self.holder.load(SeqCst) != 0
+    }
+
+    pub(super) fn take(&self, guest: u64) -> Result<(), GuestError> {
+        match self.holder.compare_exchange(0, guest, SeqCst, SeqCst) {
+            Ok(_) => Ok(()),
+            Err(holder) if holder == guest => Ok(()),
+            Err(_) => {
+                let cause = io::Error::other("another guest holds it").into();
+                Err(GuestError::System { what: "taking the drive", cause })
+            }
+        }
+    }
+
+    pub(super) fn let_go(&self, guest: u64) {
+        let _ = self.holder.compare_exchange(guest, 0, SeqCst, SeqCst);
+    }
+
+    pub(super) fn runs(&self) {
+        let now = self.running.fetch_add(1, SeqCst) + 1;
+        self.most_running.fetch_max(now, SeqCst);
+    }
+
+    pub(super) fn stands(&self) {
+        self.running.fetch_sub(1, SeqCst);
+    }
+}

@@ -1,0 +1,443 @@
+//! The guest itself and the factory that builds it elsewhere.
+
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use dirty_tracker::{
+    Collected, FrameRun, Gfn, Layout, Slot, SlotId, Subscription, TrackedBitmap, Tracker,
+};
+use serde::{Deserialize, Serialize};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
+
+use super::faults::{Drive, Faults, Op};
+use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
+use super::writers::{Gate, Writer};
+use crate::{
+    Clock, Guest, GuestError, GuestFactory, GuestRam, RunState, Section, VmId, section_tags,
+};
+
+/// Most frames of a guest built from hostile bytes: 1 GiB.
+const MAX_FRAMES: u64 = 1 << 18;
+const MAX_SLOTS: usize = 16;
+const MAX_WRITERS: u16 = 16;
+/// Wrong frames that are listed one by one.
+const LISTED: usize = 8;
+
+/// What a [`MemoryGuest`] is made of. `Guest::config` is this in postcard.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MemoryConfig {
+    /// Memory slots, at most 1 GiB in all.
+    pub slots: Vec<Slot>,
+    /// Writing threads; none is a guest whose memory only the test writes.
+    pub writers: u16,
+    /// Frames that the writers share, from the first of memory on.
+    pub working_set: u64,
+    /// Page writes a second of each writer; 0 is as fast as it can.
+    pub writes_per_s: u32,
+    /// Decides the order of the writes.
+    pub seed: u64,
+}
+
+impl MemoryConfig {
+    /// 4 MiB in two slots with a hole between, two writers on 2 MiB, 20,000 writes a second each.
+    pub fn small() -> Self {
+        let slots = vec![
+            Slot { id: SlotId(0), base: Gfn(0), frames: 300 },
+            Slot { id: SlotId(1), base: Gfn(0x400), frames: 724 },
+        ];
+        Self { slots, writers: 2, working_set: 512, writes_per_s: 20_000, seed: 1 }
+    }
+
+    /// The same without writers.
+    pub fn still() -> Self {
+        Self { writers: 0, working_set: 0, ..Self::small() }
+    }
+
+    /// Reads hostile bytes; nothing is allocated for more than the bounds allow.
+    fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
+        let malformed =
+            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
+        let (config, rest): (Self, _) =
+            postcard::take_from_bytes(bytes).map_err(|e| malformed(e.to_string()))?;
+        if !rest.is_empty() {
+            return Err(malformed(format!("{} bytes are left over", rest.len())));
+        }
+        Ok(config)
+    }
+
+    fn layout(&self) -> Result<Layout, GuestError> {
+        let malformed =
+            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
+        if self.slots.len() > MAX_SLOTS {
+            return Err(malformed(format!("{} slots; {MAX_SLOTS} are allowed", self.slots.len())));
+        }
+        let layout =
+            Layout::new(self.slots.iter().copied()).map_err(|e| malformed(e.to_string()))?;
+        let frames = layout.frames();
+        if frames > MAX_FRAMES {
+            return Err(malformed(format!("{frames} frames; {MAX_FRAMES} are allowed")));
+        }
+        let (writers, set) = (self.writers, self.working_set);
+        if writers > MAX_WRITERS || set > frames || set < u64::from(writers) {
+            return Err(malformed(format!("{writers} writers on {set} of {frames} frames")));
+        }
+        Ok(layout)
+    }
+}
+
+/// A guest of host threads on guest-shaped memory. See the [module](super).
+pub struct MemoryGuest {
+    vm_id: VmId,
+    config: MemoryConfig,
+    layout: Arc<Layout>,
+    tracker: Arc<Tracker>,
+    ram: GuestRam,
+    gate: Arc<Gate>,
+    writers: Vec<Arc<Writer>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    faults: Arc<Faults>,
+    drive: Arc<Drive>,
+    /// Tells guests apart that have the same `vm_id`.
+    serial: u64,
+}
+
+impl fmt::Debug for MemoryGuest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryGuest").field("vm_id", &self.vm_id).finish_non_exhaustive()
+    }
+}
+
+impl MemoryGuest {
+    /// A paused guest that has never run.
+    pub fn new(vm_id: VmId, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
+        Self::build(vm_id, config, Arc::default(), Arc::default())
+    }
+
+    /// A running guest with a random identity, which holds its own [`Drive`].
+    pub fn start(config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
+        let guest = Self::new(VmId::random(), config)?;
+        guest.acquire()?;
+        guest.resume()?;
+        Ok(guest)
+    }
+
+    fn build(
+        vm_id: VmId,
+        config: MemoryConfig,
+        faults: Arc<Faults>,
+        drive: Arc<Drive>,
+    ) -> Result<Arc<Self>, GuestError> {
+        static SERIAL: AtomicU64 = AtomicU64::new(1);
+        let layout = config.layout()?;
+        let tracker = Arc::new(Tracker::new(layout.clone()));
+        let ram = map(&layout, &tracker)?;
+        let (layout, gate) = (Arc::new(layout), Arc::new(Gate::new(config.writers.into())));
+        let mut guest = Self {
+            vm_id,
+            layout,
+            tracker,
+            ram,
+            gate,
+            writers: Vec::new(),
+            threads: Mutex::default(),
+            faults,
+            drive,
+            serial: SERIAL.fetch_add(1, SeqCst),
+            config,
+        };
+        let of = u64::from(guest.config.writers);
+        for index in 0..of {
+            let share = (guest.config.working_set - index).div_ceil(of);
+            let writer = Arc::new(Writer {
+                index,
+                of,
+                sweep: Sweep::new(share, guest.config.seed ^ index << 32),
+                steps: AtomicU64::new(0),
+                errors: AtomicU64::new(0),
+                rate: guest.config.writes_per_s,
+            });
+            let (gate, layout, ram) = (guest.gate.clone(), guest.layout.clone(), guest.ram.clone());
+            let mine = writer.clone();
+            let thread = std::thread::Builder::new()
+                .name(format!("writer-{index}"))
+                .spawn(move || mine.run(&gate, &layout, &ram))
+                .map_err(|e| system("starting a writer", e))?;
+            guest.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(thread);
+            guest.writers.push(writer);
+        }
+        Ok(Arc::new(guest))
+    }
+
+    /// The switches that make its operations fail.
+    pub fn faults(&self) -> &Faults {
+        &self.faults
+    }
+
+    /// What it holds between `acquire` and `release`.
+    pub fn drive(&self) -> &Arc<Drive> {
+        &self.drive
+    }
+
+    /// Page writes made by all writers since the guest was first started, wherever that was.
+    pub fn writes(&self) -> u64 {
+        self.writers.iter().map(|w| w.steps.load(SeqCst)).sum()
+    }
+
+    /// The tracker behind its memory.
+    pub fn tracker(&self) -> &Arc<Tracker> {
+        &self.tracker
+    }
+
+    /// Compares all of memory with what must have been written last; holds the guest meanwhile.
+    pub fn verify(&self) -> Result<(), WrongMemory> {
+        self.gate.held(|| self.compare())
+    }
+
+    fn compare(&self) -> Result<(), WrongMemory> {
+        let writer_errors = self.writers.iter().map(|w| w.errors.load(SeqCst)).sum();
+        let mut wrong = WrongMemory { frames: 0, first: Vec::new(), writer_errors };
+        let (mut page, mut found) = ([0; PAGE], [0; PAGE]);
+        for n in 0..self.layout.frames() {
+            let Some(gfn) = nth_frame(&self.layout, n) else { continue };
+            let expected = self.generation(n);
+            fill(&mut page, gfn, expected);
+            let read = self.ram.read_slice(&mut found[..], GuestAddress(gfn.gpa()));
+            if read.is_err() || found != page {
+                wrong.frames += 1;
+                if wrong.first.len() < LISTED {
+                    let word = |at| u64::from_le_bytes(std::array::from_fn(|i| found[at + i]));
+                    wrong.first.push(WrongFrame {
+                        gfn,
+                        expected,
+                        found_gfn: word(0),
+                        found: word(8),
+                    });
+                }
+            }
+        }
+        if wrong.frames == 0 && writer_errors == 0 { Ok(()) } else { Err(wrong) }
+    }
+
+    /// The generation that the `n`-th frame of memory must hold.
+    fn generation(&self, n: u64) -> u64 {
+        if n >= self.config.working_set || self.writers.is_empty() {
+            return 0;
+        }
+        let of = self.writers.len() as u64;
+        let writer = &self.writers[(n % of) as usize];
+        writer.sweep.generation(n / of, writer.steps.load(SeqCst))
+    }
+
+    fn must_be_paused(&self, request: &'static str) -> Result<(), GuestError> {
+        match self.gate.state() {
+            RunState::Paused => Ok(()),
+            state => Err(GuestError::State { request, state }),
+        }
+    }
+}
+
+fn system(what: &'static str, e: impl std::error::Error + Send + Sync + 'static) -> GuestError {
+    GuestError::System { what, cause: Box::new(e) }
+}
+
+/// Maps the slots as regions whose writes mark `tracker`.
+fn map(layout: &Layout, tracker: &Arc<Tracker>) -> Result<GuestRam, GuestError> {
+    let mut regions = Vec::new();
+    for slot in layout.slots() {
+        let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
+        let region = MmapRegionBuilder::new_with_bitmap(slot.run().bytes() as usize, bitmap)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_PRIVATE)
+            .build()
+            .map_err(|e| system("mapping memory", e))?;
+        let region = GuestRegionMmap::new(region, GuestAddress(slot.base.gpa()))
+            .ok_or_else(|| system("mapping memory", io::Error::other("a slot overflows")))?;
+        regions.push(region);
+    }
+    GuestRam::from_regions(regions).map_err(|e| system("mapping memory", e))
+}
+
+impl Guest for MemoryGuest {
+    fn vm_id(&self) -> VmId {
+        self.vm_id
+    }
+
+    fn config(&self) -> Vec<u8> {
+        // Encoding into a vector cannot fail; no bytes would be refused by every factory.
+        postcard::to_stdvec(&self.config).unwrap_or_default()
+    }
+
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// Frames that are not zero now; one that gets written later is in the subscriber's next epoch.
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.faults.check(Op::Populated, "asking which memory is populated")?;
+        let mut runs: Vec<FrameRun> = Vec::new();
+        let mut page = [0; PAGE];
+        for slot in self.layout.slots() {
+            let slot_start = runs.len();
+            for gfn in slot.run().frames() {
+                self.ram
+                    .read_slice(&mut page[..], GuestAddress(gfn.gpa()))
+                    .map_err(|e| system("reading memory", e))?;
+                if page == [0; PAGE] {
+                    continue;
+                }
+                match runs[slot_start..].last_mut() {
+                    Some(last) if last.end() == gfn => last.count += 1,
+                    _ => runs.push(FrameRun { start: gfn, count: 1 }),
+                }
+            }
+        }
+        Ok(runs)
+    }
+
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.faults.check(Op::Subscribe, "following writes")?;
+        // Held, so that no write is under way that saw no subscriber and is not yet in memory.
+        Ok(self.gate.held(|| self.tracker.subscribe(name)))
+    }
+
+    fn collect(&self) -> Result<Collected, GuestError> {
+        self.faults.check(Op::Collect, "collecting dirty frames")?;
+        Ok(Collected::default())
+    }
+
+    fn run_state(&self) -> RunState {
+        self.gate.state()
+    }
+
+    fn pause(&self) -> Result<RunState, GuestError> {
+        self.faults.check(Op::Pause, "pausing")?;
+        match self.gate.set(RunState::Paused) {
+            RunState::Stopped => {
+                Err(GuestError::State { request: "pause", state: RunState::Stopped })
+            }
+            RunState::Running => {
+                self.drive.stands();
+                Ok(RunState::Running)
+            }
+            RunState::Paused => Ok(RunState::Paused),
+        }
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        self.faults.check(Op::Resume, "resuming")?;
+        match self.gate.set(RunState::Running) {
+            RunState::Stopped => {
+                Err(GuestError::State { request: "resume", state: RunState::Stopped })
+            }
+            RunState::Paused => {
+                self.drive.runs();
+                Ok(())
+            }
+            RunState::Running => Ok(()),
+        }
+    }
+
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        self.must_be_paused("save")?;
+        self.faults.check(Op::Save, "saving the state")?;
+        let section = |w: &Arc<Writer>| {
+            let mut bytes = w.steps.load(SeqCst).to_le_bytes().to_vec();
+            bytes.extend_from_slice(&w.errors.load(SeqCst).to_le_bytes());
+            Section::new(section_tags::THREAD_WORKER, w.index as u16, bytes)
+        };
+        Ok(self.writers.iter().map(section).collect())
+    }
+
+    fn restore_state(&self, sections: &[Section], _clock: Clock) -> Result<(), GuestError> {
+        self.must_be_paused("restore")?;
+        self.faults.check(Op::Restore, "restoring the state")?;
+        let malformed = |why: String| GuestError::Malformed { what: "the state".into(), why };
+        let mut states = vec![None; self.writers.len()];
+        for s in sections {
+            if s.tag != section_tags::THREAD_WORKER {
+                if s.must_understand {
+                    let why = "this guest has no such thing".into();
+                    return Err(GuestError::Unsupported { what: s.tag.to_string(), why });
+                }
+                continue;
+            }
+            let bytes: &[u8; 16] = s.bytes.as_slice().try_into().map_err(|_| {
+                malformed(format!("writer {} has {} bytes, not 16", s.instance, s.bytes.len()))
+            })?;
+            let place = states
+                .get_mut(usize::from(s.instance))
+                .ok_or_else(|| malformed(format!("there is no writer {}", s.instance)))?;
+            let word = |at| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+            if place.replace((word(0), word(8))).is_some() {
+                return Err(malformed(format!("writer {} stands twice", s.instance)));
+            }
+        }
+        if let Some(missing) = states.iter().position(Option::is_none) {
+            return Err(malformed(format!("writer {missing} is missing")));
+        }
+        for (writer, (steps, errors)) in self.writers.iter().zip(states.into_iter().flatten()) {
+            // Far above what a test writes, far below an overflow.
+            writer.steps.store(steps.min(u64::MAX >> 2), SeqCst);
+            writer.errors.store(errors, SeqCst);
+        }
+        Ok(())
+    }
+
+    fn release(&self) -> Result<(), GuestError> {
+        self.must_be_paused("release")?;
+        self.faults.check(Op::Release, "releasing the drive")?;
+        self.drive.let_go(self.serial);
+        Ok(())
+    }
+
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.faults.check(Op::Acquire, "acquiring the drive")?;
+        self.drive.take(self.serial)
+    }
+
+    fn stop(&self, why: &str) {
+        tracing::debug!(vm = %self.vm_id, why, "stopped");
+        if self.gate.set(RunState::Stopped) == RunState::Running {
+            self.drive.stands();
+        }
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        for thread in threads.drain(..) {
+            // A writer that panicked has said so on stderr; its guest fails `verify`.
+            let _ = thread.join();
+        }
+        self.drive.let_go(self.serial);
+    }
+}
+
+impl Drop for MemoryGuest {
+    fn drop(&mut self) {
+        self.stop("dropped");
+    }
+}
+
+/// Builds [`MemoryGuest`]s, with faults and a drive that the test chose.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryGuestFactory {
+    /// The switches of every guest that it builds, and of building.
+    pub faults: Arc<Faults>,
+    /// The drive of every guest that it builds.
+    pub drive: Arc<Drive>,
+}
+
+impl GuestFactory for MemoryGuestFactory {
+    type Guest = MemoryGuest;
+
+    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<MemoryGuest>, GuestError> {
+        self.faults.check(Op::Create, "building the guest")?;
+        let config = MemoryConfig::decode(config)?;
+        MemoryGuest::build(vm_id, config, self.faults.clone(), self.drive.clone())
+    }
+}

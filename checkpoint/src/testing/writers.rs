@@ -1,0 +1,171 @@
+//! The threads that write the guest's memory, and how they are held between two writes.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use dirty_tracker::Layout;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::pages::{PAGE, Sweep, fill, nth_frame};
+use crate::{GuestRam, RunState};
+
+/// What the writers shall do, and how many of them stand still.
+#[derive(Debug)]
+struct Control {
+    want: RunState,
+    /// Those who hold the writers for a moment, whatever is wanted.
+    holds: usize,
+    parked: usize,
+}
+
+impl Control {
+    fn writers_park(&self) -> bool {
+        self.want == RunState::Paused || (self.want == RunState::Running && self.holds > 0)
+    }
+}
+
+/// The gate at which writers stop between two writes.
+#[derive(Debug)]
+pub(super) struct Gate {
+    writers: usize,
+    control: Mutex<Control>,
+    changed: Condvar,
+    /// Whether to come to the gate; looked at before every write.
+    halt: AtomicBool,
+}
+
+impl Gate {
+    /// A closed gate for `writers` threads.
+    pub(super) fn new(writers: usize) -> Self {
+        let control = Mutex::new(Control { want: RunState::Paused, holds: 0, parked: 0 });
+        Self { writers, control, changed: Condvar::new(), halt: AtomicBool::new(true) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn state(&self) -> RunState {
+        self.lock().want
+    }
+
+    /// Tells the writers of a change and waits until those that shall park have done so.
+    fn settle(&self, mut control: MutexGuard<'_, Control>) {
+        let halt = control.want != RunState::Running || control.holds > 0;
+        self.halt.store(halt, Ordering::SeqCst);
+        self.changed.notify_all();
+        while control.writers_park() && control.parked < self.writers {
+            control = self.changed.wait(control).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Sets what the writers shall do and returns what they did before; when it returns, writers
+    /// that shall not run stand still. A stopped gate stays so.
+    pub(super) fn set(&self, want: RunState) -> RunState {
+        let mut control = self.lock();
+        let before = control.want;
+        if before != RunState::Stopped {
+            control.want = want;
+            self.settle(control);
+        }
+        before
+    }
+
+    /// Does something while no writer writes, without changing what they shall do.
+    pub(super) fn held<T>(&self, act: impl FnOnce() -> T) -> T {
+        let mut control = self.lock();
+        control.holds += 1;
+        self.settle(control);
+        let result = act();
+        let mut control = self.lock();
+        control.holds -= 1;
+        self.settle(control);
+        result
+    }
+
+    /// Parks the calling writer while it shall not run; `false` when it shall end.
+    fn pass(&self) -> bool {
+        let mut control = self.lock();
+        if control.writers_park() {
+            control.parked += 1;
+            self.changed.notify_all();
+            while control.writers_park() {
+                control = self.changed.wait(control).unwrap_or_else(PoisonError::into_inner);
+            }
+            control.parked -= 1;
+        }
+        control.want == RunState::Running
+    }
+
+    /// Sleeps, or less if the gate changes.
+    fn nap(&self, time: Duration) {
+        let control = self.lock();
+        if control.want == RunState::Running && control.holds == 0 {
+            let _ = self.changed.wait_timeout(control, time);
+        }
+    }
+}
+
+/// One writer's part of the working set and its progress.
+#[derive(Debug)]
+pub(super) struct Writer {
+    pub(super) index: u64,
+    /// Every `of`-th frame of the working set is its own.
+    pub(super) of: u64,
+    pub(super) sweep: Sweep,
+    /// Writes made. Set from outside only while it is parked.
+    pub(super) steps: AtomicU64,
+    /// Frames that it found wrong before it overwrote them.
+    pub(super) errors: AtomicU64,
+    /// Writes a second; 0 is as fast as it can.
+    pub(super) rate: u32,
+}
+
+/// Writes between two looks at the clock, when the rate is limited.
+const BATCH: u64 = 8;
+
+impl Writer {
+    /// The thread's body: writes until the gate says stop.
+    pub(super) fn run(&self, gate: &Gate, layout: &Arc<Layout>, ram: &GuestRam) {
+        let mut pages = (Box::new([0; PAGE]), Box::new([0; PAGE]));
+        while gate.pass() {
+            let (since, first) = (Instant::now(), self.steps.load(Ordering::SeqCst));
+            while !gate.halt.load(Ordering::SeqCst) {
+                let step = self.steps.load(Ordering::SeqCst);
+                self.write(step, layout, ram, &mut pages.0, &mut pages.1);
+                self.steps.store(step + 1, Ordering::SeqCst);
+                let done = step + 1 - first;
+                if self.rate > 0 && done.is_multiple_of(BATCH) {
+                    let due = Duration::from_secs_f64(done as f64 / f64::from(self.rate));
+                    let early = due.saturating_sub(since.elapsed());
+                    if !early.is_zero() {
+                        gate.nap(early);
+                    }
+                }
+            }
+        }
+    }
+
+    fn write(
+        &self,
+        step: u64,
+        layout: &Layout,
+        ram: &GuestRam,
+        page: &mut [u8; PAGE],
+        seen: &mut [u8; PAGE],
+    ) {
+        let (index, generation) = self.sweep.step(step);
+        let Some(gfn) = nth_frame(layout, index * self.of + self.index) else { return };
+        let at = GuestAddress(gfn.gpa());
+        fill(page, gfn, generation - 1);
+        let read = ram.read_slice(&mut seen[..], at);
+        if read.is_err() || seen != page {
+            self.errors.fetch_add(1, Ordering::SeqCst);
+        }
+        fill(page, gfn, generation);
+        if ram.write_slice(&page[..], at).is_err() {
+            self.errors.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}

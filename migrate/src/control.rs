@@ -1,0 +1,200 @@
+//! What others may see of a migration and do to it while it is under way.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+/// The phases of a migration, at either end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Not begun; a destination waits for a source.
+    #[default]
+    Waiting,
+    /// The two sides introduce themselves.
+    Connect,
+    /// The destination builds the machine.
+    Setup,
+    /// Memory moves while the guest runs.
+    Precopy,
+    /// The guest is paused; what is left of memory and the state move.
+    SwitchOver,
+    /// The destination is prepared; records are made and the decision is told.
+    HandOver,
+    /// The source's record is durable and the destination's answer is not known.
+    InDoubt,
+    /// It is over, one way or the other.
+    Finished,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Waiting => "before it began",
+            Self::Connect => "while connecting",
+            Self::Setup => "in setup",
+            Self::Precopy => "in precopy",
+            Self::SwitchOver => "in switch-over",
+            Self::HandOver => "in the hand-over",
+            Self::InDoubt => "in doubt",
+            Self::Finished => "finished",
+        })
+    }
+}
+
+/// What a migration has done so far. A snapshot: the fields belong together.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Progress {
+    /// The phase under way.
+    pub phase: Phase,
+    /// The pass under way, from 0.
+    pub pass: u32,
+    /// Bytes sent (by a destination: received), everything included.
+    pub sent_bytes: u64,
+    /// Frames that this pass has still to send (by a destination: unknown, 0).
+    pub remaining_frames: u64,
+    /// How fast the guest wrote during the last complete pass, bytes/s of whole frames.
+    pub dirty_rate_bytes_per_s: u64,
+    /// How fast the last complete pass moved, bytes/s.
+    pub link_rate_bytes_per_s: u64,
+    /// What the pause would take if it began now, ms; 0 while unknown.
+    pub expected_downtime_ms: f64,
+    /// In doubt: what the last question to the destination brought, as a sentence.
+    pub doubt: Option<String>,
+    /// At a destination: connections that were refused, and the last one's reason.
+    pub refused: u64,
+    /// See `refused`.
+    pub last_refusal: Option<String>,
+}
+
+/// The request comes too late, or too early.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// The hand-over record is written (at a destination: COMMIT has come).
+    #[error("it is too late to cancel: the guest has been handed over")]
+    TooLate,
+    /// Only a migration in doubt can be resolved.
+    #[error("there is nothing to resolve: the migration is {phase}")]
+    NotInDoubt {
+        /// Where it stands.
+        phase: Phase,
+    },
+}
+
+/// The operator's word on a migration in doubt.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Resolution {
+    /// The guest shall run here. The operator has made sure that the destination does not run it and
+    /// never will (its process is dead, its host is off); otherwise two run.
+    Run,
+    /// The guest here shall end. If the destination does not run it, it is lost.
+    Discard,
+}
+
+const OPEN: u8 = 0;
+const CANCELLED: u8 = 1;
+const SEALED: u8 = 2;
+
+/// The stop flag, and the point after which it cannot be set any more: one of the two comes first.
+#[derive(Debug, Default)]
+pub(crate) struct Stop(AtomicU8);
+
+impl Stop {
+    fn cancel(&self) -> Result<(), ControlError> {
+        match self.0.compare_exchange(OPEN, CANCELLED, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) | Err(CANCELLED) => Ok(()),
+            Err(_) => Err(ControlError::TooLate),
+        }
+    }
+
+    /// Passes the point of no return; `false` if it was cancelled before.
+    pub(crate) fn seal(&self) -> bool {
+        let sealed = self.0.compare_exchange(OPEN, SEALED, Ordering::SeqCst, Ordering::SeqCst);
+        !matches!(sealed, Err(CANCELLED))
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::SeqCst) == CANCELLED
+    }
+
+    /// Sets the flag for good: whoever reads with it is to end.
+    pub(crate) fn force(&self) {
+        self.0.store(CANCELLED, Ordering::SeqCst);
+    }
+}
+
+/// The handle to a migration at its source. One handle serves one migration.
+#[derive(Debug, Default)]
+pub struct SendControl {
+    pub(crate) stop: Arc<Stop>,
+    progress: Mutex<Progress>,
+    resolution: Mutex<Option<Resolution>>,
+}
+
+impl SendControl {
+    /// A handle, to be given to `send` and kept.
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// Ends the migration within about 100 ms; the guest goes on here. Refused once the hand-over
+    /// record is being written.
+    pub fn cancel(&self) -> Result<(), ControlError> {
+        self.stop.cancel()
+    }
+
+    /// Where the migration stands.
+    pub fn progress(&self) -> Progress {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Settles a migration in doubt by the operator's word; see [`Resolution`] for what it asserts.
+    pub fn resolve(&self, how: Resolution) -> Result<(), ControlError> {
+        let phase = self.progress().phase;
+        if phase != Phase::InDoubt {
+            return Err(ControlError::NotInDoubt { phase });
+        }
+        *self.resolution.lock().unwrap_or_else(PoisonError::into_inner) = Some(how);
+        Ok(())
+    }
+
+    pub(crate) fn resolution(&self) -> Option<Resolution> {
+        *self.resolution.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// The handle to a destination that waits for a guest or receives one.
+#[derive(Debug, Default)]
+pub struct ReceiveControl {
+    pub(crate) stop: Arc<Stop>,
+    progress: Mutex<Progress>,
+}
+
+impl ReceiveControl {
+    /// A handle, to be given to `receive` and kept.
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// Ends the waiting or receiving within about 100 ms. Refused once COMMIT has come.
+    pub fn cancel(&self) -> Result<(), ControlError> {
+        self.stop.cancel()
+    }
+
+    /// Where it stands.
+    pub fn progress(&self) -> Progress {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}

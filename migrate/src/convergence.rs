@@ -1,0 +1,308 @@
+//! When precopy ends: a pure function over the passes measured so far.
+//!
+//! After each pass the frames that the guest wrote meanwhile wait to be sent. If sending them would
+//! take no longer than the downtime target, the guest is paused and they are the last pass.
+//! Otherwise one more pass is worth its time, until the passes or the time run out; then the
+//! strategy says whether the pause may be long, or the migration is given up.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use dirty_tracker::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+
+/// What to do when precopy has not converged in time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TimeoutStrategy {
+    /// Give up; the guest runs on here.
+    #[default]
+    Cancel,
+    /// Pause it anyway, however long that takes.
+    Switchover,
+}
+
+/// A strategy that does not exist.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UnknownStrategy {
+    /// Known elsewhere, not here.
+    #[error(
+        "the timeout strategy \"postcopy\" is not offered by this version; there are cancel and switchover"
+    )]
+    Postcopy,
+    /// Not known.
+    #[error("there is no timeout strategy \"{0}\"; there are cancel and switchover")]
+    Unknown(String),
+}
+
+impl FromStr for TimeoutStrategy {
+    type Err = UnknownStrategy;
+
+    fn from_str(s: &str) -> Result<Self, UnknownStrategy> {
+        match s {
+            "cancel" => Ok(Self::Cancel),
+            "switchover" => Ok(Self::Switchover),
+            "postcopy" => Err(UnknownStrategy::Postcopy),
+            _ => Err(UnknownStrategy::Unknown(s.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for TimeoutStrategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cancel => "cancel",
+            Self::Switchover => "switchover",
+        })
+    }
+}
+
+/// What precopy aims at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Goals {
+    /// The pause that the last pass may take.
+    pub downtime: Duration,
+    /// Passes before the last one, at most.
+    pub max_passes: u32,
+    /// Time for all of precopy.
+    pub timeout: Duration,
+    /// What to do when one of the two limits is reached.
+    pub strategy: TimeoutStrategy,
+}
+
+/// One pass as measured, and what the guest did meanwhile.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Measured {
+    /// Bytes on the wire.
+    pub bytes: u64,
+    /// From its begin to its acknowledgement.
+    pub time: Duration,
+    /// Frames that the guest wrote from this pass's drain to the next.
+    pub dirtied: u64,
+}
+
+/// The decision, with its reason.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Judgement {
+    /// Send what is dirty as one more pass.
+    KeepGoing,
+    /// Pause the guest.
+    SwitchOver(Reason),
+    /// Leave the guest where it is.
+    GiveUp(Reason),
+}
+
+/// Why precopy ends.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Reason {
+    /// The rest fits into the downtime.
+    Fits {
+        /// What it is expected to take.
+        expected: Duration,
+        /// The target.
+        target: Duration,
+    },
+    /// The guest wrote nothing during the last pass.
+    Quiet,
+    /// A limit was reached.
+    Limit {
+        /// Passes done.
+        passes: u32,
+        /// Time spent.
+        elapsed: Duration,
+        /// How fast the guest writes, bytes/s of whole frames.
+        dirty_rate: u64,
+        /// How fast the link carries it, bytes/s.
+        link_rate: u64,
+        /// What the pause would take.
+        expected: Option<Duration>,
+        /// The target.
+        target: Duration,
+    },
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ms = |d: &Duration| d.as_secs_f64() * 1e3;
+        match self {
+            Self::Fits { expected, target } => write!(
+                f,
+                "what is left takes about {:.1} ms, within the downtime target of {:.0} ms",
+                ms(expected),
+                ms(target)
+            ),
+            Self::Quiet => f.write_str("the guest wrote nothing during the last pass"),
+            Self::Limit { passes, elapsed, dirty_rate, link_rate, expected, target } => {
+                write!(
+                    f,
+                    "the guest outruns the link: after {passes} passes and {:.1} s it writes \
+                     {:.1} MB/s, the link carries {:.1} MB/s",
+                    elapsed.as_secs_f64(),
+                    *dirty_rate as f64 / 1e6,
+                    *link_rate as f64 / 1e6
+                )?;
+                if let Some(expected) = expected {
+                    write!(
+                        f,
+                        ", and the pause would take about {:.0} ms where the target is {:.0} ms",
+                        ms(expected),
+                        ms(target)
+                    )?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A pass with less than this on the wire says little about the link.
+const TELLING_BYTES: u64 = 1 << 20;
+
+/// How fast the link is, bytes/s: by the last pass that is large enough to tell, else by all
+/// together. `None` before anything was measured.
+pub fn link_rate(passes: &[Measured]) -> Option<u64> {
+    let rate = |bytes: u64, time: Duration| {
+        let seconds = time.as_secs_f64();
+        (bytes > 0 && seconds > 0.0).then(|| (bytes as f64 / seconds) as u64)
+    };
+    let telling = passes.iter().rev().find(|p| p.bytes >= TELLING_BYTES);
+    match telling {
+        Some(p) => rate(p.bytes, p.time),
+        None => rate(passes.iter().map(|p| p.bytes).sum(), passes.iter().map(|p| p.time).sum()),
+    }
+}
+
+/// What sending `frames` with the guest paused is expected to take.
+pub fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
+    let bytes = frames.saturating_mul(PAGE_SIZE);
+    (link_rate > 0).then(|| Duration::from_secs_f64((bytes as f64 / link_rate as f64).min(1e9)))
+}
+
+/// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames wait;
+/// `elapsed` counts from the first pass's begin. Costs nothing, allocates nothing.
+///
+/// Laws (tests below): the same arguments give the same verdict; nothing pending always switches
+/// over; at a limit the verdict is never `KeepGoing`; less pending never turns a switch-over into
+/// anything else.
+pub fn judge(goals: &Goals, passes: &[Measured], pending: u64, elapsed: Duration) -> Judgement {
+    if pending == 0 {
+        return Judgement::SwitchOver(Reason::Quiet);
+    }
+    let link_rate = link_rate(passes).unwrap_or(0);
+    let expected = expected_downtime(pending, link_rate);
+    if let Some(expected) = expected.filter(|e| *e <= goals.downtime) {
+        return Judgement::SwitchOver(Reason::Fits { expected, target: goals.downtime });
+    }
+    let done = passes.len() as u32;
+    if done < goals.max_passes && elapsed < goals.timeout {
+        return Judgement::KeepGoing;
+    }
+    let dirty_rate = passes.last().map_or(0, |p| {
+        let bytes = p.dirtied.saturating_mul(PAGE_SIZE);
+        crate::report::per_second(bytes, p.time)
+    });
+    let target = goals.downtime;
+    let reason = Reason::Limit { passes: done, elapsed, dirty_rate, link_rate, expected, target };
+    match goals.strategy {
+        TimeoutStrategy::Cancel => Judgement::GiveUp(reason),
+        TimeoutStrategy::Switchover => Judgement::SwitchOver(reason),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn goals() -> impl Strategy<Value = Goals> {
+        let strategy =
+            prop_oneof![Just(TimeoutStrategy::Cancel), Just(TimeoutStrategy::Switchover)];
+        (0u64..2_000, 0u32..40, 0u64..5_000, strategy).prop_map(|(d, max_passes, t, strategy)| {
+            let (downtime, timeout) = (Duration::from_millis(d), Duration::from_millis(t));
+            Goals { downtime, max_passes, timeout, strategy }
+        })
+    }
+
+    fn passes() -> impl Strategy<Value = Vec<Measured>> {
+        let pass =
+            (0u64..1 << 34, 0u64..10_000_000, 0u64..1 << 22).prop_map(|(bytes, us, dirtied)| {
+                Measured { bytes, time: Duration::from_micros(us), dirtied }
+            });
+        prop::collection::vec(pass, 0..40)
+    }
+
+    proptest! {
+        #[test]
+        fn a_limit_always_ends_precopy(g in goals(), p in passes(), pending in any::<u64>(), ms in 0u64..10_000) {
+            let elapsed = Duration::from_millis(ms);
+            let verdict = judge(&g, &p, pending, elapsed);
+            if p.len() as u32 >= g.max_passes || elapsed >= g.timeout {
+                prop_assert_ne!(verdict, Judgement::KeepGoing);
+            }
+        }
+
+        #[test]
+        fn nothing_pending_switches_over(g in goals(), p in passes(), ms in 0u64..10_000) {
+            let verdict = judge(&g, &p, 0, Duration::from_millis(ms));
+            prop_assert_eq!(verdict, Judgement::SwitchOver(Reason::Quiet));
+        }
+
+        #[test]
+        fn less_pending_keeps_a_switch_over(g in goals(), p in passes(), pending in 0u64..1 << 40, less in 0u64..1 << 40, ms in 0u64..10_000) {
+            let elapsed = Duration::from_millis(ms);
+            if matches!(judge(&g, &p, pending, elapsed), Judgement::SwitchOver(_)) {
+                let fewer = judge(&g, &p, pending.saturating_sub(less), elapsed);
+                prop_assert!(matches!(fewer, Judgement::SwitchOver(_)), "{fewer:?}");
+            }
+        }
+
+        #[test]
+        fn it_gives_up_only_where_that_was_asked_for(g in goals(), p in passes(), pending in any::<u64>(), ms in 0u64..10_000) {
+            if let Judgement::GiveUp(reason) = judge(&g, &p, pending, Duration::from_millis(ms)) {
+                prop_assert_eq!(g.strategy, TimeoutStrategy::Cancel);
+                prop_assert!(reason.to_string().contains("outruns the link"));
+            }
+        }
+
+        #[test]
+        fn what_switches_over_by_itself_fits(g in goals(), p in passes(), pending in 1u64..1 << 40, ms in 0u64..10_000) {
+            if let Judgement::SwitchOver(Reason::Fits { expected, target }) = judge(&g, &p, pending, Duration::from_millis(ms)) {
+                prop_assert!(expected <= target && target == g.downtime);
+            }
+        }
+    }
+
+    #[test]
+    fn a_guest_that_halves_its_dirty_set_converges() {
+        let goals = Goals {
+            downtime: Duration::from_millis(300),
+            max_passes: 30,
+            timeout: Duration::from_secs(3600),
+            strategy: TimeoutStrategy::Cancel,
+        };
+        // 100 MB/s: 300 ms carry 7,324 frames.
+        let pass = |frames: u64| Measured {
+            bytes: frames * PAGE_SIZE,
+            time: Duration::from_secs_f64(frames as f64 * PAGE_SIZE as f64 / 100e6),
+            dirtied: frames / 2,
+        };
+        let mut passes = vec![pass(64_000)];
+        let mut pending = 32_000;
+        while judge(&goals, &passes, pending, Duration::from_secs(1)) == Judgement::KeepGoing {
+            passes.push(pass(pending));
+            pending /= 2;
+        }
+        assert_eq!((passes.len(), pending), (4, 4_000));
+    }
+
+    #[test]
+    fn strategies_parse_and_postcopy_is_refused_by_name() {
+        assert_eq!("switchover".parse(), Ok(TimeoutStrategy::Switchover));
+        assert_eq!("cancel".parse(), Ok(TimeoutStrategy::Cancel));
+        assert_eq!("postcopy".parse::<TimeoutStrategy>(), Err(UnknownStrategy::Postcopy));
+        let e = "x".parse::<TimeoutStrategy>().unwrap_err().to_string();
+        assert_eq!(e, "there is no timeout strategy \"x\"; there are cancel and switchover");
+    }
+}

@@ -1,0 +1,231 @@
+//! The listener: who calls, and what they are told.
+//!
+//! One thread accepts; each caller is heard by a short-lived thread of its own, so that a silent
+//! stranger keeps nobody waiting. A source gets the seat or is refused, a question is answered, all
+//! else is turned away. The door outlives the migration: it answers questions until it is dropped.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use checkpoint::format::{FormatError, Header};
+use socket2::SockRef;
+
+use super::ledger::Ledger;
+use crate::control::{ReceiveControl, Stop};
+use crate::error::WireError;
+use crate::link::{Link, SLICE};
+use crate::message::{FEATURES, Message, Purpose, Tag, Token};
+use crate::wire::{Wire, unexpected};
+
+/// Callers heard at once; more are turned away without a word.
+const MAX_CALLERS: usize = 16;
+
+/// A source that has the seat and has been greeted.
+#[derive(Debug)]
+pub(super) struct Caller {
+    pub(super) wire: Wire<Link>,
+    pub(super) header: Header,
+    pub(super) came: Instant,
+}
+
+/// Answers QUERY in the background; dropping it closes the listener.
+#[derive(Debug)]
+pub struct Responder {
+    address: SocketAddr,
+    stop: Arc<Stop>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Responder {
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for Responder {
+    fn drop(&mut self) {
+        self.stop.force();
+        if let Some(thread) = self.thread.take() {
+            // It owns nothing that a panic could have left undone.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What each caller's thread needs.
+struct Porter {
+    ledger: Arc<Ledger>,
+    control: Arc<ReceiveControl>,
+    callers: Sender<Caller>,
+    stop: Arc<Stop>,
+    patience: Duration,
+    handshake: Duration,
+    busy: AtomicUsize,
+}
+
+/// Opens the door: sources that get the seat come out of the channel.
+pub(super) fn open(
+    listener: TcpListener,
+    ledger: Arc<Ledger>,
+    control: Arc<ReceiveControl>,
+    patience: Duration,
+    handshake: Duration,
+) -> io::Result<(Responder, Receiver<Caller>)> {
+    let address = listener.local_addr()?;
+    listener.set_nonblocking(false)?;
+    // accept(2) honours the receive timeout: the thread looks at its stop flag once a slice.
+    SockRef::from(&listener).set_read_timeout(Some(SLICE))?;
+    let (callers, called) = mpsc::channel();
+    let stop = Arc::new(Stop::default());
+    let busy = AtomicUsize::new(0);
+    let porter = Porter { ledger, control, callers, stop: stop.clone(), patience, handshake, busy };
+    let thread = std::thread::Builder::new()
+        .name("migrate-door".into())
+        .spawn(move || accept(&listener, &Arc::new(porter)))?;
+    Ok((Responder { address, stop, thread: Some(thread) }, called))
+}
+
+fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
+    while !porter.stop.is_cancelled() {
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                continue;
+            }
+            Err(e) => {
+                tracing::warn!("accepting a connection failed: {e}");
+                std::thread::sleep(SLICE);
+                continue;
+            }
+        };
+        if porter.busy.fetch_add(1, Ordering::SeqCst) >= MAX_CALLERS {
+            porter.busy.fetch_sub(1, Ordering::SeqCst);
+            continue;
+        }
+        let mine = porter.clone();
+        let hear = move || {
+            mine.hear(stream);
+            mine.busy.fetch_sub(1, Ordering::SeqCst);
+        };
+        if let Err(e) = std::thread::Builder::new().name("migrate-caller".into()).spawn(hear) {
+            porter.busy.fetch_sub(1, Ordering::SeqCst);
+            tracing::warn!("hearing a caller failed: {e}");
+        }
+    }
+}
+
+impl Porter {
+    fn hear(&self, stream: TcpStream) {
+        let came = Instant::now();
+        let link = match Link::new(stream, self.patience, self.stop.clone()) {
+            Ok(link) => link,
+            Err(e) => return tracing::warn!("a caller was gone at once: {e}"),
+        };
+        let peer = link.peer();
+        let mut wire = Wire::new(link);
+        wire.stream_mut().set_deadline(Some(came + self.handshake));
+        match self.greet(&mut wire) {
+            Ok(None) => {}
+            Ok(Some(header)) => {
+                wire.stream_mut().set_deadline(None);
+                if self.callers.send(Caller { wire, header, came }).is_err() {
+                    self.ledger.vacate();
+                }
+            }
+            Err(e) => self.refused(&peer, &e.to_string()),
+        }
+    }
+
+    fn refused(&self, peer: &str, reason: &str) {
+        turned_away(&self.control, peer, reason);
+    }
+
+    /// Introductions; a source that has the seat comes back with its header.
+    fn greet(&self, wire: &mut Wire<Link>) -> Result<Option<Header>, WireError> {
+        let header = match wire.recv_header() {
+            Ok(header) => header,
+            Err(e) => {
+                // One of ours, of another time: it can read a header, and so perhaps the refusal.
+                if let WireError::Format(
+                    FormatError::Version { .. }
+                    | FormatError::Features { .. }
+                    | FormatError::PageSize { .. },
+                ) = &e
+                {
+                    wire.send_header(None)?;
+                    wire.abort(Tag::Refused, &e.to_string());
+                }
+                return Err(e);
+            }
+        };
+        let purpose = match wire.recv()? {
+            Message::Hello { purpose, .. } => purpose,
+            other => return Err(unexpected(&other, "HELLO")),
+        };
+        wire.send_header(None)?;
+        let version = env!("CARGO_PKG_VERSION");
+        let hello = Message::Hello { purpose: Purpose::Serve, features: FEATURES, version };
+        match purpose {
+            Purpose::Move => match self.ledger.claim(header.vm_id()) {
+                Ok(()) => match wire.send(&hello) {
+                    Ok(()) => Ok(Some(header)),
+                    Err(e) => {
+                        self.ledger.vacate();
+                        Err(e)
+                    }
+                },
+                Err(reason) => {
+                    wire.abort(Tag::Refused, &reason);
+                    self.refused(&wire.stream().peer(), &reason);
+                    Ok(None)
+                }
+            },
+            Purpose::Query => {
+                wire.send(&hello)?;
+                let (token, site) = match wire.recv()? {
+                    Message::Query { token, site } => (token, site),
+                    other => return Err(unexpected(&other, "QUERY")),
+                };
+                let verdict = self.ledger.answer(token, site);
+                tracing::info!(%token, ?verdict, peer = wire.stream().peer(), "asked");
+                wire.send(&Message::Answer { token, verdict })?;
+                Ok(None)
+            }
+            Purpose::Serve => Err(WireError::Malformed {
+                message: Tag::Hello,
+                why: "a caller cannot be a destination",
+            }),
+        }
+    }
+}
+
+/// Logs a refusal and shows it in the progress.
+pub(super) fn turned_away(control: &ReceiveControl, peer: &str, reason: &str) {
+    tracing::warn!(peer, "turned away: {reason}");
+    control.update(|p| {
+        p.refused += 1;
+        p.last_refusal = Some(format!("{peer}: {reason}"));
+    });
+}
+
+/// Waits, in the background, for the source to say that its guest has ended; then the decision is
+/// not needed any more.
+pub(super) fn await_end(mut wire: Wire<Link>, ledger: Arc<Ledger>, token: Token, limit: Duration) {
+    wire.stream_mut().set_deadline(Some(Instant::now() + limit));
+    let wait = move || {
+        if let Ok(Message::Ended { token: ended }) = wire.recv()
+            && ended == token
+        {
+            ledger.forget(token);
+        }
+    };
+    if let Err(e) = std::thread::Builder::new().name("migrate-end".into()).spawn(wait) {
+        tracing::warn!("a settled migration leaves its record: {e}");
+    }
+}

@@ -1,0 +1,153 @@
+//! The destination's end of the hand-over: PREPARED, the decision, and RUNNING or its opposite.
+//!
+//! What to do is decided in `crate::handover::Destination`; here it is done. Whenever the guest is
+//! to be thrown away, that happens first and is told afterwards.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Guest, GuestError, GuestFactory};
+
+use super::{Arrival, Failed, Host, Whole, door};
+use crate::error::{Cause, WireError};
+use crate::handover::{DestinationEvent, DestinationOrder, MayRun};
+use crate::link::Link;
+use crate::message::{Message, PreparedSays, StateDigest, Tag, Token};
+use crate::report::{ReceiveReport, ms};
+use crate::wire::{Wire, unexpected};
+
+/// How long a settled source may take to say so.
+const END_LIMIT: Duration = Duration::from_secs(10);
+
+impl<F: GuestFactory + ?Sized> Host<'_, F> {
+    /// Offers the guest, waits for the decision, makes it durable, and takes the guest over.
+    pub(super) fn hand_over(
+        &self,
+        arrival: Arrival<F::Guest>,
+        whole: Whole,
+    ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
+        let Arrival { mut wire, guest, token, came } = arrival;
+        let (_say_prepared, _) = self.ledger.post(DestinationEvent::Restored);
+        if let Err(cause) = self.await_commit(&mut wire, token, &whole) {
+            return Err(self.discard(&mut wire, &*guest, token, cause));
+        }
+        let committed = Instant::now();
+        let permit = match self.ledger.post(DestinationEvent::Commit) {
+            (DestinationOrder::TakeOver(permit), _) => permit,
+            (_, fault) => {
+                // Not durable, or decided otherwise by another process of this site.
+                guest.stop("it was not received: the decision to run it could not be made");
+                let cause = fault.map_or(Cause::Discarded { reason: None }, Cause::Records);
+                return Err(self.tell(&mut wire, token, cause));
+            }
+        };
+        if let Err(e) = take_over(&*guest, permit, whole.was_running) {
+            // It never ran. What it took it lets go of before the source may have it.
+            let released = guest.release();
+            guest.stop(&format!("it was not received: {e}"));
+            if let Err(e) = released {
+                tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
+            }
+            let (_, fault) = self.ledger.post(DestinationEvent::NotResumed);
+            if let Some(fault) = fault {
+                tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
+            }
+            return Err(self.tell(&mut wire, token, e.into()));
+        }
+        let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);
+        let took = committed.elapsed();
+        // A source that does not hear it asks, and the door answers.
+        if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
+            tracing::warn!(%token, "RUNNING was not said: {e}");
+        }
+        let report = ReceiveReport {
+            vm_id: guest.vm_id(),
+            running: whole.was_running,
+            total_time_ms: ms(came.elapsed()),
+            take_over_ms: ms(took),
+            received_bytes: wire.received_bytes(),
+            zero_frames: whole.totals.zero,
+            normal_frames: whole.totals.normal,
+            passes: whole.passes,
+        };
+        door::await_end(wire, self.ledger.clone(), token, END_LIMIT);
+        Ok((guest, report))
+    }
+
+    /// Says PREPARED and waits for COMMIT; after it, nobody can cancel any more.
+    fn await_commit(
+        &self,
+        wire: &mut Wire<Link>,
+        token: Token,
+        whole: &Whole,
+    ) -> Result<(), Cause> {
+        let deadline = self.options.commit_deadline;
+        wire.send(&Message::Prepared(PreparedSays {
+            token,
+            site: self.ledger.site(),
+            digest: StateDigest::of(&whole.sections),
+            counts: whole.totals,
+        }))?;
+        wire.stream_mut().set_deadline(Some(Instant::now() + deadline));
+        wire.stream_mut().set_patience(deadline);
+        let found = match wire.recv() {
+            Ok(Message::Commit { token }) => token,
+            Ok(other) => return Err(unexpected(&other, "COMMIT").into()),
+            Err(e) if e.is_silence() => return Err(Cause::NoCommit { after: deadline }),
+            Err(e) => return Err(e.into()),
+        };
+        if found != token {
+            let (message, expected) = (Tag::Commit, token);
+            return Err(WireError::Token { message, found, expected }.into());
+        }
+        wire.stream_mut().set_deadline(None);
+        wire.stream_mut().set_patience(self.options.patience);
+        if self.control.stop.seal() { Ok(()) } else { Err(Cause::Cancelled) }
+    }
+
+    /// PREPARED was said (or half said) and COMMIT did not come: throws the guest away for good.
+    fn discard(
+        &self,
+        wire: &mut Wire<Link>,
+        guest: &F::Guest,
+        token: Token,
+        cause: Cause,
+    ) -> Failed {
+        guest.stop(&format!("it was not received: {cause}"));
+        if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
+            self.ledger.post(DestinationEvent::Aborted);
+            return Failed { cause, was_prepared: true };
+        }
+        let (_, fault) = self.ledger.post(DestinationEvent::Failed);
+        if let Some(fault) = fault {
+            tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
+        }
+        self.tell(wire, token, cause)
+    }
+
+    /// Tells the source what became of the guest, on this connection if it still stands, and else
+    /// when it asks.
+    fn tell(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> Failed {
+        let verdict = self.ledger.verdict(token);
+        wire.stream_mut().begin_last_words();
+        let heard = wire.send(&Message::Answer { token, verdict }).is_ok()
+            && matches!(wire.recv(), Ok(Message::Ended { token: ended }) if ended == token);
+        if heard {
+            self.ledger.forget(token);
+        } else {
+            wire.stream().close();
+            self.ledger.linger(self.options.linger, &self.control.stop);
+        }
+        Failed { cause, was_prepared: true }
+    }
+}
+
+/// Takes what only one host may hold, and lets the guest run if it ran on its source.
+fn take_over<G: Guest + ?Sized>(
+    guest: &G,
+    _permit: MayRun,
+    was_running: bool,
+) -> Result<(), GuestError> {
+    guest.acquire()?;
+    if was_running { guest.resume() } else { Ok(()) }
+}

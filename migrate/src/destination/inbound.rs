@@ -1,0 +1,162 @@
+//! What may come in which order, and how much of it: the pure half of receiving a guest.
+//!
+//! ```text
+//!            PASS_BEGIN                         STATE
+//! Between ----------------> InPass   Between ----------> State --STATE_END--> Complete
+//!    ^                      |  ^ |                        ^ |
+//!    +------ PASS_END ------+  +-+ PAGES, ZERO            +-+ STATE
+//! A guest without state sections goes from Between to Complete.
+//! ```
+//!
+//! Every run is checked against the guest's layout and every count against the peer's before
+//! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
+
+use checkpoint::Section;
+use dirty_tracker::{FrameRun, Layout};
+
+use crate::error::WireError;
+use crate::message::{Counts, MAX_SECTIONS, MAX_STATE, Message, Runs, Tag};
+use crate::wire::unexpected;
+
+/// The receiving side's place in the stream.
+#[derive(Debug)]
+pub(crate) struct Inbound {
+    layout: Layout,
+    stage: Stage,
+    /// Passes completed.
+    passes: u32,
+    totals: Counts,
+    sections: Vec<Section>,
+    state_bytes: u64,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Between,
+    InPass { frames: u64, counts: Counts },
+    State,
+    Complete,
+}
+
+/// What to do with a message.
+#[derive(Debug)]
+pub(crate) enum Step<'a> {
+    /// Nothing: it was noted.
+    Noted,
+    /// Put the contents, in this order, into these frames.
+    Place { runs: Runs<'a>, contents: &'a [u8] },
+    /// Make these frames zero.
+    Zero { runs: Runs<'a> },
+    /// Everything of the pass is in place: say so.
+    Ack { pass: u32, counts: Counts },
+    /// Everything has come.
+    Complete { sections: Vec<Section>, was_running: bool },
+}
+
+impl Inbound {
+    pub(crate) fn new(layout: Layout) -> Self {
+        let (stage, totals, sections) = (Stage::Between, Counts::default(), Vec::new());
+        Self { layout, stage, passes: 0, totals, sections, state_bytes: 0 }
+    }
+
+    /// Passes completed.
+    pub(crate) fn passes(&self) -> u32 {
+        self.passes
+    }
+
+    /// Frames of all completed passes.
+    pub(crate) fn totals(&self) -> Counts {
+        self.totals
+    }
+
+    /// Takes the next message.
+    pub(crate) fn on<'a>(&mut self, message: Message<'a>) -> Result<Step<'a>, WireError> {
+        match (&mut self.stage, message) {
+            (Stage::Between, Message::PassBegin { pass, frames }) => {
+                same("the number of the pass", pass.into(), self.passes.into())?;
+                if frames > self.layout.frames() {
+                    let (found, expected) = (frames, self.layout.frames());
+                    let what = "the most frames that a pass can have";
+                    return Err(WireError::Count { what, found, expected });
+                }
+                self.stage = Stage::InPass { frames, counts: Counts::default() };
+                Ok(Step::Noted)
+            }
+            (Stage::InPass { frames, counts }, Message::Pages { runs, contents }) => {
+                counts.normal += checked(&self.layout, Tag::Pages, runs, left(*frames, counts))?;
+                Ok(Step::Place { runs, contents })
+            }
+            (Stage::InPass { frames, counts }, Message::Zero { runs }) => {
+                counts.zero += checked(&self.layout, Tag::Zero, runs, left(*frames, counts))?;
+                Ok(Step::Zero { runs })
+            }
+            (Stage::InPass { frames, counts }, Message::PassEnd { pass, counts: theirs }) => {
+                let (frames, counts) = (*frames, *counts);
+                same("the number of the pass", pass.into(), self.passes.into())?;
+                same("the pass's frames with content", theirs.normal, counts.normal)?;
+                same("the pass's zero frames", theirs.zero, counts.zero)?;
+                same("the pass's frames", frames, counts.normal + counts.zero)?;
+                self.totals += counts;
+                self.passes = self.passes.wrapping_add(1);
+                self.stage = Stage::Between;
+                Ok(Step::Ack { pass, counts })
+            }
+            (Stage::Between | Stage::State, Message::State(section)) => {
+                self.stage = Stage::State;
+                self.state_bytes += section.bytes.len() as u64;
+                at_most("state sections", self.sections.len() as u64 + 1, MAX_SECTIONS.into())?;
+                at_most("bytes of state", self.state_bytes, MAX_STATE)?;
+                self.sections.push(section);
+                Ok(Step::Noted)
+            }
+            (
+                Stage::Between | Stage::State,
+                Message::StateEnd { sections, was_running, counts },
+            ) => {
+                same("state sections", sections.into(), self.sections.len() as u64)?;
+                same("all frames with content", counts.normal, self.totals.normal)?;
+                same("all zero frames", counts.zero, self.totals.zero)?;
+                self.stage = Stage::Complete;
+                let sections = std::mem::take(&mut self.sections);
+                Ok(Step::Complete { sections, was_running })
+            }
+            (stage, other) => Err(unexpected(&other, stage.expects())),
+        }
+    }
+}
+
+impl Stage {
+    const fn expects(&self) -> &'static str {
+        match self {
+            Self::Between => "PASS_BEGIN, STATE or STATE_END",
+            Self::InPass { .. } => "PAGES, ZERO or PASS_END",
+            Self::State => "STATE or STATE_END",
+            Self::Complete => "COMMIT",
+        }
+    }
+}
+
+/// Frames that the pass may still bring.
+fn left(announced: u64, counts: &Counts) -> u64 {
+    announced - (counts.normal + counts.zero)
+}
+
+/// The frames of `runs`, all of them inside slots, and at most `left`.
+fn checked(layout: &Layout, message: Tag, runs: Runs<'_>, left: u64) -> Result<u64, WireError> {
+    let outside = |run: &FrameRun| !layout.contains(*run);
+    if let Some(run) = runs.iter().find(outside) {
+        return Err(WireError::Outside { message, run });
+    }
+    // Each run lies in a slot, but a hostile table may name one slot many times.
+    let frames = runs.iter().fold(0u64, |n, r| n.saturating_add(r.count));
+    at_most("frames in the rest of the pass", frames, left)?;
+    Ok(frames)
+}
+
+fn same(what: &'static str, found: u64, expected: u64) -> Result<(), WireError> {
+    if found == expected { Ok(()) } else { Err(WireError::Count { what, found, expected }) }
+}
+
+fn at_most(what: &'static str, found: u64, limit: u64) -> Result<(), WireError> {
+    if found <= limit { Ok(()) } else { Err(WireError::TooMany { what, found, limit }) }
+}

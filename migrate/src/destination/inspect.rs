@@ -1,0 +1,92 @@
+//! What a recorded stream contains: the receiving side's checks without a guest behind them.
+
+use std::io::Read;
+
+use checkpoint::VmId;
+
+use super::inbound::{Inbound, Step};
+use crate::error::WireError;
+use crate::message::{Message, StateDigest, Token};
+use crate::wire::{Wire, unexpected};
+
+/// A source's side of a migration, checked from header to state.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct StreamSummary {
+    /// The guest.
+    pub vm_id: VmId,
+    /// The program that sent it.
+    pub program: String,
+    /// The migration.
+    pub token: Token,
+    /// Bytes of the guest's configuration.
+    pub config_bytes: u64,
+    /// Frames of memory that the guest has.
+    pub memory_frames: u64,
+    /// Passes.
+    pub passes: u32,
+    /// Frames with content.
+    pub normal_frames: u64,
+    /// Frames of zeros.
+    pub zero_frames: u64,
+    /// CRC32C of all content, in the order in which it came.
+    pub content_crc: u32,
+    /// State sections.
+    pub sections: u32,
+    /// The digest that a destination says in PREPARED.
+    pub state_digest: u32,
+    /// Whether the guest ran.
+    pub was_running: bool,
+    /// Whether COMMIT follows.
+    pub committed: bool,
+}
+
+/// Reads what a source sent, as a destination would, and checks everything that a destination
+/// checks before it has a guest. For tools, tests and the fuzzer: `stream` is hostile input.
+///
+/// At most one message is in memory at a time, and the state (at most 64 MiB).
+pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
+    let mut wire = Wire::new(stream);
+    let header = wire.recv_header()?;
+    let program = match wire.recv()? {
+        Message::Hello { version, .. } => version.to_owned(),
+        other => return Err(unexpected(&other, "HELLO")),
+    };
+    let (token, layout, config_bytes) = match wire.recv()? {
+        Message::Config { token, layout, config } => (token, layout, config.len() as u64),
+        other => return Err(unexpected(&other, "CONFIG")),
+    };
+    let (found, expected) = (header.layout_hash().into(), layout.hash().into());
+    if found != expected {
+        return Err(WireError::Count { what: "the layout's hash", found, expected });
+    }
+    let memory_frames = layout.frames();
+    let mut inbound = Inbound::new(layout);
+    let mut content_crc = 0;
+    let (sections, was_running) = loop {
+        match inbound.on(wire.recv()?)? {
+            Step::Place { contents, .. } => {
+                content_crc = crc32c::crc32c_append(content_crc, contents);
+            }
+            Step::Complete { sections, was_running } => break (sections, was_running),
+            Step::Noted | Step::Zero { .. } | Step::Ack { .. } => {}
+        }
+    };
+    let totals = inbound.totals();
+    // A stream may well end here: COMMIT is said only to a destination that is prepared.
+    let committed = matches!(wire.recv(), Ok(Message::Commit { token: t }) if t == token);
+    Ok(StreamSummary {
+        vm_id: header.vm_id(),
+        program,
+        token,
+        config_bytes,
+        memory_frames,
+        passes: inbound.passes(),
+        normal_frames: totals.normal,
+        zero_frames: totals.zero,
+        content_crc,
+        sections: sections.len() as u32,
+        state_digest: StateDigest::of(&sections),
+        was_running,
+        committed,
+    })
+}

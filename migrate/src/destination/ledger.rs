@@ -1,0 +1,193 @@
+//! What this receiver has promised: who occupies it, and what became of the guest.
+//!
+//! Shared by the thread that receives and the threads that answer callers. Every change of the
+//! hand-over's state goes through [`Ledger::post`], under one lock, together with the durable
+//! decision that it needs; so an answer never runs ahead of the disk.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use checkpoint::VmId;
+use uuid::Uuid;
+
+use crate::control::Stop;
+use crate::handover::{Destination, DestinationEvent, DestinationOrder};
+use crate::link::SLICE;
+use crate::message::{Token, Verdict};
+use crate::records::{Decision, Records, RecordsError};
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Ledger {
+    records: Records,
+    seat: Mutex<Seat>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Seat {
+    occupant: Option<VmId>,
+    session: Option<Session>,
+}
+
+#[derive(Debug)]
+struct Session {
+    token: Token,
+    vm_id: VmId,
+    state: Destination,
+    /// This process's `committed` stands on disk.
+    placed: bool,
+    /// A source has been told that the guest was discarded.
+    told: bool,
+    /// Why the last decision could not be stored.
+    fault: Option<RecordsError>,
+}
+
+impl Ledger {
+    pub(super) fn new(records: Records) -> Self {
+        Self { records, seat: Mutex::default(), changed: Condvar::new() }
+    }
+
+    pub(super) fn site(&self) -> Uuid {
+        self.records.site()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Seat> {
+        self.seat.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the only seat to a source, or says who has it.
+    pub(super) fn claim(&self, vm_id: VmId) -> Result<(), String> {
+        let mut seat = self.lock();
+        match (seat.occupant, &seat.session) {
+            (None, _) => {
+                seat.occupant = Some(vm_id);
+                Ok(())
+            }
+            (Some(vm), Some(Session { state: Destination::Running, .. })) => {
+                Err(format!("this receiver has taken over vm {vm} already"))
+            }
+            (Some(vm), _) => Err(format!("busy with vm {vm}")),
+        }
+    }
+
+    /// Frees the seat of a source with which nothing was begun.
+    pub(super) fn vacate(&self) {
+        *self.lock() = Seat::default();
+    }
+
+    /// Something is begun: from now on this receiver knows of `token`.
+    pub(super) fn begin(&self, token: Token, vm_id: VmId) {
+        let state = Destination::Assembling;
+        let session = Session { token, vm_id, state, placed: false, told: false, fault: None };
+        self.lock().session = Some(session);
+    }
+
+    /// Passes an event through the state machine, and stores the decisions that it orders. Returns
+    /// the first order that is the caller's to perform, and why a decision could not be stored.
+    pub(super) fn post(&self, event: DestinationEvent) -> (DestinationOrder, Option<RecordsError>) {
+        let mut seat = self.lock();
+        let Some(session) = &mut seat.session else { return (DestinationOrder::Wait, None) };
+        let order = session.advance(&self.records, event);
+        let fault = session.fault.take();
+        drop(seat);
+        self.changed.notify_all();
+        (order, fault)
+    }
+
+    /// What this receiver's own migration has come to.
+    pub(super) fn verdict(&self, token: Token) -> Verdict {
+        let seat = self.lock();
+        let session = seat.session.as_ref().filter(|s| s.token == token);
+        session.map_or(Verdict::Unknown, |s| s.state.verdict())
+    }
+
+    /// Answers a source that asks. An unknown token of this very site is decided now: no process
+    /// that shares the records can run that guest afterwards.
+    pub(super) fn answer(&self, token: Token, site: Uuid) -> Verdict {
+        let mut seat = self.lock();
+        if let Some(session) = seat.session.as_mut().filter(|s| s.token == token) {
+            session.advance(&self.records, DestinationEvent::Asked);
+            let verdict = session.state.verdict();
+            session.told |= verdict == Verdict::Discarded;
+            drop(seat);
+            self.changed.notify_all();
+            return verdict;
+        }
+        drop(seat);
+        if site != self.records.site() {
+            return Verdict::Unknown;
+        }
+        match self.records.decide(token, None, Decision::Discarded) {
+            Ok(Decision::Discarded) => Verdict::Discarded,
+            Ok(Decision::Committed) => Verdict::Committed,
+            Err(e) => {
+                tracing::warn!(%token, "cannot decide about an unknown migration: {e}");
+                Verdict::Undecided
+            }
+        }
+    }
+
+    /// The source has ended its guest and will not ask again.
+    pub(super) fn forget(&self, token: Token) {
+        if let Err(e) = self.records.forget_decision(token) {
+            tracing::warn!(%token, "a settled migration leaves its record: {e}");
+        }
+    }
+
+    /// Waits until a source has heard that the guest was discarded, at most `limit`.
+    pub(super) fn linger(&self, limit: Duration, stop: &Stop) {
+        let until = Instant::now() + limit;
+        let mut seat = self.lock();
+        while !seat.session.as_ref().is_none_or(|s| s.told)
+            && Instant::now() < until
+            && !stop.is_cancelled()
+        {
+            let waited = self.changed.wait_timeout(seat, SLICE);
+            seat = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Session {
+    fn advance(&mut self, records: &Records, event: DestinationEvent) -> DestinationOrder {
+        let mut event = event;
+        loop {
+            let (next, order) = self.state.on(event);
+            tracing::debug!(token = %self.token, ?event, from = ?self.state, to = ?next, "hand-over");
+            self.state = next;
+            event = match order {
+                DestinationOrder::StoreCommitted => self.store(records, Decision::Committed),
+                DestinationOrder::StoreDiscarded => {
+                    let event = self.store(records, Decision::Discarded);
+                    if event == DestinationEvent::NotStored {
+                        return DestinationOrder::Wait;
+                    }
+                    event
+                }
+                order => return order,
+            };
+        }
+    }
+
+    fn store(&mut self, records: &Records, decision: Decision) -> DestinationEvent {
+        let stored = match (decision, self.placed) {
+            // The guest never ran: our own decision may be taken back.
+            (Decision::Discarded, true) => {
+                records.overturn(self.token, self.vm_id).map(|()| Decision::Discarded)
+            }
+            _ => records.decide(self.token, Some(self.vm_id), decision),
+        };
+        match stored {
+            Ok(stands) => {
+                self.placed |= (decision, stands) == (Decision::Committed, Decision::Committed);
+                DestinationEvent::Stands(stands)
+            }
+            Err(e) => {
+                tracing::error!(token = %self.token, ?decision, "not durable: {e}");
+                self.fault = Some(e);
+                DestinationEvent::NotStored
+            }
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! The destination of a migration: `receive`, and the phases that it goes through.
+//!
+//! The caller's thread owns the connection and the guest being built. It lets the guest run only
+//! with the permit of the state machine (`handover`), which needs a durable decision.
+
+mod assembly;
+mod door;
+mod hand_over;
+mod inbound;
+mod inspect;
+mod ledger;
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use checkpoint::{Clock, Guest, GuestFactory, Section, VmId};
+
+use crate::control::{Phase, ReceiveControl};
+use crate::error::{Cause, ReceiveError, WireError};
+use crate::handover::DestinationEvent;
+use crate::link::{Link, SLICE};
+use crate::message::{Counts, Message, Tag, Token};
+use crate::records::Records;
+use crate::report::{ReceiveReport, ms};
+use crate::wire::{Wire, unexpected};
+use assembly::Assembly;
+use door::Caller;
+pub use door::Responder;
+pub use inspect::{StreamSummary, inspect};
+use ledger::Ledger;
+
+/// How a guest is received. [`ReceiveOptions::new`] gives the defaults.
+#[derive(Clone, Debug)]
+pub struct ReceiveOptions {
+    /// The directory of this host's hand-over records ([`Records`]).
+    pub records: PathBuf,
+    /// Time for a caller to introduce itself and to describe its guest. 5 s.
+    pub handshake_timeout: Duration,
+    /// How long the source may make no progress at all. 10 s.
+    pub patience: Duration,
+    /// Time from PREPARED to COMMIT, after which the guest is thrown away. 10 s.
+    pub commit_deadline: Duration,
+    /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s.
+    pub linger: Duration,
+}
+
+impl ReceiveOptions {
+    /// The defaults, with the directory for the hand-over record.
+    pub fn new(records: impl Into<PathBuf>) -> Self {
+        Self {
+            records: records.into(),
+            handshake_timeout: Duration::from_secs(5),
+            patience: Duration::from_secs(10),
+            commit_deadline: Duration::from_secs(10),
+            linger: Duration::from_secs(30),
+        }
+    }
+}
+
+/// A guest that has arrived.
+#[derive(Debug)]
+pub struct Received<G: ?Sized> {
+    /// The guest: running, if it ran on its source.
+    pub guest: Arc<G>,
+    /// What it took.
+    pub report: ReceiveReport,
+    /// Answers the source's questions. Keep it as long as the guest: without it a source that did
+    /// not hear RUNNING stays in doubt.
+    pub responder: Responder,
+}
+
+/// Waits on `listener` for one source and receives its guest, which `factory` builds.
+///
+/// Callers that are no proper source, or whose guest cannot be built here, are refused, and the
+/// waiting goes on; see `control.progress()` for them. Once a guest is being received a failure ends
+/// it: then the guest does not run here and never will. After PREPARED such a failure is made
+/// durable, and this stays [`ReceiveOptions::linger`] to tell the source.
+///
+/// The listener's side costs one thread, and one for each caller while it introduces itself.
+pub fn receive<F: GuestFactory + ?Sized>(
+    listener: TcpListener,
+    factory: &F,
+    options: &ReceiveOptions,
+    control: &Arc<ReceiveControl>,
+) -> Result<Received<F::Guest>, ReceiveError> {
+    let result = open(listener, factory, options, control).and_then(|(host, responder)| {
+        let (guest, report) = migrate(&host)?;
+        Ok(Received { guest, report, responder })
+    });
+    let result = result.map_err(|failed| {
+        let cause = match control.stop.is_cancelled() {
+            true => Cause::Cancelled,
+            false => failed.cause,
+        };
+        let phase = control.progress().phase;
+        ReceiveError { phase, cause, was_prepared: failed.was_prepared }
+    });
+    control.update(|p| p.phase = Phase::Finished);
+    match &result {
+        Ok(r) => tracing::info!(vm = %r.report.vm_id, running = r.report.running, "received"),
+        Err(e) => tracing::warn!("{e}"),
+    }
+    result
+}
+
+/// The migration, a phase a line.
+fn migrate<F: GuestFactory + ?Sized>(
+    host: &Host<'_, F>,
+) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
+    let mut arrival = host.phase(Phase::Waiting, || host.welcome())?;
+    let whole = host.phase(Phase::Precopy, || host.assemble(&mut arrival))?;
+    let prepared = host.phase(Phase::SwitchOver, || host.restore(&mut arrival, whole))?;
+    host.phase(Phase::HandOver, || host.hand_over(arrival, prepared))
+}
+
+#[derive(Debug)]
+struct Failed {
+    cause: Cause,
+    was_prepared: bool,
+}
+
+impl<E: Into<Cause>> From<E> for Failed {
+    /// For failures before PREPARED.
+    fn from(e: E) -> Self {
+        Self { cause: e.into(), was_prepared: false }
+    }
+}
+
+/// What all phases know.
+struct Host<'a, F: GuestFactory + ?Sized> {
+    factory: &'a F,
+    options: &'a ReceiveOptions,
+    control: &'a ReceiveControl,
+    ledger: Arc<Ledger>,
+    callers: Receiver<Caller>,
+}
+
+/// A source whose guest has been built, paused and zeroed.
+struct Arrival<G: Guest + ?Sized> {
+    wire: Wire<Link>,
+    guest: Arc<G>,
+    token: Token,
+    came: Instant,
+}
+
+/// Everything of a guest: memory in place, state to be restored.
+struct Whole {
+    sections: Vec<Section>,
+    was_running: bool,
+    totals: Counts,
+    passes: u32,
+}
+
+fn open<'a, F: GuestFactory + ?Sized>(
+    listener: TcpListener,
+    factory: &'a F,
+    options: &'a ReceiveOptions,
+    control: &'a Arc<ReceiveControl>,
+) -> Result<(Host<'a, F>, Responder), Failed> {
+    let ledger = Arc::new(Ledger::new(Records::open(&options.records)?));
+    let (patience, handshake) = (options.patience, options.handshake_timeout);
+    let (responder, callers) =
+        door::open(listener, ledger.clone(), control.clone(), patience, handshake)
+            .map_err(|cause| Cause::System { what: "listening", cause })?;
+    Ok((Host { factory, options, control, ledger, callers }, responder))
+}
+
+impl<F: GuestFactory + ?Sized> Host<'_, F> {
+    fn phase<T>(
+        &self,
+        phase: Phase,
+        work: impl FnOnce() -> Result<T, Failed>,
+    ) -> Result<T, Failed> {
+        let begun = Instant::now();
+        tracing::info!(?phase, "begin");
+        self.control.update(|p| p.phase = phase);
+        let result = work();
+        let (ms, ok) = (ms(begun.elapsed()), result.is_ok());
+        tracing::info!(?phase, ms, ok, "end");
+        result
+    }
+
+    /// Waits for a source whose guest can be built here.
+    fn welcome(&self) -> Result<Arrival<F::Guest>, Failed> {
+        loop {
+            match self.callers.recv_timeout(SLICE) {
+                Ok(caller) => {
+                    self.control.update(|p| p.phase = Phase::Setup);
+                    if let Some(arrival) = self.admit(caller) {
+                        return Ok(arrival);
+                    }
+                    self.control.update(|p| p.phase = Phase::Waiting);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    let cause = std::io::Error::other("the listening thread has ended");
+                    return Err(Cause::System { what: "listening", cause }.into());
+                }
+            }
+            if self.control.stop.is_cancelled() {
+                return Err(Cause::Cancelled.into());
+            }
+        }
+    }
+
+    /// Builds a caller's guest, or refuses it and frees the seat.
+    fn admit(&self, caller: Caller) -> Option<Arrival<F::Guest>> {
+        let Caller { mut wire, header, came } = caller;
+        wire.stream_mut().set_stop(self.control.stop.clone());
+        wire.stream_mut().set_deadline(Some(Instant::now() + self.options.handshake_timeout));
+        match self.build(&mut wire, header.vm_id(), header.layout_hash()) {
+            Ok((guest, token)) => {
+                wire.stream_mut().set_deadline(None);
+                Some(Arrival { wire, guest, token, came })
+            }
+            Err(cause) => {
+                let reason = cause.to_string();
+                door::turned_away(self.control, &wire.stream().peer(), &reason);
+                self.ledger.vacate();
+                wire.abort(Tag::Refused, &reason);
+                None
+            }
+        }
+    }
+
+    fn build(
+        &self,
+        wire: &mut Wire<Link>,
+        vm_id: VmId,
+        layout_hash: u32,
+    ) -> Result<(Arc<F::Guest>, Token), Cause> {
+        let (token, layout, guest) = match wire.recv()? {
+            Message::Config { token, layout, config } => {
+                differs("the layout's hash", layout.hash(), layout_hash)?;
+                (token, layout, self.factory.create(vm_id, config)?)
+            }
+            other => return Err(unexpected(&other, "CONFIG").into()),
+        };
+        let ready = differs(
+            "the memory layout of the guest built here",
+            guest.layout().hash(),
+            layout.hash(),
+        )
+        .and_then(|()| {
+            self.ledger.begin(token, vm_id);
+            wire.stream_mut().set_deadline(None);
+            Ok(wire.send(&Message::Ready)?)
+        });
+        match ready {
+            Ok(()) => Ok((guest, token)),
+            Err(cause) => {
+                guest.stop(&format!("it was not received: {cause}"));
+                Err(cause)
+            }
+        }
+    }
+
+    /// Receives memory, pass by pass, and the state.
+    fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, Failed> {
+        let Arrival { wire, guest, .. } = arrival;
+        let received = Assembly::new(&**guest).run(wire, self.control);
+        received.map_err(|cause| self.give_up(arrival, cause))
+    }
+
+    /// Puts the state into the guest.
+    fn restore(&self, arrival: &mut Arrival<F::Guest>, whole: Whole) -> Result<Whole, Failed> {
+        match arrival.guest.restore_state(&whole.sections, Clock::Advance) {
+            Ok(()) => Ok(whole),
+            Err(e) => Err(self.give_up(arrival, e.into())),
+        }
+    }
+
+    /// Before PREPARED: the guest is thrown away, and the source told why. It cannot have said
+    /// COMMIT, so it will never ask.
+    fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
+        let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
+        arrival.guest.stop(&format!("it was not received: {cause}"));
+        let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
+        if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
+            arrival.wire.abort(Tag::Abort, &cause.to_string());
+        }
+        cause.into()
+    }
+}
+
+fn differs(what: &'static str, ours: u32, theirs: u32) -> Result<(), Cause> {
+    match ours == theirs {
+        true => Ok(()),
+        false => Err(Cause::Differs { what, ours: ours.into(), theirs: theirs.into() }),
+    }
+}

@@ -1,0 +1,244 @@
+//! Why a migration did not happen, and where the guest is now.
+
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use checkpoint::GuestError;
+use checkpoint::format::FormatError;
+use dirty_tracker::{FrameRun, LayoutError};
+
+use crate::control::Phase;
+use crate::message::{Tag, Token};
+use crate::records::RecordsError;
+
+/// What is wrong with what a peer sent, or with the connection to it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// Bytes that are no header or record, a wrong checksum, a connection that broke.
+    #[error("{0}")]
+    Format(#[from] FormatError),
+    /// A record that is no message.
+    #[error("a {} message is malformed: {why}", message.name())]
+    Malformed {
+        /// Its tag.
+        message: Tag,
+        /// How.
+        why: &'static str,
+    },
+    /// A CONFIG whose slots are no layout.
+    #[error("a CONFIG message is malformed: {0}")]
+    Layout(#[from] LayoutError),
+    /// A tag that must be understood and is not.
+    #[error("a record of the unknown tag {tag} must be understood")]
+    UnknownTag {
+        /// The tag.
+        tag: u16,
+    },
+    /// A message that does not belong there.
+    #[error("{} came where {expected} was expected", found.name())]
+    Unexpected {
+        /// What came.
+        found: Tag,
+        /// What could have.
+        expected: &'static str,
+    },
+    /// Frames that the guest does not have.
+    #[error("a {} message names {run}, which is not inside one memory slot of the guest", message.name())]
+    Outside {
+        /// PAGES or ZERO.
+        message: Tag,
+        /// The run.
+        run: FrameRun,
+    },
+    /// The two sides counted differently.
+    #[error("{what} is {found} by the peer's count and {expected} by this side's")]
+    Count {
+        /// What was counted.
+        what: &'static str,
+        /// By the peer.
+        found: u64,
+        /// By this side.
+        expected: u64,
+    },
+    /// More than a peer may send.
+    #[error("{found} {what}, more than the {limit} allowed")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How much came.
+        found: u64,
+        /// The bound.
+        limit: u64,
+    },
+    /// A decision about another migration.
+    #[error("a {} message names migration {found}, and this is {expected}", message.name())]
+    Token {
+        /// COMMIT, PREPARED, RUNNING or ANSWER.
+        message: Tag,
+        /// As received.
+        found: Token,
+        /// This one.
+        expected: Token,
+    },
+    /// The peer refused before anything was begun.
+    #[error("the peer refused: {reason}")]
+    Refused {
+        /// In its words.
+        reason: String,
+    },
+    /// The peer gave up.
+    #[error("the peer gave up: {reason}")]
+    Aborted {
+        /// In its words.
+        reason: String,
+    },
+}
+
+impl WireError {
+    /// The peer made no progress for as long as it was allowed to.
+    pub(crate) fn is_silence(&self) -> bool {
+        matches!(self, Self::Format(FormatError::Io(e)) if e.kind() == io::ErrorKind::TimedOut)
+    }
+}
+
+impl From<io::Error> for WireError {
+    fn from(e: io::Error) -> Self {
+        Self::Format(FormatError::Io(e))
+    }
+}
+
+/// What made a migration fail.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Cause {
+    /// The connection, or what came over it.
+    #[error("{0}")]
+    Wire(#[from] WireError),
+    /// Nobody could be reached.
+    #[error("cannot connect to {peer}: {cause}")]
+    Connect {
+        /// As given.
+        peer: String,
+        /// The last address's answer.
+        cause: io::Error,
+    },
+    /// A guest did not do what it was asked: the one here, or the one being built here.
+    #[error("{0}")]
+    Guest(#[from] GuestError),
+    /// A hand-over record could not be read or made durable.
+    #[error("{0}")]
+    Records(#[from] RecordsError),
+    /// Someone cancelled it.
+    #[error("it was cancelled")]
+    Cancelled,
+    /// The guest changes its memory faster than the link carries it.
+    #[error("{why}")]
+    NotConverging {
+        /// With the figures.
+        why: String,
+    },
+    /// The destination restored something else than was sent.
+    #[error("{what} is {theirs:#x} on the destination and {ours:#x} here")]
+    Differs {
+        /// What was compared.
+        what: &'static str,
+        /// Here.
+        ours: u64,
+        /// There.
+        theirs: u64,
+    },
+    /// The guest does not fit into the protocol.
+    #[error("{what} has {found} bytes or pieces; a migration carries at most {limit}")]
+    TooLarge {
+        /// What is too large.
+        what: &'static str,
+        /// How large it is.
+        found: u64,
+        /// The bound.
+        limit: u64,
+    },
+    /// COMMIT did not come in time.
+    #[error("the source did not say COMMIT within {after:?} of PREPARED")]
+    NoCommit {
+        /// The deadline.
+        after: Duration,
+    },
+    /// The destination threw the guest away, and says that this is durable.
+    #[error("the destination discarded the guest{}", reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
+    Discarded {
+        /// In the destination's words, if it gave any.
+        reason: Option<String>,
+    },
+    /// The operator said where the guest runs.
+    #[error("the operator resolved that the guest runs here")]
+    ResolvedRun,
+    /// Something on this host's side that the migration needs failed.
+    #[error("{what} failed: {cause}")]
+    System {
+        /// The operation.
+        what: &'static str,
+        /// The system's answer.
+        cause: io::Error,
+    },
+}
+
+impl From<FormatError> for Cause {
+    fn from(e: FormatError) -> Self {
+        Self::Wire(e.into())
+    }
+}
+
+/// Where a guest is after a migration failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GuestPlace {
+    /// It runs on here (or stays paused here, as it was before).
+    Here,
+    /// It is here and paused, because letting it go on failed; nothing else has it.
+    PausedHere {
+        /// What failed.
+        why: String,
+    },
+}
+
+impl fmt::Display for GuestPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Here => f.write_str("the guest goes on here"),
+            Self::PausedHere { why } => {
+                write!(f, "the guest is here, paused, and did not go on: {why}")
+            }
+        }
+    }
+}
+
+/// A migration that failed at its source. While nobody knows where the guest is, `send` does not
+/// return: it asks, and waits for the operator.
+#[derive(Debug, thiserror::Error)]
+#[error("the migration to {peer} failed ({phase}): {cause}; {guest}")]
+pub struct SendError {
+    /// Where to.
+    pub peer: String,
+    /// In which phase.
+    pub phase: Phase,
+    /// Why.
+    #[source]
+    pub cause: Cause,
+    /// Where the guest is now.
+    pub guest: GuestPlace,
+}
+
+/// A migration that failed at its destination. The guest does not run here and never will.
+#[derive(Debug, thiserror::Error)]
+#[error("no guest was received ({phase}): {cause}")]
+pub struct ReceiveError {
+    /// In which phase.
+    pub phase: Phase,
+    /// Why.
+    #[source]
+    pub cause: Cause,
+    /// Whether the source may have been told to hand over, and so may have to ask: from PREPARED on.
+    pub was_prepared: bool,
+}

@@ -1,0 +1,431 @@
+//! Both machines against each other, through everything that can go wrong, in every order.
+//!
+//! A [`World`] is two processes, the messages between them, the destination's disk, and whether a
+//! second process shares that disk. [`World::next`] lists every step that can happen: a message
+//! arrives or is lost, a side notices a failure, an order is performed or fails, a process dies, the
+//! source asks, the operator resolves. The test visits every world that can be reached.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use super::*;
+use crate::control::Resolution;
+use crate::message::Verdict;
+use crate::records::Decision;
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum Message {
+    Prepared,
+    Abort,
+    Commit,
+    Running,
+    Answer(Verdict),
+}
+
+/// An order that is not performed yet, without its permit.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum ToDo {
+    Nothing,
+    Record,
+    Commit,
+    Ask,
+    TakeBack,
+    End,
+    SayPrepared,
+    StoreCommitted,
+    TakeOver,
+    SayRunning,
+    StoreDiscarded,
+    SayDiscarded,
+    Drop,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+struct World {
+    source: Source,
+    source_alive: bool,
+    source_runs: bool,
+    source_todo: ToDo,
+    destination: Destination,
+    destination_alive: bool,
+    destination_runs: bool,
+    destination_ran: bool,
+    destination_todo: ToDo,
+    /// The destination process's own `committed` stands on its disk.
+    placed: bool,
+    disk: Option<Decision>,
+    to_source: Vec<Message>,
+    to_destination: Vec<Message>,
+    source_hung_up: bool,
+    destination_hung_up: bool,
+    /// The answer to a question, under way.
+    answer: Option<Verdict>,
+    operator: Option<Resolution>,
+}
+
+/// What a step is, for the search for a way out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    /// Something works as it should, or a limit is reached.
+    Good,
+    /// Something breaks.
+    Bad,
+    /// The operator says that the source shall run the guest, knowing that the destination cannot.
+    Operator,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            source: Source::Streaming,
+            source_alive: true,
+            source_runs: true,
+            source_todo: ToDo::Nothing,
+            destination: Destination::Assembling,
+            destination_alive: true,
+            destination_runs: false,
+            destination_ran: false,
+            destination_todo: ToDo::Nothing,
+            placed: false,
+            disk: None,
+            to_source: Vec::new(),
+            to_destination: Vec::new(),
+            source_hung_up: false,
+            destination_hung_up: false,
+            answer: None,
+            operator: None,
+        }
+    }
+
+    fn source_event(&self, event: SourceEvent) -> Self {
+        let mut w = self.clone();
+        let (next, order) = w.source.on(event);
+        w.source = next;
+        w.source_todo = match order {
+            SourceOrder::Wait => w.source_todo,
+            SourceOrder::Record => ToDo::Record,
+            SourceOrder::Commit => ToDo::Commit,
+            SourceOrder::Ask => ToDo::Ask,
+            SourceOrder::TakeBack(_) => ToDo::TakeBack,
+            SourceOrder::End(_) => ToDo::End,
+        };
+        if w.source_todo == ToDo::Record {
+            w.source_runs = false;
+        }
+        w
+    }
+
+    fn destination_event(&self, event: DestinationEvent) -> Self {
+        let mut w = self.clone();
+        let (next, order) = w.destination.on(event);
+        w.destination = next;
+        w.destination_todo = match order {
+            DestinationOrder::Wait => w.destination_todo,
+            DestinationOrder::SayPrepared => ToDo::SayPrepared,
+            DestinationOrder::StoreCommitted => ToDo::StoreCommitted,
+            DestinationOrder::TakeOver(_) => ToDo::TakeOver,
+            DestinationOrder::SayRunning => ToDo::SayRunning,
+            DestinationOrder::Drop => ToDo::Drop,
+            DestinationOrder::StoreDiscarded => ToDo::StoreDiscarded,
+            DestinationOrder::SayDiscarded => ToDo::SayDiscarded,
+        };
+        w
+    }
+
+    fn say_to_source(mut self, message: Message) -> Self {
+        if !self.destination_hung_up {
+            self.to_source.push(message);
+        }
+        self
+    }
+
+    fn say_to_destination(mut self, message: Message) -> Self {
+        if !self.source_hung_up {
+            self.to_destination.push(message);
+        }
+        self
+    }
+
+    fn done_source(&self) -> Self {
+        Self { source_todo: ToDo::Nothing, ..self.clone() }
+    }
+
+    fn done_destination(&self) -> Self {
+        Self { destination_todo: ToDo::Nothing, ..self.clone() }
+    }
+
+    /// Every world one step away.
+    fn next(&self) -> Vec<(Kind, Self)> {
+        let mut all = Vec::new();
+        if self.source_alive {
+            self.source_steps(&mut all);
+        }
+        if self.destination_alive {
+            self.destination_steps(&mut all);
+        }
+        // The network loses what is under way.
+        for (lost, w) in [
+            (&self.to_source, Self { to_source: Vec::new(), ..self.clone() }),
+            (&self.to_destination, Self { to_destination: Vec::new(), ..self.clone() }),
+        ] {
+            if !lost.is_empty() {
+                all.push((Kind::Bad, w));
+            }
+        }
+        all
+    }
+
+    fn source_steps(&self, all: &mut Vec<(Kind, Self)>) {
+        use Kind::{Bad, Good};
+        use SourceEvent as E;
+        all.push((
+            Bad,
+            Self { source_alive: false, source_runs: false, source_hung_up: true, ..self.clone() },
+        ));
+        if let Some((first, rest)) = self.to_source.split_first() {
+            let rest = Self { to_source: rest.to_vec(), ..self.clone() };
+            all.push((
+                Good,
+                match first {
+                    Message::Prepared => rest.source_event(E::Prepared),
+                    Message::Running => rest.source_event(E::Running),
+                    Message::Answer(v) => rest.source_event(E::Answer(*v)),
+                    Message::Abort => rest.source_event(E::Failed),
+                    Message::Commit => unreachable!("the source says COMMIT"),
+                },
+            ));
+        }
+        // A cut, a deadline, or before the record a cancel.
+        if matches!(self.source, Source::Streaming | Source::Committed) {
+            let mut w = self.source_event(E::Lost);
+            if self.source == Source::Streaming {
+                w = w.say_to_destination(Message::Abort);
+            }
+            w.source_hung_up = true;
+            // Sending COMMIT may have failed before, or after, it was on its way.
+            all.push((Good, w));
+        }
+        match self.source_todo {
+            ToDo::Record => {
+                all.push((Good, self.done_source().source_event(E::Recorded)));
+                let failed = self.done_source().source_event(E::Failed);
+                all.push((Bad, failed.say_to_destination(Message::Abort)));
+            }
+            ToDo::Commit => {
+                all.push((Good, self.done_source().say_to_destination(Message::Commit)));
+            }
+            ToDo::Ask => self.ask(all),
+            ToDo::TakeBack => {
+                all.push((Good, Self { source_runs: true, ..self.done_source() }));
+            }
+            ToDo::End => all.push((Good, self.done_source())),
+            _ => {}
+        }
+        if let Some(verdict) = self.answer {
+            let w = Self { answer: None, ..self.clone() };
+            all.push((Good, w.source_event(E::Answer(verdict))));
+            all.push((Bad, w.source_event(E::Lost)));
+        }
+        if self.source == Source::InDoubt {
+            // The operator runs the guest here only after making sure that it cannot run there.
+            let cannot = matches!(
+                self.destination,
+                Destination::Discarded | Destination::Dropped | Destination::Discarding
+            );
+            if !self.destination_alive || cannot {
+                let w = Self { operator: Some(Resolution::Run), ..self.clone() };
+                all.push((Kind::Operator, w.source_event(E::Operator(Resolution::Run))));
+            }
+            let w = Self { operator: Some(Resolution::Discard), ..self.clone() };
+            all.push((Bad, w.source_event(E::Operator(Resolution::Discard))));
+        }
+    }
+
+    /// A question reaches the destination, or another process that shares its records.
+    fn ask(&self, all: &mut Vec<(Kind, Self)>) {
+        if self.answer.is_some() {
+            return;
+        }
+        let answered = |w: Self, verdict| Self { answer: Some(verdict), ..w };
+        if self.destination_alive {
+            if self.destination == Destination::Discarding {
+                let (w, event) = self.stored(Decision::Discarded);
+                let w = w.destination_event(event);
+                all.push((Kind::Good, answered(w.clone(), w.destination.verdict())));
+                all.push((Kind::Bad, answered(self.clone(), self.destination.verdict())));
+            } else {
+                all.push((Kind::Good, answered(self.clone(), self.destination.verdict())));
+            }
+        }
+        let (decision, kind) = (self.disk.unwrap_or(Decision::Discarded), Kind::Good);
+        let w = Self { disk: Some(decision), ..self.clone() };
+        let verdict = match decision {
+            Decision::Discarded => Verdict::Discarded,
+            Decision::Committed => Verdict::Committed,
+        };
+        // With the first process alive too: both at one address, one after the other.
+        let kind = if self.destination_alive { Kind::Bad } else { kind };
+        all.push((kind, answered(w, verdict)));
+    }
+
+    /// As `Ledger::store`, when the disk works.
+    fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
+        let mut w = self.clone();
+        if decision == Decision::Discarded && w.placed {
+            w.disk = Some(Decision::Discarded);
+            return (w, DestinationEvent::Stands(Decision::Discarded));
+        }
+        let stands = *w.disk.get_or_insert(decision);
+        w.placed |= (decision, stands) == (Decision::Committed, Decision::Committed);
+        (w, DestinationEvent::Stands(stands))
+    }
+
+    fn destination_steps(&self, all: &mut Vec<(Kind, Self)>) {
+        use DestinationEvent as E;
+        use Kind::{Bad, Good};
+        all.push((
+            Bad,
+            Self {
+                destination_alive: false,
+                destination_runs: false,
+                destination_hung_up: true,
+                ..self.clone()
+            },
+        ));
+        if let Some((first, rest)) = self.to_destination.split_first() {
+            let rest = Self { to_destination: rest.to_vec(), ..self.clone() };
+            all.push((
+                Good,
+                match first {
+                    Message::Commit => rest.destination_event(E::Commit),
+                    _ => rest.destination_event(E::Aborted),
+                },
+            ));
+        }
+        match self.destination {
+            Destination::Assembling => {
+                all.push((Good, self.destination_event(E::Restored)));
+                let failed = self.destination_event(E::Failed);
+                all.push((Bad, failed.say_to_source(Message::Abort)));
+            }
+            // A cut or the deadline, once PREPARED has been said or tried.
+            Destination::Prepared if self.destination_todo == ToDo::Nothing => {
+                all.push((Good, self.destination_event(E::Failed)));
+            }
+            _ => {}
+        }
+        let done = self.done_destination();
+        match self.destination_todo {
+            ToDo::SayPrepared => {
+                all.push((Good, done.clone().say_to_source(Message::Prepared)));
+                all.push((Bad, done.destination_event(E::Failed)));
+            }
+            ToDo::StoreCommitted => {
+                let (w, event) = done.stored(Decision::Committed);
+                all.push((Good, w.destination_event(event)));
+                all.push((Bad, done.destination_event(E::NotStored)));
+            }
+            ToDo::StoreDiscarded => {
+                let (w, event) = done.stored(Decision::Discarded);
+                all.push((Good, w.destination_event(event)));
+                all.push((Bad, done.destination_event(E::NotStored)));
+            }
+            ToDo::TakeOver => {
+                let w = Self { destination_runs: true, destination_ran: true, ..done.clone() };
+                all.push((Good, w.destination_event(E::Resumed)));
+                all.push((Bad, done.destination_event(E::NotResumed)));
+            }
+            ToDo::SayRunning => all.push((Good, done.say_to_source(Message::Running))),
+            ToDo::SayDiscarded => {
+                all.push((Good, done.say_to_source(Message::Answer(Verdict::Discarded))));
+            }
+            ToDo::Drop => all.push((Good, done)),
+            _ => {}
+        }
+    }
+
+    /// I7, and what follows from it.
+    fn check(&self) {
+        assert!(!(self.source_runs && self.destination_runs), "two run: {self:#?}");
+        let told = self.operator == Some(Resolution::Run);
+        assert!(
+            !(self.source_runs && self.destination_ran) || told,
+            "the source runs a guest that has run elsewhere: {self:#?}"
+        );
+    }
+
+    /// Where a story may end: exactly one runs, or what is left of it is settled.
+    fn settled(&self) -> bool {
+        match (self.source_alive, self.destination_alive) {
+            (true, true) => self.source_runs != self.destination_runs,
+            // The other process took its copy with it.
+            (true, false) => {
+                matches!(self.source, Source::Here if self.source_runs)
+                    || self.source == Source::Gone
+            }
+            (false, true) => {
+                self.destination_runs
+                    || matches!(
+                        self.destination,
+                        Destination::Discarded | Destination::Dropped | Destination::Discarding
+                    )
+            }
+            (false, false) => true,
+        }
+    }
+}
+
+#[test]
+fn at_most_one_runs_and_there_is_always_a_way_out() {
+    let mut seen: HashSet<World> = HashSet::new();
+    // Good steps and the operator's, backwards.
+    let mut back: HashMap<World, Vec<World>> = HashMap::new();
+    let mut queue = VecDeque::from([World::new()]);
+    while let Some(world) = queue.pop_front() {
+        if !seen.insert(world.clone()) {
+            continue;
+        }
+        world.check();
+        for (kind, next) in world.next() {
+            if kind != Kind::Bad {
+                back.entry(next.clone()).or_default().push(world.clone());
+            }
+            if !seen.contains(&next) {
+                queue.push_back(next);
+            }
+        }
+    }
+    let mut rescued: HashSet<&World> = HashSet::new();
+    let mut queue: VecDeque<&World> = seen.iter().filter(|w| w.settled()).collect();
+    while let Some(world) = queue.pop_front() {
+        if rescued.insert(world) {
+            queue.extend(back.get(world).into_iter().flatten());
+        }
+    }
+    // An operator who discards what runs nowhere has decided so.
+    let stuck = seen
+        .iter()
+        .filter(|w| w.operator != Some(Resolution::Discard))
+        .find(|w| !rescued.contains(w));
+    assert!(stuck.is_none(), "no way out of {stuck:#?}");
+    assert!(seen.len() > 1_000, "only {} worlds were visited", seen.len());
+    for wanted in [Source::Here, Source::Gone, Source::InDoubt] {
+        assert!(seen.iter().any(|w| w.source == wanted), "{wanted:?} was never reached");
+    }
+    println!("{} worlds", seen.len());
+}
+
+#[test]
+fn without_faults_the_guest_arrives() {
+    let mut world = World::new();
+    while let Some((_, next)) = world.next().into_iter().find(|(kind, next)| {
+        // Deadlines and cuts are good steps too; here nothing is late.
+        let late = next.source == Source::InDoubt
+            || next.destination == Destination::Discarding
+            || (next.source_hung_up && next.source != Source::Gone);
+        *kind == Kind::Good && !late
+    }) {
+        world = next;
+    }
+    assert_eq!((world.source, world.destination), (Source::Gone, Destination::Running));
+    assert!(world.destination_runs && !world.source_runs);
+}

@@ -1,0 +1,205 @@
+//! One TCP connection with limits: it never waits for ever, and a stop request ends any wait.
+//!
+//! Reads and writes wait in slices of [`SLICE`]; between two slices the link looks at its stop
+//! flag and its limits: `patience`, how long a peer may make no progress, and an absolute deadline.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use socket2::{SockRef, TcpKeepalive};
+
+use crate::control::Stop;
+
+/// How long a stop request may go unnoticed.
+pub(crate) const SLICE: Duration = Duration::from_millis(50);
+/// Idle time after which the kernel probes the peer.
+const KEEPALIVE: Duration = Duration::from_secs(5);
+/// Time for saying why a conversation ends, and for the peer to hear it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A connection with limits.
+#[derive(Debug)]
+pub(crate) struct Link {
+    stream: TcpStream,
+    stop: Arc<Stop>,
+    patience: Duration,
+    deadline: Option<Instant>,
+}
+
+impl Link {
+    /// Takes over a connection. `patience` bounds how long the peer may make no progress.
+    pub(crate) fn new(stream: TcpStream, patience: Duration, stop: Arc<Stop>) -> io::Result<Self> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(SLICE))?;
+        stream.set_write_timeout(Some(SLICE))?;
+        let probe = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
+        SockRef::from(&stream).set_tcp_keepalive(&probe)?;
+        Ok(Self { stream, stop, patience, deadline: None })
+    }
+
+    /// Connects to `peer` ("HOST:PORT", with or without "tcp:"), trying each of its addresses.
+    pub(crate) fn connect(
+        peer: &str,
+        timeout: Duration,
+        patience: Duration,
+        stop: Arc<Stop>,
+    ) -> io::Result<Self> {
+        let (tell, told) = mpsc::channel();
+        let name = peer.strip_prefix("tcp:").unwrap_or(peer).to_owned();
+        // A thread of its own, because name look-ups and connects cannot be cut short: if this side
+        // stops waiting, the thread ends by itself and closes what it got.
+        std::thread::Builder::new().name("migrate-connect".into()).spawn(move || {
+            let _ = tell.send(connect_any(&name, timeout));
+        })?;
+        let give_up = Instant::now() + timeout + SLICE;
+        loop {
+            match told.recv_timeout(SLICE) {
+                Ok(result) => return Self::new(result?, patience, stop),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(io::Error::other("the connecting thread ended early"));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if stop.is_cancelled() {
+                return Err(cancelled());
+            }
+            if Instant::now() > give_up {
+                return Err(silent("answered", timeout));
+            }
+        }
+    }
+
+    /// Sets the absolute deadline of everything that follows; `None` leaves only the patience.
+    pub(crate) fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
+    }
+
+    /// Closes the connection at once, in both directions; bytes under way may still arrive.
+    pub(crate) fn close(&self) {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Sets the stop flag to look at.
+    pub(crate) fn set_stop(&mut self, stop: Arc<Stop>) {
+        self.stop = stop;
+    }
+
+    /// Sets how long the peer may make no progress.
+    pub(crate) fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    /// Who is at the other end, for logs.
+    pub(crate) fn peer(&self) -> String {
+        self.stream.peer_addr().map_or("an unknown peer".to_owned(), |a| a.to_string())
+    }
+
+    /// Whether bytes, or the connection's end, wait to be read. Does not block.
+    pub(crate) fn has_incoming(&self) -> bool {
+        let mut byte = [std::mem::MaybeUninit::uninit()];
+        SockRef::from(&self.stream)
+            .recv_with_flags(&mut byte, libc::MSG_PEEK | libc::MSG_DONTWAIT)
+            .is_ok()
+    }
+
+    /// From now on a stop request is no reason to fail, and everything ends after [`LAST_WORDS`].
+    pub(crate) fn begin_last_words(&mut self) {
+        self.stop = Arc::default();
+        self.deadline = Some(Instant::now() + LAST_WORDS);
+    }
+
+    /// Says that nothing more will be written, and swallows what the peer still sends until it has
+    /// closed too or the deadline has passed: a close with unread bytes would reset the connection
+    /// and lose our last words.
+    pub(crate) fn hang_up(&mut self) {
+        if self.stream.shutdown(std::net::Shutdown::Write).is_err() {
+            return;
+        }
+        let mut sink = vec![0; 64 << 10];
+        while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
+    }
+
+    fn wait_until<T>(
+        &mut self,
+        verb: &'static str,
+        mut attempt: impl FnMut(&mut TcpStream) -> io::Result<T>,
+    ) -> io::Result<T> {
+        let begun = Instant::now();
+        let limit = begun + self.patience;
+        let limit = self.deadline.map_or(limit, |d| d.min(limit));
+        loop {
+            if self.stop.is_cancelled() {
+                return Err(cancelled());
+            }
+            match attempt(&mut self.stream) {
+                Err(e) if waits(&e) => {}
+                done => return done,
+            }
+            if Instant::now() >= limit {
+                return Err(silent(verb, begun.elapsed()));
+            }
+        }
+    }
+}
+
+fn connect_any(name: &str, timeout: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let addresses: Vec<SocketAddr> = name.to_socket_addrs()?.collect();
+    for address in &addresses {
+        match TcpStream::connect_timeout(address, timeout / addresses.len() as u32) {
+            Ok(stream) => return Ok(stream),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+fn waits(e: &io::Error) -> bool {
+    use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
+    matches!(e.kind(), WouldBlock | TimedOut | Interrupted)
+}
+
+fn silent(verb: &str, time: Duration) -> io::Error {
+    let text = format!("the peer {verb} nothing for {:.1} s", time.as_secs_f64());
+    io::Error::new(io::ErrorKind::TimedOut, text)
+}
+
+fn cancelled() -> io::Error {
+    io::Error::other("it was cancelled")
+}
+
+fn closed() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection")
+}
+
+impl Read for Link {
+    /// Never returns 0 for a buffer that is not empty: the end of the stream is an error here,
+    /// because every reader knows how much it needs.
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        match self.wait_until("sent", |s| s.read(buf))? {
+            0 if !buf.is_empty() => Err(closed()),
+            n => Ok(n),
+        }
+    }
+}
+
+impl Write for Link {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(buf)])
+    }
+
+    fn write_vectored(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
+        match self.wait_until("took", |s| s.write_vectored(bufs))? {
+            0 if bufs.iter().any(|b| !b.is_empty()) => Err(closed()),
+            n => Ok(n),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

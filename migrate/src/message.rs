@@ -1,0 +1,662 @@
+//! The messages of the protocol: their tags, their bounds, and their bytes in both directions.
+//!
+//! A message is the payload of one record (`checkpoint::format`). PROTOCOL.md draws each of them;
+//! the structs here are those drawings. Decoding borrows from the receive buffer and allocates
+//! nothing that a length from the peer decides, except the slots of one CONFIG (at most
+//! [`MAX_SLOTS`]).
+
+use checkpoint::{Section, SectionTag};
+use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
+use uuid::Uuid;
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::error::WireError;
+
+/// Most bytes of a text: a reason, a program's version.
+pub(crate) const MAX_TEXT: usize = 1024;
+/// Most memory slots in a CONFIG.
+pub(crate) const MAX_SLOTS: u32 = 1024;
+/// Most bytes of `Guest::config`.
+pub(crate) const MAX_CONFIG: u32 = 64 << 10;
+/// Most frames in one PAGES: 1 MiB of content.
+pub(crate) const MAX_PAGES: u64 = 256;
+/// Most runs in one ZERO.
+pub(crate) const MAX_ZERO_RUNS: u32 = 4096;
+/// Most bytes of one state section.
+pub(crate) const MAX_SECTION: u32 = 4 << 20;
+/// Most state sections.
+pub(crate) const MAX_SECTIONS: u32 = 4096;
+/// Most bytes of all state sections together.
+pub(crate) const MAX_STATE: u64 = 64 << 20;
+/// Feature bits of HELLO that this program offers: none yet.
+pub(crate) const FEATURES: u64 = 0;
+
+/// Names a message on the wire. Tags are never reused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u16)]
+pub enum Tag {
+    /// Both: who speaks.
+    Hello = 1,
+    /// Destination: not with you; nothing was begun.
+    Refused = 2,
+    /// Either: it ends here, and why.
+    Abort = 3,
+    /// Source: the machine to build.
+    Config = 4,
+    /// Destination: the machine stands, paused and zeroed.
+    Ready = 5,
+    /// Source: a pass begins.
+    PassBegin = 6,
+    /// Source: frames with content.
+    Pages = 7,
+    /// Source: frames of zeros.
+    Zero = 8,
+    /// Source: a pass ends.
+    PassEnd = 9,
+    /// Destination: everything of the pass is in place.
+    PassAck = 10,
+    /// Source: one state section.
+    State = 11,
+    /// Source: that was all.
+    StateEnd = 12,
+    /// Destination: restored, paused, and this is what I have.
+    Prepared = 13,
+    /// Source: the guest is yours.
+    Commit = 14,
+    /// Destination: taken over.
+    Running = 15,
+    /// Source, on a connection of its own: what became of it?
+    Query = 16,
+    /// Destination: this.
+    Answer = 17,
+    /// Source: the guest here has ended and its record is gone; you may forget the migration.
+    Ended = 18,
+}
+
+impl Tag {
+    const ALL: [Tag; 18] = [
+        Tag::Hello,
+        Tag::Refused,
+        Tag::Abort,
+        Tag::Config,
+        Tag::Ready,
+        Tag::PassBegin,
+        Tag::Pages,
+        Tag::Zero,
+        Tag::PassEnd,
+        Tag::PassAck,
+        Tag::State,
+        Tag::StateEnd,
+        Tag::Prepared,
+        Tag::Commit,
+        Tag::Running,
+        Tag::Query,
+        Tag::Answer,
+        Tag::Ended,
+    ];
+
+    /// The tag with this number, if it is one of this version's.
+    pub fn from_number(n: u16) -> Option<Self> {
+        Self::ALL.into_iter().find(|t| *t as u16 == n)
+    }
+
+    /// The name in PROTOCOL.md.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Hello => "HELLO",
+            Self::Refused => "REFUSED",
+            Self::Abort => "ABORT",
+            Self::Config => "CONFIG",
+            Self::Ready => "READY",
+            Self::PassBegin => "PASS_BEGIN",
+            Self::Pages => "PAGES",
+            Self::Zero => "ZERO",
+            Self::PassEnd => "PASS_END",
+            Self::PassAck => "PASS_ACK",
+            Self::State => "STATE",
+            Self::StateEnd => "STATE_END",
+            Self::Prepared => "PREPARED",
+            Self::Commit => "COMMIT",
+            Self::Running => "RUNNING",
+            Self::Query => "QUERY",
+            Self::Answer => "ANSWER",
+            Self::Ended => "ENDED",
+        }
+    }
+
+    /// Most payload bytes, checked before anything is allocated for them.
+    pub(crate) const fn limit(self) -> u32 {
+        match self {
+            Self::Hello => 16 + MAX_TEXT as u32,
+            Self::Refused | Self::Abort => MAX_TEXT as u32,
+            Self::Config => 24 + MAX_SLOTS * 24 + MAX_CONFIG,
+            Self::Ready => 0,
+            Self::PassBegin => 16,
+            Self::Pages => 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32),
+            Self::Zero => 8 + MAX_ZERO_RUNS * 16,
+            Self::PassEnd | Self::PassAck => 24,
+            Self::State => 8 + MAX_SECTION,
+            Self::StateEnd => 24,
+            Self::Prepared => 56,
+            Self::Commit | Self::Ended => 16,
+            Self::Running => 24,
+            Self::Query => 32,
+            Self::Answer => 24,
+        }
+    }
+}
+
+/// Why a connection was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Purpose {
+    /// The destination's answer.
+    Serve,
+    /// To move a guest.
+    Move,
+    /// To ask what became of one.
+    Query,
+}
+
+/// Names one migration: made by the source, unguessable, in every message that decides something.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct Token(pub Uuid);
+
+impl Token {
+    /// A new one.
+    pub fn random() -> Self {
+        Self(Uuid::new_v4())
+    }
+}
+
+impl std::fmt::Display for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What a destination says about a token.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Not settled yet: ask again.
+    Undecided,
+    /// The decision to run is durable, and nothing says that the guest runs yet, or still.
+    Committed,
+    /// The guest was taken over and has run (or stays paused, as it came) there.
+    Running,
+    /// The guest was thrown away, durably: it can never run there.
+    Discarded,
+    /// Another place, or another set of records: nothing is known here.
+    Unknown,
+}
+
+impl Verdict {
+    const ALL: [Verdict; 5] =
+        [Self::Undecided, Self::Committed, Self::Running, Self::Discarded, Self::Unknown];
+}
+
+/// Frames with and without content.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Counts {
+    pub(crate) normal: u64,
+    pub(crate) zero: u64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.normal += other.normal;
+        self.zero += other.zero;
+    }
+}
+
+/// What PREPARED says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct PreparedSays {
+    pub(crate) token: Token,
+    pub(crate) site: Uuid,
+    pub(crate) digest: u32,
+    pub(crate) counts: Counts,
+}
+
+/// A run of frames as it lies in PAGES and ZERO.
+#[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawRun {
+    start: U64,
+    count: U64,
+}
+
+impl From<FrameRun> for RawRun {
+    fn from(run: FrameRun) -> Self {
+        Self { start: run.start.0.into(), count: run.count.into() }
+    }
+}
+
+impl From<&RawRun> for FrameRun {
+    fn from(raw: &RawRun) -> Self {
+        Self { start: Gfn(raw.start.get()), count: raw.count.get() }
+    }
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawHello {
+    purpose: u8,
+    zero: [u8; 7],
+    features: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawConfig {
+    token: [u8; 16],
+    slots: U32,
+    config: U32,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawSlot {
+    id: U32,
+    zero: U32,
+    base: U64,
+    frames: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawPass {
+    pass: U32,
+    zero: U32,
+    frames: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawCounts {
+    /// The pass, or in STATE_END the number of sections.
+    number: U32,
+    /// In STATE_END 1 if the guest ran; else 0.
+    flag: U32,
+    normal: U64,
+    zero: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawRuns {
+    runs: U32,
+    zero: U32,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawSection {
+    tag: U16,
+    instance: U16,
+    flags: U16,
+    zero: U16,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawPrepared {
+    token: [u8; 16],
+    site: [u8; 16],
+    digest: U32,
+    zero: U32,
+    normal: U64,
+    zeros: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawQuery {
+    token: [u8; 16],
+    site: [u8; 16],
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawTokenAnd {
+    token: [u8; 16],
+    value: U64,
+}
+
+/// One message, borrowing its bulk from the receive buffer.
+#[derive(Debug)]
+pub(crate) enum Message<'a> {
+    Hello { purpose: Purpose, features: u64, version: &'a str },
+    Refused { reason: &'a str },
+    Abort { reason: &'a str },
+    Config { token: Token, layout: Layout, config: &'a [u8] },
+    Ready,
+    PassBegin { pass: u32, frames: u64 },
+    Pages { runs: Runs<'a>, contents: &'a [u8] },
+    Zero { runs: Runs<'a> },
+    PassEnd { pass: u32, counts: Counts },
+    PassAck { pass: u32, counts: Counts },
+    State(Section),
+    StateEnd { sections: u32, was_running: bool, counts: Counts },
+    Prepared(PreparedSays),
+    Commit { token: Token },
+    Running { token: Token, took_us: u64 },
+    Query { token: Token, site: Uuid },
+    Answer { token: Token, verdict: Verdict },
+    Ended { token: Token },
+}
+
+/// A table of runs, as received: each is non-empty, nothing else is known of them.
+#[derive(Clone, Copy)]
+pub(crate) struct Runs<'a>(&'a [RawRun]);
+
+impl std::fmt::Debug for Runs<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+impl<'a> Runs<'a> {
+    pub(crate) fn iter(self) -> impl Iterator<Item = FrameRun> + 'a {
+        self.0.iter().map(FrameRun::from)
+    }
+
+    /// All frames of all runs; `None` if they overflow.
+    fn frames(self) -> Option<u64> {
+        self.iter().try_fold(0u64, |n, r| n.checked_add(r.count))
+    }
+
+    fn parse(tag: Tag, bytes: &'a [u8]) -> Result<(Self, &'a [u8]), WireError> {
+        let (head, rest) = fixed::<RawRuns>(tag, bytes)?;
+        let count = head.runs.get() as usize;
+        let (runs, rest) = <[RawRun]>::ref_from_prefix_with_elems(rest, count)
+            .map_err(|_| malformed(tag, "its table of runs is longer than the message"))?;
+        let runs = Self(runs);
+        if count == 0 || runs.iter().any(|r| r.count == 0) {
+            return Err(malformed(tag, "it has an empty run, or none at all"));
+        }
+        Ok((runs, rest))
+    }
+}
+
+fn malformed(message: Tag, why: &'static str) -> WireError {
+    WireError::Malformed { message, why }
+}
+
+fn fixed<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+    tag: Tag,
+    bytes: &[u8],
+) -> Result<(&T, &[u8]), WireError> {
+    T::ref_from_prefix(bytes).map_err(|_| malformed(tag, "it is too short"))
+}
+
+fn exactly<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+    tag: Tag,
+    bytes: &[u8],
+) -> Result<&T, WireError> {
+    T::ref_from_bytes(bytes).map_err(|_| malformed(tag, "its length is not that of its kind"))
+}
+
+fn text(tag: Tag, bytes: &[u8]) -> Result<&str, WireError> {
+    std::str::from_utf8(bytes).map_err(|_| malformed(tag, "its text is not UTF-8"))
+}
+
+fn token(bytes: [u8; 16]) -> Token {
+    Token(Uuid::from_bytes(bytes))
+}
+
+impl<'a> Message<'a> {
+    /// Decodes a payload whose length was bounded and whose checksum was compared.
+    pub(crate) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
+        Ok(match tag {
+            Tag::Hello => {
+                let (raw, rest) = fixed::<RawHello>(tag, bytes)?;
+                let purpose = match raw.purpose {
+                    0 => Purpose::Serve,
+                    1 => Purpose::Move,
+                    2 => Purpose::Query,
+                    _ => return Err(malformed(tag, "its purpose is unknown")),
+                };
+                Self::Hello { purpose, features: raw.features.get(), version: text(tag, rest)? }
+            }
+            Tag::Refused => Self::Refused { reason: text(tag, bytes)? },
+            Tag::Abort => Self::Abort { reason: text(tag, bytes)? },
+            Tag::Config => Self::parse_config(bytes)?,
+            Tag::Ready => Self::Ready,
+            Tag::PassBegin => {
+                let raw = exactly::<RawPass>(tag, bytes)?;
+                Self::PassBegin { pass: raw.pass.get(), frames: raw.frames.get() }
+            }
+            Tag::Pages => {
+                let (runs, contents) = Runs::parse(tag, bytes)?;
+                let frames = runs.frames().filter(|n| *n <= MAX_PAGES);
+                if frames.is_none_or(|n| n * PAGE_SIZE != contents.len() as u64) {
+                    return Err(malformed(tag, "its content is not as long as its runs say"));
+                }
+                Self::Pages { runs, contents }
+            }
+            Tag::Zero => {
+                let (runs, rest) = Runs::parse(tag, bytes)?;
+                if !rest.is_empty() {
+                    return Err(malformed(tag, "bytes follow its table of runs"));
+                }
+                Self::Zero { runs }
+            }
+            Tag::PassEnd | Tag::PassAck => {
+                let raw = exactly::<RawCounts>(tag, bytes)?;
+                let (pass, counts) = (raw.number.get(), raw.counts());
+                match tag {
+                    Tag::PassEnd => Self::PassEnd { pass, counts },
+                    _ => Self::PassAck { pass, counts },
+                }
+            }
+            Tag::State => {
+                let (raw, rest) = fixed::<RawSection>(tag, bytes)?;
+                Self::State(Section {
+                    tag: SectionTag(raw.tag.get()),
+                    instance: raw.instance.get(),
+                    must_understand: raw.flags.get() & 1 != 0,
+                    bytes: rest.to_vec(),
+                })
+            }
+            Tag::StateEnd => {
+                let raw = exactly::<RawCounts>(tag, bytes)?;
+                Self::StateEnd {
+                    sections: raw.number.get(),
+                    was_running: raw.flag.get() != 0,
+                    counts: raw.counts(),
+                }
+            }
+            Tag::Prepared => {
+                let raw = exactly::<RawPrepared>(tag, bytes)?;
+                Self::Prepared(PreparedSays {
+                    token: token(raw.token),
+                    site: Uuid::from_bytes(raw.site),
+                    digest: raw.digest.get(),
+                    counts: Counts { normal: raw.normal.get(), zero: raw.zeros.get() },
+                })
+            }
+            Tag::Commit => Self::Commit { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Ended => Self::Ended { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Running => {
+                let raw = exactly::<RawTokenAnd>(tag, bytes)?;
+                Self::Running { token: token(raw.token), took_us: raw.value.get() }
+            }
+            Tag::Query => {
+                let raw = exactly::<RawQuery>(tag, bytes)?;
+                Self::Query { token: token(raw.token), site: Uuid::from_bytes(raw.site) }
+            }
+            Tag::Answer => {
+                let raw = exactly::<RawTokenAnd>(tag, bytes)?;
+                let verdict = Verdict::ALL.into_iter().find(|v| *v as u64 == raw.value.get());
+                let verdict = verdict.ok_or(malformed(tag, "its verdict is unknown"))?;
+                Self::Answer { token: token(raw.token), verdict }
+            }
+        })
+    }
+
+    fn parse_config(bytes: &'a [u8]) -> Result<Self, WireError> {
+        let tag = Tag::Config;
+        let (raw, rest) = fixed::<RawConfig>(tag, bytes)?;
+        if raw.slots.get() > MAX_SLOTS {
+            return Err(malformed(tag, "it has more memory slots than a guest may have"));
+        }
+        let (slots, config) =
+            <[RawSlot]>::ref_from_prefix_with_elems(rest, raw.slots.get() as usize)
+                .map_err(|_| malformed(tag, "its table of slots is longer than the message"))?;
+        if config.len() != raw.config.get() as usize {
+            return Err(malformed(tag, "its configuration is not as long as it says"));
+        }
+        let layout = Layout::new(slots.iter().map(|s| Slot {
+            id: SlotId(s.id.get()),
+            base: Gfn(s.base.get()),
+            frames: s.frames.get(),
+        }))?;
+        Ok(Self::Config { token: token(raw.token), layout, config })
+    }
+
+    /// The message's tag.
+    pub(crate) fn tag(&self) -> Tag {
+        match self {
+            Self::Hello { .. } => Tag::Hello,
+            Self::Refused { .. } => Tag::Refused,
+            Self::Abort { .. } => Tag::Abort,
+            Self::Config { .. } => Tag::Config,
+            Self::Ready => Tag::Ready,
+            Self::PassBegin { .. } => Tag::PassBegin,
+            Self::Pages { .. } => Tag::Pages,
+            Self::Zero { .. } => Tag::Zero,
+            Self::PassEnd { .. } => Tag::PassEnd,
+            Self::PassAck { .. } => Tag::PassAck,
+            Self::State(_) => Tag::State,
+            Self::StateEnd { .. } => Tag::StateEnd,
+            Self::Prepared(_) => Tag::Prepared,
+            Self::Commit { .. } => Tag::Commit,
+            Self::Running { .. } => Tag::Running,
+            Self::Query { .. } => Tag::Query,
+            Self::Answer { .. } => Tag::Answer,
+            Self::Ended { .. } => Tag::Ended,
+        }
+    }
+
+    /// The payload's bytes. PAGES and ZERO are sent from their own buffers ([`runs_head`]), so
+    /// here they only serve tests and tools.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let counted = |number: u32, flag: bool, c: &Counts| {
+            let (normal, zero) = (c.normal.into(), c.zero.into());
+            let raw =
+                RawCounts { number: number.into(), flag: u32::from(flag).into(), normal, zero };
+            raw.as_bytes().to_vec()
+        };
+        match self {
+            Self::Hello { purpose, features, version } => {
+                let raw = RawHello {
+                    purpose: *purpose as u8,
+                    zero: [0; 7],
+                    features: (*features).into(),
+                };
+                [raw.as_bytes(), clip(version).as_bytes()].concat()
+            }
+            Self::Refused { reason } | Self::Abort { reason } => clip(reason).as_bytes().to_vec(),
+            Self::Config { token, layout, config } => config_bytes(*token, layout, config),
+            Self::Ready => Vec::new(),
+            Self::PassBegin { pass, frames } => {
+                let raw =
+                    RawPass { pass: (*pass).into(), zero: 0.into(), frames: (*frames).into() };
+                raw.as_bytes().to_vec()
+            }
+            Self::Pages { runs, contents } => {
+                [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes(), contents].concat()
+            }
+            Self::Zero { runs } => [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes()].concat(),
+            Self::PassEnd { pass, counts } | Self::PassAck { pass, counts } => {
+                counted(*pass, false, counts)
+            }
+            Self::State(section) => [&section_head(section)[..], &section.bytes].concat(),
+            Self::StateEnd { sections, was_running, counts } => {
+                counted(*sections, *was_running, counts)
+            }
+            Self::Prepared(says) => RawPrepared {
+                token: *says.token.0.as_bytes(),
+                site: *says.site.as_bytes(),
+                digest: says.digest.into(),
+                zero: 0.into(),
+                normal: says.counts.normal.into(),
+                zeros: says.counts.zero.into(),
+            }
+            .as_bytes()
+            .to_vec(),
+            Self::Commit { token } | Self::Ended { token } => token.0.as_bytes().to_vec(),
+            Self::Running { token, took_us } => token_and(token, *took_us),
+            Self::Query { token, site } => [&token.0.as_bytes()[..], &site.as_bytes()[..]].concat(),
+            Self::Answer { token, verdict } => token_and(token, *verdict as u64),
+        }
+    }
+}
+
+fn token_and(token: &Token, value: u64) -> Vec<u8> {
+    let raw = RawTokenAnd { token: *token.0.as_bytes(), value: value.into() };
+    raw.as_bytes().to_vec()
+}
+
+fn config_bytes(token: Token, layout: &Layout, config: &[u8]) -> Vec<u8> {
+    let raw = RawConfig {
+        token: *token.0.as_bytes(),
+        slots: (layout.slots().len() as u32).into(),
+        config: (config.len() as u32).into(),
+    };
+    let mut bytes = raw.as_bytes().to_vec();
+    for s in layout.slots() {
+        let (id, zero) = (s.id.0.into(), 0.into());
+        let raw = RawSlot { id, zero, base: s.base.0.into(), frames: s.frames.into() };
+        bytes.extend_from_slice(raw.as_bytes());
+    }
+    bytes.extend_from_slice(config);
+    bytes
+}
+
+/// What stands before a table of `runs` runs.
+pub(crate) fn runs_head(runs: usize) -> RawRuns {
+    RawRuns { runs: (runs as u32).into(), zero: 0.into() }
+}
+
+/// What stands before a section's bytes in STATE.
+pub(crate) fn section_head(s: &Section) -> [u8; 8] {
+    let flags = u16::from(s.must_understand).into();
+    let raw =
+        RawSection { tag: s.tag.0.into(), instance: s.instance.into(), flags, zero: 0.into() };
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(raw.as_bytes());
+    bytes
+}
+
+/// Cuts a text to [`MAX_TEXT`] bytes, at a character.
+pub(crate) fn clip(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_TEXT)]
+}
+
+/// CRC32C over the sections in order: of each its head as in STATE, its length (u32) and its bytes.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct StateDigest(u32);
+
+impl StateDigest {
+    pub(crate) fn of(sections: &[Section]) -> u32 {
+        let mut digest = Self::default();
+        sections.iter().for_each(|s| digest.add(s));
+        digest.0
+    }
+
+    fn add(&mut self, s: &Section) {
+        self.0 = crc32c::crc32c_append(self.0, &section_head(s));
+        self.0 = crc32c::crc32c_append(self.0, &(s.bytes.len() as u32).to_le_bytes());
+        self.0 = crc32c::crc32c_append(self.0, &s.bytes);
+    }
+}
+
+impl RawCounts {
+    fn counts(&self) -> Counts {
+        Counts { normal: self.normal.get(), zero: self.zero.get() }
+    }
+}

@@ -1,0 +1,315 @@
+//! The durable records of hand-overs: what each side must not forget when its process dies.
+//!
+//! One directory a host, shared by its processes. Words:
+//! - *site*: the directory's own name, a UUID in the file `site`; PREPARED tells it to the source,
+//!   and only the same site may later decide about an unknown token.
+//! - *source record* `TOKEN.source.json`: written before COMMIT; while it exists, the guest may be
+//!   running on `peer`. Removed when the migration is settled.
+//! - *decision* `TOKEN.destination.json`: `committed` or `discarded`, made once: the file appears
+//!   whole, and only if no other process has made one (a link that does not replace). So two
+//!   processes that share the site can never decide differently.
+//!
+//! Everything is written to a temporary file, synced, linked into place, and the directory synced.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use checkpoint::VmId;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
+use uuid::Uuid;
+
+use crate::message::Token;
+
+/// The version of the records that this program writes.
+const VERSION: u32 = 1;
+
+/// A record could not be read or made durable.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {what} the hand-over record {}: {cause}", path.display())]
+pub struct RecordsError {
+    /// "read", "write", "remove".
+    pub what: &'static str,
+    /// The file.
+    pub path: PathBuf,
+    /// The system's answer.
+    pub cause: io::Error,
+}
+
+/// What the source keeps from before COMMIT until the migration is settled.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SourceRecord {
+    /// The record's version.
+    pub version: u32,
+    /// The migration.
+    pub token: Token,
+    /// The guest that may be running on `peer`.
+    pub vm_id: VmId,
+    /// Where it was sent, as the operator gave it.
+    pub peer: String,
+    /// The destination's site.
+    pub site: Uuid,
+    /// When, ms since 1970.
+    pub time_unix_ms: u64,
+}
+
+/// What a destination decided, for good.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Decision {
+    /// To run the guest.
+    Committed,
+    /// To throw it away.
+    Discarded,
+}
+
+#[derive(Serialize, Deserialize)]
+struct DestinationRecord {
+    version: u32,
+    token: Token,
+    vm_id: Option<VmId>,
+    decision: Decision,
+    time_unix_ms: u64,
+}
+
+/// The directory of one host's hand-over records.
+#[derive(Debug, Clone)]
+pub struct Records {
+    dir: PathBuf,
+    site: Uuid,
+}
+
+impl Records {
+    /// Opens the directory, and makes it and its site where they do not exist yet.
+    pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
+        let dir = dir.into();
+        fs::create_dir_all(&dir).map_err(failed("write", &dir))?;
+        let path = dir.join("site");
+        let made = write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes());
+        if let Err(e) = made
+            && e.kind() != io::ErrorKind::AlreadyExists
+        {
+            return Err(failed("write", &path)(e));
+        }
+        let text = fs::read_to_string(&path).map_err(failed("read", &path))?;
+        let site = Uuid::parse_str(text.trim())
+            .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
+        Ok(Self { dir, site })
+    }
+
+    /// The directory's name for peers.
+    pub fn site(&self) -> Uuid {
+        self.site
+    }
+
+    /// Migrations from here that are not settled: after a crash, guests that may be running elsewhere.
+    pub fn pending(&self) -> Result<Vec<SourceRecord>, RecordsError> {
+        let mut pending = Vec::new();
+        for entry in fs::read_dir(&self.dir).map_err(failed("read", &self.dir))? {
+            let path = entry.map_err(failed("read", &self.dir))?.path();
+            if path.to_string_lossy().ends_with(".source.json")
+                && let Some(record) = read(&path)?
+            {
+                pending.push(record);
+            }
+        }
+        Ok(pending)
+    }
+
+    /// Removes the record of a migration that the operator has settled after a crash.
+    pub fn settle(&self, token: Token) -> Result<(), RecordsError> {
+        let path = self.source_path(token);
+        remove(&self.dir, &path).map_err(failed("remove", &path))
+    }
+
+    /// Makes the source's record durable.
+    pub(crate) fn write_source(
+        &self,
+        token: Token,
+        vm_id: VmId,
+        peer: &str,
+        site: Uuid,
+    ) -> Result<SourceMark, RecordsError> {
+        let path = self.source_path(token);
+        let peer = peer.to_owned();
+        let time_unix_ms = now_unix_ms();
+        let record = SourceRecord { version: VERSION, token, vm_id, peer, site, time_unix_ms };
+        json(&record)
+            .and_then(|bytes| write_new(&self.dir, &path, &bytes))
+            .map_err(failed("write", &path))?;
+        Ok(SourceMark { record })
+    }
+
+    /// What was decided about a token by any process of this site.
+    pub(crate) fn decision(&self, token: Token) -> Result<Option<Decision>, RecordsError> {
+        let record: Option<DestinationRecord> = read(&self.decision_path(token))?;
+        Ok(record.map(|r| r.decision))
+    }
+
+    /// Decides about a token, durably, unless that has been done; returns the decision that stands.
+    pub(crate) fn decide(
+        &self,
+        token: Token,
+        vm_id: Option<VmId>,
+        decision: Decision,
+    ) -> Result<Decision, RecordsError> {
+        let path = self.decision_path(token);
+        let bytes = decision_json(token, vm_id, decision).map_err(failed("write", &path))?;
+        let file = temporary(&self.dir, &bytes).map_err(failed("write", &path))?;
+        match file.persist_noclobber(&path).map_err(|e| e.error) {
+            Ok(_) => {}
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                // The other's file may not be durable yet; an answer that rests on it must be.
+                sync_dir(&self.dir).map_err(failed("read", &path))?;
+                let stands = self.decision(token)?;
+                return stands.ok_or_else(|| failed("read", &path)(io::ErrorKind::NotFound.into()));
+            }
+            Err(e) => return Err(failed("write", &path)(e)),
+        }
+        if let Err(e) = sync_dir(&self.dir) {
+            // Ours stands there and may not survive: nobody shall read a decision from it.
+            let _ = remove(&self.dir, &path);
+            return Err(failed("write", &path)(e));
+        }
+        Ok(decision)
+    }
+
+    /// Replaces this process's own `committed` by `discarded`: the guest never ran.
+    pub(crate) fn overturn(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
+        let path = self.decision_path(token);
+        decision_json(token, Some(vm_id), Decision::Discarded)
+            .and_then(|bytes| temporary(&self.dir, &bytes))
+            .and_then(|file| file.persist(&path).map_err(|e| e.error))
+            .and_then(|_| sync_dir(&self.dir))
+            .map_err(failed("write", &path))
+    }
+
+    /// Forgets a decision that nobody will ask for again.
+    pub(crate) fn forget_decision(&self, token: Token) -> Result<(), RecordsError> {
+        let path = self.decision_path(token);
+        remove(&self.dir, &path).map_err(failed("remove", &path))
+    }
+
+    fn source_path(&self, token: Token) -> PathBuf {
+        self.dir.join(format!("{token}.source.json"))
+    }
+
+    fn decision_path(&self, token: Token) -> PathBuf {
+        self.dir.join(format!("{token}.destination.json"))
+    }
+}
+
+/// Proof that a source record is durable. Only with it can a held guest be sealed.
+#[derive(Debug)]
+pub(crate) struct SourceMark {
+    record: SourceRecord,
+}
+
+impl SourceMark {
+    pub(crate) fn record(&self) -> &SourceRecord {
+        &self.record
+    }
+}
+
+fn failed<'p>(what: &'static str, path: &'p Path) -> impl Fn(io::Error) -> RecordsError + 'p {
+    move |cause| RecordsError { what, path: path.to_owned(), cause }
+}
+
+fn now_unix_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_millis() as u64)
+}
+
+fn json(record: &impl Serialize) -> io::Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec_pretty(record)?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+fn decision_json(token: Token, vm_id: Option<VmId>, decision: Decision) -> io::Result<Vec<u8>> {
+    let time_unix_ms = now_unix_ms();
+    json(&DestinationRecord { version: VERSION, token, vm_id, decision, time_unix_ms })
+}
+
+fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, RecordsError> {
+    let bytes = match fs::read(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        read => read.map_err(failed("read", path))?,
+    };
+    let record = serde_json::from_slice(&bytes).map_err(|e| failed("read", path)(e.into()))?;
+    Ok(Some(record))
+}
+
+/// A synced temporary file beside its later place.
+fn temporary(dir: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
+    let mut file = NamedTempFile::new_in(dir)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    Ok(file)
+}
+
+/// A file that appears whole and durable, or `AlreadyExists`, or (after other errors) perhaps.
+fn write_new(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    temporary(dir, bytes)?.persist_noclobber(path).map_err(|e| e.error)?;
+    sync_dir(dir)
+}
+
+fn remove(dir: &Path, path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(e),
+        Ok(()) => sync_dir(dir),
+    }
+}
+
+fn sync_dir(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_decision_stands() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (Records::open(dir.path()).unwrap(), Records::open(dir.path()).unwrap());
+        assert_eq!(a.site(), b.site());
+        let (token, vm) = (Token::random(), VmId::random());
+        assert_eq!(a.decision(token).unwrap(), None);
+        assert_eq!(a.decide(token, None, Decision::Discarded).unwrap(), Decision::Discarded);
+        assert_eq!(b.decide(token, Some(vm), Decision::Committed).unwrap(), Decision::Discarded);
+
+        let token = Token::random();
+        assert_eq!(b.decide(token, Some(vm), Decision::Committed).unwrap(), Decision::Committed);
+        assert_eq!(a.decide(token, None, Decision::Discarded).unwrap(), Decision::Committed);
+        b.overturn(token, vm).unwrap();
+        assert_eq!(a.decision(token).unwrap(), Some(Decision::Discarded));
+        b.forget_decision(token).unwrap();
+        assert_eq!(a.decision(token).unwrap(), None);
+    }
+
+    #[test]
+    fn a_source_record_is_found_again_until_it_is_settled() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        let (token, vm, site) = (Token::random(), VmId::random(), Uuid::new_v4());
+        let mark = records.write_source(token, vm, "tcp:host:1", site).unwrap();
+        let found = Records::open(dir.path()).unwrap().pending().unwrap();
+        assert_eq!(found, [mark.record().clone()]);
+        records.settle(token).unwrap();
+        assert!(records.pending().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_record_that_is_no_record_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        let token = Token::random();
+        fs::write(dir.path().join(format!("{token}.destination.json")), "{}").unwrap();
+        let e = records.decision(token).unwrap_err().to_string();
+        assert!(e.contains("destination.json") && e.contains("missing field"), "{e}");
+    }
+}

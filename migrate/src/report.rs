@@ -1,0 +1,89 @@
+//! What a finished migration reports, with the unit of every figure in its name.
+
+use std::time::Duration;
+
+use checkpoint::VmId;
+use serde::{Deserialize, Serialize};
+
+/// How a migration ended for its source.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SendStatus {
+    /// The destination has the guest and said so.
+    Completed,
+    /// Nobody could say so; the operator resolved that the guest here ends.
+    ResolvedDiscarded,
+}
+
+/// One pass over memory.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct PassReport {
+    /// Frames sent, with and without content.
+    pub frames: u64,
+    /// Bytes on the wire.
+    pub bytes: u64,
+    /// From its begin to its acknowledgement, ms.
+    pub time_ms: f64,
+    /// Whole frames that the guest wrote meanwhile, bytes/s; 0 in the last pass, when it was paused.
+    pub dirty_rate_bytes_per_s: u64,
+}
+
+/// What `send` did. The names are those of `send-migration --json`.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct SendReport {
+    /// How it ended.
+    pub status: SendStatus,
+    /// The guest that moved.
+    pub vm_id: VmId,
+    /// From the call of `send` to its end, ms.
+    pub total_time_ms: f64,
+    /// From the pause here to RUNNING heard here, ms: the destination's guest has run a little
+    /// less long than that says.
+    pub downtime_ms: f64,
+    /// From the call of `send` to the first pass, ms.
+    pub setup_time_ms: f64,
+    /// Bytes sent, everything included.
+    pub transferred_bytes: u64,
+    /// Frames sent as zeros, repetitions included.
+    pub zero_frames: u64,
+    /// Frames sent with content, repetitions included.
+    pub normal_frames: u64,
+    /// `transferred_bytes` over the time without setup.
+    pub throughput_bytes_per_s: u64,
+    /// Why precopy ended, in words.
+    pub converged: String,
+    /// Every pass, the last one with the guest paused.
+    pub passes: Vec<PassReport>,
+}
+
+/// What `receive` did.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct ReceiveReport {
+    /// The guest that arrived.
+    pub vm_id: VmId,
+    /// Whether it runs; a guest that was paused on its source stays so.
+    pub running: bool,
+    /// From the source's connection to the guest taken over, ms.
+    pub total_time_ms: f64,
+    /// From COMMIT heard to the guest taken over, ms.
+    pub take_over_ms: f64,
+    /// Bytes received, everything included.
+    pub received_bytes: u64,
+    /// Frames received as zeros, repetitions included.
+    pub zero_frames: u64,
+    /// Frames received with content, repetitions included.
+    pub normal_frames: u64,
+    /// Passes, the last one included.
+    pub passes: u32,
+}
+
+/// A duration in ms with its fraction.
+pub(crate) fn ms(d: Duration) -> f64 {
+    d.as_secs_f64() * 1e3
+}
+
+/// A rate in bytes/s; 0 for no time at all.
+pub(crate) fn per_second(bytes: u64, time: Duration) -> u64 {
+    let seconds = time.as_secs_f64();
+    if seconds > 0.0 { (bytes as f64 / seconds) as u64 } else { 0 }
+}

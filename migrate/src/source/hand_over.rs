@@ -1,0 +1,231 @@
+//! The source's end of the hand-over: the record, COMMIT, and what follows if no answer comes.
+//!
+//! What to do is decided in `crate::handover::Source`; here it is done.
+
+use std::time::Instant;
+
+use checkpoint::Guest;
+
+use super::hold::Sealed;
+use super::{Failed, Job, Peer, Ready, Tale};
+use crate::control::Phase;
+use crate::error::{Cause, WireError};
+use crate::handover::{Source, SourceEvent, SourceOrder};
+use crate::link::{Link, SLICE};
+use crate::message::{Message, Purpose, Tag, Verdict};
+use crate::report::{SendReport, SendStatus, ms, per_second};
+use crate::wire::{Wire, unexpected};
+
+/// The guest behind its durable record: from here on it may be the destination's.
+pub(super) struct Handed<'a, G: Guest + ?Sized> {
+    sealed: Sealed<'a, G>,
+    state: Source,
+    order: SourceOrder,
+    paused_at: Instant,
+    tale: Tale,
+}
+
+impl<'a, G: Guest + ?Sized> Job<'a, G> {
+    /// Makes the hand-over record durable: the last moment at which a failure gives the guest back.
+    pub(super) fn seal(
+        &self,
+        peer: &mut Peer,
+        ready: Ready<'a, G>,
+    ) -> Result<Handed<'a, G>, Failed> {
+        let Ready { held, site, tale } = ready;
+        let (state, order) = Source::Streaming.on(SourceEvent::Prepared);
+        debug_assert_eq!(order, SourceOrder::Record);
+        if !self.control.stop.seal() {
+            let (_here, _take_back) = state.on(SourceEvent::Failed);
+            return Err(held.give_up(Cause::Cancelled));
+        }
+        let mark = match peer.records.write_source(self.token, self.guest.vm_id(), self.to, site) {
+            Ok(mark) => mark,
+            Err(e) => {
+                // It may stand there half-way; COMMIT was never said, so it says nothing.
+                let _ = peer.records.settle(self.token);
+                let (_here, _take_back) = state.on(SourceEvent::Failed);
+                return Err(held.give_up(e));
+            }
+        };
+        let paused_at = held.since();
+        let sealed = held.seal(mark);
+        let (state, order) = state.on(SourceEvent::Recorded);
+        Ok(Handed { sealed, state, order, paused_at, tale })
+    }
+
+    /// Says COMMIT and finds out whose the guest is, for as long as that takes.
+    pub(super) fn settle(
+        &self,
+        mut peer: Peer,
+        handed: Handed<'a, G>,
+    ) -> Result<SendReport, Failed> {
+        let Handed { sealed, mut state, mut order, paused_at, tale } = handed;
+        let mut sent = peer.wire.sent_bytes();
+        // Why the last question had no answer, or what the answer was.
+        let mut doubt = None;
+        let mut resolved = None;
+        loop {
+            let event = match order {
+                SourceOrder::Commit => {
+                    let event = self.commit(&mut peer.wire, &mut doubt);
+                    sent = peer.wire.sent_bytes();
+                    event
+                }
+                SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
+                    self.in_doubt(&doubt);
+                    let event = self.ask(&sealed, &mut doubt);
+                    if let SourceEvent::Operator(how) = event {
+                        resolved = Some(how);
+                    }
+                    event
+                }
+                SourceOrder::TakeBack(permit) => {
+                    let cause = match resolved {
+                        Some(_) => Cause::ResolvedRun,
+                        None => Cause::Discarded { reason: doubt },
+                    };
+                    let failed = sealed.take_back(permit, cause);
+                    self.forget(&mut peer);
+                    return Err(failed);
+                }
+                SourceOrder::End(permit) => {
+                    let downtime = paused_at.elapsed();
+                    sealed.end(permit, &format!("it has moved to {}", self.to));
+                    self.forget(&mut peer);
+                    let status = match resolved {
+                        Some(_) => SendStatus::ResolvedDiscarded,
+                        None => SendStatus::Completed,
+                    };
+                    return Ok(self.report(status, downtime, sent, tale));
+                }
+            };
+            (state, order) = state.on(event);
+        }
+    }
+
+    /// Says COMMIT and waits for the answer to it.
+    fn commit(&self, wire: &mut Wire<Link>, doubt: &mut Option<String>) -> SourceEvent {
+        wire.stream_mut().set_deadline(Some(Instant::now() + self.options.settle_timeout));
+        wire.stream_mut().set_patience(self.options.settle_timeout);
+        let answer = (|| {
+            wire.send(&Message::Commit { token: self.token })?;
+            match wire.recv()? {
+                Message::Running { token, .. } => {
+                    self.own(Tag::Running, token)?;
+                    Ok(SourceEvent::Running)
+                }
+                Message::Answer { token, verdict } => {
+                    self.own(Tag::Answer, token)?;
+                    Ok(SourceEvent::Answer(verdict))
+                }
+                other => Err(unexpected(&other, "RUNNING or ANSWER")),
+            }
+        })();
+        answer.unwrap_or_else(|e: WireError| {
+            *doubt = Some(e.to_string());
+            // A destination that has not read COMMIT by now shall not wait for it.
+            wire.stream().close();
+            SourceEvent::Lost
+        })
+    }
+
+    /// Shows the doubt, once as an event and always in the progress.
+    fn in_doubt(&self, doubt: &Option<String>) {
+        if self.control.progress().phase != Phase::InDoubt {
+            let (vm, token, why) = (self.guest.vm_id(), self.token, doubt.as_deref().unwrap_or(""));
+            tracing::error!(
+                %vm, %token, why,
+                "in doubt: {} may be running the guest; it is asked until it answers or the \
+                 operator resolves", self.to
+            );
+        }
+        self.control.update(|p| {
+            p.phase = Phase::InDoubt;
+            p.doubt.clone_from(doubt);
+        });
+    }
+
+    /// Waits a little, then asks the destination once; the operator's word comes first.
+    fn ask(&self, sealed: &Sealed<'a, G>, doubt: &mut Option<String>) -> SourceEvent {
+        let next = Instant::now() + self.options.ask_every;
+        loop {
+            if let Some(how) = self.control.resolution() {
+                let vm = self.guest.vm_id();
+                tracing::warn!(%vm, token = %self.token, ?how, "resolved by the operator");
+                return SourceEvent::Operator(how);
+            }
+            let left = next.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            std::thread::sleep(left.min(SLICE));
+        }
+        match self.query(sealed) {
+            Ok(verdict) => {
+                *doubt = Some(
+                    match verdict {
+                        Verdict::Undecided => "it has not decided yet",
+                        Verdict::Committed => {
+                            "it decided to run the guest, and does not say that the guest runs"
+                        }
+                        Verdict::Unknown => "it does not know of this migration",
+                        Verdict::Running | Verdict::Discarded => {
+                            return SourceEvent::Answer(verdict);
+                        }
+                    }
+                    .to_owned(),
+                );
+                SourceEvent::Answer(verdict)
+            }
+            Err(e) => {
+                *doubt = Some(e.to_string());
+                SourceEvent::Lost
+            }
+        }
+    }
+
+    fn query(&self, sealed: &Sealed<'a, G>) -> Result<Verdict, Cause> {
+        let mut wire = self.introduce(Purpose::Query)?;
+        wire.send(&Message::Query { token: self.token, site: sealed.record().site })?;
+        match wire.recv()? {
+            Message::Answer { token, verdict } => {
+                self.own(Tag::Answer, token)?;
+                Ok(verdict)
+            }
+            other => Err(unexpected(&other, "ANSWER").into()),
+        }
+    }
+
+    /// The migration is settled: the records have served, here and (if it hears it) there.
+    fn forget(&self, peer: &mut Peer) {
+        match peer.records.settle(self.token) {
+            // A destination that does not hear it keeps a small file.
+            Ok(()) => drop(peer.wire.send(&Message::Ended { token: self.token })),
+            Err(e) => tracing::warn!("a settled migration leaves its record: {e}"),
+        }
+    }
+
+    fn report(
+        &self,
+        status: SendStatus,
+        downtime: std::time::Duration,
+        transferred_bytes: u64,
+        tale: Tale,
+    ) -> SendReport {
+        let total = self.begun.elapsed();
+        SendReport {
+            status,
+            vm_id: self.guest.vm_id(),
+            total_time_ms: ms(total),
+            downtime_ms: ms(downtime),
+            setup_time_ms: ms(tale.setup),
+            transferred_bytes,
+            zero_frames: tale.totals.zero,
+            normal_frames: tale.totals.normal,
+            throughput_bytes_per_s: per_second(transferred_bytes, total.saturating_sub(tale.setup)),
+            converged: tale.reason.to_string(),
+            passes: tale.passes,
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! The guest while it is held at its source: before the hand-over record, and after it.
+//!
+//! [`Held`] gives the guest back by itself, whatever path is left by an error or a panic. Sealing it
+//! needs a durable record and makes it [`Sealed`], which never lets the guest run without a permit
+//! of the state machine.
+
+use std::time::Instant;
+
+use checkpoint::{Guest, GuestError, Paused, Section};
+use dirty_tracker::{Epoch, Subscription};
+
+use super::Failed;
+use crate::error::{Cause, GuestPlace};
+use crate::handover::{MayEnd, MayRunHere};
+use crate::records::{SourceMark, SourceRecord};
+
+/// A paused guest that is certainly this host's.
+#[must_use = "dropping this gives the guest back"]
+pub(super) struct Held<'g, G: Guest + ?Sized> {
+    guest: &'g G,
+    paused: Option<Paused<'g, G>>,
+    released: bool,
+    since: Instant,
+}
+
+impl<'g, G: Guest + ?Sized> Held<'g, G> {
+    /// Pauses the guest.
+    pub(super) fn new(guest: &'g G) -> Result<Self, GuestError> {
+        let since = Instant::now();
+        Ok(Self { guest, paused: Some(Paused::new(guest)?), released: false, since })
+    }
+
+    /// When the pause was asked for.
+    pub(super) fn since(&self) -> Instant {
+        self.since
+    }
+
+    pub(super) fn was_running(&self) -> bool {
+        self.paused.as_ref().is_some_and(Paused::was_running)
+    }
+
+    /// Everything that changed since the last drain; complete, because the guest stands still.
+    pub(super) fn drain(&self, writes: &mut Subscription) -> Result<Epoch, GuestError> {
+        self.guest.collect()?;
+        Ok(writes.drain())
+    }
+
+    pub(super) fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        self.guest.save_state()
+    }
+
+    /// Lets go of what only one host may hold.
+    pub(super) fn release(&mut self) -> Result<(), GuestError> {
+        self.guest.release()?;
+        self.released = true;
+        Ok(())
+    }
+
+    /// Takes everything back and lets the guest run, if it ran before.
+    fn take_back(&mut self) -> Result<(), GuestError> {
+        let Some(paused) = self.paused.take() else { return Ok(()) };
+        if self.released
+            && let Err(e) = self.guest.acquire()
+        {
+            // Without its drives it must not run.
+            paused.keep_paused();
+            return Err(e);
+        }
+        paused.resume()
+    }
+
+    /// The migration failed: gives the guest back and says where it is.
+    pub(super) fn give_up(mut self, cause: impl Into<Cause>) -> Failed {
+        Failed { cause: cause.into(), place: place(self.take_back()) }
+    }
+
+    /// From here on the guest may be the destination's.
+    pub(super) fn seal(mut self, mark: SourceMark) -> Sealed<'g, G> {
+        let was_running = self.was_running();
+        if let Some(paused) = self.paused.take() {
+            paused.keep_paused();
+        }
+        Sealed { guest: self.guest, was_running, mark }
+    }
+}
+
+impl<G: Guest + ?Sized> Drop for Held<'_, G> {
+    fn drop(&mut self) {
+        if let Err(e) = self.take_back() {
+            tracing::error!(vm = %self.guest.vm_id(), "the guest stays paused: {e}");
+        }
+    }
+}
+
+fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
+    match taken_back {
+        Ok(()) => GuestPlace::Here,
+        Err(e) => GuestPlace::PausedHere { why: e.to_string() },
+    }
+}
+
+/// A paused guest that another host may run. Dropping it leaves it paused.
+#[must_use = "the guest stays paused until the machine says whose it is"]
+pub(super) struct Sealed<'g, G: Guest + ?Sized> {
+    guest: &'g G,
+    was_running: bool,
+    mark: SourceMark,
+}
+
+impl<G: Guest + ?Sized> Sealed<'_, G> {
+    pub(super) fn record(&self) -> &SourceRecord {
+        self.mark.record()
+    }
+
+    /// The guest is this host's again.
+    pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> Failed {
+        let resumed = self.guest.acquire().and_then(|()| match self.was_running {
+            true => self.guest.resume(),
+            false => Ok(()),
+        });
+        Failed { cause, place: place(resumed) }
+    }
+
+    /// The guest is not this host's any more.
+    pub(super) fn end(self, _permit: MayEnd, why: &str) {
+        self.guest.stop(why);
+    }
+}

@@ -1,0 +1,418 @@
+//! The source of a migration: `send`, and the phases that it goes through.
+//!
+//! One thread, the caller's, does everything: it owns the connection, the subscription and the held
+//! guest. Before the hand-over record is durable every failure gives the guest back here; after it
+//! only the state machine's permits decide (see `handover`).
+
+mod hand_over;
+mod hold;
+mod passes;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Guest, Section};
+use dirty_tracker::{PAGE_SIZE, Subscription};
+use uuid::Uuid;
+
+use crate::control::{Phase, SendControl};
+use crate::convergence::{
+    Goals, Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, judge, link_rate,
+};
+use crate::error::{Cause, GuestPlace, SendError, WireError};
+use crate::link::Link;
+use crate::message::{
+    Counts, FEATURES, MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE, Message,
+    Purpose, StateDigest, Tag, Token, section_head,
+};
+use crate::records::Records;
+use crate::report::{PassReport, SendReport, ms, per_second};
+use crate::wire::{Wire, unexpected};
+use hold::Held;
+use passes::{PassDone, PassSender};
+
+/// How a guest is sent. [`SendOptions::new`] gives the defaults.
+#[derive(Clone, Debug)]
+pub struct SendOptions {
+    /// The directory of this host's hand-over records ([`Records`]).
+    pub records: PathBuf,
+    /// The pause that the last pass may take. 300 ms.
+    pub downtime: Duration,
+    /// Passes before the last one, at most. 30.
+    pub max_passes: u32,
+    /// Time for precopy. An hour.
+    pub timeout: Duration,
+    /// What to do when one of these two runs out. Cancel.
+    pub timeout_strategy: TimeoutStrategy,
+    /// Time for a connection to be made. 10 s.
+    pub connect_timeout: Duration,
+    /// Time for the destination to build the machine. 30 s.
+    pub setup_timeout: Duration,
+    /// How long the destination may make no progress at all in any other phase. 10 s.
+    pub patience: Duration,
+    /// Time from COMMIT to the answer, after which the migration is in doubt. 10 s.
+    pub settle_timeout: Duration,
+    /// How often a destination is asked while in doubt. 500 ms.
+    pub ask_every: Duration,
+}
+
+impl SendOptions {
+    /// The defaults, with the directory for the hand-over record.
+    pub fn new(records: impl Into<PathBuf>) -> Self {
+        Self {
+            records: records.into(),
+            downtime: Duration::from_millis(300),
+            max_passes: 30,
+            timeout: Duration::from_secs(3600),
+            timeout_strategy: TimeoutStrategy::Cancel,
+            connect_timeout: Duration::from_secs(10),
+            setup_timeout: Duration::from_secs(30),
+            patience: Duration::from_secs(10),
+            settle_timeout: Duration::from_secs(10),
+            ask_every: Duration::from_millis(500),
+        }
+    }
+
+    fn goals(&self) -> Goals {
+        Goals {
+            downtime: self.downtime,
+            max_passes: self.max_passes,
+            timeout: self.timeout,
+            strategy: self.timeout_strategy,
+        }
+    }
+}
+
+/// A failure with where it leaves the guest.
+#[derive(Debug)]
+struct Failed {
+    cause: Cause,
+    place: GuestPlace,
+}
+
+impl<E: Into<Cause>> From<E> for Failed {
+    /// For failures while the guest runs: nothing has to be taken back.
+    fn from(e: E) -> Self {
+        Self { cause: e.into(), place: GuestPlace::Here }
+    }
+}
+
+/// Moves `guest` to the destination that listens at `to` ("HOST:PORT", "tcp:" in front allowed).
+///
+/// Blocks until the guest is there (then it has ended here, [`Guest::stop`]), or is certainly here.
+/// While neither is known, the migration is in doubt: this asks the destination, for ever if need
+/// be, until it answers or [`SendControl::resolve`] is called; `control.progress()` shows it.
+///
+/// Costs one bit of memory a frame for tracking and 1 MiB of buffers.
+pub fn send<G: Guest + ?Sized>(
+    guest: &G,
+    to: &str,
+    options: &SendOptions,
+    control: &SendControl,
+) -> Result<SendReport, SendError> {
+    let begun = Instant::now();
+    let job = Job { guest, to, options, control, token: Token::random(), begun };
+    let result = migrate(&job).map_err(|failed| {
+        let cause = match control.stop.is_cancelled() {
+            true => Cause::Cancelled,
+            false => failed.cause,
+        };
+        let phase = control.progress().phase;
+        SendError { peer: to.to_owned(), phase, cause, guest: failed.place }
+    });
+    control.update(|p| p.phase = Phase::Finished);
+    match &result {
+        Ok(report) => tracing::info!(vm = %guest.vm_id(), to, ?report.status, "migration ended"),
+        Err(e) => tracing::warn!(vm = %guest.vm_id(), "{e}"),
+    }
+    result
+}
+
+/// The migration, a phase a line.
+fn migrate<G: Guest + ?Sized>(job: &Job<'_, G>) -> Result<SendReport, Failed> {
+    let mut peer = job.phase(Phase::Connect, || job.connect())?;
+    job.told(Phase::Setup, &mut peer, |peer| job.set_up(peer))?;
+    let copied = job.told(Phase::Precopy, &mut peer, |peer| job.precopy(peer))?;
+    let ready = job.told(Phase::SwitchOver, &mut peer, |peer| job.switch_over(peer, copied))?;
+    let handed = job.told(Phase::HandOver, &mut peer, |peer| job.seal(peer, ready))?;
+    job.settle(peer, handed)
+}
+
+/// What all phases know.
+struct Job<'a, G: Guest + ?Sized> {
+    guest: &'a G,
+    to: &'a str,
+    options: &'a SendOptions,
+    control: &'a SendControl,
+    token: Token,
+    begun: Instant,
+}
+
+/// The connection, and where the record of this migration goes.
+struct Peer {
+    wire: Wire<Link>,
+    records: Records,
+}
+
+/// Memory as precopy left it: what was written since is in `writes`.
+struct Copied<'a> {
+    sender: PassSender<'a>,
+    writes: Subscription,
+    tale: Tale,
+}
+
+/// The destination has everything and is prepared; the guest here is held.
+struct Ready<'a, G: Guest + ?Sized> {
+    held: Held<'a, G>,
+    site: Uuid,
+    tale: Tale,
+}
+
+/// What the report will tell.
+struct Tale {
+    setup: Duration,
+    passes: Vec<PassReport>,
+    totals: Counts,
+    reason: Reason,
+}
+
+impl<'a, G: Guest + ?Sized> Job<'a, G> {
+    fn phase<T>(
+        &self,
+        phase: Phase,
+        work: impl FnOnce() -> Result<T, Failed>,
+    ) -> Result<T, Failed> {
+        let begun = Instant::now();
+        let (vm, token) = (self.guest.vm_id(), self.token);
+        tracing::info!(%vm, %token, ?phase, "begin");
+        self.control.update(|p| p.phase = phase);
+        let result = work();
+        let (ms, ok) = (ms(begun.elapsed()), result.is_ok());
+        tracing::info!(%vm, %token, ?phase, ms, ok, "end");
+        result
+    }
+
+    /// A phase after whose failure the two sides tell each other why. The guest has been given back
+    /// by then: it does not wait for anyone's last words.
+    fn told<T>(
+        &self,
+        phase: Phase,
+        peer: &mut Peer,
+        work: impl FnOnce(&mut Peer) -> Result<T, Failed>,
+    ) -> Result<T, Failed> {
+        self.phase(phase, || work(peer)).map_err(|failed| {
+            let cause = self.last_words(&mut peer.wire, failed.cause);
+            Failed { cause, place: failed.place }
+        })
+    }
+
+    /// Hears the peer's last words, or says ours. Returns the cause, in the peer's words where it
+    /// had some.
+    fn last_words(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
+        let cancelled = self.control.stop.is_cancelled();
+        match cause {
+            Cause::Wire(WireError::Refused { .. } | WireError::Aborted { .. }) => cause,
+            Cause::Wire(WireError::Format(_)) if !cancelled => {
+                wire.last_words().map_or(cause, Cause::Wire)
+            }
+            cause => {
+                let cause = if cancelled { Cause::Cancelled } else { cause };
+                wire.abort(Tag::Abort, &cause.to_string());
+                cause
+            }
+        }
+    }
+
+    /// Connects and introduces itself.
+    fn connect(&self) -> Result<Peer, Failed> {
+        // Opened now, so that a directory that cannot be used fails before the guest is paused.
+        let records = Records::open(&self.options.records)?;
+        let wire = self.introduce(Purpose::Move)?;
+        Ok(Peer { wire, records })
+    }
+
+    /// A connection with introductions made.
+    fn introduce(&self, purpose: Purpose) -> Result<Wire<Link>, Cause> {
+        let o = self.options;
+        let link = Link::connect(self.to, o.connect_timeout, o.patience, self.control.stop.clone())
+            .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
+        let mut wire = Wire::new(link);
+        wire.stream_mut().set_deadline(Some(Instant::now() + o.connect_timeout));
+        wire.send_header(Some((self.guest.vm_id(), self.guest.layout().hash())))?;
+        let version = env!("CARGO_PKG_VERSION");
+        wire.send(&Message::Hello { purpose, features: FEATURES, version })?;
+        wire.recv_header()?;
+        match wire.recv()? {
+            Message::Hello { version, .. } => tracing::debug!(to = self.to, version, "connected"),
+            other => return Err(unexpected(&other, "HELLO").into()),
+        }
+        wire.stream_mut().set_deadline(None);
+        Ok(wire)
+    }
+
+    /// Has the machine built at the destination.
+    fn set_up(&self, peer: &mut Peer) -> Result<(), Failed> {
+        let config = self.guest.config();
+        fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
+        let layout = self.guest.layout().clone();
+        fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
+        let wire = &mut peer.wire;
+        wire.send(&Message::Config { token: self.token, layout, config: &config })?;
+        // Building a machine shows no progress on the wire.
+        wire.stream_mut().set_patience(self.options.setup_timeout);
+        match wire.recv()? {
+            Message::Ready => {}
+            other => return Err(unexpected(&other, "READY").into()),
+        }
+        wire.stream_mut().set_patience(self.options.patience);
+        Ok(())
+    }
+
+    /// Copies memory while the guest runs, until what is left is worth a pause.
+    fn precopy(&self, peer: &mut Peer) -> Result<Copied<'a>, Failed> {
+        let setup = self.begun.elapsed();
+        let begun = Instant::now();
+        let goals = self.options.goals();
+        // First the subscription, then the look at what is populated: whatever is written between
+        // the two is in the first epoch.
+        let mut writes = self.guest.subscribe("migrate")?;
+        let populated = self.guest.populated()?;
+        let mut sender = PassSender::new(self.guest.ram(), self.control);
+        let (mut measured, mut passes) = (Vec::new(), Vec::new());
+        let late = || Cause::NotConverging {
+            why: format!("precopy took longer than its {} s", goals.timeout.as_secs_f64()),
+        };
+        // Where the pause is to come at any price, a pass is finished first: it makes it shorter.
+        let deadline = match goals.strategy {
+            TimeoutStrategy::Cancel => Some((begun + goals.timeout, &late as &dyn Fn() -> Cause)),
+            TimeoutStrategy::Switchover => None,
+        };
+        let frames = populated.iter().map(|r| r.count).sum();
+        let mut done =
+            sender.pass(&mut peer.wire, 0, populated.iter().copied(), frames, deadline)?;
+        let mut since = begun;
+        loop {
+            self.guest.collect()?;
+            let epoch = writes.drain();
+            let window = since.elapsed();
+            since = Instant::now();
+            passes.push(report_of(&done, epoch.frames(), window));
+            measured.push(Measured { bytes: done.bytes, time: done.time, dirtied: epoch.frames() });
+            self.show(&measured, epoch.frames(), window);
+            let judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
+            match judgement {
+                Judgement::KeepGoing => {}
+                Judgement::GiveUp(reason) => {
+                    return Err(Cause::NotConverging { why: reason.to_string() }.into());
+                }
+                // What was drained goes back, and is drained again with what the guest still writes.
+                Judgement::SwitchOver(reason) => {
+                    epoch.give_back();
+                    let totals = sender.totals;
+                    return Ok(Copied {
+                        sender,
+                        writes,
+                        tale: Tale { setup, passes, totals, reason },
+                    });
+                }
+            }
+            let pass = measured.len() as u32;
+            // An error drops the epoch, which gives it back (I4).
+            done = sender.pass(&mut peer.wire, pass, epoch.runs(), epoch.frames(), deadline)?;
+            epoch.commit();
+        }
+    }
+
+    fn show(&self, measured: &[Measured], pending: u64, window: Duration) {
+        let dirty = per_second(pending.saturating_mul(PAGE_SIZE), window);
+        let link = link_rate(measured).unwrap_or(0);
+        let expected = expected_downtime(pending, link).map_or(0.0, ms);
+        tracing::info!(pass = measured.len() - 1, pending, dirty, link, expected, "pass done");
+        self.control.update(|p| {
+            p.remaining_frames = pending;
+            p.dirty_rate_bytes_per_s = dirty;
+            p.link_rate_bytes_per_s = link;
+            p.expected_downtime_ms = expected;
+        });
+    }
+
+    /// Pauses the guest, sends the rest of it, and has the destination prepare.
+    fn switch_over(&self, peer: &mut Peer, copied: Copied<'a>) -> Result<Ready<'a, G>, Failed> {
+        let mut held = Held::new(self.guest)?;
+        match self.send_rest(&mut peer.wire, &mut held, copied) {
+            Ok((site, tale)) => Ok(Ready { held, site, tale }),
+            Err(cause) => Err(held.give_up(cause)),
+        }
+    }
+
+    fn send_rest(
+        &self,
+        wire: &mut Wire<Link>,
+        held: &mut Held<'a, G>,
+        copied: Copied<'a>,
+    ) -> Result<(Uuid, Tale), Cause> {
+        let Copied { mut sender, mut writes, mut tale } = copied;
+        let epoch = held.drain(&mut writes)?;
+        let pass = tale.passes.len() as u32;
+        let done = sender.pass(wire, pass, epoch.runs(), epoch.frames(), None)?;
+        epoch.commit();
+        tale.passes.push(report_of(&done, 0, done.time));
+        tale.totals = sender.totals;
+        let sections = held.save_state()?;
+        send_state(wire, &sections, held.was_running(), tale.totals)?;
+        held.release()?;
+        let says = match wire.recv()? {
+            Message::Prepared(says) => says,
+            other => return Err(unexpected(&other, "PREPARED").into()),
+        };
+        self.own(Tag::Prepared, says.token)?;
+        let same = |what, ours: u64, theirs: u64| match ours == theirs {
+            true => Ok(()),
+            false => Err(Cause::Differs { what, ours, theirs }),
+        };
+        same("the state's digest", StateDigest::of(&sections).into(), says.digest.into())?;
+        same("the count of frames with content", tale.totals.normal, says.counts.normal)?;
+        same("the count of zero frames", tale.totals.zero, says.counts.zero)?;
+        Ok((says.site, tale))
+    }
+
+    /// A message that decides something must name this migration.
+    fn own(&self, message: Tag, found: Token) -> Result<(), WireError> {
+        let expected = self.token;
+        match found == expected {
+            true => Ok(()),
+            false => Err(WireError::Token { message, found, expected }),
+        }
+    }
+}
+
+/// Sends the state sections and their end.
+fn send_state(
+    wire: &mut Wire<Link>,
+    sections: &[Section],
+    was_running: bool,
+    counts: Counts,
+) -> Result<(), Cause> {
+    fits("the guest's state", sections.len() as u64, MAX_SECTIONS.into())?;
+    let all = sections.iter().map(|s| s.bytes.len() as u64).sum();
+    fits("the guest's state", all, MAX_STATE)?;
+    for section in sections {
+        fits("a state section", section.bytes.len() as u64, MAX_SECTION.into())?;
+        wire.send_parts(Tag::State, &[&section_head(section), &section.bytes])?;
+    }
+    let sections = sections.len() as u32;
+    Ok(wire.send(&Message::StateEnd { sections, was_running, counts })?)
+}
+
+fn fits(what: &'static str, found: u64, limit: u64) -> Result<(), Cause> {
+    if found > limit { Err(Cause::TooLarge { what, found, limit }) } else { Ok(()) }
+}
+
+fn report_of(done: &PassDone, dirtied: u64, window: Duration) -> PassReport {
+    PassReport {
+        frames: done.counts.normal + done.counts.zero,
+        bytes: done.bytes,
+        time_ms: ms(done.time),
+        dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
+    }
+}

@@ -1,0 +1,135 @@
+//! What the tests of this folder share: a host with records, receivers on threads, a proxy that
+//! counts records and cuts.
+#![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
+
+mod proxy;
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use checkpoint::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use checkpoint::{Guest, GuestFactory};
+use migrate::{ReceiveControl, ReceiveError, ReceiveOptions, Received, SendOptions, Tag, receive};
+pub use proxy::{Cut, Plan, Proxy};
+
+/// One world: a drive that only one guest may hold, records of both sides in one temporary folder.
+pub struct Host {
+    dir: tempfile::TempDir,
+    /// Held by whoever may run the guest; knows how many ran at once.
+    pub drive: Arc<Drive>,
+    /// Of guests that receivers build.
+    pub there: Arc<Faults>,
+    /// Of guests started here.
+    pub here: Arc<Faults>,
+}
+
+impl Host {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        Self { dir, drive: Arc::default(), there: Arc::default(), here: Arc::default() }
+    }
+
+    pub fn source_records(&self) -> PathBuf {
+        self.dir.path().join("source")
+    }
+
+    pub fn destination_records(&self) -> PathBuf {
+        self.dir.path().join("destination")
+    }
+
+    /// Records on either side, their sites aside.
+    pub fn records_left(&self) -> Vec<PathBuf> {
+        [self.source_records(), self.destination_records()]
+            .iter()
+            .filter_map(|dir| std::fs::read_dir(dir).ok())
+            .flatten()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.extension().is_some_and(|e| e == "json"))
+            .collect()
+    }
+
+    /// A running guest that holds the drive.
+    pub fn start(&self, config: MemoryConfig) -> Arc<MemoryGuest> {
+        let template = MemoryGuest::new(checkpoint::VmId::random(), config).unwrap();
+        let factory = MemoryGuestFactory { faults: self.here.clone(), drive: self.drive.clone() };
+        let guest = factory.create(template.vm_id(), &template.config()).unwrap();
+        guest.acquire().unwrap();
+        guest.resume().unwrap();
+        guest
+    }
+
+    pub fn receive_options(&self) -> ReceiveOptions {
+        let mut options = ReceiveOptions::new(self.destination_records());
+        options.commit_deadline = Duration::from_millis(500);
+        options.handshake_timeout = Duration::from_millis(500);
+        options.patience = Duration::from_millis(1500);
+        options.linger = Duration::from_secs(5);
+        options
+    }
+
+    pub fn receiver(&self, _for: &MemoryGuest) -> Receiver {
+        self.receiver_with(self.receive_options())
+    }
+
+    pub fn receiver_with(&self, options: ReceiveOptions) -> Receiver {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_addr().unwrap().to_string();
+        let control = ReceiveControl::new();
+        let factory = MemoryGuestFactory { faults: self.there.clone(), drive: self.drive.clone() };
+        let mine = control.clone();
+        let thread = std::thread::spawn(move || receive(listener, &factory, &options, &mine));
+        Receiver { to, control, thread }
+    }
+}
+
+pub type Outcome = Result<Received<MemoryGuest>, ReceiveError>;
+
+/// A receiver on a thread.
+pub struct Receiver {
+    pub to: String,
+    pub control: Arc<ReceiveControl>,
+    pub thread: JoinHandle<Outcome>,
+}
+
+impl Receiver {
+    pub fn outcome(self) -> Outcome {
+        self.thread.join().expect("the receiver does not panic")
+    }
+
+    pub fn guest(self) -> Received<MemoryGuest> {
+        self.outcome().unwrap()
+    }
+
+    pub fn error(self) -> ReceiveError {
+        self.outcome().unwrap_err()
+    }
+}
+
+/// Options with short times, so that a test of a dead peer is no long wait.
+pub fn quick_send(host: &Host) -> SendOptions {
+    let mut options = SendOptions::new(host.source_records());
+    options.patience = Duration::from_millis(1500);
+    options.setup_timeout = Duration::from_millis(1500);
+    options.settle_timeout = Duration::from_millis(400);
+    options.connect_timeout = Duration::from_secs(2);
+    options.ask_every = Duration::from_millis(50);
+    options
+}
+
+/// The number of the message with this name.
+pub fn tag(name: &str) -> u16 {
+    (1..=64).find(|n| Tag::from_number(*n).is_some_and(|t| t.name() == name)).unwrap()
+}
+
+/// Waits until something holds.
+pub fn within(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+    let until = Instant::now() + limit;
+    while !holds() {
+        assert!(Instant::now() < until, "not within {limit:?}: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

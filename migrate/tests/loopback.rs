@@ -1,0 +1,122 @@
+//! Whole migrations over loopback sockets, between guests that check their own memory.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use checkpoint::testing::{MemoryConfig, MemoryGuest};
+use checkpoint::{Guest, RunState};
+use common::{Host, Plan, Proxy, quick_send, tag, within};
+use migrate::{Phase, SendControl, SendStatus, TimeoutStrategy, send};
+
+#[test]
+fn twenty_migrations_in_a_row_while_the_guest_writes() {
+    let host = Host::new();
+    let mut guest = host.start(MemoryConfig::small());
+    let mut writes = 0;
+    for round in 0..20 {
+        let there = host.receiver(&guest);
+        let report = send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+        let arrived = there.guest();
+        assert_eq!(guest.run_state(), RunState::Stopped, "round {round}");
+        assert_eq!(arrived.guest.run_state(), RunState::Running, "round {round}");
+        assert_eq!(report.status, SendStatus::Completed);
+        assert_eq!(report.vm_id, guest.vm_id());
+        assert!(report.passes.len() >= 2 && report.downtime_ms > 0.0, "{report:?}");
+        let frames: u64 = report.passes.iter().map(|p| p.frames).sum();
+        assert_eq!(frames, report.normal_frames + report.zero_frames);
+        assert_eq!(arrived.report.normal_frames, report.normal_frames);
+        arrived.guest.verify().unwrap();
+        guest = arrived.guest;
+        assert!(guest.writes() > writes, "round {round}: it writes on");
+        writes = guest.writes();
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    guest.pause().unwrap();
+    guest.verify().unwrap();
+    assert_eq!(host.drive.most_running(), 1, "I7");
+    within(Duration::from_secs(2), "every record is removed", || host.records_left().is_empty());
+}
+
+#[test]
+fn a_paused_guest_stays_paused() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    guest.pause().unwrap();
+    let writes = guest.writes();
+    let there = host.receiver(&guest);
+    let report = send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+    assert_eq!(report.passes.len(), 2, "memory, and a last pass with nothing in it");
+    let arrived = there.guest();
+    assert_eq!(arrived.guest.run_state(), RunState::Paused);
+    assert!(!arrived.report.running);
+    assert_eq!(arrived.guest.writes(), writes);
+    arrived.guest.verify().unwrap();
+    arrived.guest.resume().unwrap();
+}
+
+#[test]
+fn a_guest_that_outruns_the_link_is_given_up_or_paused_as_asked() {
+    let host = Host::new();
+    let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
+    let guest = host.start(config);
+    let mut options = quick_send(&host);
+    options.downtime = Duration::ZERO;
+    options.max_passes = 4;
+    // However busy the host, the guest gets to write during each pass.
+    let slow = |to: &str| {
+        let nap = || std::thread::sleep(Duration::from_millis(20));
+        Proxy::start(to, Plan::default().before_from_source(tag("PASS_END"), nap))
+    };
+    let there = host.receiver(&guest);
+    let proxy = slow(&there.to);
+    let error = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap_err();
+    assert_eq!(error.phase, Phase::Precopy);
+    assert!(error.to_string().contains("outruns the link"), "{error}");
+    assert!(error.to_string().ends_with("the guest goes on here"), "{error}");
+    assert_eq!(guest.run_state(), RunState::Running);
+    let refusal = there.error().to_string();
+    assert!(refusal.contains("outruns the link"), "the destination hears why: {refusal}");
+
+    options.timeout_strategy = TimeoutStrategy::Switchover;
+    let there = host.receiver(&guest);
+    let proxy = slow(&there.to);
+    let report = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap();
+    assert_eq!(report.passes.len(), 5);
+    assert!(report.converged.contains("outruns the link"), "{}", report.converged);
+    there.guest().guest.verify().unwrap();
+    assert_eq!(host.drive.most_running(), 1, "I7");
+}
+
+#[test]
+fn guests_of_trait_objects_move_too() {
+    let host = Host::new();
+    let concrete = host.start(MemoryConfig::still());
+    let guest: Arc<dyn Guest> = concrete.clone();
+    let there = host.receiver(&concrete);
+    send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
+    there.guest().guest.verify().unwrap();
+}
+
+#[test]
+fn zero_frames_arrive_as_zeros_also_over_older_content() {
+    use dirty_tracker::PAGE_SIZE;
+    use vm_memory::{Bytes, GuestAddress};
+    let host = Host::new();
+    let guest = MemoryGuest::new(checkpoint::VmId::random(), MemoryConfig::still()).unwrap();
+    let at = GuestAddress(5 * PAGE_SIZE);
+    guest.ram().write_slice(&[7; PAGE_SIZE as usize], at).unwrap();
+    // Zeroed after pass 0 has sent its content.
+    let zeroed = guest.clone();
+    let zero = move || zeroed.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap();
+    let there = host.receiver(&guest);
+    let plan = Plan::default().before_from_source(tag("PASS_END"), zero);
+    let proxy = Proxy::start(&there.to, plan);
+    let report = send(&*guest, &proxy.to, &quick_send(&host), &SendControl::new()).unwrap();
+    assert_eq!((report.normal_frames, report.zero_frames), (1, 1), "{report:?}");
+    let arrived = there.guest();
+    let mut page = [1; PAGE_SIZE as usize];
+    arrived.guest.ram().read_slice(&mut page, at).unwrap();
+    assert_eq!(page, [0; PAGE_SIZE as usize]);
+}
