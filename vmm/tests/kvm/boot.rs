@@ -102,7 +102,7 @@ fn files_that_cannot_boot_are_refused_in_a_sentence() {
         " is a damaged ELF file: a segment ends past the last address",
     );
     says(
-        &Elf { entry: 0, notes: note(b"Xen\0", 18, &[0; 4]), ..good.clone() }.bytes(),
+        &Elf { notes: note(b"Xen\0", 18, &[0; 4]), ..good.clone() }.bytes(),
         " is a damaged ELF file: its PVH entry 0x0 lies in no segment",
     );
     let cut = &good.bytes()[..100];

@@ -111,7 +111,7 @@ fn the_smallest_ring_loses_nothing() {
     machine.collect().unwrap();
     subscription.drain().commit();
     let changed = check_epochs(&machine, subscription, 20, Duration::from_millis(30));
-    assert!(changed > 20_000, "only {changed} frames changed");
+    assert!(changed > 5_000, "only {changed} frames changed");
     assert!(machine.info().vcpu.iter().any(|v| v.ring_full_exits > 0));
     machine.resume().unwrap();
     console.wait_for_reports(2, 1);
@@ -187,7 +187,9 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
         for _ in 0..3 {
             let subscription = machine.subscribe("test").unwrap();
             let end = Instant::now() + LONG;
-            while machine.collect().unwrap().frames < 1000 {
+            let mut frames = 0;
+            while frames < 1000 {
+                frames += machine.collect().unwrap().frames;
                 assert!(Instant::now() < end, "subscribed, and nothing is dirty");
             }
             drop(subscription);
