@@ -173,8 +173,8 @@ mod tests {
         assert_eq!(slots[0], Slot { id: SlotId(0), base: Gfn(0), frames: 0xc0000 });
         assert_eq!(slots[1], Slot { id: SlotId(1), base: Gfn(0x100000), frames: 0x80000 });
         assert_eq!(layout(3 << 30).unwrap().slots().len(), 1);
-        assert!(layout(64 << 20 | 1).is_err());
-        assert!(layout(u64::MAX & !0xfff).is_err());
+        assert!(layout((64 << 20) | 1).is_err());
+        assert!(layout(!0xfff).is_err());
     }
 
     #[test]

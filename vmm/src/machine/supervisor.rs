@@ -249,7 +249,7 @@ impl Supervisor {
         }
         let mut vcpus = Vec::new();
         for saved in waiting {
-            vcpus.push(saved.recv().map_err(|_| gone())??);
+            vcpus.push(*saved.recv().map_err(|_| gone())??);
         }
         state::encode(&Saved {
             vm: state::save_vm(&self.vm, &self.context)?,
@@ -270,7 +270,7 @@ impl Supervisor {
         let mut waiting = Vec::new();
         for (vcpu, state) in self.vcpus.iter().zip(saved.vcpus) {
             let (reply, restored) = mpsc::channel();
-            vcpu.tell(Command::Restore(state, Adjust { clock }, reply));
+            vcpu.tell(Command::Restore(Box::new(state), Adjust { clock }, reply));
             waiting.push(restored);
         }
         for restored in waiting {
