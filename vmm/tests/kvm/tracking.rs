@@ -12,7 +12,7 @@ use vmm::machine::Machine;
 use vmm::testing::kvm_or_skip;
 use vmm::vm::Vm;
 
-use crate::elf::{CODE_AT, Elf};
+use crate::elf::Elf;
 use crate::harness::*;
 
 fn memory(machine: &Machine) -> Vec<u8> {
@@ -142,14 +142,21 @@ fn code_in_ring_0_that_overruns_its_ring_loses_nothing() {
     for ring_entries in [ring_entries, 4 * ring_entries] {
         let machine = launch(MachineConfig { ring_entries, ..config.clone() }, &Console::new());
         let subscription = machine.subscribe("test").unwrap();
-        let changed = check_epochs(&machine, subscription, 40, Duration::from_millis(10));
-        assert!(changed > 10_000, "only {changed} frames changed in rings of {ring_entries}");
+        let changed = check_epochs(&machine, subscription, 15, Duration::from_millis(10));
+        assert!(changed > 3_000, "only {changed} frames changed in rings of {ring_entries}");
         let info = machine.info();
         let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);
         println!("rings of {ring_entries}: {full} ring-full exits, {lost} overruns");
         assert!(full > 0);
+        // Nobody subscribes any more; a ring that is still full must not hold the guest up.
+        machine.resume().unwrap();
+        let counter = || machine.ram().read_obj::<u32>(GuestAddress(16 * MIB)).unwrap();
+        let (start, end) = (counter(), Instant::now() + LONG);
+        while counter() < start + 3 {
+            assert!(Instant::now() < end, "the guest stands still at {start}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
-    assert_eq!(u64::from(CODE_AT), 1 << 20);
 }
 
 #[test]
