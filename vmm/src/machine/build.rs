@@ -36,8 +36,11 @@ impl Machine {
         Self::build(VmId::random(), config, host, true)
     }
 
-    /// A machine with zeroed memory, for a state to be put into.
-    pub(super) fn empty(
+    /// A machine with zeroed memory, for a state to be put into: what [`MachineFactory`] builds,
+    /// with an error that tells a lacking host from other failures.
+    ///
+    /// [`MachineFactory`]: super::MachineFactory
+    pub fn empty(
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
@@ -162,6 +165,13 @@ fn create_vcpus(
         });
     }
     let supported = supported_cpuid(kvm)?;
+    let bits = cpuid::address_bits(supported.as_slice());
+    if vm.memory().layout().slots().any(|s| s.run().end().gpa() > 1 << bits) {
+        return Err(MachineError::HostLacks {
+            what: format!("guest addresses for {} bytes of memory", config.mem_bytes),
+            why: format!("its processors have {bits} bits of physical address"),
+        });
+    }
     let tsc_deadline = capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER);
     let mut vcpus = Vec::new();
     for id in 0..config.vcpus {
@@ -252,6 +262,7 @@ fn start_vcpus(
             commands,
             inbox: inbox.clone(),
             peers: peer(id),
+            stands_since: None,
             _vm: vm.clone(),
         };
         let thread = std::thread::Builder::new().name(format!("vcpu{id}"));

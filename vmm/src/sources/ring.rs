@@ -48,17 +48,20 @@ impl RingSource {
         let count = if expected == 0 { Ok(0) } else { self.vm.reset_dirty_rings() };
         let count = count.map_err(|cause| SourceError { what: "KVM_RESET_DIRTY_RINGS", cause })?;
         let mut readable = harvest.reprotected(count);
-        if !readable.is_trusted() && self.logging {
-            tracing::warn!(
-                overruns = readable.overruns(),
-                harvested = expected,
-                reprotected = count,
-                "a dirty ring lost entries: all memory counts as dirty for this epoch"
-            );
-            // What was lost is still writable: only switching logging anew protects it.
-            let anew = self.vm.set_dirty_logging(false);
-            anew.and_then(|()| self.vm.set_dirty_logging(true))
-                .map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })?;
+        if !readable.is_trusted() {
+            if self.logging {
+                tracing::warn!(
+                    overruns = readable.overruns(),
+                    harvested = expected,
+                    reprotected = count,
+                    "a dirty ring lost entries: all memory counts as dirty for this epoch"
+                );
+                // What was lost is still writable: only switching logging anew protects it.
+                let anew = self.vm.set_dirty_logging(false);
+                anew.and_then(|()| self.vm.set_dirty_logging(true))
+                    .map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })?;
+            }
+            // While logging is off this holds too: switching it on is what protects all memory.
             readable = readable.all_reprotected();
         }
         let reprotect_ns = lap(&mut at);

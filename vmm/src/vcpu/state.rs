@@ -10,7 +10,7 @@ use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{Vcpu, cpuid};
+use super::{Peers, Vcpu, cpuid};
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 
 const MSR_TSC: u32 = 0x10;
@@ -102,7 +102,7 @@ fn got<T, E: Into<std::io::Error>>(what: &'static str, r: Result<T, E>) -> Resul
     r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
 }
 
-impl<P> Vcpu<P> {
+impl<P: Peers> Vcpu<P> {
     /// The whole state. The order matters where noted.
     pub(super) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
         let (fd, ctx) = (&self.fd, &self.context);

@@ -102,7 +102,7 @@ fn files_that_cannot_boot_are_refused_in_a_sentence() {
         " is a damaged ELF file: a segment ends past the last address",
     );
     says(
-        &Elf { entry: 0, notes: note(b"Xen\0", 18, &[0; 4]), ..good.clone() }.bytes(),
+        &Elf { notes: note(b"Xen\0", 18, &[0; 4]), ..good.clone() }.bytes(),
         " is a damaged ELF file: its PVH entry 0x0 lies in no segment",
     );
     let cut = &good.bytes()[..100];
@@ -173,4 +173,30 @@ fn how_a_guest_ends_is_told_apart() {
     // lidt [an empty table]; ud2
     let crash = end(&[0x0f, 0x01, 0x1d, 0x00, 0x00, 0x20, 0x00, 0x0f, 0x0b]);
     assert_eq!(crash, EndReason::Crashed("vCPU 0: triple fault".to_owned()));
+}
+
+/// Enables COM1's transmitter interrupt, sends "x", and says whether the interrupt controller has
+/// interrupt 4 requested: "x1".
+fn asks_for_an_interrupt() -> Vec<u8> {
+    let mut code = vec![0x66, 0xba, 0xf9, 0x03, 0xb0, 0x02, 0xee]; // out 0x3f9, 2
+    code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee]); // out 0x3f8, 'x'
+    code.extend([0xb0, 0x0a, 0xe6, 0x20, 0xe4, 0x20]); // out 0x20, 0x0a; in al, 0x20
+    code.extend([0xc0, 0xe8, 0x04, 0x24, 0x01, 0x04, b'0', 0xee]); // shr 4; and 1; add '0'; out
+    code.extend([0xb0, 0xfe, 0xe6, 0x64, 0xeb, 0xfe]); // reset
+    code
+}
+
+#[test]
+fn the_serial_port_raises_its_interrupt_before_the_next_instruction() {
+    if !kvm_or_skip("the_serial_port_raises_its_interrupt_before_the_next_instruction") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let console = Console::new();
+    let elf = Elf::new(&asks_for_an_interrupt()).bytes();
+    let machine = launch(kernel(&elf, &dir), &console);
+    machine.resume().unwrap();
+    assert_eq!(machine.wait_end(Some(LONG)), Some(EndReason::Reset));
+    drop(machine);
+    assert_eq!(console.text(), "x1");
 }

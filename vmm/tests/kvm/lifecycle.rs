@@ -82,10 +82,11 @@ fn nothing_is_left_of_fifty_machines() {
     }
     let host = HostConfig { serial: SerialSink::Null };
     let one = |i: u32| {
-        let tracking = if i % 2 == 0 { TrackingMode::DirtyRing } else { TrackingMode::DirtyBitmap };
+        let tracking =
+            if i.is_multiple_of(2) { TrackingMode::DirtyRing } else { TrackingMode::DirtyBitmap };
         let config = MachineConfig { vcpus: 2, tracking, ..payload("payload,ws=1M") };
         let machine = Machine::launch(config, &host).unwrap();
-        if i % 3 > 0 {
+        if !i.is_multiple_of(3) {
             let _subscription = machine.subscribe("test").unwrap();
             machine.resume().unwrap();
         }

@@ -12,7 +12,7 @@ use vmm::machine::Machine;
 use vmm::testing::kvm_or_skip;
 use vmm::vm::Vm;
 
-use crate::elf::{CODE_AT, Elf};
+use crate::elf::Elf;
 use crate::harness::*;
 
 fn memory(machine: &Machine) -> Vec<u8> {
@@ -111,7 +111,7 @@ fn the_smallest_ring_loses_nothing() {
     machine.collect().unwrap();
     subscription.drain().commit();
     let changed = check_epochs(&machine, subscription, 20, Duration::from_millis(30));
-    assert!(changed > 20_000, "only {changed} frames changed");
+    assert!(changed > 5_000, "only {changed} frames changed");
     assert!(machine.info().vcpu.iter().any(|v| v.ring_full_exits > 0));
     machine.resume().unwrap();
     console.wait_for_reports(2, 1);
@@ -142,14 +142,21 @@ fn code_in_ring_0_that_overruns_its_ring_loses_nothing() {
     for ring_entries in [ring_entries, 4 * ring_entries] {
         let machine = launch(MachineConfig { ring_entries, ..config.clone() }, &Console::new());
         let subscription = machine.subscribe("test").unwrap();
-        let changed = check_epochs(&machine, subscription, 40, Duration::from_millis(10));
-        assert!(changed > 10_000, "only {changed} frames changed in rings of {ring_entries}");
+        let changed = check_epochs(&machine, subscription, 15, Duration::from_millis(10));
+        assert!(changed > 3_000, "only {changed} frames changed in rings of {ring_entries}");
         let info = machine.info();
         let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);
         println!("rings of {ring_entries}: {full} ring-full exits, {lost} overruns");
         assert!(full > 0);
+        // Nobody subscribes any more; a ring that is still full must not hold the guest up.
+        machine.resume().unwrap();
+        let counter = || machine.ram().read_obj::<u32>(GuestAddress(16 * MIB)).unwrap();
+        let (start, end) = (counter(), Instant::now() + LONG);
+        while counter() < start + 3 {
+            assert!(Instant::now() < end, "the guest stands still at {start}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
-    assert_eq!(u64::from(CODE_AT), 1 << 20);
 }
 
 #[test]
@@ -187,7 +194,9 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
         for _ in 0..3 {
             let subscription = machine.subscribe("test").unwrap();
             let end = Instant::now() + LONG;
-            while machine.collect().unwrap().frames < 1000 {
+            let mut frames = 0;
+            while frames < 1000 {
+                frames += machine.collect().unwrap().frames;
                 assert!(Instant::now() < end, "subscribed, and nothing is dirty");
             }
             drop(subscription);
