@@ -75,7 +75,8 @@ pub enum Cause {
 /// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "epoch {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}, and what changed will be in the next epoch"
+    "epoch {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}{}",
+    next_has_it(*guest)
 )]
 pub struct CheckpointError {
     /// The number that it would have had.
@@ -86,6 +87,11 @@ pub struct CheckpointError {
     pub guest: RunState,
     /// Why it failed.
     pub cause: Cause,
+}
+
+fn next_has_it(guest: RunState) -> &'static str {
+    // A guest that has ended has no next epoch.
+    if guest == RunState::Stopped { "" } else { ", and what changed will be in the next epoch" }
 }
 
 /// One stored epoch. Serialized it is a line of `checkpoint --json`.

@@ -58,6 +58,47 @@ fn every_epoch_of_a_busy_guest_restores_and_the_guest_runs_on() {
 }
 
 #[test]
+fn fifty_restores_in_a_row_each_from_the_guest_restored_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = busy();
+    let mut writes = 0;
+    for _ in 0..50 {
+        while guest.writes() < writes + 100 {
+            std::thread::yield_now();
+        }
+        writes = guest.writes();
+        let store = Store::create_or_open(dir.path()).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        checkpointer.take().unwrap();
+        let last = checkpointer.take().unwrap().epoch;
+        guest.stop("its host is lost");
+        let report;
+        (guest, report) = restored(dir.path(), None);
+        assert_eq!(report.epoch, last);
+        guest.verify().unwrap();
+        guest.acquire().unwrap();
+        guest.resume().unwrap();
+    }
+}
+
+#[test]
+fn a_guest_that_has_ended_is_refused_and_one_that_is_paused_stays_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    guest.pause().unwrap();
+    checkpointer.take().unwrap();
+    assert_eq!(guest.run_state(), RunState::Paused);
+    restored(dir.path(), None).0.verify().unwrap();
+    guest.stop("test");
+    let e = checkpointer.take().unwrap_err().to_string();
+    let expected = "epoch 2 is not stored: pausing the guest failed: cannot pause a guest that is \
+                    stopped; the guest is stopped";
+    assert_eq!(e, expected);
+}
+
+#[test]
 fn a_small_staging_area_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
