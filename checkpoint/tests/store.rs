@@ -137,7 +137,9 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
             }
             guest.faults().fail_next(op, 1);
             let e = checkpointer.take().unwrap_err();
-            assert_eq!(e.phase, phase, "{e}");
+            // A full epoch collects before the pause already.
+            let early = full && op == Op::Collect;
+            assert_eq!(e.phase, if early { Phase::CopyLive } else { phase }, "{e}");
             // Resume failed once, in the pause; the second try, on the way out, worked or was not made.
             let expected = if op == Op::Resume { RunState::Paused } else { RunState::Running };
             assert_eq!(e.guest, expected, "{e}");
