@@ -6,7 +6,7 @@ use std::time::Duration;
 use checkpoint::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
 use dirty_tracker::{FrameRun, TrackingMode};
 use vm_memory::{Bytes, GuestAddress};
-use vmm::config::MachineConfig;
+use vmm::config::{DEFAULT_RING_ENTRIES, MachineConfig};
 use vmm::machine::{Machine, MachineFactory};
 use vmm::testing::kvm_or_skip;
 use vmm::vm::Vm;
@@ -53,11 +53,18 @@ fn a_guest_goes_on_in_another_machine_while_it_writes() {
     if !kvm_or_skip("a_guest_goes_on_in_another_machine_while_it_writes") {
         return;
     }
-    for tracking in [TrackingMode::DirtyRing, TrackingMode::DirtyBitmap] {
-        for (vcpus, rate) in [(1, "320M"), (2, "max")] {
+    let smallest = smallest_ring(&payload("payload"));
+    for (tracking, ring_entries) in [
+        (TrackingMode::DirtyRing, DEFAULT_RING_ENTRIES),
+        (TrackingMode::DirtyRing, smallest),
+        (TrackingMode::DirtyBitmap, DEFAULT_RING_ENTRIES),
+    ] {
+        // Rings that are overrun, where ring 0 is emulated; whole loops of the guest, everywhere.
+        let ring = if ring_entries == smallest { 0 } else { 3 };
+        for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "16M", "max")] {
             let console = Console::new();
-            let spec = format!("payload,ws=16M,rate={rate},pattern=random");
-            let config = MachineConfig { vcpus, tracking, ..payload(&spec) };
+            let spec = format!("payload,ws={ws},rate={rate},pattern=random,ring={ring}");
+            let config = MachineConfig { vcpus, tracking, ring_entries, ..payload(&spec) };
             let mut machine = launch(config, &console);
             machine.resume().unwrap();
             console.wait_for("start", |text| text.contains("payload ready"));
