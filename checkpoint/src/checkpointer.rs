@@ -14,6 +14,8 @@ use crate::{Guest, GuestError, Paused, RunState, Section};
 
 /// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
 const LIVE_FRAMES: u64 = 256;
+/// How often a full epoch goes over what changed under its copy before it pauses the guest.
+const LIVE_PASSES: usize = 4;
 
 /// The steps of an epoch, for logs and errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -75,7 +77,8 @@ pub enum Cause {
 /// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "epoch {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}, and what changed will be in the next epoch"
+    "epoch {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}{}",
+    next_has_it(*guest)
 )]
 pub struct CheckpointError {
     /// The number that it would have had.
@@ -88,12 +91,17 @@ pub struct CheckpointError {
     pub cause: Cause,
 }
 
+fn next_has_it(guest: RunState) -> &'static str {
+    // A guest that has ended has no next epoch.
+    if guest == RunState::Stopped { "" } else { ", and what changed will be in the next epoch" }
+}
+
 /// One stored epoch. Serialized it is a line of `checkpoint --json`.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct EpochReport {
     /// Its number.
     pub epoch: u64,
-    /// Frames in it; in a full epoch those that changed during the copy count twice.
+    /// Frames in it; in a full epoch those that changed under the copy count again.
     pub frames: u64,
     /// From the request to pause until the guest had been resumed, in microseconds.
     pub pause_us: u64,
@@ -203,7 +211,8 @@ impl Checkpointer {
     /// The guest stands still while what changed is copied and its state is saved; the copy is
     /// written behind the running guest. Frames beyond the staging area's size are written in the
     /// pause, which is then as slow as the disk's cache; the area has grown, within its limit, by
-    /// the next epoch. A full epoch first copies populated memory while the guest runs.
+    /// the next epoch. A full epoch first copies populated memory while the guest runs, and, a few
+    /// times, what changed meanwhile.
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
         let epoch = self.next;
         // Never used again, whether it is stored or not: a crash may bring back a failed one.
@@ -233,17 +242,21 @@ impl Checkpointer {
         if full {
             let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
             *chain = Some(Chain { subscription, parent: None });
-            step(Phase::CopyLive, || copy_live(guest, staging, &mut file))?;
         }
         let Some(chain) = chain else {
             return Err((Phase::Subscribe, GuestError::NotTracked.into()));
         };
+        let mut copied = Vec::new();
+        if full {
+            let subscription = &mut chain.subscription;
+            copied = step(Phase::CopyLive, || copy_live(guest, staging, &mut file, subscription))?;
+        }
         let held = hold(guest, staging, &mut file, &mut chain.subscription)?;
         let resumed = Instant::now();
         let frames = held.changed.frames();
         step(Phase::Write, || write_behind(&held, staging, &mut file))?;
         let Published { link, frames: stored, bytes } = step(Phase::Publish, || file.publish())?;
-        held.changed.commit();
+        copied.into_iter().chain([held.changed]).for_each(Epoch::commit);
         chain.parent = Some(link);
         let write_ms = (resumed.elapsed().as_micros() as f64) / 1000.0;
         if frames > staging.frames() {
@@ -273,21 +286,49 @@ fn step<T, E: Into<Cause>>(
     result
 }
 
-/// Copies all populated memory into the file while the guest runs. What it writes meanwhile is in
-/// the subscription, and is appended later, so that it wins.
+/// Copies all populated memory into the file while the guest runs, then what was written meanwhile,
+/// for as long as that gets less. What is left then is appended after the pause, so that it wins.
+/// Returns the epochs that went into the file: nothing in them is safe until the file is.
 fn copy_live(
     guest: &dyn Guest,
     staging: &mut Staging,
     file: &mut EpochWriter<'_>,
-) -> Result<(), Cause> {
+    subscription: &mut Subscription,
+) -> Result<Vec<Epoch>, Cause> {
     let populated = guest.populated()?;
-    let frames: u64 = populated.iter().map(|run| run.count).sum();
-    let at_once = LIVE_FRAMES.min(staging.frames());
-    for batch in batches(&populated, at_once) {
-        let contents = staging.copy(guest.ram(), batch.iter().copied())?;
-        file.frames(batch.iter().copied(), contents, true)?;
+    copy_running(guest, staging, file, &populated, true)?;
+    let mut before = populated.iter().map(|run| run.count).sum::<u64>();
+    tracing::debug!(frames = before, "copied while the guest ran");
+    let mut passes = Vec::new();
+    while passes.len() < LIVE_PASSES {
+        guest.collect()?;
+        let changed = subscription.drain();
+        let frames = changed.frames();
+        let runs: Vec<FrameRun> = changed.runs().collect();
+        copy_running(guest, staging, file, &runs, false)?;
+        tracing::debug!(frames, "copied again while the guest ran");
+        passes.push(changed);
+        if frames <= LIVE_FRAMES || frames > before / 4 * 3 {
+            break;
+        }
+        before = frames;
     }
-    tracing::debug!(frames, "copied while the guest ran");
+    Ok(passes)
+}
+
+/// Copies frames of a running guest into the file, a little at a time.
+fn copy_running(
+    guest: &dyn Guest,
+    staging: &mut Staging,
+    file: &mut EpochWriter<'_>,
+    runs: &[FrameRun],
+    forget_zeros: bool,
+) -> Result<(), Cause> {
+    let at_once = LIVE_FRAMES.min(staging.frames());
+    for batch in batches(runs, at_once) {
+        let contents = staging.copy(guest.ram(), batch.iter().copied())?;
+        file.frames(batch.iter().copied(), contents, forget_zeros)?;
+    }
     Ok(())
 }
 

@@ -173,6 +173,9 @@ pub trait GuestFactory: Send + Sync {
 
 /// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves
 /// a guest standing; only [`keep_paused`](Self::keep_paused) ends the hold without that.
+///
+/// Holds of one guest do not nest: the one that began first resumes it, whoever else holds it still.
+/// Whoever checkpoints and migrates one guest keeps the two pauses apart.
 #[must_use = "dropping this resumes the guest"]
 pub struct Paused<'g, G: Guest + ?Sized> {
     guest: &'g G,

@@ -58,6 +58,47 @@ fn every_epoch_of_a_busy_guest_restores_and_the_guest_runs_on() {
 }
 
 #[test]
+fn fifty_restores_in_a_row_each_from_the_guest_restored_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = busy();
+    let mut writes = 0;
+    for _ in 0..50 {
+        while guest.writes() < writes + 100 {
+            std::thread::yield_now();
+        }
+        writes = guest.writes();
+        let store = Store::create_or_open(dir.path()).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        checkpointer.take().unwrap();
+        let last = checkpointer.take().unwrap().epoch;
+        guest.stop("its host is lost");
+        let report;
+        (guest, report) = restored(dir.path(), None);
+        assert_eq!(report.epoch, last);
+        guest.verify().unwrap();
+        guest.acquire().unwrap();
+        guest.resume().unwrap();
+    }
+}
+
+#[test]
+fn a_guest_that_has_ended_is_refused_and_one_that_is_paused_stays_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    guest.pause().unwrap();
+    checkpointer.take().unwrap();
+    assert_eq!(guest.run_state(), RunState::Paused);
+    restored(dir.path(), None).0.verify().unwrap();
+    guest.stop("test");
+    let e = checkpointer.take().unwrap_err().to_string();
+    let expected = "epoch 2 is not stored: pausing the guest failed: cannot pause a guest that is \
+                    stopped; the guest is stopped";
+    assert_eq!(e, expected);
+}
+
+#[test]
 fn a_small_staging_area_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();
@@ -96,7 +137,9 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
             }
             guest.faults().fail_next(op, 1);
             let e = checkpointer.take().unwrap_err();
-            assert_eq!(e.phase, phase, "{e}");
+            // A full epoch collects before the pause already.
+            let early = full && op == Op::Collect;
+            assert_eq!(e.phase, if early { Phase::CopyLive } else { phase }, "{e}");
             // Resume failed once, in the pause; the second try, on the way out, worked or was not made.
             let expected = if op == Op::Resume { RunState::Paused } else { RunState::Running };
             assert_eq!(e.guest, expected, "{e}");
