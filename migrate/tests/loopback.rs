@@ -16,7 +16,7 @@ fn twenty_migrations_in_a_row_while_the_guest_writes() {
     let mut guest = host.start(MemoryConfig::small());
     let mut writes = 0;
     for round in 0..20 {
-        let there = host.receiver(&guest);
+        let there = host.receiver();
         let report = send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
         let arrived = there.guest();
         assert_eq!(guest.run_state(), RunState::Stopped, "round {round}");
@@ -45,7 +45,7 @@ fn a_paused_guest_stays_paused() {
     let guest = host.start(MemoryConfig::small());
     guest.pause().unwrap();
     let writes = guest.writes();
-    let there = host.receiver(&guest);
+    let there = host.receiver();
     let report = send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
     assert_eq!(report.passes.len(), 2, "memory, and a last pass with nothing in it");
     let arrived = there.guest();
@@ -69,7 +69,7 @@ fn a_guest_that_outruns_the_link_is_given_up_or_paused_as_asked() {
         let nap = || std::thread::sleep(Duration::from_millis(20));
         Proxy::start(to, Plan::default().before_from_source(tag("PASS_END"), nap))
     };
-    let there = host.receiver(&guest);
+    let there = host.receiver();
     let proxy = slow(&there.to);
     let error = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap_err();
     assert_eq!(error.phase, Phase::Precopy);
@@ -80,7 +80,7 @@ fn a_guest_that_outruns_the_link_is_given_up_or_paused_as_asked() {
     assert!(refusal.contains("outruns the link"), "the destination hears why: {refusal}");
 
     options.timeout_strategy = TimeoutStrategy::Switchover;
-    let there = host.receiver(&guest);
+    let there = host.receiver();
     let proxy = slow(&there.to);
     let report = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap();
     assert_eq!(report.passes.len(), 5);
@@ -94,7 +94,7 @@ fn guests_of_trait_objects_move_too() {
     let host = Host::new();
     let concrete = host.start(MemoryConfig::still());
     let guest: Arc<dyn Guest> = concrete.clone();
-    let there = host.receiver(&concrete);
+    let there = host.receiver();
     send(&*guest, &there.to, &quick_send(&host), &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
 }
@@ -110,7 +110,7 @@ fn zero_frames_arrive_as_zeros_also_over_older_content() {
     // Zeroed after pass 0 has sent its content.
     let zeroed = guest.clone();
     let zero = move || zeroed.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap();
-    let there = host.receiver(&guest);
+    let there = host.receiver();
     let plan = Plan::default().before_from_source(tag("PASS_END"), zero);
     let proxy = Proxy::start(&there.to, plan);
     let report = send(&*guest, &proxy.to, &quick_send(&host), &SendControl::new()).unwrap();

@@ -19,7 +19,7 @@ use super::ledger::Ledger;
 use crate::control::{ReceiveControl, Stop};
 use crate::error::WireError;
 use crate::link::{Link, SLICE};
-use crate::message::{FEATURES, Message, Purpose, Tag, Token};
+use crate::message::{FEATURES, Message, Purpose, Tag, Token, Verdict};
 use crate::wire::{Wire, unexpected};
 
 /// Callers heard at once; more are turned away without a word.
@@ -195,6 +195,10 @@ impl Porter {
                 let verdict = self.ledger.answer(token, site);
                 tracing::info!(%token, ?verdict, peer = wire.stream().peer(), "asked");
                 wire.send(&Message::Answer { token, verdict })?;
+                // Only now: whoever waits for this may close the door at once.
+                if verdict == Verdict::Discarded {
+                    self.ledger.told(token);
+                }
                 Ok(None)
             }
             Purpose::Serve => Err(WireError::Malformed {

@@ -108,11 +108,7 @@ impl Ledger {
         let mut seat = self.lock();
         if let Some(session) = seat.session.as_mut().filter(|s| s.token == token) {
             session.advance(&self.records, DestinationEvent::Asked);
-            let verdict = session.state.verdict();
-            session.told |= verdict == Verdict::Discarded;
-            drop(seat);
-            self.changed.notify_all();
-            return verdict;
+            return session.state.verdict();
         }
         drop(seat);
         if site != self.records.site() {
@@ -126,6 +122,14 @@ impl Ledger {
                 Verdict::Undecided
             }
         }
+    }
+
+    /// The answer that the guest was discarded is on its way: nobody needs to stay for another.
+    pub(super) fn told(&self, token: Token) {
+        if let Some(session) = self.lock().session.as_mut().filter(|s| s.token == token) {
+            session.told = true;
+        }
+        self.changed.notify_all();
     }
 
     /// The source has ended its guest and will not ask again.

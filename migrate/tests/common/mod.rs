@@ -12,9 +12,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Guest, GuestFactory};
-use migrate::{ReceiveControl, ReceiveError, ReceiveOptions, Received, SendOptions, Tag, receive};
-pub use proxy::{Cut, Plan, Proxy};
+use checkpoint::{Guest, GuestFactory, RunState};
+use migrate::{
+    GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, SendControl,
+    SendError, SendOptions, SendReport, Tag, receive, send,
+};
+pub use proxy::{At, Cut, Plan, Proxy};
 
 /// One world: a drive that only one guest may hold, records of both sides in one temporary folder.
 pub struct Host {
@@ -71,7 +74,7 @@ impl Host {
         options
     }
 
-    pub fn receiver(&self, _for: &MemoryGuest) -> Receiver {
+    pub fn receiver(&self) -> Receiver {
         self.receiver_with(self.receive_options())
     }
 
@@ -123,6 +126,67 @@ pub fn quick_send(host: &Host) -> SendOptions {
 /// The number of the message with this name.
 pub fn tag(name: &str) -> u16 {
     (1..=64).find(|n| Tag::from_number(*n).is_some_and(|t| t.name() == name)).unwrap()
+}
+
+/// `send` on a thread of its own, so that a hang is a failed test.
+pub struct Sender {
+    pub control: Arc<SendControl>,
+    result: std::sync::mpsc::Receiver<Result<SendReport, SendError>>,
+}
+
+impl Sender {
+    pub fn start(guest: &Arc<MemoryGuest>, to: &str, options: &SendOptions) -> Self {
+        let (tell, result) = std::sync::mpsc::channel();
+        let (guest, to, options) = (guest.clone(), to.to_owned(), options.clone());
+        let control = SendControl::new();
+        let mine = control.clone();
+        std::thread::spawn(move || tell.send(send(&*guest, &to, &options, &mine)));
+        Self { control, result }
+    }
+
+    pub fn result(self) -> Result<SendReport, SendError> {
+        let result = self.result.recv_timeout(Duration::from_secs(15));
+        result.unwrap_or_else(|_| panic!("send hangs: {:?}", self.control.progress()))
+    }
+}
+
+/// What must hold after a migration, however it went: exactly one guest runs, it is the one that
+/// both sides say, its memory is whole, and never did two run.
+pub fn exactly_one_runs(
+    host: &Host,
+    source: &Arc<MemoryGuest>,
+    sent: &Result<SendReport, SendError>,
+    there: Receiver,
+    context: &str,
+) {
+    let ended = |r: &Receiver| r.thread.is_finished();
+    match sent {
+        Ok(_) => {
+            let arrived = there.outcome().unwrap_or_else(|e| panic!("{context}: {e}"));
+            assert_eq!(source.run_state(), RunState::Stopped, "{context}");
+            assert_eq!(arrived.guest.run_state(), RunState::Running, "{context}");
+            arrived.guest.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
+        }
+        Err(e) => {
+            assert_eq!(e.guest, GuestPlace::Here, "{context}: {e}");
+            assert_eq!(source.run_state(), RunState::Running, "{context}: {e}");
+            within(Duration::from_secs(8), &format!("{context}: the receiver settles"), || {
+                ended(&there) || there.control.progress().phase == Phase::Waiting
+            });
+            if ended(&there) {
+                let outcome = there.outcome();
+                assert!(outcome.is_err(), "{context}: {e}");
+            } else {
+                // Nothing was begun: it still takes a proper source.
+                let again = Sender::start(source, &there.to, &quick_send(host)).result();
+                again.unwrap_or_else(|e| panic!("{context}: a second try: {e}"));
+                let arrived = there.outcome().unwrap_or_else(|e| panic!("{context}: {e}"));
+                arrived.guest.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
+            }
+            source.verify().unwrap_or_else(|e| panic!("{context}: {e}"));
+        }
+    }
+    assert_eq!(host.drive.most_running(), 1, "{context}: I7");
 }
 
 /// Waits until something holds.

@@ -19,26 +19,55 @@ pub enum Cut {
     Stall,
 }
 
+/// Which unit of a direction: by its number (0 is the header), or the first of a tag.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum At {
+    Unit(usize),
+    Tag(u16),
+}
+
+impl At {
+    fn is(self, unit: usize, tag: u16) -> bool {
+        match self {
+            Self::Unit(n) => n == unit,
+            Self::Tag(t) => t == tag,
+        }
+    }
+}
+
 type Act = Box<dyn FnMut() + Send>;
 
 /// What the proxy does to the first connection; later ones pass untouched.
 #[derive(Default)]
 pub struct Plan {
-    /// From the source (true) or the destination, at the n-th unit: 0 is the header.
-    cut: Option<(bool, usize, Cut)>,
+    /// From the source (true) or the destination.
+    cut: Option<(bool, At, Cut)>,
     /// Before every record of this tag from the source.
     act: Option<(u16, Act)>,
     /// Bytes changed: from the source, unit, byte within it.
     flip: Option<(bool, usize, usize)>,
+    /// Connections after the first are not forwarded.
+    only_first: bool,
+    /// Everything that the source says on the first connection.
+    record: Option<Arc<Mutex<Vec<u8>>>>,
 }
 
 impl Plan {
-    pub fn cut(from_source: bool, unit: usize, cut: Cut) -> Self {
-        Self { cut: Some((from_source, unit, cut)), ..Self::default() }
+    pub fn cut(from_source: bool, at: At, cut: Cut) -> Self {
+        Self { cut: Some((from_source, at, cut)), ..Self::default() }
     }
 
     pub fn flip(from_source: bool, unit: usize, byte: usize) -> Self {
         Self { flip: Some((from_source, unit, byte)), ..Self::default() }
+    }
+
+    /// Cuts the connection there and lets no other one through: the destination is gone.
+    pub fn cut_for_good(from_source: bool, at: At, cut: Cut) -> Self {
+        Self { only_first: true, ..Self::cut(from_source, at, cut) }
+    }
+
+    pub fn record(to: &Arc<Mutex<Vec<u8>>>) -> Self {
+        Self { record: Some(to.clone()), ..Self::default() }
     }
 
     pub fn before_from_source(mut self, tag: u16, act: impl FnMut() + Send + 'static) -> Self {
@@ -53,11 +82,17 @@ pub struct Proxy {
     /// Tags (0 for a header) that the first connection carried, per direction.
     pub from_source: Arc<Mutex<Vec<u16>>>,
     pub from_destination: Arc<Mutex<Vec<u16>>>,
+    destination: Arc<Mutex<Option<String>>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Proxy {
+    /// From now on connections go there.
+    pub fn redirect(&self, destination: &str) {
+        *self.destination.lock().unwrap() = Some(destination.to_owned());
+    }
+
     pub fn start(destination: &str, plan: Plan) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap().to_string();
@@ -65,8 +100,10 @@ impl Proxy {
         let stop = Arc::new(AtomicBool::new(false));
         let (from_source, from_destination) = (Arc::default(), Arc::default());
         let seen = [Arc::clone(&from_source), Arc::clone(&from_destination)];
-        let (destination, halt) = (destination.to_owned(), stop.clone());
+        let target = Arc::new(Mutex::new(Some(destination.to_owned())));
+        let (destination, halt) = (target.clone(), stop.clone());
         let thread = std::thread::spawn(move || {
+            let only_first = plan.only_first;
             let mut plan = Some(plan);
             let mut open: Vec<TcpStream> = Vec::new();
             while !halt.load(Ordering::SeqCst) {
@@ -75,7 +112,11 @@ impl Proxy {
                     continue;
                 };
                 near.set_nonblocking(false).unwrap();
-                let Ok(far) = TcpStream::connect(&destination) else { continue };
+                let to = destination.lock().unwrap().clone();
+                let Some(Ok(far)) = to.map(TcpStream::connect) else { continue };
+                if only_first && plan.is_some() {
+                    destination.lock().unwrap().take();
+                }
                 open.extend([near.try_clone().unwrap(), far.try_clone().unwrap()]);
                 match plan.take() {
                     Some(plan) => relay(near, far, plan, &seen),
@@ -86,7 +127,8 @@ impl Proxy {
                 let _ = stream.shutdown(Shutdown::Both);
             }
         });
-        Self { to, from_source, from_destination, stop, thread: Some(thread) }
+        let destination = target;
+        Self { to, from_source, from_destination, destination, stop, thread: Some(thread) }
     }
 }
 
@@ -101,7 +143,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
     near.set_nodelay(true).unwrap();
     far.set_nodelay(true).unwrap();
     let stalled = Arc::new(AtomicBool::new(false));
-    let Plan { cut, act, flip } = plan;
+    let Plan { cut, act, flip, record, .. } = plan;
     let mut act = act;
     for (from_source, from, to, seen) in
         [(true, &near, &far, &seen[0]), (false, &far, &near, &seen[1])]
@@ -111,8 +153,10 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
             to: to.try_clone().unwrap(),
             unit: AtomicUsize::new(0),
             cut: cut.filter(|c| c.0 == from_source).map(|c| (c.1, c.2)),
+            made: false,
             flip: flip.filter(|f| f.0 == from_source).map(|f| (f.1, f.2)),
             act: if from_source { act.take() } else { None },
+            record: record.clone().filter(|_| from_source),
             seen: seen.clone(),
             stalled: stalled.clone(),
         };
@@ -120,7 +164,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
             way.run();
             if !way.stalled.load(Ordering::SeqCst) {
                 let _ = way.to.shutdown(Shutdown::Write);
-                if way.cut.is_some_and(|c| c.0 < way.unit.load(Ordering::SeqCst) + 1) {
+                if way.made {
                     let _ = way.from.shutdown(Shutdown::Both);
                     let _ = way.to.shutdown(Shutdown::Both);
                 }
@@ -133,9 +177,12 @@ struct Way {
     from: TcpStream,
     to: TcpStream,
     unit: AtomicUsize,
-    cut: Option<(usize, Cut)>,
+    cut: Option<(At, Cut)>,
+    /// The cut was made.
+    made: bool,
     flip: Option<(usize, usize)>,
     act: Option<(u16, Act)>,
+    record: Option<Arc<Mutex<Vec<u8>>>>,
     seen: Arc<Mutex<Vec<u16>>>,
     stalled: Arc<AtomicBool>,
 }
@@ -151,13 +198,18 @@ impl Way {
             {
                 act();
             }
+            if let Some(record) = &self.record {
+                record.lock().unwrap().extend_from_slice(&bytes);
+            }
             if let Some((at, byte)) = self.flip
                 && at == unit
             {
                 let byte = byte % bytes.len();
                 bytes[byte] ^= 0x10;
             }
-            match self.cut.filter(|c| c.0 == unit).map(|c| c.1) {
+            let cut = self.cut.filter(|c| c.0.is(unit, tag)).map(|c| c.1);
+            self.made = cut.is_some();
+            match cut {
                 None => {}
                 Some(Cut::Before) => return,
                 Some(Cut::Within) => {

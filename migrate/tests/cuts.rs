@@ -1,0 +1,102 @@
+//! The connection cut before, in and after every message, in both directions, and stalled for ever:
+//! after each, exactly one guest runs and its memory is whole.
+
+mod common;
+
+use std::time::Duration;
+
+use checkpoint::testing::MemoryConfig;
+use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag};
+
+/// One pass, then the rest, so that runs are alike.
+fn options(host: &Host) -> migrate::SendOptions {
+    let mut options = quick_send(host);
+    options.downtime = Duration::from_secs(60);
+    options
+}
+
+fn config() -> MemoryConfig {
+    MemoryConfig { writes_per_s: 5_000, ..MemoryConfig::small() }
+}
+
+/// The tags that a whole migration carries: from the source, from the destination; 0 is the header.
+fn units() -> (Vec<u16>, Vec<u16>) {
+    let host = Host::new();
+    let guest = host.start(config());
+    std::thread::sleep(Duration::from_millis(30));
+    let there = host.receiver();
+    let proxy = Proxy::start(&there.to, Plan::default());
+    let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
+    exactly_one_runs(&host, &guest, &sent, there, "no cut");
+    std::thread::sleep(Duration::from_millis(50));
+    let seen = |tags: &std::sync::Mutex<Vec<u16>>| tags.lock().unwrap().clone();
+    (seen(&proxy.from_source), seen(&proxy.from_destination))
+}
+
+fn cut_everywhere(cut: Cut) {
+    let (from_source, from_destination) = units();
+    assert_eq!(from_source.last(), Some(&tag("ENDED")), "{from_source:?}");
+    assert_eq!(from_destination.last(), Some(&tag("RUNNING")), "{from_destination:?}");
+    for (source, tags) in [(true, from_source), (false, from_destination)] {
+        for (unit, tag) in tags.into_iter().enumerate() {
+            let side = if source { "source" } else { "destination" };
+            let context = format!("{cut:?} unit {unit} (tag {tag}) from the {side}");
+            println!("{context}");
+            let host = Host::new();
+            let guest = host.start(config());
+            std::thread::sleep(Duration::from_millis(10));
+            let mut receiving = host.receive_options();
+            let mut sending = options(&host);
+            if cut == Cut::Stall {
+                // Only limits end these.
+                receiving.patience = Duration::from_millis(300);
+                receiving.handshake_timeout = Duration::from_millis(300);
+                sending.patience = Duration::from_millis(300);
+                sending.setup_timeout = Duration::from_millis(300);
+                sending.connect_timeout = Duration::from_millis(300);
+            }
+            let there = host.receiver_with(receiving);
+            let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
+            let sent = Sender::start(&guest, &proxy.to, &sending).result();
+            exactly_one_runs(&host, &guest, &sent, there, &context);
+        }
+    }
+}
+
+#[test]
+fn cut_before_every_message() {
+    cut_everywhere(Cut::Before);
+}
+
+#[test]
+fn cut_in_every_message() {
+    cut_everywhere(Cut::Within);
+}
+
+#[test]
+fn cut_after_every_message() {
+    cut_everywhere(Cut::After);
+}
+
+#[test]
+fn stalled_for_ever_from_every_message_on() {
+    cut_everywhere(Cut::Stall);
+}
+
+#[test]
+fn a_flipped_bit_in_any_message_is_noticed() {
+    let (from_source, from_destination) = units();
+    for (source, tags) in [(true, from_source), (false, from_destination)] {
+        for (unit, tag) in tags.into_iter().enumerate() {
+            for byte in [13, 30] {
+                let context = format!("bit flipped in byte {byte} of unit {unit} (tag {tag})");
+                let host = Host::new();
+                let guest = host.start(config());
+                let there = host.receiver();
+                let proxy = Proxy::start(&there.to, Plan::flip(source, unit, byte));
+                let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
+                exactly_one_runs(&host, &guest, &sent, there, &context);
+            }
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! Guests, disks and operators that fail or change their minds, in every phase.
+
+mod common;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use checkpoint::testing::{MemoryConfig, Op};
+use checkpoint::{Guest, RunState};
+use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
+
+/// One pass, then the rest.
+fn options(host: &Host) -> migrate::SendOptions {
+    let mut options = quick_send(host);
+    options.downtime = Duration::from_secs(60);
+    options
+}
+
+#[test]
+fn whatever_fails_at_the_destination_the_source_runs_on() {
+    for (op, word) in [
+        (Op::Create, "building the guest"),
+        (Op::Restore, "restor"),
+        (Op::Acquire, "discarded"),
+        (Op::Resume, "discarded"),
+    ] {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        host.there.fail_next(op, 1);
+        let there = host.receiver();
+        let sent = Sender::start(&guest, &there.to, &options(&host)).result();
+        let error = sent.as_ref().unwrap_err().to_string();
+        assert!(error.contains(word), "{op:?}: {error}");
+        assert!(!host.drive.is_held() || guest.run_state() == RunState::Running, "{op:?}");
+        exactly_one_runs(&host, &guest, &sent, there, &format!("{op:?} fails there"));
+    }
+}
+
+#[test]
+fn whatever_fails_at_the_source_it_runs_on() {
+    for op in [Op::Pause, Op::Save, Op::Release, Op::Subscribe, Op::Collect, Op::Populated] {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        host.here.fail_next(op, 1);
+        let there = host.receiver();
+        let sent = Sender::start(&guest, &there.to, &options(&host)).result();
+        let cause = &sent.as_ref().unwrap_err().cause;
+        assert!(matches!(cause, Cause::Guest(_)), "{op:?}: {cause}");
+        exactly_one_runs(&host, &guest, &sent, there, &format!("{op:?} fails here"));
+    }
+}
+
+#[test]
+fn a_guest_that_cannot_be_taken_back_is_said_to_be_paused_here() {
+    for op in [Op::Acquire, Op::Resume] {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        host.there.fail_next(Op::Restore, 1);
+        host.here.fail_next(op, 1);
+        let there = host.receiver();
+        let error = Sender::start(&guest, &there.to, &options(&host)).result().unwrap_err();
+        assert!(matches!(error.guest, GuestPlace::PausedHere { .. }), "{op:?}: {error}");
+        assert_eq!(guest.run_state(), RunState::Paused, "{op:?}");
+        there.error();
+        guest.acquire().unwrap();
+        guest.resume().unwrap();
+        guest.verify().unwrap();
+        assert_eq!(host.drive.most_running(), 1);
+    }
+}
+
+#[test]
+fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
+    let phases = [
+        ("CONFIG", Phase::Setup),
+        ("PASS_BEGIN", Phase::Precopy),
+        ("PASS_END", Phase::Precopy),
+        ("STATE", Phase::SwitchOver),
+        ("STATE_END", Phase::SwitchOver),
+    ];
+    for (at, phase) in phases {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        let there = host.receiver();
+        let control: Arc<Mutex<Option<Arc<migrate::SendControl>>>> = Arc::default();
+        let handle = control.clone();
+        let cancel = move || {
+            while handle.lock().unwrap().is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            handle.lock().unwrap().as_ref().unwrap().cancel().unwrap();
+            // So that nothing of what follows is through before it is noticed.
+            std::thread::sleep(Duration::from_millis(200));
+        };
+        let plan = Plan::default().before_from_source(tag(at), cancel);
+        let proxy = Proxy::start(&there.to, plan);
+        let mut sending = options(&host);
+        // PASS_END of pass 0, not of the last.
+        sending.downtime = Duration::ZERO;
+        if phase == Phase::SwitchOver {
+            sending.downtime = Duration::from_secs(60);
+        }
+        let sender = Sender::start(&guest, &proxy.to, &sending);
+        *control.lock().unwrap() = Some(sender.control.clone());
+        let sent = sender.result();
+        let error = sent.as_ref().unwrap_err();
+        assert!(matches!(error.cause, Cause::Cancelled), "{at}: {error}");
+        assert_eq!(error.phase, phase, "{at}: {error}");
+        exactly_one_runs(&host, &guest, &sent, there, &format!("cancelled at {at}"));
+    }
+}
+
+#[test]
+fn it_is_too_late_to_cancel_after_the_record() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let (answers, seen) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(None)));
+    let (told, handle) = (answers.clone(), seen.clone());
+    let plan = Plan::default().before_from_source(tag("COMMIT"), move || {
+        let control: Arc<migrate::SendControl> = loop {
+            match handle.lock().unwrap().clone() {
+                Some(control) => break control,
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        told.lock().unwrap().push(control.cancel());
+    });
+    let proxy = Proxy::start(&there.to, plan);
+    let sender = Sender::start(&guest, &proxy.to, &options(&host));
+    *seen.lock().unwrap() = Some(sender.control.clone());
+    let sent = sender.result();
+    assert_eq!(*answers.lock().unwrap(), [Err(ControlError::TooLate)]);
+    assert!(sent.is_ok());
+    exactly_one_runs(&host, &guest, &sent, there, "cancelled too late");
+}
+
+#[test]
+fn a_receiver_can_be_cancelled_while_it_waits() {
+    let host = Host::new();
+    let there = host.receiver();
+    within(Duration::from_secs(2), "it waits", || there.control.progress().phase == Phase::Waiting);
+    there.control.cancel().unwrap();
+    assert!(matches!(there.error().cause, Cause::Cancelled));
+}
+
+#[test]
+fn without_a_place_for_its_record_the_source_keeps_the_guest() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let dir = host.source_records();
+    let plan = Plan::default().before_from_source(tag("STATE_END"), move || {
+        std::fs::remove_dir_all(&dir).unwrap();
+    });
+    let proxy = Proxy::start(&there.to, plan);
+    let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
+    assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Records(_)));
+    exactly_one_runs(&host, &guest, &sent, there, "no room for the source's record");
+}
+
+#[test]
+fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it_can() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let dir = host.destination_records();
+    let plan = Plan::default().before_from_source(tag("COMMIT"), {
+        let dir = dir.clone();
+        move || std::fs::rename(&dir, dir.with_extension("gone")).unwrap()
+    });
+    let proxy = Proxy::start(&there.to, plan);
+    let sender = Sender::start(&guest, &proxy.to, &options(&host));
+    within(Duration::from_secs(5), "the source is in doubt", || {
+        sender.control.progress().phase == Phase::InDoubt
+    });
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(sender.control.progress().phase, Phase::InDoubt, "nothing durable was said");
+    assert_eq!(guest.run_state(), RunState::Paused);
+    assert_eq!(Records::open(host.source_records()).unwrap().pending().unwrap().len(), 1);
+    std::fs::rename(dir.with_extension("gone"), &dir).unwrap();
+    let sent = sender.result();
+    assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Discarded { .. }));
+    assert!(Records::open(host.source_records()).unwrap().pending().unwrap().is_empty());
+    exactly_one_runs(&host, &guest, &sent, there, "no room for the decision, for a while");
+}
+
+/// Loses RUNNING and everything after it. Returns when the source is in doubt.
+fn in_doubt(
+    host: &Host,
+) -> (Arc<checkpoint::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let proxy =
+        Proxy::start(&there.to, Plan::cut_for_good(false, At::Tag(tag("RUNNING")), Cut::Before));
+    let sender = Sender::start(&guest, &proxy.to, &options(host));
+    within(Duration::from_secs(5), "the source is in doubt", || {
+        sender.control.progress().phase == Phase::InDoubt
+    });
+    (guest, there, proxy, sender)
+}
+
+#[test]
+fn the_operator_resolves_that_the_guest_is_there() {
+    let host = Host::new();
+    let (guest, there, _proxy, sender) = in_doubt(&host);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(guest.run_state(), RunState::Paused, "it never resumes by itself");
+    assert!(sender.control.progress().doubt.is_some());
+    sender.control.resolve(Resolution::Discard).unwrap();
+    let sent = sender.result();
+    assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);
+    exactly_one_runs(&host, &guest, &sent, there, "resolved: discard");
+}
+
+#[test]
+fn the_operator_resolves_that_the_guest_is_here() {
+    let host = Host::new();
+    let (guest, there, _proxy, sender) = in_doubt(&host);
+    // The destination dies with its guest; the operator makes sure of it.
+    there.guest().guest.stop("its host died");
+    sender.control.resolve(Resolution::Run).unwrap();
+    let error = sender.result().unwrap_err();
+    assert!(matches!(error.cause, Cause::ResolvedRun), "{error}");
+    assert_eq!(error.guest, GuestPlace::Here);
+    assert_eq!(guest.run_state(), RunState::Running);
+    guest.verify().unwrap();
+    assert_eq!(host.drive.most_running(), 1);
+    assert!(host.records_left().iter().all(|p| !p.to_string_lossy().contains(".source.")));
+}
+
+#[test]
+fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decided() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let mut receiving = host.receive_options();
+    receiving.linger = Duration::ZERO;
+    let there = host.receiver_with(receiving);
+    // COMMIT never arrives, and what the first receiver decides is lost with its process.
+    let plan = Plan::cut_for_good(true, At::Tag(tag("COMMIT")), Cut::Before);
+    let proxy = Proxy::start(&there.to, plan);
+    let sender = Sender::start(&guest, &proxy.to, &options(&host));
+    within(Duration::from_secs(5), "the source is in doubt", || {
+        sender.control.progress().phase == Phase::InDoubt
+    });
+    assert!(there.error().was_prepared);
+    for left in host.records_left() {
+        if left.to_string_lossy().contains(".destination.") {
+            std::fs::remove_file(left).unwrap();
+        }
+    }
+    // A receiver on another host's records knows nothing, and says so.
+    let stranger = Host::new();
+    let elsewhere = stranger.receiver();
+    proxy.redirect(&elsewhere.to);
+    within(Duration::from_secs(5), "a stranger answers", || {
+        sender.control.progress().doubt.is_some_and(|d| d.contains("does not know"))
+    });
+    let second = host.receiver();
+    proxy.redirect(&second.to);
+    let sent = sender.result();
+    let error = sent.as_ref().unwrap_err();
+    assert!(matches!(error.cause, Cause::Discarded { .. }), "{error}");
+    exactly_one_runs(&host, &guest, &sent, second, "a new receiver answered");
+    elsewhere.control.cancel().unwrap();
+    elsewhere.error();
+}

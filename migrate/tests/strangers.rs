@@ -1,0 +1,253 @@
+//! Callers that are no source, other versions, a second source, and streams that were tampered with.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use checkpoint::Guest;
+use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
+use checkpoint::testing::MemoryConfig;
+use common::{Host, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
+use migrate::Phase;
+use proptest::prelude::*;
+
+/// Waits until the receiver has turned a caller away, and returns why.
+fn refusal(there: &Receiver, nth: u64) -> String {
+    within(Duration::from_secs(5), "the caller is turned away", || {
+        there.control.progress().refused >= nth
+    });
+    there.control.progress().last_refusal.unwrap_or_default()
+}
+
+fn takes_a_proper_source(host: &Host, there: Receiver) {
+    let guest = host.start(MemoryConfig::small());
+    let sent = Sender::start(&guest, &there.to, &quick_send(host)).result();
+    assert!(sent.is_ok(), "{sent:?}");
+    exactly_one_runs(host, &guest, &sent, there, "a proper source");
+}
+
+fn header(version: u16) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let vm = checkpoint::VmId::random();
+    Header::new(MAGIC_STREAM, vm, 0, 7).write_to(&mut bytes).unwrap();
+    bytes[8..10].copy_from_slice(&version.to_le_bytes());
+    let crc = crc32c::crc32c(&bytes[..60]);
+    bytes[60..].copy_from_slice(&crc.to_le_bytes());
+    bytes
+}
+
+fn record(tag: u16, sequence: u32, length: u32, payload: &[u8]) -> Vec<u8> {
+    let payload_crc = crc32c::crc32c(payload);
+    let head =
+        RecordHead { tag, must_understand: true, instance: 0, length, payload_crc, sequence };
+    [&head.to_bytes()[..], payload].concat()
+}
+
+fn hello(sequence: u32) -> Vec<u8> {
+    let mut payload = vec![1, 0, 0, 0, 0, 0, 0, 0];
+    payload.extend_from_slice(&[0; 8]);
+    payload.extend_from_slice(b"test");
+    record(tag("HELLO"), sequence, payload.len() as u32, &payload)
+}
+
+#[test]
+fn strangers_are_turned_away_and_the_receiver_waits_on() {
+    let host = Host::new();
+    let there = host.receiver();
+    let absurd = [header(FORMAT_VERSION), record(tag("HELLO"), 0, u32::MAX, b"")].concat();
+    let unknown = [header(FORMAT_VERSION), record(999, 0, 0, b"")].concat();
+    let early = [header(FORMAT_VERSION), record(tag("COMMIT"), 0, 16, &[0; 16])].concat();
+    let cases: [(&str, Vec<u8>, &str); 6] = [
+        (
+            "HTTP",
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".repeat(4),
+            "not a Driftline migration stream",
+        ),
+        ("nothing", Vec::new(), "closed the connection"),
+        ("half a header", header(FORMAT_VERSION)[..30].to_vec(), "closed the connection"),
+        ("an absurd length", absurd, "claims 4294967295 bytes"),
+        ("an unknown tag", unknown, "unknown tag 999"),
+        ("COMMIT first", early, "COMMIT came where HELLO was expected"),
+    ];
+    for (n, (what, bytes, reason)) in cases.into_iter().enumerate() {
+        let mut stream = TcpStream::connect(&there.to).unwrap();
+        stream.write_all(&bytes).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let said = refusal(&there, n as u64 + 1);
+        assert!(said.contains(reason), "{what}: {said}");
+    }
+    takes_a_proper_source(&host, there);
+}
+
+#[test]
+fn a_silent_caller_keeps_nobody_waiting() {
+    let host = Host::new();
+    let there = host.receiver();
+    let _silent: Vec<TcpStream> = (0..4).map(|_| TcpStream::connect(&there.to).unwrap()).collect();
+    takes_a_proper_source(&host, there);
+}
+
+#[test]
+fn a_silent_caller_is_turned_away_in_time() {
+    let host = Host::new();
+    let there = host.receiver();
+    let _silent = TcpStream::connect(&there.to).unwrap();
+    let begun = Instant::now();
+    let said = refusal(&there, 1);
+    assert!(said.contains("sent nothing for"), "{said}");
+    assert!(begun.elapsed() < Duration::from_secs(3));
+    takes_a_proper_source(&host, there);
+}
+
+#[test]
+fn another_version_hears_a_readable_refusal() {
+    let host = Host::new();
+    let there = host.receiver();
+    let mut stream = TcpStream::connect(&there.to).unwrap();
+    stream.write_all(&header(FORMAT_VERSION + 1)).unwrap();
+    stream.write_all(&hello(0)).unwrap();
+    let answered = Header::read_from(&mut stream, MAGIC_STREAM).unwrap();
+    assert_eq!(answered.layout_hash(), 0);
+    let head = RecordHead::read_from(&mut stream, 0).unwrap();
+    assert_eq!(head.tag, tag("REFUSED"));
+    let mut reason = vec![0; head.length as usize];
+    stream.read_exact(&mut reason).unwrap();
+    let reason = String::from_utf8(reason).unwrap();
+    assert_eq!(reason, "format version 2 is not the version 1 that this program reads");
+    drop(stream);
+    assert!(refusal(&there, 1).contains("format version 2"));
+    takes_a_proper_source(&host, there);
+}
+
+#[test]
+fn a_second_source_is_refused_promptly_and_the_first_goes_on() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let nap = || std::thread::sleep(Duration::from_millis(600));
+    let plan = Plan::default().before_from_source(tag("PASS_END"), nap);
+    let proxy = Proxy::start(&there.to, plan);
+    let mut options = quick_send(&host);
+    options.downtime = Duration::from_secs(60);
+    let sender = Sender::start(&guest, &proxy.to, &options);
+    within(Duration::from_secs(5), "the first is under way", || {
+        there.control.progress().phase == Phase::Precopy
+    });
+    let other = Host::new();
+    let second = other.start(MemoryConfig::small());
+    let begun = Instant::now();
+    let error = Sender::start(&second, &there.to, &quick_send(&other)).result().unwrap_err();
+    assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
+    let busy = format!("busy with vm {}", guest.vm_id());
+    assert!(error.to_string().contains(&busy), "{error}");
+    second.verify().unwrap();
+    let sent = sender.result();
+    assert!(sent.is_ok(), "{sent:?}");
+    exactly_one_runs(&host, &guest, &sent, there, "beside a second source");
+}
+
+#[test]
+fn a_receiver_that_has_its_guest_takes_no_other() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let to = there.to.clone();
+    Sender::start(&guest, &to, &quick_send(&host)).result().unwrap();
+    let arrived = there.guest();
+    let other = Host::new();
+    let second = other.start(MemoryConfig::still());
+    let error = Sender::start(&second, &to, &quick_send(&other)).result().unwrap_err();
+    assert!(error.to_string().contains("has taken over vm"), "{error}");
+    assert_eq!(arrived.responder.address().to_string(), to);
+}
+
+#[test]
+fn nobody_there_is_said_so() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::still());
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = format!("tcp:{}", listener.local_addr().unwrap());
+    drop(listener);
+    let error = Sender::start(&guest, &to, &quick_send(&host)).result().unwrap_err();
+    assert_eq!(error.phase, Phase::Connect);
+    assert!(error.to_string().contains("cannot connect to tcp:127.0.0.1:"), "{error}");
+    let error = Sender::start(&guest, "nonsense", &quick_send(&host)).result().unwrap_err();
+    assert!(error.to_string().contains("cannot connect to nonsense"), "{error}");
+}
+
+/// A whole stream as a source sent it.
+fn golden() -> Vec<u8> {
+    include_bytes!("golden/stream-v1.bin").to_vec()
+}
+
+/// The ends of the header and of each record.
+fn ends(stream: &[u8]) -> Vec<usize> {
+    let mut ends = vec![64];
+    while let Some(length) = stream.get(ends[ends.len() - 1] + 8..).and_then(|b| b.first_chunk()) {
+        let at = ends[ends.len() - 1];
+        ends.push(at + RECORD_HEAD_LEN + u32::from_le_bytes(*length) as usize);
+    }
+    ends
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Records kept, dropped, doubled and exchanged, with the checksums and the sequence made right
+    /// again, so that only the protocol itself is left to refuse them.
+    #[test]
+    fn a_tampered_stream_never_ends_in_a_panic(
+        edits in prop::collection::vec((0usize..64, 0usize..64, 0usize..4, any::<u16>(), any::<u8>()), 1..4)
+    ) {
+        let stream = golden();
+        let ends = ends(&stream);
+        let mut records: Vec<Vec<u8>> =
+            ends.windows(2).map(|w| stream[w[0]..w[1]].to_vec()).collect();
+        for (a, b, what, offset, byte) in edits {
+            let (a, b) = (a % records.len(), b % records.len());
+            match what {
+                0 => records.swap(a, b),
+                1 => {
+                    let doubled = records[a].clone();
+                    records.insert(b, doubled);
+                }
+                2 if records.len() > 2 => drop(records.remove(a)),
+                _ => {
+                    let at = RECORD_HEAD_LEN + usize::from(offset) % records[a].len().max(1);
+                    if let Some(place) = records[a].get_mut(at) {
+                        *place = byte;
+                    }
+                }
+            }
+        }
+        let mut bytes = stream[..64].to_vec();
+        for (sequence, record) in records.iter().enumerate() {
+            let (head, payload) = record.split_at(RECORD_HEAD_LEN);
+            let tag = u16::from_le_bytes([head[0], head[1]]);
+            bytes.extend(self::record(tag, sequence as u32, payload.len() as u32, payload));
+        }
+        let _ = migrate::inspect(&bytes[..]);
+
+        let host = Host::new();
+        let mut options = host.receive_options();
+        options.linger = Duration::ZERO;
+        options.handshake_timeout = Duration::from_millis(200);
+        let there = host.receiver_with(options);
+        let mut socket = TcpStream::connect(&there.to).unwrap();
+        let _ = socket.write_all(&bytes);
+        let _ = socket.shutdown(std::net::Shutdown::Write);
+        let mut sink = Vec::new();
+        let _ = socket.read_to_end(&mut sink);
+        drop(socket);
+        // Turned away, failed, or (if the edits undid each other) received: all but a panic.
+        within(Duration::from_secs(5), "the receiver settles", || {
+            there.thread.is_finished()
+                || (there.control.progress().refused > 0
+                    && there.control.progress().phase == Phase::Waiting)
+        });
+        let _ = there.control.cancel();
+        let _ = there.outcome();
+    }
+}
