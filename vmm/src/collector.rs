@@ -176,10 +176,9 @@ impl Work {
     /// A vCPU waits: collect, so that it can go on.
     fn relieve(&mut self, vcpu: u8) {
         self.period = PERIOD_LEAST;
-        // Without subscribers the source was stopped, and with that the rings emptied.
-        if self.active
-            && let Err(e) = self.collect()
-        {
+        // Also when nobody subscribes any more: a ring that was overrun stays full after the source
+        // was stopped, until it has been harvested often enough.
+        if let Err(e) = self.collect() {
             tracing::warn!("vCPU {vcpu} waits for room in its dirty ring, but {e}");
             // It will find the ring full again at once; do not spin meanwhile.
             std::thread::sleep(PERIOD_LEAST);

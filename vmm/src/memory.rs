@@ -75,11 +75,16 @@ impl Memory {
     /// Maps zeroed memory for a guest of `bytes`.
     ///
     /// Nothing is reserved: frames get host memory when they are first touched, and a guest may be
-    /// larger than what the host has free.
+    /// larger than what the host has free; larger than all it has only where the administrator has
+    /// asked for that (`vm.overcommit_memory` 1).
     pub fn new(bytes: u64) -> Result<Self, MemoryError> {
         let layout = layout(bytes)?;
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let does_not_fit = |cause: String| MemoryError::DoesNotFit { bytes, cause };
+        if let Some(has) = most_bytes().filter(|has| *has < bytes) {
+            let cause = format!("it has {has} bytes of memory and swap");
+            return Err(does_not_fit(cause));
+        }
         let mut regions = Vec::new();
         for slot in layout.slots() {
             let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
@@ -144,6 +149,24 @@ impl Memory {
     }
 }
 
+/// Memory and swap of the host; `None` if nobody knows, or any amount may be asked for.
+fn most_bytes() -> Option<u64> {
+    let overcommit = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()?;
+    if overcommit.trim() == "1" {
+        return None;
+    }
+    total_bytes(&std::fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn total_bytes(meminfo: &str) -> Option<u64> {
+    let kib = |name: &str| -> Option<u64> {
+        let line = meminfo.lines().find_map(|l| l.strip_prefix(name))?;
+        line.trim().strip_suffix("kB")?.trim().parse().ok()
+    };
+    let all = kib("MemTotal:")?.checked_add(kib("SwapTotal:").unwrap_or(0))?;
+    all.checked_mul(1024)
+}
+
 const ENTRIES_PER_CHUNK: u64 = 64 << 10;
 const PAGEMAP_CHUNK: usize = ENTRIES_PER_CHUNK as usize * 8;
 
@@ -173,8 +196,15 @@ mod tests {
         assert_eq!(slots[0], Slot { id: SlotId(0), base: Gfn(0), frames: 0xc0000 });
         assert_eq!(slots[1], Slot { id: SlotId(1), base: Gfn(0x100000), frames: 0x80000 });
         assert_eq!(layout(3 << 30).unwrap().slots().len(), 1);
-        assert!(layout(64 << 20 | 1).is_err());
-        assert!(layout(u64::MAX & !0xfff).is_err());
+        assert!(layout((64 << 20) | 1).is_err());
+        assert!(layout(!0xfff).is_err());
+    }
+
+    #[test]
+    fn more_than_the_host_has_is_refused_with_what_it_has() {
+        assert_eq!(total_bytes("MemTotal:  8 kB\nMemFree: 1 kB\nSwapTotal: 2 kB\n"), Some(10240));
+        assert_eq!(total_bytes("MemTotal: 8 kB\n"), Some(8192));
+        assert_eq!(total_bytes("MemTotal: many\n"), None);
     }
 
     #[test]

@@ -104,14 +104,14 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
     fn headers(&mut self) -> Result<Vec<Segment>, BootError> {
         let mut ident = [0; 64];
         let got = self.read_up_to(&mut ident)?;
-        let magic = [ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3].map(|b| b as u8);
+        let magic = [ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3];
         if got < 20 || ident[..4] != magic {
             return Err(BootError::NotElf(self.what.to_owned()));
         }
-        let class = ident[EI_CLASS as usize];
+        let class = ident[EI_CLASS];
         let wide = class == CLASS_64;
         let machine = u16_at(&ident, 18);
-        let little = ident[EI_DATA as usize] == ELFDATA2LSB as u8;
+        let little = ident[EI_DATA] == ELFDATA2LSB;
         if !little || !matches!(machine, MACHINE_386 | MACHINE_X86_64) {
             let machine = if little { machine } else { machine.swap_bytes() };
             return Err(BootError::WrongArchitecture { what: self.what.to_owned(), machine });

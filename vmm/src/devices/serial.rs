@@ -57,6 +57,11 @@ impl Com1 {
         self.uart().read(register)
     }
 
+    /// Waits, a moment at most, until all output so far is written.
+    pub(crate) fn settle(&self) {
+        self.sink.settle();
+    }
+
     /// The port's registers.
     pub fn state(&self) -> SerialPortState {
         let s = self.uart().state();

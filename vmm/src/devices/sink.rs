@@ -15,6 +15,8 @@ use crate::config::SerialSink;
 const ROOM: usize = 256 << 10;
 /// How long an unfinished line waits for its end.
 const PATIENCE: Duration = Duration::from_millis(10);
+/// How long a guest that stops here waits for its reader.
+const SETTLE: Duration = Duration::from_millis(100);
 /// How long a machine that ends waits for its reader.
 const FAREWELL: Duration = Duration::from_secs(2);
 
@@ -30,6 +32,10 @@ pub struct SinkError {
 struct Pending {
     bytes: Vec<u8>,
     dropped: u64,
+    /// Unfinished lines do not wait for their end.
+    hurry: bool,
+    /// Bytes taken by the thread are on their way.
+    writing: bool,
     /// No more output comes.
     closed: bool,
     /// The thread has written all it will.
@@ -48,9 +54,22 @@ impl Shared {
     }
 }
 
-/// The writing side; never blocks.
+/// The writing side; writing never blocks.
 #[derive(Clone, Debug)]
 pub struct SinkWriter(Arc<Shared>);
+
+impl SinkWriter {
+    /// Waits, a moment at most, until all output so far is written: the guest's next byte may be
+    /// written by another process.
+    pub(crate) fn settle(&self) {
+        let mut pending = self.0.lock();
+        pending.hurry = true;
+        self.0.changed.notify_all();
+        let busy = |p: &mut Pending| p.writing || !p.bytes.is_empty();
+        let waited = self.0.changed.wait_timeout_while(pending, SETTLE, busy);
+        waited.unwrap_or_else(PoisonError::into_inner).0.hurry = false;
+    }
+}
 
 impl Write for SinkWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -63,7 +82,7 @@ impl Write for SinkWriter {
         pending.bytes.extend_from_slice(bytes);
         drop(pending);
         if wake {
-            self.0.changed.notify_one();
+            self.0.changed.notify_all();
         }
         Ok(bytes.len())
     }
@@ -117,6 +136,8 @@ fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
             tracing::warn!("serial output is lost from here on: {e}");
             broken = true;
         }
+        shared.lock().writing = false;
+        shared.changed.notify_all();
         if closed {
             return;
         }
@@ -129,12 +150,11 @@ fn next(shared: &Shared) -> (Vec<u8>, u64, bool) {
     while pending.bytes.is_empty() && !pending.closed {
         pending = shared.changed.wait(pending).unwrap_or_else(PoisonError::into_inner);
     }
-    let unfinished = |p: &mut Pending| !p.closed && p.bytes.last() != Some(&b'\n');
+    let unfinished = |p: &mut Pending| !p.closed && !p.hurry && p.bytes.last() != Some(&b'\n');
     let waited = shared.changed.wait_timeout_while(pending, PATIENCE, unfinished);
     let (mut pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
-    let taken = std::mem::take(&mut *pending);
-    (pending.closed, pending.done) = (taken.closed, taken.done);
-    (taken.bytes, taken.dropped, taken.closed)
+    pending.writing = true;
+    (std::mem::take(&mut pending.bytes), std::mem::take(&mut pending.dropped), pending.closed)
 }
 
 impl Drop for SinkThread {

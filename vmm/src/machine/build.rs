@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
 use checkpoint::VmId;
-use dirty_tracker::TrackingMode;
+use dirty_tracker::{DirtySource, RingFull, TrackingMode};
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
@@ -36,8 +36,11 @@ impl Machine {
         Self::build(VmId::random(), config, host, true)
     }
 
-    /// A machine with zeroed memory, for a state to be put into.
-    pub(super) fn empty(
+    /// A machine with zeroed memory, for a state to be put into: what [`MachineFactory`] builds,
+    /// with an error that tells a lacking host from other failures.
+    ///
+    /// [`MachineFactory`]: super::MachineFactory
+    pub fn empty(
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
@@ -67,7 +70,7 @@ impl Machine {
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
         let vcpus = create_vcpus(&kvm, &capabilities, &vm, &config, entry)?;
-        let rings = rings(&vcpus, &config)?;
+        let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
         let supported = supported_cpuid(&kvm)?;
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
         let bus = Arc::new(Bus::new(Com1::new(vm.clone(), sink)));
@@ -76,7 +79,7 @@ impl Machine {
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new()));
         let (requests, inbox) = mpsc::channel();
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
-        let handles = start_vcpus(vcpus, &vm, &bus, &context, peer)?;
+        let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         // From here on the supervisor ends the threads if anything fails.
         let supervisor =
@@ -93,7 +96,7 @@ impl Machine {
             collector: None,
             _serial: serial,
         };
-        machine.collector = start_collector(&vm, rings, &machine.config, collector_channel)?;
+        machine.collector = start_collector(&vm, source, &machine.config, collector_channel)?;
         Ok(Arc::new(machine))
     }
 }
@@ -153,7 +156,7 @@ fn create_vcpus(
     vm: &KvmVm,
     config: &MachineConfig,
     entry: Option<Entry>,
-) -> Result<Vec<VcpuFd>, MachineError> {
+) -> Result<Vec<(VcpuFd, CpuId)>, MachineError> {
     let most = kvm.get_max_vcpus();
     if usize::from(config.vcpus) > most {
         return Err(MachineError::HostLacks {
@@ -162,6 +165,13 @@ fn create_vcpus(
         });
     }
     let supported = supported_cpuid(kvm)?;
+    let bits = cpuid::address_bits(supported.as_slice());
+    if vm.memory().layout().slots().any(|s| s.run().end().gpa() > 1 << bits) {
+        return Err(MachineError::HostLacks {
+            what: format!("guest addresses for {} bytes of memory", config.mem_bytes),
+            why: format!("its processors have {bits} bits of physical address"),
+        });
+    }
     let tsc_deadline = capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER);
     let mut vcpus = Vec::new();
     for id in 0..config.vcpus {
@@ -169,9 +179,9 @@ fn create_vcpus(
         let fd = fd.map_err(MachineError::system("KVM_CREATE_VCPU"))?;
         let cpuid = cpuid::for_vcpu(&supported, id, config.vcpus, tsc_deadline);
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
-        vcpus.push(fd);
+        vcpus.push((fd, cpuid));
     }
-    if let (Some(entry), Some(first)) = (entry, vcpus.first()) {
+    if let (Some(entry), Some((first, _))) = (entry, vcpus.first()) {
         let set = boot::set_registers(first, entry);
         set.map_err(MachineError::system("setting the first registers"))?;
     }
@@ -183,37 +193,58 @@ fn supported_cpuid(kvm: &Kvm) -> Result<CpuId, MachineError> {
         .map_err(MachineError::system("KVM_GET_SUPPORTED_CPUID"))
 }
 
-fn rings(vcpus: &[VcpuFd], config: &MachineConfig) -> Result<Vec<RingMap>, MachineError> {
-    if config.tracking != TrackingMode::DirtyRing {
-        return Ok(Vec::new());
+/// What follows the guest's writes, and where each vCPU reports a full ring.
+type Source = (Option<Box<dyn DirtySource>>, Vec<Option<RingFull>>);
+
+fn dirty_source(
+    vm: &Arc<KvmVm>,
+    vcpus: &[(VcpuFd, CpuId)],
+    config: &MachineConfig,
+) -> Result<Source, MachineError> {
+    let no_reports = vec![None; vcpus.len()];
+    match config.tracking {
+        TrackingMode::DirtyRing => {
+            let map = |(vcpu, _): &(VcpuFd, CpuId)| RingMap::new(vcpu, config.ring_entries);
+            let rings: Result<_, _> = vcpus.iter().map(map).collect();
+            let rings = rings.map_err(MachineError::system("mapping a dirty ring"))?;
+            let source = RingSource::new(vm.clone(), rings);
+            let reports = source.ring_full_reports();
+            Ok((Some(Box::new(source)), reports))
+        }
+        TrackingMode::DirtyBitmap => {
+            Ok((Some(Box::new(BitmapSource::new(vm.clone()))), no_reports))
+        }
+        TrackingMode::None => Ok((None, no_reports)),
+        other => {
+            let why = format!("tracking mode {other} is not known to the kvm backend");
+            Err(MachineError::Config(why))
+        }
     }
-    let map = |vcpu| RingMap::new(vcpu, config.ring_entries);
-    let rings: Result<_, _> = vcpus.iter().map(map).collect();
-    rings.map_err(MachineError::system("mapping a dirty ring"))
 }
 
 fn state_context(
     kvm: &Kvm,
     capabilities: Capabilities,
     supported: CpuId,
-    vcpus: &[VcpuFd],
+    vcpus: &[(VcpuFd, CpuId)],
 ) -> Result<StateContext, MachineError> {
     let msrs = kvm.get_msr_index_list();
     let msrs = msrs.map_err(MachineError::system("KVM_GET_MSR_INDEX_LIST"))?;
-    let first = vcpus.first().ok_or_else(|| MachineError::Config("it has no vCPUs".to_owned()))?;
+    let (first, _) =
+        vcpus.first().ok_or_else(|| MachineError::Config("it has no vCPUs".to_owned()))?;
     StateContext::new(capabilities, supported, msrs.as_slice(), first)
         .map_err(|e| MachineError::System { what: "reading MSRs", cause: std::io::Error::other(e) })
 }
 
 fn start_vcpus(
-    vcpus: Vec<VcpuFd>,
+    vcpus: impl Iterator<Item = ((VcpuFd, CpuId), Option<RingFull>)>,
     vm: &Arc<KvmVm>,
     bus: &Arc<Bus>,
     context: &Arc<StateContext>,
     peer: impl Fn(u8) -> Peer,
 ) -> Result<Vec<VcpuHandle>, MachineError> {
     let mut handles = Vec::new();
-    for (fd, id) in vcpus.into_iter().zip(0u8..) {
+    for (((fd, cpuid), ring_full), id) in vcpus.zip(0u8..) {
         let immediate_exit =
             ImmediateExit::new(&fd).map_err(MachineError::system("mapping kvm_run"))?;
         let immediate_exit = Arc::new(immediate_exit);
@@ -222,13 +253,16 @@ fn start_vcpus(
         let vcpu = Vcpu {
             id,
             fd,
+            cpuid,
             immediate_exit: immediate_exit.clone(),
             bus: bus.clone(),
             counters: counters.clone(),
+            ring_full,
             context: context.clone(),
             commands,
             inbox: inbox.clone(),
             peers: peer(id),
+            stands_since: None,
             _vm: vm.clone(),
         };
         let thread = std::thread::Builder::new().name(format!("vcpu{id}"));
@@ -241,19 +275,11 @@ fn start_vcpus(
 
 fn start_collector(
     vm: &Arc<KvmVm>,
-    rings: Vec<RingMap>,
+    source: Option<Box<dyn DirtySource>>,
     config: &MachineConfig,
     channel: (Sender<Message>, Receiver<Message>),
 ) -> Result<Option<Collector>, MachineError> {
-    let source: Box<dyn dirty_tracker::DirtySource> = match config.tracking {
-        TrackingMode::DirtyRing => Box::new(RingSource::new(vm.clone(), rings)),
-        TrackingMode::DirtyBitmap => Box::new(BitmapSource::new(vm.clone())),
-        TrackingMode::None => return Ok(None),
-        other => {
-            let why = format!("tracking mode {other} is not known to the kvm backend");
-            return Err(MachineError::Config(why));
-        }
-    };
+    let Some(source) = source else { return Ok(None) };
     let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
     Collector::spawn(source, vm.memory().tracker().clone(), many, channel)
         .map(Some)

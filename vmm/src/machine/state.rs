@@ -20,7 +20,7 @@ const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQC
 #[derive(Debug)]
 pub(super) struct Saved {
     pub(super) vm: SavedVm,
-    pub(super) vcpus: Vec<Box<SavedVcpu>>,
+    pub(super) vcpus: Vec<SavedVcpu>,
     pub(super) com1: SerialPortState,
 }
 
@@ -138,7 +138,7 @@ pub(super) fn decode(sections: &[Section], vcpus: u8) -> Result<Saved, GuestErro
             });
         }
     }
-    let each = (0..u16::from(vcpus)).map(|i| Ok(Box::new(read(sections, tags::KVM_VCPU, i)?)));
+    let each = (0..u16::from(vcpus)).map(|i| read(sections, tags::KVM_VCPU, i));
     Ok(Saved {
         vm: read(sections, tags::KVM_VM, 0)?,
         vcpus: each.collect::<Result<_, GuestError>>()?,

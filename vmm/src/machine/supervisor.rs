@@ -134,6 +134,8 @@ pub(super) struct Supervisor {
     status: Arc<Status>,
     requests: Receiver<Request>,
     has_run: bool,
+    /// A restore failed half-way, and none has succeeded since.
+    half_restored: bool,
 }
 
 impl Supervisor {
@@ -145,7 +147,16 @@ impl Supervisor {
         status: Arc<Status>,
         requests: Receiver<Request>,
     ) -> Result<JoinHandle<()>, MachineError> {
-        let supervisor = Self { vm, bus, context, vcpus, status, requests, has_run: false };
+        let supervisor = Self {
+            vm,
+            bus,
+            context,
+            vcpus,
+            status,
+            requests,
+            has_run: false,
+            half_restored: false,
+        };
         std::thread::Builder::new()
             .name("supervisor".to_owned())
             .spawn(move || supervisor.run())
@@ -197,6 +208,9 @@ impl Supervisor {
             return Ok(RunState::Running);
         }
         // The guest has ended meanwhile, and has said so to our channel: listen to that first.
+        if self.vcpus.iter().any(|v| v.thread.is_finished()) {
+            self.end(EndReason::Crashed("a vCPU thread has died".to_owned()));
+        }
         while self.status.state() != RunState::Stopped {
             match self.requests.recv() {
                 Ok(Request::Ended(why)) => self.end(why),
@@ -220,6 +234,11 @@ impl Supervisor {
 
     fn resume(&mut self) -> Result<(), GuestError> {
         self.require("resume", RunState::Paused)?;
+        if self.half_restored {
+            let what = "the guest's state".to_owned();
+            let why = "restoring it failed half-way, so it cannot run".to_owned();
+            return Err(GuestError::Unsupported { what, why });
+        }
         self.has_run = true;
         self.status.set(RunState::Running);
         for vcpu in &self.vcpus {
@@ -234,6 +253,7 @@ impl Supervisor {
             return;
         }
         self.halt();
+        self.bus.com1().settle();
         tracing::debug!("the guest has ended: {why:?}");
         self.status.end(why);
     }
@@ -248,7 +268,7 @@ impl Supervisor {
         }
         let mut vcpus = Vec::new();
         for saved in waiting {
-            vcpus.push(saved.recv().map_err(|_| gone())??);
+            vcpus.push(*saved.recv().map_err(|_| gone())??);
         }
         state::encode(&Saved {
             vm: state::save_vm(&self.vm, &self.context)?,
@@ -266,10 +286,17 @@ impl Supervisor {
             let why = "it can only be put into a guest that has never run".to_owned();
             return Err(GuestError::Unsupported { what, why });
         }
+        self.half_restored = true;
+        self.restore_parts(saved, clock)?;
+        self.half_restored = false;
+        Ok(())
+    }
+
+    fn restore_parts(&self, saved: Saved, clock: Clock) -> Result<(), GuestError> {
         let mut waiting = Vec::new();
         for (vcpu, state) in self.vcpus.iter().zip(saved.vcpus) {
             let (reply, restored) = mpsc::channel();
-            vcpu.tell(Command::Restore(state, Adjust { clock }, reply));
+            vcpu.tell(Command::Restore(Box::new(state), Adjust { clock }, reply));
             waiting.push(restored);
         }
         for restored in waiting {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{Collected, DirtySource, Harvester, SourceError, Tracker, TrackingMode};
+use dirty_tracker::{
+    Collected, DirtySource, Harvester, RingFull, SourceError, Tracker, TrackingMode,
+};
 
 use super::lap;
 use crate::kvm::{KvmVm, RingMap};
@@ -25,6 +27,11 @@ impl RingSource {
         Self { vm, rings, harvester, logging: false }
     }
 
+    /// Where each vCPU, in their order, reports that it found its ring full.
+    pub fn ring_full_reports(&self) -> Vec<Option<RingFull>> {
+        (0..self.rings.len()).map(|vcpu| self.harvester.ring_full(vcpu)).collect()
+    }
+
     fn set_logging(&mut self, on: bool) -> Result<(), SourceError> {
         let set = self.vm.set_dirty_logging(on);
         set.map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })?;
@@ -40,18 +47,22 @@ impl RingSource {
         let expected = harvest.entries();
         let count = if expected == 0 { Ok(0) } else { self.vm.reset_dirty_rings() };
         let count = count.map_err(|cause| SourceError { what: "KVM_RESET_DIRTY_RINGS", cause })?;
-        let readable = harvest.reprotected(count);
-        if !readable.is_trusted() && self.logging {
-            tracing::warn!(
-                overruns = readable.overruns(),
-                harvested = expected,
-                reprotected = count,
-                "a dirty ring lost entries: all memory counts as dirty for this epoch"
-            );
-            // What was lost is still writable: only switching logging anew protects it.
-            let anew = self.vm.set_dirty_logging(false);
-            anew.and_then(|()| self.vm.set_dirty_logging(true))
-                .map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })?;
+        let mut readable = harvest.reprotected(count);
+        if !readable.is_trusted() {
+            if self.logging {
+                tracing::warn!(
+                    overruns = readable.overruns(),
+                    harvested = expected,
+                    reprotected = count,
+                    "a dirty ring lost entries: all memory counts as dirty for this epoch"
+                );
+                // What was lost is still writable: only switching logging anew protects it.
+                let anew = self.vm.set_dirty_logging(false);
+                anew.and_then(|()| self.vm.set_dirty_logging(true))
+                    .map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })?;
+            }
+            // While logging is off this holds too: switching it on is what protects all memory.
+            readable = readable.all_reprotected();
         }
         let reprotect_ns = lap(&mut at);
         let overruns = u64::from(readable.overruns());

@@ -110,6 +110,14 @@ fn set_bit(register: &mut u32, bit: u32, on: bool) {
     *register = if on { *register | bit } else { *register & !bit };
 }
 
+/// Bits of a guest physical address; 36 where CPUID does not say.
+pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
+    match find(entries, LEAF_SIZES, 0)[0] & 0xff {
+        0 => 36,
+        bits => bits.min(52),
+    }
+}
+
 /// A leaf whose registers are sets of features: a guest that has seen a bit may rely on it.
 struct FeatureLeaf {
     function: u32,

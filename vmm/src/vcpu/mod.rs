@@ -17,9 +17,11 @@ mod state;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::time::{Duration, Instant};
 
 use checkpoint::GuestError;
-use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
+use dirty_tracker::RingFull;
+use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use crate::devices::Bus;
@@ -28,6 +30,9 @@ use crate::vm::{EndReason, VcpuInfo};
 
 pub use state::{Adjust, SavedVcpu, StateContext};
 pub(crate) use state::{away_ns, wall_ns};
+
+/// Guests' watchdogs wait much longer than this.
+const LONG_STAND: Duration = Duration::from_secs(1);
 
 /// What a vCPU is told. Whoever sends one to a running vCPU also kicks it, but for `RingsDrained`.
 #[derive(Debug)]
@@ -82,17 +87,23 @@ impl Counters {
 }
 
 /// All that a vCPU thread owns.
-pub(crate) struct Vcpu<P> {
+pub(crate) struct Vcpu<P: Peers> {
     pub(crate) id: u8,
     pub(crate) fd: VcpuFd,
+    /// What CPUID was told to answer. KVM's own account of it has bits that follow the guest.
+    pub(crate) cpuid: CpuId,
     pub(crate) immediate_exit: Arc<ImmediateExit>,
     pub(crate) bus: Arc<Bus>,
     pub(crate) counters: Arc<Counters>,
+    /// Where ring-full exits are reported; `None` in modes without rings.
+    pub(crate) ring_full: Option<RingFull>,
     pub(crate) context: Arc<StateContext>,
     pub(crate) commands: Receiver<Command>,
     /// The sending side of `commands`, for those who answer.
     pub(crate) inbox: Sender<Command>,
     pub(crate) peers: P,
+    /// Since when it stands, if it ran before.
+    pub(crate) stands_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.
     pub(crate) _vm: Arc<KvmVm>,
 }
@@ -129,7 +140,10 @@ impl<P: Peers> Vcpu<P> {
     /// Obeys one command while standing.
     fn stand(&mut self, state: State) -> State {
         match self.commands.recv() {
-            Ok(Command::Resume) if state == State::Paused => return State::Running,
+            Ok(Command::Resume) if state == State::Paused => {
+                self.tell_of_gap();
+                return State::Running;
+            }
             Ok(Command::Resume | Command::RingsDrained) => {}
             Ok(Command::Pause(reply)) => answer(&reply, stood(state)),
             Ok(Command::Save(reply)) => answer(&reply, self.save()),
@@ -139,6 +153,16 @@ impl<P: Peers> Vcpu<P> {
             Ok(Command::Quit) | Err(_) => return State::Gone,
         }
         state
+    }
+
+    /// After a long stand, tells the guest's watchdogs, by kvmclock, that it was no lock-up.
+    fn tell_of_gap(&mut self) {
+        let stood = self.stands_since.take().map(|since| since.elapsed());
+        if stood.is_some_and(|stood| stood >= LONG_STAND) && self.context.has(KVM_CAP_KVMCLOCK_CTRL)
+        {
+            // Fails for a guest without kvmclock, whose watchdogs cannot be told.
+            let _ = self.fd.kvmclock_ctrl();
+        }
     }
 
     /// Runs the guest until a command or its end.
@@ -193,6 +217,9 @@ impl<P: Peers> Vcpu<P> {
     /// commands meanwhile; a pause needs nothing of the collector.
     fn wait_for_drain(&mut self) -> State {
         self.counters.ring_full_exits.fetch_add(1, Ordering::Relaxed);
+        if let Some(full) = &self.ring_full {
+            full.report();
+        }
         if !self.peers.ring_full(self.id, &self.inbox) {
             return self.end(EndReason::Crashed(format!(
                 "vCPU {} filled its dirty ring, and nobody harvests it",
@@ -222,6 +249,7 @@ impl<P: Peers> Vcpu<P> {
             }
         };
         self.immediate_exit.clear();
+        self.stands_since = Some(Instant::now());
         ended
     }
 
@@ -248,6 +276,7 @@ impl<P: Peers> Vcpu<P> {
             // HLT is KVM's business as long as it has the interrupt controllers.
             Ok(VcpuExit::Hlt) => After::Run,
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => After::RingFull,
+            // A guest that resets itself this way cannot be told from one that lost its way.
             Ok(VcpuExit::Shutdown) => crashed("triple fault".to_owned()),
             Ok(VcpuExit::FailEntry(reason, cpu)) => crashed(format!(
                 "the processor refused to enter the guest, reason {reason:#x} on CPU {cpu}"
@@ -268,6 +297,15 @@ impl<P: Peers> Vcpu<P> {
                 libc::EINTR | libc::EAGAIN => After::Interrupted,
                 _ => crashed(format!("KVM_RUN failed: {e}")),
             },
+        }
+    }
+}
+
+impl<P: Peers> Drop for Vcpu<P> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let why = format!("vCPU {}: its thread has died of a defect of the VMM", self.id);
+            self.peers.ended(self.id, EndReason::Crashed(why));
         }
     }
 }

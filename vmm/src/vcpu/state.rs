@@ -10,7 +10,7 @@ use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{Vcpu, cpuid};
+use super::{Peers, Vcpu, cpuid};
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 
 const MSR_TSC: u32 = 0x10;
@@ -102,7 +102,7 @@ fn got<T, E: Into<std::io::Error>>(what: &'static str, r: Result<T, E>) -> Resul
     r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
 }
 
-impl<P> Vcpu<P> {
+impl<P: Peers> Vcpu<P> {
     /// The whole state. The order matters where noted.
     pub(super) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
         let (fd, ctx) = (&self.fd, &self.context);
@@ -112,7 +112,7 @@ impl<P> Vcpu<P> {
         let bytes = ctx.capabilities.xsave_bytes();
         let xsave = || got("KVM_GET_XSAVE2", get_xsave(fd, bytes, extended));
         Ok(Box::new(SavedVcpu {
-            cpuid: got("KVM_GET_CPUID2", fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES))?.as_slice().to_vec(),
+            cpuid: self.cpuid.as_slice().to_vec(),
             tsc_khz: ctx.has(KVM_CAP_GET_TSC_KHZ).then(|| fd.get_tsc_khz().ok()).flatten(),
             mp_state,
             regs: got("KVM_GET_REGS", fd.get_regs())?,
@@ -139,12 +139,12 @@ impl<P> Vcpu<P> {
     /// Puts a state into this vCPU, which has never run. The order matters: CPUID decides what the
     /// rest may contain, the APIC's mode comes with the special registers, its timer's deadline
     /// needs the APIC, and pending events come after all that could raise or clear them.
-    pub(super) fn restore(&self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+    pub(super) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+        self.restore_cpuid(&saved.cpuid)?;
         let (fd, ctx) = (&self.fd, &self.context);
         let put = |what: &str, r: Result<(), std::io::Error>| {
             r.map_err(|e| self.unsupported(what, e.to_string()))
         };
-        self.restore_cpuid(&saved.cpuid)?;
         self.restore_tsc_khz(saved.tsc_khz)?;
         put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
         match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
@@ -174,7 +174,7 @@ impl<P> Vcpu<P> {
         Ok(())
     }
 
-    fn restore_cpuid(&self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
+    fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
         let supported = self.context.supported.as_slice();
         if !cpuid::same_vendor(saved, supported) {
             return Err(self.unsupported("processor", "it is of another vendor".to_owned()));
@@ -184,7 +184,10 @@ impl<P> Vcpu<P> {
         }
         let cpuid = CpuId::from_entries(saved);
         let cpuid = cpuid.map_err(|e| self.unsupported("CPUID table", format!("{e:?}")))?;
-        self.fd.set_cpuid2(&cpuid).map_err(|e| self.unsupported("CPUID table", e.to_string()))
+        let set = self.fd.set_cpuid2(&cpuid);
+        set.map_err(|e| self.unsupported("CPUID table", e.to_string()))?;
+        self.cpuid = cpuid;
+        Ok(())
     }
 
     /// Where frequencies differ the guest is given its own; without hardware for that it sees time

@@ -11,7 +11,6 @@ pub struct Elf {
     pub code: Vec<u8>,
     pub code_at: u64,
     pub mem_bytes: u64,
-    pub entry: u32,
     pub notes: Vec<u8>,
 }
 
@@ -23,7 +22,6 @@ impl Elf {
             code: code.to_vec(),
             code_at: CODE_AT.into(),
             mem_bytes: code.len() as u64,
-            entry: CODE_AT,
             notes: note(b"Xen\0", 18, &CODE_AT.to_le_bytes()),
         }
     }

@@ -109,3 +109,12 @@ pub fn assert_powers_off(machine: &Machine, console: &Console) {
     let end = machine.wait_end(Some(LONG));
     assert_eq!(end, Some(EndReason::PowerOff), "{}", console.text());
 }
+
+/// The smallest ring that the kernel takes.
+pub fn smallest_ring(config: &MachineConfig) -> u32 {
+    let host = HostConfig { serial: SerialSink::Null };
+    let takes = |entries: &u32| {
+        Machine::launch(MachineConfig { ring_entries: *entries, ..config.clone() }, &host).is_ok()
+    };
+    (6..17).map(|log| 1 << log).find(takes).unwrap()
+}
