@@ -39,6 +39,10 @@
 //! migration"). The lists became KVM's dirty ring in Linux 5.11.
 #![forbid(unsafe_code)]
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 mod addr;
 #[cfg(feature = "vm-memory")]
 mod bitmap;

@@ -207,29 +207,30 @@ impl RingConsumer {
     /// one load if it walked all. Says whether the ring was overrun in between.
     fn settle(&mut self, ring: &[RingEntry]) -> bool {
         if self.doubt == Doubt::At {
-            let entry = self.entry(ring, 0);
-            if entry.flags.load(Ordering::Acquire) == 0 {
+            let walked = self.entry(ring, 0).flags.load(Ordering::Acquire) == 0;
+            if walked {
                 self.next = self.next.wrapping_add(1);
                 self.marked = 0;
-                self.doubt = Doubt::None;
-            } else {
-                entry.flags.store(ENTRY_DIRTY, Ordering::Release);
-                self.mark_before(ring, ENTRY_RESET);
-                self.doubt = Doubt::Before;
             }
+            self.unmark_ahead(ring);
+            self.mark_before(ring, ENTRY_RESET);
+            self.doubt = if walked { Doubt::None } else { Doubt::Before };
             return true;
         }
         let flags = |back: u32| self.before(ring, back).flags.load(Ordering::Acquire);
         let left = (1..=self.marked).take_while(|b| flags(*b) & ENTRY_RESET != 0).count() as u32;
         if left < self.marked && flags(left + 1) & ENTRY_DIRTY != 0 {
             // The walk is in order: it has passed every clean entry.
-            let not_clean = |back: &u32| flags(*back) != 0;
-            self.marked = (1..=self.marked).take_while(not_clean).count() as u32;
+            self.marked = (1..=self.marked).take_while(|b| flags(*b) != 0).count() as u32;
+            self.unmark_ahead(ring);
             self.mark_before(ring, ENTRY_RESET);
             self.doubt = Doubt::Before;
         } else if left < self.marked || self.doubt == Doubt::None {
             self.marked = left;
-            self.end_doubt(ring);
+            if self.doubt == Doubt::Before {
+                self.unmark_ahead(ring);
+                self.doubt = Doubt::None;
+            }
         } else {
             self.mark_before(ring, ENTRY_DIRTY);
             self.entry(ring, 0).mark_reset();
@@ -238,13 +239,11 @@ impl RingConsumer {
         self.doubt != Doubt::None
     }
 
-    /// The walk is known again: what was marked ahead of `next` had been published anew.
-    fn end_doubt(&mut self, ring: &[RingEntry]) {
-        if std::mem::take(&mut self.doubt) != Doubt::None {
-            for entry in (0..ring.len() as u32 - self.marked).map(|i| self.entry(ring, i)) {
-                if entry.flags.load(Ordering::Acquire) == ENTRY_RESET {
-                    entry.flags.store(ENTRY_DIRTY, Ordering::Release);
-                }
+    /// What a probe marked and the walk had already passed was published anew: dirty again.
+    fn unmark_ahead(&self, ring: &[RingEntry]) {
+        for entry in (0..ring.len() as u32 - self.marked).map(|i| self.entry(ring, i)) {
+            if entry.flags.load(Ordering::Acquire) & ENTRY_RESET != 0 {
+                entry.flags.store(ENTRY_DIRTY, Ordering::Release);
             }
         }
     }
