@@ -9,6 +9,7 @@ pub mod boot;
 mod collector;
 pub mod config;
 mod devices;
+pub mod doctor;
 pub mod jobs;
 pub mod kvm;
 pub mod machine;

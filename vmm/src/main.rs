@@ -1,7 +1,9 @@
-//! The `driftline` binary: owns the process, its exit code and its log; everything else is in [`cli`].
+//! The `driftline` binary: owns the process, its exit code and its log; everything else is in [`cli`]
+//! and [`demo`].
 #![forbid(unsafe_code)]
 
 mod cli;
+mod demo;
 
 use std::process::ExitCode;
 

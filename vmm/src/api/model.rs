@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use checkpoint::{EpochReport, RunState, VmId};
 use dirty_tracker::{TrackerStats, TrackingMode};
+use migrate::{Phase, Progress, Resolution, SendReport, TimeoutStrategy};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Backend;
@@ -225,4 +226,87 @@ impl EpochLine {
         let EpochReport { epoch, frames, pause_us, write_ms, written_bytes, durable } = *report;
         Self { epoch, frames, pause_us, write_ms, written_bytes, durable, late_ms, skipped }
     }
+}
+
+/// `POST /migration`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrationRequest {
+    /// Where a driftline waits: `tcp:HOST:PORT`.
+    pub to: String,
+    /// The pause that the guest may notice.
+    #[serde(default = "default_downtime_ms")]
+    pub downtime_ms: u64,
+    /// Time for copying while the guest runs.
+    #[serde(default = "default_timeout_s")]
+    pub timeout_s: u64,
+    /// What to do when that has passed.
+    #[serde(default)]
+    pub timeout_strategy: TimeoutStrategy,
+}
+
+fn default_downtime_ms() -> u64 {
+    300
+}
+
+fn default_timeout_s() -> u64 {
+    3600
+}
+
+/// `GET /migration?wait_ms=N`: at once if it is over, else then, or when the wait is.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct MigrationPage {
+    /// How it stands.
+    pub state: MigrationState,
+    /// Where to.
+    pub to: String,
+    /// What has been done so far.
+    pub progress: Progress,
+    /// What was done, once it is completed.
+    pub report: Option<SendReport>,
+    /// Why it has failed, once it has.
+    pub failure: Option<MigrationFailure>,
+}
+
+/// How a migration stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MigrationState {
+    /// Under way; the guest is here.
+    Sending,
+    /// Handed over to a host that does not answer.
+    InDoubt,
+    /// The guest is there, or the operator has resolved that it shall not run here.
+    Completed,
+    /// The guest is here.
+    Failed,
+}
+
+/// Why a migration has failed, and where that leaves the guest.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MigrationFailure {
+    /// As a sentence, with phase and place.
+    pub message: String,
+    /// In which phase.
+    pub phase: Phase,
+    /// Where the guest is.
+    pub guest: GuestWhere,
+}
+
+/// Where the guest of a failed migration is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestWhere {
+    /// Here, as before.
+    Here,
+    /// Here, but it could not be resumed.
+    PausedHere,
+}
+
+/// `POST /migration/resolve`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResolveRequest {
+    /// Where the guest shall be.
+    pub action: Resolution,
 }

@@ -17,7 +17,7 @@ use super::app::App;
 use super::fault::{Fault, Input};
 use super::model::{
     ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo,
-    MachineConfigView, VmRequest, VmTarget,
+    MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest, VmRequest, VmTarget,
 };
 use crate::config::{Boot, MachineConfig};
 use crate::jobs::Jobs;
@@ -36,6 +36,8 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/info", get(info))
         .route("/stop", post(stop))
         .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
+        .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
+        .route("/migration/resolve", post(resolve_migration))
         .route("/dirty", get(dirty))
         .route("/metrics", get(metrics))
         .fallback(unknown)
@@ -192,6 +194,39 @@ async fn checkpoints(
 
 async fn end_checkpoints(State(app): Shared) -> Result<StatusCode, Fault> {
     blocking(app, |jobs| jobs.stop_checkpoints().map_err(Fault::new)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn begin_migration(
+    State(app): Shared,
+    Input(request): Input<MigrationRequest>,
+) -> Result<StatusCode, Fault> {
+    let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::new);
+    blocking(app, begin).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn migration(
+    State(app): Shared,
+    asked: Result<Query<Since>, QueryRejection>,
+) -> Answer<MigrationPage> {
+    let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let jobs = app.jobs().map_err(Fault::new)?;
+    jobs.migration(asked.wait()).await.map(Json).map_err(Fault::new)
+}
+
+async fn cancel_migration(State(app): Shared) -> Result<StatusCode, Fault> {
+    blocking(app, |jobs| jobs.cancel_migration().map_err(Fault::new)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn resolve_migration(
+    State(app): Shared,
+    Input(request): Input<ResolveRequest>,
+) -> Result<StatusCode, Fault> {
+    let resolve =
+        move |jobs: &Arc<Jobs>| jobs.resolve_migration(request.action).map_err(Fault::new);
+    blocking(app, resolve).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -63,7 +63,8 @@ pub(super) fn stop(args: &ApiArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn ask<T: DeserializeOwned>(
+/// One question, one answer.
+pub(super) fn ask<T: DeserializeOwned>(
     args: &ApiArgs,
     method: Method,
     path: &str,

@@ -6,29 +6,29 @@ use super::output::say;
 
 /// A command that did not do what it was asked.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(crate) struct Failure {
     code: u8,
     message: String,
 }
 
 impl Failure {
     /// 1: an error.
-    pub(super) fn error(message: impl ToString) -> Self {
+    pub(crate) fn error(message: impl ToString) -> Self {
         Self { code: 1, message: message.to_string() }
     }
 
     /// 3: the host lacks something.
-    pub(super) fn host_lacks(message: impl ToString) -> Self {
+    pub(crate) fn host_lacks(message: impl ToString) -> Self {
         Self { code: 3, message: message.to_string() }
     }
 
     /// 4: a migration or checkpoint failed, and the guest is still running where it was.
-    pub(super) fn still_running(message: impl ToString) -> Self {
+    pub(crate) fn still_running(message: impl ToString) -> Self {
         Self { code: 4, message: message.to_string() }
     }
 
     /// Says it, and gives the process's exit code.
-    pub(super) fn report(self) -> ExitCode {
+    pub(crate) fn report(self) -> ExitCode {
         say(self.message);
         ExitCode::from(self.code)
     }

@@ -1,11 +1,13 @@
 //! The command line: options in, a job done by the library, results on stdout, all else on stderr.
 
-mod args;
+pub(crate) mod args;
 mod checkpoint;
 mod client;
-mod failure;
+mod doctor;
+pub(crate) mod failure;
 mod live;
-mod output;
+mod migration;
+pub(crate) mod output;
 mod store;
 mod values;
 
@@ -39,6 +41,12 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Stop(args) => client::stop(&args),
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::Restore(args) => live::restore(args),
+        Command::ReceiveMigration(args) => live::receive(args),
+        Command::SendMigration(args) => migration::send(&args),
+        Command::CancelMigration(args) => migration::cancel(&args),
+        Command::Resolve(args) => migration::resolve(&args),
+        Command::Doctor(args) => doctor::doctor(&args),
+        Command::Demo(args) => crate::demo::demo(&args),
         Command::Store(command) => store::store(&command),
     }
 }

@@ -8,13 +8,13 @@ use serde::Serialize;
 use super::failure::Failure;
 
 /// A sentence for the operator, on stderr.
-pub(super) fn say(message: impl Display) {
+pub(crate) fn say(message: impl Display) {
     // There is nowhere to say that stderr is closed.
     let _ = writeln!(io::stderr(), "driftline: {message}");
 }
 
 /// A result, on stdout. A reader that has gone away has seen enough.
-pub(super) fn print(result: impl Display) -> Result<(), Failure> {
+pub(crate) fn print(result: impl Display) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     match writeln!(out, "{result}").and_then(|()| out.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
@@ -25,19 +25,19 @@ pub(super) fn print(result: impl Display) -> Result<(), Failure> {
 }
 
 /// A result as one line of JSON.
-pub(super) fn print_json(result: &impl Serialize) -> Result<(), Failure> {
+pub(crate) fn print_json(result: &impl Serialize) -> Result<(), Failure> {
     print(serde_json::to_string(result)?)
 }
 
 /// Rows of a name and a value, aligned.
-pub(super) fn table<N: AsRef<str>, V: AsRef<str>>(rows: &[(N, V)]) -> String {
+pub(crate) fn table<N: AsRef<str>, V: AsRef<str>>(rows: &[(N, V)]) -> String {
     let width = rows.iter().map(|(name, _)| name.as_ref().len()).max().unwrap_or(0);
     let line = |(name, value): &(N, V)| format!("{:width$}  {}", name.as_ref(), value.as_ref());
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
 /// A size for people, in powers of two; exact ones stay exact.
-pub(super) fn bytes(n: u64) -> String {
+pub(crate) fn bytes(n: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     let unit = UNITS.into_iter().find(|&(_, shift)| n >= 1 << shift);
     match unit {

@@ -1,5 +1,7 @@
 //! Owns the reading of values on the command line: sizes, durations, addresses.
 
+use std::env;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// A size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
@@ -39,6 +41,28 @@ pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
     entries.ok_or_else(|| "a dirty ring has a power of two of entries".to_owned())
 }
 
+/// An address as `HOST:PORT`, given as `tcp:HOST:PORT`.
+pub(super) fn tcp(text: &str) -> Result<String, String> {
+    let address =
+        text.strip_prefix("tcp:").and_then(|a| a.rsplit_once(':').map(|(h, p)| (a, h, p)));
+    match address {
+        Some((address, host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
+            Ok(address.to_owned())
+        }
+        _ => Err("an address is tcp:HOST:PORT, such as tcp:10.0.0.2:7001".to_owned()),
+    }
+}
+
+/// Where a host's records are unless told otherwise: the system's place for root, else the user's.
+pub(super) fn state_dir() -> PathBuf {
+    let of = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    if rustix::process::geteuid().is_root() {
+        return "/var/lib/driftline".into();
+    }
+    let state = of("XDG_STATE_HOME").or_else(|| Some(of("HOME")?.join(".local/state")));
+    state.unwrap_or_else(env::temp_dir).join("driftline")
+}
+
 /// What the embedded guest is to do; kept as text, which is what a configuration holds.
 pub(super) fn guest_spec(text: &str) -> Result<String, String> {
     let spec: Result<images::PayloadSpec, _> = text.parse();
@@ -62,6 +86,8 @@ mod tests {
         assert!(duration("3").is_err() && duration("ms").is_err() && duration("1m").is_err());
         assert_eq!(ring_entries("4096"), Ok(4096));
         assert!(ring_entries("1000").is_err() && ring_entries("0").is_err());
+        assert_eq!(tcp("tcp:[::1]:7001").as_deref(), Ok("[::1]:7001"));
+        assert!(tcp("host:7001").is_err() && tcp("tcp:host").is_err() && tcp("tcp::1").is_err());
         assert!(guest_spec("payload,ws=1M").is_ok() && guest_spec("paperload").is_err());
     }
 }

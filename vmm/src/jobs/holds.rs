@@ -83,7 +83,6 @@ impl Holds {
     }
 
     /// A migration begins or ends.
-    #[allow(dead_code)]
     pub(super) fn set_migrating(&self, migrating: bool) {
         self.lock().migrating = migrating;
     }
