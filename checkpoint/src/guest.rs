@@ -173,6 +173,9 @@ pub trait GuestFactory: Send + Sync {
 
 /// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves
 /// a guest standing; only [`keep_paused`](Self::keep_paused) ends the hold without that.
+///
+/// Holds of one guest do not nest: the one that began first resumes it, whoever else holds it still.
+/// Whoever checkpoints and migrates one guest keeps the two pauses apart.
 #[must_use = "dropping this resumes the guest"]
 pub struct Paused<'g, G: Guest + ?Sized> {
     guest: &'g G,
@@ -192,7 +195,8 @@ impl<'g, G: Guest + ?Sized> Paused<'g, G> {
     }
 
     /// Everything that changed since `subscription` was last drained: nothing is missing, because
-    /// the guest stands still.
+    /// the guest stands still. Comes after [`save_state`](Self::save_state), which may itself make
+    /// the host write into guest memory.
     pub fn drain(&self, subscription: &mut Subscription) -> Result<Epoch, GuestError> {
         self.guest.collect()?;
         Ok(subscription.drain())

@@ -2,13 +2,35 @@
 //!
 //! `checkpoint` and `migrate` know a guest only through [`Guest`]. `vmm` implements it over KVM and,
 //! for hosts without KVM and for tests, over host threads.
+//!
+//! ```text
+//! Guest           a guest that can be tracked, paused, saved and restored
+//! Checkpointer    takes epochs of one: a short pause, then written behind the running guest
+//! Store           a directory of epochs, each published whole or not at all (FORMAT.md)
+//! restore         a guest of any epoch, every byte checked before it may run
+//! ```
+//!
+//! A failed epoch loses nothing: its frames go back to the tracker and are in the next one (I4).
 #![forbid(unsafe_code)]
 
+mod cadence;
+mod checkpointer;
 pub mod format;
 mod guest;
+mod restore;
 mod section;
+mod staging;
+mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
 
+pub use cadence::Taken;
+pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
 pub use guest::{Clock, Guest, GuestError, GuestFactory, GuestRam, Paused, RunState, VmId};
+pub use restore::{RestoreError, RestoreReport, restore};
 pub use section::{Section, SectionTag, section_tags};
+pub use staging::StagingLimits;
+pub use store::{
+    Backend, Damage, DirBackend, EpochInfo, LOCK_FILE, Listing, LockError, ParentLink, Store,
+    StoreError, StoreFile, VerifyReport,
+};

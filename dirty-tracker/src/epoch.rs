@@ -1,7 +1,6 @@
 //! An epoch: the frames that changed since the one before, committed or given back (I4).
 
-use std::sync::Arc;
-
+use crate::sync::Arc;
 use crate::tracker::Home;
 use crate::{FrameRun, Layout};
 

@@ -1,39 +1,82 @@
 //! Harvest -> reprotect -> insert, with types that make any other order impossible (I2, I3).
+//!
+//! ```
+//! # use dirty_tracker::*;
+//! # use std::sync::{Arc, atomic::Ordering};
+//! # let tracker = Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
+//! # let mut subscription = tracker.subscribe("doc");
+//! # let rings = vec![(0..8).map(|_| RingEntry::default()).collect::<Vec<_>>()];
+//! # rings[0][0].offset.store(5, Ordering::Relaxed);
+//! # rings[0][0].flags.store(ENTRY_DIRTY, Ordering::Release);
+//! # let reset_dirty_rings = || Ok::<u32, SourceError>(1);
+//! # let stop_and_start_logging_of_every_slot = || Ok::<(), SourceError>(());
+//! let mut harvester = Harvester::new(rings.len(), 8);
+//! let harvest = harvester.harvest(rings.iter().map(|r| r.as_slice()));
+//! let count = reset_dirty_rings()?;
+//! let mut readable = harvest.reprotected(count);
+//! if !readable.is_trusted() {
+//!     stop_and_start_logging_of_every_slot()?;
+//!     readable = readable.all_reprotected();
+//! }
+//! let absorbed = readable.absorb(&tracker);
+//! # assert_eq!(absorbed.frames, 1);
+//! # assert!(subscription.is_marked(Gfn(5)));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 use crate::list::DirtyList;
-use crate::ring::{RingConsumer, RingEntry};
+use crate::ring::{RingConsumer, RingEntry, RingFull};
 use crate::{SlotId, Tracker};
 
-/// The consumer sides of all rings of a VM, and each vCPU's dirty list.
+/// The consumer sides of all rings of a VM, and each vCPU's dirty list. One lives as long as the
+/// VM's rings do: where the kernel is in a used ring cannot be asked for.
 #[derive(Debug)]
 pub struct Harvester {
     vcpus: Vec<(RingConsumer, DirtyList)>,
+    /// Entries were lost, or may have been, and all memory has not been reprotected since (I6).
+    distrust: bool,
 }
 
 impl Harvester {
     /// For `vcpus` rings of `ring_entries` entries each; allocates everything it will ever use.
     pub fn new(vcpus: usize, ring_entries: usize) -> Self {
         let one = || (RingConsumer::new(), DirtyList::with_capacity(ring_entries));
-        Self { vcpus: (0..vcpus).map(|_| one()).collect() }
+        Self { vcpus: (0..vcpus).map(|_| one()).collect(), distrust: false }
     }
 
-    /// Takes every published entry of every ring. `rings` are all rings, in vCPU order.
+    /// Where vCPU number `vcpu` (in the order of the rings) reports that it found its ring full; `None`
+    /// for a vCPU that does not exist. Without these reports a ring overrun by more than its whole
+    /// length holds its vCPU for ever.
+    pub fn ring_full(&self, vcpu: usize) -> Option<RingFull> {
+        self.vcpus.get(vcpu).map(|(consumer, _)| consumer.full())
+    }
+
+    /// Takes every published entry of every ring. `rings` are all rings, in vCPU order; if there
+    /// are more or fewer than vCPUs, the harvest is not trusted.
     ///
-    /// Frames of an earlier harvest whose reprotect failed are still in the lists and are part of
-    /// what this returns.
+    /// Frames of an earlier harvest that was dropped are still in the lists and are part of what
+    /// this returns. Costs a few loads and one store an entry; allocates nothing.
     pub fn harvest<'r>(&mut self, rings: impl IntoIterator<Item = &'r [RingEntry]>) -> Harvest<'_> {
-        let (mut entries, mut overruns) = (0, 0);
-        for ((consumer, list), ring) in self.vcpus.iter_mut().zip(rings) {
+        let (mut entries, mut overruns) = (0u32, 0);
+        let mut rings = rings.into_iter();
+        for (consumer, list) in &mut self.vcpus {
+            let Some(ring) = rings.next() else {
+                self.distrust = true;
+                break;
+            };
             let taken = consumer.harvest(ring, list);
-            entries += taken.entries;
+            entries = entries.saturating_add(taken.entries);
             overruns += u32::from(taken.overrun);
+            // What did not fit waits in its ring, but this harvest alone is then no full answer.
+            self.distrust |= taken.overrun || taken.list_full;
         }
+        self.distrust |= rings.next().is_some();
         Harvest { lists: self, entries, overruns }
     }
 }
 
 /// Entries taken from the rings and not yet reprotected: shows no frames (I3). Dropping it keeps
-/// the frames for the next harvest (I4).
+/// the frames, and what it knew of overruns, for the next harvest (I4).
 #[derive(Debug)]
 #[must_use = "harvested frames are written again unnoticed until they are reprotected"]
 pub struct Harvest<'h> {
@@ -43,32 +86,42 @@ pub struct Harvest<'h> {
 }
 
 impl<'h> Harvest<'h> {
-    /// Entries newly marked RESET; what the kernel must report to have reprotected.
+    /// Entries marked RESET and not walked yet, what the kernel must report to have reprotected.
+    /// Those of earlier harvests whose reprotect failed or stopped early are among them.
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// Rings that were found overrun (I6).
+    /// Rings that this harvest found overrun (I6).
     pub fn overruns(&self) -> u32 {
         self.overruns
     }
 
-    /// States that the kernel has reprotected `count` entries. A count that differs from the
-    /// harvest, like an overrun, means that tracking cannot be trusted for this epoch: the result
-    /// then marks all memory (I6).
+    /// States that the kernel has reprotected `count` entries, the answer of
+    /// `KVM_RESET_DIRTY_RINGS`. Any other count than [`entries`](Self::entries), like an overrun,
+    /// means that tracking cannot be trusted: the result then marks all memory (I6).
+    ///
+    /// Call the ioctl on a thread that blocks signals. A kernel that stops early for one (Linux 6.16
+    /// and later) has not protected the last frames that it counted; if the signal came after the
+    /// last entry, not even the count tells.
     pub fn reprotected(self, count: u32) -> Readable<'h> {
-        let trusted = self.overruns == 0 && count == self.entries;
-        Readable { lists: self.lists, overruns: self.overruns, trusted }
+        if count == self.entries {
+            self.lists.vcpus.iter_mut().for_each(|(consumer, _)| consumer.walked_all());
+        } else {
+            self.lists.distrust = true;
+        }
+        Readable { lists: self.lists, overruns: self.overruns, all_reprotected: false }
     }
 }
 
-/// Reprotected frames: their content may be read, so they may enter the trees.
+/// Reprotected frames: their content may be read, so they may enter the trees. Dropping it keeps
+/// them for the next harvest (I4).
 #[derive(Debug)]
 #[must_use = "these frames are lost to nobody only once they are in the trees"]
 pub struct Readable<'h> {
     lists: &'h mut Harvester,
     overruns: u32,
-    trusted: bool,
+    all_reprotected: bool,
 }
 
 /// What an insert into the trees did.
@@ -83,11 +136,19 @@ pub struct Absorbed {
 }
 
 impl Readable<'_> {
-    /// Whether ring overruns or a miscounted reprotect make the frames an incomplete answer. The
-    /// caller must then reprotect *all* memory before [`absorb`](Self::absorb): frames whose
-    /// entries were overwritten are still writable.
+    /// Whether the frames are the whole answer. They are not after a ring overrun or a miscounted
+    /// reprotect, of this harvest or of an earlier one that was dropped. The caller must then
+    /// reprotect *all* memory and say so with [`all_reprotected`](Self::all_reprotected): frames
+    /// whose entries were overwritten are still writable.
     pub fn is_trusted(&self) -> bool {
-        self.trusted
+        !self.lists.distrust
+    }
+
+    /// States that every frame of every slot has been reprotected since the harvest, by taking
+    /// `KVM_MEM_LOG_DIRTY_PAGES` from every slot and giving it back. Tracking is exact again from here.
+    pub fn all_reprotected(mut self) -> Self {
+        self.all_reprotected = true;
+        self
     }
 
     /// Rings that were found overrun.
@@ -95,22 +156,29 @@ impl Readable<'_> {
         self.overruns
     }
 
-    /// Inserts the frames into every subscriber's tree and empties the lists (I2).
+    /// Inserts the frames into every subscriber's tree and empties the lists (I2). Untrusted frames
+    /// mark all memory, and every later harvest does so too until one is
+    /// [`all_reprotected`](Self::all_reprotected).
+    ///
+    /// Costs one lock for all frames, and one insert for consecutive frames of a word.
     pub fn absorb(self, tracker: &Tracker) -> Absorbed {
         let mut out = Absorbed::default();
+        let mut marking = tracker.marking();
         for (_, list) in &mut self.lists.vcpus {
             for frame in list.frames() {
                 // The high half is KVM's address space number; the guest's memory is the same in all.
-                match tracker.mark_offset(SlotId(frame.slot & 0xffff), frame.offset) {
+                match marking.mark_offset(SlotId(frame.slot & 0xffff), frame.offset) {
                     Ok(()) => out.frames += 1,
                     Err(_) => out.foreign += 1,
                 }
             }
             list.clear();
         }
-        if !self.trusted {
+        drop(marking);
+        if self.lists.distrust {
             tracker.mark_all();
             out.marked_all = true;
+            self.lists.distrust = !self.all_reprotected;
         }
         out
     }

@@ -103,6 +103,8 @@ const LAST_FRAME: u64 = 1 << 40;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     slots: Vec<Placed>,
+    /// Index into `slots` by slot number, ascending by number.
+    by_id: Vec<(SlotId, usize)>,
     leaf_words: u64,
 }
 
@@ -140,10 +142,10 @@ impl Layout {
                 return Err(LayoutError::Overlap(pair[0], pair[1]));
             }
         }
-        let mut ids: Vec<SlotId> = slots.iter().map(|s| s.id).collect();
-        ids.sort();
-        if let Some(pair) = ids.windows(2).find(|p| p[0] == p[1]) {
-            return Err(LayoutError::SameId(pair[0]));
+        let mut by_id: Vec<(SlotId, usize)> = slots.iter().map(|s| s.id).zip(0..).collect();
+        by_id.sort();
+        if let Some(pair) = by_id.windows(2).find(|p| p[0].0 == p[1].0) {
+            return Err(LayoutError::SameId(pair[0].0));
         }
         let mut leaf_words = 0;
         let slots = slots
@@ -154,7 +156,7 @@ impl Layout {
                 placed
             })
             .collect();
-        Ok(Self { slots, leaf_words })
+        Ok(Self { slots, by_id, leaf_words })
     }
 
     /// The slots, ascending by frame.
@@ -206,7 +208,8 @@ impl Layout {
     }
 
     pub(crate) fn placed_by_id(&self, id: SlotId) -> Option<&Placed> {
-        self.slots.iter().find(|p| p.slot.id == id)
+        let at = self.by_id.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        Some(&self.slots[self.by_id[at].1])
     }
 
     /// The leaf bit of the first frame of `run`, which must lie in one slot.

@@ -39,6 +39,10 @@
 //! migration"). The lists became KVM's dirty ring in Linux 5.11.
 #![forbid(unsafe_code)]
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 mod addr;
 #[cfg(feature = "vm-memory")]
 mod bitmap;
@@ -48,6 +52,7 @@ mod layout;
 mod list;
 mod ring;
 mod source;
+mod sync;
 mod tracker;
 mod tree;
 
@@ -58,7 +63,7 @@ pub use epoch::Epoch;
 pub use harvest::{Absorbed, Harvest, Harvester, Readable};
 pub use layout::{Layout, LayoutError, OutOfSlot, Slot, SlotId};
 pub use list::{DirtyFrame, DirtyList};
-pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingHarvest};
+pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingFull, RingHarvest};
 pub use source::{Collected, DirtySource, SourceError, TrackingMode, UnknownMode};
 pub use tracker::{Subscription, Tracker, TrackerStats};
-pub use tree::Tree;
+pub use tree::{MissingSummary, Tree};

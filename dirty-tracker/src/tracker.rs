@@ -3,10 +3,9 @@
 //! Sources and the VMM's own writes *mark*; each subscriber *drains* its own tree into epochs and
 //! never sees what others did. Without a subscriber a mark costs one load.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
-
-use crate::{Epoch, FrameRun, Gfn, Layout, OutOfSlot, SlotId, Tree};
+use crate::layout::Placed;
+use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard};
+use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, SlotId, Tree};
 
 /// Every subscriber's tree, and the way to mark them all.
 #[derive(Debug)]
@@ -45,7 +44,7 @@ impl Home {
 
     pub(crate) fn recycle(&self, mut runs: Vec<FrameRun>) {
         runs.clear();
-        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut spare = sync::lock(&self.spare);
         if spare.len() < SPARE_BUFFERS {
             spare.push(runs);
         }
@@ -64,7 +63,8 @@ struct Counters {
 pub struct TrackerStats {
     /// Subscribers now.
     pub subscribers: u64,
-    /// Frames marked, by sources and by the VMM; a frame marked twice counts twice.
+    /// Frames marked while there were subscribers, by sources and by the VMM; a frame marked twice
+    /// counts twice unless one word of a batch has both.
     pub marked_frames: u64,
     /// How often all memory was marked at once: overruns and requests.
     pub marked_all: u64,
@@ -98,9 +98,9 @@ impl Tracker {
             layout: self.layout.clone(),
             tree: Tree::new(&self.layout),
             epochs: AtomicU64::new(0),
-            spare: Mutex::new(Vec::new()),
+            spare: Mutex::new(Vec::with_capacity(SPARE_BUFFERS)),
         });
-        let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
+        let mut homes = sync::write(&self.homes);
         homes.push(home.clone());
         self.active.store(homes.len(), Ordering::SeqCst);
         drop(homes);
@@ -151,17 +151,11 @@ impl Tracker {
                 return Err(past(w as u64 * 64 + u64::from(stray.trailing_zeros())));
             }
         }
+        let marking = self.marking();
         let mut marked = 0;
-        for (w, &word) in bitmap.iter().enumerate() {
-            let mut bits = word;
-            while bits != 0 {
-                let from = bits.trailing_zeros();
-                let count = (bits >> from).trailing_ones();
-                bits &= !((u64::MAX >> (64 - count)) << from);
-                let first = (p.first_word + w as u64) * 64 + u64::from(from);
-                self.mark_bits(first, u64::from(count));
-                marked += u64::from(count);
-            }
+        for (w, &bits) in (p.first_word..).zip(bitmap).filter(|(_, bits)| **bits != 0) {
+            marking.insert_word(w, bits);
+            marked += u64::from(bits.count_ones());
         }
         Ok(marked)
     }
@@ -170,13 +164,13 @@ impl Tracker {
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         let Ok(bit) = self.layout.bit_of_run(run) else { return false };
-        let homes = self.homes.read().unwrap_or_else(PoisonError::into_inner);
+        let homes = sync::read(&self.homes);
         homes.iter().any(|h| h.tree.contains(bit))
     }
 
     /// Counters since the tracker was made.
     pub fn stats(&self) -> TrackerStats {
-        let homes = self.homes.read().unwrap_or_else(PoisonError::into_inner);
+        let homes = sync::read(&self.homes);
         TrackerStats {
             subscribers: homes.len() as u64,
             marked_frames: self.stats.marked_frames.load(Ordering::Relaxed),
@@ -185,14 +179,74 @@ impl Tracker {
         }
     }
 
+    /// Marks many frames under one lock.
+    pub(crate) fn marking(&self) -> Marking<'_> {
+        let homes = sync::read(&self.homes);
+        Marking { tracker: self, homes, slot: None, word: 0, bits: 0 }
+    }
+
     fn mark_bits(&self, first: u64, count: u64) {
         if self.active.load(Ordering::SeqCst) == 0 {
             return;
         }
         self.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
-        for home in self.homes.read().unwrap_or_else(PoisonError::into_inner).iter() {
+        for home in sync::read(&self.homes).iter() {
             home.tree.insert(first, count);
         }
+    }
+}
+
+/// A batch of marks: the subscribers locked once, the last slot remembered, and frames of one word
+/// gathered before they are inserted. Dropping it inserts the last word.
+pub(crate) struct Marking<'t> {
+    tracker: &'t Tracker,
+    homes: RwLockReadGuard<'t, Vec<Arc<Home>>>,
+    slot: Option<Placed>,
+    word: u64,
+    bits: u64,
+}
+
+impl Marking<'_> {
+    /// As [`Tracker::mark_offset`].
+    pub(crate) fn mark_offset(&mut self, slot: SlotId, offset: u64) -> Result<(), OutOfSlot> {
+        let bit = match self.slot {
+            Some(p) if p.slot.id == slot && offset < p.slot.frames => p.first_word * 64 + offset,
+            _ => {
+                let bit = self.tracker.layout.bit_of_offset(slot, offset)?;
+                self.slot = self.tracker.layout.placed_by_id(slot).copied();
+                bit
+            }
+        };
+        if bit >> 6 != self.word {
+            self.flush();
+            self.word = bit >> 6;
+        }
+        self.bits |= 1 << (bit & 63);
+        Ok(())
+    }
+
+    fn insert_word(&self, word: u64, bits: u64) {
+        if self.homes.is_empty() {
+            return;
+        }
+        let count = u64::from(bits.count_ones());
+        self.tracker.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
+        for home in self.homes.iter() {
+            home.tree.insert_word(word, bits);
+        }
+    }
+
+    fn flush(&mut self) {
+        if self.bits != 0 {
+            self.insert_word(self.word, self.bits);
+            self.bits = 0;
+        }
+    }
+}
+
+impl Drop for Marking<'_> {
+    fn drop(&mut self) {
+        self.flush();
     }
 }
 
@@ -218,7 +272,7 @@ impl Subscription {
     /// before this call is in the epoch.
     pub fn drain(&mut self) -> Epoch {
         let mut runs = {
-            let mut spare = self.home.spare.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut spare = sync::lock(&self.home.spare);
             spare.pop().unwrap_or_default()
         };
         let frames = self.home.tree.drain(&self.home.layout, &mut runs);
@@ -232,6 +286,12 @@ impl Subscription {
         self.home.layout.bit_of_run(run).is_ok_and(|bit| self.home.tree.contains(bit))
     }
 
+    /// Checks I1 by walking the whole tree, and answers with the first bit that breaks it. For tests;
+    /// exact only while nobody marks.
+    pub fn check(&self) -> Result<(), MissingSummary> {
+        self.home.tree.check()
+    }
+
     /// The slot's leaves, which are its KVM dirty bitmap; `None` for a slot that does not exist.
     pub fn bitmap(&self, slot: SlotId) -> Option<Vec<u64>> {
         let p = self.home.layout.placed_by_id(slot)?;
@@ -241,7 +301,7 @@ impl Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        let mut homes = self.tracker.homes.write().unwrap_or_else(PoisonError::into_inner);
+        let mut homes = sync::write(&self.tracker.homes);
         homes.retain(|h| !Arc::ptr_eq(h, &self.home));
         self.tracker.active.store(homes.len(), Ordering::SeqCst);
     }

@@ -18,16 +18,23 @@
 //!
 //! Source: Radim Krcmar, KVM list, 5 May 2016, with bytes as nodes; here with 64-bit words.
 
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-
-use zerocopy::FromZeros;
-
+use crate::sync::{self, AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Gfn, Layout};
 
 /// log2 of the arity.
 const SHIFT: u32 = 6;
-/// 64^6 leaf bits are 2^36 words of 64 frames: more than any x86-64 guest has.
-const MAX_LEVELS: usize = 7;
+/// 64^8 = 2^48 frames: more than the 2^40 of a guest, even if every slot pads its last word.
+const MAX_LEVELS: usize = 8;
+
+/// A word that is not zero and whose summary bit is not set, which I1 forbids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("word {index} of tree level {level} is not zero, but its summary bit is not set")]
+pub struct MissingSummary {
+    /// The word's level; 0 are the leaves.
+    pub level: usize,
+    /// The word's number in its level.
+    pub index: usize,
+}
 
 /// A set of the frames of a [`Layout`], as one allocation of packed levels.
 #[derive(Debug)]
@@ -51,7 +58,7 @@ impl Tree {
             }
             len = len.div_ceil(64);
         }
-        let words = AtomicU64::new_vec_zeroed(total).unwrap_or_default();
+        let words = sync::zeroed_words(total).unwrap_or_default();
         assert_eq!(words.len(), total, "no memory for a dirty tree of {total} words");
         Self { words, levels }
     }
@@ -74,6 +81,41 @@ impl Tree {
         }
     }
 
+    /// Sets the leaf bits `bits` of word `word`, which must lie in one slot of the layout.
+    pub(crate) fn insert_word(&self, word: u64, bits: u64) {
+        if bits == 0 {
+            return;
+        }
+        self.or(word as usize, bits);
+        let mut below = word;
+        for &(start, _) in &self.levels[1..] {
+            self.or(start + (below >> SHIFT) as usize, 1 << (below & 63));
+            below >>= SHIFT;
+        }
+    }
+
+    /// Sets the bits of `mask` in a word; one load if they are set.
+    fn or(&self, index: usize, mask: u64) {
+        let word = &self.words[index];
+        if word.load(SeqCst) & mask != mask {
+            word.fetch_or(mask, SeqCst);
+        }
+    }
+
+    /// Checks I1; exact only while nobody inserts.
+    pub(crate) fn check(&self) -> Result<(), MissingSummary> {
+        for (level, pair) in self.levels.windows(2).enumerate() {
+            let ((start, len), (above, _)) = (pair[0], pair[1]);
+            for index in 0..len {
+                let summary = self.words[above + (index >> SHIFT)].load(SeqCst);
+                if self.words[start + index].load(SeqCst) != 0 && summary >> (index & 63) & 1 == 0 {
+                    return Err(MissingSummary { level, index });
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Sets bits `lo..=hi` of the level that starts at word `start`, skipping words that have them.
     fn set_bits(&self, start: usize, lo: u64, hi: u64) {
         let (first, last) = (lo >> SHIFT, hi >> SHIFT);
@@ -81,10 +123,7 @@ impl Tree {
             let from = if w == first { lo & 63 } else { 0 };
             let to = if w == last { hi & 63 } else { 63 };
             let mask = (u64::MAX << from) & (u64::MAX >> (63 - to));
-            let word = &self.words[start + w as usize];
-            if word.load(SeqCst) & mask != mask {
-                word.fetch_or(mask, SeqCst);
-            }
+            self.or(start + w as usize, mask);
         }
     }
 

@@ -3,5 +3,19 @@
 //! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`checkpoint::Guest`] with a beginning
 //! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.
 
+pub mod api;
+pub mod backend;
+pub mod boot;
+mod collector;
 pub mod config;
+mod devices;
+pub mod doctor;
+pub mod jobs;
+pub mod kvm;
+pub mod machine;
+pub mod memory;
+mod sources;
+pub mod testing;
+pub mod threads;
+mod vcpu;
 pub mod vm;

@@ -6,7 +6,8 @@
 //! [`MemoryGuest::verify`] knows what each page of memory must hold after the writes made so far,
 //! without having remembered it: a frame that was lost, torn or doubled on the way shows.
 //!
-//! [`Faults`] make its operations fail on request, [`Drive`] notices two hosts running one guest.
+//! [`Faults`] make its operations fail on request, [`Drive`] notices two hosts running one guest,
+//! [`MemoryDisk`] is a disk for a store that forgets what was not synced.
 //!
 //! ```
 //! use checkpoint::Guest;
@@ -18,11 +19,15 @@
 //! # Ok::<(), checkpoint::GuestError>(())
 //! ```
 
+mod disk;
 mod faults;
 mod guest;
 mod pages;
 mod writers;
 
+pub use disk::{DiskOp, MemoryDisk, Survives};
 pub use faults::{Drive, Faults, Op};
 pub use guest::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 pub use pages::{WrongFrame, WrongMemory};
+
+pub use crate::store::reseal;

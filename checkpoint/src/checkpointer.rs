@@ -1,0 +1,404 @@
+//! Taking epochs of a running guest: the pause copies and saves, everything else is outside it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dirty_tracker::{Epoch, FrameRun, Subscription};
+use serde::Serialize;
+use vm_memory::GuestMemoryError;
+
+use crate::staging::{Staging, StagingLimits, window};
+use crate::store::{EpochWriter, ParentLink, Published, Store, StoreError, peek};
+use crate::{Guest, GuestError, Paused, RunState, Section};
+
+/// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
+const LIVE_FRAMES: u64 = 256;
+/// How often a full epoch goes over what changed under its copy before it pauses the guest.
+const LIVE_PASSES: usize = 4;
+
+/// The steps of an epoch, for logs and errors.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    /// Creating the file, writing what is known before the pause.
+    Begin,
+    /// Beginning to follow writes; only before a full epoch.
+    Subscribe,
+    /// Copying populated memory of the running guest; only in a full epoch.
+    CopyLive,
+    /// Stopping the vCPUs. The guest stands still from here to the end of `Resume`.
+    Pause,
+    /// Learning what changed.
+    Drain,
+    /// Copying it to the staging area.
+    Copy,
+    /// Saving the state besides memory.
+    Save,
+    /// Letting the guest run.
+    Resume,
+    /// Writing frames and state to the file.
+    Write,
+    /// Making the file durable and giving it its name.
+    Publish,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Begin => "beginning the file",
+            Self::Subscribe => "beginning to follow writes",
+            Self::CopyLive => "copying memory",
+            Self::Pause => "pausing the guest",
+            Self::Drain => "collecting what changed",
+            Self::Copy => "copying what changed",
+            Self::Save => "saving the guest's state",
+            Self::Resume => "resuming the guest",
+            Self::Write => "writing",
+            Self::Publish => "publishing",
+        })
+    }
+}
+
+/// What stood in the way of an epoch.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Cause {
+    /// The store.
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    /// The guest.
+    #[error("{0}")]
+    Guest(#[from] GuestError),
+    /// The guest's memory.
+    #[error("{0}")]
+    Memory(#[from] GuestMemoryError),
+}
+
+/// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "epoch {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}{}",
+    next_has_it(*guest)
+)]
+pub struct CheckpointError {
+    /// The number that it would have had.
+    pub epoch: u64,
+    /// What was being done.
+    pub phase: Phase,
+    /// The guest's state after the failure: as before, unless it could not be resumed.
+    pub guest: RunState,
+    /// Why it failed.
+    pub cause: Cause,
+}
+
+fn next_has_it(guest: RunState) -> &'static str {
+    // A guest that has ended has no next epoch.
+    if guest == RunState::Stopped { "" } else { ", and what changed will be in the next epoch" }
+}
+
+/// One stored epoch. Serialized it is a line of `checkpoint --json`.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct EpochReport {
+    /// Its number.
+    pub epoch: u64,
+    /// Frames in it; in a full epoch those that changed under the copy count again.
+    pub frames: u64,
+    /// From the request to pause until the guest had been resumed, in microseconds.
+    pub pause_us: u64,
+    /// From the end of the pause until the epoch was durable, in milliseconds.
+    pub write_ms: f64,
+    /// Bytes of the epoch's file.
+    pub written_bytes: u64,
+    /// Whether it survives a crash of the host: always, of an epoch that is reported.
+    pub durable: bool,
+}
+
+/// Takes epochs of one guest into one store.
+///
+/// The first is full, later ones build on the one before. Made again for a store that has epochs
+/// already it begins with a full one, because nobody followed the guest's writes in between.
+///
+/// ```
+/// use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+/// use checkpoint::{Checkpointer, Clock, Store, restore};
+/// let dir = tempfile::tempdir()?;
+/// let guest = MemoryGuest::start(MemoryConfig::small())?;
+/// let mut checkpointer = Checkpointer::new(guest, Store::create_or_open(dir.path())?)?;
+/// let first = checkpointer.take()?;
+/// let second = checkpointer.take()?;
+/// assert!(second.epoch > first.epoch && second.durable);
+///
+/// let store = Store::open(dir.path())?;
+/// let (copy, _) = restore(&store, None, &MemoryGuestFactory::default(), Clock::Continue)?;
+/// copy.verify()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Checkpointer {
+    guest: Arc<dyn Guest>,
+    store: Store,
+    staging: Staging,
+    /// None until a full epoch is durable.
+    chain: Option<Chain>,
+    next: u64,
+}
+
+/// What the next epoch builds on.
+struct Chain {
+    subscription: Subscription,
+    parent: Option<ParentLink>,
+}
+
+/// What was taken from the guest while it stood still.
+struct Held {
+    changed: Epoch,
+    /// Frames of `changed` that are not in the staging area but in the file already.
+    written: u64,
+    sections: Vec<Section>,
+    pause: Duration,
+}
+
+impl fmt::Debug for Checkpointer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (store, next) = (&self.store, self.next);
+        f.debug_struct("Checkpointer").field("store", store).field("next", &next).finish()
+    }
+}
+
+impl Checkpointer {
+    /// For `guest`, into `store`, which must be writable and hold no other guest's epochs. Reserves
+    /// the staging area; the guest notices nothing until the first [`take`](Self::take).
+    pub fn new(guest: Arc<dyn Guest>, store: Store) -> Result<Self, StoreError> {
+        Self::with_staging(guest, store, StagingLimits::default())
+    }
+
+    /// As [`new`](Self::new), with other bounds for the staging area.
+    pub fn with_staging(
+        guest: Arc<dyn Guest>,
+        store: Store,
+        mut limits: StagingLimits,
+    ) -> Result<Self, StoreError> {
+        if !store.is_writable() {
+            return Err(StoreError::ReadOnly { dir: store.dir() });
+        }
+        let (numbers, asked) = (store.numbers()?, guest.vm_id());
+        for &epoch in &numbers {
+            match peek(&store, epoch) {
+                Ok((info, _)) if info.vm_id != asked => {
+                    return Err(StoreError::OtherVm {
+                        dir: store.dir(),
+                        stored: info.vm_id,
+                        asked,
+                    });
+                }
+                Ok(_) => {}
+                // No reason to leave the guest unprotected: the new chain does not build on it.
+                Err(e) => tracing::warn!("the store holds a damaged epoch: {e}"),
+            }
+        }
+        let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
+        limits.most_bytes = limits.most_bytes.min(all);
+        let next = numbers.last().map_or(1, |n| n.saturating_add(1));
+        Ok(Self { guest, store, staging: Staging::new(limits), chain: None, next })
+    }
+
+    /// The store that it writes to.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// Takes one epoch and returns when it is durable.
+    ///
+    /// The guest stands still while what changed is copied and its state is saved; the copy is
+    /// written behind the running guest. Frames beyond the staging area's size are written in the
+    /// pause, which is then as slow as the disk's cache; the area has grown, within its limit, by
+    /// the next epoch. A full epoch first copies populated memory while the guest runs, and, a few
+    /// times, what changed meanwhile.
+    pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
+        let epoch = self.next;
+        // Never used again, whether it is stored or not: a crash may bring back a failed one.
+        self.next = epoch.saturating_add(1);
+        let span = tracing::info_span!("epoch", epoch);
+        let _entered = span.enter();
+        let full = self.chain.is_none();
+        let result = self.attempt(full);
+        match &result {
+            Ok(r) => tracing::info!(full, frames = r.frames, pause_us = r.pause_us, "stored"),
+            Err((phase, cause)) => tracing::warn!(full, %phase, %cause, "not stored"),
+        }
+        result.map_err(|(phase, cause)| {
+            if full {
+                // What was copied is in no epoch; the next one copies again.
+                self.chain = None;
+            }
+            CheckpointError { epoch, phase, guest: self.guest.run_state(), cause }
+        })
+    }
+
+    fn attempt(&mut self, full: bool) -> Result<EpochReport, (Phase, Cause)> {
+        let Self { guest, store, staging, chain, next } = self;
+        let (guest, epoch) = (&**guest, next.saturating_sub(1));
+        let parent = chain.as_ref().and_then(|c| c.parent);
+        let mut file = step(Phase::Begin, || EpochWriter::create(store, epoch, guest, parent))?;
+        if full {
+            let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
+            *chain = Some(Chain { subscription, parent: None });
+        }
+        let Some(chain) = chain else {
+            return Err((Phase::Subscribe, GuestError::NotTracked.into()));
+        };
+        let mut copied = Vec::new();
+        if full {
+            let subscription = &mut chain.subscription;
+            copied = step(Phase::CopyLive, || copy_live(guest, staging, &mut file, subscription))?;
+        }
+        let held = hold(guest, staging, &mut file, &mut chain.subscription)?;
+        let resumed = Instant::now();
+        let frames = held.changed.frames();
+        step(Phase::Write, || write_behind(&held, staging, &mut file))?;
+        let Published { link, frames: stored, bytes } = step(Phase::Publish, || file.publish())?;
+        copied.into_iter().chain([held.changed]).for_each(Epoch::commit);
+        chain.parent = Some(link);
+        let write_ms = (resumed.elapsed().as_micros() as f64) / 1000.0;
+        if frames > staging.frames() {
+            tracing::warn!(frames, staged = staging.frames(), "wrote during the pause");
+        }
+        staging.grow_to(frames);
+        Ok(EpochReport {
+            epoch,
+            frames: stored,
+            pause_us: held.pause.as_micros() as u64,
+            write_ms,
+            written_bytes: bytes,
+            durable: true,
+        })
+    }
+}
+
+/// Does one step, with an event where it begins and one where it ends.
+fn step<T, E: Into<Cause>>(
+    phase: Phase,
+    act: impl FnOnce() -> Result<T, E>,
+) -> Result<T, (Phase, Cause)> {
+    tracing::debug!(?phase, "begin");
+    let since = Instant::now();
+    let result = act().map_err(|e| (phase, e.into()));
+    tracing::debug!(?phase, ok = result.is_ok(), us = since.elapsed().as_micros() as u64, "end");
+    result
+}
+
+/// Copies all populated memory into the file while the guest runs, then what was written meanwhile,
+/// for as long as that gets less. What is left then is appended after the pause, so that it wins.
+/// Returns the epochs that went into the file: nothing in them is safe until the file is.
+fn copy_live(
+    guest: &dyn Guest,
+    staging: &mut Staging,
+    file: &mut EpochWriter<'_>,
+    subscription: &mut Subscription,
+) -> Result<Vec<Epoch>, Cause> {
+    let populated = guest.populated()?;
+    copy_running(guest, staging, file, &populated, true)?;
+    let mut before = populated.iter().map(|run| run.count).sum::<u64>();
+    tracing::debug!(frames = before, "copied while the guest ran");
+    let mut passes = Vec::new();
+    while passes.len() < LIVE_PASSES {
+        guest.collect()?;
+        let changed = subscription.drain();
+        let frames = changed.frames();
+        let runs: Vec<FrameRun> = changed.runs().collect();
+        copy_running(guest, staging, file, &runs, false)?;
+        tracing::debug!(frames, "copied again while the guest ran");
+        passes.push(changed);
+        if frames <= LIVE_FRAMES || frames > before / 4 * 3 {
+            break;
+        }
+        before = frames;
+    }
+    Ok(passes)
+}
+
+/// Copies frames of a running guest into the file, a little at a time.
+fn copy_running(
+    guest: &dyn Guest,
+    staging: &mut Staging,
+    file: &mut EpochWriter<'_>,
+    runs: &[FrameRun],
+    forget_zeros: bool,
+) -> Result<(), Cause> {
+    let at_once = LIVE_FRAMES.min(staging.frames());
+    for batch in batches(runs, at_once) {
+        let contents = staging.copy(guest.ram(), batch.iter().copied())?;
+        file.frames(batch.iter().copied(), contents, forget_zeros)?;
+    }
+    Ok(())
+}
+
+/// Cuts runs into groups of at most `frames` frames each.
+fn batches(runs: &[FrameRun], frames: u64) -> Vec<Vec<FrameRun>> {
+    let mut groups: Vec<Vec<FrameRun>> = Vec::new();
+    let mut room = 0;
+    for &run in runs {
+        let head = room.min(run.count);
+        let first = window(std::iter::once(run), 0, head);
+        let rest = window(std::iter::once(run), head, u64::MAX).flat_map(|r| r.chunks(frames));
+        for piece in first.chain(rest) {
+            match groups.last_mut() {
+                Some(group) if room > 0 => group.push(piece),
+                _ => {
+                    groups.push(vec![piece]);
+                    room = frames;
+                }
+            }
+            room -= piece.count;
+        }
+    }
+    groups
+}
+
+/// The pause. On every way out of it the guest runs again if it ran before.
+fn hold(
+    guest: &dyn Guest,
+    staging: &mut Staging,
+    file: &mut EpochWriter<'_>,
+    subscription: &mut Subscription,
+) -> Result<Held, (Phase, Cause)> {
+    let since = Instant::now();
+    let paused = step(Phase::Pause, || Paused::new(guest))?;
+    // Before the drain: saving may make the host write into guest memory.
+    let sections = step(Phase::Save, || paused.save_state())?;
+    let changed = step(Phase::Drain, || paused.drain(subscription))?;
+    let written = step(Phase::Copy, || copy_changed(guest, staging, file, &changed))?;
+    step(Phase::Resume, || paused.resume())?;
+    Ok(Held { changed, written, sections, pause: since.elapsed() })
+}
+
+/// Copies the epoch to the staging area, writing out whatever does not fit. Returns how many of
+/// its frames are in the file and no longer in the area.
+fn copy_changed(
+    guest: &dyn Guest,
+    staging: &mut Staging,
+    file: &mut EpochWriter<'_>,
+    changed: &Epoch,
+) -> Result<u64, Cause> {
+    let (mut written, at_once) = (0, staging.frames());
+    loop {
+        let part = || window(changed.runs(), written, at_once);
+        let contents = staging.copy(guest.ram(), part())?;
+        if changed.frames() - written <= at_once {
+            return Ok(written);
+        }
+        file.frames(part(), contents, false)?;
+        written += at_once;
+    }
+}
+
+/// Writes what the pause left in memory.
+fn write_behind(
+    held: &Held,
+    staging: &Staging,
+    file: &mut EpochWriter<'_>,
+) -> Result<(), StoreError> {
+    let left = held.changed.frames() - held.written;
+    let runs = window(held.changed.runs(), held.written, left);
+    file.frames(runs, staging.copied(left), false)?;
+    held.sections.iter().try_for_each(|section| file.section(section))
+}

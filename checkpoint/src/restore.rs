@@ -1,0 +1,231 @@
+//! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use dirty_tracker::{FrameRun, PAGE_SIZE};
+use serde::Serialize;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
+
+use crate::store::{
+    EpochInfo, EpochReader, ParentLink, Peeked, Record, Store, StoreError, check_layout,
+    check_link, check_vm, peek,
+};
+use crate::{Clock, Guest, GuestError, GuestFactory, GuestRam, Section, VmId};
+
+/// A guest that could not be restored. Nothing runs.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RestoreError {
+    /// The store is damaged or does not have the epoch.
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    /// The guest could not be built, or refused its state.
+    #[error("epoch {epoch} cannot be restored: {cause}")]
+    Guest {
+        /// The epoch.
+        epoch: u64,
+        /// The guest's reason.
+        cause: GuestError,
+    },
+    /// The configuration in the epoch makes another memory than the one that is stored.
+    #[error(
+        "epoch {epoch} cannot be restored: its configuration makes a guest with memory layout \
+         {built:#010x}, its memory has layout {stored:#010x}"
+    )]
+    Layout {
+        /// The epoch.
+        epoch: u64,
+        /// Hash of the layout that the factory built.
+        built: u32,
+        /// Hash of the stored layout.
+        stored: u32,
+    },
+    /// The guest's memory could not be written.
+    #[error("epoch {epoch} cannot be restored: writing the guest's memory failed: {cause}")]
+    Memory {
+        /// The epoch.
+        epoch: u64,
+        /// Memory's answer.
+        cause: GuestMemoryError,
+    },
+}
+
+/// What a restore did.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct RestoreReport {
+    /// The epoch restored.
+    pub epoch: u64,
+    /// Whose it is.
+    pub vm_id: VmId,
+    /// When it was taken: milliseconds since 1970, by that host's clock.
+    pub created_unix_ms: u64,
+    /// Epochs read: it and those that it builds on.
+    pub epochs: u64,
+    /// Frames read, with repetitions.
+    pub frames: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// How long it took, in milliseconds.
+    pub time_ms: f64,
+}
+
+/// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
+/// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`.
+///
+/// Reads the epoch and all that it builds on, oldest first. All checksums are compared on the way;
+/// at the first that is wrong the guest is thrown away. The latest epoch is the one with the
+/// highest number: if that is damaged it is refused, not passed over; ask for another by number.
+///
+/// Contents go through a buffer of 1 MiB that stays in the cache: their checksum has to be computed
+/// by reading them once anyway.
+pub fn restore<F: GuestFactory>(
+    store: &Store,
+    epoch: Option<u64>,
+    factory: &F,
+    clock: Clock,
+) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
+    let since = Instant::now();
+    let epoch = match epoch {
+        Some(epoch) => epoch,
+        None => store.numbers()?.last().copied().ok_or_else(|| store.no_epoch(None))?,
+    };
+    let span = tracing::info_span!("restore", epoch);
+    let _entered = span.enter();
+    tracing::debug!("begin");
+    let (chain, info) = find_chain(store, epoch)?;
+    let guest = build(store, factory, &info)?;
+    let mut report = RestoreReport {
+        epoch,
+        vm_id: info.vm_id,
+        created_unix_ms: info.created_unix_ms,
+        epochs: chain.len() as u64,
+        frames: 0,
+        read_bytes: 0,
+        time_ms: 0.0,
+    };
+    let mut fill = || {
+        let mut sections = Vec::new();
+        for link in &chain {
+            sections = load(store, *link, &*guest, &mut report)?;
+        }
+        let restored = guest.restore_state(&sections, clock);
+        restored.map_err(|cause| RestoreError::Guest { epoch, cause })
+    };
+    if let Err(e) = fill() {
+        guest.stop("it could not be restored");
+        tracing::debug!("end: {e}");
+        return Err(e);
+    }
+    report.time_ms = since.elapsed().as_micros() as f64 / 1000.0;
+    tracing::info!(epochs = report.epochs, frames = report.frames, ms = report.time_ms, "end");
+    Ok((guest, report))
+}
+
+/// The epochs that `epoch` builds on and itself, oldest first.
+fn find_chain(
+    store: &Store,
+    epoch: u64,
+) -> Result<(VecDeque<ParentLink>, EpochInfo), RestoreError> {
+    let path = |epoch| move || store.epoch_path(epoch);
+    let (info, mut child) = peek(store, epoch)?;
+    let mut chain = VecDeque::from([child.link]);
+    // Ends: a parent's number is always lower than its child's.
+    while let Some(parent) = child.parent {
+        let of = child.link.epoch;
+        let (found, at): (EpochInfo, Peeked) = match peek(store, parent.epoch) {
+            Err(StoreError::NoEpoch { .. }) => {
+                let (file, parent) = (store.epoch_path(of), parent.epoch);
+                return Err(StoreError::MissingParent { file, parent }.into());
+            }
+            other => other?,
+        };
+        check_vm(path(parent.epoch), found.vm_id, info.vm_id)?;
+        check_link(path(of), parent, at.link)?;
+        check_layout(path(of), child.layout_hash, at.layout_hash)?;
+        chain.push_front(at.link);
+        child = at;
+    }
+    Ok((chain, info))
+}
+
+/// A guest with zeroed memory, as the epoch's configuration says.
+fn build<F: GuestFactory>(
+    store: &Store,
+    factory: &F,
+    info: &EpochInfo,
+) -> Result<Arc<F::Guest>, RestoreError> {
+    let epoch = info.epoch;
+    let reader = EpochReader::open(store, epoch)?;
+    let guest = factory
+        .create(info.vm_id, reader.config())
+        .map_err(|cause| RestoreError::Guest { epoch, cause })?;
+    if guest.layout() != reader.layout() {
+        let (built, stored) = (guest.layout().hash(), reader.layout().hash());
+        guest.stop("its memory is not the stored one");
+        return Err(RestoreError::Layout { epoch, built, stored });
+    }
+    Ok(guest)
+}
+
+/// Puts one epoch's frames into memory and returns its state sections.
+fn load<G: Guest + ?Sized>(
+    store: &Store,
+    link: ParentLink,
+    guest: &G,
+    report: &mut RestoreReport,
+) -> Result<Vec<Section>, RestoreError> {
+    let epoch = report.epoch;
+    let memory = |cause| RestoreError::Memory { epoch, cause };
+    tracing::debug!(from = link.epoch, "begin reading");
+    let mut reader = EpochReader::open(store, link.epoch)?;
+    let mut sections = Vec::new();
+    while let Some(record) = reader.next()? {
+        match record {
+            Record::Frames(runs, contents) => {
+                report.frames += write_frames(guest.ram(), runs, contents).map_err(memory)?;
+            }
+            Record::Zeros(runs) => {
+                report.frames += write_zeros(guest.ram(), runs).map_err(memory)?;
+            }
+            Record::Section(section) => sections.push(section),
+        }
+    }
+    // Between finding the chain and reading it the file may have been exchanged.
+    check_link(|| store.epoch_path(link.epoch), link, reader.link())?;
+    report.read_bytes += reader.len();
+    tracing::debug!(from = link.epoch, "end reading");
+    Ok(sections)
+}
+
+fn write_frames(
+    ram: &GuestRam,
+    runs: &[FrameRun],
+    mut contents: &[u8],
+) -> Result<u64, GuestMemoryError> {
+    let mut frames = 0;
+    for run in runs {
+        let (bytes, rest) = contents.split_at(run.bytes() as usize);
+        ram.write_slice(bytes, GuestAddress(run.start.gpa()))?;
+        contents = rest;
+        frames += run.count;
+    }
+    Ok(frames)
+}
+
+/// Memory that is zero already is left as it is: writing to it would only cost memory.
+fn write_zeros(ram: &GuestRam, runs: &[FrameRun]) -> Result<u64, GuestMemoryError> {
+    const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
+    let mut page = ZEROS;
+    let mut frames = 0;
+    for gfn in runs.iter().flat_map(|run| run.frames()) {
+        let at = GuestAddress(gfn.gpa());
+        ram.read_slice(&mut page, at)?;
+        if page != ZEROS {
+            ram.write_slice(&ZEROS, at)?;
+        }
+        frames += 1;
+    }
+    Ok(frames)
+}

@@ -1,0 +1,158 @@
+//! Where frames wait between the pause and the disk: memory that is there before it is needed.
+
+use dirty_tracker::{FrameRun, PAGE_SIZE};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
+
+use crate::GuestRam;
+
+/// How much memory a checkpointer may use for copies of frames.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StagingLimits {
+    /// Bytes reserved at once.
+    pub first_bytes: u64,
+    /// Bytes up to which it grows, between epochs, to what the last epoch would have needed.
+    pub most_bytes: u64,
+}
+
+impl Default for StagingLimits {
+    /// 64 MiB, growing to 1 GiB.
+    fn default() -> Self {
+        Self { first_bytes: 64 << 20, most_bytes: 1 << 30 }
+    }
+}
+
+/// Preallocated, already backed by memory, and reused.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    bytes: Vec<u8>,
+    most: usize,
+}
+
+impl Staging {
+    /// Allocates `limits.first_bytes`, or less where the host has not that much: at least a frame.
+    pub(crate) fn new(limits: StagingLimits) -> Self {
+        let mut staging = Self { bytes: Vec::new(), most: whole_frames(limits.most_bytes) };
+        let mut want = whole_frames(limits.first_bytes).min(staging.most);
+        while !staging.reserve(want) && want > PAGE_SIZE as usize {
+            want = whole_frames(want as u64 / 2);
+        }
+        staging
+    }
+
+    /// Frames that fit at once.
+    pub(crate) fn frames(&self) -> u64 {
+        self.bytes.len() as u64 / PAGE_SIZE
+    }
+
+    /// Makes room for an epoch of `frames` frames, as far as the limit and the host allow. Not for
+    /// the pause.
+    pub(crate) fn grow_to(&mut self, frames: u64) {
+        let want = frames.saturating_mul(PAGE_SIZE).checked_next_power_of_two();
+        let want = want.map_or(self.most, whole_frames).min(self.most);
+        if want > self.bytes.len() && !self.reserve(want) {
+            tracing::warn!(want, have = self.bytes.len(), "no memory for a larger staging area");
+        }
+    }
+
+    /// Copies `runs`, which must fit, and returns the copy.
+    pub(crate) fn copy(
+        &mut self,
+        ram: &GuestRam,
+        runs: impl Iterator<Item = FrameRun>,
+    ) -> Result<&[u8], GuestMemoryError> {
+        let mut used = 0;
+        for run in runs {
+            let end = used + run.bytes() as usize;
+            ram.read_slice(&mut self.bytes[used..end], GuestAddress(run.start.gpa()))?;
+            used = end;
+        }
+        Ok(&self.bytes[..used])
+    }
+
+    /// What [`copy`](Self::copy) returned last, if that was `frames` frames.
+    pub(crate) fn copied(&self, frames: u64) -> &[u8] {
+        &self.bytes[..(frames * PAGE_SIZE) as usize]
+    }
+
+    fn reserve(&mut self, bytes: usize) -> bool {
+        let more = bytes.saturating_sub(self.bytes.len());
+        if self.bytes.try_reserve_exact(more).is_err() {
+            return false;
+        }
+        let old = self.bytes.len();
+        self.bytes.resize(old + more, 0);
+        // Zeroed memory may not be backed yet; a write to each page makes it so.
+        for page in self.bytes[old..].chunks_mut(PAGE_SIZE as usize) {
+            page[0] = 1;
+        }
+        true
+    }
+}
+
+/// Rounded down, but at least one frame.
+fn whole_frames(bytes: u64) -> usize {
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+    (bytes / PAGE_SIZE as usize).max(1) * PAGE_SIZE as usize
+}
+
+/// The part of `runs` that begins after `skip` frames and has at most `take` frames.
+pub(crate) fn window(
+    runs: impl Iterator<Item = FrameRun>,
+    mut skip: u64,
+    mut take: u64,
+) -> impl Iterator<Item = FrameRun> {
+    runs.filter_map(move |run| {
+        let skipped = skip.min(run.count);
+        skip -= skipped;
+        let count = take.min(run.count - skipped);
+        take -= count;
+        let start = dirty_tracker::Gfn(run.start.0 + skipped);
+        (count > 0).then_some(FrameRun { start, count })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use dirty_tracker::Gfn;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn windows_laid_end_to_end_are_the_whole(
+            lengths in prop::collection::vec((1u64..20, 0u64..5), 0..20),
+            size in 1u64..30,
+        ) {
+            let mut at = 0;
+            let mut runs = Vec::new();
+            for (count, gap) in lengths {
+                runs.push(FrameRun { start: Gfn(at + gap), count });
+                at += gap + count;
+            }
+            let all: Vec<Gfn> = runs.iter().flat_map(|r| r.frames()).collect();
+            let mut seen = Vec::new();
+            while seen.len() < all.len() {
+                let part = window(runs.iter().copied(), seen.len() as u64, size);
+                let frames: Vec<Gfn> = part.flat_map(FrameRun::frames).collect();
+                prop_assert!(!frames.is_empty() && frames.len() as u64 <= size);
+                seen.extend(frames);
+            }
+            prop_assert_eq!(seen, all);
+        }
+    }
+
+    #[test]
+    fn grows_between_its_limits_only() {
+        let limits = StagingLimits { first_bytes: 3 * PAGE_SIZE + 5, most_bytes: 20 * PAGE_SIZE };
+        let mut staging = Staging::new(limits);
+        assert_eq!(staging.frames(), 3);
+        staging.grow_to(2);
+        assert_eq!(staging.frames(), 3);
+        staging.grow_to(9);
+        assert_eq!(staging.frames(), 16);
+        staging.grow_to(u64::MAX);
+        assert_eq!(staging.frames(), 20);
+        assert_eq!(Staging::new(StagingLimits { first_bytes: 0, most_bytes: 0 }).frames(), 1);
+    }
+}

@@ -1,0 +1,188 @@
+//! What a store needs of a disk, as a trait so that tests can lose power at any sync, and the
+//! implementation over a directory.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// Name of the lock file in a store's directory.
+pub const LOCK_FILE: &str = "lock";
+
+/// Why a store could not be locked for writing.
+#[derive(Debug)]
+pub enum LockError {
+    /// Another process, or another handle in this one, writes to it.
+    Held {
+        /// The holder's process id, if it could be read.
+        pid: Option<u32>,
+    },
+    /// The lock itself failed.
+    Io(io::Error),
+}
+
+/// A flat set of named files on something that keeps what was synced.
+///
+/// What it must promise: bytes of a file survive a crash once [`StoreFile::sync`] has returned; a
+/// name (created, renamed or removed) once [`sync_dir`](Self::sync_dir) has returned; a rename
+/// replaces atomically. Nothing else is relied upon: what was not synced may survive or not, in
+/// parts and in any order.
+pub trait Backend: fmt::Debug + Send + Sync {
+    /// Where it is, for messages.
+    fn location(&self) -> &Path;
+
+    /// Excludes other writers until this backend is dropped.
+    fn lock(&self) -> Result<(), LockError>;
+
+    /// Creates an empty file, or empties an existing one.
+    fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
+
+    /// Opens a file for reading.
+    fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
+
+    /// Gives a file another name, replacing what had it.
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+
+    /// Removes a file.
+    fn remove(&self, name: &str) -> io::Result<()>;
+
+    /// Makes all names durable.
+    fn sync_dir(&self) -> io::Result<()>;
+
+    /// All names, in no order.
+    fn list(&self) -> io::Result<Vec<String>>;
+}
+
+/// One open file.
+pub trait StoreFile: fmt::Debug + Send {
+    /// Its length in bytes.
+    fn len(&self) -> io::Result<u64>;
+
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> io::Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Fills `buf` from byte `offset` on; `UnexpectedEof` where the file is shorter.
+    fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// Writes all of `bytes` at `offset`, growing the file if need be.
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Makes its bytes and length durable. After an error its content counts as lost.
+    fn sync(&self) -> io::Result<()>;
+}
+
+/// Files in a directory.
+#[derive(Debug)]
+pub struct DirBackend {
+    dir: PathBuf,
+    /// Keeps the flock.
+    lock: Mutex<Option<File>>,
+}
+
+impl DirBackend {
+    /// The directory `dir`, which must exist.
+    pub fn open(dir: &Path) -> io::Result<Self> {
+        if !fs::metadata(dir)?.is_dir() {
+            return Err(io::ErrorKind::NotADirectory.into());
+        }
+        Ok(Self { dir: dir.to_owned(), lock: Mutex::new(None) })
+    }
+
+    /// The directory `dir`, made durable level by level where it does not exist yet.
+    pub fn create_or_open(dir: &Path) -> io::Result<Self> {
+        let missing: Vec<&Path> =
+            dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();
+        for level in missing.into_iter().rev() {
+            match fs::create_dir(level) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+                _ => {}
+            }
+            let parent = level.parent().filter(|p| !p.as_os_str().is_empty());
+            sync_path(parent.unwrap_or(Path::new(".")))?;
+        }
+        Self::open(dir)
+    }
+}
+
+fn sync_path(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+impl Backend for DirBackend {
+    fn location(&self) -> &Path {
+        &self.dir
+    }
+
+    fn lock(&self) -> Result<(), LockError> {
+        let mut options = OpenOptions::new();
+        let path = self.dir.join(LOCK_FILE);
+        // Not truncated: until the lock is ours the holder's pid stands in it.
+        let options = options.read(true).write(true).create(true).truncate(false);
+        let mut file = options.open(path).map_err(LockError::Io)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut text = String::new();
+                let pid = file.take(32).read_to_string(&mut text).ok();
+                return Err(LockError::Held { pid: pid.and_then(|_| text.trim().parse().ok()) });
+            }
+            Err(TryLockError::Error(e)) => return Err(LockError::Io(e)),
+        }
+        let written = file
+            .set_len(0)
+            .and_then(|()| file.rewind())
+            .and_then(|()| writeln!(file, "{}", std::process::id()));
+        written.map_err(LockError::Io)?;
+        *self.lock.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(file);
+        Ok(())
+    }
+
+    fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        let mut options = OpenOptions::new();
+        let options = options.read(true).write(true).create(true).truncate(true);
+        Ok(Box::new(options.open(self.dir.join(name))?))
+    }
+
+    fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        Ok(Box::new(File::open(self.dir.join(name))?))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        fs::rename(self.dir.join(from), self.dir.join(to))
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        fs::remove_file(self.dir.join(name))
+    }
+
+    fn sync_dir(&self) -> io::Result<()> {
+        sync_path(&self.dir)
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let name = |e: io::Result<fs::DirEntry>| Ok(e?.file_name().to_string_lossy().into_owned());
+        fs::read_dir(&self.dir)?.map(name).collect()
+    }
+}
+
+impl StoreFile for File {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        FileExt::read_exact_at(self, buf, offset)
+    }
+
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        FileExt::write_all_at(self, bytes, offset)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.sync_data()
+    }
+}

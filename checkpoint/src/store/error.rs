@@ -1,0 +1,133 @@
+//! What can be wrong with a store, each with the place where it was found.
+
+use std::io;
+use std::path::PathBuf;
+
+use dirty_tracker::{FrameRun, LayoutError};
+
+use crate::VmId;
+use crate::format::FormatError;
+
+/// A store that cannot be used as asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The system refused an operation on a file or the directory.
+    #[error("{what} {} failed: {cause}", path.display())]
+    Io {
+        /// The operation: "writing", "syncing".
+        what: &'static str,
+        /// On which file or directory.
+        path: PathBuf,
+        /// The system's answer.
+        cause: io::Error,
+    },
+    /// A file holds something else than it should.
+    #[error("{}, byte {offset}: {damage}", file.display())]
+    Damaged {
+        /// The file.
+        file: PathBuf,
+        /// Where in it the damaged record, or part of one, begins.
+        offset: u64,
+        /// What is wrong there.
+        damage: Damage,
+    },
+    /// An epoch's parent is not there.
+    #[error("{} builds on epoch {parent}, which is not in the store", file.display())]
+    MissingParent {
+        /// The file that names it.
+        file: PathBuf,
+        /// The epoch that is missing.
+        parent: u64,
+    },
+    /// Another process writes to the store.
+    #[error(
+        "the store {} is in use by {}; one process at a time may write to a store",
+        dir.display(),
+        pid.map_or("another process".to_owned(), |pid| format!("process {pid}"))
+    )]
+    InUse {
+        /// The store.
+        dir: PathBuf,
+        /// The process that holds the lock, if it said so.
+        pid: Option<u32>,
+    },
+    /// The store was opened for reading.
+    #[error("the store {} is open for reading only", dir.display())]
+    ReadOnly {
+        /// The store.
+        dir: PathBuf,
+    },
+    /// The store has another guest's epochs.
+    #[error("the store {} holds epochs of VM {stored}, not of VM {asked}", dir.display())]
+    OtherVm {
+        /// The store.
+        dir: PathBuf,
+        /// Whose epochs it holds.
+        stored: VmId,
+        /// Whose were to be added.
+        asked: VmId,
+    },
+    /// The epoch asked for, or any at all, is not there.
+    #[error(
+        "the store {} has no epoch{}",
+        dir.display(),
+        epoch.map_or(String::new(), |epoch| format!(" {epoch}"))
+    )]
+    NoEpoch {
+        /// The store.
+        dir: PathBuf,
+        /// The epoch asked for; none for the latest.
+        epoch: Option<u64>,
+    },
+}
+
+/// What is wrong with an epoch file.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Damage {
+    /// Header or record, by themselves.
+    #[error("{0}")]
+    Format(#[from] FormatError),
+    /// The file stops before its trailer.
+    #[error("the file ends at byte {length}, where {wanted} more bytes should follow")]
+    EndsEarly {
+        /// The file's length in bytes.
+        length: u64,
+        /// How many bytes the record needs from this offset on.
+        wanted: u64,
+    },
+    /// A number does not fit what stands elsewhere.
+    #[error("{what} is {found} and should be {expected}")]
+    Mismatch {
+        /// Which number.
+        what: &'static str,
+        /// As stored.
+        found: u64,
+        /// As it must be.
+        expected: u64,
+    },
+    /// Another guest's epoch among this one's.
+    #[error("the epoch belongs to VM {found}, the others to VM {expected}")]
+    OtherVm {
+        /// The VM in this file.
+        found: VmId,
+        /// The VM of the chain or store.
+        expected: VmId,
+    },
+    /// A record of a kind that has no place here, or that this program does not know.
+    #[error("a record of tag {tag:#06x} has no place here")]
+    Misplaced {
+        /// The record's tag.
+        tag: u16,
+    },
+    /// Frames that the guest does not have.
+    #[error("frames {run} are not in the guest's memory")]
+    Outside {
+        /// The frames.
+        run: FrameRun,
+    },
+    /// Memory slots that make no layout.
+    #[error("the memory layout is none: {0}")]
+    Layout(#[from] LayoutError),
+}

@@ -1,0 +1,201 @@
+//! Real processes and real disks: killed at any moment, full, read-only.
+//!
+//! The tests start this test program again as a child that runs one of the ignored tests below.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use checkpoint::{Checkpointer, Clock, Guest, RunState, Store, restore};
+
+const DIR: &str = "DRIFTLINE_TEST_STORE";
+/// Kills in a row; each begins where the one before left the store.
+const KILLS: u64 = 30;
+
+fn child_dir() -> Option<PathBuf> {
+    std::env::var_os(DIR).map(PathBuf::from)
+}
+
+/// This program, told to run only the ignored test `name`.
+fn child_args(name: &str) -> [String; 5] {
+    let exe = std::env::current_exe().unwrap().to_str().unwrap().to_owned();
+    [exe, "--exact".into(), name.into(), "--ignored".into(), "--nocapture".into()]
+}
+
+/// Says so past the test harness, which would swallow it.
+fn skipped(why: &str) {
+    let mut err = std::io::stderr().lock();
+    writeln!(err, "SKIPPED: {why}").unwrap();
+}
+
+fn scrambled(n: u64) -> u64 {
+    (n ^ 0xd1f7).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
+}
+
+#[test]
+fn killed_at_any_moment_what_was_durable_restores() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut durable_before = 0;
+    for round in 0..KILLS {
+        let [exe, args @ ..] = child_args("child_checkpoints_until_killed");
+        let mut child = Command::new(exe)
+            .args(args)
+            .env(DIR, dir.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        let (tell, told) = mpsc::channel();
+        let reader = std::thread::spawn(move || {
+            for line in lines.lines().map_while(Result::ok) {
+                if let Some(epoch) = line.strip_prefix("durable ") {
+                    tell.send(epoch.parse::<u64>().unwrap()).unwrap();
+                }
+            }
+        });
+        let mut said = durable_before;
+        if round % 3 > 0 {
+            // Past the start of the process and the full epoch.
+            said = told.recv_timeout(Duration::from_secs(60)).unwrap();
+        }
+        std::thread::sleep(Duration::from_micros(scrambled(round) % 50_000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        reader.join().unwrap();
+        said = told.try_iter().last().unwrap_or(said);
+        durable_before = said;
+
+        let store = Store::open(dir.path()).unwrap();
+        store.verify(|_, _| ()).unwrap();
+        let latest = store.epochs().unwrap().last().map_or(0, |e| e.epoch);
+        assert!(latest >= said, "round {round}: {said} was durable, the latest is {latest}");
+        if said > 0 {
+            let factory = MemoryGuestFactory::default();
+            for epoch in [Some(said), None] {
+                let (guest, report) = restore(&store, epoch, &factory, Clock::Continue).unwrap();
+                guest.verify().unwrap();
+                assert_eq!(report.epoch, epoch.unwrap_or(latest));
+            }
+        }
+    }
+    println!("{KILLS} kills, {durable_before} epochs");
+    assert!(durable_before >= KILLS / 2, "the child got hardly anything done: {durable_before}");
+}
+
+#[test]
+#[ignore = "the child of killed_at_any_moment_what_was_durable_restores"]
+fn child_checkpoints_until_killed() {
+    let Some(dir) = child_dir() else { return };
+    let store = Store::create_or_open(&dir).unwrap();
+    // The guest of the process before goes on from its latest epoch, or the first one starts.
+    let guest = match store.epochs().unwrap().last() {
+        Some(_) => {
+            restore(&store, None, &MemoryGuestFactory::default(), Clock::Continue).unwrap().0
+        }
+        None => {
+            let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
+            MemoryGuest::new(checkpoint::VmId::random(), config).unwrap()
+        }
+    };
+    guest.acquire().unwrap();
+    guest.resume().unwrap();
+    let mut checkpointer = Checkpointer::new(guest, store).unwrap();
+    let mut out = std::io::stdout();
+    loop {
+        let report = checkpointer.take().unwrap();
+        writeln!(out, "durable {}", report.epoch).unwrap();
+        out.flush().unwrap();
+    }
+}
+
+#[test]
+fn a_full_and_a_read_only_disk_cost_epochs_and_no_frame() {
+    let dir = tempfile::tempdir().unwrap();
+    let [exe, args @ ..] = child_args("child_fills_a_small_disk");
+    // A mount namespace of its own, so that nothing stays mounted whatever happens.
+    let script = format!("mount -t tmpfs -o size=1536k tmpfs \"${DIR}\" && exec \"$0\" \"$@\"");
+    let output = Command::new("unshare")
+        .args(["--mount", "sh", "-c", &script, &exe])
+        .args(args)
+        .env(DIR, dir.path())
+        .output();
+    let output = match output {
+        Ok(output) if String::from_utf8_lossy(&output.stdout).contains("running 1 test") => output,
+        Ok(output) => {
+            let why = String::from_utf8_lossy(&output.stderr).into_owned();
+            return skipped(&format!("mounting a small disk takes root: {why}"));
+        }
+        Err(e) => {
+            return skipped(&format!("mounting a small disk takes unshare(1): {e}"));
+        }
+    };
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn latest_is_sound(dir: &Path) {
+    let store = Store::open(dir).unwrap();
+    store.verify(|_, _| ()).unwrap();
+    let factory = MemoryGuestFactory::default();
+    restore(&store, None, &factory, Clock::Continue).unwrap().0.verify().unwrap();
+}
+
+#[test]
+#[ignore = "the child of a_full_and_a_read_only_disk_cost_epochs_and_no_frame"]
+fn child_fills_a_small_disk() {
+    let Some(dir) = child_dir() else { return };
+    let config = MemoryConfig { working_set: 100, ..MemoryConfig::small() };
+    let guest = MemoryGuest::start(config).unwrap();
+    while guest.writes() < 400 {
+        std::thread::yield_now();
+    }
+    let store = Store::create_or_open(&dir).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.take().unwrap();
+    latest_is_sound(&dir);
+
+    // Full: the epochs that fit are sound, the first that does not costs nothing but itself.
+    let filler = dir.join("filler");
+    std::fs::write(&filler, vec![1; 500 << 10]).unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    let e = loop {
+        assert!(Instant::now() < until, "the disk never got full");
+        match checkpointer.take() {
+            Ok(_) => {}
+            Err(e) => break e.to_string(),
+        }
+    };
+    assert!(e.contains("No space left on device"), "{e}");
+    assert!(e.contains("the guest is running, and what changed will be in the next epoch"), "{e}");
+    assert_eq!(guest.run_state(), RunState::Running);
+    latest_is_sound(&dir);
+    std::fs::remove_file(&filler).unwrap();
+    checkpointer.take().unwrap();
+    latest_is_sound(&dir);
+
+    // Read-only: refused before the guest is paused, and again sound afterwards.
+    let remount = |how: &str| {
+        let done = Command::new("mount").args(["-o", how]).arg(&dir).status().unwrap();
+        assert!(done.success());
+    };
+    drop(checkpointer);
+    remount("remount,ro");
+    let e = Store::create_or_open(&dir).unwrap_err().to_string();
+    assert!(e.contains("Read-only file system"), "{e}");
+    latest_is_sound(&dir);
+    remount("remount,rw");
+    let store = Store::create_or_open(&dir).unwrap();
+    let old = store.epochs().unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    // An operator makes room: a new chain does not need the old one.
+    for epoch in &old {
+        std::fs::remove_file(dir.join(format!("epoch-{:020}.dl", epoch.epoch))).unwrap();
+    }
+    let report = checkpointer.take().unwrap();
+    assert_eq!(report.epoch, old.last().unwrap().epoch + 1);
+    latest_is_sound(&dir);
+}

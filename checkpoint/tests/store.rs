@@ -1,0 +1,287 @@
+//! Checkpoints of a running guest in a real directory.
+#![allow(clippy::unwrap_used)]
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use checkpoint::{
+    Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits, Store, StoreError,
+    restore,
+};
+
+fn busy() -> Arc<MemoryGuest> {
+    MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
+}
+
+fn restored(dir: &Path, epoch: Option<u64>) -> (Arc<MemoryGuest>, RestoreReport) {
+    let store = Store::open(dir).unwrap();
+    restore(&store, epoch, &MemoryGuestFactory::default(), Clock::Continue).unwrap()
+}
+
+#[test]
+fn every_epoch_of_a_busy_guest_restores_and_the_guest_runs_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let mut checkpointer =
+        Checkpointer::new(guest.clone(), Store::create_or_open(dir.path()).unwrap()).unwrap();
+    let reports: Vec<_> = (0..6).map(|_| checkpointer.take().unwrap()).collect();
+    assert_eq!(guest.run_state(), RunState::Running);
+    guest.verify().unwrap();
+    let infos = Store::open(dir.path()).unwrap().epochs().unwrap();
+    for (i, (report, info)) in reports.iter().zip(&infos).enumerate() {
+        assert_eq!((report.epoch, info.epoch), (i as u64 + 1, i as u64 + 1));
+        assert_eq!((report.frames, report.written_bytes), (info.frames, info.bytes));
+        assert_eq!((info.full, info.parent), (i == 0, (i > 0).then_some(i as u64)));
+        assert!(report.durable && report.frames > 0);
+    }
+    let mut before = 0;
+    for epoch in 1..=6 {
+        let (copy, report) = restored(dir.path(), Some(epoch));
+        copy.verify().unwrap();
+        assert_eq!((report.epoch, report.epochs), (epoch, epoch));
+        assert!(copy.writes() > before, "epochs follow each other");
+        before = copy.writes();
+    }
+    let (copy, report) = restored(dir.path(), None);
+    assert_eq!(report.epoch, 6);
+    copy.acquire().unwrap();
+    copy.resume().unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    copy.verify().unwrap();
+    assert!(copy.writes() > before);
+    let verified = Store::open(dir.path()).unwrap().verify(|_, r| assert!(r.is_ok())).unwrap();
+    assert_eq!(verified.epochs, 6);
+}
+
+#[test]
+fn fifty_restores_in_a_row_each_from_the_guest_restored_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = busy();
+    let mut writes = 0;
+    for _ in 0..50 {
+        while guest.writes() < writes + 100 {
+            std::thread::yield_now();
+        }
+        writes = guest.writes();
+        let store = Store::create_or_open(dir.path()).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        checkpointer.take().unwrap();
+        let last = checkpointer.take().unwrap().epoch;
+        guest.stop("its host is lost");
+        let report;
+        (guest, report) = restored(dir.path(), None);
+        assert_eq!(report.epoch, last);
+        guest.verify().unwrap();
+        guest.acquire().unwrap();
+        guest.resume().unwrap();
+    }
+}
+
+#[test]
+fn a_guest_that_has_ended_is_refused_and_one_that_is_paused_stays_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    guest.pause().unwrap();
+    checkpointer.take().unwrap();
+    assert_eq!(guest.run_state(), RunState::Paused);
+    restored(dir.path(), None).0.verify().unwrap();
+    guest.stop("test");
+    let e = checkpointer.take().unwrap_err().to_string();
+    let expected = "epoch 2 is not stored: pausing the guest failed: cannot pause a guest that is \
+                    stopped; the guest is stopped";
+    assert_eq!(e, expected);
+}
+
+#[test]
+fn a_small_staging_area_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let limits = StagingLimits { first_bytes: 5 * 4096, most_bytes: 40 * 4096 };
+    let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits).unwrap();
+    for _ in 0..8 {
+        checkpointer.take().unwrap();
+    }
+    for epoch in 1..=8 {
+        restored(dir.path(), Some(epoch)).0.verify().unwrap();
+    }
+}
+
+#[test]
+fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
+    let faults = [
+        (Op::Populated, Phase::CopyLive, true),
+        (Op::Subscribe, Phase::Subscribe, true),
+        (Op::Pause, Phase::Pause, false),
+        (Op::Collect, Phase::Drain, false),
+        (Op::Save, Phase::Save, false),
+        (Op::Resume, Phase::Resume, false),
+    ];
+    for (op, phase, only_full) in faults {
+        for full in [true, false] {
+            if only_full && !full {
+                continue;
+            }
+            let dir = tempfile::tempdir().unwrap();
+            let guest = busy();
+            let store = Store::create_or_open(dir.path()).unwrap();
+            let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+            if !full {
+                checkpointer.take().unwrap();
+            }
+            guest.faults().fail_next(op, 1);
+            let e = checkpointer.take().unwrap_err();
+            // A full epoch collects before the pause already.
+            let early = full && op == Op::Collect;
+            assert_eq!(e.phase, if early { Phase::CopyLive } else { phase }, "{e}");
+            // Resume failed once, in the pause; the second try, on the way out, worked or was not made.
+            let expected = if op == Op::Resume { RunState::Paused } else { RunState::Running };
+            assert_eq!(e.guest, expected, "{e}");
+            assert!(e.to_string().contains(&format!("the guest is {expected}")), "{e}");
+            guest.resume().unwrap();
+            let report = checkpointer.take().unwrap();
+            assert_eq!(report.epoch, e.epoch + 1, "numbers are not used again");
+            restored(dir.path(), None).0.verify().unwrap();
+            Store::open(dir.path()).unwrap().verify(|_, _| ()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_new_checkpointer_begins_a_new_chain_with_higher_numbers() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    for round in 0..3 {
+        let store = Store::create_or_open(dir.path()).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        assert_eq!(checkpointer.take().unwrap().epoch, 2 * round + 1);
+        assert_eq!(checkpointer.take().unwrap().epoch, 2 * round + 2);
+    }
+    let infos = Store::open(dir.path()).unwrap().epochs().unwrap();
+    let full: Vec<u64> = infos.iter().filter(|i| i.full).map(|i| i.epoch).collect();
+    assert_eq!(full, [1, 3, 5]);
+    assert_eq!(restored(dir.path(), Some(4)).1.epochs, 2);
+}
+
+#[test]
+fn writers_exclude_each_other_and_other_guests() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let e = Store::create_or_open(dir.path()).unwrap_err();
+    assert!(
+        matches!(e, StoreError::InUse { pid: Some(pid), .. } if pid == std::process::id()),
+        "{e}"
+    );
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.take().unwrap();
+    drop(checkpointer);
+
+    let other = busy();
+    let e =
+        Checkpointer::new(other.clone(), Store::create_or_open(dir.path()).unwrap()).unwrap_err();
+    let message = e.to_string();
+    assert!(message.contains(&guest.vm_id().to_string()), "{message}");
+    assert!(message.contains(&other.vm_id().to_string()), "{message}");
+    let e = Checkpointer::new(guest, Store::open(dir.path()).unwrap()).unwrap_err();
+    assert!(matches!(e, StoreError::ReadOnly { .. }), "{e}");
+}
+
+#[test]
+fn leftovers_are_reported_then_removed_and_strangers_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    Checkpointer::new(guest, store).unwrap().take().unwrap();
+    let leftover = "epoch-00000000000000000002.dl.tmp";
+    std::fs::write(dir.path().join(leftover), b"half").unwrap();
+    std::fs::write(dir.path().join("notes.txt"), b"mine").unwrap();
+    let report = Store::open(dir.path()).unwrap().verify(|_, _| ()).unwrap();
+    assert_eq!(report.unfinished, [leftover]);
+    assert_eq!(report.foreign, ["notes.txt"]);
+    drop(Store::create_or_open(dir.path()).unwrap());
+    let listing = Store::open(dir.path()).unwrap().list().unwrap();
+    assert!(listing.unfinished.is_empty());
+    assert_eq!(listing.foreign, ["notes.txt"]);
+}
+
+#[test]
+fn a_missing_or_a_foreign_parent_is_refused_by_name() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let guest = busy();
+    for dir in &dirs {
+        let store = Store::create_or_open(dir.path()).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        checkpointer.take().unwrap();
+        checkpointer.take().unwrap();
+    }
+    let file = |dir: usize, n: u64| dirs[dir].path().join(format!("epoch-{n:020}.dl"));
+    let store = Store::open(dirs[0].path()).unwrap();
+    let refused = || {
+        let factory = MemoryGuestFactory::default();
+        let restored = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
+        assert_eq!(store.verify(|_, _| ()).unwrap_err().to_string(), restored);
+        restored
+    };
+    // The same VM's epoch 1, of another chain.
+    std::fs::copy(file(1, 1), file(0, 1)).unwrap();
+    let e = refused();
+    assert!(e.contains("epoch-00000000000000000002.dl, byte 64: the parent's digest"), "{e}");
+    std::fs::remove_file(file(0, 1)).unwrap();
+    let e = refused();
+    assert!(e.ends_with("2.dl builds on epoch 1, which is not in the store"), "{e}");
+}
+
+#[test]
+fn an_empty_store_and_an_epoch_that_is_not_there_are_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let factory = MemoryGuestFactory::default();
+    let e = |epoch| restore(&store, epoch, &factory, Clock::Continue).unwrap_err().to_string();
+    assert!(e(None).ends_with("has no epoch"), "{}", e(None));
+    assert!(e(Some(3)).ends_with("has no epoch 3"), "{}", e(Some(3)));
+    assert!(Store::open(&dir.path().join("nowhere")).is_err());
+}
+
+#[test]
+fn a_cadence_never_queues_and_can_be_cancelled() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let guest = busy();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    let cancel = AtomicBool::new(false);
+    let mut lines = Vec::new();
+    let tried = checkpointer.run(Duration::from_millis(2), Some(10), &cancel, |taken| {
+        if lines.is_empty() {
+            std::thread::sleep(Duration::from_millis(20));
+            guest.faults().fail_next(Op::Save, 1);
+        }
+        lines.push(taken);
+        ControlFlow::Continue(())
+    });
+    assert_eq!((tried, lines.len()), (10, 10));
+    assert!(lines[1].late >= Duration::from_millis(15) && lines[1].skipped >= 7, "{:?}", lines[1]);
+    assert!(lines[1].outcome.is_err() && lines[2..].iter().all(|l| l.outcome.is_ok()));
+    restored(dir.path(), None).0.verify().unwrap();
+    cancel.store(true, std::sync::atomic::Ordering::Relaxed);
+    let none =
+        checkpointer.run(Duration::from_secs(9), None, &cancel, |_| ControlFlow::Continue(()));
+    assert_eq!(none, 0);
+}
+
+#[test]
+fn a_report_has_the_names_that_the_command_line_promises() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let mut checkpointer =
+        Checkpointer::new(guest, Store::create_or_open(dir.path()).unwrap()).unwrap();
+    let line = serde_json::to_value(checkpointer.take().unwrap()).unwrap();
+    let names: Vec<&String> = line.as_object().unwrap().keys().collect();
+    assert_eq!(names, ["durable", "epoch", "frames", "pause_us", "write_ms", "written_bytes"]);
+}

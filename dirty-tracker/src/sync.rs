@@ -1,0 +1,56 @@
+//! The atomics and locks that everything here uses, in one place, so that model checkers can run
+//! the real code: `--cfg driftline_shuttle` for the tree, `--cfg driftline_loom` for the ring (see `tests/model.rs`).
+
+#[cfg(driftline_loom)]
+mod imp {
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    };
+}
+
+#[cfg(driftline_shuttle)]
+mod imp {
+    pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use std::sync::{Arc, PoisonError};
+}
+
+#[cfg(not(any(driftline_loom, driftline_shuttle)))]
+mod imp {
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    };
+}
+
+pub(crate) use imp::*;
+
+/// Locks `m`. Nothing here panics while it holds a lock, so what a poisoned one guards is whole.
+pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Locks `l` for reading; poison as in [`lock`].
+pub(crate) fn read<T>(l: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    l.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Locks `l` for writing; poison as in [`lock`].
+pub(crate) fn write<T>(l: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    l.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `len` zeroed words, or `None` without memory for them. The system hands out zeroed memory, so
+/// words that are never touched are never backed.
+pub(crate) fn zeroed_words(len: usize) -> Option<Vec<AtomicU64>> {
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    {
+        use zerocopy::FromZeros;
+        AtomicU64::new_vec_zeroed(len).ok()
+    }
+    #[cfg(any(driftline_loom, driftline_shuttle))]
+    {
+        Some((0..len).map(|_| AtomicU64::new(0)).collect())
+    }
+}

@@ -1,0 +1,291 @@
+//! Laws of the tree, the layout, the tracker and its epochs, each against a plain set of frames.
+//!
+//! `cargo test -p dirty-tracker --test laws`
+#![cfg(not(any(driftline_loom, driftline_shuttle)))]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use dirty_tracker::{
+    Epoch, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, Slot, SlotId, Subscription, Tracker,
+};
+use proptest::prelude::*;
+use proptest::sample::Index;
+
+fn config() -> ProptestConfig {
+    let cases = if cfg!(miri) { 3 } else { 300 };
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
+}
+
+/// Slots of awkward lengths, some touching, some far apart: one to four levels of tree.
+fn layout() -> impl Strategy<Value = Layout> {
+    let slot = (0..3u64, prop_oneof![1..200u64, 4000..4200u64, Just(64), Just(300_000)]);
+    prop::collection::vec(slot, 1..5).prop_map(|parts| {
+        let mut base = 0;
+        let slots: Vec<Slot> = (0..)
+            .zip(parts)
+            .map(|(id, (gap, frames))| {
+                base += gap * 1000;
+                let slot = Slot { id: SlotId(7 - id), base: Gfn(base), frames };
+                base += frames;
+                slot
+            })
+            .collect();
+        Layout::new(slots).unwrap()
+    })
+}
+
+/// A run inside one slot of a layout, chosen by two numbers; clustered, so that runs meet.
+fn pick(layout: &Layout, slot: Index, at: Index, count: u64) -> FrameRun {
+    let slot = layout.slots().nth(slot.index(layout.slots().len())).unwrap();
+    let offset = at.index(slot.frames.min(1 << 13) as usize) as u64;
+    FrameRun { start: Gfn(slot.base.0 + offset), count: count.clamp(1, slot.frames - offset) }
+}
+
+fn picks(n: usize) -> impl Strategy<Value = Vec<(Index, Index, u64)>> {
+    let count = prop_oneof![3 => Just(1u64), 2 => 1..70u64, 1 => 1..10_000u64];
+    prop::collection::vec((any::<Index>(), any::<Index>(), count), 0..n)
+}
+
+fn set(runs: impl IntoIterator<Item = FrameRun>) -> BTreeSet<Gfn> {
+    runs.into_iter().flat_map(|r| r.frames().collect::<Vec<_>>()).collect()
+}
+
+fn frames(epoch: &Epoch) -> BTreeSet<Gfn> {
+    set(epoch.runs())
+}
+
+/// The set that the legacy bitmaps of all slots say.
+fn leaves(subscription: &Subscription) -> BTreeSet<Gfn> {
+    let mut out = BTreeSet::new();
+    for slot in subscription.layout().slots() {
+        let bitmap = subscription.bitmap(slot.id).unwrap();
+        assert_eq!(bitmap.len() as u64, slot.frames.div_ceil(64));
+        for (w, bits) in (0..).zip(bitmap) {
+            let set = (0..64).filter(|b| bits >> b & 1 == 1);
+            out.extend(set.map(|b| Gfn(slot.base.0 + 64 * w + b)));
+        }
+    }
+    out
+}
+
+fn tracker(layout: &Layout) -> (Arc<Tracker>, Subscription) {
+    let tracker = Arc::new(Tracker::new(layout.clone()));
+    let subscription = tracker.subscribe("laws");
+    (tracker, subscription)
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn drain_returns_exactly_what_was_marked(layout in layout(), picks in picks(30)) {
+        let (tracker, mut subscription) = tracker(&layout);
+        let mut model = BTreeSet::new();
+        for (slot, at, count) in picks {
+            let run = pick(&layout, slot, at, count);
+            tracker.mark(run).unwrap();
+            model.extend(run.frames());
+            subscription.check().unwrap();
+        }
+        let epoch = subscription.drain();
+        prop_assert_eq!(epoch.frames(), model.len() as u64);
+        prop_assert_eq!(frames(&epoch), model);
+        epoch.commit();
+        subscription.check().unwrap();
+        prop_assert!(subscription.drain().is_empty());
+    }
+
+    #[test]
+    fn runs_are_ascending_maximal_and_within_slots(layout in layout(), picks in picks(30)) {
+        let (tracker, mut subscription) = tracker(&layout);
+        for (slot, at, count) in picks {
+            tracker.mark(pick(&layout, slot, at, count)).unwrap();
+        }
+        let epoch = subscription.drain();
+        let runs: Vec<FrameRun> = epoch.runs().collect();
+        for run in &runs {
+            prop_assert!(layout.contains(*run), "{} is not inside a slot", run);
+        }
+        for pair in runs.windows(2) {
+            let same_slot = layout.locate(pair[0].start).unwrap().0 == layout.locate(pair[1].start).unwrap().0;
+            prop_assert!(pair[0].end() < pair[1].start || !same_slot && pair[0].end() == pair[1].start);
+        }
+    }
+
+    #[test]
+    fn leaves_equal_the_kvm_bitmap(layout in layout(), picks in picks(30)) {
+        let (tracker, subscription) = tracker(&layout);
+        let mut model = BTreeSet::new();
+        for (slot, at, count) in picks {
+            let run = pick(&layout, slot, at, count);
+            tracker.mark(run).unwrap();
+            model.extend(run.frames());
+        }
+        prop_assert_eq!(leaves(&subscription), model);
+    }
+
+    #[test]
+    fn mark_of_a_run_is_marks_of_its_frames(layout in layout(), picks in picks(10)) {
+        let (by_run, runs) = tracker(&layout);
+        let (by_frame, singles) = tracker(&layout);
+        for (slot, at, count) in picks {
+            let run = pick(&layout, slot, at, count);
+            by_run.mark(run).unwrap();
+            for gfn in run.frames() {
+                let (slot, offset) = layout.locate(gfn).unwrap();
+                by_frame.mark_offset(slot, offset).unwrap();
+            }
+        }
+        prop_assert_eq!(leaves(&runs), leaves(&singles));
+        prop_assert_eq!(by_run.stats().marked_frames, by_frame.stats().marked_frames);
+    }
+
+    #[test]
+    fn absorb_bitmap_of_a_bitmap_is_the_bitmap(layout in layout(), picks in picks(30)) {
+        let (from, source) = tracker(&layout);
+        let (to, mut sink) = tracker(&layout);
+        for (slot, at, count) in picks {
+            from.mark(pick(&layout, slot, at, count)).unwrap();
+        }
+        let mut absorbed = 0;
+        for slot in layout.slots() {
+            absorbed += to.absorb_bitmap(slot.id, &source.bitmap(slot.id).unwrap()).unwrap();
+        }
+        sink.check().unwrap();
+        prop_assert_eq!(leaves(&sink), leaves(&source));
+        prop_assert_eq!(sink.drain().frames(), absorbed);
+    }
+
+    #[test]
+    fn a_stray_bit_in_a_bitmap_is_named_and_nothing_is_marked(layout in layout(), past in 0..130u64) {
+        let (tracker, mut subscription) = tracker(&layout);
+        for slot in layout.slots() {
+            let stray = slot.frames + past;
+            let mut bitmap = vec![0u64; (stray / 64 + 1) as usize];
+            bitmap[0] |= 1;
+            bitmap[(stray / 64) as usize] |= 1 << (stray % 64);
+            let error = OutOfSlot::PastSlot { slot: slot.id, offset: stray, count: 1, frames: slot.frames };
+            prop_assert_eq!(tracker.absorb_bitmap(slot.id, &bitmap), Err(error));
+        }
+        prop_assert!(subscription.drain().is_empty());
+    }
+
+    #[test]
+    fn give_back_is_never_drained_and_drop_is_give_back(
+        layout in layout(), before in picks(10), meanwhile in picks(10), drop_it in any::<bool>(),
+    ) {
+        let (tracker, mut subscription) = tracker(&layout);
+        let mark = |picks: Vec<(Index, Index, u64)>| {
+            let runs: Vec<FrameRun> = picks.into_iter().map(|(s, a, c)| pick(&layout, s, a, c)).collect();
+            runs.iter().for_each(|r| tracker.mark(*r).unwrap());
+            set(runs)
+        };
+        let first = mark(before);
+        let epoch = subscription.drain();
+        let second = mark(meanwhile);
+        if drop_it { drop(epoch) } else { epoch.give_back() }
+        subscription.check().unwrap();
+        prop_assert_eq!(frames(&subscription.drain()), &first | &second);
+        // That epoch was a temporary, dropped: its frames are still there. Committed they are not.
+        let again = subscription.drain();
+        prop_assert_eq!(frames(&again), &first | &second);
+        again.commit();
+        prop_assert!(subscription.drain().is_empty());
+    }
+
+    #[test]
+    fn epochs_under_way_settle_independently(layout in layout(), picks in picks(20), commits in any::<u32>()) {
+        let (tracker, mut subscription) = tracker(&layout);
+        let mut epochs = Vec::new();
+        let mut returned = BTreeSet::new();
+        for (slot, at, count) in picks {
+            tracker.mark(pick(&layout, slot, at, count)).unwrap();
+            let epoch = subscription.drain();
+            prop_assert_eq!(epoch.number(), epochs.len() as u64);
+            epochs.push(epoch);
+        }
+        for (i, epoch) in epochs.into_iter().enumerate().rev() {
+            if commits >> (i % 32) & 1 == 1 {
+                epoch.commit();
+            } else {
+                returned.extend(frames(&epoch));
+                drop(epoch);
+            }
+        }
+        prop_assert_eq!(frames(&subscription.drain()), returned);
+    }
+
+    #[test]
+    fn two_subscribers_are_independent(layout in layout(), ops in picks(20), who in any::<u32>()) {
+        let (tracker, one) = tracker(&layout);
+        let mut pair = [one, tracker.subscribe("second")];
+        let mut models = [BTreeSet::new(), BTreeSet::new()];
+        for (i, (slot, at, count)) in ops.into_iter().enumerate() {
+            let run = pick(&layout, slot, at, count);
+            tracker.mark(run).unwrap();
+            models.iter_mut().for_each(|m| m.extend(run.frames()));
+            let w = (who >> (i % 32) & 1) as usize;
+            let epoch = pair[w].drain();
+            prop_assert_eq!(frames(&epoch), std::mem::take(&mut models[w]));
+            epoch.commit();
+        }
+        drop(pair);
+        prop_assert_eq!(tracker.subscribers(), 0);
+        prop_assert_eq!(tracker.stats().tree_bytes, 0);
+    }
+
+    #[test]
+    fn mark_all_is_every_frame_of_every_slot(layout in layout()) {
+        let (tracker, mut subscription) = tracker(&layout);
+        tracker.mark_all();
+        subscription.check().unwrap();
+        let epoch = subscription.drain();
+        prop_assert_eq!(epoch.frames(), layout.frames());
+        let slots: Vec<FrameRun> = layout.slots().map(|s| s.run()).collect();
+        prop_assert_eq!(epoch.runs().collect::<Vec<_>>(), slots);
+    }
+
+    #[test]
+    fn locate_and_contains_agree_with_the_slots(layout in layout(), gfn in 0..700_000u64, count in 0..300u64) {
+        let slot = layout.slots().find(|s| s.run().frames().any(|g| g == Gfn(gfn)));
+        prop_assert_eq!(layout.locate(Gfn(gfn)), slot.map(|s| (s.id, gfn - s.base.0)));
+        let run = FrameRun { start: Gfn(gfn), count };
+        let inside = count > 0 && slot.is_some_and(|s| gfn + count <= s.run().end().0);
+        prop_assert_eq!(layout.contains(run), inside);
+    }
+
+    #[test]
+    fn a_frame_outside_its_slot_is_named_and_never_marked(layout in layout(), past in 0..1000u64) {
+        let (tracker, mut subscription) = tracker(&layout);
+        for slot in layout.slots() {
+            let offset = slot.frames + past;
+            let text = tracker.mark_offset(slot.id, offset).unwrap_err().to_string();
+            let (at, id) = (format!("{offset:#x}"), format!("slot {}", slot.id.0));
+            prop_assert!(text.contains(&at) && text.contains(&id), "{}", text);
+            let over = FrameRun { start: slot.base, count: slot.frames + 1 };
+            prop_assert_eq!(tracker.mark(over), Err(OutOfSlot::NoMemory { run: over }));
+        }
+        let unknown = tracker.mark_offset(SlotId(99), past);
+        prop_assert_eq!(unknown, Err(OutOfSlot::NoSlot { slot: SlotId(99), offset: past }));
+        prop_assert!(!tracker.is_marked(Gfn(1 << 39)));
+        prop_assert!(subscription.drain().is_empty());
+    }
+
+    #[test]
+    fn chunks_of_a_run_are_the_run(start in 0..1000u64, count in 0..500u64, max in 0..70u64) {
+        let run = FrameRun { start: Gfn(start), count };
+        let chunks: Vec<FrameRun> = run.chunks(max).collect();
+        prop_assert!(chunks.iter().all(|c| c.count > 0 && c.count <= max.max(1)));
+        prop_assert_eq!(set(chunks), set([run]));
+    }
+}
+
+#[test]
+fn overlapping_slots_are_refused_wherever_they_stand() {
+    let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+    let (a, b) = (slot(0, 100, 50), slot(1, 149, 1));
+    assert_eq!(Layout::new([b, a]), Err(LayoutError::Overlap(a, b)));
+    assert!(Layout::new([slot(0, 100, 49), b]).is_ok());
+}

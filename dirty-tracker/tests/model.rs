@@ -1,0 +1,252 @@
+//! The real code under model checkers, which try the orders that threads can run in.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg driftline_shuttle" cargo test -p dirty-tracker --target-dir target/shuttle --test model
+//! RUSTFLAGS="--cfg driftline_loom"    cargo test -p dirty-tracker --target-dir target/loom    --test model
+//! ```
+//!
+//! Each runs for seconds. Shuttle tries random orders of the tree's operations, which are all
+//! sequentially consistent, as shuttle's are, and of rings that are overrun while they are
+//! harvested; `MODEL_ITERATIONS=1000000` looks longer. Loom tries all orders, and all values that
+//! acquire and release allow, of one ring's consumer and producer. Without either flag this file
+//! is empty.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+/// The kernel's side of a ring, as `virt/kvm/dirty_ring.c` has it.
+#[cfg(any(driftline_loom, driftline_shuttle))]
+mod producer {
+    use std::sync::atomic::Ordering;
+
+    use dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry};
+
+    pub fn push(ring: &[RingEntry], published: u32, frame: u64) {
+        let entry = &ring[published as usize & (ring.len() - 1)];
+        entry.slot.store(0, Ordering::Relaxed);
+        entry.offset.store(frame, Ordering::Relaxed);
+        entry.flags.store(ENTRY_DIRTY, Ordering::Release);
+    }
+
+    /// Walks RESET entries from `walked` on and says how many. The kernel loads and then stores; a
+    /// push past the ring's end between the two would be wiped out with nothing to show for it, so
+    /// this one is kept from happening.
+    pub fn reset(ring: &[RingEntry], walked: u32) -> u32 {
+        let clean = |count: &u32| {
+            let flags = &ring[(walked + count) as usize & (ring.len() - 1)].flags;
+            flags.compare_exchange(ENTRY_RESET, 0, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        };
+        (0..).take_while(clean).count() as u32
+    }
+}
+
+#[cfg(driftline_loom)]
+mod loom_ring {
+    use std::sync::Arc;
+
+    use dirty_tracker::{Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker};
+    use loom::thread;
+
+    use super::producer::{push, reset};
+
+    #[test]
+    fn every_published_entry_is_harvested_whole_and_in_order() {
+        loom::model(|| {
+            let ring: Arc<Vec<RingEntry>> =
+                Arc::new((0..4).map(|_| RingEntry::default()).collect());
+            let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 };
+            let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
+            let mut harvester = Harvester::new(1, 4);
+            let kernel = {
+                let ring = ring.clone();
+                thread::spawn(move || (0..3).for_each(|i| push(&ring, i, 10 + u64::from(i))))
+            };
+            let mut walked = 0;
+            let mut frames = 0;
+            let mut collect = || {
+                let harvest = harvester.harvest([ring.as_slice()]);
+                let count = reset(&ring, walked);
+                walked += count;
+                let readable = harvest.reprotected(count);
+                assert!(readable.is_trusted());
+                let absorbed = readable.absorb(&tracker);
+                assert_eq!(absorbed.foreign, 0, "an entry was read before it was whole");
+                frames += absorbed.frames;
+            };
+            collect();
+            kernel.join().unwrap();
+            collect();
+            assert_eq!((walked, frames), (3, 3));
+        });
+    }
+}
+
+#[cfg(driftline_shuttle)]
+mod shuttle_orders {
+    use std::collections::BTreeSet;
+    use std::sync::Arc;
+
+    use dirty_tracker::{FrameRun, Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker};
+    use shuttle::sync::atomic::{AtomicU32, Ordering};
+    use shuttle::thread;
+
+    use super::producer::{push, reset};
+
+    fn check(test: impl Fn() + Send + Sync + 'static + Copy) {
+        let given = std::env::var("MODEL_ITERATIONS").ok().and_then(|n| n.parse().ok());
+        let iterations = given.unwrap_or(2_000);
+        shuttle::check_random(test, iterations);
+        shuttle::check_pct(test, iterations, 3);
+    }
+
+    fn tracker(frames: u64) -> Arc<Tracker> {
+        let slot = Slot { id: SlotId(0), base: Gfn(0), frames };
+        Arc::new(Tracker::new(Layout::new([slot]).unwrap()))
+    }
+
+    /// Two inserters and a drainer on three levels of tree: neighbours in a word, the same frame
+    /// twice, and words under one and under different summaries.
+    #[test]
+    fn an_insert_is_in_a_drain_or_still_in_the_tree() {
+        check(|| {
+            let tracker = tracker(64 * 64 * 3);
+            let mut subscription = tracker.subscribe("model");
+            let inserters = [[0, 1, 64], [1, 4096, 0]].map(|frames: [u64; 3]| {
+                let tracker = tracker.clone();
+                thread::spawn(move || {
+                    for frame in frames {
+                        tracker.mark_offset(SlotId(0), frame).unwrap();
+                    }
+                })
+            });
+            let mut seen = BTreeSet::new();
+            for _ in 0..2 {
+                let epoch = subscription.drain();
+                seen.extend(epoch.runs().flat_map(|r| r.start.0..r.end().0));
+                epoch.commit();
+            }
+            inserters.into_iter().for_each(|t| t.join().unwrap());
+            subscription.check().unwrap();
+            seen.extend(subscription.drain().runs().flat_map(|r| r.start.0..r.end().0));
+            assert_eq!(seen, BTreeSet::from([0, 1, 64, 4096]));
+        });
+    }
+
+    /// An insert that returned before a drain began is in that drain.
+    #[test]
+    fn a_drain_has_every_insert_before_it() {
+        check(|| {
+            let tracker = tracker(64 * 64 * 3);
+            let mut subscription = tracker.subscribe("model");
+            let done = Arc::new(AtomicU32::new(0));
+            let inserters = [[64, 65], [65, 64]].map(|frames: [u64; 2]| {
+                let (tracker, done) = (tracker.clone(), done.clone());
+                thread::spawn(move || {
+                    for frame in frames {
+                        tracker.mark_offset(SlotId(0), frame).unwrap();
+                        done.fetch_or(1 << (frame - 64), Ordering::SeqCst);
+                    }
+                })
+            });
+            let mut seen = 0;
+            for _ in 0..2 {
+                let before = done.load(Ordering::SeqCst);
+                let epoch = subscription.drain();
+                epoch.runs().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen |= 1 << (f - 64));
+                epoch.commit();
+                assert_eq!(before & !seen, 0, "an insert had returned and was not drained");
+            }
+            inserters.into_iter().for_each(|t| t.join().unwrap());
+            subscription.check().unwrap();
+        });
+    }
+
+    /// Runs over many words, and an epoch given back, against a drain.
+    #[test]
+    fn ranges_and_epochs_given_back_are_never_lost() {
+        check(|| {
+            let tracker = tracker(64 * 64 * 2);
+            let mut subscription = tracker.subscribe("model");
+            tracker.mark(FrameRun { start: Gfn(60), count: 10 }).unwrap();
+            let first = subscription.drain();
+            let other = tracker.clone();
+            let inserter = thread::spawn(move || {
+                other.mark(FrameRun { start: Gfn(4000), count: 200 }).unwrap();
+            });
+            let giver = thread::spawn(move || first.give_back());
+            let mut seen = 0;
+            let epoch = subscription.drain();
+            seen += epoch.frames();
+            epoch.commit();
+            inserter.join().unwrap();
+            giver.join().unwrap();
+            subscription.check().unwrap();
+            assert_eq!(seen + subscription.drain().frames(), 210);
+        });
+    }
+
+    /// A vCPU that writes past its ring's end while the ring is harvested and walked: every frame
+    /// is marked, the walk never passes what was published, and the vCPU runs again in the end.
+    #[test]
+    fn a_ring_overrun_while_it_is_harvested_loses_nothing() {
+        check(|| {
+            const SIZE: u32 = 4;
+            const SOFT_LIMIT: u32 = 3;
+            const WRITES: u32 = 11;
+            let ring: Arc<Vec<RingEntry>> =
+                Arc::new((0..SIZE).map(|_| RingEntry::default()).collect());
+            let tracker = tracker(64);
+            let subscription = tracker.subscribe("model");
+            let mut harvester = Harvester::new(1, SIZE as usize);
+            let published = Arc::new(AtomicU32::new(0));
+            let kernel = {
+                let (ring, published) = (ring.clone(), published.clone());
+                thread::spawn(move || {
+                    for i in 0..WRITES {
+                        push(&ring, i, u64::from(i));
+                        published.store(i + 1, Ordering::SeqCst);
+                    }
+                })
+            };
+            let full = harvester.ring_full(0).unwrap();
+            let mut walked = 0;
+            let mut collect = || {
+                let harvest = harvester.harvest([ring.as_slice()]);
+                let count = reset(&ring, walked);
+                walked += count;
+                let mut readable = harvest.reprotected(count);
+                if !readable.is_trusted() {
+                    readable = readable.all_reprotected();
+                }
+                let absorbed = readable.absorb(&tracker);
+                (walked, absorbed)
+            };
+            for _ in 0..3 {
+                collect();
+            }
+            kernel.join().unwrap();
+            collect();
+            for frame in 0..u64::from(WRITES) {
+                assert!(subscription.is_marked(Gfn(frame)), "frame {frame} was lost");
+            }
+            // The vCPU tries again until it is let in, and from then on every frame is seen in time.
+            let mut published = WRITES;
+            for frame in 20..40 {
+                for tries in 0.. {
+                    let (walked, _) = collect();
+                    assert!(walked <= published, "the walk went past what was published");
+                    if published - walked < SOFT_LIMIT {
+                        break;
+                    }
+                    assert!(tries < 100, "the vCPU is held for ever: {walked} of {published}");
+                    full.report();
+                }
+                push(&ring, published, frame);
+                published += 1;
+                collect();
+                assert!(subscription.is_marked(Gfn(frame)), "frame {frame} was lost");
+            }
+            let (walked, last) = collect();
+            assert_eq!(walked, published);
+            assert!(!last.marked_all);
+        });
+    }
+}

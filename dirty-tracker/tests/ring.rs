@@ -1,0 +1,295 @@
+//! The ring's consumer against a simulated kernel: whatever is dropped, fails or is overrun, a copy
+//! kept up by epochs alone ends up equal to guest memory, and tracking is exact again afterwards.
+//!
+//! `cargo test -p dirty-tracker --test ring`
+#![cfg(not(any(driftline_loom, driftline_shuttle)))]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod kernel;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use dirty_tracker::{
+    Absorbed, DirtyList, ENTRY_DIRTY, Epoch, Gfn, Harvester, Layout, RingConsumer, RingFull, Slot,
+    SlotId, Subscription, Tracker,
+};
+use kernel::{Kernel, KernelRing};
+use proptest::prelude::*;
+
+const FRAMES: u64 = 200;
+
+/// A VMM that keeps a copy of guest memory by nothing but epochs.
+struct Vmm {
+    kernel: Kernel,
+    harvester: Harvester,
+    full: Vec<RingFull>,
+    tracker: Arc<Tracker>,
+    subscription: Subscription,
+    copy: Vec<u64>,
+}
+
+impl Vmm {
+    fn new(vcpus: usize, size: usize, reserve: usize) -> Self {
+        let slot = Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES };
+        let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
+        let harvester = Harvester::new(vcpus, size);
+        Self {
+            kernel: Kernel::new(vcpus, size, reserve, FRAMES as usize),
+            full: (0..vcpus).map(|v| harvester.ring_full(v).unwrap()).collect(),
+            harvester,
+            subscription: tracker.subscribe("copy"),
+            tracker,
+            copy: vec![0; FRAMES as usize],
+        }
+    }
+
+    fn run(&mut self, vcpu: usize, frames: &[u64], emulated: bool) -> usize {
+        self.kernel.run(vcpu, frames, emulated, &self.full[vcpu])
+    }
+
+    /// Runs until all frames are written, collecting whenever the ring is full.
+    fn run_all(&mut self, vcpu: usize, mut frames: &[u64]) {
+        let mut exits = 0;
+        while !frames.is_empty() {
+            let done = self.run(vcpu, frames, false);
+            frames = &frames[done..];
+            if done == 0 {
+                exits += 1;
+                assert!(exits < 200, "the vCPU is held for ever");
+                self.collect(u32::MAX, false);
+            }
+        }
+    }
+
+    /// A collection; the reset stops after `limit` entries, and may be dropped after it.
+    fn collect(&mut self, limit: u32, dropped: bool) -> Option<Absorbed> {
+        let rings = self.kernel.rings.iter().map(|r| r.entries.as_slice());
+        let harvest = self.harvester.harvest(rings);
+        // After the last entry a signal cannot be told from none: `Harvest::reprotected` says so.
+        let limit = if limit < harvest.entries() { limit } else { u32::MAX };
+        let count = self.kernel.reset_dirty_rings(limit);
+        if dropped {
+            return None;
+        }
+        let mut readable = harvest.reprotected(count);
+        if !readable.is_trusted() {
+            self.kernel.protect_all();
+            readable = readable.all_reprotected();
+        }
+        Some(readable.absorb(&self.tracker))
+    }
+
+    fn drain(&mut self) -> Epoch {
+        let epoch = self.subscription.drain();
+        self.subscription.check().unwrap();
+        epoch
+    }
+
+    fn copy(&mut self, epoch: Epoch) -> BTreeSet<u64> {
+        let memory = self.kernel.memory.borrow();
+        let frames: BTreeSet<u64> =
+            epoch.runs().flat_map(|r| r.frames().collect::<Vec<_>>()).map(|g| g.0).collect();
+        for &f in &frames {
+            self.copy[f as usize] = memory[f as usize];
+        }
+        epoch.commit();
+        frames
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Op {
+    Run {
+        vcpu: usize,
+        frames: Vec<u64>,
+        emulated: bool,
+    },
+    Report {
+        vcpu: usize,
+    },
+    Collect,
+    /// The harvest is dropped before anything is reset.
+    HarvestOnly,
+    /// The reset worked, and the VMM failed between it and the insert.
+    DropReadable,
+    /// A signal stops the reset early.
+    Signal {
+        after: u32,
+    },
+    Epoch {
+        commit: bool,
+    },
+}
+
+fn op(vcpus: usize, size: usize) -> impl Strategy<Value = Op> {
+    let frames = |n| prop::collection::vec(0..FRAMES, 1..n);
+    let vcpu = 0..vcpus;
+    prop_oneof![
+        4 => (vcpu.clone(), frames(size)).prop_map(|(vcpu, frames)| Op::Run { vcpu, frames, emulated: false }),
+        1 => (vcpu.clone(), frames(8 * size)).prop_map(|(vcpu, frames)| Op::Run { vcpu, frames, emulated: true }),
+        2 => vcpu.prop_map(|vcpu| Op::Report { vcpu }),
+        4 => Just(Op::Collect),
+        1 => Just(Op::HarvestOnly),
+        1 => Just(Op::DropReadable),
+        1 => (0..size as u32).prop_map(|after| Op::Signal { after }),
+        2 => any::<bool>().prop_map(|commit| Op::Epoch { commit }),
+    ]
+}
+
+/// Sizes and reserves as the kernel has them, scaled down: without and with PML.
+fn rings() -> impl Strategy<Value = (usize, usize, usize)> {
+    (1..4usize, prop_oneof![Just((16, 4)), Just((16, 9)), Just((8, 3)), Just((32, 8))])
+        .prop_map(|(vcpus, (size, reserve))| (vcpus, size, reserve))
+}
+
+fn script() -> impl Strategy<Value = ((usize, usize, usize), Vec<Op>)> {
+    rings().prop_flat_map(|shape| (Just(shape), prop::collection::vec(op(shape.0, shape.1), 1..60)))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 2000 })
+    })]
+
+    #[test]
+    fn nothing_is_lost_and_tracking_is_exact_again((shape, ops) in script()) {
+        let (vcpus, size, reserve) = shape;
+        let mut vmm = Vmm::new(vcpus, size, reserve);
+        for op in ops {
+            match op {
+                Op::Run { vcpu, frames, emulated } => {
+                    vmm.run(vcpu, &frames, emulated);
+                }
+                Op::Report { vcpu } => vmm.kernel.report(vcpu, &vmm.full[vcpu]),
+                Op::Collect => {
+                    vmm.collect(u32::MAX, false);
+                }
+                Op::HarvestOnly => {
+                    let rings = vmm.kernel.rings.iter().map(|r| r.entries.as_slice());
+                    drop(vmm.harvester.harvest(rings));
+                }
+                Op::DropReadable => {
+                    vmm.collect(u32::MAX, true);
+                }
+                Op::Signal { after } => {
+                    vmm.collect(after, false);
+                }
+                Op::Epoch { commit: true } => {
+                    let epoch = vmm.drain();
+                    vmm.copy(epoch);
+                }
+                Op::Epoch { commit: false } => drop(vmm.drain()),
+            }
+        }
+        // The vCPUs stand still: one collection and one epoch, and the copy is memory.
+        vmm.collect(u32::MAX, false);
+        let epoch = vmm.drain();
+        vmm.copy(epoch);
+        prop_assert_eq!(&vmm.copy, &*vmm.kernel.memory.borrow());
+
+        // Every vCPU gets on, however far its ring was overrun.
+        for vcpu in 0..vcpus {
+            vmm.run_all(vcpu, &(0..FRAMES).rev().collect::<Vec<_>>());
+        }
+        let settled = (0..10).any(|_| !vmm.collect(u32::MAX, false).unwrap().marked_all);
+        prop_assert!(settled, "never trusted again");
+        let epoch = vmm.drain();
+        vmm.copy(epoch);
+        prop_assert_eq!(&vmm.copy, &*vmm.kernel.memory.borrow());
+
+        // And what is dirty from here on is exactly what was written.
+        for round in 0..4 * size as u64 {
+            let written: BTreeSet<u64> = (0..vcpus as u64).map(|v| (round * 7 + v * 31) % FRAMES).collect();
+            for (vcpu, &frame) in written.iter().enumerate() {
+                prop_assert_eq!(vmm.run(vcpu, &[frame], false), 1);
+            }
+            prop_assert!(!vmm.collect(u32::MAX, false).unwrap().marked_all);
+            let epoch = vmm.drain();
+            prop_assert_eq!(vmm.copy(epoch), written);
+        }
+    }
+
+    /// The same with the free-running indices about to pass 2^32.
+    #[test]
+    fn indices_wrap(pushes in prop::collection::vec(1..12u64, 1..40), behind in 0..100u32) {
+        let start = 0u32.wrapping_sub(behind).wrapping_mul(16);
+        let ring = KernelRing::new(16, 4, start);
+        let mut consumer = RingConsumer::default();
+        let mut list = DirtyList::with_capacity(16);
+        let mut next = 0;
+        for n in pushes {
+            list = DirtyList::with_capacity(16);
+            for _ in 0..n {
+                ring.push(0, next);
+                next += 1;
+            }
+            let taken = consumer.harvest(&ring.entries, &mut list);
+            prop_assert_eq!((taken.entries, taken.overrun), (n as u32, false));
+            prop_assert_eq!(ring.reset(u32::MAX, &mut |_, _| ()), n as u32);
+        }
+        prop_assert!(!list.is_empty());
+    }
+}
+
+#[test]
+fn a_ring_overrun_by_laps_is_recovered_and_a_stale_report_does_no_harm() {
+    for laps in 0..6 {
+        for extra in 0..16 {
+            let mut vmm = Vmm::new(1, 16, 4);
+            let frames: Vec<u64> = (0..16 * (laps + 1) + extra).collect();
+            vmm.run(0, &frames, true);
+            assert!(vmm.collect(u32::MAX, false).unwrap().marked_all);
+            // The fence comes one collection later.
+            vmm.collect(u32::MAX, false);
+            vmm.drain().commit();
+            vmm.run_all(0, &[3, 4, 5]);
+            vmm.collect(u32::MAX, false);
+            let drained = vmm.drain();
+            assert_eq!(vmm.copy(drained), BTreeSet::from([3, 4, 5]), "{laps} laps and {extra}");
+            // Exits of which the VMM hears only after the ring is empty again.
+            for _ in 0..20 {
+                vmm.run(0, &(0..12).collect::<Vec<_>>(), false);
+                vmm.run(0, &[1], false);
+                vmm.collect(u32::MAX, false);
+                vmm.kernel.report(0, &vmm.full[0]);
+                assert_eq!(vmm.collect(u32::MAX, false).unwrap(), Absorbed::default());
+            }
+            assert_eq!(vmm.kernel.rings[0].used(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_dropped_overrun_is_remembered_until_all_is_reprotected() {
+    let mut vmm = Vmm::new(1, 16, 4);
+    vmm.run(0, &(0..40).collect::<Vec<_>>(), true);
+    assert_eq!(vmm.collect(u32::MAX, true), None);
+    let rings = || vmm.kernel.rings.iter().map(|r| r.entries.as_slice());
+    for _ in 0..3 {
+        let harvest = vmm.harvester.harvest(rings());
+        let readable = harvest.reprotected(vmm.kernel.reset_dirty_rings(u32::MAX));
+        assert!(!readable.is_trusted());
+        assert!(readable.absorb(&vmm.tracker).marked_all, "nobody said that all was reprotected");
+    }
+    assert!(vmm.collect(u32::MAX, false).unwrap().marked_all);
+    assert!(!vmm.collect(u32::MAX, false).unwrap().marked_all);
+}
+
+#[test]
+fn a_ring_that_is_no_ring_is_not_trusted() {
+    let ring = KernelRing::new(16, 4, 0);
+    ring.entries[0].flags.store(ENTRY_DIRTY, Ordering::Release);
+    let mut consumer = RingConsumer::new();
+    let mut list = DirtyList::with_capacity(16);
+    for len in [0, 1, 3, 12] {
+        let taken = consumer.harvest(&ring.entries[..len], &mut list);
+        assert!(taken.overrun && taken.entries == 0);
+    }
+    let mut harvester = Harvester::new(2, 16);
+    let harvest = harvester.harvest([ring.entries.as_slice()]);
+    let count = harvest.entries();
+    assert!(!harvest.reprotected(count).is_trusted(), "the second vCPU's ring was not given");
+}

@@ -1,0 +1,105 @@
+//! Owns the building of the payload guest: the compiler that cargo uses, run on `payload/` with flags of its own.
+//!
+//! The result does not depend on the profile, nor on the flags, of the build around it.
+
+use std::env;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+/// KVM's instruction emulator has no SSE arithmetic, so the guest has no SSE at all.
+const NO_SSE: &str = "-Ctarget-feature=-sse,-sse2";
+
+fn main() -> ExitCode {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=payload");
+    println!("cargo::rerun-if-changed=src/workload");
+    println!("cargo::rerun-if-env-changed=RUSTC_LINKER");
+    match build() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn build() -> Result<(), String> {
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo did not set OUT_DIR")?);
+    // A compiler that no longer lets SSE be switched off is asked not to use it on its own.
+    let first = compile(&out, &[NO_SSE]);
+    if let Err(refused) = first {
+        compile(&out, &["-Cno-vectorize-loops", "-Cno-vectorize-slp"]).map_err(|_| refused)?;
+    }
+    let assembly = out.join("payload.s");
+    let text = std::fs::read_to_string(&assembly)
+        .map_err(|error| format!("{}: {error}", assembly.display()))?;
+    if let Some(line) = text.lines().find(|line| uses_sse(line)) {
+        println!(
+            "cargo::warning=the payload guest uses SSE ({}), so it may not run where ring 0 is emulated",
+            line.trim()
+        );
+    }
+    Ok(())
+}
+
+/// Whether a line of assembly names a vector register.
+fn uses_sse(line: &str) -> bool {
+    let code = line.split('#').next().unwrap_or("");
+    !code.trim_start().starts_with('.')
+        && ["%xmm", "%ymm", "%zmm", "%mm"].iter().any(|register| code.contains(register))
+}
+
+fn compile(out: &Path, flags: &[&str]) -> Result<(), String> {
+    let rustc = env::var_os("RUSTC").ok_or("cargo did not set RUSTC")?;
+    let script = Path::new("payload/link.ld")
+        .canonicalize()
+        .map_err(|error| format!("payload/link.ld: {error}"))?;
+    let mut command = Command::new(rustc);
+    command.args(["payload/main.rs", "--crate-name=payload", "--crate-type=bin", "--edition=2024"]);
+    command.args(["--target", TARGET, "--check-cfg=cfg(feature,values(\"serde\"))"]);
+    command.args([
+        "-Copt-level=3",
+        "-Ccodegen-units=1",
+        "-Cpanic=abort",
+        "-Cforce-unwind-tables=no",
+    ]);
+    command.args([
+        "-Cdebug-assertions=no",
+        "-Coverflow-checks=no",
+        "-Cdebuginfo=0",
+        "-Cstrip=debuginfo",
+    ]);
+    command.args(["-Crelocation-model=static", "-Cno-redzone=yes", "-Crelro-level=off"]);
+    command.args(flags);
+    if let Some(linker) = env::var_os("RUSTC_LINKER") {
+        let mut option = std::ffi::OsString::from("-Clinker=");
+        option.push(linker);
+        command.arg(option);
+    }
+    for argument in [
+        "-nostartfiles",
+        "-nostdlib",
+        "-static",
+        "-no-pie",
+        "-Wl,--build-id=none",
+        "-Wl,-z,norelro",
+    ] {
+        command.arg(format!("-Clink-arg={argument}"));
+    }
+    command.arg(format!("-Clink-arg=-Wl,-T,{}", script.display()));
+    command.arg(format!(
+        "--emit=link={},asm={}",
+        out.join("payload.elf").display(),
+        out.join("payload.s").display()
+    ));
+    // Warnings about the flags are no business of whoever builds the workspace; a failure shows everything.
+    let output = command.output().map_err(|error| format!("running {command:?}: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!(
+        "building the payload guest failed:\n{command:?}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    ))
+}

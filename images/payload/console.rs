@@ -1,0 +1,112 @@
+//! Owns COM1: whole lines from each vCPU, sent a few bytes at a time so that printing does not stop the loop.
+
+use core::arch::asm;
+use core::hint::spin_loop;
+use core::sync::atomic::{AtomicU32, Ordering};
+
+/// Bytes sent after a busy tick.
+pub const BUSY_BYTES: u32 = 2;
+/// Bytes sent before going to sleep.
+pub const IDLE_BYTES: u32 = 12;
+/// Bytes that wait at most.
+pub const QUEUE: usize = 4096;
+
+/// Held from the first byte of a line to its last.
+static LOCK: AtomicU32 = AtomicU32::new(0);
+
+/// One vCPU's lines on their way out.
+pub struct Console {
+    owner: u32,
+    queue: *mut u8,
+    head: usize,
+    tail: usize,
+    holding: bool,
+}
+
+impl Console {
+    /// A console whose queue lies at `queue`.
+    pub fn new(index: u32, queue: u64) -> Console {
+        Console { owner: index + 1, queue: queue as *mut u8, head: 0, tail: 0, holding: false }
+    }
+
+    /// Queues a line with its newline; waits if there is no room.
+    pub fn print(&mut self, line: &[u8]) {
+        if self.head - self.tail + line.len() > QUEUE {
+            self.flush();
+        }
+        for &byte in line {
+            // SAFETY: the index stays within the queue.
+            unsafe { self.queue.add(self.head % QUEUE).write(byte) };
+            self.head += 1;
+        }
+    }
+
+    /// Sends at most `bytes` bytes, if no other vCPU is in the middle of a line.
+    #[inline(always)]
+    pub fn pump(&mut self, bytes: u32) {
+        if self.head != self.tail {
+            self.send(bytes);
+        }
+    }
+
+    /// Sends all of it.
+    pub fn flush(&mut self) {
+        while self.head != self.tail {
+            self.send(u32::MAX);
+            spin_loop();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn send(&mut self, bytes: u32) {
+        for _ in 0..bytes {
+            if self.head == self.tail || !ready() {
+                return;
+            }
+            if !self.holding {
+                if LOCK
+                    .compare_exchange(0, self.owner, Ordering::Acquire, Ordering::Relaxed)
+                    .is_err()
+                {
+                    return;
+                }
+                self.holding = true;
+            }
+            // SAFETY: the index stays within the queue, below what was written.
+            let byte = unsafe { self.queue.add(self.tail % QUEUE).read() };
+            self.tail += 1;
+            put(byte);
+            if byte == b'\n' {
+                self.holding = false;
+                LOCK.store(0, Ordering::Release);
+            }
+        }
+    }
+}
+
+/// Prints at once and past the lock, for what cannot wait.
+pub fn print_now(line: &[u8]) {
+    for &byte in line {
+        while !ready() {
+            spin_loop();
+        }
+        put(byte);
+    }
+}
+
+fn ready() -> bool {
+    let status: u8;
+    // SAFETY: reads COM1's line status.
+    unsafe {
+        asm!("in al, dx", in("dx") 0x3fdu16, out("al") status, options(nomem, nostack, preserves_flags))
+    };
+    status & 0x20 != 0
+}
+
+fn put(byte: u8) {
+    // SAFETY: sends a byte over COM1.
+    unsafe {
+        asm!("out dx, al", in("dx") 0x3f8u16, in("al") byte, options(nomem, nostack, preserves_flags))
+    };
+}

@@ -1,0 +1,308 @@
+//! Owns the processor: descriptor tables, the TSS with its I/O permission bitmap, model-specific registers, and the
+//! ways out of ring 3 and out of life.
+
+use core::arch::asm;
+use core::arch::x86_64::__cpuid;
+use core::cell::UnsafeCell;
+use core::mem::{offset_of, size_of};
+
+use crate::clock::Clock;
+use crate::console::Console;
+use crate::heap;
+use crate::pvh::MAX_VCPUS;
+
+/// One vCPU's own things. Everything here is used from the loop, so from ring 3.
+pub struct Cpu {
+    pub index: u32,
+    pub clock: Clock,
+    pub console: Console,
+    pub user_stack: u64,
+}
+
+/// What CPUID says, asked once in ring 0: in ring 3 some hosts answer for themselves.
+pub struct Features {
+    pub x2apic: bool,
+    pub tsc_deadline: bool,
+    pub kvmclock: bool,
+}
+
+const STACK: u64 = 32 << 10;
+const REQUEST_STACK: u64 = 4 << 10;
+const FAULT_STACK: u64 = 8 << 10;
+
+impl Cpu {
+    /// Sets up the calling processor; `None` if the host offers it no clock.
+    pub fn start(index: u32, features: &Features) -> Option<&'static mut Cpu> {
+        crate::apic::enable();
+        if !features.kvmclock {
+            return None;
+        }
+        let cpu = Cpu {
+            index,
+            clock: Clock::start(heap::take(4096)),
+            console: Console::new(index, heap::take(crate::console::QUEUE as u64)),
+            user_stack: heap::take(STACK) + STACK - 16,
+        };
+        let place = heap::take(size_of::<Cpu>() as u64) as *mut Cpu;
+        // SAFETY: the place was just taken, is aligned to a page and large enough.
+        unsafe { place.write(cpu) };
+        // SAFETY: it was just written, and nobody else knows of it.
+        Some(unsafe { &mut *place })
+    }
+}
+
+/// Asks CPUID.
+pub fn features() -> Features {
+    let basic = __cpuid(1).ecx;
+    let mut kvmclock = false;
+    let mut leaf = 0x4000_0000;
+    while leaf < 0x4000_1000 {
+        let name = __cpuid(leaf);
+        if (name.ebx, name.ecx, name.edx) == (0x4b4d_564b, 0x564b_4d56, 0x4d) {
+            kvmclock = __cpuid(leaf + 1).eax & (1 << 3) != 0;
+            break;
+        }
+        leaf += 0x100;
+    }
+    Features { x2apic: basic & (1 << 21) != 0, tsc_deadline: basic & (1 << 24) != 0, kvmclock }
+}
+
+/// Whether a page-table entry of the third level may be a page.
+pub fn has_1g_pages() -> bool {
+    __cpuid(0x8000_0000).eax >= 0x8000_0001 && __cpuid(0x8000_0001).edx & (1 << 26) != 0
+}
+
+/// The last port that the bitmap covers, which is the last one ring 3 uses.
+const LAST_PORT: usize = 0x605;
+const BITMAP: usize = LAST_PORT / 8 + 2;
+const OPEN_PORTS: [u16; 11] =
+    [0x64, 0x3f8, 0x3f9, 0x3fa, 0x3fb, 0x3fc, 0x3fd, 0x3fe, 0x3ff, 0x604, 0x605];
+
+#[repr(C, packed(4))]
+struct Tss {
+    reserved0: u32,
+    rsp: [u64; 3],
+    reserved1: u64,
+    ist: [u64; 7],
+    reserved2: u64,
+    reserved3: u16,
+    bitmap_at: u16,
+    bitmap: [u8; BITMAP],
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Gate {
+    low: u64,
+    high: u64,
+}
+
+struct Idt(UnsafeCell<[Gate; 256]>);
+
+// SAFETY: written by the boot processor before the others start.
+unsafe impl Sync for Idt {}
+
+static IDT: Idt = Idt(UnsafeCell::new([Gate { low: 0, high: 0 }; 256]));
+
+unsafe extern "C" {
+    static mut gdt: [u64; 70];
+    static fault_entries: [[u8; 16]; 32];
+    fn timer_entry_x2apic();
+    fn timer_entry_xapic();
+    fn spurious_entry();
+    fn invalid_entry();
+    fn enter_ring3(argument: u64, function: u64, stack: u64) -> !;
+}
+
+/// The interrupt vector of the APIC timer.
+pub const TIMER_VECTOR: u8 = 0x40;
+/// The vector of interrupts that went away.
+pub const SPURIOUS_VECTOR: u8 = 0xff;
+const INVALID_VECTOR: usize = 6;
+const FIRST_TSS: u32 = 0x30;
+
+/// Gives the calling processor its TSS and the common interrupt table.
+pub fn load_tables(index: u32) {
+    if index == 0 {
+        fill_idt();
+    }
+    let tss_at = make_tss();
+    let limit = size_of::<Tss>() as u64 - 1;
+    let low = limit | (tss_at & 0xff_ffff) << 16 | 0x89 << 40 | (tss_at >> 24 & 0xff) << 56;
+    let slot = (FIRST_TSS / 8 + 2 * index.min(MAX_VCPUS - 1)) as usize;
+    // SAFETY: each processor writes its own two entries.
+    unsafe { (&raw mut gdt[slot]).write_volatile(low) };
+    // SAFETY: as above.
+    unsafe { (&raw mut gdt[slot + 1]).write_volatile(tss_at >> 32) };
+    let pointer = Pointer { limit: (size_of::<Gate>() * 256 - 1) as u16, base: IDT.0.get() as u64 };
+    // SAFETY: the table is complete and lives for ever.
+    unsafe { asm!("lidt [{}]", in(reg) &raw const pointer, options(nostack)) };
+    // SAFETY: the descriptor was just written.
+    unsafe { asm!("ltr {:x}", in(reg) FIRST_TSS + 16 * index, options(nostack)) };
+}
+
+#[repr(C, packed)]
+struct Pointer {
+    limit: u16,
+    base: u64,
+}
+
+fn make_tss() -> u64 {
+    let at = heap::take(size_of::<Tss>() as u64);
+    let mut bitmap = [0xff; BITMAP];
+    for port in OPEN_PORTS {
+        bitmap[usize::from(port / 8)] &= !(1 << (port % 8));
+    }
+    let tss = Tss {
+        reserved0: 0,
+        rsp: [heap::take(REQUEST_STACK) + REQUEST_STACK, 0, 0],
+        reserved1: 0,
+        ist: [heap::take(FAULT_STACK) + FAULT_STACK, 0, 0, 0, 0, 0, 0],
+        reserved2: 0,
+        reserved3: 0,
+        bitmap_at: offset_of!(Tss, bitmap) as u16,
+        bitmap,
+    };
+    // SAFETY: the place was just taken and is large enough.
+    unsafe { (at as *mut Tss).write(tss) };
+    at
+}
+
+fn fill_idt() {
+    let timer = if crate::apic::is_x2apic() {
+        timer_entry_x2apic as *const ()
+    } else {
+        timer_entry_xapic as *const ()
+    };
+    for vector in 0..32 {
+        // SAFETY: only the address of an entry is taken.
+        let entry = unsafe { &raw const fault_entries[vector] };
+        // On a stack of its own: the loop may run in ring 0 and have lost its stack.
+        set_gate(vector, entry as u64, 1, 0x8e);
+    }
+    set_gate(usize::from(TIMER_VECTOR), timer as u64, 0, 0x8e);
+    set_gate(usize::from(SPURIOUS_VECTOR), spurious_entry as *const () as u64, 0, 0x8e);
+    set_gate(INVALID_VECTOR, invalid_entry as *const () as u64, 0, 0x8e);
+}
+
+fn set_gate(vector: usize, entry: u64, stack: u64, kind: u64) {
+    let low =
+        (entry & 0xffff) | 0x08 << 16 | stack << 32 | kind << 40 | (entry >> 16 & 0xffff) << 48;
+    let gate = Gate { low, high: entry >> 32 };
+    // SAFETY: only the boot processor comes here, before interrupts and the other processors.
+    unsafe { (&raw mut (*IDT.0.get())[vector]).write_volatile(gate) };
+}
+
+/// Which vCPU this is, from its task register; in ring 0 only.
+pub fn index() -> u32 {
+    let selector: u32;
+    // SAFETY: reads a register.
+    unsafe { asm!("str {:e}", out(reg) selector, options(nomem, nostack)) };
+    (selector.max(FIRST_TSS) - FIRST_TSS) / 16
+}
+
+/// Goes to ring 3 for good.
+pub fn to_ring3<T>(
+    argument: &'static mut T,
+    function: extern "C" fn(&'static mut T) -> !,
+    stack: u64,
+) -> ! {
+    // A function finds its stack 8 bytes off alignment, as after a call.
+    let stack = (stack & !15) - 8;
+    // SAFETY: the stack belongs to this processor, and all memory is mapped for ring 3.
+    unsafe { enter_ring3((&raw mut *argument) as u64, function as *const () as u64, stack) }
+}
+
+/// Sleeps as the APIC was told; the argument is the time in its terms.
+pub const SLEEP: u32 = 0;
+/// Stops this processor for good.
+pub const PARK: u32 = 1;
+/// Brings the machine down by a triple fault.
+pub const TRIPLE_FAULT: u32 = 2;
+
+/// Asks ring 0 for something, from whichever ring.
+#[inline(always)]
+pub fn request(kind: u32, argument: u64) {
+    let ring: u32;
+    // SAFETY: reads a register.
+    unsafe { asm!("mov {:e}, cs", out(reg) ring, options(nomem, nostack, preserves_flags)) };
+    if ring & 3 == 0 {
+        // SAFETY: the routine changes these registers and no memory of ours.
+        unsafe {
+            asm!("call request", in("esi") kind, in("rdi") argument,
+                out("rax") _, out("rcx") _, out("rdx") _)
+        };
+    } else {
+        // SAFETY: as above, by way of an exception.
+        unsafe {
+            asm!("call request_from_ring3", in("esi") kind, in("rdi") argument,
+                out("rax") _, out("rcx") _, out("rdx") _)
+        };
+    }
+}
+
+/// Stops this processor for good.
+pub fn park() -> ! {
+    loop {
+        request(PARK, 0);
+    }
+}
+
+/// Powers off; failing that, resets; failing that, brings the machine down.
+pub fn power_off() -> ! {
+    // SAFETY: ACPI's PM1a control register, sleep type 0, sleep enable; nothing happens where there is none.
+    unsafe { asm!("out dx, ax", in("dx") 0x604u16, in("ax") 0x2000u16, options(nomem, nostack)) };
+    wait();
+    reset()
+}
+
+/// Resets by way of the keyboard controller; failing that, brings the machine down.
+pub fn reset() -> ! {
+    // SAFETY: pulses the reset line; nothing happens where there is no such controller.
+    unsafe { asm!("out 0x64, al", in("al") 0xfeu8, options(nomem, nostack)) };
+    wait();
+    loop {
+        request(TRIPLE_FAULT, 0);
+    }
+}
+
+/// Some milliseconds in which the VMM may act.
+fn wait() {
+    let start = tsc();
+    while tsc().wrapping_sub(start) < 50_000_000 {
+        core::hint::spin_loop();
+    }
+}
+
+/// The time-stamp counter.
+#[inline(always)]
+pub fn tsc() -> u64 {
+    let (low, high): (u32, u32);
+    // SAFETY: reads a counter.
+    unsafe {
+        asm!("rdtsc", out("eax") low, out("edx") high, options(nomem, nostack, preserves_flags))
+    };
+    u64::from(high) << 32 | u64::from(low)
+}
+
+/// Writes a model-specific register; in ring 0 only.
+///
+/// # Safety
+/// The register must exist, and its new value must not take memory away from the program.
+pub unsafe fn write_msr(register: u32, value: u64) {
+    // SAFETY: left to the caller.
+    unsafe {
+        asm!("wrmsr", in("ecx") register, in("eax") value as u32, in("edx") (value >> 32) as u32, options(nostack))
+    };
+}
+
+/// Reads a model-specific register; in ring 0 only.
+///
+/// # Safety
+/// The register must exist.
+pub unsafe fn read_msr(register: u32) -> u64 {
+    let (low, high): (u32, u32);
+    // SAFETY: left to the caller.
+    unsafe { asm!("rdmsr", in("ecx") register, out("eax") low, out("edx") high, options(nostack)) };
+    u64::from(high) << 32 | u64::from(low)
+}

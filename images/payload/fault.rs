@@ -1,0 +1,47 @@
+//! Owns what happens when something goes wrong inside the payload itself: one line that tells where, and a reset.
+
+use core::arch::asm;
+use core::panic::PanicInfo;
+
+use crate::console::print_now;
+use crate::cpu;
+use crate::workload::Line;
+
+/// What the entries in `boot.s` leave on the stack.
+#[repr(C)]
+struct Frame {
+    vector: u64,
+    code: u64,
+    rip: u64,
+    cs: u64,
+    rflags: u64,
+    rsp: u64,
+    ss: u64,
+}
+
+/// Every exception arrives here; none is expected.
+#[unsafe(no_mangle)]
+extern "C" fn fault_main(frame: &Frame) -> ! {
+    let cr2: u64;
+    // SAFETY: reads a register; the handler runs in ring 0.
+    unsafe { asm!("mov {}, cr2", out(reg) cr2, options(nomem, nostack)) };
+    let mut line = Line::new();
+    line.text("\npayload fault")
+        .field("vcpu", u64::from(cpu::index()))
+        .field("vector", frame.vector);
+    line.text(" code=").hex(frame.code).text(" rip=").hex(frame.rip);
+    line.text(" cr2=").hex(cr2).text(" cs=").hex(frame.cs).text(" rsp=").hex(frame.rsp).byte(b'\n');
+    print_now(line.as_bytes());
+    cpu::reset()
+}
+
+#[panic_handler]
+fn panic(info: &PanicInfo) -> ! {
+    let mut line = Line::new();
+    line.text("\npayload fatal: panic");
+    if let Some(place) = info.location() {
+        line.text(" at ").text(place.file()).byte(b':').number(u64::from(place.line()));
+    }
+    print_now(line.byte(b'\n').as_bytes());
+    cpu::reset()
+}

@@ -1,0 +1,156 @@
+//! The payload guest: writes its memory in a known way and notices when it does not read back what it wrote.
+//!
+//! Owns the order of things: boot, the other vCPUs, ring 3, the loop, the end. What the loop does lives in
+//! `workload`, which the VMM shares.
+#![no_std]
+#![no_main]
+
+mod apic;
+mod builtins;
+mod clock;
+mod console;
+mod cpu;
+mod fault;
+mod heap;
+mod memory;
+mod pvh;
+#[allow(dead_code, unused_imports)] // The host uses more of it.
+#[path = "../src/workload/mod.rs"]
+mod workload;
+
+use core::arch::global_asm;
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use cpu::Cpu;
+use workload::{Line, Next, Placement, Ring, Runner, ready_line};
+
+global_asm!(include_str!("boot.s"), options(att_syntax, raw));
+
+/// vCPUs that are ready to enter their loop.
+static READY: AtomicU32 = AtomicU32::new(0);
+/// Set once the first page may be written.
+static GO: AtomicU32 = AtomicU32::new(0);
+/// vCPUs that have printed their last line.
+static DONE: AtomicU32 = AtomicU32::new(0);
+
+const START_NS: u64 = 20_000_000_000;
+
+/// The boot processor arrives here, in ring 0, with the first 4 GiB mapped.
+#[unsafe(no_mangle)]
+extern "C" fn boot_main(start_info: u64) -> ! {
+    let mut line = Line::new();
+    let mut setup = pvh::read(start_info, &mut line);
+    heap::start(setup.ram());
+    let features = cpu::features();
+    apic::choose(&features);
+    cpu::load_tables(0);
+    heap::map_above_4g(setup.ram_end());
+    if let Some(reason) = setup.refusal {
+        end_with(line.text(reason));
+    }
+    let Some(cpu) = Cpu::start(0, &features) else {
+        end_with(line.text(
+            "payload fatal: this host offers no kvmclock, and the payload has no other clock",
+        ));
+    };
+    match Placement::new(&setup.spec, setup.ram()) {
+        Ok(placement) => setup.placement = Some(placement),
+        Err(error) => {
+            line.text("payload fatal: the working set takes ").number(error.wanted);
+            line.text(" pages, but there are only ").number(error.available);
+            end_with(line.text(" pages of RAM at or above ").hex(Placement::base(&setup.spec)));
+        }
+    }
+    if setup.spec.ws_pages() < u64::from(setup.vcpus) {
+        end_with(line.text("payload fatal: the working set has fewer pages than there are vCPUs"));
+    }
+    heap::clear_table(&setup.spec);
+    if apic::start_timer(&cpu.clock).is_none() {
+        end_with(line.text("payload fatal: the APIC timer does not count"));
+    }
+    pvh::publish(setup);
+    for vcpu in 1..pvh::setup().vcpus {
+        apic::start_ap(vcpu, &cpu.clock);
+    }
+    let deadline = cpu.clock.now() + START_NS;
+    while READY.load(Ordering::Acquire) + 1 < pvh::setup().vcpus {
+        core::hint::spin_loop();
+        if cpu.clock.now() > deadline {
+            line.text("payload fatal: only ").number(u64::from(READY.load(Ordering::Acquire)) + 1);
+            end_with(
+                line.text(" of ").number(u64::from(pvh::setup().vcpus)).text(" vCPUs have started"),
+            );
+        }
+    }
+    enter(cpu)
+}
+
+/// The other processors arrive here, each on its own stack.
+#[unsafe(no_mangle)]
+extern "C" fn ap_main(index: u32) -> ! {
+    cpu::load_tables(index);
+    match Cpu::start(index, &cpu::features()) {
+        Some(cpu) if apic::start_timer(&cpu.clock).is_some() => {
+            READY.fetch_add(1, Ordering::AcqRel);
+            enter(cpu)
+        }
+        _ => cpu::park(),
+    }
+}
+
+/// Into the loop, in the ring that was asked for.
+fn enter(cpu: &'static mut Cpu) -> ! {
+    let stack = cpu.user_stack;
+    match pvh::setup().spec.ring {
+        Ring::Zero => run(cpu),
+        Ring::Three => cpu::to_ring3(cpu, run, stack),
+    }
+}
+
+/// The loop itself. It touches nothing that ring 3 may not.
+extern "C" fn run(cpu: &'static mut Cpu) -> ! {
+    let setup = pvh::setup();
+    if cpu.index == 0 {
+        console::print_now(ready_line(&setup.spec, setup.vcpus).as_bytes());
+        GO.store(1, Ordering::Release);
+    }
+    while GO.load(Ordering::Acquire) == 0 {
+        let now = cpu.clock.now();
+        apic::sleep(&cpu.clock, now, now + workload::SLICE_NS);
+    }
+    let start = cpu.clock.now();
+    let mut runner = Runner::new(&setup.spec, setup.vcpus, cpu.index, start);
+    let mut memory = memory::WorkingSet::new(setup);
+    let table = heap::table(runner.workload().share().first, runner.workload().table_len());
+    loop {
+        let now = cpu.clock.now();
+        let console = &mut cpu.console;
+        match runner.tick(now, &mut memory, table, &mut |line| console.print(line)) {
+            Next::Go => cpu.console.pump(console::BUSY_BYTES),
+            Next::SleepUntil(wake) => {
+                cpu.console.pump(console::IDLE_BYTES);
+                let now = cpu.clock.now();
+                if now < wake {
+                    apic::sleep(&cpu.clock, now, wake);
+                }
+            }
+            Next::Done => break,
+        }
+    }
+    cpu.console.flush();
+    DONE.fetch_add(1, Ordering::AcqRel);
+    if cpu.index != 0 {
+        cpu::park();
+    }
+    while DONE.load(Ordering::Acquire) < setup.vcpus {
+        let now = cpu.clock.now();
+        apic::sleep(&cpu.clock, now, now + workload::SLICE_NS);
+    }
+    cpu::power_off()
+}
+
+/// Prints what is wrong and powers off; only before the loop.
+fn end_with(line: &mut Line) -> ! {
+    console::print_now(line.byte(b'\n').as_bytes());
+    cpu::power_off()
+}

@@ -1,0 +1,170 @@
+//! Owns what the VMM hands over at boot: the command line and the memory map, read once and kept.
+
+use core::cell::UnsafeCell;
+
+use crate::workload::{Line, PayloadSpec, Placement, parse_number};
+
+const MAGIC: u32 = 0x336e_c578;
+const RAM: u32 = 1;
+const MAX_RANGES: usize = 32;
+/// No more vCPUs than the tables have room for.
+pub const MAX_VCPUS: u32 = 32;
+
+/// The start of the structure that EBX points to.
+#[repr(C)]
+struct StartInfo {
+    magic: u32,
+    version: u32,
+    flags: u32,
+    modules: u32,
+    modules_at: u64,
+    cmdline_at: u64,
+    rsdp_at: u64,
+    memmap_at: u64,
+    memmap_entries: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MapEntry {
+    addr: u64,
+    size: u64,
+    kind: u32,
+    reserved: u32,
+}
+
+/// What this boot is about.
+pub struct Setup {
+    pub spec: PayloadSpec,
+    pub vcpus: u32,
+    pub placement: Option<Placement>,
+    /// Why nothing can be done; the line has the beginning of the sentence.
+    pub refusal: Option<&'static str>,
+    ranges: [(u64, u64); MAX_RANGES],
+    count: usize,
+}
+
+impl Setup {
+    /// RAM as (address, bytes), ascending.
+    pub fn ram(&self) -> impl Iterator<Item = (u64, u64)> + Clone {
+        self.ranges.iter().take(self.count).copied()
+    }
+
+    pub fn ram_end(&self) -> u64 {
+        self.ram().map(|(start, bytes)| start + bytes).max().unwrap_or(0)
+    }
+
+    fn refuse(&mut self, reason: &'static str) {
+        if self.refusal.is_none() {
+            self.refusal = Some(reason);
+        }
+    }
+
+    /// Inserts a range so that the list stays sorted.
+    fn add(&mut self, range: (u64, u64)) {
+        if self.count == MAX_RANGES {
+            return;
+        }
+        let mut place = self.count;
+        while place > 0 && self.ranges[place - 1].0 > range.0 {
+            self.ranges[place] = self.ranges[place - 1];
+            place -= 1;
+        }
+        self.ranges[place] = range;
+        self.count += 1;
+    }
+}
+
+/// Reads everything before anything is overwritten. The beginning of a refusal goes into `line`.
+pub fn read(start_info: u64, line: &mut Line) -> Setup {
+    let mut setup = Setup {
+        spec: PayloadSpec::default(),
+        vcpus: 1,
+        placement: None,
+        refusal: None,
+        ranges: [(0, 0); MAX_RANGES],
+        count: 0,
+    };
+    // SAFETY: PVH passes the physical address of this structure, and the first 4 GiB are identity-mapped.
+    let info = unsafe { &*(start_info as *const StartInfo) };
+    if info.magic != MAGIC || info.version < 1 || info.memmap_at == 0 {
+        line.text("payload fatal: ");
+        setup.refuse("no PVH start info with a memory map was passed in EBX");
+        return setup;
+    }
+    let entries = info.memmap_at as *const MapEntry;
+    for index in 0..info.memmap_entries as usize {
+        // SAFETY: the map has `memmap_entries` entries.
+        let entry = unsafe { *entries.add(index) };
+        if entry.kind == RAM {
+            setup.add((entry.addr, entry.size));
+        }
+    }
+    if info.cmdline_at != 0 {
+        read_cmdline(&mut setup, info.cmdline_at as *const u8, line);
+    }
+    setup
+}
+
+fn read_cmdline(setup: &mut Setup, text: *const u8, line: &mut Line) {
+    let mut len = 0;
+    // SAFETY: the command line is a string that ends with a zero byte. (Volatile, or this becomes a call of `strlen`.)
+    while unsafe { text.add(len).read_volatile() } != 0 {
+        len += 1;
+    }
+    // SAFETY: the bytes were just read.
+    let text = unsafe { core::slice::from_raw_parts(text, len) };
+    for item in text.split(|&byte| byte == b' ') {
+        let mut halves = item.splitn(2, |&byte| byte == b'=');
+        let (Some(key), Some(value)) = (halves.next(), halves.next()) else {
+            continue;
+        };
+        // Such as `virtio_mmio.device=`, which a VMM adds for Linux.
+        if key.iter().any(|&byte| byte == b'.') {
+            continue;
+        }
+        let refusal = if key == b"vcpus" {
+            match parse_number(value) {
+                Some(vcpus) if (1..=u64::from(MAX_VCPUS)).contains(&vcpus) => {
+                    setup.vcpus = vcpus as u32;
+                    None
+                }
+                _ => Some("is not a number of vCPUs from 1 to 32"),
+            }
+        } else {
+            setup.spec.set(key, value).err().map(|reason| reason.0)
+        };
+        if let Some(reason) = refusal {
+            if setup.refusal.is_none() {
+                line.text("payload fatal: ");
+                for &byte in item {
+                    line.byte(byte);
+                }
+                line.byte(b' ');
+            }
+            setup.refuse(reason);
+        }
+    }
+}
+
+struct Published(UnsafeCell<Option<Setup>>);
+
+// SAFETY: written once by the boot processor before it starts the others, and only read from then on.
+unsafe impl Sync for Published {}
+
+static SETUP: Published = Published(UnsafeCell::new(None));
+
+/// Makes the setup visible to all vCPUs; called once, before the others start.
+pub fn publish(setup: Setup) {
+    // SAFETY: the boot processor is alone.
+    unsafe { *SETUP.0.get() = Some(setup) }
+}
+
+/// The published setup.
+pub fn setup() -> &'static Setup {
+    // SAFETY: nobody writes any more.
+    match unsafe { &*SETUP.0.get() } {
+        Some(setup) => setup,
+        None => crate::cpu::power_off(),
+    }
+}

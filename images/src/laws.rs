@@ -1,0 +1,442 @@
+//! Owns the proof that the payload's checks work: each law here is one thing a machine may do to memory, and the
+//! payload must notice; or one promise about what it writes.
+
+use proptest::prelude::*;
+
+use crate::workload::{
+    Fill, Head, Kind, Mismatch, PAGE_WORDS, PageMemory, Pattern, PayloadSpec, STAMP_WORD,
+    SWEEP_EVERY, Share, Workload, generation_after,
+};
+
+/// Host memory with a frame number for each page, that refuses pages outside of one share.
+#[derive(Clone, PartialEq)]
+struct Pages {
+    words: Vec<u64>,
+    share: Share,
+    writes: Vec<u32>,
+    announced: std::cell::RefCell<Vec<u64>>,
+}
+
+const FIRST_GFN: u64 = 0x1000;
+
+impl Pages {
+    fn new(share: Share) -> Self {
+        let pages = (share.first + share.pages) as usize;
+        Pages {
+            words: vec![0; pages * PAGE_WORDS],
+            share,
+            writes: vec![0; pages],
+            announced: Default::default(),
+        }
+    }
+
+    fn at(&self, page: u64, word: usize) -> usize {
+        let inside = page >= self.share.first && page < self.share.first + self.share.pages;
+        assert!(
+            inside && word < PAGE_WORDS,
+            "page {page} word {word} is outside of {:?}",
+            self.share
+        );
+        page as usize * PAGE_WORDS + word
+    }
+
+    fn copy_of(&self, page: u64) -> Vec<u64> {
+        self.words[self.at(page, 0)..][..PAGE_WORDS].to_vec()
+    }
+
+    fn put(&mut self, page: u64, copy: &[u64]) {
+        let at = self.at(page, 0);
+        self.words[at..][..PAGE_WORDS].copy_from_slice(copy);
+    }
+}
+
+impl PageMemory for Pages {
+    fn gfn(&self, page: u64) -> u64 {
+        FIRST_GFN + page
+    }
+
+    fn read_u64(&self, page: u64, word: usize) -> u64 {
+        self.words[self.at(page, word)]
+    }
+
+    fn write_u64(&mut self, page: u64, word: usize, value: u64) {
+        let at = self.at(page, word);
+        self.words[at] = value;
+    }
+
+    fn wrote(&mut self, page: u64) {
+        self.writes[page as usize] += 1;
+    }
+
+    fn prefetch(&self, page: u64) {
+        self.at(page, 0);
+        self.announced.borrow_mut().push(page);
+    }
+}
+
+/// A workload with its memory and its table.
+#[derive(Clone, PartialEq)]
+struct Bench {
+    workload: Workload,
+    memory: Pages,
+    table: Vec<u32>,
+}
+
+impl Bench {
+    fn new(spec: &PayloadSpec, share: Share) -> Self {
+        let workload = Workload::new(spec, share);
+        let table = vec![0; workload.table_len()];
+        Bench { workload, memory: Pages::new(share), table }
+    }
+
+    fn steps(&mut self, steps: u64) -> Vec<Mismatch> {
+        let mut wrong = Vec::new();
+        for _ in 0..steps {
+            self.workload.step(&mut self.memory, &mut self.table, &mut |bad| wrong.push(*bad));
+        }
+        wrong
+    }
+
+    /// Enough steps for every page to be rewritten or swept.
+    fn full_sweep(&mut self) -> Vec<Mismatch> {
+        self.steps((self.workload.share().pages + 1) * u64::from(SWEEP_EVERY))
+    }
+
+    /// The pages written so far.
+    fn written(&self) -> Vec<u64> {
+        let share = self.workload.share();
+        (share.first..share.first + share.pages)
+            .filter(|&page| self.memory.read_u64(page, 1) != 0)
+            .collect()
+    }
+}
+
+fn any_pattern() -> impl Strategy<Value = Pattern> {
+    prop_oneof![
+        Just(Pattern::Seq),
+        Just(Pattern::Random),
+        Just(Pattern::Zipf),
+        (1u32..40).prop_map(Pattern::Stride),
+        Just(Pattern::Once),
+    ]
+}
+
+fn any_spec() -> impl Strategy<Value = PayloadSpec> {
+    (any_pattern(), any::<u64>(), any::<bool>()).prop_map(|(pattern, seed, random)| PayloadSpec {
+        pattern,
+        seed,
+        fill: if random { Fill::Random } else { Fill::Zero },
+        ..PayloadSpec::default()
+    })
+}
+
+fn any_share() -> impl Strategy<Value = Share> {
+    (0u32..32, 0u64..20, 2u64..40).prop_map(|(vcpu, first, pages)| Share { vcpu, first, pages })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn honest_memory_is_never_accused(spec in any_spec(), share in any_share()) {
+        let mut bench = Bench::new(&spec, share);
+        prop_assert_eq!(bench.full_sweep(), vec![]);
+        prop_assert_eq!(bench.full_sweep(), vec![]);
+        prop_assert_eq!(bench.workload.errors(), 0);
+        prop_assert!(bench.workload.swept() > 0);
+    }
+
+    #[test]
+    fn the_same_seed_writes_the_same_bytes(spec in any_spec(), share in any_share(), steps in 0u64..500) {
+        let (mut one, mut two) = (Bench::new(&spec, share), Bench::new(&spec, share));
+        one.steps(steps);
+        two.steps(steps);
+        prop_assert!(one == two);
+        let other = PayloadSpec { seed: spec.seed ^ 1, ..spec };
+        let mut three = Bench::new(&other, share);
+        three.steps(steps);
+        prop_assert_eq!(steps == 0, one.memory == three.memory);
+    }
+
+    #[test]
+    fn a_saved_workload_goes_on_as_if_nothing_had_happened(
+        spec in any_spec(), share in any_share(), before in 0u64..300, after in 0u64..300
+    ) {
+        let mut bench = Bench::new(&spec, share);
+        bench.steps(before);
+        let saved = serde_json::to_string(&bench.workload).unwrap();
+        let mut restored = bench.clone();
+        restored.workload = serde_json::from_str(&saved).unwrap();
+        bench.steps(after);
+        restored.steps(after);
+        prop_assert!(bench == restored);
+    }
+
+    #[test]
+    fn a_lost_write_is_noticed(spec in any_spec(), share in any_share(), before in 1u64..200, pick: prop::sample::Index) {
+        let mut bench = Bench::new(&spec, share);
+        let old = bench.memory.clone();
+        bench.steps(before);
+        let page = *pick.get(&bench.written());
+        bench.memory.put(page, &old.copy_of(page));
+        let wrong = bench.full_sweep();
+        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Lost), "{wrong:?}");
+    }
+
+    #[test]
+    fn a_stale_page_is_noticed(
+        spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index
+    ) {
+        let mut bench = Bench::new(&spec, share);
+        bench.steps(before);
+        let (old, candidates) = (bench.memory.clone(), bench.written());
+        bench.steps(between);
+        let page = *pick.get(&candidates);
+        prop_assume!(bench.memory.copy_of(page) != old.copy_of(page));
+        let expected = bench.memory.read_u64(page, 1);
+        bench.memory.put(page, &old.copy_of(page));
+        let wrong = bench.full_sweep();
+        let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("noticed");
+        prop_assert_eq!(found.kind, Kind::Stale);
+        prop_assert_eq!(found.expected_generation, expected);
+        prop_assert_eq!(found.found_generation, old.read_u64(page, 1));
+    }
+
+    #[test]
+    fn a_torn_page_is_noticed(
+        spec in any_spec(), share in any_share(), before in 1u64..200, between in 1u64..400, pick: prop::sample::Index,
+        new_head: bool
+    ) {
+        let mut bench = Bench::new(&spec, share);
+        bench.steps(before);
+        let (old, candidates) = (bench.memory.clone(), bench.written());
+        bench.steps(between);
+        let page = *pick.get(&candidates);
+        let (earlier, mut later) = (old.copy_of(page), bench.memory.copy_of(page));
+        prop_assume!(earlier != later);
+        let half = PAGE_WORDS / 2;
+        if new_head {
+            later[half..].copy_from_slice(&earlier[half..]);
+        } else {
+            later[..half].copy_from_slice(&earlier[..half]);
+        }
+        bench.memory.put(page, &later);
+        let wrong = bench.full_sweep();
+        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Torn), "{wrong:?}");
+    }
+
+    #[test]
+    fn swapped_pages_are_noticed(
+        spec in any_spec(), share in any_share(), before in 100u64..300, a: prop::sample::Index, b: prop::sample::Index
+    ) {
+        let mut bench = Bench::new(&spec, share);
+        bench.steps(before);
+        let written = bench.written();
+        let (a, b) = (*a.get(&written), *b.get(&written));
+        prop_assume!(a != b);
+        let (copy_a, copy_b) = (bench.memory.copy_of(a), bench.memory.copy_of(b));
+        bench.memory.put(a, &copy_b);
+        bench.memory.put(b, &copy_a);
+        let wrong = bench.full_sweep();
+        for page in [a, b] {
+            let noticed = wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Misplaced);
+            prop_assert!(noticed, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_page_of_another_vcpu_is_noticed(spec in any_spec(), share in any_share(), before in 1u64..200) {
+        let mut bench = Bench::new(&spec, share);
+        let mut other = Bench::new(&spec, Share { vcpu: share.vcpu + 1, ..share });
+        bench.steps(before);
+        other.steps(before);
+        let page = bench.written()[0];
+        prop_assume!(other.memory.read_u64(page, 1) != 0);
+        bench.memory.put(page, &other.memory.copy_of(page));
+        let wrong = bench.full_sweep();
+        prop_assert!(wrong.iter().any(|wrong| wrong.gfn == FIRST_GFN + page && wrong.kind == Kind::Misplaced));
+    }
+
+    #[test]
+    fn any_flipped_bit_of_a_written_page_is_noticed_by_the_next_sweep(
+        spec in any_spec(), share in any_share(), before in 100u64..300, pick: prop::sample::Index,
+        word in 0..PAGE_WORDS, bit in 0u32..64
+    ) {
+        let mut bench = Bench::new(&spec, share);
+        bench.steps(before);
+        let page = *pick.get(&bench.written());
+        let value = bench.memory.read_u64(page, word);
+        bench.memory.write_u64(page, word, value ^ (1 << bit));
+        let wrong = bench.full_sweep();
+        let found = wrong.iter().find(|wrong| wrong.gfn == FIRST_GFN + page).expect("noticed");
+        if (4..STAMP_WORD).contains(&word) {
+            prop_assert_eq!((found.kind, found.word), (Kind::Body, word));
+        }
+        prop_assert!(found.found != found.expected);
+    }
+
+    #[test]
+    fn one_bad_head_is_one_error_when_it_is_rewritten(share in any_share(), at: prop::sample::Index) {
+        let mut bench = Bench::new(&PayloadSpec::default(), share);
+        bench.steps(share.pages);
+        let page = share.first + at.index(share.pages as usize) as u64;
+        bench.memory.write_u64(page, 3, 0);
+        bench.steps(share.pages);
+        let after_one_pass = bench.workload.errors();
+        bench.full_sweep();
+        // The sweep may have met it before the rewrite did.
+        prop_assert!((1..=2).contains(&after_one_pass));
+        prop_assert_eq!(bench.workload.errors(), after_one_pass);
+    }
+
+    #[test]
+    fn once_writes_every_page_exactly_once(spec in any_spec(), share in any_share()) {
+        let mut bench = Bench::new(&PayloadSpec { pattern: Pattern::Once, ..spec }, share);
+        bench.steps(share.pages * 5 / 2);
+        prop_assert!(bench.memory.writes[share.first as usize..].iter().all(|&writes| writes == 1));
+        prop_assert_eq!(bench.workload.pages(), share.pages);
+        prop_assert_eq!(bench.workload.passes(), 2);
+    }
+
+    #[test]
+    fn stride_writes_only_every_kth_page(spec in any_spec(), share in any_share(), step in 1u32..50) {
+        let mut bench = Bench::new(&PayloadSpec { pattern: Pattern::Stride(step), ..spec }, share);
+        bench.steps(3 * share.pages);
+        for (index, &writes) in bench.memory.writes[share.first as usize..].iter().enumerate() {
+            prop_assert_eq!(writes > 0, index % step as usize == 0);
+        }
+    }
+
+    #[test]
+    fn a_pass_of_seq_writes_every_page_once(share in any_share(), passes in 1u32..5) {
+        let mut bench = Bench::new(&PayloadSpec::default(), share);
+        bench.steps(share.pages * u64::from(passes));
+        prop_assert!(bench.memory.writes[share.first as usize..].iter().all(|&writes| writes == passes));
+        prop_assert_eq!(bench.workload.passes(), u64::from(passes));
+    }
+
+    #[test]
+    fn shares_cover_the_working_set_without_overlap(ws_pages in 32u64..100_000, vcpus in 1u32..=32) {
+        let mut next = 0;
+        for vcpu in 0..vcpus {
+            let share = Share::of(ws_pages, vcpus, vcpu);
+            prop_assert_eq!((share.vcpu, share.first), (vcpu, next));
+            prop_assert!(share.pages.abs_diff(ws_pages / u64::from(vcpus)) <= 1);
+            next += share.pages;
+        }
+        prop_assert_eq!(next, ws_pages);
+    }
+
+    #[test]
+    fn generations_count_up_and_never_come_back_to_untouched(writes: u64) {
+        prop_assert_eq!(generation_after(writes) == 0, writes == 0);
+        if writes > 0 {
+            prop_assert!(generation_after(writes) != generation_after(writes - 1));
+        }
+    }
+}
+
+#[test]
+fn pages_are_announced_before_their_visit() {
+    for pattern in [Pattern::Seq, Pattern::Random, Pattern::Stride(3)] {
+        let share = Share { vcpu: 0, first: 2, pages: 300 };
+        let mut bench = Bench::new(&PayloadSpec { pattern, ..PayloadSpec::default() }, share);
+        bench.steps(8);
+        let announced = bench.memory.announced.borrow().clone();
+        assert_eq!(announced.len(), 8, "{pattern:?}");
+        for page in announced {
+            let before = bench.memory.writes[page as usize];
+            bench.steps(1);
+            assert_eq!(bench.memory.writes[page as usize], before + 1, "{pattern:?}");
+        }
+    }
+}
+
+#[test]
+fn zipf_prefers_few_pages_and_reaches_all() {
+    let share = Share { vcpu: 0, first: 0, pages: 1000 };
+    let mut bench =
+        Bench::new(&PayloadSpec { pattern: Pattern::Zipf, ..PayloadSpec::default() }, share);
+    bench.steps(200_000);
+    let mut writes = bench.memory.writes.clone();
+    writes.sort_unstable_by(|a, b| b.cmp(a));
+    // Ten octaves, of which the first three are seven pages: about three tenths of all visits.
+    let top: u32 = writes[..7].iter().sum();
+    assert!((50_000..75_000).contains(&top), "{top}");
+    assert!((15_000..27_000).contains(&writes[0]), "{}", writes[0]);
+    assert!(writes[999] > 0);
+    // Popular pages are not neighbours.
+    let popular: Vec<usize> =
+        (0..1000).filter(|&page| bench.memory.writes[page] > writes[8]).collect();
+    assert!(popular.windows(2).all(|pair| pair[1] - pair[0] > 1), "{popular:?}");
+}
+
+#[test]
+fn random_prefers_no_page() {
+    let share = Share { vcpu: 3, first: 7, pages: 100 };
+    let mut bench =
+        Bench::new(&PayloadSpec { pattern: Pattern::Random, ..PayloadSpec::default() }, share);
+    bench.steps(100_000);
+    assert!(
+        bench.memory.writes[7..].iter().all(|writes| (850..1150).contains(writes)),
+        "{:?}",
+        bench.memory.writes
+    );
+}
+
+#[test]
+fn random_bodies_do_not_compress() {
+    let share = Share { vcpu: 0, first: 0, pages: 64 };
+    let mut bench =
+        Bench::new(&PayloadSpec { fill: Fill::Random, ..PayloadSpec::default() }, share);
+    bench.steps(64);
+    let mut words: Vec<u64> =
+        (0..64).flat_map(|page| bench.memory.copy_of(page)[4..STAMP_WORD].to_vec()).collect();
+    let mut counts = [0u32; 256];
+    words.iter().flat_map(|word| word.to_le_bytes()).for_each(|byte| counts[byte as usize] += 1);
+    // About 1014 of each are expected.
+    assert!(counts.iter().all(|count| (870..1160).contains(count)), "{counts:?}");
+    words.sort_unstable();
+    words.dedup();
+    assert_eq!(words.len(), 64 * 507);
+}
+
+#[test]
+fn zero_bodies_stay_zero() {
+    let share = Share { vcpu: 0, first: 0, pages: 4 };
+    let mut bench = Bench::new(&PayloadSpec::default(), share);
+    bench.steps(40);
+    assert!(
+        (0..4).all(|page| bench.memory.copy_of(page)[4..STAMP_WORD].iter().all(|&word| word == 0))
+    );
+}
+
+#[test]
+fn a_page_that_was_not_zero_before_its_first_write_is_noticed() {
+    let share = Share { vcpu: 0, first: 0, pages: 4 };
+    let mut bench = Bench::new(&PayloadSpec::default(), share);
+    bench.memory.write_u64(2, 0, 99);
+    let wrong = bench.steps(4);
+    assert_eq!((wrong.len(), wrong[0].gfn, wrong[0].kind), (1, FIRST_GFN + 2, Kind::Corrupt));
+}
+
+#[test]
+fn generations_wrap_past_zero() {
+    let most = u64::from(u32::MAX);
+    assert_eq!([1, most, most + 1, most + 2].map(generation_after), [1, u32::MAX, 1, 2]);
+}
+
+#[test]
+fn heads_of_different_pages_never_match() {
+    let head = Head::expected(1, 5, 9, 0);
+    for other in [
+        Head::expected(2, 5, 9, 0),
+        Head::expected(1, 6, 9, 0),
+        Head::expected(1, 5, 10, 0),
+        Head::expected(1, 5, 9, 1),
+    ] {
+        assert!(
+            !head.matches(&other) && head.checksum != other.checksum && head.stamp != other.stamp
+        );
+    }
+}

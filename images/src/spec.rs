@@ -1,0 +1,185 @@
+//! Owns the text form of a payload's specification, as users type it and as the guest reads it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::workload::{Line, PayloadSpec};
+
+/// Why a specification was refused: a sentence that names what is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpecError(String);
+
+impl fmt::Display for SpecError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for SpecError {}
+
+impl FromStr for PayloadSpec {
+    type Err = SpecError;
+
+    /// Reads `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N][,ring=0|3]
+    /// [,fill=zero|random][,seconds=N][,passes=N]`.
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        let mut items = text.split(',');
+        if items.next() != Some("payload") {
+            return Err(SpecError(format!(
+                "guest \"{text}\" is unknown: the built-in guest is called \"payload\""
+            )));
+        }
+        let mut spec = PayloadSpec::default();
+        let mut seen: Vec<&str> = Vec::new();
+        for item in items {
+            let Some((key, value)) = item.split_once('=') else {
+                return Err(SpecError(format!(
+                    "\"{item}\" in \"{text}\" is not of the form key=value"
+                )));
+            };
+            if seen.contains(&key) {
+                return Err(SpecError(format!("\"{key}\" is given twice in \"{text}\"")));
+            }
+            seen.push(key);
+            spec.set(key.as_bytes(), value.as_bytes())
+                .map_err(|reason| SpecError(format!("\"{item}\" in \"{text}\" {}", reason.0)))?;
+        }
+        Ok(spec)
+    }
+}
+
+impl fmt::Display for PayloadSpec {
+    /// All settings, in the form that [`FromStr`] reads.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut line = Line::new();
+        line.text("payload");
+        self.write(&mut line, b',');
+        f.write_str(&String::from_utf8_lossy(line.as_bytes()))
+    }
+}
+
+impl PayloadSpec {
+    /// The kernel command line that makes the guest, with `vcpus` vCPUs, do this.
+    ///
+    /// ```
+    /// let spec: images::PayloadSpec = "payload,rate=max,seconds=5".parse().unwrap();
+    /// assert_eq!(spec.cmdline(2), "vcpus=2 ws=64M rate=max pattern=seq seed=1 ring=3 fill=zero seconds=5");
+    /// ```
+    pub fn cmdline(&self, vcpus: u32) -> String {
+        let mut line = Line::new();
+        line.text("vcpus=").number(u64::from(vcpus));
+        self.write(&mut line, b' ');
+        String::from_utf8_lossy(line.as_bytes()).into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::option;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::workload::{Fill, Pattern, Rate, Ring};
+
+    fn any_spec() -> impl Strategy<Value = PayloadSpec> {
+        let rate =
+            prop_oneof![Just(Rate::Max), (4096u64..=64 << 30).prop_map(Rate::BytesPerSecond)];
+        let pattern = prop_oneof![
+            Just(Pattern::Seq),
+            Just(Pattern::Random),
+            Just(Pattern::Zipf),
+            Just(Pattern::Once),
+            (1u32..).prop_map(Pattern::Stride),
+        ];
+        let ring = prop_oneof![Just(Ring::Zero), Just(Ring::Three)];
+        let fill = prop_oneof![Just(Fill::Zero), Just(Fill::Random)];
+        let end = || option::of(1u64..=0xffff_ffff);
+        (1u64..1 << 26, rate, pattern, any::<u64>(), ring, fill, end(), end()).prop_map(
+            |(pages, rate, pattern, seed, ring, fill, seconds, passes)| PayloadSpec {
+                ws_bytes: pages * 4096,
+                rate,
+                pattern,
+                seed,
+                ring,
+                fill,
+                seconds,
+                passes,
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn a_spec_survives_being_printed_and_parsed(spec in any_spec()) {
+            prop_assert_eq!(spec.to_string().parse::<PayloadSpec>(), Ok(spec));
+        }
+
+        #[test]
+        fn the_guest_reads_its_command_line_back(spec in any_spec(), vcpus in 1u32..=32) {
+            let cmdline = spec.cmdline(vcpus);
+            let mut read = PayloadSpec::default();
+            for item in cmdline.split(' ') {
+                let (key, value) = item.split_once('=').unwrap();
+                if key == "vcpus" {
+                    prop_assert_eq!(value, vcpus.to_string());
+                } else {
+                    read.set(key.as_bytes(), value.as_bytes()).unwrap();
+                }
+            }
+            prop_assert_eq!(read, spec);
+        }
+
+        #[test]
+        fn no_text_makes_the_parser_panic(text in "(payload)?[,=a-z0-9KMG:]{0,40}") {
+            let _ = text.parse::<PayloadSpec>();
+        }
+    }
+
+    #[test]
+    fn payload_alone_has_every_default() {
+        let spec: PayloadSpec = "payload".parse().unwrap();
+        assert_eq!(spec, PayloadSpec::default());
+        assert_eq!(
+            spec.to_string(),
+            "payload,ws=64M,rate=320M,pattern=seq,seed=1,ring=3,fill=zero"
+        );
+    }
+
+    #[test]
+    fn suffixes_are_powers_of_two() {
+        let spec: PayloadSpec = "payload,ws=2G,rate=5K".parse().unwrap();
+        assert_eq!(spec.ws_bytes, 2 << 30);
+        assert_eq!(spec.rate, Rate::BytesPerSecond(5 << 10));
+    }
+
+    #[test]
+    fn every_refusal_is_a_sentence_with_the_bad_value_in_it() {
+        for (text, part) in [
+            ("linux", "guest \"linux\" is unknown"),
+            ("payload,ws", "\"ws\" in \"payload,ws\" is not of the form key=value"),
+            ("payload,ws=12Q", "\"ws=12Q\" in \"payload,ws=12Q\" is not a size such as 64M"),
+            ("payload,ws=0", "is an empty working set"),
+            ("payload,ws=5000", "is not a multiple of the page size"),
+            ("payload,ws=1024G", "is more than the payload can map"),
+            ("payload,ws=99999999999999999999", "is not a size"),
+            ("payload,ws=18014398509481984K", "is not a size"),
+            ("payload,rate=fast", "is neither `max` nor a size a second"),
+            ("payload,rate=1", "is out of range"),
+            ("payload,pattern=spiral", "is not a known pattern"),
+            ("payload,pattern=stride:0", "has a step that is not a number"),
+            ("payload,seed=-1", "is not a number below 2^64"),
+            ("payload,ring=1", "is not a ring"),
+            ("payload,fill=ones", "is not a known fill"),
+            ("payload,seconds=0", "is not a number from 1"),
+            ("payload,passes=x", "is not a number from 1"),
+            (
+                "payload,colour=red",
+                "\"colour=red\" in \"payload,colour=red\" is not a setting of the payload",
+            ),
+            ("payload,seed=1,seed=2", "\"seed\" is given twice"),
+        ] {
+            let error = text.parse::<PayloadSpec>().unwrap_err().to_string();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+}

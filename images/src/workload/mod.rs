@@ -1,0 +1,66 @@
+//! Owns what the payload does and how it checks itself: the page format, the patterns, the expected generations,
+//! the pacing and the lines it prints.
+//!
+//! This module is compiled twice: into the guest (by `#[path]`, without any crate) and into this library, for the
+//! back end that runs the same loop on host threads. So it is `core` only, allocates nothing, uses no floating point,
+//! and all of its state is plain data.
+//!
+//! Words used here: the *working set* is a run of pages numbered from 0, placed in RAM by [`Placement`]; a *share* is
+//! the part of it that one vCPU owns and alone writes; a page's *generation* says how often it has been written.
+//!
+//! A back end that is not the guest brings memory, a clock and a console:
+//!
+//! ```
+//! use std::time::{Duration, Instant};
+//!
+//! use images::workload::{Next, PAGE_WORDS, PageMemory, Runner};
+//!
+//! struct Pages(Vec<u64>);
+//!
+//! impl PageMemory for Pages {
+//!     fn gfn(&self, page: u64) -> u64 {
+//!         0x1000 + page
+//!     }
+//!     fn read_u64(&self, page: u64, word: usize) -> u64 {
+//!         self.0[page as usize * PAGE_WORDS + word]
+//!     }
+//!     fn write_u64(&mut self, page: u64, word: usize, value: u64) {
+//!         self.0[page as usize * PAGE_WORDS + word] = value;
+//!     }
+//! }
+//!
+//! let spec: images::PayloadSpec = "payload,ws=1M,rate=64M,pattern=zipf,passes=3".parse().unwrap();
+//! let mut pages = Pages(vec![0; spec.ws_pages() as usize * PAGE_WORDS]);
+//! let clock = Instant::now();
+//! let mut runner = Runner::new(&spec, 1, 0, 0);
+//! let mut table = vec![0; runner.workload().table_len()];
+//! loop {
+//!     let now_ns = clock.elapsed().as_nanos() as u64;
+//!     match runner.tick(now_ns, &mut pages, &mut table, &mut |line| print!("{}", line.escape_ascii())) {
+//!         Next::Go => {}
+//!         Next::SleepUntil(wake_ns) => std::thread::sleep(Duration::from_nanos(wake_ns - now_ns)),
+//!         Next::Done => break,
+//!     }
+//! }
+//! assert_eq!(runner.workload().errors(), 0);
+//! ```
+//!
+//! A copy of the memory is whole only between two ticks.
+
+mod line;
+mod pace;
+mod page;
+mod pattern;
+mod place;
+mod runner;
+mod settings;
+mod share;
+
+pub use line::Line;
+pub use pace::{Gap, Pacer, SLICE_NS};
+pub use page::{Head, Kind, Mismatch, PAGE_SIZE, PAGE_WORDS, PageMemory, STAMP_WORD};
+pub use pattern::{Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, generation_after};
+pub use place::{PlaceError, Placement, Segment, TABLE_BASE, WS_BASE};
+pub use runner::{BATCH, ERROR_LINES, Next, Runner, ready_line};
+pub use settings::{Fill, PayloadSpec, Rate, Reason, Ring, parse_number, parse_size};
+pub use share::{Share, Workload};

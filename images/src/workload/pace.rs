@@ -1,0 +1,111 @@
+//! Owns time: how many page writes a rate allows by now, until when to sleep, and the longest gap between two ticks.
+
+use super::page::PAGE_SIZE;
+use super::settings::Rate;
+
+/// The vCPU sleeps in slices of this length when its rate allows it.
+pub const SLICE_NS: u64 = 1_000_000;
+/// It wakes at least so often, however low the rate.
+const LONGEST_SLEEP_NS: u64 = 50_000_000;
+/// Page writes missed longer ago than this are not made up for.
+const LONGEST_DEBT_NS: u64 = 100_000_000;
+/// One page in the unit of credit, which is a byte a second for a nanosecond.
+const PAGE_CREDIT: u64 = PAGE_SIZE * 1_000_000_000;
+
+/// Hands out page writes at a fixed rate, exactly: what is left over in one slice counts in the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Pacer {
+    /// Bytes a second; 0 is without limit.
+    rate: u64,
+    credit: u64,
+    last_ns: u64,
+    slice_end_ns: u64,
+}
+
+impl Pacer {
+    /// A pacer for one of `vcpus` vCPUs, which share `rate` evenly.
+    pub fn new(rate: Rate, vcpus: u32, now_ns: u64) -> Self {
+        let rate = match rate {
+            Rate::Max => 0,
+            Rate::BytesPerSecond(rate) => (rate / u64::from(vcpus.max(1))).max(1),
+        };
+        Pacer { rate, credit: 0, last_ns: now_ns, slice_end_ns: now_ns }
+    }
+
+    /// How many pages may be written now.
+    #[inline(always)]
+    pub fn due(&mut self, now_ns: u64) -> u64 {
+        if self.rate == 0 {
+            return u64::MAX;
+        }
+        let elapsed = now_ns.saturating_sub(self.last_ns).min(LONGEST_DEBT_NS);
+        self.last_ns = self.last_ns.max(now_ns);
+        let most = (self.rate * LONGEST_DEBT_NS).max(PAGE_CREDIT);
+        // Rates stay below 2^36, so neither product nor sum can overflow.
+        self.credit = (self.credit + elapsed * self.rate).min(most);
+        self.credit / PAGE_CREDIT
+    }
+
+    /// Takes note of `pages` written, at most as many as were due.
+    #[inline(always)]
+    pub fn take(&mut self, pages: u64) {
+        if self.rate != 0 {
+            self.credit -= pages * PAGE_CREDIT;
+        }
+    }
+
+    /// When to wake, once nothing is due any more: at the end of the slice, or when a page is due.
+    pub fn wake_ns(&mut self, now_ns: u64) -> u64 {
+        let missing = PAGE_CREDIT.saturating_sub(self.credit);
+        let due_ns = self.last_ns + missing.div_ceil(self.rate.max(1));
+        let next = self.slice_end_ns + SLICE_NS;
+        let slice_end = if next > now_ns { next } else { now_ns + SLICE_NS };
+        let wake = due_ns.max(slice_end).min(now_ns + LONGEST_SLEEP_NS);
+        self.slice_end_ns = wake;
+        wake
+    }
+}
+
+/// The longest time between two ticks of one loop, intended sleep apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Gap {
+    due_ns: u64,
+    since_line_ns: u64,
+    max_ns: u64,
+}
+
+impl Gap {
+    /// Starts counting at `now_ns`.
+    pub fn new(now_ns: u64) -> Self {
+        Gap { due_ns: now_ns, since_line_ns: 0, max_ns: 0 }
+    }
+
+    /// A tick: the time since the last one, or since the wake time asked for, counts.
+    #[inline(always)]
+    pub fn tick(&mut self, now_ns: u64) {
+        let gap = now_ns.saturating_sub(self.due_ns);
+        self.due_ns = now_ns;
+        if gap > self.since_line_ns {
+            self.since_line_ns = gap;
+            self.max_ns = self.max_ns.max(gap);
+        }
+    }
+
+    /// The loop goes to sleep until `wake_ns`; being late for that counts, the sleep itself does not.
+    #[inline(always)]
+    pub fn sleep_until(&mut self, wake_ns: u64) {
+        self.due_ns = self.due_ns.max(wake_ns);
+    }
+
+    /// The longest gap so far, in microseconds.
+    pub fn max_us(&self) -> u64 {
+        self.max_ns / 1_000
+    }
+
+    /// The longest gap since this was last asked, in microseconds.
+    pub fn take_us(&mut self) -> u64 {
+        core::mem::take(&mut self.since_line_ns) / 1_000
+    }
+}

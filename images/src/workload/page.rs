@@ -1,0 +1,311 @@
+//! Owns the format of a page and the verdict on a page that is not what it must be.
+//!
+//! ```text
+//! word   0 frame number   1 generation   2 writer (vCPU)   3 checksum over the three and the seed
+//!   4..511 body: zero, or words derived from seed and frame number from the first touch on
+//!      511 stamp: derived from the checksum, so a page whose halves are of different ages shows
+//! ```
+//! A page of generation 0 has never been written and is all zero.
+
+use core::ops::Range;
+
+/// Bytes in a page.
+pub const PAGE_SIZE: u64 = 4096;
+/// 64-bit words in a page.
+pub const PAGE_WORDS: usize = 512;
+/// The word at the end of a page that must agree with its head.
+pub const STAMP_WORD: usize = PAGE_WORDS - 1;
+/// The words between head and stamp.
+const BODY: Range<usize> = 4..STAMP_WORD;
+
+/// The memory a workload writes: pages of the working set, by number.
+///
+/// Reads must come from memory each time (volatile or atomic), or the workload checks the compiler, not the machine.
+pub trait PageMemory {
+    /// The guest frame number of `page`.
+    fn gfn(&self, page: u64) -> u64;
+
+    /// Reads one word of `page`.
+    fn read_u64(&self, page: u64, word: usize) -> u64;
+
+    /// Writes one word of `page`.
+    fn write_u64(&mut self, page: u64, word: usize, value: u64);
+
+    /// Says that `page` is about to be visited; only a hint.
+    #[inline(always)]
+    fn prefetch(&self, _page: u64) {}
+
+    /// Says that a visit has written all it will write to `page`, for memory that keeps track of dirty pages itself.
+    #[inline(always)]
+    fn wrote(&mut self, _page: u64) {}
+
+    /// Writes `value(word)` to each of `words`.
+    #[inline(always)]
+    fn fill(&mut self, page: u64, words: Range<usize>, value: impl Fn(usize) -> u64) {
+        for word in words {
+            self.write_u64(page, word, value(word));
+        }
+    }
+
+    /// The first of `words` that does not hold `expected(word)`.
+    #[inline(always)]
+    fn find_mismatch(
+        &self,
+        page: u64,
+        words: Range<usize>,
+        expected: impl Fn(usize) -> u64,
+    ) -> Option<usize> {
+        let mut start = words.start;
+        while start < words.end {
+            // Eight words to one branch: nearly always all of them are right.
+            let end = words.end.min(start + 8);
+            let mut difference = 0;
+            for word in start..end {
+                difference |= self.read_u64(page, word) ^ expected(word);
+            }
+            if difference != 0 {
+                return (start..end).find(|&word| self.read_u64(page, word) != expected(word));
+            }
+            start = end;
+        }
+        None
+    }
+}
+
+/// What a bad page looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A page as it was written at another time: a write was lost, or an older copy came back.
+    Stale,
+    /// All zero although it has been written.
+    Lost,
+    /// Head and end of the page are of different ages.
+    Torn,
+    /// A well-formed page that belongs to another frame or writer.
+    Misplaced,
+    /// Anything else in head or stamp.
+    Corrupt,
+    /// Head and stamp are right, the words between are not.
+    Body,
+}
+
+impl Kind {
+    /// The word that error lines use for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Kind::Stale => "stale",
+            Kind::Lost => "lost",
+            Kind::Torn => "torn",
+            Kind::Misplaced => "misplaced",
+            Kind::Corrupt => "corrupt",
+            Kind::Body => "body",
+        }
+    }
+
+    /// The reverse of [`Kind::as_str`].
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Kind::Stale, Kind::Lost, Kind::Torn, Kind::Misplaced, Kind::Corrupt, Kind::Body]
+            .into_iter()
+            .find(|kind| kind.as_str() == name)
+    }
+}
+
+/// A page that does not hold what its writer last put there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// The frame.
+    pub gfn: u64,
+    /// What is wrong with it.
+    pub kind: Kind,
+    /// The generation it must have.
+    pub expected_generation: u64,
+    /// The generation its head shows.
+    pub found_generation: u64,
+    /// The first wrong word.
+    pub word: usize,
+    /// What that word must be.
+    pub expected: u64,
+    /// What it is.
+    pub found: u64,
+}
+
+/// The five words that tell a page's identity and age: its head and its stamp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// Frame number.
+    pub gfn: u64,
+    /// How often the page has been written.
+    pub generation: u64,
+    /// The vCPU that wrote it.
+    pub writer: u64,
+    /// Over seed, frame number, generation and writer.
+    pub checksum: u64,
+    /// Derived from the checksum, kept at the end of the page.
+    pub stamp: u64,
+}
+
+impl Head {
+    /// The head of a page that has never been written.
+    const UNTOUCHED: Head = Head { gfn: 0, generation: 0, writer: 0, checksum: 0, stamp: 0 };
+
+    /// What a page must say when `writer` has written it `generation` times (0: all zero).
+    #[inline(always)]
+    pub fn expected(seed: u64, gfn: u64, generation: u32, writer: u32) -> Head {
+        if generation == 0 {
+            return Head::UNTOUCHED;
+        }
+        let checksum = checksum(seed, gfn, u64::from(generation), u64::from(writer));
+        Head {
+            gfn,
+            generation: u64::from(generation),
+            writer: u64::from(writer),
+            checksum,
+            stamp: stamp(checksum),
+        }
+    }
+
+    /// Reads the head and stamp of `page`.
+    #[inline(always)]
+    pub fn read<M: PageMemory>(memory: &M, page: u64) -> Head {
+        Head {
+            gfn: memory.read_u64(page, 0),
+            generation: memory.read_u64(page, 1),
+            writer: memory.read_u64(page, 2),
+            checksum: memory.read_u64(page, 3),
+            stamp: memory.read_u64(page, STAMP_WORD),
+        }
+    }
+
+    /// Writes the head and stamp of `page`.
+    #[inline(always)]
+    pub fn write<M: PageMemory>(&self, memory: &mut M, page: u64) {
+        memory.write_u64(page, 0, self.gfn);
+        memory.write_u64(page, 1, self.generation);
+        memory.write_u64(page, 2, self.writer);
+        memory.write_u64(page, 3, self.checksum);
+        memory.write_u64(page, STAMP_WORD, self.stamp);
+    }
+
+    /// Whether all five words agree; one branch for the common case.
+    #[inline(always)]
+    pub fn matches(&self, found: &Head) -> bool {
+        ((self.gfn ^ found.gfn)
+            | (self.generation ^ found.generation)
+            | (self.writer ^ found.writer)
+            | (self.checksum ^ found.checksum)
+            | (self.stamp ^ found.stamp))
+            == 0
+    }
+
+    /// Names what is wrong with `found` where `self` is expected in frame `gfn`.
+    #[cold]
+    #[inline(never)]
+    pub fn verdict(&self, found: &Head, seed: u64, gfn: u64) -> Mismatch {
+        let well_formed = found.generation != 0
+            && found.checksum == checksum(seed, found.gfn, found.generation, found.writer);
+        let kind = if Head::UNTOUCHED.matches(found) {
+            Kind::Lost
+        } else if well_formed && found.stamp != stamp(found.checksum) {
+            Kind::Torn
+        } else if well_formed
+            && (found.gfn != gfn || (self.generation != 0 && found.writer != self.writer))
+        {
+            Kind::Misplaced
+        } else if well_formed {
+            Kind::Stale
+        } else if found.stamp == self.stamp && self.generation != 0 {
+            Kind::Torn
+        } else {
+            Kind::Corrupt
+        };
+        let (word, expected, shown) = self.first_difference(found);
+        Mismatch {
+            gfn,
+            kind,
+            expected_generation: self.generation,
+            found_generation: found.generation,
+            word,
+            expected,
+            found: shown,
+        }
+    }
+
+    fn first_difference(&self, found: &Head) -> (usize, u64, u64) {
+        if self.gfn != found.gfn {
+            (0, self.gfn, found.gfn)
+        } else if self.generation != found.generation {
+            (1, self.generation, found.generation)
+        } else if self.writer != found.writer {
+            (2, self.writer, found.writer)
+        } else if self.checksum != found.checksum {
+            (3, self.checksum, found.checksum)
+        } else {
+            (STAMP_WORD, self.stamp, found.stamp)
+        }
+    }
+}
+
+/// Fills the body of a page at its first touch.
+#[inline(never)]
+pub(super) fn fill_body<M: PageMemory>(memory: &mut M, page: u64, seed: u64, gfn: u64) {
+    let key = body_key(seed, gfn);
+    memory.fill(page, BODY, |word| body_word(key, word));
+}
+
+/// The first wrong word of a body, with what it must be and what it is.
+#[inline(never)]
+pub(super) fn check_body<M: PageMemory>(
+    memory: &M,
+    page: u64,
+    seed: u64,
+    gfn: u64,
+    random: bool,
+) -> Option<(usize, u64, u64)> {
+    let key = body_key(seed, gfn);
+    let (word, expected) = if random {
+        let word = memory.find_mismatch(page, BODY, |word| body_word(key, word))?;
+        (word, body_word(key, word))
+    } else {
+        (memory.find_mismatch(page, BODY, |_| 0)?, 0)
+    };
+    Some((word, expected, memory.read_u64(page, word)))
+}
+
+const ODD_A: u64 = 0x9e37_79b9_7f4a_7c15;
+const ODD_B: u64 = 0xd1b5_4a32_d192_ed03;
+const ODD_C: u64 = 0xaef1_7502_108e_f2d9;
+
+#[inline(always)]
+fn checksum(seed: u64, gfn: u64, generation: u64, writer: u64) -> u64 {
+    let identity = gfn.wrapping_mul(ODD_A) ^ seed;
+    let age = (generation.rotate_left(24) ^ writer).wrapping_mul(ODD_B);
+    let sum = identity.wrapping_add(age);
+    (sum ^ (sum >> 31)).wrapping_mul(ODD_C) | 1
+}
+
+#[inline(always)]
+fn stamp(checksum: u64) -> u64 {
+    !checksum.rotate_left(17)
+}
+
+#[inline(always)]
+fn body_key(seed: u64, gfn: u64) -> u64 {
+    mix(seed ^ gfn.wrapping_mul(ODD_B))
+}
+
+#[inline(always)]
+fn body_word(key: u64, word: usize) -> u64 {
+    let point = key.wrapping_add((word as u64).wrapping_mul(ODD_A));
+    (point ^ (point >> 29)).wrapping_mul(ODD_C)
+}
+
+/// Spreads the bits of `value` over the whole word.
+#[inline(always)]
+pub(super) fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 32)).wrapping_mul(ODD_B);
+    let value = (value ^ (value >> 29)).wrapping_mul(ODD_C);
+    value ^ (value >> 32)
+}
+
+/// The increment of the generator in [`super::pattern`].
+pub(super) const GENERATOR_STEP: u64 = ODD_A;

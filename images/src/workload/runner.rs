@@ -1,0 +1,159 @@
+//! Owns the loop of one vCPU: ticks of a few page visits each, at the pace asked for, a line a second, and an end.
+
+use super::line::Line;
+use super::pace::{Gap, Pacer};
+use super::page::{Mismatch, PageMemory};
+use super::settings::{PayloadSpec, Rate, write_pattern, write_size};
+use super::share::{Share, Workload};
+
+/// Pages visited between two looks at the clock.
+pub const BATCH: u64 = 16;
+/// So many bad pages get a line of their own.
+pub const ERROR_LINES: u64 = 10;
+const REPORT_NS: u64 = 1_000_000_000;
+
+/// What the loop does after a tick.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Ticks again at once.
+    Go,
+    /// Has nothing to do before this time.
+    SleepUntil(u64),
+    /// Has printed its last line.
+    Done,
+}
+
+/// One vCPU's loop. It knows no clock and no console: the caller passes the time in and the lines out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Runner {
+    workload: Workload,
+    pacer: Pacer,
+    gap: Gap,
+    start_ns: u64,
+    next_report_ns: u64,
+    end_ns: u64,
+    end_passes: u64,
+    error_lines: u64,
+    done: bool,
+}
+
+impl Runner {
+    /// The loop of `vcpu`, one of `vcpus`, beginning at `now_ns`.
+    pub fn new(spec: &PayloadSpec, vcpus: u32, vcpu: u32, now_ns: u64) -> Self {
+        let seconds = spec.seconds.map(|seconds| seconds.saturating_mul(1_000_000_000));
+        Runner {
+            workload: Workload::new(spec, Share::of(spec.ws_pages(), vcpus, vcpu)),
+            pacer: Pacer::new(spec.rate, vcpus, now_ns),
+            gap: Gap::new(now_ns),
+            start_ns: now_ns,
+            next_report_ns: now_ns + REPORT_NS,
+            end_ns: seconds.map_or(u64::MAX, |length| now_ns.saturating_add(length)),
+            end_passes: spec.passes.unwrap_or(u64::MAX),
+            error_lines: 0,
+            done: false,
+        }
+    }
+
+    /// The workload, for its counters.
+    pub fn workload(&self) -> &Workload {
+        &self.workload
+    }
+
+    /// Visits what is due, at most [`BATCH`] pages. `table` is the workload's (see [`Workload::table_len`]), `print`
+    /// takes whole lines with their newline.
+    #[inline(always)]
+    pub fn tick<M: PageMemory>(
+        &mut self,
+        now_ns: u64,
+        memory: &mut M,
+        table: &mut [u32],
+        print: &mut impl FnMut(&[u8]),
+    ) -> Next {
+        if self.done {
+            return Next::Done;
+        }
+        self.gap.tick(now_ns);
+        let due = self.pacer.due(now_ns);
+        let now_due = due.min(BATCH);
+        let vcpu = self.workload.share().vcpu;
+        let error_lines = &mut self.error_lines;
+        for _ in 0..now_due {
+            self.workload
+                .step(memory, table, &mut |wrong| complain(vcpu, error_lines, wrong, print));
+        }
+        self.pacer.take(now_due);
+        if now_ns >= self.end_ns || self.workload.passes() >= self.end_passes {
+            self.done = true;
+            self.report(now_ns, print);
+            return Next::Done;
+        }
+        if now_ns >= self.next_report_ns {
+            self.next_report_ns += REPORT_NS;
+            if self.next_report_ns <= now_ns {
+                self.next_report_ns = now_ns + REPORT_NS;
+            }
+            self.report(now_ns, print);
+        }
+        if due > now_due {
+            return Next::Go;
+        }
+        let wake_ns = self.pacer.wake_ns(now_ns);
+        if wake_ns <= now_ns {
+            return Next::Go;
+        }
+        self.gap.sleep_until(wake_ns);
+        Next::SleepUntil(wake_ns)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn report(&mut self, now_ns: u64, print: &mut impl FnMut(&[u8])) {
+        let mut line = Line::new();
+        line.text("payload vcpu=").number(u64::from(self.workload.share().vcpu));
+        if self.done {
+            line.text(" done");
+        }
+        line.field("t_ms", now_ns.saturating_sub(self.start_ns) / 1_000_000)
+            .field("passes", self.workload.passes())
+            .field("pages", self.workload.pages())
+            .field("errors", self.workload.errors())
+            .field("max_gap_us", self.gap.max_us())
+            .field("gap_us", self.gap.take_us())
+            .byte(b'\n');
+        print(line.as_bytes());
+    }
+}
+
+/// Prints a line about a bad page, unless there have been enough.
+#[cold]
+#[inline(never)]
+fn complain(vcpu: u32, lines: &mut u64, wrong: &Mismatch, print: &mut impl FnMut(&[u8])) {
+    if *lines == ERROR_LINES {
+        return;
+    }
+    *lines += 1;
+    let mut line = Line::new();
+    line.text("payload vcpu=").number(u64::from(vcpu)).text(" error gfn=").hex(wrong.gfn);
+    line.text(" kind=").text(wrong.kind.as_str());
+    line.field("expected_generation", wrong.expected_generation)
+        .field("found_generation", wrong.found_generation)
+        .field("word", wrong.word as u64);
+    line.text(" expected=").hex(wrong.expected).text(" found=").hex(wrong.found).byte(b'\n');
+    print(line.as_bytes());
+}
+
+/// The line that vCPU 0 prints before the first page is written.
+pub fn ready_line(spec: &PayloadSpec, vcpus: u32) -> Line {
+    let mut line = Line::new();
+    line.text("payload ready").field("vcpus", u64::from(vcpus)).field("ws_pages", spec.ws_pages());
+    line.text(" pattern=");
+    write_pattern(&mut line, spec.pattern);
+    line.text(" rate=");
+    match spec.rate {
+        Rate::Max => _ = line.text("max"),
+        Rate::BytesPerSecond(rate) => write_size(&mut line, rate),
+    }
+    line.field("seed", spec.seed).byte(b'\n');
+    line
+}

@@ -1,0 +1,253 @@
+//! Owns what a payload can be told, and the reading of each setting; both the command line of the VMM and that of the
+//! guest are read here, key by key.
+
+use super::line::Line;
+use super::page::PAGE_SIZE;
+use super::pattern::Pattern;
+
+/// How fast pages are written, all vCPUs together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub enum Rate {
+    /// As fast as memory allows, without ever sleeping.
+    Max,
+    /// So many bytes of pages each second.
+    BytesPerSecond(u64),
+}
+
+/// Where the loop runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub enum Ring {
+    /// In the kernel's ring, for hosts that emulate it and want that tested.
+    Zero,
+    /// In user mode, at native speed everywhere.
+    Three,
+}
+
+/// What lies between the head and the stamp of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub enum Fill {
+    /// Zeros.
+    Zero,
+    /// Words that do not compress.
+    Random,
+}
+
+/// What the payload guest is to do. Every setting has a default, so `payload` alone is a whole specification.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct PayloadSpec {
+    /// Size of the working set in bytes, a multiple of the page size.
+    pub ws_bytes: u64,
+    /// Pace, all vCPUs together.
+    pub rate: Rate,
+    /// Order of visits.
+    pub pattern: Pattern,
+    /// Everything that looks random derives from it.
+    pub seed: u64,
+    /// Privilege level of the loop.
+    pub ring: Ring,
+    /// Content of page bodies.
+    pub fill: Fill,
+    /// Ends after so many seconds.
+    pub seconds: Option<u64>,
+    /// Ends after so many passes.
+    pub passes: Option<u64>,
+}
+
+impl Default for PayloadSpec {
+    fn default() -> Self {
+        PayloadSpec {
+            ws_bytes: 64 << 20,
+            rate: Rate::BytesPerSecond(320 << 20),
+            pattern: Pattern::Seq,
+            seed: 1,
+            ring: Ring::Three,
+            fill: Fill::Zero,
+            seconds: None,
+            passes: None,
+        }
+    }
+}
+
+/// Why a setting was refused; reads as the end of a sentence that begins with key and value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reason(pub &'static str);
+
+const WS_MAX: u64 = 256 << 30;
+const RATE_MAX: u64 = 64 << 30;
+
+impl PayloadSpec {
+    /// Pages in the working set.
+    pub fn ws_pages(&self) -> u64 {
+        self.ws_bytes / PAGE_SIZE
+    }
+
+    /// Takes one setting, `key=value`.
+    pub fn set(&mut self, key: &[u8], value: &[u8]) -> Result<(), Reason> {
+        match key {
+            b"ws" => self.ws_bytes = parse_ws(value)?,
+            b"rate" => self.rate = parse_rate(value)?,
+            b"pattern" => self.pattern = parse_pattern(value)?,
+            b"seed" => {
+                self.seed = parse_number(value).ok_or(Reason("is not a number below 2^64"))?
+            }
+            b"ring" => {
+                self.ring = match value {
+                    b"0" => Ring::Zero,
+                    b"3" => Ring::Three,
+                    _ => return Err(Reason("is not a ring the payload can run in (0 or 3)")),
+                }
+            }
+            b"fill" => {
+                self.fill = match value {
+                    b"zero" => Fill::Zero,
+                    b"random" => Fill::Random,
+                    _ => return Err(Reason("is not a known fill (zero or random)")),
+                }
+            }
+            b"seconds" => self.seconds = Some(parse_end(value)?),
+            b"passes" => self.passes = Some(parse_end(value)?),
+            _ => {
+                return Err(Reason(
+                    "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, seconds, passes)",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends the settings as `key=value`, `separator` before each; those without an end are left out.
+    pub fn write(&self, line: &mut Line, separator: u8) {
+        let size = |line: &mut Line, key: &str, bytes: u64| {
+            line.byte(separator).text(key).byte(b'=');
+            write_size(line, bytes);
+        };
+        let number = |line: &mut Line, key: &str, value: u64| {
+            line.byte(separator).text(key).byte(b'=').number(value);
+        };
+        size(line, "ws", self.ws_bytes);
+        match self.rate {
+            Rate::Max => _ = line.byte(separator).text("rate=max"),
+            Rate::BytesPerSecond(rate) => size(line, "rate", rate),
+        }
+        line.byte(separator).text("pattern=");
+        write_pattern(line, self.pattern);
+        number(line, "seed", self.seed);
+        number(line, "ring", if self.ring == Ring::Zero { 0 } else { 3 });
+        line.byte(separator).text(if self.fill == Fill::Zero {
+            "fill=zero"
+        } else {
+            "fill=random"
+        });
+        if let Some(seconds) = self.seconds {
+            number(line, "seconds", seconds);
+        }
+        if let Some(passes) = self.passes {
+            number(line, "passes", passes);
+        }
+    }
+}
+
+fn parse_ws(value: &[u8]) -> Result<u64, Reason> {
+    match parse_size(value) {
+        None => Err(Reason("is not a size such as 64M (digits, then nothing, K, M or G)")),
+        Some(0) => Err(Reason("is an empty working set")),
+        Some(bytes) if !bytes.is_multiple_of(PAGE_SIZE) => {
+            Err(Reason("is not a multiple of the page size, 4K"))
+        }
+        Some(bytes) if bytes > WS_MAX => Err(Reason("is more than the payload can map (256G)")),
+        Some(bytes) => Ok(bytes),
+    }
+}
+
+fn parse_rate(value: &[u8]) -> Result<Rate, Reason> {
+    if value == b"max" {
+        return Ok(Rate::Max);
+    }
+    match parse_size(value) {
+        None => Err(Reason("is neither `max` nor a size a second such as 320M")),
+        Some(rate) if !(PAGE_SIZE..=RATE_MAX).contains(&rate) => {
+            Err(Reason("is out of range (from 4K, a page a second, to 64G, or max)"))
+        }
+        Some(rate) => Ok(Rate::BytesPerSecond(rate)),
+    }
+}
+
+fn parse_pattern(value: &[u8]) -> Result<Pattern, Reason> {
+    Ok(match value {
+        b"seq" => Pattern::Seq,
+        b"random" => Pattern::Random,
+        b"zipf" => Pattern::Zipf,
+        b"stride" => Pattern::Stride(Pattern::DEFAULT_STRIDE),
+        b"once" => Pattern::Once,
+        _ => match value.strip_prefix(b"stride:").map(parse_number) {
+            None => {
+                return Err(Reason(
+                    "is not a known pattern (seq, random, zipf, stride, stride:K or once)",
+                ));
+            }
+            Some(Some(step @ 1..=0xffff_ffff)) => Pattern::Stride(step as u32),
+            Some(_) => return Err(Reason("has a step that is not a number from 1 to 2^32 - 1")),
+        },
+    })
+}
+
+fn parse_end(value: &[u8]) -> Result<u64, Reason> {
+    match parse_number(value) {
+        Some(end @ 1..=0xffff_ffff) => Ok(end),
+        _ => Err(Reason("is not a number from 1 to 2^32 - 1")),
+    }
+}
+
+/// Reads digits; nothing else, and no more than 64 bits hold.
+pub fn parse_number(text: &[u8]) -> Option<u64> {
+    if text.is_empty() {
+        return None;
+    }
+    let mut value: u64 = 0;
+    for &byte in text {
+        let digit = byte.wrapping_sub(b'0');
+        if digit > 9 {
+            return None;
+        }
+        value = value.checked_mul(10)?.checked_add(u64::from(digit))?;
+    }
+    Some(value)
+}
+
+/// Reads a size: digits, then nothing, `K`, `M` or `G` (powers of two).
+pub fn parse_size(text: &[u8]) -> Option<u64> {
+    let (digits, shift) = match text {
+        [digits @ .., b'K'] => (digits, 10),
+        [digits @ .., b'M'] => (digits, 20),
+        [digits @ .., b'G'] => (digits, 30),
+        _ => (text, 0),
+    };
+    parse_number(digits)?.checked_mul(1 << shift)
+}
+
+/// Appends a size with the largest suffix that divides it.
+pub(super) fn write_size(line: &mut Line, bytes: u64) {
+    for (shift, suffix) in [(30, b'G'), (20, b'M'), (10, b'K')] {
+        if bytes != 0 && bytes.is_multiple_of(1 << shift) {
+            line.number(bytes >> shift).byte(suffix);
+            return;
+        }
+    }
+    line.number(bytes);
+}
+
+/// Appends a pattern as it is written in a specification.
+pub(super) fn write_pattern(line: &mut Line, pattern: Pattern) {
+    match pattern {
+        Pattern::Seq => line.text("seq"),
+        Pattern::Random => line.text("random"),
+        Pattern::Zipf => line.text("zipf"),
+        Pattern::Stride(Pattern::DEFAULT_STRIDE) => line.text("stride"),
+        Pattern::Stride(step) => line.text("stride:").number(u64::from(step)),
+        Pattern::Once => line.text("once"),
+    };
+}

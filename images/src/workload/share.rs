@@ -1,0 +1,274 @@
+//! Owns one vCPU's part of the working set: which page comes next, what it must hold, and what to write there.
+
+use super::page::{Head, Kind, Mismatch, PageMemory, check_body, fill_body};
+use super::pattern::{
+    Generator, Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, Zipf, generation_after, next_generation,
+};
+use super::settings::{Fill, PayloadSpec, Rate, Ring};
+
+/// How far ahead of its visit a page is announced to the memory.
+const LOOK_AHEAD: u64 = 8;
+
+/// A run of working-set pages that one vCPU owns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Share {
+    /// The owner, which also signs the pages.
+    pub vcpu: u32,
+    /// Its first page within the working set.
+    pub first: u64,
+    /// Its number of pages.
+    pub pages: u64,
+}
+
+impl Share {
+    /// The share of `vcpu` when `ws_pages` are split as evenly as can be among `vcpus`.
+    ///
+    /// ```
+    /// let shares: Vec<_> = (0..3).map(|vcpu| images::workload::Share::of(10, 3, vcpu)).collect();
+    /// assert_eq!(shares.iter().map(|share| share.pages).sum::<u64>(), 10);
+    /// assert_eq!(shares[1].first, shares[0].first + shares[0].pages);
+    /// ```
+    pub fn of(ws_pages: u64, vcpus: u32, vcpu: u32) -> Share {
+        let vcpus = u64::from(vcpus.max(1));
+        let vcpu_index = u64::from(vcpu);
+        let (each, extra) = (ws_pages / vcpus, ws_pages % vcpus);
+        Share {
+            vcpu,
+            first: each * vcpu_index + vcpu_index.min(extra),
+            pages: each + u64::from(vcpu_index < extra),
+        }
+    }
+}
+
+/// The loop over one share: everything that is remembered from one page to the next.
+///
+/// Patterns that [need a table](Pattern::needs_table) keep the generations they expect in a slice that the caller
+/// provides, one entry for each page of the share, zero at the start; the others tell them from their position.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct Workload {
+    share: Share,
+    pattern: Pattern,
+    fill: Fill,
+    seed: u64,
+    generator: Generator,
+    zipf: Zipf,
+    /// How many pages the pattern reaches.
+    reach: u64,
+    /// Visits of the current pass, and with `seq`, `stride`, `once` the place of the next visit.
+    cursor: u64,
+    /// The page that the sweep reads next.
+    sweep_cursor: u64,
+    sweep_every: u32,
+    until_sweep: u32,
+    passes: u64,
+    pages: u64,
+    errors: u64,
+    swept: u64,
+}
+
+impl Workload {
+    /// A workload that has written nothing yet.
+    pub fn new(spec: &PayloadSpec, share: Share) -> Self {
+        // Reading a page whole takes long where ring 0 is emulated, and at full speed it takes from the writes.
+        let paced = spec.rate != Rate::Max && spec.ring == Ring::Three;
+        let sweep_every = if paced { SWEEP_EVERY_PACED } else { SWEEP_EVERY };
+        Workload {
+            share,
+            pattern: spec.pattern,
+            fill: spec.fill,
+            seed: spec.seed,
+            generator: Generator::new(spec.seed, u64::from(share.vcpu)),
+            zipf: Zipf::new(share.pages),
+            reach: spec.pattern.reach(share.pages),
+            cursor: 0,
+            sweep_cursor: 0,
+            sweep_every,
+            until_sweep: sweep_every,
+            passes: 0,
+            pages: 0,
+            errors: 0,
+            swept: 0,
+        }
+    }
+
+    /// The share it works on.
+    pub fn share(&self) -> Share {
+        self.share
+    }
+
+    /// Rounds through the share completed so far (for `random` and `zipf`: as many visits as the share has pages).
+    pub fn passes(&self) -> u64 {
+        self.passes
+    }
+
+    /// Page writes so far.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Pages found wrong so far.
+    pub fn errors(&self) -> u64 {
+        self.errors
+    }
+
+    /// Whole pages re-read so far, beside those re-read before their rewrite.
+    pub fn swept(&self) -> u64 {
+        self.swept
+    }
+
+    /// How many entries the table of expected generations must have.
+    pub fn table_len(&self) -> usize {
+        if self.pattern.needs_table() { self.share.pages as usize } else { 0 }
+    }
+
+    /// Visits one page: checks that it holds what was last written there, and writes the next generation. Every
+    /// few visits ([`SWEEP_EVERY`]) one more page is re-read whole. Each page found wrong is counted and passed to `complain`.
+    #[inline(always)]
+    pub fn step<M: PageMemory>(
+        &mut self,
+        memory: &mut M,
+        table: &mut [u32],
+        complain: &mut impl FnMut(&Mismatch),
+    ) {
+        if self.reach == 0 {
+            return;
+        }
+        let wrong = if matches!(self.pattern, Pattern::Once) && self.passes > 0 {
+            self.check_whole(self.cursor, 1, memory)
+        } else {
+            self.pages += 1;
+            let (index, was, is) = self.next_visit(memory, table);
+            self.rewrite(index, was, is, memory)
+        };
+        self.tell(wrong, complain);
+        self.advance();
+        self.until_sweep -= 1;
+        if self.until_sweep == 0 {
+            self.until_sweep = self.sweep_every;
+            let wrong = self.sweep(memory, table);
+            self.tell(wrong, complain);
+        }
+    }
+
+    #[inline(always)]
+    fn tell(&mut self, wrong: Option<Mismatch>, complain: &mut impl FnMut(&Mismatch)) {
+        if let Some(wrong) = wrong {
+            self.errors += 1;
+            complain(&wrong);
+        }
+    }
+
+    /// The page to write now: its index in the share, the generation it must have, the one it gets.
+    #[inline(always)]
+    fn next_visit<M: PageMemory>(&mut self, memory: &M, table: &mut [u32]) -> (u64, u32, u32) {
+        let index = match self.pattern {
+            Pattern::Seq | Pattern::Once => self.cursor,
+            Pattern::Stride(step) => self.cursor * u64::from(step),
+            Pattern::Random => self.generator.below(self.share.pages),
+            Pattern::Zipf => self.zipf.draw(&mut self.generator),
+        };
+        match (self.pattern, table.get_mut(index as usize)) {
+            (Pattern::Random | Pattern::Zipf, Some(entry)) => {
+                if matches!(self.pattern, Pattern::Random) {
+                    let ahead = self.generator.peek(LOOK_AHEAD - 1, self.share.pages);
+                    memory.prefetch(self.share.first + ahead);
+                }
+                let was = *entry;
+                *entry = next_generation(was);
+                (index, was, *entry)
+            }
+            _ => {
+                let step =
+                    if let Pattern::Stride(step) = self.pattern { u64::from(step) } else { 1 };
+                let ahead = index + LOOK_AHEAD * step;
+                if ahead < self.share.pages {
+                    memory.prefetch(self.share.first + ahead);
+                }
+                (index, generation_after(self.passes), generation_after(self.passes + 1))
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn rewrite<M: PageMemory>(
+        &mut self,
+        index: u64,
+        was: u32,
+        is: u32,
+        memory: &mut M,
+    ) -> Option<Mismatch> {
+        let page = self.share.first + index;
+        let gfn = memory.gfn(page);
+        let expected = Head::expected(self.seed, gfn, was, self.share.vcpu);
+        let found = Head::read(memory, page);
+        if was == 0 && self.fill == Fill::Random {
+            fill_body(memory, page, self.seed, gfn);
+        }
+        Head::expected(self.seed, gfn, is, self.share.vcpu).write(memory, page);
+        memory.wrote(page);
+        if expected.matches(&found) {
+            return None;
+        }
+        Some(expected.verdict(&found, self.seed, gfn))
+    }
+
+    #[inline(always)]
+    fn advance(&mut self) {
+        self.cursor += 1;
+        if self.cursor == self.reach {
+            self.cursor = 0;
+            self.passes += 1;
+        }
+    }
+
+    /// Re-reads the next page of the background sweep that has ever been written.
+    #[inline(never)]
+    fn sweep<M: PageMemory>(&mut self, memory: &M, table: &[u32]) -> Option<Mismatch> {
+        let place = self.sweep_cursor;
+        self.sweep_cursor = if place + 1 == self.reach { 0 } else { place + 1 };
+        let index = match self.pattern {
+            Pattern::Stride(step) => place * u64::from(step),
+            _ => place,
+        };
+        let generation = match self.pattern {
+            Pattern::Random | Pattern::Zipf => table.get(index as usize).copied().unwrap_or(0),
+            Pattern::Once if self.passes > 0 => 1,
+            _ => generation_after(self.passes + u64::from(place < self.cursor)),
+        };
+        // A page never written is left alone: reading it would make the host back it with memory.
+        if generation == 0 {
+            return None;
+        }
+        self.check_whole(index, generation, memory)
+    }
+
+    /// Compares all 512 words of a page with what they must be.
+    fn check_whole<M: PageMemory>(
+        &mut self,
+        index: u64,
+        generation: u32,
+        memory: &M,
+    ) -> Option<Mismatch> {
+        self.swept += 1;
+        let page = self.share.first + index;
+        let gfn = memory.gfn(page);
+        let expected = Head::expected(self.seed, gfn, generation, self.share.vcpu);
+        let found = Head::read(memory, page);
+        if !expected.matches(&found) {
+            return Some(expected.verdict(&found, self.seed, gfn));
+        }
+        let (word, wanted, shown) =
+            check_body(memory, page, self.seed, gfn, self.fill == Fill::Random)?;
+        Some(Mismatch {
+            gfn,
+            kind: Kind::Body,
+            expected_generation: expected.generation,
+            found_generation: found.generation,
+            word,
+            expected: wanted,
+            found: shown,
+        })
+    }
+}

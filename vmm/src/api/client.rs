@@ -1,0 +1,120 @@
+//! Owns the other end of the API socket: one request, one connection, one answer.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::header::{CONTENT_TYPE, HOST};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+
+use super::model::FaultMessage;
+
+/// The largest answer: reports of a long checkpoint run come in pieces that are far smaller.
+const ANSWER_LIMIT: usize = 16 << 20;
+
+/// Why a request has no answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// Nobody listens there.
+    #[error("no running driftline answers on {}: {cause}", socket.display())]
+    Connect {
+        /// The socket's path.
+        socket: PathBuf,
+        /// The system's answer.
+        cause: io::Error,
+    },
+    /// The connection ended, or what came is no answer.
+    #[error("the driftline on {} ended the conversation: {why}", socket.display())]
+    Broken {
+        /// The socket's path.
+        socket: PathBuf,
+        /// What happened.
+        why: String,
+    },
+    /// The request was refused, in the server's words.
+    #[error("{0}")]
+    Fault(String),
+}
+
+/// A client of one API socket.
+#[derive(Clone, Debug)]
+pub struct Client {
+    socket: PathBuf,
+}
+
+impl Client {
+    /// A client of the API on `socket`. Nothing is opened yet.
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self { socket: socket.into() }
+    }
+
+    /// Where it connects to.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// `GET path`.
+    pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.call(Method::GET, path, None::<&()>).await
+    }
+
+    /// One request; an empty answer reads as `null`, which is what `()` is in JSON.
+    pub async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<T, ClientError> {
+        let (status, bytes) = self.exchange(method, path, body).await?;
+        let json: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
+        if status.is_success() {
+            return serde_json::from_slice(json).map_err(|e| self.broken(e));
+        }
+        let fault = serde_json::from_slice::<FaultMessage>(json);
+        let told = fault.map_or_else(|_| format!("it answered {status}"), |f| f.fault_message);
+        Err(ClientError::Fault(told))
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<(StatusCode, Bytes), ClientError> {
+        let stream = UnixStream::connect(&self.socket)
+            .await
+            .map_err(|cause| ClientError::Connect { socket: self.socket.clone(), cause })?;
+        let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
+        let (mut sender, connection) = handshake.map_err(|e| self.broken(e))?;
+        let driver = tokio::spawn(connection);
+        let body = match body {
+            None => Bytes::new(),
+            Some(body) => serde_json::to_vec(body).map_err(|e| self.broken(e))?.into(),
+        };
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(HOST, "localhost")
+            .header(CONTENT_TYPE, "application/json")
+            .body(Full::new(body))
+            .map_err(|e| self.broken(e))?;
+        let response = sender.send_request(request).await.map_err(|e| self.broken(e))?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), ANSWER_LIMIT).collect().await;
+        let bytes = body.map_err(|e| self.broken(e))?.to_bytes();
+        drop(sender);
+        // The answer is complete: how the connection ends does not matter.
+        let _ = driver.await;
+        Ok((status, bytes))
+    }
+
+    fn broken(&self, why: impl ToString) -> ClientError {
+        ClientError::Broken { socket: self.socket.clone(), why: why.to_string() }
+    }
+}

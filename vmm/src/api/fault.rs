@@ -1,0 +1,62 @@
+//! Owns what a request is answered with when it cannot be done, and how request bodies are read.
+
+use axum::Json;
+use axum::extract::{FromRequest, Request};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde::de::DeserializeOwned;
+
+use super::model::FaultMessage;
+use crate::jobs::OperatorError;
+
+/// The largest request body: ours have a few hundred bytes.
+const BODY_LIMIT: usize = 16 << 10;
+
+/// A refusal: 400 with a sentence, like Firecracker's, or another status where HTTP has one.
+#[derive(Debug)]
+pub(super) struct Fault {
+    status: StatusCode,
+    message: String,
+}
+
+impl Fault {
+    /// The request cannot be done; `message` says why.
+    pub(super) fn new(message: impl Into<String>) -> Self {
+        Self { status: StatusCode::BAD_REQUEST, message: message.into() }
+    }
+
+    /// A part of this program failed.
+    pub(super) fn internal(message: impl Into<String>) -> Self {
+        Self { status: StatusCode::INTERNAL_SERVER_ERROR, message: message.into() }
+    }
+}
+
+impl From<OperatorError> for Fault {
+    fn from(e: OperatorError) -> Self {
+        Self::new(e.to_string())
+    }
+}
+
+impl IntoResponse for Fault {
+    fn into_response(self) -> Response {
+        (self.status, Json(FaultMessage { fault_message: self.message })).into_response()
+    }
+}
+
+/// A request's JSON body, bounded before it is read.
+pub(super) struct Input<T>(pub(super) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Input<T> {
+    type Rejection = Fault;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Fault> {
+        let bytes =
+            axum::body::to_bytes(request.into_body(), BODY_LIMIT).await.map_err(|e| Fault {
+                status: StatusCode::PAYLOAD_TOO_LARGE,
+                message: format!("the body cannot be read within {BODY_LIMIT} bytes: {e}"),
+            })?;
+        serde_json::from_slice(&bytes)
+            .map(Self)
+            .map_err(|e| Fault::new(format!("the body is not what this request takes: {e}")))
+    }
+}

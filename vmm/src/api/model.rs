@@ -1,0 +1,312 @@
+//! The JSON that crosses the API socket, for the server and for the command line that is its client.
+//!
+//! Numbers have their unit in their name. Requests refuse fields that they do not know, so that a
+//! misspelt option is not silently a default.
+
+use std::path::PathBuf;
+
+use checkpoint::{EpochReport, RunState, VmId};
+use dirty_tracker::{TrackerStats, TrackingMode};
+use migrate::{Phase, Progress, Resolution, SendReport, TimeoutStrategy};
+use serde::{Deserialize, Serialize};
+
+use crate::config::Backend;
+use crate::vm::{VcpuInfo, VmInfo};
+
+/// What the guest is doing, jobs included.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestState {
+    /// Its vCPUs execute.
+    Running,
+    /// They stand still.
+    Paused,
+    /// It is being sent to another host, and still is here.
+    Migrating,
+    /// It has been handed over to a host that does not answer: it may or may not run there.
+    InDoubt,
+    /// It has ended here.
+    Stopped,
+}
+
+impl From<RunState> for GuestState {
+    fn from(state: RunState) -> Self {
+        match state {
+            RunState::Running => Self::Running,
+            RunState::Paused => Self::Paused,
+            RunState::Stopped => Self::Stopped,
+        }
+    }
+}
+
+impl GuestState {
+    /// The state in the words of the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Migrating => "migrating",
+            Self::InDoubt => "in-doubt",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+/// `GET /info`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Info {
+    /// What the guest is doing.
+    pub state: GuestState,
+    /// Its identity.
+    pub vm_id: VmId,
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// Guest memory.
+    pub mem_bytes: u64,
+    /// How writes are tracked.
+    pub tracking: TrackingMode,
+    /// What runs the vCPUs.
+    pub backend: Backend,
+    /// How long this process has had the guest.
+    pub uptime_ms: u64,
+    /// Whether checkpoints are being taken.
+    pub checkpointing: bool,
+    /// Dirty ring overruns so far.
+    pub ring_overruns: u64,
+    /// Per vCPU.
+    pub vcpu: Vec<VcpuInfo>,
+    /// The dirty tracker's counters.
+    pub dirty: TrackerStats,
+}
+
+impl Info {
+    /// A machine's figures, and what the jobs on it make of its state.
+    pub fn new(vm: VmInfo, state: GuestState, checkpointing: bool) -> Self {
+        Self {
+            state,
+            vm_id: vm.vm_id,
+            vcpus: vm.vcpus,
+            mem_bytes: vm.mem_bytes,
+            tracking: vm.tracking,
+            backend: vm.backend,
+            uptime_ms: vm.uptime_ms,
+            checkpointing,
+            ring_overruns: vm.ring_overruns,
+            vcpu: vm.vcpu,
+            dirty: vm.dirty,
+        }
+    }
+}
+
+/// `GET /`, as Firecracker has it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct InstanceInfo {
+    /// The guest's identity; empty while there is none.
+    pub id: String,
+    /// `Not started`, `Running` or `Paused`.
+    pub state: String,
+    /// This program's version.
+    pub vmm_version: String,
+    /// This program's name.
+    pub app_name: String,
+}
+
+/// `PATCH /vm`, as Firecracker has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmRequest {
+    /// What to do.
+    pub state: VmTarget,
+}
+
+/// The states that `PATCH /vm` can ask for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum VmTarget {
+    /// Stop the vCPUs.
+    Paused,
+    /// Let them run.
+    Resumed,
+}
+
+/// `PUT /actions`, as Firecracker has it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ActionRequest {
+    /// `InstanceStart` and so on.
+    pub action_type: String,
+}
+
+/// `GET /machine-config`, as Firecracker has it, and our own beside it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MachineConfigView {
+    /// Number of vCPUs.
+    pub vcpu_count: u8,
+    /// Guest memory in MiB, rounded down.
+    pub mem_size_mib: u64,
+    /// No two vCPUs are threads of one core.
+    pub smt: bool,
+    /// Whether writes are tracked.
+    pub track_dirty_pages: bool,
+    /// Guest memory exactly.
+    pub mem_bytes: u64,
+    /// How writes are tracked.
+    pub tracking: TrackingMode,
+    /// What runs the vCPUs.
+    pub backend: Backend,
+}
+
+/// Any refusal.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct FaultMessage {
+    /// What is wrong, as a sentence.
+    pub fault_message: String,
+}
+
+/// `POST /checkpoint`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointRequest {
+    /// The store's directory, absolute: the server has its own working directory.
+    pub store: PathBuf,
+    /// Time from the beginning of one checkpoint to the next; without it there is one.
+    pub every_ms: Option<u64>,
+    /// How many; without it, until told to stop.
+    pub count: Option<u64>,
+}
+
+/// `GET /checkpoint?since=N&wait_ms=N`: the reports from number `since` on.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct CheckpointPage {
+    /// There is, or will be, more.
+    pub running: bool,
+    /// It is over because the guest has ended.
+    pub guest_ended: bool,
+    /// Where the epochs go.
+    pub store: PathBuf,
+    /// What to ask for next.
+    pub next: u64,
+    /// What became of each epoch tried.
+    pub epochs: Vec<EpochOutcome>,
+}
+
+/// What became of an epoch.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EpochOutcome {
+    /// It is durable.
+    Stored(EpochLine),
+    /// It is not; what changed will be in the next one.
+    Failed(String),
+}
+
+/// One stored epoch: a line of `checkpoint --json`.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct EpochLine {
+    /// Its number.
+    pub epoch: u64,
+    /// Frames in it.
+    pub frames: u64,
+    /// How long the guest stood still.
+    pub pause_us: u64,
+    /// From the end of the pause until it was durable.
+    pub write_ms: f64,
+    /// Its size.
+    pub written_bytes: u64,
+    /// Whether it survives a crash of the host.
+    pub durable: bool,
+    /// How long after it was due it was begun.
+    pub late_ms: u64,
+    /// Epochs that were due before it and were left out.
+    pub skipped: u64,
+}
+
+impl EpochLine {
+    /// A report of the checkpointer, with what its pace adds.
+    pub fn new(report: &EpochReport, late_ms: u64, skipped: u64) -> Self {
+        let EpochReport { epoch, frames, pause_us, write_ms, written_bytes, durable } = *report;
+        Self { epoch, frames, pause_us, write_ms, written_bytes, durable, late_ms, skipped }
+    }
+}
+
+/// `POST /migration`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrationRequest {
+    /// Where a driftline waits: `tcp:HOST:PORT`.
+    pub to: String,
+    /// The pause that the guest may notice.
+    #[serde(default = "default_downtime_ms")]
+    pub downtime_ms: u64,
+    /// Time for copying while the guest runs.
+    #[serde(default = "default_timeout_s")]
+    pub timeout_s: u64,
+    /// What to do when that has passed.
+    #[serde(default)]
+    pub timeout_strategy: TimeoutStrategy,
+}
+
+fn default_downtime_ms() -> u64 {
+    300
+}
+
+fn default_timeout_s() -> u64 {
+    3600
+}
+
+/// `GET /migration?wait_ms=N`: at once if it is over, else then, or when the wait is.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct MigrationPage {
+    /// How it stands.
+    pub state: MigrationState,
+    /// Where to.
+    pub to: String,
+    /// What has been done so far.
+    pub progress: Progress,
+    /// What was done, once it is completed.
+    pub report: Option<SendReport>,
+    /// Why it has failed, once it has.
+    pub failure: Option<MigrationFailure>,
+}
+
+/// How a migration stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MigrationState {
+    /// Under way; the guest is here.
+    Sending,
+    /// Handed over to a host that does not answer.
+    InDoubt,
+    /// The guest is there, or the operator has resolved that it shall not run here.
+    Completed,
+    /// The guest is here.
+    Failed,
+}
+
+/// Why a migration has failed, and where that leaves the guest.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MigrationFailure {
+    /// As a sentence, with phase and place.
+    pub message: String,
+    /// In which phase.
+    pub phase: Phase,
+    /// Where the guest is.
+    pub guest: GuestWhere,
+}
+
+/// Where the guest of a failed migration is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestWhere {
+    /// Here, as before.
+    Here,
+    /// Here, but it could not be resumed.
+    PausedHere,
+}
+
+/// `POST /migration/resolve`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResolveRequest {
+    /// Where the guest shall be.
+    pub action: Resolution,
+}

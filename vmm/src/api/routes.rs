@@ -1,0 +1,264 @@
+//! The requests: what of the guest and its jobs each path shows or changes.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
+use axum::http::{Method, StatusCode, Uri};
+use axum::routing::{get, patch, post, put};
+use axum::{Json, Router};
+use dirty_tracker::{TrackerStats, TrackingMode};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::app::App;
+use super::fault::{Fault, Input};
+use super::model::{
+    ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo,
+    MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest, VmRequest, VmTarget,
+};
+use crate::config::{Boot, MachineConfig};
+use crate::jobs::Jobs;
+
+type Shared = State<Arc<App>>;
+type Answer<T> = Result<Json<T>, Fault>;
+
+pub(super) fn all(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/", get(instance))
+        .route("/version", get(version))
+        .route("/machine-config", get(machine_config))
+        .route("/vm/config", get(vm_config))
+        .route("/vm", patch(change_vm))
+        .route("/actions", put(act))
+        .route("/info", get(info))
+        .route("/stop", post(stop))
+        .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
+        .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
+        .route("/migration/resolve", post(resolve_migration))
+        .route("/dirty", get(dirty))
+        .route("/metrics", get(metrics))
+        .fallback(unknown)
+        .method_not_allowed_fallback(unknown)
+        .with_state(app)
+}
+
+/// Runs `call` where it may block.
+pub(super) async fn blocking<T: Send + 'static>(
+    app: Arc<App>,
+    call: impl FnOnce(&Arc<Jobs>) -> Result<T, Fault> + Send + 'static,
+) -> Result<T, Fault> {
+    let jobs = app.jobs().map_err(Fault::new)?.clone();
+    let called = tokio::task::spawn_blocking(move || call(&jobs)).await;
+    called.unwrap_or_else(|e| Err(Fault::internal(format!("the request failed: {e}"))))
+}
+
+async fn unknown(method: Method, uri: Uri) -> Fault {
+    Fault::new(format!("there is no request {method} {}", uri.path()))
+}
+
+async fn instance(State(app): Shared) -> Answer<InstanceInfo> {
+    let (id, state) = match app.jobs() {
+        Err(_) => (String::new(), "Not started"),
+        Ok(_) => {
+            let info = current_info(app).await?;
+            // Firecracker knows two states of a started guest.
+            let state = if info.state == GuestState::Running { "Running" } else { "Paused" };
+            (info.vm_id.to_string(), state)
+        }
+    };
+    Ok(Json(InstanceInfo {
+        id,
+        state: state.into(),
+        vmm_version: env!("CARGO_PKG_VERSION").into(),
+        app_name: "Driftline".into(),
+    }))
+}
+
+async fn version() -> Json<Value> {
+    Json(json!({ "driftline_version": env!("CARGO_PKG_VERSION") }))
+}
+
+async fn info(State(app): Shared) -> Answer<Info> {
+    current_info(app).await.map(Json)
+}
+
+async fn current_info(app: Arc<App>) -> Result<Info, Fault> {
+    blocking(app, |jobs| Ok(jobs.info())).await
+}
+
+async fn machine_config(State(app): Shared) -> Answer<MachineConfigView> {
+    blocking(app, |jobs| Ok(Json(view(jobs.vm().machine_config())))).await
+}
+
+fn view(config: &MachineConfig) -> MachineConfigView {
+    MachineConfigView {
+        vcpu_count: config.vcpus,
+        mem_size_mib: config.mem_bytes >> 20,
+        smt: false,
+        track_dirty_pages: config.tracking != TrackingMode::None,
+        mem_bytes: config.mem_bytes,
+        tracking: config.tracking,
+        backend: config.backend,
+    }
+}
+
+async fn vm_config(State(app): Shared) -> Answer<Value> {
+    blocking(app, |jobs| {
+        let config = jobs.vm().machine_config();
+        let boot = match &config.boot {
+            Boot::Payload(spec) => json!({ "guest": spec }),
+            Boot::Kernel { kernel, initrd, cmdline } => json!({
+                "kernel_image_path": kernel, "initrd_path": initrd, "boot_args": cmdline,
+            }),
+        };
+        Ok(Json(json!({ "machine-config": view(config), "boot-source": boot })))
+    })
+    .await
+}
+
+async fn change_vm(
+    State(app): Shared,
+    Input(request): Input<VmRequest>,
+) -> Result<StatusCode, Fault> {
+    blocking(app, move |jobs| {
+        match request.state {
+            VmTarget::Paused => jobs.pause()?,
+            VmTarget::Resumed => jobs.resume()?,
+        }
+        Ok(StatusCode::NO_CONTENT)
+    })
+    .await
+}
+
+async fn act(
+    State(app): Shared,
+    Input(request): Input<ActionRequest>,
+) -> Result<StatusCode, Fault> {
+    let jobs = app.jobs().map_err(Fault::new)?;
+    Err(Fault::new(match request.action_type.as_str() {
+        "InstanceStart" => format!("the guest {} has been started already", jobs.vm().vm_id()),
+        other => format!("there is no action \"{other}\" on this machine"),
+    }))
+}
+
+async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
+    blocking(app, |jobs| {
+        jobs.vm().stop("stopped over the API");
+        Ok(StatusCode::NO_CONTENT)
+    })
+    .await
+}
+
+async fn begin_checkpoints(
+    State(app): Shared,
+    Input(request): Input<CheckpointRequest>,
+) -> Result<StatusCode, Fault> {
+    if !request.store.is_absolute() {
+        let store = request.store.display();
+        return Err(Fault::new(format!("the store {store} is not an absolute path")));
+    }
+    let begin = move |jobs: &Arc<Jobs>| jobs.start_checkpoints(&request).map_err(Fault::new);
+    blocking(app, begin).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// What a reader has seen, and how long it would wait for more.
+#[derive(Deserialize)]
+struct Since {
+    #[serde(default)]
+    since: u64,
+    #[serde(default)]
+    wait_ms: u64,
+}
+
+/// The longest that an answer is held back for news.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+impl Since {
+    fn wait(&self) -> Duration {
+        Duration::from_millis(self.wait_ms).min(LONGEST_WAIT)
+    }
+}
+
+async fn checkpoints(
+    State(app): Shared,
+    asked: Result<Query<Since>, QueryRejection>,
+) -> Answer<CheckpointPage> {
+    let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let jobs = app.jobs().map_err(Fault::new)?;
+    jobs.checkpoints(asked.since, asked.wait()).await.map(Json).map_err(Fault::new)
+}
+
+async fn end_checkpoints(State(app): Shared) -> Result<StatusCode, Fault> {
+    blocking(app, |jobs| jobs.stop_checkpoints().map_err(Fault::new)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn begin_migration(
+    State(app): Shared,
+    Input(request): Input<MigrationRequest>,
+) -> Result<StatusCode, Fault> {
+    let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::new);
+    blocking(app, begin).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn migration(
+    State(app): Shared,
+    asked: Result<Query<Since>, QueryRejection>,
+) -> Answer<MigrationPage> {
+    let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let jobs = app.jobs().map_err(Fault::new)?;
+    jobs.migration(asked.wait()).await.map(Json).map_err(Fault::new)
+}
+
+async fn cancel_migration(State(app): Shared) -> Result<StatusCode, Fault> {
+    blocking(app, |jobs| jobs.cancel_migration().map_err(Fault::new)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn resolve_migration(
+    State(app): Shared,
+    Input(request): Input<ResolveRequest>,
+) -> Result<StatusCode, Fault> {
+    let resolve =
+        move |jobs: &Arc<Jobs>| jobs.resolve_migration(request.action).map_err(Fault::new);
+    blocking(app, resolve).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn dirty(State(app): Shared) -> Answer<TrackerStats> {
+    Ok(Json(current_info(app).await?.dirty))
+}
+
+/// The figures of `info` in Prometheus' text format.
+async fn metrics(State(app): Shared) -> Result<String, Fault> {
+    let info = current_info(app).await?;
+    let mut out = String::new();
+    let mut gauge = |name: &str, help: &str, kind: &str, value: u64| {
+        // Writing to a string cannot fail.
+        let _ = write!(
+            out,
+            "# HELP driftline_{name} {help}\n# TYPE driftline_{name} {kind}\ndriftline_{name} {value}\n"
+        );
+    };
+    let running = u64::from(info.state == GuestState::Running);
+    gauge("running", "Whether the vCPUs execute.", "gauge", running);
+    gauge("memory_bytes", "Guest memory.", "gauge", info.mem_bytes);
+    gauge("vcpus", "Number of vCPUs.", "gauge", info.vcpus.into());
+    gauge("uptime_ms", "How long this process has had the guest.", "gauge", info.uptime_ms);
+    let exits = info.vcpu.iter().map(|v| v.exits).sum();
+    gauge("exits_total", "Exits of all vCPUs to the VMM.", "counter", exits);
+    let full = info.vcpu.iter().map(|v| v.ring_full_exits).sum();
+    gauge("ring_full_exits_total", "Exits because a dirty ring was full.", "counter", full);
+    gauge("ring_overruns_total", "Dirty ring overruns.", "counter", info.ring_overruns);
+    let d = info.dirty;
+    gauge("dirty_subscribers", "Subscribers of the dirty tracker.", "gauge", d.subscribers);
+    gauge("dirty_marked_frames_total", "Frames marked dirty.", "counter", d.marked_frames);
+    gauge("dirty_marked_all_total", "How often all was marked dirty.", "counter", d.marked_all);
+    gauge("dirty_tree_bytes", "Bytes reserved for dirty trees.", "gauge", d.tree_bytes);
+    Ok(out)
+}

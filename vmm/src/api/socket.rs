@@ -1,0 +1,149 @@
+//! Owns the API socket's file: who may connect to it, what is done about one that is already there,
+//! and its removal.
+
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::Mode;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 16;
+
+/// A listening socket, whose file is removed when this is dropped.
+#[derive(Debug)]
+pub struct ApiSocket {
+    listener: UnixListener,
+    path: PathBuf,
+    /// Device and inode of our file, so that a successor's is left alone.
+    file: (u64, u64),
+}
+
+/// Why there is no API socket.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SocketError {
+    /// Another process answers there.
+    #[error("{} is in use: another process listens there", .0.display())]
+    InUse(PathBuf),
+    /// Something else has that name.
+    #[error("{} exists and is no socket", .0.display())]
+    NotASocket(PathBuf),
+    /// The system refused.
+    #[error("cannot listen on {}: {cause}", path.display())]
+    System {
+        /// The socket's path.
+        path: PathBuf,
+        /// The system's answer.
+        cause: io::Error,
+    },
+}
+
+impl ApiSocket {
+    /// Listens on `path`, only for this user. A socket that a dead process left behind is replaced.
+    pub fn bind(path: &Path) -> Result<Self, SocketError> {
+        let system = |cause| SocketError::System { path: path.to_owned(), cause };
+        let listener = match listen(path) {
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+                remove_stale(path)?;
+                listen(path)
+            }
+            other => other,
+        };
+        let listener = listener.map_err(system)?;
+        listener.set_nonblocking(true).map_err(system)?;
+        let file = identity(&fs::symlink_metadata(path).map_err(system)?);
+        Ok(Self { listener, path: path.to_owned(), file })
+    }
+
+    /// The listener, for the runtime that serves it.
+    pub(super) fn listener(&self) -> io::Result<UnixListener> {
+        self.listener.try_clone()
+    }
+}
+
+impl Drop for ApiSocket {
+    fn drop(&mut self) {
+        let ours = |m: &Metadata| identity(m) == self.file;
+        if fs::symlink_metadata(&self.path).as_ref().is_ok_and(ours)
+            && let Err(e) = fs::remove_file(&self.path)
+        {
+            tracing::warn!("cannot remove {}: {e}", self.path.display());
+        }
+    }
+}
+
+fn identity(metadata: &Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
+}
+
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // The file gets the socket's mode when it is bound, so nobody else can ever connect.
+    rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&fd, &address)?;
+    rustix::net::listen(&fd, BACKLOG)?;
+    Ok(fd.into())
+}
+
+/// Removes the socket at `path` if nobody listens there.
+fn remove_stale(path: &Path) -> Result<(), SocketError> {
+    let system = |cause| SocketError::System { path: path.to_owned(), cause };
+    if !fs::symlink_metadata(path).map_err(system)?.file_type().is_socket() {
+        return Err(SocketError::NotASocket(path.to_owned()));
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err(SocketError::InUse(path.to_owned())),
+        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+            tracing::info!("replacing {}: its process is gone", path.display());
+            fs::remove_file(path).map_err(system)
+        }
+        Err(e) => Err(system(e)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn the_file_is_private_and_goes_with_the_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let socket = ApiSocket::bind(&path).unwrap();
+        let mode = fs::symlink_metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(socket);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_live_socket_is_refused_and_a_dead_one_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let first = ApiSocket::bind(&path).unwrap();
+        let e = ApiSocket::bind(&path).unwrap_err();
+        assert!(matches!(e, SocketError::InUse(_)), "{e}");
+        drop(first);
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "std leaves the file behind, as a killed process does");
+        let second = ApiSocket::bind(&path).unwrap();
+        drop(second);
+        fs::write(&path, "precious").unwrap();
+        let e = ApiSocket::bind(&path).unwrap_err();
+        assert!(matches!(e, SocketError::NotASocket(_)), "{e}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn a_path_that_is_too_long_is_a_sentence() {
+        let e = ApiSocket::bind(&PathBuf::from("x".repeat(300))).unwrap_err();
+        assert!(e.to_string().starts_with("cannot listen on xxx"), "{e}");
+    }
+}

@@ -1,0 +1,246 @@
+//! Owns the options of every command.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use dirty_tracker::TrackingMode;
+use migrate::TimeoutStrategy;
+use vmm::config::{Backend, DEFAULT_RING_ENTRIES, MAX_VCPUS, SerialSink};
+
+use super::values;
+
+/// A small KVM virtual machine monitor that knows which guest frames changed.
+///
+/// Exit codes: 0 done, 1 error, 2 usage, 3 the host lacks something, 4 a migration or checkpoint
+/// failed and the guest is still running where it was.
+#[derive(Parser)]
+#[command(name = "driftline", version)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
+}
+
+/// What is logged; on stderr.
+#[derive(Args)]
+pub(crate) struct LogArgs {
+    /// Log more: -v what happens, -vv details, -vvv everything
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
+    /// Log by this filter, such as debug or vmm=trace,info; RUST_LOG is the default
+    #[arg(long, global = true, value_name = "FILTER")]
+    pub(crate) log: Option<String>,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// See it work: launch, checkpoint, kill, restore, live-migrate, verify
+    Demo(DemoArgs),
+    /// Start a guest and run it to its end
+    Run(RunArgs),
+    /// Show a guest's state and figures
+    Info(QueryArgs),
+    /// Stop a guest's vCPUs
+    Pause(ApiArgs),
+    /// Let a paused guest run
+    Resume(ApiArgs),
+    /// End a guest and its VMM
+    Stop(ApiArgs),
+    /// Take checkpoints of a running guest into a store
+    Checkpoint(CheckpointArgs),
+    /// Build a guest from a checkpoint and run it to its end
+    Restore(RestoreArgs),
+    /// Wait for a guest from another host, then run it to its end
+    ReceiveMigration(ReceiveArgs),
+    /// Send a running guest to another host
+    SendMigration(SendArgs),
+    /// Give up a migration; the guest stays where it is
+    CancelMigration(ApiArgs),
+    /// Settle a migration in doubt: say where the guest shall be
+    Resolve(ResolveArgs),
+    /// Show what this host offers, and what each missing thing costs
+    Doctor(DoctorArgs),
+    /// Look at a store of checkpoints
+    #[command(subcommand)]
+    Store(StoreCommand),
+}
+
+/// Where a running driftline listens.
+#[derive(Args)]
+pub(crate) struct ApiArgs {
+    /// The API socket of the driftline that has the guest
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_sock: PathBuf,
+}
+
+/// A question to a running driftline.
+#[derive(Args)]
+pub(crate) struct QueryArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How a process that has a guest behaves on its host.
+#[derive(Args)]
+pub(crate) struct HostArgs {
+    /// Where the guest's first serial port goes: stdio, null or file:PATH
+    #[arg(long, value_name = "SINK", default_value = "stdio")]
+    pub(crate) serial: SerialSink,
+    /// Listen for API requests on this unix socket
+    #[arg(long, value_name = "FILE")]
+    pub(crate) api_sock: Option<PathBuf>,
+    /// Keep this host's records of hand-overs in this directory; all driftlines of a host share one
+    #[arg(long, value_name = "DIR", default_value_os_t = values::state_dir())]
+    pub(crate) state_dir: PathBuf,
+    /// End at once when the process that started this one ends
+    #[arg(long, hide = true)]
+    pub(crate) die_with_parent: bool,
+}
+
+#[derive(Args)]
+#[command(group(ArgGroup::new("boot").required(true).args(["kernel", "guest"])))]
+pub(crate) struct RunArgs {
+    /// Boot this static PVH ELF
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// Give the kernel this initial RAM disk
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub(crate) initrd: Option<PathBuf>,
+    /// The kernel's command line
+    #[arg(long, value_name = "TEXT", requires = "kernel")]
+    pub(crate) cmdline: Option<String>,
+    /// Boot the embedded guest: payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride|once][,seed=N]
+    #[arg(long, value_name = "SPEC", value_parser = values::guest_spec)]
+    pub(crate) guest: Option<String>,
+    /// Guest memory
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = values::memory)]
+    pub(crate) mem: u64,
+    /// Number of vCPUs
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
+    pub(crate) vcpus: u8,
+    /// How writes are tracked: dirty-ring, dirty-bitmap or none
+    #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]
+    pub(crate) tracking: TrackingMode,
+    /// Entries of each vCPU's dirty ring, a power of two
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES,
+          value_parser = values::ring_entries)]
+    pub(crate) ring_entries: u32,
+    /// What runs the vCPUs: kvm, or threads for hosts without it (payload only)
+    #[arg(long, value_name = "NAME", default_value_t = Backend::Kvm)]
+    pub(crate) backend: Backend,
+    #[command(flatten)]
+    pub(crate) host: HostArgs,
+}
+
+#[derive(Args)]
+pub(crate) struct CheckpointArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// The store's directory, created if need be
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// Take one at this interval until --count or Ctrl-C; without it, take one
+    #[arg(long, value_name = "TIME", value_parser = values::duration)]
+    pub(crate) every: Option<Duration>,
+    /// Stop after so many
+    #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+    /// Print one JSON object a line for each checkpoint
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args)]
+pub(crate) struct RestoreArgs {
+    /// The store's directory
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// The checkpoint's number; the latest by default
+    #[arg(long, value_name = "N")]
+    pub(crate) epoch: Option<u64>,
+    #[command(flatten)]
+    pub(crate) host: HostArgs,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum StoreCommand {
+    /// List the checkpoints
+    Ls(StoreArgs),
+    /// Read everything and check it
+    Verify(StoreArgs),
+}
+
+#[derive(Args)]
+pub(crate) struct StoreArgs {
+    /// The store's directory
+    #[arg(value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args)]
+pub(crate) struct ReceiveArgs {
+    /// Where to listen: tcp:HOST:PORT; port 0 takes any
+    #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
+    pub(crate) address: String,
+    #[command(flatten)]
+    pub(crate) host: HostArgs,
+}
+
+#[derive(Args)]
+pub(crate) struct SendArgs {
+    /// Where a driftline waits: tcp:HOST:PORT
+    #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
+    pub(crate) address: String,
+    #[command(flatten)]
+    pub(crate) query: QueryArgs,
+    /// The pause that the guest may notice, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 300)]
+    pub(crate) downtime_ms: u64,
+    /// Time for copying while the guest runs, in seconds
+    #[arg(long, value_name = "S", default_value_t = 3600)]
+    pub(crate) timeout_s: u64,
+    /// What to do when that has passed: cancel or switchover
+    #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel)]
+    pub(crate) timeout_strategy: TimeoutStrategy,
+}
+
+#[derive(Args)]
+pub(crate) struct ResolveArgs {
+    /// run: the guest shall run here. discard: the guest here shall end
+    #[arg(value_name = "ACTION")]
+    pub(crate) action: ResolveAction,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum ResolveAction {
+    Run,
+    Discard,
+}
+
+#[derive(Args)]
+pub(crate) struct DemoArgs {
+    /// What runs the vCPUs: kvm where it can be used, else threads
+    #[arg(long, value_name = "NAME")]
+    pub(crate) backend: Option<Backend>,
+    /// Print the figures as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args)]
+pub(crate) struct DoctorArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}

@@ -1,0 +1,111 @@
+//! Owns `driftline checkpoint`: starts a run of checkpoints over the API and follows it.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use hyper::Method;
+use vmm::api::model::{
+    CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome, GuestState, Info,
+};
+use vmm::api::{Client, ClientError};
+
+use super::args::CheckpointArgs;
+use super::client::block_on;
+use super::failure::Failure;
+use super::output::{self, print, print_json, say};
+
+/// How long the server holds an answer back for news.
+const WAIT_MS: u64 = 10_000;
+
+/// `driftline checkpoint`.
+pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
+    block_on(start_and_follow(args))?
+}
+
+async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
+    let client = Client::new(&args.api.api_sock);
+    let request = CheckpointRequest {
+        store: std::path::absolute(&args.store)?,
+        every_ms: args.every.map(millis),
+        count: args.count,
+    };
+    client.call::<()>(Method::POST, "/checkpoint", Some(&request)).await?;
+    let (mut since, mut failed) = (0, None);
+    let guest_ended = loop {
+        let page = next_page(&client, since).await?;
+        for outcome in &page.epochs {
+            match outcome {
+                EpochOutcome::Stored(line) if args.json => print_json(line)?,
+                EpochOutcome::Stored(line) => print(describe(line))?,
+                EpochOutcome::Failed(why) => {
+                    say(why);
+                    failed = Some(why.clone());
+                }
+            }
+        }
+        since = page.next;
+        if !page.running {
+            break page.guest_ended;
+        }
+    };
+    match (failed, args.count) {
+        (Some(why), _) => Err(verdict(&client, &why).await),
+        (None, Some(count)) if guest_ended && since < count => {
+            Err(Failure::error(format_args!("the guest has ended after {since} of {count} epochs")))
+        }
+        (None, _) => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Reports from `since` on. Ctrl-C stops the run; its last reports still come.
+async fn next_page(client: &Client, since: u64) -> Result<CheckpointPage, ClientError> {
+    let path = format!("/checkpoint?since={since}&wait_ms={WAIT_MS}");
+    loop {
+        tokio::select! {
+            page = client.get(&path) => return page,
+            pressed = tokio::signal::ctrl_c() => {
+                if pressed.is_err() {
+                    // Without the handler Ctrl-C ends this process, and the run goes on without it.
+                    return client.get(&path).await;
+                }
+                say("stopping after the current epoch");
+                match client.call::<()>(Method::DELETE, "/checkpoint", None::<&()>).await {
+                    // It may have ended in this moment by itself.
+                    Ok(()) | Err(ClientError::Fault(_)) => {}
+                    Err(e) => return Err(e),
+                }
+            }
+        }
+    }
+}
+
+/// 4 if the guest is still there, 1 if not.
+async fn verdict(client: &Client, why: &str) -> Failure {
+    match client.get::<Info>("/info").await {
+        Ok(info) if info.state != GuestState::Stopped => Failure::still_running(format_args!(
+            "not every epoch was stored (the guest is {}); the last failure: {why}",
+            info.state.name()
+        )),
+        _ => Failure::error(format_args!("the guest is gone; the last failure: {why}")),
+    }
+}
+
+fn describe(line: &EpochLine) -> String {
+    let late = match (line.late_ms, line.skipped) {
+        (0..10, 0) => String::new(),
+        (late, 0) => format!(", {late} ms late"),
+        (late, skipped) => format!(", {late} ms late, {skipped} left out"),
+    };
+    format!(
+        "epoch {}: {} frames, pause {:.2} ms, durable after {:.1} ms, {}{late}",
+        line.epoch,
+        line.frames,
+        line.pause_us as f64 / 1e3,
+        line.write_ms,
+        output::bytes(line.written_bytes),
+    )
+}
+
+fn millis(d: Duration) -> u64 {
+    u64::try_from(d.as_millis()).unwrap_or(u64::MAX)
+}

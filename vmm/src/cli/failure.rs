@@ -1,0 +1,42 @@
+//! Owns how a command fails: the exit code, and the sentence on stderr.
+
+use std::process::ExitCode;
+
+use super::output::say;
+
+/// A command that did not do what it was asked.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    code: u8,
+    message: String,
+}
+
+impl Failure {
+    /// 1: an error.
+    pub(crate) fn error(message: impl ToString) -> Self {
+        Self { code: 1, message: message.to_string() }
+    }
+
+    /// 3: the host lacks something.
+    pub(crate) fn host_lacks(message: impl ToString) -> Self {
+        Self { code: 3, message: message.to_string() }
+    }
+
+    /// 4: a migration or checkpoint failed, and the guest is still running where it was.
+    pub(crate) fn still_running(message: impl ToString) -> Self {
+        Self { code: 4, message: message.to_string() }
+    }
+
+    /// Says it, and gives the process's exit code.
+    pub(crate) fn report(self) -> ExitCode {
+        say(self.message);
+        ExitCode::from(self.code)
+    }
+}
+
+/// Any error that has no exit code of its own.
+impl<E: std::error::Error> From<E> for Failure {
+    fn from(e: E) -> Self {
+        Self::error(e)
+    }
+}

@@ -1,0 +1,151 @@
+//! Owns a process that has a guest: from the start of its API to the guest's end.
+
+use std::net::TcpListener;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use checkpoint::{Clock, GuestError, RestoreError, Store};
+use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
+use vmm::api::{ApiSocket, App, Server};
+use vmm::backend::{self, Factory, LaunchError};
+use vmm::config::{Boot, HostConfig, MachineConfig};
+use vmm::jobs::Jobs;
+use vmm::vm::{EndReason, SharedVm};
+
+use super::args::{HostArgs, ReceiveArgs, RestoreArgs, RunArgs};
+use super::failure::Failure;
+use super::output::say;
+
+/// `driftline run`.
+pub(super) fn run(args: RunArgs) -> Result<ExitCode, Failure> {
+    let socket = prepare(&args.host)?;
+    let host = host_config(&args.host);
+    let state_dir = args.host.state_dir.clone();
+    let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
+    let jobs = Jobs::new(vm.clone(), state_dir);
+    let server = Server::start(socket, App::new(jobs.clone()))?;
+    vm.resume()?;
+    to_the_end(vm, jobs, server)
+}
+
+/// `driftline restore`.
+pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
+    let socket = prepare(&args.host)?;
+    let store = Store::open(&args.store)?;
+    let factory = Factory::new(host_config(&args.host));
+    let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
+    let (vm, report) = restored.map_err(restore_failure)?;
+    let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
+    let server = Server::start(socket, App::new(jobs.clone()))?;
+    vm.acquire()?;
+    vm.resume()?;
+    say(format_args!(
+        "guest {} runs on from epoch {}: {} epochs, {} frames read in {:.1} ms",
+        report.vm_id, report.epoch, report.epochs, report.frames, report.time_ms
+    ));
+    to_the_end(vm, jobs, server)
+}
+
+/// `driftline receive-migration`.
+pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
+    let socket = prepare(&args.host)?;
+    let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
+    let (address, listener) = listening
+        .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
+    let control = ReceiveControl::new();
+    let give_up = control.clone();
+    let waiting = format!("waiting for a migration on tcp:{address}");
+    say(&waiting);
+    let app = App::waiting(waiting, move || {
+        if let Err(e) = give_up.cancel() {
+            say(e);
+        }
+    });
+    let server = Server::start(socket, app.clone())?;
+    let factory = Factory::new(host_config(&args.host));
+    let options = ReceiveOptions::new(&args.host.state_dir);
+    let received = migrate::receive(listener, &factory, &options, &control);
+    let Received { guest: vm, report, responder } = received.map_err(receive_failure)?;
+    let jobs = Jobs::new(vm.clone(), args.host.state_dir);
+    jobs.keep_responder(responder);
+    app.provide(jobs.clone());
+    drop(app);
+    say(format_args!(
+        "guest {} has arrived and {}: {} passes in {:.1} ms, taken over in {:.1} ms",
+        report.vm_id,
+        if report.running { "runs on" } else { "stays paused, as it was" },
+        report.passes,
+        report.total_time_ms,
+        report.take_over_ms
+    ));
+    to_the_end(vm, jobs, server)
+}
+
+/// What comes before any guest: the tie to the parent, and the socket, whose name may be taken.
+fn prepare(host: &HostArgs) -> Result<Option<ApiSocket>, Failure> {
+    if host.die_with_parent {
+        let kill = Some(rustix::process::Signal::KILL);
+        rustix::process::set_parent_process_death_signal(kill)?;
+    }
+    Ok(host.api_sock.as_deref().map(ApiSocket::bind).transpose()?)
+}
+
+fn host_config(host: &HostArgs) -> HostConfig {
+    HostConfig { serial: host.serial.clone() }
+}
+
+fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
+    let boot = match (args.guest, args.kernel) {
+        (Some(spec), _) => Boot::Payload(spec),
+        (None, Some(kernel)) => {
+            Boot::Kernel { kernel, initrd: args.initrd, cmdline: args.cmdline.unwrap_or_default() }
+        }
+        // clap has one of them required.
+        (None, None) => return Err(Failure::error("neither --kernel nor --guest was given")),
+    };
+    Ok(MachineConfig {
+        mem_bytes: args.mem,
+        vcpus: args.vcpus,
+        tracking: args.tracking,
+        ring_entries: args.ring_entries,
+        backend: args.backend,
+        boot,
+    })
+}
+
+fn launch_failure(e: LaunchError) -> Failure {
+    if e.host_lacks() { Failure::host_lacks(e) } else { Failure::error(e) }
+}
+
+fn receive_failure(e: ReceiveError) -> Failure {
+    match e.cause {
+        Cause::Guest(GuestError::Unsupported { .. }) => Failure::host_lacks(e),
+        _ => Failure::error(e),
+    }
+}
+
+fn restore_failure(e: RestoreError) -> Failure {
+    match e {
+        RestoreError::Guest { cause: GuestError::Unsupported { .. }, .. } => Failure::host_lacks(e),
+        _ => Failure::error(e),
+    }
+}
+
+/// Waits for the guest's end, lets the API's last answers out, and says why it ended.
+fn to_the_end(vm: SharedVm, jobs: Arc<Jobs>, server: Server) -> Result<ExitCode, Failure> {
+    let end = vm.wait_end(None);
+    jobs.settle();
+    drop(server);
+    // The guest's last serial output is written out with it, before the last word here.
+    drop((jobs, vm));
+    match end {
+        Some(EndReason::PowerOff) => say("the guest powered itself off"),
+        Some(EndReason::Reset) => say("the guest asked for a reset"),
+        Some(EndReason::Stopped(why)) => say(format_args!("the guest was stopped: {why}")),
+        Some(EndReason::Crashed(why)) => {
+            return Err(Failure::error(format_args!("the guest crashed: {why}")));
+        }
+        None => return Err(Failure::error("the guest's end was not told")),
+    }
+    Ok(ExitCode::SUCCESS)
+}

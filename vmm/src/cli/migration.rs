@@ -1,0 +1,201 @@
+//! Owns the commands about a migration at its source: send, cancel, resolve.
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use hyper::Method;
+use indicatif::{ProgressBar, ProgressStyle};
+use migrate::{Phase, Progress, Resolution, SendReport, SendStatus};
+use vmm::api::model::{
+    GuestWhere, MigrationPage, MigrationRequest, MigrationState, ResolveRequest,
+};
+use vmm::api::{Client, ClientError};
+
+use super::args::{ApiArgs, ResolveAction, ResolveArgs, SendArgs};
+use super::client::{ask, block_on};
+use super::failure::Failure;
+use super::output::{self, print, print_json, say};
+
+/// How often progress is shown.
+const EVERY_MS: u64 = 200;
+
+/// `driftline send-migration`.
+pub(super) fn send(args: &SendArgs) -> Result<ExitCode, Failure> {
+    block_on(start_and_follow(args))?
+}
+
+async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
+    let client = Client::new(&args.query.api.api_sock);
+    let request = MigrationRequest {
+        to: args.address.clone(),
+        downtime_ms: args.downtime_ms,
+        timeout_s: args.timeout_s,
+        timeout_strategy: args.timeout_strategy,
+    };
+    client.call::<()>(Method::POST, "/migration", Some(&request)).await?;
+    let mut view = ProgressView::new();
+    let mut cancelling = false;
+    let page = loop {
+        let page = match next_page(&client, &mut cancelling).await {
+            Ok(page) => page,
+            Err(e) => return Err(lost_sight(&e)),
+        };
+        if matches!(page.state, MigrationState::Completed | MigrationState::Failed) {
+            break page;
+        }
+        view.show(&page);
+    };
+    view.end();
+    conclude(args, page)
+}
+
+/// Where the migration stands now. Ctrl-C cancels it; the outcome still comes.
+async fn next_page(client: &Client, cancelling: &mut bool) -> Result<MigrationPage, ClientError> {
+    let path = format!("/migration?wait_ms={EVERY_MS}");
+    if *cancelling {
+        return client.get(&path).await;
+    }
+    tokio::select! {
+        page = client.get(&path) => return page,
+        pressed = tokio::signal::ctrl_c() => *cancelling = pressed.is_ok(),
+    }
+    match client.call::<()>(Method::DELETE, "/migration", None::<&()>).await {
+        Ok(()) => say("cancelling"),
+        Err(ClientError::Fault(why)) => say(why),
+        Err(e) => return Err(e),
+    }
+    client.get(&path).await
+}
+
+fn lost_sight(e: &ClientError) -> Failure {
+    Failure::error(format_args!(
+        "{e}; where the guest is must be seen at the destination, or in this host's hand-over records"
+    ))
+}
+
+fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
+    match (page.report, page.failure) {
+        (Some(report), _) => {
+            if args.query.json {
+                print_json(&report)?;
+            } else {
+                print(report_table(&report))?;
+            }
+            match report.status {
+                SendStatus::Completed => Ok(ExitCode::SUCCESS),
+                SendStatus::ResolvedDiscarded => {
+                    Err(Failure::error("the operator has resolved that the guest here ends"))
+                }
+            }
+        }
+        (None, Some(failure)) => Err(match failure.guest {
+            GuestWhere::Here => Failure::still_running(failure.message),
+            GuestWhere::PausedHere => Failure::error(failure.message),
+        }),
+        (None, None) => Err(Failure::error("the migration has ended without an outcome")),
+    }
+}
+
+fn report_table(report: &SendReport) -> String {
+    let per_second = output::bytes(report.throughput_bytes_per_s);
+    output::table(&[
+        ("guest", report.vm_id.to_string()),
+        ("total", format!("{:.1} ms", report.total_time_ms)),
+        ("downtime", format!("{:.1} ms", report.downtime_ms)),
+        ("setup", format!("{:.1} ms", report.setup_time_ms)),
+        ("passes", report.passes.len().to_string()),
+        ("transferred", output::bytes(report.transferred_bytes)),
+        ("throughput", format!("{per_second}/s")),
+        ("frames", format!("{} and {} of zeros", report.normal_frames, report.zero_frames)),
+        ("ended because", report.converged.clone()),
+    ])
+}
+
+/// Progress on a terminal, or a line a pass elsewhere.
+struct ProgressView {
+    bar: Option<ProgressBar>,
+    last: Option<(Phase, u32)>,
+}
+
+impl ProgressView {
+    fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new_spinner();
+            if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed_precise} {msg}") {
+                bar.set_style(style);
+            }
+            bar.enable_steady_tick(Duration::from_millis(100));
+            bar
+        });
+        Self { bar, last: None }
+    }
+
+    fn show(&mut self, page: &MigrationPage) {
+        let line = progress_line(&page.progress);
+        if let Some(bar) = &self.bar {
+            bar.set_message(line);
+            return;
+        }
+        let now = (page.progress.phase, page.progress.pass);
+        if self.last.replace(now) != Some(now) {
+            say(line);
+        }
+    }
+
+    fn end(self) {
+        if let Some(bar) = self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn progress_line(p: &Progress) -> String {
+    let sent = output::bytes(p.sent_bytes);
+    match p.phase {
+        Phase::Precopy => format!(
+            "precopy, pass {}: {sent} sent, {} frames left, guest writes {}/s",
+            p.pass,
+            p.remaining_frames,
+            output::bytes(p.dirty_rate_bytes_per_s)
+        ),
+        Phase::InDoubt => format!(
+            "in doubt: the guest is paused here and may run there; {}; settle it with `driftline resolve`",
+            p.doubt.as_deref().unwrap_or("the destination is being asked")
+        ),
+        phase => format!("{phase}: {sent} sent"),
+    }
+}
+
+/// `driftline cancel-migration`.
+pub(super) fn cancel(args: &ApiArgs) -> Result<ExitCode, Failure> {
+    ask::<()>(args, Method::DELETE, "/migration", None::<&()>)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `driftline resolve`.
+pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
+    let page: MigrationPage = ask(&args.api, Method::GET, "/migration", None::<&()>)?;
+    if page.state != MigrationState::InDoubt {
+        return Err(Failure::error("there is nothing to resolve: no migration is in doubt"));
+    }
+    let action = match args.action {
+        ResolveAction::Run => {
+            say(format_args!(
+                "run: the guest goes on here. You assert that {} does not run it and never will; \
+                 if it does, two run",
+                page.to
+            ));
+            Resolution::Run
+        }
+        ResolveAction::Discard => {
+            say(format_args!(
+                "discard: the guest here ends. If {} does not run it, it is lost",
+                page.to
+            ));
+            Resolution::Discard
+        }
+    };
+    ask::<()>(&args.api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
+    Ok(ExitCode::SUCCESS)
+}

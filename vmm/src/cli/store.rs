@@ -1,0 +1,84 @@
+//! Owns `driftline store`: looking at a store without a guest.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use checkpoint::{EpochInfo, Listing, Store};
+use serde_json::json;
+
+use super::args::{StoreArgs, StoreCommand};
+use super::failure::Failure;
+use super::output::{self, print, print_json, say};
+
+/// `driftline store`.
+pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
+    match command {
+        StoreCommand::Ls(args) => list(args),
+        StoreCommand::Verify(args) => verify(args),
+    }
+}
+
+fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
+    let listing = Store::open(&args.store)?.list()?;
+    if args.json {
+        let damaged: Vec<String> = listing.damaged.iter().map(ToString::to_string).collect();
+        print_json(&json!({
+            "epochs": listing.epochs,
+            "damaged": damaged,
+            "unfinished": listing.unfinished,
+            "foreign": listing.foreign,
+        }))?;
+    } else {
+        print(listing_table(&args.store, &listing))?;
+    }
+    match listing.damaged.as_slice() {
+        [] => Ok(ExitCode::SUCCESS),
+        [first, ..] => Err(Failure::error(format_args!("damaged: {first}"))),
+    }
+}
+
+fn listing_table(dir: &Path, listing: &Listing) -> String {
+    let Some(first) = listing.epochs.first() else {
+        return format!("{} holds no epochs", dir.display());
+    };
+    let mut lines = vec![format!("{} holds epochs of guest {}", dir.display(), first.vm_id)];
+    lines.push(format!(
+        "{:>8}  {:>8}  {:>10}  {:>10}  {:>9}",
+        "epoch", "parent", "frames", "zero", "size"
+    ));
+    lines.extend(listing.epochs.iter().map(epoch_row));
+    lines.extend(listing.unfinished.iter().map(|name| format!("{name}: never finished")));
+    lines.extend(listing.foreign.iter().map(|name| format!("{name}: not a part of the store")));
+    lines.join("\n")
+}
+
+fn epoch_row(info: &EpochInfo) -> String {
+    let parent = info.parent.map_or("full".to_owned(), |p| p.to_string());
+    let size = output::bytes(info.bytes);
+    format!(
+        "{:>8}  {parent:>8}  {:>10}  {:>10}  {size:>9}",
+        info.epoch, info.frames, info.zero_frames
+    )
+}
+
+fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
+    let store = Store::open(&args.store)?;
+    let report = store.verify(|epoch, outcome| match outcome {
+        Ok(info) => tracing::info!(epoch, frames = info.frames, "sound"),
+        Err(e) => say(format_args!("epoch {epoch} is damaged: {e}")),
+    });
+    let report = report.map_err(|e| {
+        Failure::error(format_args!("the store {} is damaged: {e}", args.store.display()))
+    })?;
+    if args.json {
+        print_json(&report)?;
+    } else {
+        print(format_args!(
+            "{} epochs are sound: {} frames, {} read",
+            report.epochs,
+            report.frames,
+            output::bytes(report.read_bytes)
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,93 @@
+//! Owns the reading of values on the command line: sizes, durations, addresses.
+
+use std::env;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// A size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
+pub(super) fn size(text: &str) -> Result<u64, String> {
+    images::workload::parse_size(text.as_bytes()).ok_or_else(|| {
+        "a size is digits, then nothing, K, M or G (powers of two), such as 64M".to_owned()
+    })
+}
+
+/// Guest memory: a size that a machine can have.
+pub(super) fn memory(text: &str) -> Result<u64, String> {
+    use vmm::config::{MAX_MEM_BYTES, MIN_MEM_BYTES};
+    match size(text)? {
+        bytes if !bytes.is_multiple_of(4096) => Err("memory comes in frames of 4K".to_owned()),
+        bytes if !(MIN_MEM_BYTES..=MAX_MEM_BYTES).contains(&bytes) => Err(format!(
+            "a guest has from {}M to {}G of memory",
+            MIN_MEM_BYTES >> 20,
+            MAX_MEM_BYTES >> 30
+        )),
+        bytes => Ok(bytes),
+    }
+}
+
+/// A duration: digits and `ms` or `s`.
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
+    let parsed = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
+        (Some(ms), _) => ms.parse().ok().map(Duration::from_millis),
+        (None, Some(s)) => s.parse().ok().map(Duration::from_secs),
+        (None, None) => None,
+    };
+    parsed.ok_or_else(|| "a duration is digits and ms or s, such as 100ms".to_owned())
+}
+
+/// Entries of a dirty ring.
+pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
+    let entries = text.parse().ok().filter(|n: &u32| n.is_power_of_two());
+    entries.ok_or_else(|| "a dirty ring has a power of two of entries".to_owned())
+}
+
+/// An address as `HOST:PORT`, given as `tcp:HOST:PORT`.
+pub(super) fn tcp(text: &str) -> Result<String, String> {
+    let address =
+        text.strip_prefix("tcp:").and_then(|a| a.rsplit_once(':').map(|(h, p)| (a, h, p)));
+    match address {
+        Some((address, host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
+            Ok(address.to_owned())
+        }
+        _ => Err("an address is tcp:HOST:PORT, such as tcp:10.0.0.2:7001".to_owned()),
+    }
+}
+
+/// Where a host's records are unless told otherwise: the system's place for root, else the user's.
+pub(super) fn state_dir() -> PathBuf {
+    let of = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    if rustix::process::geteuid().is_root() {
+        return "/var/lib/driftline".into();
+    }
+    let state = of("XDG_STATE_HOME").or_else(|| Some(of("HOME")?.join(".local/state")));
+    state.unwrap_or_else(env::temp_dir).join("driftline")
+}
+
+/// What the embedded guest is to do; kept as text, which is what a configuration holds.
+pub(super) fn guest_spec(text: &str) -> Result<String, String> {
+    let spec: Result<images::PayloadSpec, _> = text.parse();
+    spec.map(|_| text.to_owned()).map_err(|e| e.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_durations_have_units() {
+        assert_eq!(size("64M"), Ok(64 << 20));
+        assert_eq!(size("4096"), Ok(4096));
+        assert!(size("64MB").is_err() && size("").is_err() && size("-1").is_err());
+        assert_eq!(memory("1G"), Ok(1 << 30));
+        assert!(memory("1M").unwrap_err().contains("from 16M"));
+        assert!(memory("16777217").unwrap_err().contains("frames of 4K"));
+        assert_eq!(duration("100ms"), Ok(Duration::from_millis(100)));
+        assert_eq!(duration("3s"), Ok(Duration::from_secs(3)));
+        assert!(duration("3").is_err() && duration("ms").is_err() && duration("1m").is_err());
+        assert_eq!(ring_entries("4096"), Ok(4096));
+        assert!(ring_entries("1000").is_err() && ring_entries("0").is_err());
+        assert_eq!(tcp("tcp:[::1]:7001").as_deref(), Ok("[::1]:7001"));
+        assert!(tcp("host:7001").is_err() && tcp("tcp:host").is_err() && tcp("tcp::1").is_err());
+        assert!(guest_spec("payload,ws=1M").is_ok() && guest_spec("paperload").is_err());
+    }
+}

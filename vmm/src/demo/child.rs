@@ -1,0 +1,195 @@
+//! Owns the demo's VMM processes: each is this binary, with its own socket, serial file and stderr file,
+//! and ends with the demo, however that ends.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use images::{Message, Report};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::runtime::{Builder, Runtime};
+use vmm::api::Client;
+use vmm::api::model::{GuestState, Info};
+
+use super::StepError;
+
+/// How long any single thing may take.
+pub(super) const PATIENCE: Duration = Duration::from_secs(15);
+const POLL: Duration = Duration::from_millis(2);
+
+/// A process of this binary that has, or will have, the guest.
+pub(super) struct Vmm {
+    child: Child,
+    client: Client,
+    runtime: Runtime,
+    serial: PathBuf,
+    stderr: PathBuf,
+}
+
+impl Vmm {
+    /// Starts `args` as life `name` of the guest. The caller's thread must live as long as the demo:
+    /// the process is killed when that thread ends.
+    pub(super) fn start(dir: &Path, name: &str, args: &[String]) -> Result<Self, StepError> {
+        let file = |end: &str| dir.join(format!("{name}.{end}"));
+        let (socket, serial, stderr) = (file("sock"), file("serial"), file("stderr"));
+        let said = File::create(&stderr).map_err(|e| e.to_string())?;
+        let program = std::env::current_exe().map_err(|e| e.to_string())?;
+        let child = Command::new(program)
+            .args(args)
+            .arg("--die-with-parent")
+            .arg("--api-sock")
+            .arg(&socket)
+            .arg(format!("--serial=file:{}", serial.display()))
+            .arg("--state-dir")
+            .arg(dir.join("state"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(said)
+            .spawn()
+            .map_err(|e| format!("cannot start a VMM: {e}"))?;
+        let runtime =
+            Builder::new_current_thread().enable_all().build().map_err(|e| e.to_string())?;
+        Ok(Self { child, client: Client::new(socket), runtime, serial, stderr })
+    }
+
+    /// What it said on stderr.
+    pub(super) fn said(&self) -> String {
+        fs::read_to_string(&self.stderr).unwrap_or_default()
+    }
+
+    /// One API request.
+    pub(super) fn call<T: DeserializeOwned>(
+        &self,
+        method: hyper::Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<T, StepError> {
+        self.runtime.block_on(self.client.call(method, path, body)).map_err(|e| e.to_string())
+    }
+
+    /// `GET path`.
+    pub(super) fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, StepError> {
+        self.call(hyper::Method::GET, path, None::<&()>)
+    }
+
+    /// Waits until the guest runs here.
+    pub(super) fn await_running(&mut self) -> Result<(), StepError> {
+        self.wait("the guest to run", |vmm| {
+            let info: Result<Info, _> = vmm.get("/info");
+            Ok(info.is_ok_and(|i| i.state == GuestState::Running).then_some(()))
+        })
+    }
+
+    /// Waits for something that a running process will bring about.
+    pub(super) fn wait<T>(
+        &mut self,
+        what: &str,
+        mut check: impl FnMut(&Self) -> Result<Option<T>, StepError>,
+    ) -> Result<T, StepError> {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(found) = check(self)? {
+                return Ok(found);
+            }
+            if let Some(status) = self.child.try_wait().map_err(|e| e.to_string())? {
+                let said = self.said();
+                return Err(format!("the VMM ended ({status}) before {what}: {}", said.trim()));
+            }
+            if Instant::now() > end {
+                return Err(format!("waited {} s for {what}", PATIENCE.as_secs()));
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Kills it hard, as a host's failure would.
+    pub(super) fn kill(&mut self) -> Result<(), StepError> {
+        self.child.kill().and_then(|()| self.child.wait()).map(drop).map_err(|e| e.to_string())
+    }
+
+    /// Waits for its own, clean end.
+    pub(super) fn await_exit(&mut self) -> Result<(), StepError> {
+        let end = Instant::now() + PATIENCE;
+        let status: ExitStatus = loop {
+            match self.child.try_wait().map_err(|e| e.to_string())? {
+                Some(status) => break status,
+                None if Instant::now() > end => return Err("the VMM does not end".to_owned()),
+                None => std::thread::sleep(POLL),
+            }
+        };
+        if status.success() {
+            return Ok(());
+        }
+        Err(format!("the VMM ended with {status}: {}", self.said().trim()))
+    }
+
+    /// The last report of each vCPU in this life, by vCPU; an error if the guest complains.
+    pub(super) fn reports(&self) -> Result<Vec<Report>, StepError> {
+        let log = fs::read_to_string(&self.serial).unwrap_or_default();
+        last_reports(&log)
+    }
+
+    /// Waits until each of `vcpus` vCPUs has reported more pages than it had in `than`.
+    pub(super) fn await_progress(
+        &mut self,
+        vcpus: usize,
+        than: &[Report],
+    ) -> Result<Vec<Report>, StepError> {
+        let before = |vcpu| than.iter().find(|r| r.vcpu == vcpu).map_or(0, |r| r.pages);
+        self.wait("every vCPU to write more pages", |vmm| {
+            let now = vmm.reports()?;
+            let all = now.len() == vcpus && now.iter().all(|r| r.pages > before(r.vcpu));
+            Ok(all.then_some(now))
+        })
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        // It may have ended already; nothing may outlive the demo.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn last_reports(log: &str) -> Result<Vec<Report>, StepError> {
+    let mut last: Vec<Report> = Vec::new();
+    for line in log.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
+        match Message::parse(line) {
+            Some(Message::Report(r)) if r.errors > 0 => {
+                return Err(format!("the guest found {} errors: {}", r.errors, line.trim()));
+            }
+            Some(Message::Report(r)) => {
+                last.retain(|l| l.vcpu != r.vcpu);
+                last.push(r);
+            }
+            Some(Message::Ready { .. }) | None => {}
+            Some(Message::Error { .. } | Message::Fault(_) | Message::Fatal(_)) => {
+                return Err(format!("the guest says: {}", line.trim()));
+            }
+        }
+    }
+    last.sort_by_key(|r| r.vcpu);
+    Ok(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_whole_line_of_each_vcpu_counts() {
+        let line = |vcpu, pages, errors| {
+            format!(
+                "payload vcpu={vcpu} t_ms=1 passes=1 pages={pages} errors={errors} max_gap_us=5 gap_us=5\n"
+            )
+        };
+        let log = [line(1, 5, 0), line(0, 7, 0), line(1, 9, 0)].concat() + "payload vcpu=0 t_";
+        let pages: Vec<u64> = last_reports(&log).unwrap().iter().map(|r| r.pages).collect();
+        assert_eq!(pages, [7, 9]);
+        let e = last_reports(&line(0, 7, 2)).unwrap_err();
+        assert!(e.starts_with("the guest found 2 errors"), "{e}");
+    }
+}

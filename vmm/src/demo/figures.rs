@@ -1,0 +1,103 @@
+//! Owns the demo's figures and the table that it ends with.
+
+use images::Report;
+use migrate::SendReport;
+use serde::Serialize;
+use vmm::api::model::EpochLine;
+
+use crate::cli::output::{bytes, table};
+
+/// What the demo measured.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub(super) struct Figures {
+    /// What ran the vCPUs.
+    pub(super) backend: String,
+    /// From the start of the process to the guest's first line.
+    pub(super) launch_ms: f64,
+    /// Checkpoints taken.
+    pub(super) checkpoints: u64,
+    /// The median and the longest time that the guest stood still for one.
+    pub(super) pause_p50_us: u64,
+    /// See `pause_p50_us`.
+    pub(super) pause_max_us: u64,
+    /// Frames in the first, full checkpoint.
+    pub(super) full_frames: u64,
+    /// Median frames in the others.
+    pub(super) incremental_frames_p50: u64,
+    /// From the start of the restoring process until the guest ran.
+    pub(super) restore_ms: f64,
+    /// The whole migration.
+    pub(super) migration_total_ms: f64,
+    /// No vCPU ran anywhere.
+    pub(super) migration_downtime_ms: f64,
+    /// Passes over memory, the last one included.
+    pub(super) migration_passes: u64,
+    /// Sent over the wire.
+    pub(super) migration_bytes: u64,
+    /// The longest time between two ticks of a vCPU's loop, as the guest saw it.
+    pub(super) guest_longest_gap_us: u64,
+    /// Pages written by all vCPUs in all lives.
+    pub(super) pages_written: u64,
+    /// Pages that the guest found wrong.
+    pub(super) errors: u64,
+}
+
+impl Figures {
+    pub(super) fn add_checkpoints(&mut self, lines: &[EpochLine]) {
+        self.checkpoints = lines.len() as u64;
+        self.pause_p50_us = median(lines.iter().map(|l| l.pause_us));
+        self.pause_max_us = lines.iter().map(|l| l.pause_us).max().unwrap_or(0);
+        self.full_frames = lines.first().map_or(0, |l| l.frames);
+        self.incremental_frames_p50 = median(lines.iter().skip(1).map(|l| l.frames));
+    }
+
+    pub(super) fn add_migration(&mut self, report: &SendReport) {
+        self.migration_total_ms = report.total_time_ms;
+        self.migration_downtime_ms = report.downtime_ms;
+        self.migration_passes = report.passes.len() as u64;
+        self.migration_bytes = report.transferred_bytes;
+    }
+
+    pub(super) fn add_reports(&mut self, reports: &[Report]) {
+        self.guest_longest_gap_us = reports.iter().map(|r| r.max_gap_us).max().unwrap_or(0);
+        self.pages_written = reports.iter().map(|r| r.pages).sum();
+        self.errors = reports.iter().map(|r| r.errors).sum();
+    }
+
+    pub(super) fn table(&self) -> String {
+        let ms = |us: u64| format!("{:.2} ms", us as f64 / 1e3);
+        table(&[
+            ("launch", format!("{:.0} ms", self.launch_ms)),
+            ("checkpoints", self.checkpoints.to_string()),
+            ("  pause, median", ms(self.pause_p50_us)),
+            ("  pause, longest", ms(self.pause_max_us)),
+            ("  frames, full", self.full_frames.to_string()),
+            ("  frames, median", self.incremental_frames_p50.to_string()),
+            ("restore", format!("{:.0} ms", self.restore_ms)),
+            ("migration", format!("{:.0} ms", self.migration_total_ms)),
+            ("  downtime", format!("{:.1} ms", self.migration_downtime_ms)),
+            ("  passes", self.migration_passes.to_string()),
+            ("  transferred", bytes(self.migration_bytes)),
+            ("guest's longest gap", ms(self.guest_longest_gap_us)),
+            ("pages written", self.pages_written.to_string()),
+            ("errors found", self.errors.to_string()),
+        ])
+    }
+}
+
+fn median(values: impl Iterator<Item = u64>) -> u64 {
+    let mut values: Vec<u64> = values.collect();
+    values.sort_unstable();
+    values.get(values.len() / 2).copied().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median([].into_iter()), 0);
+        assert_eq!(median([3, 1, 2].into_iter()), 2);
+    }
+}

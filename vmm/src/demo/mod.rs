@@ -1,0 +1,264 @@
+//! `driftline demo`: one guest's three lives. It is launched and checkpointed, its VMM is killed, it is
+//! restored in a second process, live-migrated to a third, and stopped there; it checks its own memory
+//! all the while.
+
+mod child;
+mod figures;
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use hyper::Method;
+use images::Report;
+use indicatif::{ProgressBar, ProgressStyle};
+use vmm::api::model::{
+    CheckpointPage, CheckpointRequest, EpochOutcome, MigrationPage, MigrationRequest,
+    MigrationState,
+};
+use vmm::config::Backend;
+
+use crate::cli::args::DemoArgs;
+use crate::cli::failure::Failure;
+use crate::cli::output::{print, print_json, say};
+use child::Vmm;
+use figures::Figures;
+
+/// What went wrong in a step, as a sentence.
+type StepError = String;
+
+const VCPUS: usize = 2;
+const GUEST: &str = "payload,ws=64M,rate=160M";
+const CHECKPOINTS: u64 = 10;
+const CHECKPOINT_EVERY_MS: u64 = 100;
+/// How long the guest runs on after its migration.
+const RUN_ON: Duration = Duration::from_secs(2);
+
+/// `driftline demo`.
+pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
+    let backend = choose_backend(args)?;
+    let dir = tempfile::Builder::new().prefix("driftline-demo-").tempdir()?;
+    let mut demo = Demo {
+        dir: dir.path(),
+        backend,
+        show: Show::new(),
+        figures: Figures { backend: backend.to_string(), ..Figures::default() },
+        step: "",
+    };
+    let outcome = demo.run();
+    demo.show.end();
+    let (figures, step) = (demo.figures, demo.step);
+    match outcome {
+        Ok(()) if args.json => print_json(&figures)?,
+        Ok(()) => print(figures.table())?,
+        Err(why) => {
+            let kept = dir.keep();
+            return Err(Failure::error(format_args!(
+                "the demo failed at the step \"{step}\": {why}; everything is kept in {}",
+                kept.display()
+            )));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Says in the first line what the demo runs on.
+fn choose_backend(args: &DemoArgs) -> Result<Backend, Failure> {
+    let (backend, line) = match (args.backend, vmm::doctor::usable_kvm()) {
+        (Some(Backend::Threads), _) => {
+            (Backend::Threads, "the guest's workload runs on host threads, as asked".to_owned())
+        }
+        (None, Err(why)) => (
+            Backend::Threads,
+            format!("no usable KVM ({why}): the guest's workload runs on host threads instead"),
+        ),
+        (Some(Backend::Kvm), Err(why)) => return Err(Failure::host_lacks(why)),
+        (_, Ok(())) => {
+            (Backend::Kvm, format!("a KVM guest of {VCPUS} vCPUs and 1 GiB that checks its memory"))
+        }
+    };
+    if args.json {
+        say(line);
+    } else {
+        print(format_args!("driftline demo: {line}"))?;
+    }
+    Ok(backend)
+}
+
+struct Demo<'d> {
+    dir: &'d Path,
+    backend: Backend,
+    show: Show,
+    figures: Figures,
+    /// The step under way.
+    step: &'static str,
+}
+
+impl Demo<'_> {
+    /// The steps, one a line.
+    fn run(&mut self) -> Result<(), StepError> {
+        self.begin("launch");
+        let (mut first, before) = self.launch()?;
+        self.begin("checkpoint");
+        self.take_checkpoints(&first)?;
+        self.begin("kill the VMM");
+        first.kill()?;
+        self.begin("restore");
+        let (mut second, before) = self.restore(&before)?;
+        self.begin("live-migrate");
+        let mut third = self.migrate(&mut second)?;
+        self.begin("run on");
+        let after = self.run_on(&mut third, &before)?;
+        self.begin("stop");
+        third.call::<()>(Method::POST, "/stop", None::<&()>)?;
+        third.await_exit()?;
+        let last = third.reports()?;
+        self.figures.add_reports(if last.len() == VCPUS { &last } else { &after });
+        Ok(())
+    }
+
+    fn begin(&mut self, step: &'static str) {
+        self.step = step;
+        self.show.step(step);
+    }
+
+    /// The first life, until every vCPU has reported.
+    fn launch(&mut self) -> Result<(Vmm, Vec<Report>), StepError> {
+        let begun = Instant::now();
+        let (backend, vcpus) = (self.backend.name(), VCPUS.to_string());
+        let args =
+            ["run", "--guest", GUEST, "--mem", "1G", "--vcpus", &vcpus, "--backend", backend];
+        let mut vmm = Vmm::start(self.dir, "first", &args.map(str::to_owned))?;
+        vmm.await_running()?;
+        self.figures.launch_ms = begun.elapsed().as_secs_f64() * 1e3;
+        let reports = vmm.await_progress(VCPUS, &[])?;
+        Ok((vmm, reports))
+    }
+
+    fn take_checkpoints(&mut self, vmm: &Vmm) -> Result<(), StepError> {
+        let request = CheckpointRequest {
+            store: self.dir.join("store"),
+            every_ms: Some(CHECKPOINT_EVERY_MS),
+            count: Some(CHECKPOINTS),
+        };
+        vmm.call::<()>(Method::POST, "/checkpoint", Some(&request))?;
+        let (mut lines, mut since) = (Vec::new(), 0);
+        loop {
+            let page: CheckpointPage =
+                vmm.get(&format!("/checkpoint?since={since}&wait_ms=5000"))?;
+            for outcome in page.epochs {
+                match outcome {
+                    EpochOutcome::Stored(line) => lines.push(line),
+                    EpochOutcome::Failed(why) => return Err(why),
+                }
+            }
+            since = page.next;
+            self.show.detail(format!("{} of {CHECKPOINTS} checkpoints", lines.len()));
+            if !page.running {
+                break;
+            }
+        }
+        self.figures.add_checkpoints(&lines);
+        vmm.reports()?;
+        match lines.len() as u64 {
+            CHECKPOINTS => Ok(()),
+            taken => Err(format!("{taken} checkpoints were taken, not {CHECKPOINTS}")),
+        }
+    }
+
+    /// The second life: it must know all pages that the first had written before its checkpoints.
+    fn restore(&mut self, before: &[Report]) -> Result<(Vmm, Vec<Report>), StepError> {
+        let begun = Instant::now();
+        let store = self.dir.join("store");
+        let args = ["restore".to_owned(), "--store".to_owned(), store.display().to_string()];
+        let mut vmm = Vmm::start(self.dir, "second", &args)?;
+        vmm.await_running()?;
+        self.figures.restore_ms = begun.elapsed().as_secs_f64() * 1e3;
+        let reports = vmm.await_progress(VCPUS, before)?;
+        Ok((vmm, reports))
+    }
+
+    /// From the second process to a third, which is returned with the guest running in it.
+    fn migrate(&mut self, source: &mut Vmm) -> Result<Vmm, StepError> {
+        let args = ["receive-migration", "tcp:127.0.0.1:0"].map(str::to_owned);
+        let mut destination = Vmm::start(self.dir, "third", &args)?;
+        let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.said())))?;
+        let body = serde_json::json!({ "to": to });
+        let request: MigrationRequest = serde_json::from_value(body).map_err(|e| e.to_string())?;
+        source.call::<()>(Method::POST, "/migration", Some(&request))?;
+        let end = Instant::now() + child::PATIENCE;
+        let report = loop {
+            let page: MigrationPage = source.get("/migration?wait_ms=100")?;
+            match (page.state, page.report, page.failure) {
+                (MigrationState::Completed, Some(report), _) => break report,
+                (_, _, Some(failure)) => return Err(failure.message),
+                (state, ..) if Instant::now() > end => {
+                    return Err(format!("the migration takes too long ({state:?})"));
+                }
+                _ => self.show.detail(format!("pass {}", page.progress.pass)),
+            }
+        };
+        self.figures.add_migration(&report);
+        source.await_exit()?;
+        source.reports()?;
+        destination.await_running()?;
+        Ok(destination)
+    }
+
+    fn run_on(&mut self, vmm: &mut Vmm, before: &[Report]) -> Result<Vec<Report>, StepError> {
+        let begun = Instant::now();
+        let reports = vmm.await_progress(VCPUS, before)?;
+        std::thread::sleep(RUN_ON.saturating_sub(begun.elapsed()));
+        Ok(vmm.reports().ok().filter(|r| r.len() == VCPUS).unwrap_or(reports))
+    }
+}
+
+/// The address in what a waiting receiver says.
+fn listening_on(said: &str) -> Option<String> {
+    let (_, rest) = said.split_once("waiting for a migration on tcp:")?;
+    let (address, _) = rest.split_once('\n')?;
+    Some(address.to_owned())
+}
+
+/// Progress: a spinner on a terminal, a line a step elsewhere.
+struct Show {
+    bar: Option<ProgressBar>,
+    begun: Instant,
+}
+
+impl Show {
+    fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new_spinner();
+            if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed} {prefix} {msg}") {
+                bar.set_style(style);
+            }
+            bar.enable_steady_tick(Duration::from_millis(100));
+            bar
+        });
+        Self { bar, begun: Instant::now() }
+    }
+
+    fn step(&self, step: &'static str) {
+        match &self.bar {
+            Some(bar) => {
+                bar.set_prefix(step);
+                bar.set_message("");
+            }
+            None => say(format_args!("{:5.1} s  {step}", self.begun.elapsed().as_secs_f64())),
+        }
+    }
+
+    fn detail(&self, detail: String) {
+        if let Some(bar) = &self.bar {
+            bar.set_message(detail);
+        }
+    }
+
+    fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Where COM1's output goes: a bounded buffer, emptied by a thread of its own, so that a slow or
+//! stuck reader never holds up a vCPU. What does not fit is dropped and counted.
+//!
+//! Lines are written whole, unfinished ones (a prompt) after [`PATIENCE`].
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::config::SerialSink;
+
+/// Bytes that wait for a slow reader before output is dropped.
+const ROOM: usize = 256 << 10;
+/// How long an unfinished line waits for its end.
+const PATIENCE: Duration = Duration::from_millis(10);
+/// How long a guest that stops here waits for its reader.
+const SETTLE: Duration = Duration::from_millis(100);
+/// How long a machine that ends waits for its reader.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// A sink cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[error("serial output to \"{path}\" is not possible: {cause}")]
+pub struct SinkError {
+    path: String,
+    cause: io::Error,
+}
+
+#[derive(Debug, Default)]
+struct Pending {
+    bytes: Vec<u8>,
+    dropped: u64,
+    /// Unfinished lines do not wait for their end.
+    hurry: bool,
+    /// Bytes taken by the thread are on their way.
+    writing: bool,
+    /// No more output comes.
+    closed: bool,
+    /// The thread has written all it will.
+    done: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    pending: Mutex<Pending>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Pending> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The writing side; writing never blocks.
+#[derive(Clone, Debug)]
+pub struct SinkWriter(Arc<Shared>);
+
+impl SinkWriter {
+    /// Waits, a moment at most, until all output so far is written: the guest's next byte may be
+    /// written by another process.
+    pub(crate) fn settle(&self) {
+        let mut pending = self.0.lock();
+        pending.hurry = true;
+        self.0.changed.notify_all();
+        let busy = |p: &mut Pending| p.writing || !p.bytes.is_empty();
+        let waited = self.0.changed.wait_timeout_while(pending, SETTLE, busy);
+        waited.unwrap_or_else(PoisonError::into_inner).0.hurry = false;
+    }
+}
+
+impl Write for SinkWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut pending = self.0.lock();
+        if pending.bytes.len() + bytes.len() > ROOM {
+            pending.dropped += bytes.len() as u64;
+            return Ok(bytes.len());
+        }
+        let wake = pending.bytes.is_empty() || bytes.contains(&b'\n');
+        pending.bytes.extend_from_slice(bytes);
+        drop(pending);
+        if wake {
+            self.0.changed.notify_all();
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The thread behind a [`SinkWriter`]. Dropping it writes out what is left.
+#[derive(Debug)]
+pub(crate) struct SinkThread {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Opens `sink` and starts its thread.
+pub(crate) fn open(sink: &SerialSink) -> Result<(SinkWriter, SinkThread), SinkError> {
+    let to: Box<dyn Write + Send> = match sink {
+        SerialSink::Stdio => Box::new(io::stdout()),
+        SerialSink::Null => Box::new(io::sink()),
+        SerialSink::File(path) => {
+            let open =
+                || -> io::Result<File> { OpenOptions::new().create(true).append(true).open(path) };
+            let failed = |cause| SinkError { path: path.display().to_string(), cause };
+            Box::new(open().map_err(failed)?)
+        }
+    };
+    let shared = Arc::new(Shared::default());
+    let theirs = shared.clone();
+    let run = move || {
+        empty(&theirs, to);
+        theirs.lock().done = true;
+        theirs.changed.notify_all();
+    };
+    let failed = |cause| SinkError { path: "a new thread".to_owned(), cause };
+    let thread = std::thread::Builder::new().name("serial".to_owned()).spawn(run);
+    let thread = Some(thread.map_err(failed)?);
+    Ok((SinkWriter(shared.clone()), SinkThread { shared, thread }))
+}
+
+/// Writes out what comes until the sink is closed and empty.
+fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
+    let mut broken = false;
+    loop {
+        let (bytes, dropped, closed) = next(shared);
+        if dropped > 0 {
+            tracing::warn!("{dropped} bytes of serial output were dropped: nobody reads it");
+        }
+        if !broken && let Err(e) = to.write_all(&bytes).and_then(|()| to.flush()) {
+            tracing::warn!("serial output is lost from here on: {e}");
+            broken = true;
+        }
+        shared.lock().writing = false;
+        shared.changed.notify_all();
+        if closed {
+            return;
+        }
+    }
+}
+
+/// Waits for bytes: whole lines, or what is there when patience ends.
+fn next(shared: &Shared) -> (Vec<u8>, u64, bool) {
+    let mut pending = shared.lock();
+    while pending.bytes.is_empty() && !pending.closed {
+        pending = shared.changed.wait(pending).unwrap_or_else(PoisonError::into_inner);
+    }
+    let unfinished = |p: &mut Pending| !p.closed && !p.hurry && p.bytes.last() != Some(&b'\n');
+    let waited = shared.changed.wait_timeout_while(pending, PATIENCE, unfinished);
+    let (mut pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
+    pending.writing = true;
+    (std::mem::take(&mut pending.bytes), std::mem::take(&mut pending.dropped), pending.closed)
+}
+
+impl Drop for SinkThread {
+    fn drop(&mut self) {
+        let mut pending = self.shared.lock();
+        pending.closed = true;
+        self.shared.changed.notify_all();
+        let Some(thread) = self.thread.take() else { return };
+        // A reader that never reads again may keep the thread, but not the machine.
+        let waited = self.shared.changed.wait_timeout_while(pending, FAREWELL, |p| !p.done);
+        let (pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let done = pending.done;
+        drop(pending);
+        if done {
+            let _ = thread.join();
+        } else {
+            tracing::warn!("serial output is left unwritten: its reader is stuck");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_is_written_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("serial");
+        let (mut writer, thread) = open(&SerialSink::File(path.clone())).unwrap();
+        for i in 0..1000 {
+            write!(writer, "line {i}\npart").unwrap();
+        }
+        drop(thread);
+        let text = std::fs::read_to_string(path).unwrap();
+        let want: String = (0..1000).map(|i| format!("line {i}\npart")).collect();
+        assert_eq!(text, want);
+    }
+
+    #[test]
+    fn a_prompt_without_newline_comes_out_soon() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("serial");
+        let (mut writer, _thread) = open(&SerialSink::File(path.clone())).unwrap();
+        write!(writer, "login: ").unwrap();
+        let end = std::time::Instant::now() + Duration::from_secs(5);
+        while std::fs::read(&path).unwrap() != b"login: " {
+            assert!(std::time::Instant::now() < end, "the prompt never came");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    #[test]
+    fn a_stuck_reader_costs_output_not_time() {
+        let shared = Arc::new(Shared::default());
+        let mut writer = SinkWriter(shared.clone());
+        for _ in 0..ROOM + 100 {
+            writer.write_all(b"x").unwrap();
+        }
+        assert_eq!(shared.lock().bytes.len(), ROOM);
+        assert_eq!(shared.lock().dropped, 100);
+    }
+}

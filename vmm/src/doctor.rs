@@ -1,0 +1,182 @@
+//! What this host offers to a VMM, and what each missing thing costs.
+
+use std::fs;
+use std::path::Path;
+
+use kvm_ioctls::Kvm;
+use serde::Serialize;
+
+use crate::kvm::{Capabilities, Need};
+
+/// One thing that a host may offer.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Finding {
+    /// What it is.
+    pub name: String,
+    /// Whether it is there.
+    pub present: bool,
+    /// What there is of it.
+    pub value: String,
+    /// What follows if it is missing, or what is to be known about it; may be empty.
+    pub cost: String,
+}
+
+/// All findings of one host.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Diagnosis {
+    /// Whether KVM machines can be built here.
+    pub kvm: bool,
+    /// One thing each.
+    pub findings: Vec<Finding>,
+}
+
+/// Whether KVM machines can be built here; if not, why.
+pub fn usable_kvm() -> Result<(), String> {
+    let kvm = Kvm::new().map_err(|e| format!("/dev/kvm: {e}"))?;
+    let capabilities = Capabilities::probe(&kvm);
+    match capabilities.missing().next() {
+        Some(missing) => Err(format!("KVM_CAP_{} is missing", missing.name)),
+        None => Ok(()),
+    }
+}
+
+/// Looks at everything. Changes nothing.
+pub fn diagnose() -> Diagnosis {
+    let mut findings = Vec::new();
+    match Kvm::new() {
+        Err(e) => findings.push(missing(
+            "/dev/kvm",
+            &format!("{e}: no KVM machines here; only --backend threads"),
+        )),
+        Ok(kvm) => kvm_findings(&kvm, &mut findings),
+    }
+    findings.extend([
+        hypervisor(),
+        memory(),
+        huge_pages(),
+        pagemap(),
+        userfaultfd(),
+        clock_source(),
+    ]);
+    Diagnosis { kvm: usable_kvm().is_ok(), findings }
+}
+
+fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
+    findings.push(present("/dev/kvm", format!("API version {}", kvm.get_api_version()), ""));
+    let capabilities = Capabilities::probe(kvm);
+    findings.push(match capabilities.dirty_ring() {
+        Some((_, entries)) => present("dirty ring", format!("up to {entries} entries a vCPU"), ""),
+        None => missing("dirty ring", "--tracking dirty-ring is refused; dirty-bitmap remains"),
+    });
+    for c in capabilities.iter() {
+        let name = format!("KVM_CAP_{}", c.name);
+        findings.push(match (c.value, c.need) {
+            (0, Need::Required) => missing(&name, "required: no KVM machines here"),
+            (0, Need::Optional(cost)) => missing(&name, cost),
+            (value, _) => present(&name, value.to_string(), ""),
+        });
+    }
+}
+
+fn hypervisor() -> Finding {
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = cpuinfo.lines().find(|l| l.starts_with("flags")).unwrap_or_default();
+    let nested = flags.split_ascii_whitespace().any(|f| f == "hypervisor");
+    let hardware = ["vmx", "svm"].iter().any(|v| flags.split_ascii_whitespace().any(|f| f == *v));
+    match (nested, hardware) {
+        (false, true) => present("hardware virtualization", "yes".into(), ""),
+        (true, true) => {
+            let cost = "this host is a guest itself: exits and first writes to frames cost more";
+            present("hardware virtualization", "nested".into(), cost)
+        }
+        (_, false) => missing(
+            "hardware virtualization",
+            "KVM, if present, works without VMX or SVM: guest kernel code may be emulated, and slow",
+        ),
+    }
+}
+
+fn memory() -> Finding {
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = |field: &str| -> Option<u64> {
+        let line = meminfo.lines().find_map(|l| l.strip_prefix(field))?;
+        line.trim_start_matches(':').trim().trim_end_matches(" kB").parse().ok()
+    };
+    match (kib("MemAvailable"), kib("MemTotal")) {
+        (Some(free), Some(total)) => {
+            let value = format!("{} MiB available of {} MiB", free >> 10, total >> 10);
+            present("memory", value, "")
+        }
+        _ => missing("memory", "/proc/meminfo says nothing about it"),
+    }
+}
+
+fn huge_pages() -> Finding {
+    let enabled = read("/sys/kernel/mm/transparent_hugepage/enabled");
+    let chosen = enabled.split(['[', ']']).nth(1).unwrap_or("never").to_owned();
+    match chosen.as_str() {
+        "never" => missing("transparent huge pages", "first touches of guest memory cost more"),
+        _ => present("transparent huge pages", chosen, ""),
+    }
+}
+
+fn pagemap() -> Finding {
+    match fs::File::open("/proc/self/pagemap") {
+        Ok(_) => present("pagemap", "readable".into(), ""),
+        Err(e) => missing(
+            "pagemap",
+            &format!(
+                "{e}: checkpoints and migrations cannot tell which memory is in use, and fail"
+            ),
+        ),
+    }
+}
+
+fn userfaultfd() -> Finding {
+    let device = Path::new("/dev/userfaultfd").exists();
+    let sysctl = read("/proc/sys/vm/unprivileged_userfaultfd");
+    match (device, sysctl.as_str()) {
+        (true, _) => present("userfaultfd", "/dev/userfaultfd".into(), ""),
+        (false, "1") => present("userfaultfd", "the system call, for everyone".into(), ""),
+        (false, "0") => present("userfaultfd", "the system call, for root".into(), ""),
+        _ => missing("userfaultfd", "nothing in this version"),
+    }
+}
+
+fn clock_source() -> Finding {
+    let source = read("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+    match source.as_str() {
+        "tsc" | "kvm-clock" => present("clock source", source, ""),
+        "" => missing("clock source", "the kernel names none"),
+        _ => {
+            let cost = "guests' kvmclock needs a host clock on the TSC to be cheap and exact";
+            present("clock source", source, cost)
+        }
+    }
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+fn present(name: &str, value: String, cost: &str) -> Finding {
+    Finding { name: name.to_owned(), present: true, value, cost: cost.to_owned() }
+}
+
+fn missing(name: &str, cost: &str) -> Finding {
+    let value = "missing".to_owned();
+    Finding { name: name.to_owned(), present: false, value, cost: cost.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_missing_thing_says_what_it_costs() {
+        let diagnosis = diagnose();
+        assert!(diagnosis.findings.iter().all(|f| f.present || !f.cost.is_empty()));
+        assert!(diagnosis.findings.iter().any(|f| f.name == "memory" && f.present));
+        assert_eq!(diagnosis.kvm, usable_kvm().is_ok());
+    }
+}

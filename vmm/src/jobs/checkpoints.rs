@@ -1,0 +1,146 @@
+//! Owns one run of checkpoints: its thread, and the reports that its readers have not seen yet.
+
+use std::collections::VecDeque;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use checkpoint::{Checkpointer, RunState, Store, Taken};
+use tokio::sync::watch;
+
+use super::holds::{Holds, Role};
+use crate::api::model::{CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome};
+
+/// Reports kept for a reader that comes late: hours of them.
+const KEPT_REPORTS: usize = 65_536;
+/// The most reports in one answer.
+const PAGE: usize = 4_096;
+
+/// A run of checkpoints, under way or over.
+pub(super) struct CheckpointJob {
+    store: PathBuf,
+    cancel: AtomicBool,
+    log: Mutex<Log>,
+    /// Reports made so far and whether it is over, for those who wait for more.
+    news: watch::Sender<(u64, bool)>,
+}
+
+#[derive(Default)]
+struct Log {
+    /// The number of the first report kept.
+    first: u64,
+    kept: VecDeque<EpochOutcome>,
+    /// The run ended because the guest did.
+    guest_ended: bool,
+    /// Whether somebody has read the end.
+    end_was_read: bool,
+}
+
+impl CheckpointJob {
+    /// Opens the store and begins. An error is a sentence.
+    pub(super) fn start(
+        holds: &Arc<Holds>,
+        request: &CheckpointRequest,
+    ) -> Result<Arc<Self>, String> {
+        let store = Store::create_or_open(&request.store).map_err(|e| e.to_string())?;
+        let guest = holds.view(Role::Checkpoint);
+        let mut checkpointer = Checkpointer::new(guest, store).map_err(|e| e.to_string())?;
+        let job = Arc::new(Self {
+            store: request.store.clone(),
+            cancel: AtomicBool::new(false),
+            log: Mutex::default(),
+            news: watch::Sender::new((0, false)),
+        });
+        let every = Duration::from_millis(request.every_ms.unwrap_or(0));
+        let count = request.count.or(request.every_ms.is_none().then_some(1));
+        let worker = job.clone();
+        thread::Builder::new()
+            .name("checkpoint".into())
+            .spawn(move || {
+                let _end = EndGuard(&worker);
+                checkpointer.run(every, count, &worker.cancel, |taken| worker.note(&taken));
+                // The store's lock goes before anyone hears that the run is over.
+                drop(checkpointer);
+            })
+            .map_err(|e| format!("cannot start a thread for checkpoints: {e}"))?;
+        Ok(job)
+    }
+
+    fn note(&self, taken: &Taken) -> ControlFlow<()> {
+        let outcome = match &taken.outcome {
+            Ok(report) => {
+                let late_ms = u64::try_from(taken.late.as_millis()).unwrap_or(u64::MAX);
+                EpochOutcome::Stored(EpochLine::new(report, late_ms, taken.skipped))
+            }
+            Err(e) if e.guest == RunState::Stopped => {
+                self.guest_ended();
+                return ControlFlow::Break(());
+            }
+            Err(e) => EpochOutcome::Failed(e.to_string()),
+        };
+        let mut log = self.log();
+        if log.kept.len() == KEPT_REPORTS {
+            log.kept.pop_front();
+            log.first += 1;
+        }
+        log.kept.push_back(outcome);
+        let made = log.first + log.kept.len() as u64;
+        self.news.send_modify(|news| news.0 = made);
+        ControlFlow::Continue(())
+    }
+
+    /// There is no guest any more to take checkpoints of.
+    pub(super) fn guest_ended(&self) {
+        self.log().guest_ended |= !self.is_over();
+        self.cancel();
+    }
+
+    /// Ends the run after the epoch under way.
+    pub(super) fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.news.borrow().1
+    }
+
+    pub(super) fn end_was_read(&self) -> bool {
+        self.log().end_was_read
+    }
+
+    /// Waits until there is a report `since`, or the run is over.
+    pub(super) async fn news_since(&self, since: u64) {
+        let mut news = self.news.subscribe();
+        // The sender lives as long as self.
+        let _ = news.wait_for(|&(made, over)| made > since || over).await;
+    }
+
+    /// The reports from number `since` on.
+    pub(super) fn page(&self, since: u64) -> CheckpointPage {
+        let over = self.is_over();
+        let mut log = self.log();
+        let skip = usize::try_from(since.saturating_sub(log.first)).unwrap_or(usize::MAX);
+        let epochs: Vec<EpochOutcome> = log.kept.iter().skip(skip).take(PAGE).cloned().collect();
+        let next = since.max(log.first).saturating_add(epochs.len() as u64);
+        let running = !over || next < log.first + log.kept.len() as u64;
+        log.end_was_read |= !running;
+        let guest_ended = log.guest_ended && !running;
+        CheckpointPage { running, guest_ended, store: self.store.clone(), next, epochs }
+    }
+
+    fn log(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Says that the run is over however its thread ends.
+struct EndGuard<'j>(&'j CheckpointJob);
+
+impl Drop for EndGuard<'_> {
+    fn drop(&mut self) {
+        self.0.news.send_modify(|news| news.1 = true);
+    }
+}

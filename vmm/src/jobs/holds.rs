@@ -1,0 +1,273 @@
+//! Owns who holds the guest still. Checkpoints, a migration and the operator pause it independently; it
+//! runs only while none of them wants it to stand still.
+//!
+//! Each job sees the guest through a *view*, which is the guest itself but for pause and resume: those
+//! count holders. Without this, the end of a checkpoint's pause would let a guest run that a migration
+//! has already copied to its last frame.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+
+use crate::vm::SharedVm;
+
+/// The guest, and everyone who holds it.
+pub(super) struct Holds {
+    vm: SharedVm,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// Jobs that hold the guest still.
+    holders: u32,
+    /// What the operator wants while no job holds it; meaningful only while one does.
+    wanted: RunState,
+    /// A migration decides what becomes of the guest: the operator must ask that instead.
+    migrating: bool,
+}
+
+/// Why the operator cannot pause or resume.
+#[derive(Debug, thiserror::Error)]
+pub enum OperatorError {
+    /// A migration has the guest.
+    #[error("cannot {0} a guest that is being migrated; cancel the migration first")]
+    Migrating(&'static str),
+    /// The guest refuses.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+}
+
+impl Holds {
+    pub(super) fn new(vm: SharedVm) -> Arc<Self> {
+        let state = State { holders: 0, wanted: RunState::Paused, migrating: false };
+        Arc::new(Self { vm, state: Mutex::new(state) })
+    }
+
+    /// The guest's state as the operator knows it: a job's short hold is none of theirs.
+    pub(super) fn operator_state(&self) -> RunState {
+        let state = self.lock();
+        match self.vm.run_state() {
+            RunState::Paused if state.holders > 0 => state.wanted,
+            real => real,
+        }
+    }
+
+    /// The operator pauses the guest.
+    pub(super) fn operator_pause(&self) -> Result<(), OperatorError> {
+        let mut state = self.lock();
+        if state.migrating {
+            return Err(OperatorError::Migrating("pause"));
+        }
+        if state.holders == 0 {
+            self.vm.pause()?;
+        }
+        state.wanted = RunState::Paused;
+        Ok(())
+    }
+
+    /// The operator lets the guest run: now, or when the last holder lets go.
+    pub(super) fn operator_resume(&self) -> Result<(), OperatorError> {
+        let mut state = self.lock();
+        if state.migrating {
+            return Err(OperatorError::Migrating("resume"));
+        }
+        if state.holders == 0 {
+            self.vm.resume()?;
+        } else if state.wanted == RunState::Running {
+            let refused = GuestError::State { request: "resume", state: RunState::Running };
+            return Err(refused.into());
+        }
+        state.wanted = RunState::Running;
+        Ok(())
+    }
+
+    /// A migration begins or ends.
+    pub(super) fn set_migrating(&self, migrating: bool) {
+        self.lock().migrating = migrating;
+    }
+
+    /// The guest as a job sees it.
+    pub(super) fn view(self: &Arc<Self>, role: Role) -> Arc<View> {
+        Arc::new(View { holds: self.clone(), role })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn hold(&self, role: Role) -> Result<RunState, GuestError> {
+        let mut state = self.lock();
+        if state.holders == 0 {
+            state.wanted = self.vm.pause()?;
+        }
+        if role == Role::Migration && state.wanted == RunState::Paused {
+            // Told that it was paused, the migration will not resume it; nor can the operator now.
+            return Ok(RunState::Paused);
+        }
+        state.holders += 1;
+        Ok(RunState::Running)
+    }
+
+    fn let_go(&self) -> Result<(), GuestError> {
+        let mut state = self.lock();
+        if state.holders > 1 || state.wanted == RunState::Paused {
+            state.holders = state.holders.saturating_sub(1);
+            return Ok(());
+        }
+        // A guest that refuses stays held: the holder may try again.
+        self.vm.resume()?;
+        state.holders = 0;
+        Ok(())
+    }
+}
+
+/// Which job looks at the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Role {
+    /// Is told that the guest ran in any case, so that it ends each hold that it begins.
+    Checkpoint,
+    /// Is told whether the guest ran, because the destination is to go on in the same way.
+    Migration,
+}
+
+/// The guest through the eyes of one job.
+pub(super) struct View {
+    holds: Arc<Holds>,
+    role: Role,
+}
+
+impl Guest for View {
+    fn vm_id(&self) -> VmId {
+        self.holds.vm.vm_id()
+    }
+
+    fn config(&self) -> Vec<u8> {
+        self.holds.vm.config()
+    }
+
+    fn layout(&self) -> &Layout {
+        self.holds.vm.layout()
+    }
+
+    fn ram(&self) -> &GuestRam {
+        self.holds.vm.ram()
+    }
+
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.holds.vm.populated()
+    }
+
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.holds.vm.subscribe(name)
+    }
+
+    fn collect(&self) -> Result<Collected, GuestError> {
+        self.holds.vm.collect()
+    }
+
+    fn run_state(&self) -> RunState {
+        self.holds.vm.run_state()
+    }
+
+    fn pause(&self) -> Result<RunState, GuestError> {
+        self.holds.hold(self.role)
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        self.holds.let_go()
+    }
+
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        self.holds.vm.save_state()
+    }
+
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        self.holds.vm.restore_state(sections, clock)
+    }
+
+    fn release(&self) -> Result<(), GuestError> {
+        self.holds.vm.release()
+    }
+
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.holds.vm.acquire()
+    }
+
+    fn stop(&self, why: &str) {
+        self.holds.vm.stop(why);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{
+        Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+    };
+    use RunState::{Paused, Running};
+    use dirty_tracker::TrackingMode;
+
+    fn running() -> (SharedVm, Arc<Holds>) {
+        let config = MachineConfig {
+            mem_bytes: 32 << 20,
+            vcpus: 1,
+            tracking: TrackingMode::DirtyRing,
+            ring_entries: DEFAULT_RING_ENTRIES,
+            backend: Backend::Threads,
+            boot: Boot::Payload("payload,ws=1M".into()),
+        };
+        let host = HostConfig { serial: SerialSink::Null };
+        let vm = crate::backend::launch(config, &host).unwrap();
+        vm.resume().unwrap();
+        (vm.clone(), Holds::new(vm))
+    }
+
+    #[test]
+    fn the_end_of_one_hold_does_not_end_another() {
+        let (vm, holds) = running();
+        let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
+        checkpoint.pause().unwrap();
+        assert_eq!(migration.pause().unwrap(), Running, "it ran before anyone held it");
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Paused, "the migration still holds it");
+        checkpoint.pause().unwrap();
+        migration.resume().unwrap();
+        assert_eq!((vm.run_state(), holds.operator_state()), (Paused, Running));
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Running);
+    }
+
+    #[test]
+    fn the_operators_word_outlives_a_hold() {
+        let (vm, holds) = running();
+        let checkpoint = holds.view(Role::Checkpoint);
+        checkpoint.pause().unwrap();
+        holds.operator_pause().unwrap();
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Paused, "the operator paused it meanwhile");
+        checkpoint.pause().unwrap();
+        assert!(holds.operator_resume().is_ok() && holds.operator_resume().is_err());
+        assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Running, "the operator resumed it meanwhile");
+    }
+
+    #[test]
+    fn a_migrating_guest_is_not_the_operators() {
+        let (vm, holds) = running();
+        holds.operator_pause().unwrap();
+        holds.set_migrating(true);
+        let migration = holds.view(Role::Migration);
+        assert_eq!(migration.pause().unwrap(), Paused, "it is to stay paused over there");
+        let e = holds.operator_resume().unwrap_err().to_string();
+        assert!(e.starts_with("cannot resume a guest that is being migrated"), "{e}");
+        let checkpoint = holds.view(Role::Checkpoint);
+        checkpoint.pause().unwrap();
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Paused);
+        holds.set_migrating(false);
+        holds.operator_resume().unwrap();
+        assert_eq!(vm.run_state(), Running);
+    }
+}

@@ -1,0 +1,140 @@
+//! Owns one migration of the guest to another host: its thread, its progress and its outcome.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use migrate::{
+    ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions, SendReport,
+};
+use tokio::sync::watch;
+
+use super::holds::{Holds, Role};
+use crate::api::model::{
+    GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
+};
+
+/// A migration, under way or over.
+pub(super) struct MigrationJob {
+    to: String,
+    control: Arc<SendControl>,
+    outcome: Mutex<Option<Result<SendReport, MigrationFailure>>>,
+    over: watch::Sender<bool>,
+    end_was_read: AtomicBool,
+}
+
+impl MigrationJob {
+    /// Begins. `records` is the directory of this host's hand-over records.
+    pub(super) fn start(
+        holds: &Arc<Holds>,
+        records: PathBuf,
+        request: &MigrationRequest,
+    ) -> Result<Arc<Self>, String> {
+        let job = Arc::new(Self {
+            to: request.to.clone(),
+            control: SendControl::new(),
+            outcome: Mutex::default(),
+            over: watch::Sender::new(false),
+            end_was_read: AtomicBool::new(false),
+        });
+        let options = SendOptions {
+            downtime: Duration::from_millis(request.downtime_ms),
+            timeout: Duration::from_secs(request.timeout_s),
+            timeout_strategy: request.timeout_strategy,
+            ..SendOptions::new(records)
+        };
+        let (worker, held) = (job.clone(), holds.clone());
+        holds.set_migrating(true);
+        let spawned = thread::Builder::new().name("migration".into()).spawn(move || {
+            let _end = EndGuard { job: &worker, holds: &held };
+            let guest = held.view(Role::Migration);
+            let sent = migrate::send(&*guest, &worker.to, &options, &worker.control);
+            worker.conclude(sent.map_err(|e| failure(&e)));
+        });
+        if let Err(e) = spawned {
+            holds.set_migrating(false);
+            return Err(format!("cannot start a thread for the migration: {e}"));
+        }
+        Ok(job)
+    }
+
+    fn conclude(&self, outcome: Result<SendReport, MigrationFailure>) {
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+    }
+
+    pub(super) fn cancel(&self) -> Result<(), ControlError> {
+        self.control.cancel()
+    }
+
+    pub(super) fn resolve(&self, how: Resolution) -> Result<(), ControlError> {
+        self.control.resolve(how)
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        *self.over.borrow()
+    }
+
+    pub(super) fn is_in_doubt(&self) -> bool {
+        self.control.progress().phase == Phase::InDoubt
+    }
+
+    pub(super) fn end_was_read(&self) -> bool {
+        self.end_was_read.load(Ordering::Relaxed)
+    }
+
+    /// Waits until it is over.
+    pub(super) async fn end(&self) {
+        // The sender lives as long as self.
+        let _ = self.over.subscribe().wait_for(|over| *over).await;
+    }
+
+    /// Where it stands.
+    pub(super) fn page(&self) -> MigrationPage {
+        let over = self.is_over();
+        let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (state, report, failure) = match outcome {
+            _ if !over && self.is_in_doubt() => (MigrationState::InDoubt, None, None),
+            _ if !over => (MigrationState::Sending, None, None),
+            Some(Ok(report)) => (MigrationState::Completed, Some(report), None),
+            Some(Err(failure)) => (MigrationState::Failed, None, Some(failure)),
+            None => (MigrationState::Failed, None, Some(panicked())),
+        };
+        self.end_was_read.fetch_or(over, Ordering::Relaxed);
+        let progress = self.control.progress();
+        MigrationPage { state, to: self.to.clone(), progress, report, failure }
+    }
+}
+
+fn failure(e: &SendError) -> MigrationFailure {
+    let guest = match e.guest {
+        GuestPlace::PausedHere { .. } => GuestWhere::PausedHere,
+        _ => GuestWhere::Here,
+    };
+    MigrationFailure { message: e.to_string(), phase: e.phase, guest }
+}
+
+fn panicked() -> MigrationFailure {
+    MigrationFailure {
+        message: "the migration's thread panicked; the guest is here, in an unknown state".into(),
+        phase: Phase::Finished,
+        guest: GuestWhere::PausedHere,
+    }
+}
+
+/// Says that the migration is over however its thread ends, and gives the guest back to the operator.
+struct EndGuard<'j> {
+    job: &'j MigrationJob,
+    holds: &'j Holds,
+}
+
+impl Drop for EndGuard<'_> {
+    fn drop(&mut self) {
+        // A thread that panicked may have handed the guest over: nobody may resume it.
+        if !thread::panicking() {
+            self.holds.set_migrating(false);
+        }
+        self.job.over.send_replace(true);
+    }
+}

@@ -1,0 +1,153 @@
+//! What this host's KVM can do, and what each missing thing costs.
+
+use kvm_bindings::*;
+use kvm_ioctls::Kvm;
+
+/// What follows if a capability is missing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Need {
+    /// No machine can be built.
+    Required,
+    /// Something else does the job, or the job is left out; the text says which.
+    Optional(&'static str),
+}
+
+/// One capability as the kernel answers for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Capability {
+    /// The kernel's name, without `KVM_CAP_`.
+    pub name: &'static str,
+    /// The kernel's number.
+    pub number: u32,
+    /// What follows if it is missing.
+    pub need: Need,
+    /// The kernel's answer: 0 if it is missing, otherwise 1 or a meaning of its own.
+    pub value: i32,
+}
+
+/// All that is asked of KVM, in the order in which it is reported.
+const ASKED: &[(&str, u32, Need)] = &[
+    ("USER_MEMORY", KVM_CAP_USER_MEMORY, Need::Required),
+    ("IRQCHIP", KVM_CAP_IRQCHIP, Need::Required),
+    ("PIT2", KVM_CAP_PIT2, Need::Required),
+    ("SET_TSS_ADDR", KVM_CAP_SET_TSS_ADDR, Need::Required),
+    ("EXT_CPUID", KVM_CAP_EXT_CPUID, Need::Required),
+    ("IMMEDIATE_EXIT", KVM_CAP_IMMEDIATE_EXIT, Need::Required),
+    ("MP_STATE", KVM_CAP_MP_STATE, Need::Required),
+    (
+        "SET_IDENTITY_MAP_ADDR",
+        KVM_CAP_SET_IDENTITY_MAP_ADDR,
+        Need::Optional("the kernel's default place is used"),
+    ),
+    (
+        "DIRTY_LOG_RING_ACQ_REL",
+        KVM_CAP_DIRTY_LOG_RING_ACQ_REL,
+        Need::Optional("DIRTY_LOG_RING does the same on x86"),
+    ),
+    (
+        "DIRTY_LOG_RING",
+        KVM_CAP_DIRTY_LOG_RING,
+        Need::Optional("--tracking dirty-ring is refused; dirty-bitmap remains"),
+    ),
+    (
+        "MANUAL_DIRTY_LOG_PROTECT2",
+        KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+        Need::Optional("dirty-bitmap reprotects while it reads"),
+    ),
+    ("XSAVE", KVM_CAP_XSAVE, Need::Optional("vector registers are not saved")),
+    ("XSAVE2", KVM_CAP_XSAVE2, Need::Optional("at most 4096 bytes of XSAVE state are saved")),
+    ("XCRS", KVM_CAP_XCRS, Need::Optional("XCR0 is not saved")),
+    ("VCPU_EVENTS", KVM_CAP_VCPU_EVENTS, Need::Optional("pending exceptions are not saved")),
+    ("DEBUGREGS", KVM_CAP_DEBUGREGS, Need::Optional("debug registers are not saved")),
+    ("SREGS2", KVM_CAP_SREGS2, Need::Optional("a PAE guest's PDPTEs are read from its memory")),
+    ("PIT_STATE2", KVM_CAP_PIT_STATE2, Need::Optional("the timer's state is not saved")),
+    ("ADJUST_CLOCK", KVM_CAP_ADJUST_CLOCK, Need::Optional("kvmclock is not saved")),
+    ("KVMCLOCK_CTRL", KVM_CAP_KVMCLOCK_CTRL, Need::Optional("guests are not told of pauses")),
+    ("GET_TSC_KHZ", KVM_CAP_GET_TSC_KHZ, Need::Optional("TSC frequencies are not compared")),
+    (
+        "TSC_CONTROL",
+        KVM_CAP_TSC_CONTROL,
+        Need::Optional("guests from hosts with another TSC frequency see time pass differently"),
+    ),
+    (
+        "TSC_DEADLINE_TIMER",
+        KVM_CAP_TSC_DEADLINE_TIMER,
+        Need::Optional("guests use the periodic APIC timer"),
+    ),
+];
+
+/// The answers of one host.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Capabilities {
+    all: Vec<Capability>,
+}
+
+impl Capabilities {
+    /// Asks the kernel.
+    pub fn probe(kvm: &Kvm) -> Self {
+        Self::from_answers(|number| kvm.check_extension_raw(number.into()))
+    }
+
+    fn from_answers(answer: impl Fn(u32) -> i32) -> Self {
+        let ask = |&(name, number, need): &(&'static str, u32, Need)| {
+            let value = answer(number).max(0);
+            Capability { name, number, need, value }
+        };
+        Self { all: ASKED.iter().map(ask).collect() }
+    }
+
+    /// Every capability asked for.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Capability> {
+        self.all.iter()
+    }
+
+    /// Required capabilities that are missing.
+    pub fn missing(&self) -> impl Iterator<Item = &Capability> {
+        self.all.iter().filter(|c| c.need == Need::Required && c.value == 0)
+    }
+
+    /// The kernel's answer for `number`: 0 for what was never asked.
+    pub fn value(&self, number: u32) -> i32 {
+        self.all.iter().find(|c| c.number == number).map_or(0, |c| c.value)
+    }
+
+    /// Whether the kernel has `number`.
+    pub fn has(&self, number: u32) -> bool {
+        self.value(number) != 0
+    }
+
+    /// The capability by which rings are enabled, and the most entries that a ring may have.
+    pub fn dirty_ring(&self) -> Option<(u32, u32)> {
+        [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING].into_iter().find_map(|number| {
+            let entries = self.value(number) as u32 / size_of::<kvm_dirty_gfn>() as u32;
+            (entries > 0).then_some((number, entries))
+        })
+    }
+
+    /// Bytes of a vCPU's XSAVE state.
+    pub fn xsave_bytes(&self) -> usize {
+        (self.value(KVM_CAP_XSAVE2) as usize).max(size_of::<kvm_xsave>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let caps = Capabilities::from_answers(|n| i32::from(n != KVM_CAP_PIT2));
+        assert_eq!(caps.missing().map(|c| c.name).collect::<Vec<_>>(), ["PIT2"]);
+        assert!(caps.has(KVM_CAP_IRQCHIP));
+        assert_eq!(caps.dirty_ring(), None, "a ring of less than one entry is none");
+    }
+
+    #[test]
+    fn ring_sizes_are_counted_in_entries() {
+        let acq_rel = KVM_CAP_DIRTY_LOG_RING_ACQ_REL;
+        let caps = Capabilities::from_answers(|n| if n == acq_rel { 1 << 20 } else { 0 });
+        assert_eq!(caps.dirty_ring(), Some((acq_rel, 65_536)));
+        let caps = Capabilities::from_answers(|n| if n == acq_rel { -1 } else { 65_536 });
+        assert_eq!(caps.dirty_ring(), Some((KVM_CAP_DIRTY_LOG_RING, 4_096)));
+    }
+}

@@ -1,0 +1,105 @@
+//! Getting a vCPU thread out of `KVM_RUN`: a signal, and the flag that closes the race before it.
+//!
+//! *Kick*: put a command into the thread's channel, set `immediate_exit`, send the signal. The
+//! thread, out of `KVM_RUN`, clears the flag and only then looks at its channel. If the signal
+//! arrives between that look and the next `KVM_RUN`, the flag is still set and `KVM_RUN` returns at
+//! once; so no kick is lost.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread::JoinHandle;
+
+use kvm_bindings::kvm_run;
+use kvm_ioctls::VcpuFd;
+use libc::{c_int, c_void, siginfo_t};
+use vmm_sys_util::errno;
+use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler, unblock_signal};
+
+const MAP_BYTES: usize = 4096;
+const FLAG_OFFSET: usize = std::mem::offset_of!(kvm_run, immediate_exit);
+
+/// A second mapping of one vCPU's `kvm_run`, for its `immediate_exit` flag alone.
+#[derive(Debug)]
+pub struct ImmediateExit {
+    map: NonNull<u8>,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread, and is only used atomically.
+unsafe impl Send for ImmediateExit {}
+// SAFETY: as above.
+unsafe impl Sync for ImmediateExit {}
+
+impl ImmediateExit {
+    /// Maps the flag of `vcpu`. The mapping keeps the vCPU alive in the kernel.
+    pub fn new(vcpu: &VcpuFd) -> io::Result<Self> {
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let null = std::ptr::null_mut();
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing of ours.
+        let map =
+            unsafe { libc::mmap(null, MAP_BYTES, prot, libc::MAP_SHARED, vcpu.as_raw_fd(), 0) };
+        match NonNull::new(map.cast()) {
+            Some(bytes) if map != libc::MAP_FAILED => Ok(Self { map: bytes }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Makes the next, or the running, `KVM_RUN` return as soon as it looks.
+    pub fn set(&self) {
+        self.flag().store(1, Ordering::SeqCst);
+    }
+
+    /// Lets `KVM_RUN` run again.
+    pub fn clear(&self) {
+        self.flag().store(0, Ordering::SeqCst);
+    }
+
+    fn flag(&self) -> &AtomicU8 {
+        // SAFETY: the flag lies inside the mapping, which lives as long as self.
+        let flag = unsafe { self.map.as_ptr().add(FLAG_OFFSET) };
+        // SAFETY: every byte is a valid AtomicU8, and this mapping is accessed in no other way.
+        unsafe { AtomicU8::from_ptr(flag) }
+    }
+}
+
+impl Drop for ImmediateExit {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nobody can hold a reference into it any more.
+        unsafe { libc::munmap(self.map.as_ptr().cast(), MAP_BYTES) };
+    }
+}
+
+/// Installs the handler of the kick signal, once in a process: it does nothing, but a signal that
+/// is handled interrupts `KVM_RUN`.
+pub fn register_kick_handler() -> Result<(), errno::Error> {
+    extern "C" fn nothing(_: c_int, _: *mut siginfo_t, _: *mut c_void) {}
+    static REGISTERED: OnceLock<Result<(), errno::Error>> = OnceLock::new();
+    *REGISTERED.get_or_init(|| register_signal_handler(SIGRTMIN(), nothing))
+}
+
+/// Makes sure that kicks reach the calling thread, whatever mask it inherited.
+pub fn listen_for_kicks() {
+    if let Err(e) = unblock_signal(SIGRTMIN()) {
+        tracing::warn!("the kick signal cannot be unblocked: {e:?}");
+    }
+}
+
+/// Blocks all signals for the calling thread: `KVM_RESET_DIRTY_RINGS` stops early at a signal, with
+/// frames counted that it has not protected. Other threads take the process's signals.
+pub fn block_signals() {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigfillset initializes the set that it is given.
+    unsafe { libc::sigfillset(all.as_mut_ptr()) };
+    // SAFETY: the set is initialized, and the previous mask is not asked for.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut()) };
+}
+
+/// Kicks `thread` out of `KVM_RUN`; its command must be in its channel already.
+pub fn kick(thread: &JoinHandle<()>, flag: &ImmediateExit) {
+    flag.set();
+    if let Err(e) = thread.kill(SIGRTMIN()) {
+        tracing::warn!("a vCPU thread cannot be signalled: {e}");
+    }
+}

@@ -1,0 +1,16 @@
+//! What the kernel's KVM offers and the crates of the field do not wrap: the only unsafe code of
+//! this crate besides the memory mapping.
+
+mod capabilities;
+mod exit;
+mod kick;
+mod ring;
+mod state;
+mod vm;
+
+pub use capabilities::{Capabilities, Capability, Need};
+pub use exit::internal_error;
+pub use kick::{ImmediateExit, block_signals, kick, listen_for_kicks, register_kick_handler};
+pub use ring::RingMap;
+pub use state::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
+pub use vm::KvmVm;

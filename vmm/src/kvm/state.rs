@@ -1,0 +1,113 @@
+//! vCPU state whose size or shape depends on the host: XSAVE beyond 4096 bytes, PDPTEs.
+
+use std::io;
+
+use kvm_bindings::*;
+use kvm_ioctls::VcpuFd;
+use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref};
+use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr};
+
+ioctl_ior_nr!(KVM_GET_SREGS2, KVMIO, 0xcc, kvm_sregs2);
+ioctl_iow_nr!(KVM_SET_SREGS2, KVMIO, 0xcd, kvm_sregs2);
+
+/// Words of 32 bits that follow the classic 4096 bytes in an XSAVE area of `bytes`.
+fn extra_words(bytes: usize) -> usize {
+    bytes.saturating_sub(size_of::<kvm_xsave>()).div_ceil(4)
+}
+
+fn new_xsave(bytes: usize) -> io::Result<Xsave> {
+    Xsave::new(extra_words(bytes)).map_err(|e| io::Error::other(format!("{e:?}")))
+}
+
+/// The XSAVE area of `vcpu`. `bytes` is what the host's capabilities say
+/// ([`Capabilities::xsave_bytes`](super::Capabilities::xsave_bytes)), `extended` whether the kernel
+/// has `KVM_GET_XSAVE2`.
+pub fn get_xsave(vcpu: &VcpuFd, bytes: usize, extended: bool) -> io::Result<Vec<u8>> {
+    if !extended {
+        let xsave = vcpu.get_xsave().map_err(from_errno)?;
+        return Ok(xsave.region.iter().flat_map(|w| w.to_le_bytes()).collect());
+    }
+    let mut xsave = new_xsave(bytes)?;
+    // SAFETY: the area has the size that the kernel named for this process, whose set of permitted
+    // features does not change.
+    unsafe { vcpu.get_xsave2(&mut xsave) }.map_err(from_errno)?;
+    let region = &xsave.as_fam_struct_ref().xsave.region;
+    let words = region.iter().chain(xsave.as_slice());
+    Ok(words.flat_map(|w| w.to_le_bytes()).collect())
+}
+
+/// Puts an XSAVE area into `vcpu`, whose own area has `bytes`. A shorter area is continued with
+/// zeros, which is how an area without the later features looks; a longer one is cut if what is cut
+/// is zeros, and otherwise refused.
+pub fn set_xsave(vcpu: &VcpuFd, area: &[u8], bytes: usize) -> io::Result<()> {
+    let mut xsave = new_xsave(bytes)?;
+    let fits = size_of::<kvm_xsave>() + xsave.as_slice().len() * 4;
+    if area.iter().skip(fits).any(|&b| b != 0) {
+        let why = format!("its {} bytes do not fit the {fits} bytes of this host", area.len());
+        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+    }
+    let word = |i: usize| {
+        let mut word = [0; 4];
+        let from = area.get(i * 4..).unwrap_or_default();
+        let have = from.len().min(4);
+        word[..have].copy_from_slice(&from[..have]);
+        u32::from_le_bytes(word)
+    };
+    let mut header = kvm_xsave::default();
+    let classic = header.region.len();
+    for (i, w) in header.region.iter_mut().enumerate() {
+        *w = word(i);
+    }
+    for (i, w) in xsave.as_mut_slice().iter_mut().enumerate() {
+        *w = word(classic + i);
+    }
+    // SAFETY: the flexible part's length is not touched; only the fixed part is overwritten.
+    unsafe { xsave.as_mut_fam_struct() }.xsave.region = header.region;
+    // SAFETY: the area has the size that the kernel named for this process, whose set of permitted
+    // features does not change.
+    unsafe { vcpu.set_xsave2(&xsave) }.map_err(from_errno)
+}
+
+/// The PDPTEs of a guest in PAE paging that the processor has loaded; `None` in other modes.
+pub fn get_pdptrs(vcpu: &VcpuFd) -> io::Result<Option<[u64; 4]>> {
+    let mut sregs = kvm_sregs2::default();
+    // SAFETY: the kernel fills in one kvm_sregs2, which is plain data.
+    let ret = unsafe { ioctl_with_mut_ref(vcpu, KVM_GET_SREGS2(), &mut sregs) };
+    if ret != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let valid = sregs.flags & u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0;
+    Ok(valid.then_some(sregs.pdptrs))
+}
+
+/// Puts special registers with the PDPTEs that go with them into `vcpu`.
+pub fn set_sregs_with_pdptrs(vcpu: &VcpuFd, s: &kvm_sregs, pdptrs: [u64; 4]) -> io::Result<()> {
+    let sregs = kvm_sregs2 {
+        cs: s.cs,
+        ds: s.ds,
+        es: s.es,
+        fs: s.fs,
+        gs: s.gs,
+        ss: s.ss,
+        tr: s.tr,
+        ldt: s.ldt,
+        gdt: s.gdt,
+        idt: s.idt,
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        cr8: s.cr8,
+        efer: s.efer,
+        apic_base: s.apic_base,
+        flags: u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID),
+        pdptrs,
+    };
+    // SAFETY: the kernel reads one kvm_sregs2.
+    let ret = unsafe { ioctl_with_ref(vcpu, KVM_SET_SREGS2(), &sregs) };
+    if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn from_errno(e: kvm_ioctls::Error) -> io::Error {
+    io::Error::from_raw_os_error(e.errno())
+}

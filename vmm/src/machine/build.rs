@@ -1,0 +1,287 @@
+//! Putting a machine together, in the order that KVM wants: rings before vCPUs, interrupt
+//! controllers before both, CPUID before registers.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Instant;
+
+use checkpoint::VmId;
+use dirty_tracker::{DirtySource, RingFull, TrackingMode};
+use kvm_bindings::*;
+use kvm_ioctls::{Kvm, VcpuFd};
+
+use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
+use super::{Machine, MachineError, factory};
+use crate::boot::{self, Entry};
+use crate::collector::{Collector, Message};
+use crate::config::{HostConfig, MachineConfig};
+use crate::devices::{Bus, Com1, open_sink};
+use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
+use crate::memory::{HOLE_START, Memory};
+use crate::sources::{BitmapSource, RingSource};
+use crate::vcpu::{Counters, StateContext, Vcpu, cpuid};
+
+/// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
+/// place of a firmware.
+const IDENTITY_MAP: u64 = 0xfffb_c000;
+const TSS: u64 = IDENTITY_MAP + 0x1000;
+const _: () = assert!(IDENTITY_MAP > HOLE_START && TSS + 0x3000 <= 1 << 32);
+
+/// A collection of this many frames, or a quarter of a ring, calls for another one soon.
+const MANY_FRAMES: u64 = 4096;
+
+impl Machine {
+    /// Boots what `config` says; the machine stands at the guest's first instruction.
+    pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<Arc<Self>, MachineError> {
+        Self::build(VmId::random(), config, host, true)
+    }
+
+    /// A machine with zeroed memory, for a state to be put into: what [`MachineFactory`] builds,
+    /// with an error that tells a lacking host from other failures.
+    ///
+    /// [`MachineFactory`]: super::MachineFactory
+    pub fn empty(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+    ) -> Result<Arc<Self>, MachineError> {
+        Self::build(vm_id, config, host, false)
+    }
+
+    fn build(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+        load: bool,
+    ) -> Result<Arc<Self>, MachineError> {
+        factory::check(&config).map_err(MachineError::Config)?;
+        let kvm = open_kvm()?;
+        let capabilities = Capabilities::probe(&kvm);
+        if let Some(missing) = capabilities.missing().next() {
+            return Err(MachineError::HostLacks {
+                what: format!("KVM_CAP_{}", missing.name),
+                why: "no machine can be built without it".to_owned(),
+            });
+        }
+        register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
+        let memory = Arc::new(Memory::new(config.mem_bytes)?);
+        let entry = if load { Some(boot::load(&config, &memory)?) } else { None };
+        let (sink, serial) = open_sink(&host.serial)?;
+
+        let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
+        let vcpus = create_vcpus(&kvm, &capabilities, &vm, &config, entry)?;
+        let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
+        let supported = supported_cpuid(&kvm)?;
+        let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
+        let bus = Arc::new(Bus::new(Com1::new(vm.clone(), sink)));
+
+        let collector_channel = mpsc::channel();
+        let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new()));
+        let (requests, inbox) = mpsc::channel();
+        let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
+        let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
+        let counters = handles.iter().map(|h| h.counters.clone()).collect();
+        // From here on the supervisor ends the threads if anything fails.
+        let supervisor =
+            Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox)?;
+        let mut machine = Self {
+            vm_id,
+            config,
+            memory,
+            status,
+            counters,
+            started: Instant::now(),
+            requests,
+            supervisor: Some(supervisor),
+            collector: None,
+            _serial: serial,
+        };
+        machine.collector = start_collector(&vm, source, &machine.config, collector_channel)?;
+        Ok(Arc::new(machine))
+    }
+}
+
+fn open_kvm() -> Result<Kvm, MachineError> {
+    let lacks = |why: String| MachineError::HostLacks { what: "a usable /dev/kvm".to_owned(), why };
+    let kvm = Kvm::new().map_err(|e| lacks(e.to_string()))?;
+    match kvm.get_api_version() {
+        version if version == KVM_API_VERSION as i32 => Ok(kvm),
+        other => Err(lacks(format!("its API version is {other}, not {KVM_API_VERSION}"))),
+    }
+}
+
+/// The VM with its memory, interrupt controllers and timer.
+fn create_vm(
+    kvm: &Kvm,
+    capabilities: &Capabilities,
+    memory: &Arc<Memory>,
+    config: &MachineConfig,
+) -> Result<KvmVm, MachineError> {
+    let fd = kvm.create_vm().map_err(MachineError::system("KVM_CREATE_VM"))?;
+    if capabilities.has(KVM_CAP_SET_IDENTITY_MAP_ADDR) {
+        let set = fd.set_identity_map_address(IDENTITY_MAP);
+        set.map_err(MachineError::system("KVM_SET_IDENTITY_MAP_ADDR"))?;
+    }
+    fd.set_tss_address(TSS as usize).map_err(MachineError::system("KVM_SET_TSS_ADDR"))?;
+    fd.create_irq_chip().map_err(MachineError::system("KVM_CREATE_IRQCHIP"))?;
+    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
+    fd.create_pit2(pit).map_err(MachineError::system("KVM_CREATE_PIT2"))?;
+    let vm = KvmVm::new(fd, memory.clone());
+    let vm = vm.map_err(MachineError::system("giving the guest its memory"))?;
+    if config.tracking == TrackingMode::DirtyRing {
+        enable_rings(&vm, capabilities, config.ring_entries)?;
+    }
+    Ok(vm)
+}
+
+fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), MachineError> {
+    let Some((capability, most)) = caps.dirty_ring() else {
+        return Err(MachineError::HostLacks {
+            what: "KVM_CAP_DIRTY_LOG_RING".to_owned(),
+            why: "--tracking dirty-ring needs it; --tracking dirty-bitmap does without".to_owned(),
+        });
+    };
+    vm.enable_dirty_ring(capability, entries).map_err(|e| MachineError::HostLacks {
+        what: format!("dirty rings of {entries} entries"),
+        why: format!(
+            "its kernel takes powers of two up to {most}, and from some hundreds on ({e})"
+        ),
+    })
+}
+
+/// The vCPUs, in their order; the first one at `entry`, the others waiting to be woken by it.
+fn create_vcpus(
+    kvm: &Kvm,
+    capabilities: &Capabilities,
+    vm: &KvmVm,
+    config: &MachineConfig,
+    entry: Option<Entry>,
+) -> Result<Vec<(VcpuFd, CpuId)>, MachineError> {
+    let most = kvm.get_max_vcpus();
+    if usize::from(config.vcpus) > most {
+        return Err(MachineError::HostLacks {
+            what: format!("room for {} vCPUs", config.vcpus),
+            why: format!("its KVM allows {most} a guest"),
+        });
+    }
+    let supported = supported_cpuid(kvm)?;
+    let bits = cpuid::address_bits(supported.as_slice());
+    if vm.memory().layout().slots().any(|s| s.run().end().gpa() > 1 << bits) {
+        return Err(MachineError::HostLacks {
+            what: format!("guest addresses for {} bytes of memory", config.mem_bytes),
+            why: format!("its processors have {bits} bits of physical address"),
+        });
+    }
+    let tsc_deadline = capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER);
+    let mut vcpus = Vec::new();
+    for id in 0..config.vcpus {
+        let fd = vm.fd().create_vcpu(id.into());
+        let fd = fd.map_err(MachineError::system("KVM_CREATE_VCPU"))?;
+        let cpuid = cpuid::for_vcpu(&supported, id, config.vcpus, tsc_deadline);
+        fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
+        vcpus.push((fd, cpuid));
+    }
+    if let (Some(entry), Some((first, _))) = (entry, vcpus.first()) {
+        let set = boot::set_registers(first, entry);
+        set.map_err(MachineError::system("setting the first registers"))?;
+    }
+    Ok(vcpus)
+}
+
+fn supported_cpuid(kvm: &Kvm) -> Result<CpuId, MachineError> {
+    kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(MachineError::system("KVM_GET_SUPPORTED_CPUID"))
+}
+
+/// What follows the guest's writes, and where each vCPU reports a full ring.
+type Source = (Option<Box<dyn DirtySource>>, Vec<Option<RingFull>>);
+
+fn dirty_source(
+    vm: &Arc<KvmVm>,
+    vcpus: &[(VcpuFd, CpuId)],
+    config: &MachineConfig,
+) -> Result<Source, MachineError> {
+    let no_reports = vec![None; vcpus.len()];
+    match config.tracking {
+        TrackingMode::DirtyRing => {
+            let map = |(vcpu, _): &(VcpuFd, CpuId)| RingMap::new(vcpu, config.ring_entries);
+            let rings: Result<_, _> = vcpus.iter().map(map).collect();
+            let rings = rings.map_err(MachineError::system("mapping a dirty ring"))?;
+            let source = RingSource::new(vm.clone(), rings);
+            let reports = source.ring_full_reports();
+            Ok((Some(Box::new(source)), reports))
+        }
+        TrackingMode::DirtyBitmap => {
+            Ok((Some(Box::new(BitmapSource::new(vm.clone()))), no_reports))
+        }
+        TrackingMode::None => Ok((None, no_reports)),
+        other => {
+            let why = format!("tracking mode {other} is not known to the kvm backend");
+            Err(MachineError::Config(why))
+        }
+    }
+}
+
+fn state_context(
+    kvm: &Kvm,
+    capabilities: Capabilities,
+    supported: CpuId,
+    vcpus: &[(VcpuFd, CpuId)],
+) -> Result<StateContext, MachineError> {
+    let msrs = kvm.get_msr_index_list();
+    let msrs = msrs.map_err(MachineError::system("KVM_GET_MSR_INDEX_LIST"))?;
+    let (first, _) =
+        vcpus.first().ok_or_else(|| MachineError::Config("it has no vCPUs".to_owned()))?;
+    StateContext::new(capabilities, supported, msrs.as_slice(), first)
+        .map_err(|e| MachineError::System { what: "reading MSRs", cause: std::io::Error::other(e) })
+}
+
+fn start_vcpus(
+    vcpus: impl Iterator<Item = ((VcpuFd, CpuId), Option<RingFull>)>,
+    vm: &Arc<KvmVm>,
+    bus: &Arc<Bus>,
+    context: &Arc<StateContext>,
+    peer: impl Fn(u8) -> Peer,
+) -> Result<Vec<VcpuHandle>, MachineError> {
+    let mut handles = Vec::new();
+    for (((fd, cpuid), ring_full), id) in vcpus.zip(0u8..) {
+        let immediate_exit =
+            ImmediateExit::new(&fd).map_err(MachineError::system("mapping kvm_run"))?;
+        let immediate_exit = Arc::new(immediate_exit);
+        let counters = Arc::new(Counters::default());
+        let (inbox, commands) = mpsc::channel();
+        let vcpu = Vcpu {
+            id,
+            fd,
+            cpuid,
+            immediate_exit: immediate_exit.clone(),
+            bus: bus.clone(),
+            counters: counters.clone(),
+            ring_full,
+            context: context.clone(),
+            commands,
+            inbox: inbox.clone(),
+            peers: peer(id),
+            stands_since: None,
+            _vm: vm.clone(),
+        };
+        let thread = std::thread::Builder::new().name(format!("vcpu{id}"));
+        let thread = thread.spawn(move || vcpu.live());
+        let thread = thread.map_err(MachineError::system("starting a vCPU thread"))?;
+        handles.push(VcpuHandle::new(inbox, immediate_exit, counters, thread));
+    }
+    Ok(handles)
+}
+
+fn start_collector(
+    vm: &Arc<KvmVm>,
+    source: Option<Box<dyn DirtySource>>,
+    config: &MachineConfig,
+    channel: (Sender<Message>, Receiver<Message>),
+) -> Result<Option<Collector>, MachineError> {
+    let Some(source) = source else { return Ok(None) };
+    let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
+    Collector::spawn(source, vm.memory().tracker().clone(), many, channel)
+        .map(Some)
+        .map_err(MachineError::system("starting the collector"))
+}

@@ -1,0 +1,73 @@
+//! Why a machine cannot be built.
+
+use std::io;
+
+use checkpoint::GuestError;
+use dirty_tracker::SourceError;
+
+use crate::boot::BootError;
+use crate::devices::SinkError;
+use crate::memory::MemoryError;
+
+/// Why there is no machine.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MachineError {
+    /// The host cannot do it: no KVM, or a capability is missing.
+    #[error("this host lacks {what}: {why}")]
+    HostLacks {
+        /// What is missing.
+        what: String,
+        /// The system's answer, or what follows.
+        why: String,
+    },
+    /// The configuration is none that can be built anywhere.
+    #[error("{0}")]
+    Config(String),
+    /// The guest cannot be loaded.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// Its memory cannot be had.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// Its serial output has nowhere to go.
+    #[error(transparent)]
+    Serial(#[from] SinkError),
+    /// Its writes cannot be followed.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// KVM or the system refused.
+    #[error("{what} failed: {cause}")]
+    System {
+        /// The operation.
+        what: &'static str,
+        /// The answer.
+        cause: io::Error,
+    },
+}
+
+impl MachineError {
+    /// Whether another host might do it: exit code 3.
+    pub fn host_lacks(&self) -> bool {
+        matches!(self, Self::HostLacks { .. })
+    }
+
+    pub(super) fn system<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> Self {
+        move |e| Self::System { what, cause: e.into() }
+    }
+}
+
+impl From<MachineError> for GuestError {
+    fn from(e: MachineError) -> Self {
+        match e {
+            MachineError::HostLacks { .. } | MachineError::Memory(_) => GuestError::Unsupported {
+                what: "the guest's configuration".to_owned(),
+                why: e.to_string(),
+            },
+            MachineError::Config(why) => {
+                GuestError::Malformed { what: "the guest's configuration".to_owned(), why }
+            }
+            e => GuestError::System { what: "building the machine", cause: Box::new(e) },
+        }
+    }
+}

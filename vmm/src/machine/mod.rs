@@ -1,0 +1,181 @@
+//! The KVM machine: its parts put together, and the [`Guest`] and [`Vm`] that they make.
+//!
+//! ```text
+//! API, jobs --Request--> supervisor --Command--> vCPU threads     pause, save, restore, end
+//!          \--Message--> collector  <--RingFull-- vCPU threads    who changed what
+//! vCPU threads --bytes--> serial thread --> the sink
+//! ```
+//!
+//! Each arrow is a channel. The supervisor waits for vCPUs, which wait for nobody but, with their
+//! ears open, the collector; the collector waits for nobody. So nothing here can deadlock.
+
+mod build;
+mod error;
+mod factory;
+mod state;
+mod supervisor;
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+
+use crate::collector::Collector;
+use crate::config::MachineConfig;
+use crate::devices::SinkThread;
+use crate::memory::Memory;
+use crate::vcpu::Counters;
+use crate::vm::{EndReason, Vm, VmInfo};
+
+pub use error::MachineError;
+pub use factory::MachineFactory;
+use supervisor::{Request, Status};
+
+/// A KVM virtual machine. Dropping it ends the guest and joins all its threads.
+#[derive(Debug)]
+pub struct Machine {
+    vm_id: VmId,
+    config: MachineConfig,
+    memory: Arc<Memory>,
+    status: Arc<Status>,
+    counters: Vec<Arc<Counters>>,
+    started: Instant,
+    requests: Sender<Request>,
+    supervisor: Option<JoinHandle<()>>,
+    /// After the supervisor: vCPUs may wait for it until they are gone.
+    collector: Option<Collector>,
+    /// Last: what the guest said at its end is still to be written.
+    _serial: SinkThread,
+}
+
+impl Machine {
+    /// Asks the supervisor for something and waits for its answer.
+    fn ask<T>(
+        &self,
+        what: &'static str,
+        request: impl FnOnce(Sender<Result<T, GuestError>>) -> Request,
+    ) -> Result<T, GuestError> {
+        let gone = || GuestError::System { what, cause: "the supervisor has ended".into() };
+        let (reply, answer) = mpsc::channel();
+        self.requests.send(request(reply)).map_err(|_| gone())?;
+        answer.recv().map_err(|_| gone())?
+    }
+
+    fn collector(&self) -> Result<&Collector, GuestError> {
+        self.collector.as_ref().ok_or(GuestError::NotTracked)
+    }
+
+    /// Refuses a request that needs the guest to stand still, unless it does.
+    fn require_paused(&self, request: &'static str) -> Result<(), GuestError> {
+        match self.run_state() {
+            RunState::Paused => Ok(()),
+            state => Err(GuestError::State { request, state }),
+        }
+    }
+}
+
+impl Guest for Machine {
+    fn vm_id(&self) -> VmId {
+        self.vm_id
+    }
+
+    fn config(&self) -> Vec<u8> {
+        factory::encode(&self.config)
+    }
+
+    fn layout(&self) -> &Layout {
+        self.memory.layout()
+    }
+
+    fn ram(&self) -> &GuestRam {
+        self.memory.ram()
+    }
+
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.memory.populated().map_err(|e| GuestError::System {
+            what: "reading /proc/self/pagemap",
+            cause: Box::new(e),
+        })
+    }
+
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.collector()?.subscribe(name)
+    }
+
+    fn collect(&self) -> Result<Collected, GuestError> {
+        self.collector()?.collect()
+    }
+
+    fn run_state(&self) -> RunState {
+        self.status.state()
+    }
+
+    fn pause(&self) -> Result<RunState, GuestError> {
+        self.ask("pausing", Request::Pause)
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        self.ask("resuming", Request::Resume)
+    }
+
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        self.ask("saving state", Request::Save)
+    }
+
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        let saved = state::decode(sections, self.config.vcpus)?;
+        self.ask("restoring state", |reply| Request::Restore(Box::new(saved), clock, reply))
+    }
+
+    // A machine has no drives or taps yet: there is nothing that only one host may hold.
+    fn release(&self) -> Result<(), GuestError> {
+        self.require_paused("release")
+    }
+
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.require_paused("acquire")
+    }
+
+    fn stop(&self, why: &str) {
+        // Only a supervisor that has ended does not answer, and then the guest has too.
+        let _ = self.ask("stopping", |reply| Request::Stop(why.to_owned(), reply));
+    }
+}
+
+impl Vm for Machine {
+    fn machine_config(&self) -> &MachineConfig {
+        &self.config
+    }
+
+    fn info(&self) -> VmInfo {
+        VmInfo {
+            vm_id: self.vm_id,
+            state: self.run_state(),
+            vcpus: self.config.vcpus,
+            mem_bytes: self.config.mem_bytes,
+            tracking: self.config.tracking,
+            backend: self.config.backend,
+            uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
+            ring_overruns: self.collector.as_ref().map_or(0, Collector::overruns),
+            vcpu: self.counters.iter().map(|c| c.read()).collect(),
+            dirty: self.memory.tracker().stats(),
+        }
+    }
+
+    fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {
+        self.status.wait_end(timeout)
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // A supervisor that has ended already needs no telling.
+        let _ = self.requests.send(Request::Quit);
+        if let Some(thread) = self.supervisor.take() {
+            let _ = thread.join();
+        }
+    }
+}

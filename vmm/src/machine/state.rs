@@ -1,0 +1,168 @@
+//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`. Each begins with a
+//! version of its own; the rest is postcard. They come from files and wires: nothing in them is
+//! believed before it is checked, by us or by KVM.
+
+use checkpoint::{Clock, GuestError, Section, SectionTag, section_tags as tags};
+use kvm_bindings::*;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::devices::SerialPortState;
+use crate::kvm::KvmVm;
+use crate::vcpu::{SavedVcpu, StateContext, away_ns, wall_ns};
+
+/// Of all sections so far.
+const VERSION: u16 = 1;
+/// The interrupt controllers whose state KVM keeps.
+const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
+
+/// A machine's state.
+#[derive(Debug)]
+pub(super) struct Saved {
+    pub(super) vm: SavedVm,
+    pub(super) vcpus: Vec<SavedVcpu>,
+    pub(super) com1: SerialPortState,
+}
+
+/// What belongs to the VM and to no vCPU.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct SavedVm {
+    /// In the order of [`CHIPS`].
+    irqchips: [kvm_irqchip; 3],
+    pit: Option<kvm_pit_state2>,
+    clock: Option<kvm_clock_data>,
+    /// When the clock was read, by the host's clock.
+    wall_ns: u64,
+}
+
+fn got<T>(what: &'static str, r: Result<T, kvm_ioctls::Error>) -> Result<T, GuestError> {
+    r.map_err(|e| GuestError::System { what, cause: Box::new(e) })
+}
+
+pub(super) fn save_vm(vm: &KvmVm, context: &StateContext) -> Result<SavedVm, GuestError> {
+    let fd = vm.fd();
+    let mut irqchips = CHIPS.map(|chip_id| kvm_irqchip { chip_id, ..Default::default() });
+    for chip in &mut irqchips {
+        got("KVM_GET_IRQCHIP", fd.get_irqchip(chip))?;
+    }
+    let pit = context.has(KVM_CAP_PIT_STATE2);
+    let clock = context.has(KVM_CAP_ADJUST_CLOCK);
+    Ok(SavedVm {
+        irqchips,
+        pit: pit.then(|| got("KVM_GET_PIT2", fd.get_pit2())).transpose()?,
+        clock: clock.then(|| got("KVM_GET_CLOCK", fd.get_clock())).transpose()?,
+        wall_ns: wall_ns(),
+    })
+}
+
+/// Puts the VM's part of a state back, after the vCPUs'.
+pub(super) fn restore_vm(
+    vm: &KvmVm,
+    context: &StateContext,
+    saved: &SavedVm,
+    clock: Clock,
+) -> Result<(), GuestError> {
+    let fd = vm.fd();
+    let put = |what: &str, r: Result<(), kvm_ioctls::Error>| {
+        let what = format!("the guest's {what}");
+        r.map_err(|e| GuestError::Unsupported { what, why: e.to_string() })
+    };
+    for (chip, id) in saved.irqchips.iter().zip(CHIPS) {
+        // The place decides which it is, whatever the section says.
+        let chip = kvm_irqchip { chip_id: id, ..*chip };
+        put("interrupt controllers", fd.set_irqchip(&chip))?;
+    }
+    if let Some(pit) = &saved.pit {
+        put("interval timer", fd.set_pit2(pit))?;
+    }
+    if let Some(then) = &saved.clock
+        && context.has(KVM_CAP_ADJUST_CLOCK)
+    {
+        put("clock", fd.set_clock(&clock_now(context, then, saved.wall_ns, clock)))?;
+    }
+    Ok(())
+}
+
+/// The clock to set, for one that read `then` at `wall_ns`.
+fn clock_now(
+    context: &StateContext,
+    then: &kvm_clock_data,
+    wall_ns: u64,
+    clock: Clock,
+) -> kvm_clock_data {
+    let now = kvm_clock_data { clock: then.clock, ..Default::default() };
+    let away = match clock {
+        Clock::Advance => away_ns(wall_ns),
+        Clock::Continue => 0,
+    };
+    // The kernel, given the wall clock at which it read, adds what has passed until the very moment.
+    let by_kernel = then.flags & context.value(KVM_CAP_ADJUST_CLOCK) & KVM_CLOCK_REALTIME;
+    if away > 0 && by_kernel != 0 {
+        return kvm_clock_data { flags: KVM_CLOCK_REALTIME, realtime: then.realtime, ..now };
+    }
+    kvm_clock_data { clock: then.clock.saturating_add(away), ..now }
+}
+
+/// The sections of `saved`.
+pub(super) fn encode(saved: &Saved) -> Result<Vec<Section>, GuestError> {
+    let mut sections = vec![section(tags::KVM_VM, 0, &saved.vm)?];
+    for (vcpu, i) in saved.vcpus.iter().zip(0u16..) {
+        sections.push(section(tags::KVM_VCPU, i, vcpu)?);
+    }
+    sections.push(section(tags::SERIAL, 0, &saved.com1)?);
+    Ok(sections)
+}
+
+fn section<T: Serialize>(tag: SectionTag, instance: u16, value: &T) -> Result<Section, GuestError> {
+    let bytes = postcard::to_stdvec(&(VERSION, value));
+    let bytes =
+        bytes.map_err(|e| GuestError::System { what: "encoding state", cause: e.into() })?;
+    Ok(Section::new(tag, instance, bytes))
+}
+
+/// Reads the sections of a machine with `vcpus` vCPUs: each once, none missing, none unknown that
+/// must be understood.
+pub(super) fn decode(sections: &[Section], vcpus: u8) -> Result<Saved, GuestError> {
+    for s in sections {
+        let known = match s.tag {
+            tags::KVM_VM | tags::SERIAL => s.instance == 0,
+            tags::KVM_VCPU => s.instance < u16::from(vcpus),
+            // What it says was used to make this machine.
+            tags::CONFIG => true,
+            _ => !s.must_understand,
+        };
+        if !known {
+            return Err(GuestError::Unsupported {
+                what: format!("{} (instance {})", s.tag, s.instance),
+                why: format!("a KVM machine with {vcpus} vCPUs has no such part"),
+            });
+        }
+    }
+    let each = (0..u16::from(vcpus)).map(|i| read(sections, tags::KVM_VCPU, i));
+    Ok(Saved {
+        vm: read(sections, tags::KVM_VM, 0)?,
+        vcpus: each.collect::<Result<_, GuestError>>()?,
+        com1: read(sections, tags::SERIAL, 0)?,
+    })
+}
+
+fn read<T: DeserializeOwned>(
+    sections: &[Section],
+    tag: SectionTag,
+    instance: u16,
+) -> Result<T, GuestError> {
+    let what = || format!("{tag} (instance {instance})");
+    let malformed = |why: String| GuestError::Malformed { what: what(), why };
+    let mut found = sections.iter().filter(|s| s.tag == tag && s.instance == instance);
+    let section = found.next().ok_or_else(|| malformed("it is missing".to_owned()))?;
+    if found.next().is_some() {
+        return Err(malformed("it is there twice".to_owned()));
+    }
+    let (version, rest) =
+        postcard::take_from_bytes::<u16>(&section.bytes).map_err(|e| malformed(e.to_string()))?;
+    if version != VERSION {
+        let why = format!("it has version {version}, and this is written for version {VERSION}");
+        return Err(GuestError::Unsupported { what: what(), why });
+    }
+    postcard::from_bytes(rest).map_err(|e| malformed(e.to_string()))
+}

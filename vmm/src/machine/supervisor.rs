@@ -1,0 +1,331 @@
+//! The supervisor: the one thread that decides whether a machine runs. It owns the vCPU threads,
+//! obeys one request at a time, and is told by a vCPU when the guest ends.
+
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Clock, GuestError, RunState, Section};
+
+use super::MachineError;
+use super::state::{self, Saved};
+use crate::collector;
+use crate::devices::Bus;
+use crate::kvm::{ImmediateExit, KvmVm, kick};
+use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood};
+use crate::vm::EndReason;
+
+/// What the supervisor is told.
+pub(super) enum Request {
+    Pause(Sender<Result<RunState, GuestError>>),
+    Resume(Sender<Result<(), GuestError>>),
+    Save(Sender<Result<Vec<Section>, GuestError>>),
+    Restore(Box<Saved>, Clock, Sender<Result<(), GuestError>>),
+    Stop(String, Sender<Result<(), GuestError>>),
+    /// From a vCPU: the guest has ended.
+    Ended(EndReason),
+    /// The machine is dropped.
+    Quit,
+}
+
+/// Whether the machine runs: written by the supervisor, read by anyone.
+#[derive(Debug)]
+pub(super) struct Status {
+    now: Mutex<(RunState, Option<EndReason>)>,
+    changed: Condvar,
+}
+
+impl Status {
+    pub(super) fn new() -> Self {
+        Self { now: Mutex::new((RunState::Paused, None)), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (RunState, Option<EndReason>)> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn state(&self) -> RunState {
+        self.lock().0
+    }
+
+    fn set(&self, state: RunState) {
+        self.lock().0 = state;
+    }
+
+    fn end(&self, why: EndReason) {
+        *self.lock() = (RunState::Stopped, Some(why));
+        self.changed.notify_all();
+    }
+
+    pub(super) fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {
+        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
+        let mut now = self.lock();
+        while now.1.is_none() {
+            now = match deadline {
+                None => self.changed.wait(now).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let left = deadline.checked_duration_since(Instant::now())?;
+                    let waited = self.changed.wait_timeout(now, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        now.1.clone()
+    }
+}
+
+/// The ways from one vCPU to the others.
+pub(super) struct Peer {
+    pub(super) supervisor: Sender<Request>,
+    pub(super) collector: Sender<collector::Message>,
+}
+
+impl Peers for Peer {
+    fn ended(&self, _: u8, why: EndReason) {
+        // A supervisor that has gone already ends all vCPUs.
+        let _ = self.supervisor.send(Request::Ended(why));
+    }
+
+    fn ring_full(&self, vcpu: u8, reply: &Sender<Command>) -> bool {
+        let reply = reply.clone();
+        self.collector.send(collector::Message::RingFull { vcpu, reply }).is_ok()
+    }
+}
+
+/// One vCPU as the supervisor sees it.
+#[derive(Debug)]
+pub(super) struct VcpuHandle {
+    commands: Sender<Command>,
+    immediate_exit: Arc<ImmediateExit>,
+    pub(super) counters: Arc<Counters>,
+    thread: JoinHandle<()>,
+}
+
+impl VcpuHandle {
+    pub(super) fn new(
+        commands: Sender<Command>,
+        immediate_exit: Arc<ImmediateExit>,
+        counters: Arc<Counters>,
+        thread: JoinHandle<()>,
+    ) -> Self {
+        Self { commands, immediate_exit, counters, thread }
+    }
+
+    /// Sends to a vCPU that may be running.
+    fn interrupt(&self, command: Command) {
+        // A thread that has ended needs no commands.
+        let _ = self.commands.send(command);
+        kick(&self.thread, &self.immediate_exit);
+    }
+
+    /// Sends to a vCPU that stands.
+    fn tell(&self, command: Command) {
+        let _ = self.commands.send(command);
+    }
+}
+
+/// What the thread owns.
+pub(super) struct Supervisor {
+    vm: Arc<KvmVm>,
+    bus: Arc<Bus>,
+    context: Arc<StateContext>,
+    vcpus: Vec<VcpuHandle>,
+    status: Arc<Status>,
+    requests: Receiver<Request>,
+    has_run: bool,
+    /// A restore failed half-way, and none has succeeded since.
+    half_restored: bool,
+}
+
+impl Supervisor {
+    pub(super) fn spawn(
+        vm: Arc<KvmVm>,
+        bus: Arc<Bus>,
+        context: Arc<StateContext>,
+        vcpus: Vec<VcpuHandle>,
+        status: Arc<Status>,
+        requests: Receiver<Request>,
+    ) -> Result<JoinHandle<()>, MachineError> {
+        let supervisor = Self {
+            vm,
+            bus,
+            context,
+            vcpus,
+            status,
+            requests,
+            has_run: false,
+            half_restored: false,
+        };
+        std::thread::Builder::new()
+            .name("supervisor".to_owned())
+            .spawn(move || supervisor.run())
+            .map_err(MachineError::system("starting the supervisor"))
+    }
+
+    fn run(mut self) {
+        while let Ok(request) = self.requests.recv() {
+            match request {
+                Request::Pause(reply) => answer(&reply, self.pause()),
+                Request::Resume(reply) => answer(&reply, self.resume()),
+                Request::Save(reply) => answer(&reply, self.save()),
+                Request::Restore(saved, clock, reply) => {
+                    answer(&reply, self.restore(*saved, clock));
+                }
+                Request::Stop(why, reply) => {
+                    self.end(EndReason::Stopped(why));
+                    answer(&reply, Ok(()));
+                }
+                Request::Ended(why) => self.end(why),
+                Request::Quit => break,
+            }
+        }
+        self.end(EndReason::Stopped("the machine was taken down".to_owned()));
+        for vcpu in &self.vcpus {
+            vcpu.interrupt(Command::Quit);
+        }
+        for vcpu in self.vcpus.drain(..) {
+            if vcpu.thread.join().is_err() {
+                tracing::error!("a vCPU thread has panicked");
+            }
+        }
+    }
+
+    /// Refuses `request` unless the machine is in state `needed`.
+    fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
+        let state = self.status.state();
+        if state == needed { Ok(()) } else { Err(GuestError::State { request, state }) }
+    }
+
+    fn pause(&mut self) -> Result<RunState, GuestError> {
+        match self.status.state() {
+            RunState::Paused => return Ok(RunState::Paused),
+            RunState::Stopped => self.require("pause", RunState::Running)?,
+            RunState::Running => {}
+        }
+        if self.halt() {
+            self.status.set(RunState::Paused);
+            return Ok(RunState::Running);
+        }
+        // The guest has ended meanwhile, and has said so to our channel: listen to that first.
+        if self.vcpus.iter().any(|v| v.thread.is_finished()) {
+            self.end(EndReason::Crashed("a vCPU thread has died".to_owned()));
+        }
+        while self.status.state() != RunState::Stopped {
+            match self.requests.recv() {
+                Ok(Request::Ended(why)) => self.end(why),
+                Ok(other) => refuse(other),
+                Err(_) => break,
+            }
+        }
+        Err(GuestError::State { request: "pause", state: RunState::Stopped })
+    }
+
+    /// Brings all vCPUs to a stand; whether all of them can go on.
+    fn halt(&self) -> bool {
+        let (reply, stood) = mpsc::channel();
+        for vcpu in &self.vcpus {
+            vcpu.interrupt(Command::Pause(reply.clone()));
+        }
+        drop(reply);
+        let stood: Vec<Stood> = stood.iter().collect();
+        stood.len() == self.vcpus.len() && stood.iter().all(|s| *s == Stood::Paused)
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
+        self.require("resume", RunState::Paused)?;
+        if self.half_restored {
+            let what = "the guest's state".to_owned();
+            let why = "restoring it failed half-way, so it cannot run".to_owned();
+            return Err(GuestError::Unsupported { what, why });
+        }
+        self.has_run = true;
+        self.status.set(RunState::Running);
+        for vcpu in &self.vcpus {
+            vcpu.tell(Command::Resume);
+        }
+        Ok(())
+    }
+
+    /// The first reason stays.
+    fn end(&mut self, why: EndReason) {
+        if self.status.state() == RunState::Stopped {
+            return;
+        }
+        self.halt();
+        self.bus.com1().settle();
+        tracing::debug!("the guest has ended: {why:?}");
+        self.status.end(why);
+    }
+
+    fn save(&self) -> Result<Vec<Section>, GuestError> {
+        self.require("save", RunState::Paused)?;
+        let mut waiting = Vec::new();
+        for vcpu in &self.vcpus {
+            let (reply, saved) = mpsc::channel();
+            vcpu.tell(Command::Save(reply));
+            waiting.push(saved);
+        }
+        let mut vcpus = Vec::new();
+        for saved in waiting {
+            vcpus.push(*saved.recv().map_err(|_| gone())??);
+        }
+        state::encode(&Saved {
+            vm: state::save_vm(&self.vm, &self.context)?,
+            vcpus,
+            com1: self.bus.com1().state(),
+        })
+    }
+
+    /// vCPUs before interrupt controllers: an interrupt that those pass on would be overwritten
+    /// with the local APIC. The clock last: it counts from the TSCs.
+    fn restore(&mut self, saved: Saved, clock: Clock) -> Result<(), GuestError> {
+        self.require("restore", RunState::Paused)?;
+        if self.has_run {
+            let what = "a state".to_owned();
+            let why = "it can only be put into a guest that has never run".to_owned();
+            return Err(GuestError::Unsupported { what, why });
+        }
+        self.half_restored = true;
+        self.restore_parts(saved, clock)?;
+        self.half_restored = false;
+        Ok(())
+    }
+
+    fn restore_parts(&self, saved: Saved, clock: Clock) -> Result<(), GuestError> {
+        let mut waiting = Vec::new();
+        for (vcpu, state) in self.vcpus.iter().zip(saved.vcpus) {
+            let (reply, restored) = mpsc::channel();
+            vcpu.tell(Command::Restore(Box::new(state), Adjust { clock }, reply));
+            waiting.push(restored);
+        }
+        for restored in waiting {
+            restored.recv().map_err(|_| gone())??;
+        }
+        let malformed = |why| GuestError::Malformed { what: "the serial port's state".into(), why };
+        self.bus.com1().restore(saved.com1).map_err(malformed)?;
+        state::restore_vm(&self.vm, &self.context, &saved.vm, clock)
+    }
+}
+
+fn gone() -> GuestError {
+    GuestError::System { what: "asking a vCPU", cause: "its thread has ended".into() }
+}
+
+/// Answers a request that came too late.
+fn refuse(request: Request) {
+    let stopped = |request| GuestError::State { request, state: RunState::Stopped };
+    match request {
+        Request::Pause(reply) => answer(&reply, Err(stopped("pause"))),
+        Request::Resume(reply) => answer(&reply, Err(stopped("resume"))),
+        Request::Save(reply) => answer(&reply, Err(stopped("save"))),
+        Request::Restore(_, _, reply) => answer(&reply, Err(stopped("restore"))),
+        Request::Stop(_, reply) => answer(&reply, Ok(())),
+        Request::Ended(_) | Request::Quit => {}
+    }
+}
+
+/// Sends a reply; whoever asked may have gone meanwhile.
+fn answer<T>(reply: &Sender<T>, with: T) {
+    let _ = reply.send(with);
+}

@@ -1,0 +1,12 @@
+//! The `driftline` binary: owns the process, its exit code and its log; everything else is in [`cli`]
+//! and [`demo`].
+#![forbid(unsafe_code)]
+
+mod cli;
+mod demo;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

@@ -1,0 +1,18 @@
+//! Where a KVM machine's dirty frames come from: one [`DirtySource`](dirty_tracker::DirtySource) a
+//! tracking mode.
+
+mod bitmap;
+mod ring;
+
+pub use bitmap::BitmapSource;
+pub use ring::RingSource;
+
+use std::time::Instant;
+
+/// Nanoseconds since `start`, which becomes now.
+fn lap(start: &mut Instant) -> u64 {
+    let now = Instant::now();
+    let ns = now.duration_since(*start).as_nanos();
+    *start = now;
+    u64::try_from(ns).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,43 @@
+//! Owns the guest's clock on the threads backend: the host's monotonic clock, moved.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Guest time in nanoseconds. It goes on while the guest is paused, as it does under KVM: the guest
+/// notices a pause as a gap.
+#[derive(Debug)]
+pub(super) struct GuestClock {
+    origin: Instant,
+    /// Guest time at `origin`, modulo 2^64.
+    base_ns: AtomicU64,
+}
+
+impl GuestClock {
+    /// A clock that starts at zero.
+    pub(super) fn new() -> Self {
+        Self { origin: Instant::now(), base_ns: AtomicU64::new(0) }
+    }
+
+    /// The guest's time now.
+    pub(super) fn now_ns(&self) -> u64 {
+        self.base_ns.load(Ordering::Relaxed).wrapping_add(self.elapsed_ns())
+    }
+
+    /// Makes it `now_ns` now.
+    pub(super) fn set(&self, now_ns: u64) {
+        self.base_ns.store(now_ns.wrapping_sub(self.elapsed_ns()), Ordering::Relaxed);
+    }
+
+    fn elapsed_ns(&self) -> u64 {
+        nanos(self.origin.elapsed())
+    }
+}
+
+/// The host's time of day in nanoseconds, which says how long a state was under way.
+pub(super) fn wall_ns() -> u64 {
+    nanos(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+}
+
+fn nanos(d: Duration) -> u64 {
+    u64::try_from(d.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,65 @@
+//! Owns the end of a guest: set once, waited for by any number of threads.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::vm::EndReason;
+
+#[derive(Debug, Default)]
+struct Ending {
+    done_workers: u32,
+    reason: Option<EndReason>,
+}
+
+/// Whether and why the guest has ended.
+#[derive(Debug, Default)]
+pub(super) struct End {
+    ending: Mutex<Ending>,
+    changed: Condvar,
+}
+
+impl End {
+    /// Ends the guest, unless it has ended already.
+    pub(super) fn set(&self, reason: EndReason) {
+        let mut ending = self.lock();
+        if ending.reason.is_none() {
+            ending.reason = Some(reason);
+            self.changed.notify_all();
+        }
+    }
+
+    /// One more of `all` workers has run out of work: the last one powers the guest off.
+    pub(super) fn worker_done(&self, all: u32) {
+        let mut ending = self.lock();
+        ending.done_workers += 1;
+        if ending.done_workers == all && ending.reason.is_none() {
+            ending.reason = Some(EndReason::PowerOff);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Why the guest has ended, if it has.
+    pub(super) fn reason(&self) -> Option<EndReason> {
+        self.lock().reason.clone()
+    }
+
+    /// Blocks until the guest has ended, or `timeout` has passed.
+    pub(super) fn wait(&self, timeout: Option<Duration>) -> Option<EndReason> {
+        let ending = self.lock();
+        let going = |e: &mut Ending| e.reason.is_none();
+        let ending = match timeout {
+            None => self.changed.wait_while(ending, going).unwrap_or_else(PoisonError::into_inner),
+            Some(t) => {
+                self.changed
+                    .wait_timeout_while(ending, t, going)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0
+            }
+        };
+        ending.reason.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ending> {
+        self.ending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

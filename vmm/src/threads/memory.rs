@@ -1,0 +1,88 @@
+//! Owns the workers' view of guest memory: the pages of the working set, each write of which marks the trees.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use checkpoint::{GuestError, GuestRam};
+use dirty_tracker::TrackedBitmap;
+use images::workload::{PAGE_SIZE, PageMemory, Placement};
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
+
+/// Working-set pages that lie side by side in guest memory.
+struct Stretch<'r> {
+    first: u64,
+    pages: u64,
+    slice: VolatileSlice<'r, TrackedBitmap>,
+}
+
+/// The working set as one worker reads and writes it.
+pub(super) struct WorkingSet<'r> {
+    placement: Placement,
+    stretches: Vec<Stretch<'r>>,
+}
+
+impl<'r> WorkingSet<'r> {
+    /// The working set that `placement` puts into `ram`.
+    pub(super) fn new(ram: &'r GuestRam, placement: &Placement) -> Result<Self, GuestError> {
+        let mut stretches = Vec::new();
+        for s in placement.segments() {
+            let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| unusable(e.into()))?;
+            let slice = ram
+                .get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes)
+                .map_err(|e| unusable(e.into()))?;
+            stretches.push(Stretch { first: s.first, pages: s.pages, slice });
+        }
+        Ok(Self { placement: *placement, stretches })
+    }
+
+    fn locate(&self, page: u64) -> Option<(&VolatileSlice<'r, TrackedBitmap>, usize)> {
+        let s = self.stretches.iter().find(|s| page.wrapping_sub(s.first) < s.pages)?;
+        Some((&s.slice, ((page - s.first) * PAGE_SIZE) as usize))
+    }
+
+    fn word(&self, page: u64, word: usize) -> Option<&AtomicU64> {
+        let (slice, offset) = self.locate(page)?;
+        slice.get_atomic_ref(offset + word * 8).ok()
+    }
+}
+
+/// Pages outside the working set, which only a damaged state asks for, read as zeros and swallow
+/// writes: the workload then reports errors, as it should.
+impl PageMemory for WorkingSet<'_> {
+    fn gfn(&self, page: u64) -> u64 {
+        self.placement.gfn(page)
+    }
+
+    fn read_u64(&self, page: u64, word: usize) -> u64 {
+        self.word(page, word).map_or(0, |w| w.load(Ordering::Relaxed))
+    }
+
+    fn write_u64(&mut self, page: u64, word: usize, value: u64) {
+        if let Some(w) = self.word(page, word) {
+            w.store(value, Ordering::Relaxed);
+        }
+    }
+
+    fn wrote(&mut self, page: u64) {
+        let Some((slice, offset)) = self.locate(page) else { return };
+        // Pairs with the SeqCst stores of a drain and of a new subscriber: a mark that finds the bit
+        // set, or nobody subscribed, comes after the page's content is visible to them.
+        fence(Ordering::SeqCst);
+        slice.bitmap().mark_dirty(offset, PAGE_SIZE as usize);
+    }
+
+    fn fill(&mut self, page: u64, words: Range<usize>, value: impl Fn(usize) -> u64) {
+        if let Some((slice, offset)) = self.locate(page) {
+            for word in words {
+                if let Ok(w) = slice.get_atomic_ref::<AtomicU64>(offset + word * 8) {
+                    w.store(value(word), Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}
+
+fn unusable(cause: Box<dyn std::error::Error + Send + Sync>) -> GuestError {
+    GuestError::System { what: "mapping the working set", cause }
+}

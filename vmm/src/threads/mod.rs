@@ -1,0 +1,343 @@
+//! The threads backend: the payload's workload on host threads over guest-shaped memory, behind the
+//! same traits as the KVM machine.
+//!
+//! For hosts without KVM, and for tests. Each *worker* stands for one vCPU: it runs that vCPU's share
+//! of the workload and is stopped only between two ticks of a few pages, when all its writes are
+//! marked. What it writes goes through [`TrackedBitmap`](dirty_tracker::TrackedBitmap), so nothing has
+//! to be collected.
+
+mod clock;
+mod end;
+mod memory;
+mod state;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
+use images::PayloadSpec;
+use images::workload::{Placement, ready_line};
+
+use crate::config::{Boot, HostConfig, MachineConfig};
+use crate::devices::{SinkThread, SinkWriter, open_sink};
+use crate::memory::Memory;
+use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
+use clock::GuestClock;
+use end::End;
+use state::Saved;
+use worker::{Command, Worker};
+
+/// How long a worker may take to answer; a tick takes microseconds.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A guest whose vCPUs are host threads.
+pub struct ThreadMachine {
+    vm_id: VmId,
+    config: MachineConfig,
+    spec: PayloadSpec,
+    placement: Placement,
+    memory: Memory,
+    clock: Arc<GuestClock>,
+    serial: SinkWriter,
+    end: Arc<End>,
+    created: Instant,
+    /// Marks already reported by `collect`.
+    reported_frames: AtomicU64,
+    control: Mutex<Control>,
+    /// Last: what the guest said at its end is still to be written.
+    _serial: SinkThread,
+}
+
+/// What one transition at a time may change.
+struct Control {
+    state: RunState,
+    /// The workload has neither run nor been restored.
+    fresh: bool,
+    workers: Vec<(Sender<Command>, JoinHandle<()>)>,
+}
+
+impl ThreadMachine {
+    /// A paused guest with zeroed memory.
+    pub fn new(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+    ) -> Result<Arc<Self>, GuestError> {
+        let spec = payload_spec(&config)?;
+        let memory = Memory::new(config.mem_bytes).map_err(|e| misfit(&config, e.to_string()))?;
+        let slots = memory.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
+        let placement = Placement::new(&spec, slots).map_err(|e| {
+            let base = Placement::base(&spec);
+            let why = format!(
+                "its working set takes {} pages, and guest memory has {} at or above {base:#x}",
+                e.wanted, e.available
+            );
+            misfit(&config, why)
+        })?;
+        if spec.ws_pages() < u64::from(config.vcpus) {
+            let (pages, vcpus) = (spec.ws_pages(), config.vcpus);
+            let why = format!("its working set has {pages} pages, too few for {vcpus} vCPUs");
+            return Err(misfit(&config, why));
+        }
+        let (serial, serial_thread) = open_sink(&host.serial)
+            .map_err(|e| GuestError::System { what: "opening the serial port", cause: e.into() })?;
+        let machine = Self {
+            vm_id,
+            spec,
+            placement,
+            memory,
+            clock: Arc::new(GuestClock::new()),
+            serial,
+            _serial: serial_thread,
+            end: Arc::default(),
+            created: Instant::now(),
+            reported_frames: AtomicU64::new(0),
+            control: Mutex::new(Control {
+                state: RunState::Paused,
+                fresh: true,
+                workers: Vec::new(),
+            }),
+            config,
+        };
+        machine.start_workers()?;
+        Ok(Arc::new(machine))
+    }
+
+    fn start_workers(&self) -> Result<(), GuestError> {
+        let mut control = self.control();
+        for index in 0..self.vcpus() {
+            let (sender, commands) = mpsc::channel();
+            let worker = Worker {
+                index,
+                vcpus: self.vcpus(),
+                spec: self.spec.clone(),
+                placement: self.placement,
+                ram: self.memory.ram().clone(),
+                clock: self.clock.clone(),
+                serial: self.serial.clone(),
+                end: self.end.clone(),
+                commands,
+            };
+            let thread = std::thread::Builder::new()
+                .name(format!("worker-{index}"))
+                .spawn(move || worker.run())
+                .map_err(|e| GuestError::System { what: "starting a worker", cause: e.into() })?;
+            control.workers.push((sender, thread));
+        }
+        Ok(())
+    }
+
+    fn vcpus(&self) -> u32 {
+        u32::from(self.config.vcpus)
+    }
+
+    /// The transitions' lock. The state that it shows takes an end by itself into account.
+    fn control(&self) -> MutexGuard<'_, Control> {
+        let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.end.reason().is_some() {
+            control.state = RunState::Stopped;
+        }
+        control
+    }
+
+    fn paused(&self, request: &'static str) -> Result<MutexGuard<'_, Control>, GuestError> {
+        let control = self.control();
+        match control.state {
+            RunState::Paused => Ok(control),
+            state => Err(GuestError::State { request, state }),
+        }
+    }
+}
+
+impl Control {
+    /// Gives every worker a command made by `make`, and waits for all the answers, in order.
+    fn ask<T>(&self, make: impl Fn(usize, Sender<T>) -> Command) -> Result<Vec<T>, GuestError> {
+        let asked: Vec<Receiver<T>> = (0..self.workers.len())
+            .map(|index| {
+                let (answer, answers) = mpsc::channel();
+                // A worker that is gone shows as a closed answer channel below.
+                let _ = self.workers[index].0.send(make(index, answer));
+                answers
+            })
+            .collect();
+        asked.into_iter().map(|a| a.recv_timeout(ANSWER_TIMEOUT).map_err(no_answer)).collect()
+    }
+}
+
+impl Guest for ThreadMachine {
+    fn vm_id(&self) -> VmId {
+        self.vm_id
+    }
+
+    fn config(&self) -> Vec<u8> {
+        crate::backend::encode_config(&self.config)
+    }
+
+    fn layout(&self) -> &Layout {
+        self.memory.layout()
+    }
+
+    fn ram(&self) -> &GuestRam {
+        self.memory.ram()
+    }
+
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.memory
+            .populated()
+            .map_err(|e| GuestError::System { what: "reading /proc/self/pagemap", cause: e.into() })
+    }
+
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        if self.config.tracking == TrackingMode::None {
+            return Err(GuestError::NotTracked);
+        }
+        Ok(self.memory.tracker().subscribe(name))
+    }
+
+    fn collect(&self) -> Result<Collected, GuestError> {
+        let marked = self.memory.tracker().stats().marked_frames;
+        let before = self.reported_frames.swap(marked, Ordering::Relaxed);
+        Ok(Collected { frames: marked.saturating_sub(before), ..Collected::default() })
+    }
+
+    fn run_state(&self) -> RunState {
+        self.control().state
+    }
+
+    fn pause(&self) -> Result<RunState, GuestError> {
+        let mut control = self.control();
+        match control.state {
+            RunState::Stopped => {
+                Err(GuestError::State { request: "pause", state: RunState::Stopped })
+            }
+            RunState::Paused => Ok(RunState::Paused),
+            RunState::Running => {
+                control.ask(|_, answer| Command::Park(answer))?;
+                control.state = RunState::Paused;
+                Ok(RunState::Running)
+            }
+        }
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        let mut control = self.paused("resume")?;
+        if std::mem::take(&mut control.fresh) {
+            // A sink never fails: what nobody reads is dropped and counted there.
+            let _ = self.serial.clone().write_all(ready_line(&self.spec, self.vcpus()).as_bytes());
+        }
+        for (worker, _) in &control.workers {
+            worker.send(Command::Run).map_err(no_answer)?;
+        }
+        control.state = RunState::Running;
+        Ok(())
+    }
+
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        let control = self.paused("save the state of")?;
+        let workers = control.ask(|_, answer| Command::Save(answer))?;
+        let (guest_ns, wall_ns) = (self.clock.now_ns(), clock::wall_ns());
+        let saved = workers.into_iter().map(|worker| Saved { guest_ns, wall_ns, worker });
+        saved.enumerate().map(|(index, saved)| state::encode(index, &saved)).collect()
+    }
+
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        let mut control = self.paused("restore")?;
+        if !control.fresh {
+            return Err(GuestError::State { request: "restore into", state: RunState::Running });
+        }
+        let saved = state::decode(sections, &self.spec, self.vcpus())?;
+        let away_ns = match (clock, saved.first()) {
+            (Clock::Advance, Some(first)) => clock::wall_ns().saturating_sub(first.wall_ns),
+            _ => 0,
+        };
+        if let Some(first) = saved.first() {
+            self.clock.set(first.guest_ns.saturating_add(away_ns));
+        }
+        control.fresh = saved.iter().all(|s| s.worker.runner.is_none());
+        control
+            .ask(|index, answer| Command::Load(Box::new(saved[index].worker.clone()), answer))?;
+        Ok(())
+    }
+
+    fn release(&self) -> Result<(), GuestError> {
+        self.paused("release the resources of").map(drop)
+    }
+
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.paused("take the resources of").map(drop)
+    }
+
+    fn stop(&self, why: &str) {
+        self.end.set(EndReason::Stopped(why.to_owned()));
+        // Closing the channels ends the workers.
+        let workers = std::mem::take(&mut self.control().workers);
+        for (commands, thread) in workers {
+            drop(commands);
+            if thread.join().is_err() {
+                tracing::error!(vm = %self.vm_id, "a worker had panicked");
+            }
+        }
+    }
+}
+
+impl Drop for ThreadMachine {
+    fn drop(&mut self) {
+        self.stop("the VMM let go of it");
+    }
+}
+
+impl Vm for ThreadMachine {
+    fn machine_config(&self) -> &MachineConfig {
+        &self.config
+    }
+
+    fn info(&self) -> VmInfo {
+        VmInfo {
+            vm_id: self.vm_id,
+            state: self.run_state(),
+            vcpus: self.config.vcpus,
+            mem_bytes: self.config.mem_bytes,
+            tracking: self.config.tracking,
+            backend: self.config.backend,
+            uptime_ms: u64::try_from(self.created.elapsed().as_millis()).unwrap_or(u64::MAX),
+            ring_overruns: 0,
+            vcpu: vec![VcpuInfo::default(); usize::from(self.config.vcpus)],
+            dirty: self.memory.tracker().stats(),
+        }
+    }
+
+    fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {
+        self.end.wait(timeout)
+    }
+}
+
+/// What the workers are to do; only the payload runs on threads.
+fn payload_spec(config: &MachineConfig) -> Result<PayloadSpec, GuestError> {
+    match &config.boot {
+        Boot::Payload(spec) => spec.parse().map_err(|e| misfit(config, format!("{e}"))),
+        Boot::Kernel { .. } => {
+            let why = "the threads backend runs only the payload's workload, no machine code";
+            Err(misfit(config, why.to_owned()))
+        }
+    }
+}
+
+fn misfit(config: &MachineConfig, why: String) -> GuestError {
+    let what = match &config.boot {
+        Boot::Payload(spec) => format!("the guest \"{spec}\""),
+        Boot::Kernel { kernel, .. } => format!("the guest {}", kernel.display()),
+    };
+    GuestError::Malformed { what, why }
+}
+
+fn no_answer(cause: impl std::error::Error + Send + Sync + 'static) -> GuestError {
+    GuestError::System { what: "asking a worker", cause: cause.to_string().into() }
+}

@@ -1,0 +1,81 @@
+//! Owns the `THREAD_WORKER` sections: a version, then a worker's state in postcard.
+
+use checkpoint::{GuestError, Section, section_tags};
+use images::PayloadSpec;
+use serde::{Deserialize, Serialize};
+
+use super::worker::{self, WorkerState};
+
+/// The encoding of the sections; a reader refuses any other.
+const VERSION: u8 = 1;
+
+/// The content of one section.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Saved {
+    /// The guest's clock when it was saved; the same in all sections of a state.
+    pub(super) guest_ns: u64,
+    /// The host's time of day then.
+    pub(super) wall_ns: u64,
+    pub(super) worker: WorkerState,
+}
+
+pub(super) fn encode(index: usize, saved: &Saved) -> Result<Section, GuestError> {
+    let failed = |cause| GuestError::System { what: "encoding a worker's state", cause };
+    let instance = u16::try_from(index).map_err(|e| failed(e.into()))?;
+    let bytes = postcard::to_extend(saved, vec![VERSION]).map_err(|e| failed(e.into()))?;
+    Ok(Section::new(section_tags::THREAD_WORKER, instance, bytes))
+}
+
+/// The state of all workers, in order. `sections` are hostile input.
+pub(super) fn decode(
+    sections: &[Section],
+    spec: &PayloadSpec,
+    vcpus: u32,
+) -> Result<Vec<Saved>, GuestError> {
+    let mut workers: Vec<Option<Saved>> = vec![None; vcpus as usize];
+    for section in sections {
+        if section.tag != section_tags::THREAD_WORKER {
+            if section.must_understand && section.tag != section_tags::CONFIG {
+                return Err(GuestError::Unsupported {
+                    what: format!("the state section \"{}\"", section.tag),
+                    why: "the threads backend does not know it".into(),
+                });
+            }
+            continue;
+        }
+        let index = section.instance;
+        let place = workers
+            .get_mut(usize::from(index))
+            .ok_or_else(|| malformed(index, format!("the guest has only {vcpus} vCPUs")))?;
+        if place.is_some() {
+            return Err(malformed(index, "it stands twice in the state".into()));
+        }
+        *place = Some(decode_one(section, spec, vcpus)?);
+    }
+    let missing = |index| malformed(index, "it is missing".into());
+    (0u16..).zip(workers).map(|(index, w)| w.ok_or_else(|| missing(index))).collect()
+}
+
+fn decode_one(section: &Section, spec: &PayloadSpec, vcpus: u32) -> Result<Saved, GuestError> {
+    let index = section.instance;
+    let rest = match section.bytes.split_first() {
+        Some((&VERSION, rest)) => rest,
+        Some((version, _)) => {
+            return Err(malformed(index, format!("version {version} is not {VERSION}")));
+        }
+        None => return Err(malformed(index, "it is empty".into())),
+    };
+    let (saved, left): (Saved, &[u8]) =
+        postcard::take_from_bytes(rest).map_err(|e| malformed(index, e.to_string()))?;
+    if !left.is_empty() {
+        return Err(malformed(index, format!("{} bytes follow its end", left.len())));
+    }
+    if !worker::fits(&saved.worker, spec, vcpus, u32::from(index)) {
+        return Err(malformed(index, "its share of the working set is not this guest's".into()));
+    }
+    Ok(saved)
+}
+
+fn malformed(index: u16, why: String) -> GuestError {
+    GuestError::Malformed { what: format!("the state of worker {index}"), why }
+}

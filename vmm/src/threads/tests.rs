@@ -1,0 +1,162 @@
+//! What the backend promises: no write escapes the trees, a state goes on where it stood, and an end
+//! is an end.
+
+use std::path::Path;
+use std::time::Duration;
+
+use checkpoint::{Clock, Guest, GuestError, Paused, RunState, VmId};
+use dirty_tracker::{FrameRun, TrackingMode};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::*;
+use crate::config::{Backend, DEFAULT_RING_ENTRIES, SerialSink};
+
+fn config(spec: &str, vcpus: u8) -> MachineConfig {
+    MachineConfig {
+        mem_bytes: 64 << 20,
+        vcpus,
+        tracking: TrackingMode::DirtyRing,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Threads,
+        boot: Boot::Payload(spec.into()),
+    }
+}
+
+fn machine(spec: &str, vcpus: u8, serial: SerialSink) -> Arc<ThreadMachine> {
+    let host = HostConfig { serial };
+    ThreadMachine::new(VmId::random(), config(spec, vcpus), &host).unwrap()
+}
+
+fn copy(guest: &ThreadMachine, runs: impl IntoIterator<Item = FrameRun>, to: &mut [u8]) {
+    for run in runs {
+        let at = run.start.gpa();
+        let range = at as usize..(at + run.bytes()) as usize;
+        guest.ram().read_slice(&mut to[range], GuestAddress(at)).unwrap();
+    }
+}
+
+fn lines(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_default()
+}
+
+#[test]
+fn a_copy_and_the_epochs_since_are_the_memory() {
+    let guest = machine("payload,ws=8M,rate=max,pattern=random,fill=random", 2, SerialSink::Null);
+    guest.resume().unwrap();
+    let mut subscription = guest.subscribe("test").unwrap();
+    let mut mirror = vec![0; 64 << 20];
+    copy(&guest, guest.populated().unwrap(), &mut mirror);
+    for _ in 0..20 {
+        std::thread::sleep(Duration::from_millis(5));
+        guest.collect().unwrap();
+        let epoch = subscription.drain();
+        copy(&guest, epoch.runs(), &mut mirror);
+        epoch.commit();
+    }
+    let paused = Paused::new(&*guest).unwrap();
+    let epoch = paused.drain(&mut subscription).unwrap();
+    assert!(!epoch.is_empty(), "a guest at full speed has written something");
+    copy(&guest, epoch.runs(), &mut mirror);
+    let mut now = vec![0; 64 << 20];
+    copy(&guest, guest.layout().slots().map(|s| s.run()), &mut now);
+    assert!(mirror == now, "a write is in no epoch");
+    epoch.commit();
+    paused.keep_paused();
+    assert!(subscription.drain().is_empty(), "a paused guest writes nothing");
+}
+
+#[test]
+fn a_restored_state_goes_on_without_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("serial");
+    let spec = "payload,ws=4M,rate=max,pattern=zipf,passes=400";
+    let first = machine(spec, 3, SerialSink::Null);
+    first.resume().unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    first.pause().unwrap();
+    let state = first.save_state().unwrap();
+    assert_eq!(state.len(), 3);
+    let mut memory = vec![0; 64 << 20];
+    copy(&first, first.populated().unwrap(), &mut memory);
+    first.stop("it has moved");
+
+    let second = machine(spec, 3, SerialSink::File(log.clone()));
+    for run in first.populated().unwrap() {
+        let range = run.start.gpa() as usize..run.end().gpa() as usize;
+        second.ram().write_slice(&memory[range], GuestAddress(run.start.gpa())).unwrap();
+    }
+    second.restore_state(&state, Clock::Continue).unwrap();
+    second.resume().unwrap();
+    let end = second.wait_end(Some(Duration::from_secs(60)));
+    assert_eq!(end, Some(EndReason::PowerOff), "{}", lines(&log));
+    let log = lines(&log);
+    assert!(!log.contains("payload ready"), "it had been ready before: {log}");
+    assert_eq!(log.matches(" done ").count(), 3, "{log}");
+    assert_eq!(log.matches(" errors=0 ").count(), log.matches("errors=").count(), "{log}");
+}
+
+#[test]
+fn memory_that_lost_a_page_shows_as_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("serial");
+    let guest = machine("payload,ws=1M,rate=max,passes=2000", 1, SerialSink::File(log.clone()));
+    guest.resume().unwrap();
+    std::thread::sleep(Duration::from_millis(5));
+    guest.pause().unwrap();
+    let at = guest.populated().unwrap()[0].start.gpa() + 7 * 4096;
+    guest.ram().write_slice(&[0; 4096], GuestAddress(at)).unwrap();
+    guest.resume().unwrap();
+    assert_eq!(guest.wait_end(Some(Duration::from_secs(60))), Some(EndReason::PowerOff));
+    assert!(lines(&log).contains("kind="), "{}", lines(&log));
+}
+
+#[test]
+fn requests_that_do_not_fit_the_state_are_refused() {
+    let guest = machine("payload,ws=1M,rate=4M", 1, SerialSink::Null);
+    assert_eq!(guest.run_state(), RunState::Paused);
+    guest.resume().unwrap();
+    assert!(matches!(guest.resume(), Err(GuestError::State { state: RunState::Running, .. })));
+    assert!(matches!(guest.save_state(), Err(GuestError::State { .. })));
+    assert_eq!(guest.pause().unwrap(), RunState::Running);
+    assert_eq!(guest.pause().unwrap(), RunState::Paused);
+    let state = guest.save_state().unwrap();
+    assert!(guest.restore_state(&state, Clock::Continue).is_err(), "it has run");
+    assert_eq!(guest.wait_end(Some(Duration::from_millis(1))), None);
+    guest.stop("the test says so");
+    assert_eq!(guest.wait_end(None), Some(EndReason::Stopped("the test says so".into())));
+    let e = guest.resume().unwrap_err();
+    assert_eq!(e.to_string(), "cannot resume a guest that is stopped");
+}
+
+#[test]
+fn hostile_states_and_configurations_are_refused_with_a_sentence() {
+    let guest = machine("payload,ws=1M", 2, SerialSink::Null);
+    let good = guest.save_state().unwrap();
+    let refused = |sections: &[Section]| {
+        guest.restore_state(sections, Clock::Continue).unwrap_err().to_string()
+    };
+    assert_eq!(refused(&good[..1]), "the state of worker 1 is malformed: it is missing");
+    let mut bad = good.clone();
+    bad[1].instance = 7;
+    assert!(refused(&bad).contains("the guest has only 2 vCPUs"), "{}", refused(&bad));
+    let mut bad = good.clone();
+    bad[0].bytes[0] = 9;
+    assert!(refused(&bad).contains("version 9"), "{}", refused(&bad));
+    let mut bad = good.clone();
+    bad[0].bytes.push(0);
+    assert!(refused(&bad).contains("1 bytes follow"), "{}", refused(&bad));
+    bad[0].bytes.truncate(3);
+    assert!(refused(&bad).contains("the state of worker 0 is malformed"), "{}", refused(&bad));
+    let alien = Section::new(checkpoint::SectionTag(999), 0, vec![]);
+    let bad = [good.clone(), vec![alien]].concat();
+    assert!(refused(&bad).contains("unknown section 999"), "{}", refused(&bad));
+    guest.restore_state(&good, Clock::Continue).unwrap();
+
+    let host = HostConfig { serial: SerialSink::Null };
+    let big = config("payload,ws=1G", 1);
+    let e = ThreadMachine::new(VmId::random(), big, &host).err().unwrap().to_string();
+    assert!(e.contains("working set takes 262144 pages"), "{e}");
+    let many = config("payload,ws=4K", 2);
+    let e = ThreadMachine::new(VmId::random(), many, &host).err().unwrap().to_string();
+    assert!(e.contains("too few for 2 vCPUs"), "{e}");
+}

@@ -1,0 +1,162 @@
+//! Owns one worker: a host thread that runs one vCPU's share of the payload's workload, and does
+//! what it is told between two ticks.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::time::Duration;
+
+use checkpoint::GuestRam;
+use images::PayloadSpec;
+use images::workload::{Next, Placement, Runner, Share};
+use serde::{Deserialize, Serialize};
+
+use super::clock::GuestClock;
+use super::end::End;
+use super::memory::WorkingSet;
+use crate::devices::SinkWriter;
+use crate::vm::EndReason;
+
+/// What a worker is told. When the channel closes, it exits.
+pub(super) enum Command {
+    /// Run until told otherwise.
+    Run,
+    /// Stand still; the answer says that it does and that all its writes are marked.
+    Park(Sender<()>),
+    /// Hand out the state, of a worker that stands still.
+    Save(Sender<WorkerState>),
+    /// Go on from this state at the next `Run`.
+    Load(Box<WorkerState>, Sender<()>),
+}
+
+/// What a worker remembers: all of its `THREAD_WORKER` section that is its own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct WorkerState {
+    /// The loop; none before the worker first runs.
+    pub(super) runner: Option<Runner>,
+    /// The generations expected of its pages, for patterns that need them.
+    pub(super) table: Vec<u32>,
+}
+
+/// Everything that a worker uses; it moves into the thread.
+pub(super) struct Worker {
+    pub(super) index: u32,
+    pub(super) vcpus: u32,
+    pub(super) spec: PayloadSpec,
+    pub(super) placement: Placement,
+    pub(super) ram: GuestRam,
+    pub(super) clock: Arc<GuestClock>,
+    pub(super) serial: SinkWriter,
+    pub(super) end: Arc<End>,
+    pub(super) commands: Receiver<Command>,
+}
+
+/// Whether the loop goes on after a command.
+enum Told {
+    Run,
+    Stand,
+    /// For good: the workload has come to its end.
+    Finished,
+    Exit,
+}
+
+impl Worker {
+    /// The thread's body.
+    pub(super) fn run(self) {
+        let _guard = PanicGuard { end: self.end.clone(), index: self.index };
+        let mut memory = match WorkingSet::new(&self.ram, &self.placement) {
+            Ok(memory) => memory,
+            Err(e) => return self.end.set(EndReason::Crashed(e.to_string())),
+        };
+        let mut state = WorkerState::default();
+        let mut finished = false;
+        while let Ok(command) = self.commands.recv() {
+            match self.obey(command, &mut state) {
+                Told::Run if !finished => match self.work(&mut state, &mut memory) {
+                    Told::Exit => return,
+                    Told::Finished => finished = true,
+                    Told::Run | Told::Stand => {}
+                },
+                _ => {}
+            }
+        }
+    }
+
+    fn obey(&self, command: Command, state: &mut WorkerState) -> Told {
+        // A closed answer channel means that the asker has given up: nothing is owed to it.
+        match command {
+            Command::Run => return Told::Run,
+            Command::Park(answer) => _ = answer.send(()),
+            Command::Save(answer) => _ = answer.send(state.clone()),
+            Command::Load(loaded, answer) => {
+                *state = *loaded;
+                _ = answer.send(());
+            }
+        }
+        Told::Stand
+    }
+
+    /// Ticks until told to stand still, or done.
+    fn work(&self, state: &mut WorkerState, memory: &mut WorkingSet<'_>) -> Told {
+        let mut serial = self.serial.clone();
+        let now = self.clock.now_ns();
+        let runner = state
+            .runner
+            .get_or_insert_with(|| Runner::new(&self.spec, self.vcpus, self.index, now));
+        if state.table.len() != runner.workload().table_len() {
+            state.table = vec![0; runner.workload().table_len()];
+        }
+        loop {
+            let Some(runner) = &mut state.runner else { return Told::Stand };
+            // A sink never fails: what nobody reads is dropped and counted there.
+            let mut print = |line: &[u8]| _ = serial.write_all(line);
+            let now = self.clock.now_ns();
+            let next = runner.tick(now, memory, &mut state.table, &mut print);
+            let command = match next {
+                Next::Go => match self.commands.try_recv() {
+                    Ok(command) => command,
+                    Err(TryRecvError::Empty) => continue,
+                    Err(TryRecvError::Disconnected) => return Told::Exit,
+                },
+                Next::SleepUntil(wake_ns) => {
+                    let left = wake_ns.saturating_sub(self.clock.now_ns());
+                    match self.commands.recv_timeout(Duration::from_nanos(left)) {
+                        Ok(command) => command,
+                        Err(RecvTimeoutError::Timeout) => continue,
+                        Err(RecvTimeoutError::Disconnected) => return Told::Exit,
+                    }
+                }
+                Next::Done => {
+                    self.end.worker_done(self.vcpus);
+                    return Told::Finished;
+                }
+            };
+            match self.obey(command, state) {
+                Told::Run => {}
+                told => return told,
+            }
+        }
+    }
+}
+
+/// Whether `state` can be that of worker `index`: the share and the table must be the worker's.
+pub(super) fn fits(state: &WorkerState, spec: &PayloadSpec, vcpus: u32, index: u32) -> bool {
+    let Some(runner) = &state.runner else { return state.table.is_empty() };
+    let workload = runner.workload();
+    workload.share() == Share::of(spec.ws_pages(), vcpus, index)
+        && state.table.len() == workload.table_len()
+}
+
+/// Ends the guest if its worker dies, so that nobody waits for it for ever.
+struct PanicGuard {
+    end: Arc<End>,
+    index: u32,
+}
+
+impl Drop for PanicGuard {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.end.set(EndReason::Crashed(format!("worker {} panicked", self.index)));
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! vCPUs: one thread each, which owns its file descriptor and is spoken to by messages.
+//!
+//! ```text
+//!          Resume                 the guest ends
+//! Paused ---------> Running --------------------> Finished
+//!        <---------         (power-off, crash)
+//!          Pause, after a kick
+//! ```
+//!
+//! A vCPU that stops completes what it is in the middle of: an instruction whose port or device
+//! access left `KVM_RUN` is half done until the next `KVM_RUN`, and would be lost or done twice if
+//! the state were saved before.
+
+pub mod cpuid;
+mod state;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::time::{Duration, Instant};
+
+use checkpoint::GuestError;
+use dirty_tracker::RingFull;
+use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+
+use crate::devices::Bus;
+use crate::kvm::{ImmediateExit, KvmVm, internal_error, listen_for_kicks};
+use crate::vm::{EndReason, VcpuInfo};
+
+pub use state::{Adjust, SavedVcpu, StateContext};
+pub(crate) use state::{away_ns, wall_ns};
+
+/// Guests' watchdogs wait much longer than this.
+const LONG_STAND: Duration = Duration::from_secs(1);
+
+/// What a vCPU is told. Whoever sends one to a running vCPU also kicks it, but for `RingsDrained`.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Run from where it stands.
+    Resume,
+    /// Stand still between two instructions, and say so.
+    Pause(Sender<Stood>),
+    /// The rings have room again: go on after a ring-full exit.
+    RingsDrained,
+    /// Give the whole state.
+    Save(Sender<Result<Box<SavedVcpu>, GuestError>>),
+    /// Take a whole state.
+    Restore(Box<SavedVcpu>, Adjust, Sender<Result<(), GuestError>>),
+    /// Leave the thread.
+    Quit,
+}
+
+/// How a vCPU came to stand.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Stood {
+    /// It can go on.
+    Paused,
+    /// Its guest has ended.
+    Finished,
+}
+
+/// What a vCPU tells the others.
+pub(crate) trait Peers: Send {
+    /// The guest has ended on vCPU `id`.
+    fn ended(&self, id: u8, why: EndReason);
+
+    /// vCPU `id` cannot go on before the rings are harvested; it waits for `RingsDrained` on
+    /// `reply`. Whether there is anyone to harvest.
+    fn ring_full(&self, id: u8, reply: &Sender<Command>) -> bool;
+}
+
+/// A vCPU's figures, readable by anyone.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    exits: AtomicU64,
+    ring_full_exits: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn read(&self) -> VcpuInfo {
+        VcpuInfo {
+            exits: self.exits.load(Ordering::Relaxed),
+            ring_full_exits: self.ring_full_exits.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// All that a vCPU thread owns.
+pub(crate) struct Vcpu<P: Peers> {
+    pub(crate) id: u8,
+    pub(crate) fd: VcpuFd,
+    /// What CPUID was told to answer. KVM's own account of it has bits that follow the guest.
+    pub(crate) cpuid: CpuId,
+    pub(crate) immediate_exit: Arc<ImmediateExit>,
+    pub(crate) bus: Arc<Bus>,
+    pub(crate) counters: Arc<Counters>,
+    /// Where ring-full exits are reported; `None` in modes without rings.
+    pub(crate) ring_full: Option<RingFull>,
+    pub(crate) context: Arc<StateContext>,
+    pub(crate) commands: Receiver<Command>,
+    /// The sending side of `commands`, for those who answer.
+    pub(crate) inbox: Sender<Command>,
+    pub(crate) peers: P,
+    /// Since when it stands, if it ran before.
+    pub(crate) stands_since: Option<Instant>,
+    /// Keeps guest memory mapped while the vCPU may write to it.
+    pub(crate) _vm: Arc<KvmVm>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    Paused,
+    Running,
+    Finished,
+    Gone,
+}
+
+/// What follows from one exit.
+enum After {
+    Run,
+    Interrupted,
+    RingFull,
+    End(EndReason),
+}
+
+impl<P: Peers> Vcpu<P> {
+    /// The thread's life.
+    pub(crate) fn live(mut self) {
+        listen_for_kicks();
+        let mut state = State::Paused;
+        while state != State::Gone {
+            state = match state {
+                State::Running => self.run(),
+                standing => self.stand(standing),
+            };
+        }
+    }
+
+    /// Obeys one command while standing.
+    fn stand(&mut self, state: State) -> State {
+        match self.commands.recv() {
+            Ok(Command::Resume) if state == State::Paused => {
+                self.tell_of_gap();
+                return State::Running;
+            }
+            Ok(Command::Resume | Command::RingsDrained) => {}
+            Ok(Command::Pause(reply)) => answer(&reply, stood(state)),
+            Ok(Command::Save(reply)) => answer(&reply, self.save()),
+            Ok(Command::Restore(saved, adjust, reply)) => {
+                answer(&reply, self.restore(&saved, adjust));
+            }
+            Ok(Command::Quit) | Err(_) => return State::Gone,
+        }
+        state
+    }
+
+    /// After a long stand, tells the guest's watchdogs, by kvmclock, that it was no lock-up.
+    fn tell_of_gap(&mut self) {
+        let stood = self.stands_since.take().map(|since| since.elapsed());
+        if stood.is_some_and(|stood| stood >= LONG_STAND) && self.context.has(KVM_CAP_KVMCLOCK_CTRL)
+        {
+            // Fails for a guest without kvmclock, whose watchdogs cannot be told.
+            let _ = self.fd.kvmclock_ctrl();
+        }
+    }
+
+    /// Runs the guest until a command or its end.
+    fn run(&mut self) -> State {
+        loop {
+            match self.commands.try_recv() {
+                Ok(command) => match self.interrupt(command) {
+                    State::Running => {}
+                    other => return other,
+                },
+                Err(TryRecvError::Empty) => {}
+                Err(TryRecvError::Disconnected) => return State::Gone,
+            }
+            match self.step() {
+                After::Run => {}
+                // Cleared before the channel is looked at: see kvm/kick.
+                After::Interrupted => self.immediate_exit.clear(),
+                After::RingFull => match self.wait_for_drain() {
+                    State::Running => {}
+                    other => return other,
+                },
+                After::End(why) => return self.end(why),
+            }
+        }
+    }
+
+    /// Obeys a command that came while the guest ran.
+    fn interrupt(&mut self, command: Command) -> State {
+        match command {
+            Command::Resume | Command::RingsDrained => State::Running,
+            Command::Pause(reply) => {
+                let state = match self.complete() {
+                    None => State::Paused,
+                    Some(why) => self.end(why),
+                };
+                answer(&reply, stood(state));
+                state
+            }
+            Command::Save(reply) => {
+                answer(&reply, Err(running("save")));
+                State::Running
+            }
+            Command::Restore(_, _, reply) => {
+                answer(&reply, Err(running("restore")));
+                State::Running
+            }
+            Command::Quit => State::Gone,
+        }
+    }
+
+    /// A ring-full exit: the guest cannot go on before the collector has been here. Stays open to
+    /// commands meanwhile; a pause needs nothing of the collector.
+    fn wait_for_drain(&mut self) -> State {
+        self.counters.ring_full_exits.fetch_add(1, Ordering::Relaxed);
+        if let Some(full) = &self.ring_full {
+            full.report();
+        }
+        if !self.peers.ring_full(self.id, &self.inbox) {
+            return self.end(EndReason::Crashed(format!(
+                "vCPU {} filled its dirty ring, and nobody harvests it",
+                self.id
+            )));
+        }
+        match self.commands.recv() {
+            Ok(command) => self.interrupt(command),
+            Err(_) => State::Gone,
+        }
+    }
+
+    fn end(&mut self, why: EndReason) -> State {
+        self.peers.ended(self.id, why);
+        State::Finished
+    }
+
+    /// Finishes an instruction that left `KVM_RUN` half done, without running another.
+    fn complete(&mut self) -> Option<EndReason> {
+        self.immediate_exit.set();
+        let ended = loop {
+            match self.step() {
+                // A string instruction may exit again for its next part.
+                After::Run => {}
+                After::Interrupted | After::RingFull => break None,
+                After::End(why) => break Some(why),
+            }
+        };
+        self.immediate_exit.clear();
+        self.stands_since = Some(Instant::now());
+        ended
+    }
+
+    /// Enters the guest once and deals with the exit.
+    fn step(&mut self) -> After {
+        self.counters.exits.fetch_add(1, Ordering::Relaxed);
+        let id = self.id;
+        let crashed = |why: String| After::End(EndReason::Crashed(format!("vCPU {id}: {why}")));
+        match self.fd.run() {
+            Ok(VcpuExit::IoOut(port, data)) => {
+                self.bus.write(port, data).map_or(After::Run, After::End)
+            }
+            Ok(VcpuExit::IoIn(port, data)) => {
+                self.bus.read(port, data);
+                After::Run
+            }
+            // No device is memory-mapped: reads float, writes go nowhere.
+            Ok(VcpuExit::MmioRead(_, data)) => {
+                data.fill(0xff);
+                After::Run
+            }
+            Ok(VcpuExit::MmioWrite(..) | VcpuExit::IoapicEoi(_)) => After::Run,
+            Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => After::Interrupted,
+            // HLT is KVM's business as long as it has the interrupt controllers.
+            Ok(VcpuExit::Hlt) => After::Run,
+            Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => After::RingFull,
+            // A guest that resets itself this way cannot be told from one that lost its way.
+            Ok(VcpuExit::Shutdown) => crashed("triple fault".to_owned()),
+            Ok(VcpuExit::FailEntry(reason, cpu)) => crashed(format!(
+                "the processor refused to enter the guest, reason {reason:#x} on CPU {cpu}"
+            )),
+            Ok(VcpuExit::InternalError) => {
+                let why = internal_error(&mut self.fd);
+                let rip = self.fd.get_regs().map(|r| format!(" at RIP {:#x}", r.rip));
+                crashed(why + &rip.unwrap_or_default())
+            }
+            Ok(VcpuExit::MemoryFault { gpa, .. }) => {
+                crashed(format!("its memory at guest address {gpa:#x} cannot be reached"))
+            }
+            Ok(other) => {
+                let why = format!("unexpected exit {other:?}");
+                crashed(why)
+            }
+            Err(e) => match e.errno() {
+                libc::EINTR | libc::EAGAIN => After::Interrupted,
+                _ => crashed(format!("KVM_RUN failed: {e}")),
+            },
+        }
+    }
+}
+
+impl<P: Peers> Drop for Vcpu<P> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let why = format!("vCPU {}: its thread has died of a defect of the VMM", self.id);
+            self.peers.ended(self.id, EndReason::Crashed(why));
+        }
+    }
+}
+
+fn stood(state: State) -> Stood {
+    if state == State::Finished { Stood::Finished } else { Stood::Paused }
+}
+
+fn running(request: &'static str) -> GuestError {
+    GuestError::State { request, state: checkpoint::RunState::Running }
+}
+
+/// Sends a reply; whoever asked may have gone meanwhile.
+fn answer<T>(reply: &Sender<T>, with: T) {
+    let _ = reply.send(with);
+}

@@ -1,0 +1,290 @@
+//! A vCPU's whole state besides memory: taken from one, put into another, on this host or not.
+//!
+//! What a host lacks is left out when saving; what it cannot take when restoring is refused by
+//! name, or, for single MSRs, named in a warning.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use checkpoint::{Clock, GuestError};
+use kvm_bindings::*;
+use kvm_ioctls::VcpuFd;
+use serde::{Deserialize, Serialize};
+
+use super::{Peers, Vcpu, cpuid};
+use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
+
+const MSR_TSC: u32 = 0x10;
+const MSR_TSC_DEADLINE: u32 = 0x6e0;
+/// Writing them makes KVM write the host's wall clock into guest memory, at an address that the
+/// guest may have put to another use since. Guests write them anew before they read.
+const MSR_KVM_WALL_CLOCK: u32 = 0x11;
+const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
+
+/// TSC frequencies nearer to each other than this many parts in a million count as equal.
+const TSC_TOLERANCE_PPM: u64 = 250;
+/// Time away beyond this is clocks that disagree, not a migration.
+pub(crate) const LONGEST_AWAY: Duration = Duration::from_secs(3600);
+
+/// What saving and restoring need to know of the host; the same for all vCPUs.
+#[derive(Debug)]
+pub struct StateContext {
+    capabilities: Capabilities,
+    supported: CpuId,
+    /// MSRs that can be read.
+    msrs: Vec<u32>,
+}
+
+impl StateContext {
+    /// For vCPUs like `vcpu`, on a host that supports `supported` and lists `msrs`.
+    pub(crate) fn new(
+        capabilities: Capabilities,
+        supported: CpuId,
+        msrs: &[u32],
+        vcpu: &VcpuFd,
+    ) -> Result<Self, GuestError> {
+        let readable = read_msrs(vcpu, msrs)?;
+        Ok(Self { capabilities, supported, msrs: readable.iter().map(|m| m.index).collect() })
+    }
+
+    pub(crate) fn has(&self, capability: u32) -> bool {
+        self.capabilities.has(capability)
+    }
+
+    pub(crate) fn value(&self, capability: u32) -> u32 {
+        self.capabilities.value(capability).unsigned_abs()
+    }
+}
+
+/// What becomes of the time stamp counter.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Adjust {
+    /// What the guest's clocks do over the time in which it did not run.
+    pub clock: Clock,
+}
+
+/// A vCPU's state, as it is in a section.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SavedVcpu {
+    cpuid: Vec<kvm_cpuid_entry2>,
+    tsc_khz: Option<u32>,
+    /// When the TSC was read, by the host's clock.
+    wall_ns: u64,
+    mp_state: kvm_mp_state,
+    regs: kvm_regs,
+    sregs: kvm_sregs,
+    pdptrs: Option<[u64; 4]>,
+    xsave: Option<Vec<u8>>,
+    xcrs: Option<kvm_xcrs>,
+    debug: Option<kvm_debugregs>,
+    lapic: kvm_lapic_state,
+    msrs: Vec<kvm_msr_entry>,
+    events: Option<kvm_vcpu_events>,
+}
+
+/// Nanoseconds of the host's wall clock.
+pub(crate) fn wall_ns() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// How long a guest saved at `saved_ns` has been away: 0 for times that cannot be.
+pub(crate) fn away_ns(saved_ns: u64) -> u64 {
+    let away = wall_ns().saturating_sub(saved_ns);
+    if u128::from(away) > LONGEST_AWAY.as_nanos() {
+        tracing::warn!("the clocks of both hosts disagree: the guest's clock does not advance");
+        return 0;
+    }
+    away
+}
+
+/// A failed ioctl while saving.
+fn got<T, E: Into<std::io::Error>>(what: &'static str, r: Result<T, E>) -> Result<T, GuestError> {
+    r.map_err(|e| GuestError::System { what, cause: Box::new(e.into()) })
+}
+
+impl<P: Peers> Vcpu<P> {
+    /// The whole state. The order matters where noted.
+    pub(super) fn save(&self) -> Result<Box<SavedVcpu>, GuestError> {
+        let (fd, ctx) = (&self.fd, &self.context);
+        // First: asking makes KVM settle a pending INIT or SIPI, which changes registers.
+        let mp_state = got("KVM_GET_MP_STATE", fd.get_mp_state())?;
+        let extended = ctx.has(KVM_CAP_XSAVE2);
+        let bytes = ctx.capabilities.xsave_bytes();
+        let xsave = || got("KVM_GET_XSAVE2", get_xsave(fd, bytes, extended));
+        Ok(Box::new(SavedVcpu {
+            cpuid: self.cpuid.as_slice().to_vec(),
+            tsc_khz: ctx.has(KVM_CAP_GET_TSC_KHZ).then(|| fd.get_tsc_khz().ok()).flatten(),
+            mp_state,
+            regs: got("KVM_GET_REGS", fd.get_regs())?,
+            sregs: got("KVM_GET_SREGS", fd.get_sregs())?,
+            pdptrs: match ctx.has(KVM_CAP_SREGS2) {
+                true => got("KVM_GET_SREGS2", get_pdptrs(fd))?,
+                false => None,
+            },
+            xsave: ctx.has(KVM_CAP_XSAVE).then(xsave).transpose()?,
+            xcrs: optional(ctx, KVM_CAP_XCRS, || got("KVM_GET_XCRS", fd.get_xcrs()))?,
+            debug: optional(ctx, KVM_CAP_DEBUGREGS, || {
+                got("KVM_GET_DEBUGREGS", fd.get_debug_regs())
+            })?,
+            lapic: got("KVM_GET_LAPIC", fd.get_lapic())?,
+            wall_ns: wall_ns(),
+            msrs: read_msrs(fd, &ctx.msrs)?,
+            // Last: what the others left pending is in here.
+            events: optional(ctx, KVM_CAP_VCPU_EVENTS, || {
+                got("KVM_GET_VCPU_EVENTS", fd.get_vcpu_events())
+            })?,
+        }))
+    }
+
+    /// Puts a state into this vCPU, which has never run. The order matters: CPUID decides what the
+    /// rest may contain, the APIC's mode comes with the special registers, its timer's deadline
+    /// needs the APIC, and pending events come after all that could raise or clear them.
+    pub(super) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+        self.restore_cpuid(&saved.cpuid)?;
+        let (fd, ctx) = (&self.fd, &self.context);
+        let put = |what: &str, r: Result<(), std::io::Error>| {
+            r.map_err(|e| self.unsupported(what, e.to_string()))
+        };
+        self.restore_tsc_khz(saved.tsc_khz)?;
+        put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
+        match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
+            Some(p) => put("special registers", set_sregs_with_pdptrs(fd, &saved.sregs, p))?,
+            None => put("special registers", fd.set_sregs(&saved.sregs).map_err(io))?,
+        }
+        if let Some(xcrs) = &saved.xcrs {
+            put("extended control registers", fd.set_xcrs(xcrs).map_err(io))?;
+        }
+        if let Some(xsave) = &saved.xsave {
+            let bytes = ctx.capabilities.xsave_bytes();
+            put("vector registers", set_xsave(fd, xsave, bytes))?;
+        }
+        if let Some(debug) = &saved.debug {
+            put("debug registers", fd.set_debug_regs(debug).map_err(io))?;
+        }
+        put("local APIC", fd.set_lapic(&saved.lapic).map_err(io))?;
+        self.restore_msrs(saved, adjust)?;
+        if let Some(events) = &saved.events {
+            put("pending events", fd.set_vcpu_events(events).map_err(io))?;
+        }
+        put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
+        if ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
+            // Tells the guest's watchdogs of the gap; fails for a guest without kvmclock.
+            let _ = fd.kvmclock_ctrl();
+        }
+        Ok(())
+    }
+
+    fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
+        let supported = self.context.supported.as_slice();
+        if !cpuid::same_vendor(saved, supported) {
+            return Err(self.unsupported("processor", "it is of another vendor".to_owned()));
+        }
+        if let Some(lacks) = cpuid::lacking(saved, supported) {
+            return Err(self.unsupported("processor", format!("{lacks} is missing here")));
+        }
+        let cpuid = CpuId::from_entries(saved);
+        let cpuid = cpuid.map_err(|e| self.unsupported("CPUID table", format!("{e:?}")))?;
+        let set = self.fd.set_cpuid2(&cpuid);
+        set.map_err(|e| self.unsupported("CPUID table", e.to_string()))?;
+        self.cpuid = cpuid;
+        Ok(())
+    }
+
+    /// Where frequencies differ the guest is given its own; without hardware for that it sees time
+    /// pass at the wrong rate, which is logged.
+    fn restore_tsc_khz(&self, saved: Option<u32>) -> Result<(), GuestError> {
+        let (Some(want), Ok(have)) = (saved, self.fd.get_tsc_khz()) else { return Ok(()) };
+        let apart = u64::from(want.abs_diff(have)) * 1_000_000;
+        if apart <= u64::from(have) * TSC_TOLERANCE_PPM {
+            return Ok(());
+        }
+        if let Err(e) = self.fd.set_tsc_khz(want) {
+            tracing::warn!(
+                "the guest's TSC ran at {want} kHz and runs at {have} kHz from now on: {e}"
+            );
+        }
+        Ok(())
+    }
+
+    fn restore_msrs(&self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+        let skipped = |index| matches!(index, MSR_KVM_WALL_CLOCK | MSR_KVM_WALL_CLOCK_NEW);
+        let (mut msrs, mut deadline) = (Vec::new(), None);
+        for msr in saved.msrs.iter().copied().filter(|m| !skipped(m.index)) {
+            match msr.index {
+                MSR_TSC_DEADLINE => deadline = Some(msr),
+                MSR_TSC => msrs.push(self.adjusted(msr, saved, adjust)),
+                _ => msrs.push(msr),
+            }
+        }
+        // The deadline counts on the TSC being right.
+        msrs.extend(deadline);
+        let refused = write_msrs(&self.fd, &msrs)
+            .map_err(|e| self.unsupported("model-specific registers", e.to_string()))?;
+        for msr in refused {
+            let (id, index, data) = (self.id, msr.index, msr.data);
+            tracing::warn!("vCPU {id}: this host does not take MSR {index:#x} = {data:#x}");
+        }
+        Ok(())
+    }
+
+    /// The TSC as it is to be now: never behind what the guest has seen.
+    fn adjusted(&self, mut tsc: kvm_msr_entry, saved: &SavedVcpu, adjust: Adjust) -> kvm_msr_entry {
+        if let (Clock::Advance, Some(khz)) = (adjust.clock, saved.tsc_khz) {
+            let cycles = u128::from(away_ns(saved.wall_ns)) * u128::from(khz) / 1_000_000;
+            tsc.data = tsc.data.saturating_add(u64::try_from(cycles).unwrap_or(0));
+        }
+        tsc
+    }
+
+    fn unsupported(&self, what: &str, why: String) -> GuestError {
+        GuestError::Unsupported { what: format!("the {what} of vCPU {}", self.id), why }
+    }
+}
+
+fn optional<T>(
+    ctx: &StateContext,
+    capability: u32,
+    get: impl FnOnce() -> Result<T, GuestError>,
+) -> Result<Option<T>, GuestError> {
+    ctx.has(capability).then(get).transpose()
+}
+
+fn io(e: kvm_ioctls::Error) -> std::io::Error {
+    e.into()
+}
+
+/// The values of those of `indices` that can be read.
+fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, GuestError> {
+    const WHAT: &str = "KVM_GET_MSRS";
+    let mut out = Vec::with_capacity(indices.len());
+    let mut rest = indices;
+    while !rest.is_empty() {
+        let ask: Vec<kvm_msr_entry> = rest
+            .iter()
+            .take(KVM_MAX_MSR_ENTRIES)
+            .map(|&index| kvm_msr_entry { index, ..Default::default() })
+            .collect();
+        let mut msrs = Msrs::from_entries(&ask)
+            .map_err(|e| GuestError::System { what: WHAT, cause: format!("{e:?}").into() })?;
+        // KVM stops at the first that it cannot read.
+        let read = got(WHAT, vcpu.get_msrs(&mut msrs))?.min(ask.len());
+        out.extend_from_slice(&msrs.as_slice()[..read]);
+        rest = &rest[(read + usize::from(read < ask.len())).min(rest.len())..];
+    }
+    Ok(out)
+}
+
+/// Writes `msrs` in their order; gives those that the host refused.
+fn write_msrs(vcpu: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_entry>, std::io::Error> {
+    let mut refused = Vec::new();
+    let mut rest = msrs;
+    while !rest.is_empty() {
+        let chunk = &rest[..rest.len().min(KVM_MAX_MSR_ENTRIES)];
+        let put = Msrs::from_entries(chunk);
+        let put = put.map_err(|e| std::io::Error::other(format!("{e:?}")))?;
+        let written = vcpu.set_msrs(&put)?.min(chunk.len());
+        refused.extend(chunk.get(written));
+        rest = &rest[(written + usize::from(written < chunk.len())).min(rest.len())..];
+    }
+    Ok(refused)
+}

@@ -1,0 +1,173 @@
+//! The command line and the API over one guest, on the threads backend: what is said, where, and with
+//! which exit code.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+
+use common::{Place, Vmm, fail, output, succeed, text, wait_for};
+
+const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M"];
+
+fn payload(spec: &'static str) -> Vec<&'static str> {
+    [THREADS, &["--guest", spec]].concat()
+}
+
+/// One raw request; the whole answer.
+fn raw(socket: &str, request: &str) -> String {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    let mut answer = Vec::new();
+    // The server may refuse and close while the request is still being written.
+    let _ = stream.write_all(request.as_bytes());
+    let _ = stream.read_to_end(&mut answer);
+    text(&answer)
+}
+
+fn request(socket: &str, method: &str, path: &str, body: &str) -> String {
+    let length = body.len();
+    raw(
+        socket,
+        &format!(
+            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
+        ),
+    )
+}
+
+#[test]
+fn a_guest_is_looked_at_paused_resumed_and_stopped() {
+    let place = Place::new();
+    let mut vmm =
+        Vmm::run(&place, "a", &[&payload("payload,ws=4M"), &["--vcpus", "2"][..]].concat());
+    let info = vmm.info().unwrap();
+    assert_eq!(info["state"], "running");
+    assert_eq!((&info["vcpus"], &info["mem_bytes"]), (&2.into(), &(64 << 20).into()));
+    assert_eq!((&info["tracking"], &info["backend"]), (&"dirty-ring".into(), &"threads".into()));
+    let people = vmm.tell(&["info"]);
+    assert!(people.contains("memory             64 MiB\n"), "{people}");
+
+    vmm.tell(&["pause"]);
+    vmm.tell(&["pause"]);
+    assert_eq!(vmm.state(), "paused");
+    vmm.tell(&["resume"]);
+    assert_eq!(vmm.state(), "running");
+    let said = vmm.refuse(1, &["resume"]);
+    assert_eq!(said, "driftline: cannot resume a guest that is running\n");
+    vmm.await_progress(2, &[]);
+
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    assert!(vmm.said().contains("the guest was stopped: stopped over the API"), "{}", vmm.said());
+    assert!(!place.path("a.sock").exists(), "the socket goes with its process");
+}
+
+#[test]
+fn a_guest_that_ends_by_itself_ends_the_process() {
+    let out = output(&[&["run"][..], &payload("payload,ws=1M,rate=max,passes=3")].concat());
+    let (lines, said) = (text(&out.stdout), text(&out.stderr));
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    assert!(lines.starts_with("payload ready vcpus=1 ws_pages=256"), "{lines}");
+    assert!(lines.contains("payload vcpu=0 done ") && lines.contains(" errors=0 "), "{lines}");
+    assert_eq!(said, "driftline: the guest powered itself off\n");
+}
+
+#[test]
+fn a_signal_stops_the_guest_cleanly() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert_eq!(vmm.wait(), Some(0));
+    assert!(vmm.said().contains("interrupted by SIGTERM"), "{}", vmm.said());
+    assert!(!place.path("a.sock").exists());
+}
+
+#[test]
+fn wrong_usage_is_2_and_says_what_is_right() {
+    let said = fail(2, &["run", "--guest", "payload", "--mem", "64Q"]);
+    assert!(said.contains("a size is digits"), "{said}");
+    let said = fail(2, &["run", "--guest", "payload,colour=red"]);
+    assert!(said.contains("colour"), "{said}");
+    fail(2, &["run", "--guest", "payload", "--kernel", "vmlinux"]);
+    fail(2, &["run", "--mem", "64M"]);
+    fail(2, &["run", "--guest", "payload", "--vcpus", "0"]);
+    let said = fail(2, &["run", "--guest", "payload", "--tracking", "magic"]);
+    assert!(said.contains("there is no tracking mode \"magic\""), "{said}");
+    fail(2, &["run", "--guest", "payload", "--shiny"]);
+    fail(2, &["fly"]);
+    fail(2, &["info"]);
+    assert!(succeed(&["--help"]).contains("Exit codes: 0 done"));
+}
+
+#[test]
+fn a_missing_or_dead_socket_is_a_sentence() {
+    let place = Place::new();
+    let socket = place.text("none.sock");
+    let said = fail(1, &["info", "--api-sock", &socket]);
+    assert!(said.starts_with("driftline: no running driftline answers on "), "{said}");
+
+    let mut first = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let said =
+        fail(1, &[&["run"][..], &payload("payload"), &["--api-sock", &first.socket()]].concat());
+    assert!(said.contains("is in use: another process listens there"), "{said}");
+    first.kill();
+    assert!(place.path("a.sock").exists(), "a killed process leaves its socket");
+    let mut second = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    assert_eq!(second.state(), "running");
+    second.tell(&["stop"]);
+    second.wait();
+}
+
+#[test]
+fn what_cannot_run_is_refused_with_a_sentence() {
+    let said =
+        fail(1, &["run", "--backend", "threads", "--mem", "16M", "--guest", "payload,ws=64M"]);
+    assert!(said.contains("its working set takes 16384 pages"), "{said}");
+    let said = fail(1, &["run", "--backend", "threads", "--kernel", "vmlinux"]);
+    assert!(said.contains("the threads backend runs only the payload"), "{said}");
+}
+
+#[test]
+fn the_api_speaks_firecrackers_json() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let socket = vmm.socket();
+    let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
+
+    let answer = ask("GET", "/", "");
+    assert!(
+        answer.contains("\"state\":\"Running\"") && answer.contains("\"app_name\""),
+        "{answer}"
+    );
+    assert!(ask("GET", "/version", "").starts_with("HTTP/1.1 200"));
+    let answer = ask("GET", "/machine-config", "");
+    assert!(answer.contains("\"vcpu_count\":1,\"mem_size_mib\":64"), "{answer}");
+    assert!(ask("GET", "/vm/config", "").contains("\"guest\":\"payload,ws=1M\""));
+    assert!(ask("PATCH", "/vm", r#"{"state":"Paused"}"#).starts_with("HTTP/1.1 204"));
+    assert!(ask("GET", "/", "").contains("\"state\":\"Paused\""));
+    assert!(ask("PATCH", "/vm", r#"{"state":"Resumed"}"#).starts_with("HTTP/1.1 204"));
+    assert!(ask("GET", "/metrics", "").contains("\ndriftline_running 1\n"));
+    assert!(ask("GET", "/dirty", "").contains("\"marked_frames\""));
+
+    for (method, path, body, fault) in [
+        ("PATCH", "/vm", r#"{"state":"Sideways"}"#, "unknown variant"),
+        ("PATCH", "/vm", r#"{"state":"Paused","hard":true}"#, "unknown field"),
+        ("PATCH", "/vm", "", "the body is not what this request takes"),
+        ("GET", "/nowhere", "", "there is no request GET /nowhere"),
+        ("DELETE", "/vm", "", "there is no request DELETE /vm"),
+        ("PUT", "/actions", r#"{"action_type":"InstanceStart"}"#, "has been started already"),
+    ] {
+        let answer = ask(method, path, body);
+        assert!(answer.starts_with("HTTP/1.1 400"), "{method} {path} {body}: {answer}");
+        assert!(answer.contains("\"fault_message\":\""), "{answer}");
+        assert!(answer.contains(fault), "{answer}");
+    }
+    let answer = ask("PATCH", "/vm", &format!(r#"{{"state":"{}"}}"#, "x".repeat(1 << 20)));
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 413"), "{answer}");
+    assert!(!raw(&socket, "\r\nnonsense\r\n\r\n").starts_with("HTTP/1.1 200"));
+    assert_eq!(vmm.state(), "running", "none of this has hurt the guest");
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    wait_for("the socket to go", || (!place.path("a.sock").exists()).then_some(()));
+}

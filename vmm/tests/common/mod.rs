@@ -1,0 +1,215 @@
+//! What the tests of the binary share: a process that does not outlive its test, and its guest's lines.
+#![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use images::{Message, Report};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// How long anything may take before a test gives up.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The binary under test.
+pub fn driftline(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_driftline"));
+    command.args(args).env_remove("RUST_LOG").stdin(Stdio::null());
+    command
+}
+
+/// Runs a command to its end.
+pub fn output(args: &[&str]) -> Output {
+    driftline(args).output().unwrap()
+}
+
+/// Runs a command that must succeed; what it printed.
+pub fn succeed(args: &[&str]) -> String {
+    let out = output(args);
+    assert!(out.status.success(), "{args:?}: {}: {}", out.status, text(&out.stderr));
+    text(&out.stdout)
+}
+
+/// Runs a command that must fail with `code`; what it said.
+pub fn fail(code: i32, args: &[&str]) -> String {
+    let out = output(args);
+    let (said, printed) = (text(&out.stderr), text(&out.stdout));
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {said}{printed}");
+    assert_eq!(printed, "", "{args:?} failed and printed a result");
+    said
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Waits until `check` has something.
+pub fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = check() {
+            return found;
+        }
+        assert!(Instant::now() < end, "waited {PATIENCE:?} for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A directory for one test.
+pub struct Place(TempDir);
+
+impl Place {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn text(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().to_owned()
+    }
+
+    pub fn read(&self, name: &str) -> String {
+        std::fs::read_to_string(self.path(name)).unwrap_or_default()
+    }
+}
+
+/// A driftline that has (or waits for) a guest: `name.sock`, `name.serial` and `name.err` in the
+/// test's directory. Killed when dropped.
+pub struct Vmm<'p> {
+    place: &'p Place,
+    name: &'static str,
+    child: Child,
+}
+
+impl<'p> Vmm<'p> {
+    /// Starts `args`, with a socket and a serial file added.
+    pub fn start(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
+        let serial = format!("file:{}", place.text(&format!("{name}.serial")));
+        let socket = place.text(&format!("{name}.sock"));
+        let stderr = std::fs::File::create(place.path(&format!("{name}.err"))).unwrap();
+        let child = driftline(args)
+            .args(["--api-sock", &socket, "--serial", &serial])
+            .stdout(Stdio::null())
+            .stderr(stderr)
+            .spawn()
+            .unwrap();
+        Self { place, name, child }
+    }
+
+    /// Starts a guest and waits until it answers.
+    pub fn run(place: &'p Place, name: &'static str, args: &[&str]) -> Self {
+        let mut vmm = Self::start(place, name, &[&["run"], args].concat());
+        vmm.await_api();
+        vmm
+    }
+
+    pub fn await_api(&mut self) {
+        let end = Instant::now() + PATIENCE;
+        while self.state_now().is_none() {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{} ended: {ended:?}: {}", self.name, self.said());
+            assert!(Instant::now() < end, "{} does not answer: {}", self.name, self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    pub fn socket(&self) -> String {
+        self.place.text(&format!("{}.sock", self.name))
+    }
+
+    /// What it said on stderr.
+    pub fn said(&self) -> String {
+        self.place.read(&format!("{}.err", self.name))
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// `info --json`, if it answers.
+    pub fn info(&self) -> Option<Value> {
+        let out = output(&["info", "--json", "--api-sock", &self.socket()]);
+        out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
+    }
+
+    fn state_now(&self) -> Option<String> {
+        Some(self.info()?["state"].as_str().unwrap().to_owned())
+    }
+
+    pub fn state(&self) -> String {
+        self.state_now().unwrap_or_else(|| panic!("{} does not answer", self.name))
+    }
+
+    /// A command about this guest that must succeed.
+    pub fn tell(&self, args: &[&str]) -> String {
+        succeed(&[args, &["--api-sock", &self.socket()]].concat())
+    }
+
+    /// A command about this guest that must fail with `code`.
+    pub fn refuse(&self, code: i32, args: &[&str]) -> String {
+        fail(code, &[args, &["--api-sock", &self.socket()]].concat())
+    }
+
+    /// Kills it hard.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Waits for its end; the exit code.
+    pub fn wait(&mut self) -> Option<i32> {
+        let name = self.name;
+        wait_for(name, || self.child.try_wait().unwrap()).code()
+    }
+
+    /// The last report of each vCPU so far, in this life.
+    pub fn reports(&self) -> Vec<Report> {
+        last_reports(&self.place.path(&format!("{}.serial", self.name)))
+    }
+
+    /// Waits until every one of `vcpus` vCPUs has written more pages than `than` says, and checks
+    /// that none found an error.
+    pub fn await_progress(&self, vcpus: usize, than: &[Report]) -> Vec<Report> {
+        let more = |r: &Report| {
+            let before = than.iter().find(|b| b.vcpu == r.vcpu).map_or(0, |b| b.pages);
+            r.pages > before
+        };
+        let reports = wait_for("the guest's reports", || {
+            let now = self.reports();
+            (now.len() == vcpus && now.iter().all(more)).then_some(now)
+        });
+        assert!(reports.iter().all(|r| r.errors == 0), "{reports:?}");
+        reports
+    }
+}
+
+impl Drop for Vmm<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("{} said: {}", self.name, self.said());
+        }
+    }
+}
+
+fn last_reports(serial: &Path) -> Vec<Report> {
+    let log = std::fs::read_to_string(serial).unwrap_or_default();
+    let mut last: Vec<Report> = Vec::new();
+    for line in log.split_inclusive('\n').filter(|l| l.ends_with('\n')) {
+        match Message::parse(line) {
+            Some(Message::Report(r)) => {
+                last.retain(|l| l.vcpu != r.vcpu);
+                last.push(r);
+            }
+            Some(Message::Ready { .. }) | None => {}
+            Some(bad) => panic!("the guest says {bad:?}"),
+        }
+    }
+    last.sort_by_key(|r| r.vcpu);
+    last
+}

@@ -1,0 +1,84 @@
+//! Small PVH kernels, assembled by hand and wrapped into ELF files of both classes.
+
+/// Where the code of such a kernel lies and begins.
+pub const CODE_AT: u32 = 0x10_0000;
+
+/// An ELF file with one segment of code and one of notes.
+#[derive(Clone)]
+pub struct Elf {
+    pub class: u8,
+    pub machine: u16,
+    pub code: Vec<u8>,
+    pub code_at: u64,
+    pub mem_bytes: u64,
+    pub notes: Vec<u8>,
+}
+
+impl Elf {
+    pub fn new(code: &[u8]) -> Self {
+        Self {
+            class: 2,
+            machine: 62,
+            code: code.to_vec(),
+            code_at: CODE_AT.into(),
+            mem_bytes: code.len() as u64,
+            notes: note(b"Xen\0", 18, &CODE_AT.to_le_bytes()),
+        }
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        let wide = self.class == 2;
+        let (header, program) = if wide { (64, 56) } else { (52, 32) };
+        let code_offset = header + 2 * program;
+        let notes_offset = code_offset + self.code.len() as u64;
+        let mut out = vec![0x7f, b'E', b'L', b'F', self.class, 1, 1];
+        out.resize(16, 0);
+        out.extend(2u16.to_le_bytes());
+        out.extend(self.machine.to_le_bytes());
+        out.extend(1u32.to_le_bytes());
+        let word = |out: &mut Vec<u8>, v: u64| {
+            if wide { out.extend(v.to_le_bytes()) } else { out.extend((v as u32).to_le_bytes()) }
+        };
+        word(&mut out, self.code_at);
+        word(&mut out, header);
+        word(&mut out, 0);
+        out.extend(0u32.to_le_bytes());
+        for v in [header as u16, program as u16, 2, 0, 0, 0] {
+            out.extend(v.to_le_bytes());
+        }
+        let segment = |out: &mut Vec<u8>, kind: u32, offset, paddr, file, mem| {
+            out.extend(kind.to_le_bytes());
+            if wide {
+                out.extend(7u32.to_le_bytes());
+            }
+            for v in [offset, paddr, paddr, file, mem] {
+                word(out, v);
+            }
+            if wide {
+                word(out, 4096);
+            } else {
+                out.extend(7u32.to_le_bytes());
+                word(out, 4096);
+            }
+        };
+        let code = self.code.len() as u64;
+        segment(&mut out, 1, code_offset, self.code_at, code, self.mem_bytes);
+        let notes = self.notes.len() as u64;
+        segment(&mut out, 4, notes_offset, 0, notes, notes);
+        out.extend(&self.code);
+        out.extend(&self.notes);
+        out
+    }
+}
+
+pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    out.extend((name.len() as u32).to_le_bytes());
+    out.extend((desc.len() as u32).to_le_bytes());
+    out.extend(kind.to_le_bytes());
+    for part in [name, desc] {
+        out.extend(part);
+        out.resize(out.len().next_multiple_of(4), 0);
+    }
+    out
+}

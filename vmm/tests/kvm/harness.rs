@@ -1,0 +1,120 @@
+//! Machines for tests, and what their guests print.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dirty_tracker::TrackingMode;
+use images::{Message, Report};
+use tempfile::TempDir;
+use vmm::config::{Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink};
+use vmm::machine::{Machine, MachineError};
+use vmm::vm::{EndReason, Vm};
+
+pub const MIB: u64 = 1 << 20;
+
+/// Longer than anything here takes, on the slowest host.
+pub const LONG: Duration = Duration::from_secs(120);
+
+pub fn payload(spec: &str) -> MachineConfig {
+    MachineConfig {
+        mem_bytes: 64 * MIB,
+        vcpus: 1,
+        tracking: TrackingMode::DirtyRing,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Kvm,
+        boot: Boot::Payload(spec.to_owned()),
+    }
+}
+
+/// A kernel of our own making.
+pub fn kernel(elf: &[u8], dir: &TempDir) -> MachineConfig {
+    let kernel = dir.path().join("kernel.elf");
+    std::fs::write(&kernel, elf).unwrap();
+    let boot = Boot::Kernel { kernel, initrd: None, cmdline: String::new() };
+    MachineConfig { boot, ..payload("") }
+}
+
+/// Where a guest's serial output goes.
+pub struct Console {
+    path: PathBuf,
+    _dir: TempDir,
+}
+
+impl Console {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        Self { path: dir.path().join("serial"), _dir: dir }
+    }
+
+    pub fn host(&self) -> HostConfig {
+        HostConfig { serial: SerialSink::File(self.path.clone()) }
+    }
+
+    pub fn text(&self) -> String {
+        std::fs::read_to_string(&self.path).unwrap_or_default()
+    }
+
+    pub fn reports(&self) -> Vec<Report> {
+        self.text().lines().filter_map(Report::parse).collect()
+    }
+
+    /// Waits until `enough` says so of the output.
+    #[track_caller]
+    pub fn wait_for(&self, what: &str, enough: impl Fn(&str) -> bool) {
+        let end = Instant::now() + LONG;
+        while !enough(&self.text()) {
+            assert!(Instant::now() < end, "no {what} within {LONG:?}; so far:\n{}", self.text());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits until each of `vcpus` has reported at least `count` times.
+    #[track_caller]
+    pub fn wait_for_reports(&self, vcpus: u8, count: usize) {
+        self.wait_for("reports", |text| {
+            let reports: Vec<Report> = text.lines().filter_map(Report::parse).collect();
+            let of = |id: u8| reports.iter().filter(|r| r.vcpu == u32::from(id)).count();
+            (0..vcpus).all(|id| of(id) >= count)
+        });
+    }
+
+    /// Fails if the payload found anything wrong, or said nothing at all.
+    #[track_caller]
+    pub fn assert_no_errors(&self) {
+        let text = self.text();
+        assert!(!self.reports().is_empty(), "the payload never reported:\n{text}");
+        for line in text.lines() {
+            let bad = match Message::parse(line) {
+                Some(Message::Report(report)) => report.errors > 0,
+                Some(Message::Ready { .. }) => false,
+                Some(_) => true,
+                None => false,
+            };
+            assert!(!bad, "{line}\nin:\n{text}");
+        }
+    }
+}
+
+pub fn launch(config: MachineConfig, console: &Console) -> Arc<Machine> {
+    Machine::launch(config, &console.host()).unwrap()
+}
+
+pub fn refused(config: MachineConfig) -> MachineError {
+    Machine::launch(config, &HostConfig { serial: SerialSink::Null }).unwrap_err()
+}
+
+#[track_caller]
+pub fn assert_powers_off(machine: &Machine, console: &Console) {
+    let end = machine.wait_end(Some(LONG));
+    assert_eq!(end, Some(EndReason::PowerOff), "{}", console.text());
+}
+
+/// The smallest ring that the kernel takes.
+pub fn smallest_ring(config: &MachineConfig) -> u32 {
+    let host = HostConfig { serial: SerialSink::Null };
+    let takes = |entries: &u32| {
+        Machine::launch(MachineConfig { ring_entries: *entries, ..config.clone() }, &host).is_ok()
+    };
+    (6..17).map(|log| 1 << log).find(takes).unwrap()
+}

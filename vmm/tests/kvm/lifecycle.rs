@@ -1,0 +1,101 @@
+//! Pausing, resuming, ending, and what a machine leaves behind.
+
+use checkpoint::{Guest, GuestError, RunState};
+use dirty_tracker::TrackingMode;
+use vmm::config::{HostConfig, MachineConfig, SerialSink};
+use vmm::machine::Machine;
+use vmm::testing::kvm_or_skip;
+use vmm::vm::{EndReason, Vm};
+
+use crate::harness::*;
+
+#[test]
+fn a_paused_guest_stands_still_and_goes_on_unharmed() {
+    if !kvm_or_skip("a_paused_guest_stands_still_and_goes_on_unharmed") {
+        return;
+    }
+    let console = Console::new();
+    let config = MachineConfig { vcpus: 2, ..payload("payload,ws=8M,rate=max,seconds=3") };
+    let machine = launch(config, &console);
+    assert_eq!(machine.run_state(), RunState::Paused);
+    assert_eq!(machine.pause().unwrap(), RunState::Paused, "pausing twice is once");
+    machine.resume().unwrap();
+    assert!(matches!(machine.resume(), Err(GuestError::State { .. })));
+    for _ in 0..200 {
+        assert_eq!(machine.pause().unwrap(), RunState::Running);
+        let before = machine.info().vcpu;
+        std::thread::sleep(std::time::Duration::from_micros(200));
+        assert_eq!(machine.info().vcpu, before, "a paused vCPU does not exit");
+        machine.resume().unwrap();
+    }
+    assert_powers_off(&machine, &console);
+    assert_eq!(machine.run_state(), RunState::Stopped);
+    assert!(matches!(machine.pause(), Err(GuestError::State { .. })));
+    assert!(machine.info().vcpu.iter().all(|v| v.exits > 0));
+    drop(machine);
+    console.assert_no_errors();
+}
+
+#[test]
+fn a_stopped_guest_says_who_stopped_it() {
+    if !kvm_or_skip("a_stopped_guest_says_who_stopped_it") {
+        return;
+    }
+    let machine = launch(payload("payload"), &Console::new());
+    machine.resume().unwrap();
+    assert_eq!(machine.wait_end(Some(std::time::Duration::from_millis(20))), None);
+    machine.stop("the test is over");
+    let end = Some(EndReason::Stopped("the test is over".to_owned()));
+    assert_eq!(machine.wait_end(None), end);
+    machine.stop("again");
+    assert_eq!(machine.wait_end(None), end, "the first reason stays");
+    assert!(machine.save_state().is_err());
+}
+
+#[test]
+fn nothing_is_left_of_fifty_machines() {
+    if !kvm_or_skip("nothing_is_left_of_fifty_machines") {
+        return;
+    }
+    let held = || {
+        let count = |dir| std::fs::read_dir(dir).unwrap().count();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let kvm_maps = maps.lines().filter(|l| l.contains("kvm-vcpu")).count();
+        let threads = std::fs::read_dir("/proc/self/task").unwrap();
+        let ours = threads.filter_map(|t| {
+            let name = std::fs::read_to_string(t.ok()?.path().join("comm")).ok()?;
+            ["vcpu", "supervisor", "collector", "serial"]
+                .iter()
+                .any(|n| name.starts_with(n))
+                .then_some(())
+        });
+        (count("/proc/self/fd"), ours.count(), kvm_maps)
+    };
+    // In a process of its own, so that other tests' machines are not counted.
+    if std::env::var_os("FIFTY_MACHINES").is_none() {
+        let me = std::env::current_exe().unwrap();
+        let test = ["--exact", "lifecycle::nothing_is_left_of_fifty_machines", "--nocapture"];
+        let out = std::process::Command::new(me).args(test).env("FIFTY_MACHINES", "1").output();
+        let out = out.unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        return;
+    }
+    let host = HostConfig { serial: SerialSink::Null };
+    let one = |i: u32| {
+        let tracking =
+            if i.is_multiple_of(2) { TrackingMode::DirtyRing } else { TrackingMode::DirtyBitmap };
+        let config = MachineConfig { vcpus: 2, tracking, ..payload("payload,ws=1M") };
+        let machine = Machine::launch(config, &host).unwrap();
+        if !i.is_multiple_of(3) {
+            let _subscription = machine.subscribe("test").unwrap();
+            machine.resume().unwrap();
+        }
+        if i % 3 > 1 {
+            machine.pause().unwrap();
+        }
+    };
+    one(0);
+    let before = held();
+    (1..=50).for_each(one);
+    assert_eq!(held(), before, "file descriptors, threads, mapped vCPUs");
+}

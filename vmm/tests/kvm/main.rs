@@ -1,0 +1,10 @@
+//! The KVM machine on this host's KVM: booting, stopping and going on, tracking, and what it refuses.
+// A helper that fails fails its test.
+#![allow(clippy::unwrap_used)]
+
+mod boot;
+mod elf;
+mod harness;
+mod lifecycle;
+mod state;
+mod tracking;

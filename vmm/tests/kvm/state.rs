@@ -1,0 +1,183 @@
+//! Saving a guest in the middle of its work and going on in another machine.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use checkpoint::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
+use dirty_tracker::{FrameRun, TrackingMode};
+use vm_memory::{Bytes, GuestAddress};
+use vmm::config::{DEFAULT_RING_ENTRIES, MachineConfig};
+use vmm::machine::{Machine, MachineFactory};
+use vmm::testing::kvm_or_skip;
+use vmm::vm::Vm;
+
+use crate::harness::*;
+
+fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRun>) {
+    let mut buffer = vec![0; 1 << 20];
+    for chunk in runs.into_iter().flat_map(|run| run.chunks(256)) {
+        let at = GuestAddress(chunk.start.gpa());
+        let buffer = &mut buffer[..chunk.bytes() as usize];
+        from.ram().read_slice(buffer, at).unwrap();
+        to.ram().write_slice(buffer, at).unwrap();
+    }
+}
+
+/// Moves a running guest into a new machine: all memory while it runs, what changed meanwhile when
+/// it stands.
+fn move_to_new(machine: &Machine, console: &Console, clock: Clock) -> Arc<Machine> {
+    let factory = MachineFactory { host: console.host() };
+    let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
+    let mut subscription = machine.subscribe("test").unwrap();
+    copy(machine, &new, machine.populated().unwrap());
+    for _ in 0..3 {
+        machine.collect().unwrap();
+        let epoch = subscription.drain();
+        copy(machine, &new, epoch.runs());
+        epoch.commit();
+    }
+    let paused = Paused::new(machine).unwrap();
+    assert!(paused.was_running());
+    let epoch = paused.drain(&mut subscription).unwrap();
+    copy(machine, &new, epoch.runs());
+    epoch.commit();
+    let sections = paused.save_state().unwrap();
+    paused.keep_paused();
+    machine.stop("it is elsewhere now");
+    new.restore_state(&sections, clock).unwrap();
+    new
+}
+
+#[test]
+fn a_guest_goes_on_in_another_machine_while_it_writes() {
+    if !kvm_or_skip("a_guest_goes_on_in_another_machine_while_it_writes") {
+        return;
+    }
+    let smallest = smallest_ring(&payload("payload"));
+    for (tracking, ring_entries) in [
+        (TrackingMode::DirtyRing, DEFAULT_RING_ENTRIES),
+        (TrackingMode::DirtyRing, smallest),
+        (TrackingMode::DirtyBitmap, DEFAULT_RING_ENTRIES),
+    ] {
+        // Rings that are overrun, where ring 0 is emulated; whole loops of the guest, everywhere.
+        let ring = if ring_entries == smallest { 0 } else { 3 };
+        for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "16M", "max")] {
+            let console = Console::new();
+            let spec = format!("payload,ws={ws},rate={rate},pattern=random,ring={ring}");
+            let config = MachineConfig { vcpus, tracking, ring_entries, ..payload(&spec) };
+            let mut machine = launch(config, &console);
+            machine.resume().unwrap();
+            console.wait_for("start", |text| text.contains("payload ready"));
+            for i in 0..10 {
+                std::thread::sleep(Duration::from_millis(20 + 17 * i));
+                let clock = if i % 2 == 0 { Clock::Advance } else { Clock::Continue };
+                let new = move_to_new(&machine, &console, clock);
+                new.resume().unwrap();
+                machine = new;
+            }
+            let already = console.reports().iter().filter(|r| r.vcpu == 0).count();
+            console.wait_for_reports(vcpus, already + 2);
+            machine.stop("it has shown enough");
+            console.assert_no_errors();
+        }
+    }
+}
+
+#[test]
+fn only_a_migration_shows_in_the_guests_clock() {
+    if !kvm_or_skip("only_a_migration_shows_in_the_guests_clock") {
+        return;
+    }
+    for (clock, shows) in [(Clock::Advance, true), (Clock::Continue, false)] {
+        let console = Console::new();
+        let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
+        machine.resume().unwrap();
+        console.wait_for_reports(1, 1);
+        machine.pause().unwrap();
+        let sections = machine.save_state().unwrap();
+        let factory = MachineFactory { host: console.host() };
+        let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
+        copy(&machine, &new, machine.populated().unwrap());
+        let already = console.reports().len();
+        std::thread::sleep(Duration::from_secs(2));
+        new.restore_state(&sections, clock).unwrap();
+        new.resume().unwrap();
+        console.wait_for_reports(1, already + 2);
+        let report = console.reports()[already];
+        let gap = Duration::from_micros(report.gap_us);
+        assert_eq!(gap > Duration::from_secs(2), shows, "{clock:?}: {report:?}");
+        console.assert_no_errors();
+    }
+}
+
+#[test]
+fn a_state_is_only_taken_from_and_put_into_a_guest_that_stands() {
+    if !kvm_or_skip("a_state_is_only_taken_from_and_put_into_a_guest_that_stands") {
+        return;
+    }
+    let machine = launch(payload("payload,ws=1M"), &Console::new());
+    let sections = machine.save_state().unwrap();
+    assert_eq!(sections.len(), 3);
+    machine.restore_state(&sections, Clock::Continue).unwrap();
+    machine.resume().unwrap();
+    let running = machine.save_state().unwrap_err();
+    assert_eq!(running.to_string(), "cannot save a guest that is running");
+    assert!(machine.restore_state(&sections, Clock::Continue).is_err());
+    machine.pause().unwrap();
+    let has_run = machine.restore_state(&sections, Clock::Continue).unwrap_err();
+    assert!(has_run.to_string().contains("never run"), "{has_run}");
+}
+
+#[test]
+fn sections_are_not_believed() {
+    if !kvm_or_skip("sections_are_not_believed") {
+        return;
+    }
+    let host = MachineConfig { vcpus: 2, ..payload("payload,ws=1M") };
+    let machine = launch(host, &Console::new());
+    let good = machine.save_state().unwrap();
+    let refused = |sections: &[Section]| {
+        machine.restore_state(sections, Clock::Continue).unwrap_err().to_string()
+    };
+    assert!(refused(&[]).contains("missing"));
+    assert!(refused(&good[..2]).contains("vCPU state (instance 1) is malformed: it is missing"));
+    let mut twice = good.clone();
+    twice.push(good[0].clone());
+    assert!(refused(&twice).contains("twice"));
+    let mut unknown = good.clone();
+    unknown.push(Section::new(section_tags::THREAD_WORKER, 0, Vec::new()));
+    assert!(refused(&unknown).contains("worker state"));
+    unknown.last_mut().unwrap().must_understand = false;
+    machine.restore_state(&unknown, Clock::Continue).unwrap();
+    let mut third = good.clone();
+    third.push(Section { instance: 2, ..good[1].clone() });
+    assert!(refused(&third).contains("2 vCPUs has no such part"));
+    let mut version = good.clone();
+    version[0].bytes[0] = 2;
+    assert!(refused(&version).contains("version 2"));
+
+    // Whatever is flipped or cut: an answer, not a panic, and the machine is still there.
+    let mut seed = 1u64;
+    let mut random = |below: usize| {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (seed >> 33) as usize % below
+    };
+    for _ in 0..300 {
+        let mut bad = good.clone();
+        let which = random(bad.len());
+        let bytes = &mut bad[which].bytes;
+        let len = bytes.len();
+        match random(3) {
+            0 => bytes.truncate(random(len)),
+            1 => bytes[random(len)] ^= 1 << random(8),
+            _ => (0..20).for_each(|_| bytes[random(len)] = random(256) as u8),
+        }
+        let _ = machine.restore_state(&bad, Clock::Continue);
+    }
+    let mut half = good.clone();
+    half.last_mut().unwrap().bytes.clear();
+    refused(&half);
+    machine.restore_state(&good, Clock::Continue).unwrap();
+    machine.resume().unwrap();
+    assert_eq!(machine.info().vcpus, 2);
+}
