@@ -363,9 +363,10 @@ fn hold(
 ) -> Result<Held, (Phase, Cause)> {
     let since = Instant::now();
     let paused = step(Phase::Pause, || Paused::new(guest))?;
+    // Before the drain: saving may make the host write into guest memory.
+    let sections = step(Phase::Save, || paused.save_state())?;
     let changed = step(Phase::Drain, || paused.drain(subscription))?;
     let written = step(Phase::Copy, || copy_changed(guest, staging, file, &changed))?;
-    let sections = step(Phase::Save, || paused.save_state())?;
     step(Phase::Resume, || paused.resume())?;
     Ok(Held { changed, written, sections, pause: since.elapsed() })
 }

@@ -195,7 +195,8 @@ impl<'g, G: Guest + ?Sized> Paused<'g, G> {
     }
 
     /// Everything that changed since `subscription` was last drained: nothing is missing, because
-    /// the guest stands still.
+    /// the guest stands still. Comes after [`save_state`](Self::save_state), which may itself make
+    /// the host write into guest memory.
     pub fn drain(&self, subscription: &mut Subscription) -> Result<Epoch, GuestError> {
         self.guest.collect()?;
         Ok(subscription.drain())
