@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use kvm_bindings::KVM_API_VERSION;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
@@ -32,7 +33,7 @@ pub struct Diagnosis {
 
 /// Whether KVM machines can be built here; if not, why.
 pub fn usable_kvm() -> Result<(), String> {
-    let kvm = Kvm::new().map_err(|e| format!("/dev/kvm: {e}"))?;
+    let kvm = open_kvm()?;
     let capabilities = Capabilities::probe(&kvm);
     match capabilities.missing().next() {
         Some(missing) => Err(format!("KVM_CAP_{} is missing", missing.name)),
@@ -40,13 +41,21 @@ pub fn usable_kvm() -> Result<(), String> {
     }
 }
 
+fn open_kvm() -> Result<Kvm, String> {
+    let kvm = Kvm::new().map_err(|e| format!("/dev/kvm cannot be opened: {e}"))?;
+    match u32::try_from(kvm.get_api_version()) {
+        Ok(KVM_API_VERSION) => Ok(kvm),
+        _ => Err(format!("/dev/kvm answers API version {}", kvm.get_api_version())),
+    }
+}
+
 /// Looks at everything. Changes nothing.
 pub fn diagnose() -> Diagnosis {
     let mut findings = Vec::new();
-    match Kvm::new() {
-        Err(e) => findings.push(missing(
+    match open_kvm() {
+        Err(why) => findings.push(missing(
             "/dev/kvm",
-            &format!("{e}: no KVM machines here; only --backend threads"),
+            &format!("{why}: no KVM machines here; only --backend threads"),
         )),
         Ok(kvm) => kvm_findings(&kvm, &mut findings),
     }

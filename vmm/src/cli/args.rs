@@ -114,7 +114,9 @@ pub(crate) struct RunArgs {
     /// The kernel's command line
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
-    /// Boot the embedded guest: payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride|once][,seed=N]
+    /// Boot the embedded guest, such as payload,ws=64M,rate=320M,pattern=seq,seed=1
+    ///
+    /// Rates are bytes a second or max; patterns are seq, random, zipf, stride and once.
     #[arg(long, value_name = "SPEC", value_parser = values::guest_spec)]
     pub(crate) guest: Option<String>,
     /// Guest memory

@@ -93,6 +93,7 @@ impl<'p> Vmm<'p> {
         let stderr = std::fs::File::create(place.path(&format!("{name}.err"))).unwrap();
         let child = driftline(args)
             .args(["--api-sock", &socket, "--serial", &serial])
+            .args(["--state-dir", &place.text("state")])
             .stdout(Stdio::null())
             .stderr(stderr)
             .spawn()

@@ -1,0 +1,215 @@
+//! Migration from the command line, on both kinds of guest: sent, received, cancelled, and refused.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::net::TcpListener;
+
+use common::{Place, Vmm, fail, wait_for};
+use serde_json::Value;
+
+const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
+const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
+const BITMAP: &[&str] =
+    &["--backend", "kvm", "--mem", "64M", "--vcpus", "2", "--tracking", "dirty-bitmap"];
+
+/// A process that waits for a guest, and where.
+fn receiver<'p>(place: &'p Place, name: &'static str) -> (Vmm<'p>, String) {
+    let vmm = Vmm::start(place, name, &["receive-migration", "tcp:127.0.0.1:0"]);
+    let address = wait_for("the receiver to listen", || {
+        let said = vmm.said();
+        let (_, rest) = said.split_once("waiting for a migration on ")?;
+        Some(rest.split_once('\n')?.0.to_owned())
+    });
+    (vmm, address)
+}
+
+fn there_and_back(machine: &[&str]) {
+    let place = Place::new();
+    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let mut first = Vmm::run(&place, "first", &[machine, &guest].concat());
+    let id = first.info().unwrap()["vm_id"].clone();
+    let before = first.await_progress(2, &[]);
+
+    let (mut second, to) = receiver(&place, "second");
+    let report = first.tell(&["send-migration", &to, "--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["status"], "completed", "{report}");
+    for field in [
+        "total_time_ms",
+        "downtime_ms",
+        "setup_time_ms",
+        "transferred_bytes",
+        "zero_frames",
+        "normal_frames",
+        "throughput_bytes_per_s",
+    ] {
+        assert!(report[field].as_f64().is_some(), "{field} in {report}");
+    }
+    for field in ["frames", "bytes", "time_ms", "dirty_rate_bytes_per_s"] {
+        assert!(report["passes"][0][field].as_f64().is_some(), "{field} in {report}");
+    }
+    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    second.await_api();
+    assert_eq!((&second.info().unwrap()["vm_id"], second.state()), (&id, "running".to_owned()));
+    let between = second.await_progress(2, &before);
+
+    let (mut third, to) = receiver(&place, "third");
+    let table = second.tell(&["send-migration", &to, "--downtime-ms", "500"]);
+    assert!(table.contains("\ndowntime ") && table.contains("\npasses "), "{table}");
+    assert_eq!(second.wait(), Some(0));
+    third.await_api();
+    third.await_progress(2, &between);
+    third.tell(&["stop"]);
+    assert_eq!(third.wait(), Some(0));
+}
+
+#[test]
+fn a_guest_of_threads_moves_twice() {
+    there_and_back(THREADS);
+}
+
+#[test]
+fn a_kvm_guest_moves_twice() {
+    if vmm::testing::kvm_or_skip("a_kvm_guest_moves_twice") {
+        there_and_back(KVM);
+        there_and_back(BITMAP);
+    }
+}
+
+#[test]
+fn a_kvm_guest_is_restored_after_its_vmm_was_killed() {
+    if !vmm::testing::kvm_or_skip("a_kvm_guest_is_restored_after_its_vmm_was_killed") {
+        return;
+    }
+    let place = Place::new();
+    let store = place.text("store");
+    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let mut first = Vmm::run(&place, "first", &[KVM, &guest].concat());
+    let before = first.await_progress(2, &[]);
+    first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
+    first.kill();
+    let mut second = Vmm::start(&place, "second", &["restore", "--store", &store]);
+    second.await_api();
+    second.await_progress(2, &before);
+    second.tell(&["stop"]);
+    assert_eq!(second.wait(), Some(0), "{}", second.said());
+}
+
+#[test]
+fn a_paused_guest_stays_paused_and_checkpoints_go_on_until_it_leaves() {
+    let place = Place::new();
+    let store = place.text("store");
+    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    let follower = std::thread::spawn({
+        let (socket, store) = (first.socket(), store.clone());
+        move || {
+            common::output(&[
+                "checkpoint",
+                "--every",
+                "10ms",
+                "--store",
+                &store,
+                "--api-sock",
+                &socket,
+            ])
+        }
+    });
+    wait_for("checkpoints", || (first.info()?["checkpointing"] == true).then_some(()));
+    first.tell(&["pause"]);
+    let (mut second, to) = receiver(&place, "second");
+    first.tell(&["send-migration", &to]);
+    assert_eq!(first.wait(), Some(0));
+    let followed = follower.join().unwrap();
+    assert_eq!(followed.status.code(), Some(0), "{}", common::text(&followed.stderr));
+    second.await_api();
+    assert_eq!(second.state(), "paused");
+    second.tell(&["resume"]);
+    second.await_progress(2, &[]);
+    second.tell(&["stop"]);
+    assert_eq!(second.wait(), Some(0));
+    common::succeed(&["store", "verify", &store]);
+}
+
+#[test]
+fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
+    let place = Place::new();
+    let guest = ["--guest", "payload,ws=32M,rate=max"];
+    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    let (mut second, to) = receiver(&place, "second");
+    let sender = std::thread::spawn({
+        let (socket, to) = (first.socket(), to.clone());
+        move || {
+            common::output(&["send-migration", &to, "--downtime-ms", "0", "--api-sock", &socket])
+        }
+    });
+    wait_for("the migration", || (first.state() == "migrating").then_some(()));
+    let said = first.refuse(1, &["send-migration", &to]);
+    assert!(said.contains("is being migrated already, to 127.0.0.1:"), "{said}");
+    let said = first.refuse(1, &["pause"]);
+    assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");
+    let said = first.refuse(1, &["resolve", "run"]);
+    assert!(said.contains("no migration is in doubt"), "{said}");
+    first.tell(&["cancel-migration"]);
+    let sent = sender.join().unwrap();
+    let said = common::text(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{said}");
+    assert!(said.contains("it was cancelled") && said.contains("the guest goes on here"), "{said}");
+    assert_eq!(first.state(), "running");
+    first.await_progress(2, &[]);
+    let said = first.refuse(1, &["cancel-migration"]);
+    assert!(said.contains("no migration is under way"), "{said}");
+    assert_eq!(second.wait(), Some(1), "{}", second.said());
+
+    let (third, to) = receiver(&place, "third");
+    let pid = third.pid();
+    first.tell(&["send-migration", &to, "--timeout-s", "1", "--timeout-strategy", "switchover"]);
+    assert_eq!(first.wait(), Some(0));
+    assert_eq!((third.state(), third.pid()), ("running".to_owned(), pid));
+    third.tell(&["stop"]);
+}
+
+#[test]
+fn nobody_there_is_4_and_wrong_addresses_are_usage() {
+    let place = Place::new();
+    let guest = ["--guest", "payload,ws=1M"];
+    let mut vmm = Vmm::run(&place, "a", &[THREADS, &guest].concat());
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let said = vmm.refuse(4, &["send-migration", &format!("tcp:{free}")]);
+    assert!(said.contains("cannot connect to") && said.contains("goes on here"), "{said}");
+    let said = vmm.refuse(2, &["send-migration", "10.0.0.1:7001"]);
+    assert!(said.contains("an address is tcp:HOST:PORT"), "{said}");
+    let said = vmm.refuse(2, &["send-migration", "tcp:h:1", "--timeout-strategy", "postcopy"]);
+    assert!(said.contains("not offered by this version"), "{said}");
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", taken.local_addr().unwrap());
+    let said = fail(1, &["receive-migration", &address]);
+    assert!(said.contains("cannot listen on tcp:127.0.0.1:"), "{said}");
+    assert_eq!(vmm.state(), "running");
+    vmm.tell(&["stop"]);
+    vmm.wait();
+}
+
+#[test]
+fn a_waiting_receiver_answers_and_can_be_interrupted() {
+    let place = Place::new();
+    let (mut vmm, _) = receiver(&place, "a");
+    let said = vmm.refuse(1, &["info"]);
+    assert!(said.contains("there is no guest yet: waiting for a migration on tcp:"), "{said}");
+    let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert_eq!(vmm.wait(), Some(1));
+    assert!(vmm.said().contains("it was cancelled"), "{}", vmm.said());
+    assert!(!place.path("a.sock").exists());
+}
+
+#[test]
+fn the_demo_holds_without_kvm() {
+    let out = common::output(&["demo", "--backend", "threads"]);
+    let (table, said) = (common::text(&out.stdout), common::text(&out.stderr));
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    let first = table.lines().next().unwrap();
+    assert!(first.contains("on host threads"), "{first}");
+    assert!(table.contains("\nerrors found         0\n"), "{table}");
+}
