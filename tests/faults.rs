@@ -1,0 +1,202 @@
+//! Migrations that fail: either process killed at every message, strangers, other versions.
+//!
+//! The source guest of a group of tests is the same through all its failed migrations: it must go on
+//! writing without an error after each.
+#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use checkpoint::VmId;
+use checkpoint::format::{Header, MAGIC_STREAM};
+use migrate::Tag;
+use tests::{Cut, Direction, Driftline, Later, Proxy, SOON, Scratch, one_at_a_time, wait_for};
+use vmm::testing::kvm_or_skip;
+
+const GUEST: &str = "payload,ws=32M,rate=320M,pattern=random";
+const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];
+
+/// Every message of a migration before COMMIT.
+const BEFORE_COMMIT: [(Direction, Tag); 13] = [
+    (Direction::ToDestination, Tag::Hello),
+    (Direction::ToSource, Tag::Hello),
+    (Direction::ToDestination, Tag::Config),
+    (Direction::ToSource, Tag::Ready),
+    (Direction::ToDestination, Tag::PassBegin),
+    (Direction::ToDestination, Tag::Pages),
+    (Direction::ToDestination, Tag::Zero),
+    (Direction::ToDestination, Tag::PassEnd),
+    (Direction::ToSource, Tag::PassAck),
+    (Direction::ToDestination, Tag::State),
+    (Direction::ToDestination, Tag::StateEnd),
+    (Direction::ToSource, Tag::Prepared),
+    (Direction::ToDestination, Tag::Commit),
+];
+
+type Shared = Arc<Mutex<Driftline>>;
+
+/// Kills the process when the record comes, before it passes.
+fn kill(victim: &Shared) -> Cut {
+    let victim = victim.clone();
+    Cut::Call(Box::new(move || victim.lock().expect("no test has failed").kill()))
+}
+
+fn shared(process: Driftline) -> Shared {
+    Arc::new(Mutex::new(process))
+}
+
+#[test]
+fn destination_killed_at_every_message_leaves_the_guest_running_here() {
+    if !kvm_or_skip("destination_killed_at_every_message_leaves_the_guest_running_here") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
+    // COMMIT that never reached the destination is a doubt, and has its own test.
+    for (direction, tag) in &BEFORE_COMMIT[..BEFORE_COMMIT.len() - 1] {
+        let name = format!("destination-{}-{direction:?}", tag.name());
+        let (destination, address) = Driftline::receive(&scratch, &name);
+        let destination = shared(destination);
+        let proxy = Proxy::start(&address, *direction, *tag, kill(&destination), Later::Refused);
+        let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
+        let said = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(4), "{name}: {said}");
+        assert!(said.contains("runs on"), "{name}: where is the guest now? {said}");
+        assert_eq!(source.state().as_deref(), Some("running"), "{name}");
+        source.console().wait_reports(2, 1, SOON);
+    }
+    source.console().assert_clean();
+}
+
+#[test]
+fn source_killed_at_every_message_leaves_no_guest_at_the_destination() {
+    if !kvm_or_skip("source_killed_at_every_message_leaves_no_guest_at_the_destination") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    for (direction, tag) in BEFORE_COMMIT {
+        let name = format!("{}-{direction:?}", tag.name());
+        let source = Driftline::run(&scratch, &format!("source-{name}"), GUEST, &MACHINE);
+        let (mut destination, address) =
+            Driftline::receive(&scratch, &format!("destination-{name}"));
+        let socket = source.socket().to_owned();
+        let source = shared(source);
+        let proxy = Proxy::start(&address, direction, tag, kill(&source), Later::Refused);
+        let sent =
+            tests::run_cli(&["send-migration", proxy.address(), "--api-sock", &socket, "--json"]);
+        assert_ne!(sent.status.code(), Some(0), "{name}");
+        // Before CONFIG nothing was begun: it may wait for another source. After it, it ends.
+        if tag == Tag::Hello {
+            assert_eq!(destination.exited(), None, "{name}: {}", destination.log());
+        } else {
+            let code = destination.wait_exit(SOON);
+            assert_eq!(code, 1, "{name}: {}", destination.log());
+        }
+        assert!(destination.console().lines().is_empty(), "{name}: the guest ran there");
+    }
+}
+
+#[test]
+fn commit_that_never_arrives_is_a_doubt_that_the_destination_resolves() {
+    if !kvm_or_skip("commit_that_never_arrives_is_a_doubt_that_the_destination_resolves") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
+    let (destination, address) = Driftline::receive(&scratch, "destination");
+    // The source cannot ask through the proxy, which refuses a second connection: it stays in doubt.
+    let proxy =
+        Proxy::start(&address, Direction::ToDestination, Tag::Commit, Cut::Before, Later::Refused);
+    let mut sending = std::process::Command::new(tests::driftline())
+        .args(["send-migration", proxy.address(), "--api-sock", source.socket(), "--json"])
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .expect("driftline starts");
+    source.wait_state("in-doubt");
+    assert!(!source.cli("resume", &[]).status.success(), "in doubt, nothing resumes the guest");
+    assert!(destination.console().lines().is_empty(), "without COMMIT the guest never runs there");
+    let resolved = source.cli("resolve", &["--run"]);
+    let said = String::from_utf8_lossy(&resolved.stderr);
+    assert!(resolved.status.success(), "{said}");
+    source.wait_state("running");
+    source.console().wait_reports(2, 1, SOON);
+    source.console().assert_clean();
+    let code = wait_for("end of send-migration", SOON, || sending.try_wait().expect("our child"));
+    assert_eq!(code.code(), Some(4), "the migration failed, and the guest runs here");
+    assert!(destination.console().lines().is_empty());
+}
+
+#[test]
+fn a_lost_answer_is_asked_for_again() {
+    if !kvm_or_skip("a_lost_answer_is_asked_for_again") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let mut source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
+    let (destination, address) = Driftline::receive(&scratch, "destination");
+    // RUNNING is lost; the proxy lets later connections through.
+    let proxy =
+        Proxy::start(&address, Direction::ToSource, Tag::Running, Cut::Before, Later::Passed);
+    let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
+    assert_eq!(sent.status.code(), Some(0), "{}", String::from_utf8_lossy(&sent.stderr));
+    assert_eq!(source.wait_exit(SOON), 0);
+    destination.console().wait_reports(2, 2, SOON);
+    destination.console().assert_clean();
+}
+
+#[test]
+fn strangers_are_turned_away_and_a_proper_source_still_gets_in() {
+    if !kvm_or_skip("strangers_are_turned_away_and_a_proper_source_still_gets_in") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
+    let (destination, address) = Driftline::receive(&scratch, "destination");
+    let connect = || {
+        let stream = TcpStream::connect(address.trim_start_matches("tcp:")).expect("it listens");
+        stream.set_read_timeout(Some(SOON)).expect("a timeout");
+        stream
+    };
+    // A web browser, a stream that ends early, and a header of another version.
+    let mut browser = connect();
+    browser.write_all(b"GET / HTTP/1.1\r\nHost: driftline\r\n\r\n").expect("sent");
+    let mut other = Vec::new();
+    Header::new(MAGIC_STREAM, VmId::random(), 0, 0).write_to(&mut other).expect("a vector");
+    connect().write_all(&other[..20]).expect("sent");
+    other[8] = 99;
+    let crc = crc32c::crc32c(&other[..60]).to_le_bytes();
+    other[60..].copy_from_slice(&crc);
+    let mut versioned = connect();
+    versioned.write_all(&other).expect("sent");
+    let mut answer = Vec::new();
+    versioned.read_to_end(&mut answer).expect("an answer and the end");
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(answer.contains("version 99"), "the refusal names the version: {answer}");
+    let mut end = Vec::new();
+    let _ = browser.read_to_end(&mut end);
+    // A second receiver cannot take the same port.
+    let second = Driftline::start(&scratch, "second", &["receive-migration", &address]);
+    let mut second = second;
+    assert_eq!(second.wait_exit(SOON), 1);
+    assert!(second.log().contains(address.trim_start_matches("tcp:")), "{}", second.log());
+    // And it still takes a guest.
+    let sent = source.cli("send-migration", &[&address, "--json"]);
+    assert_eq!(sent.status.code(), Some(0), "{}", String::from_utf8_lossy(&sent.stderr));
+    destination.console().wait_reports(2, 1, SOON);
+    destination.console().assert_clean();
+    // It has one now: a second source is refused, and goes on running its guest.
+    let late = Driftline::run(&scratch, "late", GUEST, &MACHINE);
+    let sent = late.cli("send-migration", &[&address, "--json"]);
+    let said = String::from_utf8_lossy(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{said}");
+    late.console().wait_reports(2, 1, SOON);
+    destination.console().wait_reports(2, 1, Duration::from_secs(60));
+}

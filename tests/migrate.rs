@@ -1,0 +1,61 @@
+//! Migrations in a row, from process to process, of a guest that checks itself.
+#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
+
+use std::time::Duration;
+
+use tests::{Driftline, SOON, Scratch, json_of, one_at_a_time, repeats};
+use vmm::testing::kvm_or_skip;
+
+/// Sends one guest through `hops` processes; each one's guest must go on writing without an error.
+fn in_a_row(name: &str, tracking: &str, load: &str, hops: usize) {
+    if !kvm_or_skip(name) {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let spec = format!("payload,ws=64M,{load}");
+    let args = ["--vcpus", "2", "--mem", "1G", "--tracking", tracking];
+    let mut here = Driftline::run(&scratch, "hop0", &spec, &args);
+    let mut pages = here.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
+    for hop in 1..=hops {
+        let (there, address) = Driftline::receive(&scratch, &format!("hop{hop}"));
+        let sent = here.cli("send-migration", &[&address, "--json"]);
+        let said = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "hop {hop}: {said}\n{}", there.log());
+        let report = json_of(&sent);
+        assert_eq!(report["status"], "completed", "hop {hop}: {report}");
+        assert_eq!(here.wait_exit(SOON), 0, "hop {hop}: the source ends once its guest has moved");
+        // A report of each vCPU on the new host: it has verified pages and written more of them.
+        let now = there.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
+        assert!(now > pages, "hop {hop}: {now} pages written, {pages} before it");
+        pages = now;
+        there.console().assert_clean();
+        here = there;
+    }
+    here.console().wait_reports(2, 2, Duration::from_secs(60));
+    let stopped = here.cli("stop", &[]);
+    assert!(stopped.status.success());
+    assert_eq!(here.wait_exit(SOON), 0);
+    here.console().assert_clean();
+}
+
+#[test]
+fn ring_as_fast_as_it_can() {
+    in_a_row("ring_as_fast_as_it_can", "dirty-ring", "rate=max,pattern=random", repeats(4, 20));
+}
+
+#[test]
+fn ring_at_320_megabytes() {
+    in_a_row("ring_at_320_megabytes", "dirty-ring", "rate=320M", repeats(4, 20));
+}
+
+#[test]
+fn bitmap_as_fast_as_it_can() {
+    let hops = repeats(4, 20);
+    in_a_row("bitmap_as_fast_as_it_can", "dirty-bitmap", "rate=max,pattern=random", hops);
+}
+
+#[test]
+fn bitmap_at_320_megabytes() {
+    in_a_row("bitmap_at_320_megabytes", "dirty-bitmap", "rate=320M", repeats(4, 20));
+}

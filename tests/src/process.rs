@@ -1,0 +1,193 @@
+//! `driftline` processes: started, asked, and killed by their own pid.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{Console, SOON, wait_for};
+
+/// The binary under test, built if need be: cargo builds other packages' binaries only on request.
+pub fn driftline() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
+        // .../target/<profile>/deps/<test> -> .../target/<profile>/driftline
+        let test = std::env::current_exe().expect("the test knows its own path");
+        let profile = test.parent().and_then(Path::parent).expect("a test lies in target/*/deps");
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut build = Command::new(cargo);
+        build.args(["build", "--quiet", "--package", "vmm", "--bin", "driftline"]);
+        build.arg("--target-dir").arg(profile.parent().expect("target"));
+        if !cfg!(debug_assertions) {
+            build.arg("--release");
+        }
+        build.current_dir(env!("CARGO_MANIFEST_DIR"));
+        assert!(build.status().expect("cargo runs").success(), "driftline does not build");
+        profile.join("driftline")
+    })
+}
+
+/// A folder for one test's sockets, consoles and stores; removed with it.
+pub struct Scratch {
+    dir: TempDir,
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Scratch {
+    /// A new, empty one.
+    pub fn new() -> Self {
+        Self { dir: tempfile::tempdir().expect("a temporary folder") }
+    }
+
+    /// A path in it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+}
+
+/// A running `driftline` that has, or waits for, a guest.
+pub struct Driftline {
+    child: Child,
+    socket: PathBuf,
+    console: PathBuf,
+    log: PathBuf,
+}
+
+impl Driftline {
+    /// Starts `driftline ARGS --api-sock ..` as `name`; its stdout is the guest's console.
+    pub fn start(scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+        let socket = scratch.path(&format!("{name}.sock"));
+        let console = scratch.path(&format!("{name}.console"));
+        let log = scratch.path(&format!("{name}.log"));
+        let child = Command::new(driftline())
+            .args(args)
+            .arg("--api-sock")
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stdout(File::create(&console).expect("a console file"))
+            .stderr(File::create(&log).expect("a log file"))
+            .spawn()
+            .expect("driftline starts");
+        Self { child, socket, console, log }
+    }
+
+    /// `run` with the payload of `spec` and further `args`, waiting until its API answers.
+    pub fn run(scratch: &Scratch, name: &str, spec: &str, args: &[&str]) -> Self {
+        let mut all = vec!["run", "--guest", spec];
+        all.extend_from_slice(args);
+        let vm = Self::start(scratch, name, &all);
+        vm.wait_state("running");
+        vm
+    }
+
+    /// `receive-migration` on a free loopback port; returns the address it listens on, too.
+    pub fn receive(scratch: &Scratch, name: &str) -> (Self, String) {
+        let vm = Self::start(scratch, name, &["receive-migration", "tcp:127.0.0.1:0"]);
+        let address = wait_for("listening receiver", SOON, || {
+            let log = vm.log();
+            let at = log.find("tcp:127.0.0.1:")?;
+            let rest = &log[at..];
+            let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || ".:".contains(c)))?;
+            Some(rest[..end].trim_end_matches(['.', ':']).to_owned())
+        });
+        (vm, address)
+    }
+
+    /// Its API socket.
+    pub fn socket(&self) -> &str {
+        self.socket.to_str().expect("a path in UTF-8")
+    }
+
+    /// Its guest's console.
+    pub fn console(&self) -> Console {
+        Console::at(&self.console)
+    }
+
+    /// What it said on stderr so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// `driftline COMMAND --api-sock THIS ARGS`, to its end.
+    pub fn cli(&self, command: &str, args: &[&str]) -> Output {
+        let mut all = vec![command];
+        // `send-migration tcp:..` has its address first.
+        all.extend_from_slice(args);
+        all.extend_from_slice(&["--api-sock", self.socket()]);
+        run_cli(&all)
+    }
+
+    /// `info --json`, or `None` while nobody answers.
+    pub fn info(&self) -> Option<Value> {
+        let out = self.cli("info", &["--json"]);
+        out.status.success().then(|| json_of(&out))
+    }
+
+    /// The state that `info` reports.
+    pub fn state(&self) -> Option<String> {
+        Some(self.info()?.get("state")?.as_str()?.to_owned())
+    }
+
+    /// Waits until `info` reports `state`.
+    pub fn wait_state(&self, state: &str) {
+        wait_for(&format!("state {state} of {}", self.log.display()), SOON, || {
+            (self.state()? == state).then_some(())
+        });
+    }
+
+    /// The exit code, if it has ended.
+    pub fn exited(&mut self) -> Option<i32> {
+        self.child.try_wait().expect("a child of ours").map(|s| s.code().unwrap_or(-1))
+    }
+
+    /// Waits for its end and returns the exit code, -1 after a signal.
+    pub fn wait_exit(&mut self, limit: Duration) -> i32 {
+        let log = self.log.clone();
+        wait_for(&format!("end of the process with {}", log.display()), limit, || self.exited())
+    }
+
+    /// Kills it hard, as a crash of the host would.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Driftline {
+    fn drop(&mut self) {
+        self.kill();
+        if std::thread::panicking() {
+            eprintln!("--- {}\n{}", self.log.display(), self.log());
+            let lines = self.console().lines();
+            eprintln!("--- {}", self.console.display());
+            for line in &lines[lines.len().saturating_sub(12)..] {
+                eprintln!("{line}");
+            }
+        }
+    }
+}
+
+/// Runs `driftline ARGS` to its end.
+pub fn run_cli(args: &[&str]) -> Output {
+    Command::new(driftline()).args(args).stdin(Stdio::null()).output().expect("driftline starts")
+}
+
+/// The JSON object that a command printed on stdout.
+pub fn json_of(out: &Output) -> Value {
+    let text = String::from_utf8_lossy(&out.stdout);
+    serde_json::from_str(text.trim()).unwrap_or_else(|e| panic!("no JSON ({e}): {text}"))
+}

@@ -1,0 +1,115 @@
+//! A proxy for one migration connection that knows records well enough to count them.
+//!
+//! It stands between source and destination, passes bytes both ways unchanged, and does what the
+//! test says when a certain record of a certain direction is about to pass.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::thread;
+
+use checkpoint::format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
+use migrate::Tag;
+
+/// Which way a record goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Direction {
+    /// Source to destination.
+    ToDestination,
+    /// Destination to source.
+    ToSource,
+}
+
+/// What the proxy does when the record comes.
+pub enum Cut {
+    /// Closes both connections before the record passes.
+    Before,
+    /// Calls this before the record passes, then goes on.
+    Call(Box<dyn FnOnce() + Send>),
+}
+
+/// What happens to connections after the first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Later {
+    /// They are refused.
+    Refused,
+    /// They pass untouched.
+    Passed,
+}
+
+/// A running proxy.
+pub struct Proxy {
+    address: String,
+}
+
+impl Proxy {
+    /// Listens on a free loopback port and passes the first connection on to `to` (`tcp:HOST:PORT`),
+    /// doing `cut` when the first record with `tag` goes `direction`.
+    pub fn start(to: &str, direction: Direction, tag: Tag, cut: Cut, later: Later) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = format!("tcp:{}", listener.local_addr().expect("bound"));
+        let to = to.trim_start_matches("tcp:").to_owned();
+        thread::spawn(move || {
+            let (source, _) = listener.accept().expect("a source connects");
+            if later == Later::Passed {
+                let to = to.clone();
+                thread::spawn(move || {
+                    for source in listener.incoming().flatten() {
+                        join(source, &to, None, None);
+                    }
+                });
+            }
+            match direction {
+                Direction::ToDestination => join(source, &to, Some((tag as u16, cut)), None),
+                Direction::ToSource => join(source, &to, None, Some((tag as u16, cut))),
+            }
+        });
+        Self { address }
+    }
+
+    /// Where the source should connect, as `tcp:HOST:PORT`.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+}
+
+/// Passes records both ways between `source` and a new connection to `to`.
+fn join(source: TcpStream, to: &str, there: Option<(u16, Cut)>, back: Option<(u16, Cut)>) {
+    let Ok(destination) = TcpStream::connect(to) else { return };
+    let clones = (source.try_clone(), destination.try_clone());
+    let (Ok(from_source), Ok(to_destination)) = clones else { return };
+    thread::spawn(move || pass(from_source, to_destination, there));
+    thread::spawn(move || pass(destination, source, back));
+}
+
+/// Passes a header and then records until the end, or until the cut; then closes both.
+fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<(u16, Cut)>) {
+    // However it ends, the test sees it in what the two processes say.
+    let _ = pass_records(&mut from, &mut to, cut);
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+fn pass_records(
+    from: &mut TcpStream,
+    to: &mut TcpStream,
+    mut cut: Option<(u16, Cut)>,
+) -> io::Result<()> {
+    let mut header = [0; HEADER_LEN];
+    from.read_exact(&mut header)?;
+    to.write_all(&header)?;
+    for sequence in 0.. {
+        let mut head = [0; RECORD_HEAD_LEN];
+        from.read_exact(&mut head)?;
+        let parsed = RecordHead::read_from(&head[..], sequence).map_err(io::Error::other)?;
+        let mut record = vec![0; RECORD_HEAD_LEN + parsed.length as usize];
+        record[..RECORD_HEAD_LEN].copy_from_slice(&head);
+        from.read_exact(&mut record[RECORD_HEAD_LEN..])?;
+        match cut.take_if(|(tag, _)| *tag == parsed.tag).map(|(_, cut)| cut) {
+            None => {}
+            Some(Cut::Before) => return Ok(()),
+            Some(Cut::Call(f)) => f(),
+        }
+        to.write_all(&record)?;
+    }
+    Ok(())
+}

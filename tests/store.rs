@@ -1,0 +1,103 @@
+//! Stores of real guests: the VMM killed at any moment, and bits flipped in what it left behind.
+#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+use tests::{Driftline, SOON, Scratch, driftline, one_at_a_time, repeats, run_cli, wait_for};
+use vmm::testing::kvm_or_skip;
+
+#[test]
+fn killed_at_any_moment_what_was_durable_restores() {
+    if !kvm_or_skip("killed_at_any_moment_what_was_durable_restores") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    for round in 0..repeats(6, 40) {
+        let store = scratch.path(&format!("store{round}"));
+        let store = store.to_str().expect("UTF-8");
+        let spec = "payload,ws=32M,rate=max,pattern=random";
+        let args = ["--vcpus", "2", "--mem", "256M"];
+        let mut vm = Driftline::run(&scratch, &format!("vm{round}"), spec, &args);
+        let mut reports = Command::new(driftline())
+            .args(["checkpoint", "--json", "--store", store, "--every", "10ms"])
+            .args(["--api-sock", vm.socket()])
+            .stdin(Stdio::null())
+            .stdout(fs::File::create(scratch.path("epochs")).expect("a file"))
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("driftline starts");
+        let epochs = || fs::read_to_string(scratch.path("epochs")).unwrap_or_default();
+        wait_for("first durable epoch", SOON, || epochs().contains('\n').then_some(()));
+        // A different moment of the cycle each time.
+        std::thread::sleep(Duration::from_micros(1_000 + 7_919 * round as u64 % 50_000));
+        vm.kill();
+        let _ = reports.wait();
+        let durable = epochs().lines().filter_map(epoch_of).max().expect("one was durable");
+        let name = format!("restored{round}");
+        let back = Driftline::start(&scratch, &name, &["restore", "--store", store]);
+        back.console().wait_reports(2, 1, SOON);
+        let latest = listed(store).into_iter().max().expect("an epoch is listed");
+        assert!(latest >= durable, "epoch {durable} was durable; the store's latest is {latest}");
+        fs::remove_dir_all(store).expect("the store is ours");
+    }
+}
+
+#[test]
+fn a_flipped_bit_is_found_and_named() {
+    if !kvm_or_skip("a_flipped_bit_is_found_and_named") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let store = scratch.path("store");
+    let path = store.to_str().expect("UTF-8");
+    let vm = Driftline::run(&scratch, "vm", "payload,ws=4M", &["--vcpus", "1", "--mem", "64M"]);
+    let taken = vm.cli("checkpoint", &["--store", path, "--every", "20ms", "--count", "3"]);
+    assert!(taken.status.success(), "{}", String::from_utf8_lossy(&taken.stderr));
+    drop(vm);
+    assert!(run_cli(&["store", "verify", path]).status.success());
+    for file in epoch_files(&store) {
+        let name = file.file_name().expect("a file").to_str().expect("UTF-8");
+        let sound = fs::read(&file).expect("readable");
+        // The first byte, the last, and some between, header, records and contents among them.
+        for at in [0, 9, 60, 64, 90, sound.len() / 3, sound.len() / 2, sound.len() - 1] {
+            let mut flipped = sound.clone();
+            flipped[at] ^= 0x10;
+            fs::write(&file, &flipped).expect("writable");
+            for command in [&["store", "verify", path][..], &["restore", "--store", path]] {
+                let out = run_cli(command);
+                let said = String::from_utf8_lossy(&out.stderr);
+                assert_eq!(out.status.code(), Some(1), "{command:?}, byte {at} of {name}: {said}");
+                assert!(said.contains(name), "byte {at} of {name}: {said}");
+                assert!(said.contains("byte") || said.contains("offset"), "where? {said}");
+            }
+        }
+        fs::write(&file, &sound).expect("writable");
+    }
+    assert!(run_cli(&["store", "verify", path]).status.success(), "mended, it is sound again");
+}
+
+/// The number in one line of `checkpoint --json`, if the epoch was durable.
+fn epoch_of(line: &str) -> Option<u64> {
+    let report: Value = serde_json::from_str(line).ok()?;
+    if report.get("durable")? == true { report.get("epoch")?.as_u64() } else { None }
+}
+
+/// The epochs that `store ls --json` lists.
+fn listed(store: &str) -> Vec<u64> {
+    let out = run_cli(&["store", "ls", "--json", store]);
+    let listing = tests::json_of(&out);
+    let epochs = listing["epochs"].as_array().expect("a list of epochs");
+    epochs.iter().filter_map(|e| e["epoch"].as_u64()).collect()
+}
+
+fn epoch_files(store: &Path) -> Vec<std::path::PathBuf> {
+    let entries = fs::read_dir(store).expect("a folder");
+    let files = entries.map(|e| e.expect("an entry").path());
+    files.filter(|f| f.extension().is_some_and(|x| x == "dl")).collect()
+}
