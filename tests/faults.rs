@@ -64,7 +64,7 @@ fn destination_killed_at_every_message_leaves_the_guest_running_here() {
         let sent = source.cli("send-migration", &[proxy.address(), "--json"]);
         let said = String::from_utf8_lossy(&sent.stderr);
         assert_eq!(sent.status.code(), Some(4), "{name}: {said}");
-        assert!(said.contains("runs on"), "{name}: where is the guest now? {said}");
+        assert!(said.contains("the guest goes on here"), "{name}: where is the guest now? {said}");
         assert_eq!(source.state().as_deref(), Some("running"), "{name}");
         source.console().wait_reports(2, 1, SOON);
     }

@@ -72,6 +72,8 @@ impl Driftline {
             .args(args)
             .arg("--api-sock")
             .arg(&socket)
+            .arg("--state-dir")
+            .arg(scratch.path(&format!("{name}.state")))
             .stdin(Stdio::null())
             .stdout(File::create(&console).expect("a console file"))
             .stderr(File::create(&log).expect("a log file"))
@@ -91,7 +93,8 @@ impl Driftline {
 
     /// `receive-migration` on a free loopback port; returns the address it listens on, too.
     pub fn receive(scratch: &Scratch, name: &str) -> (Self, String) {
-        let vm = Self::start(scratch, name, &["receive-migration", "tcp:127.0.0.1:0"]);
+        let vm =
+            Self::start(scratch, name, &["receive-migration", "tcp:127.0.0.1:0", "--linger", "1s"]);
         let address = wait_for("listening receiver", SOON, || {
             let log = vm.log();
             let at = log.find("tcp:127.0.0.1:")?;

@@ -149,7 +149,7 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     assert!(said.contains("is being migrated already, to 127.0.0.1:"), "{said}");
     let said = first.refuse(1, &["pause"]);
     assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");
-    let said = first.refuse(1, &["resolve", "run"]);
+    let said = first.refuse(1, &["resolve", "--run"]);
     assert!(said.contains("no migration is in doubt"), "{said}");
     first.tell(&["cancel-migration"]);
     let sent = sender.join().unwrap();

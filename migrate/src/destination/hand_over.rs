@@ -114,6 +114,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         cause: Cause,
     ) -> Failed {
         guest.stop(&format!("it was not received: {cause}"));
+        tracing::warn!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             self.ledger.post(DestinationEvent::Aborted);
             return Failed { cause, was_prepared: true };
@@ -136,6 +137,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             self.ledger.forget(token);
         } else {
             wire.stream().close();
+            tracing::warn!(%token, "staying up to {:?} to tell the source", self.options.linger);
             self.ledger.linger(self.options.linger, &self.control.stop);
         }
         Failed { cause, was_prepared: true }

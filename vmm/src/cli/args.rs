@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand};
 use dirty_tracker::TrackingMode;
 use migrate::TimeoutStrategy;
 use vmm::config::{Backend, DEFAULT_RING_ENTRIES, MAX_VCPUS, SerialSink};
@@ -193,6 +193,9 @@ pub(crate) struct ReceiveArgs {
     /// Where to listen: tcp:HOST:PORT; port 0 takes any
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
+    /// How long to stay, after a complete guest was thrown away for want of COMMIT, to tell its source
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
+    pub(crate) linger: Duration,
     #[command(flatten)]
     pub(crate) host: HostArgs,
 }
@@ -217,17 +220,22 @@ pub(crate) struct SendArgs {
 
 #[derive(Args)]
 pub(crate) struct ResolveArgs {
-    /// run: the guest shall run here. discard: the guest here shall end
-    #[arg(value_name = "ACTION")]
+    #[command(flatten)]
     pub(crate) action: ResolveAction,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-pub(crate) enum ResolveAction {
-    Run,
-    Discard,
+/// Exactly one of the two.
+#[derive(Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct ResolveAction {
+    /// The guest goes on here: you assert that the destination does not run it and never will
+    #[arg(long)]
+    pub(crate) run: bool,
+    /// The guest here ends: it runs at the destination, or is lost
+    #[arg(long)]
+    pub(crate) discard: bool,
 }
 
 #[derive(Args)]

@@ -63,7 +63,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     });
     let server = Server::start(socket, app.clone())?;
     let factory = Factory::new(host_config(&args.host));
-    let options = ReceiveOptions::new(&args.host.state_dir);
+    let options =
+        ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
     let received = migrate::receive(listener, &factory, &options, &control);
     let Received { guest: vm, report, responder } = received.map_err(receive_failure)?;
     let jobs = Jobs::new(vm.clone(), args.host.state_dir);

@@ -12,7 +12,7 @@ use vmm::api::model::{
 };
 use vmm::api::{Client, ClientError};
 
-use super::args::{ApiArgs, ResolveAction, ResolveArgs, SendArgs};
+use super::args::{ApiArgs, ResolveArgs, SendArgs};
 use super::client::{ask, block_on};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
@@ -160,7 +160,7 @@ fn progress_line(p: &Progress) -> String {
             output::bytes(p.dirty_rate_bytes_per_s)
         ),
         Phase::InDoubt => format!(
-            "in doubt: the guest is paused here and may run there; {}; settle it with `driftline resolve`",
+            "in doubt: the guest is paused here and may run there; {}; settle it with `driftline resolve --run` or `--discard`",
             p.doubt.as_deref().unwrap_or("the destination is being asked")
         ),
         phase => format!("{phase}: {sent} sent"),
@@ -179,22 +179,19 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     if page.state != MigrationState::InDoubt {
         return Err(Failure::error("there is nothing to resolve: no migration is in doubt"));
     }
-    let action = match args.action {
-        ResolveAction::Run => {
-            say(format_args!(
-                "run: the guest goes on here. You assert that {} does not run it and never will; \
-                 if it does, two run",
-                page.to
-            ));
-            Resolution::Run
-        }
-        ResolveAction::Discard => {
-            say(format_args!(
-                "discard: the guest here ends. If {} does not run it, it is lost",
-                page.to
-            ));
-            Resolution::Discard
-        }
+    let action = if args.action.run {
+        say(format_args!(
+            "run: the guest goes on here. You assert that {} does not run it and never will; if it \
+             does, two run",
+            page.to
+        ));
+        Resolution::Run
+    } else {
+        say(format_args!(
+            "discard: the guest here ends. If {} does not run it, it is lost",
+            page.to
+        ));
+        Resolution::Discard
     };
     ask::<()>(&args.api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
     Ok(ExitCode::SUCCESS)
