@@ -93,8 +93,13 @@ impl Driftline {
 
     /// `receive-migration` on a free loopback port; returns the address it listens on, too.
     pub fn receive(scratch: &Scratch, name: &str) -> (Self, String) {
-        let vm =
-            Self::start(scratch, name, &["receive-migration", "tcp:127.0.0.1:0", "--linger", "1s"]);
+        Self::receive_and_linger(scratch, name, "1s")
+    }
+
+    /// As [`receive`](Self::receive), staying `linger` after it threw a complete guest away.
+    pub fn receive_and_linger(scratch: &Scratch, name: &str, linger: &str) -> (Self, String) {
+        let args = ["receive-migration", "tcp:127.0.0.1:0", "--linger", linger];
+        let vm = Self::start(scratch, name, &args);
         let address = wait_for("listening receiver", SOON, || {
             let log = vm.log();
             let at = log.find("tcp:127.0.0.1:")?;

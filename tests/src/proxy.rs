@@ -5,6 +5,8 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use checkpoint::format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
@@ -23,7 +25,7 @@ pub enum Direction {
 pub enum Cut {
     /// Closes both connections before the record passes.
     Before,
-    /// Calls this before the record passes, then goes on.
+    /// Calls this and then closes both connections before the record passes.
     Call(Box<dyn FnOnce() + Send>),
 }
 
@@ -39,6 +41,7 @@ pub enum Later {
 /// A running proxy.
 pub struct Proxy {
     address: String,
+    cut: Arc<AtomicBool>,
 }
 
 impl Proxy {
@@ -48,6 +51,8 @@ impl Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("tcp:{}", listener.local_addr().expect("bound"));
         let to = to.trim_start_matches("tcp:").to_owned();
+        let cut_made = Arc::new(AtomicBool::new(false));
+        let made = cut_made.clone();
         thread::spawn(move || {
             let (source, _) = listener.accept().expect("a source connects");
             if later == Later::Passed {
@@ -58,12 +63,18 @@ impl Proxy {
                     }
                 });
             }
+            let cut = Some(Planned { tag: tag as u16, cut, made });
             match direction {
-                Direction::ToDestination => join(source, &to, Some((tag as u16, cut)), None),
-                Direction::ToSource => join(source, &to, None, Some((tag as u16, cut))),
+                Direction::ToDestination => join(source, &to, cut, None),
+                Direction::ToSource => join(source, &to, None, cut),
             }
         });
-        Self { address }
+        Self { address, cut: cut_made }
+    }
+
+    /// Whether the record has come and the cut was made.
+    pub fn has_cut(&self) -> bool {
+        self.cut.load(Ordering::SeqCst)
     }
 
     /// Where the source should connect, as `tcp:HOST:PORT`.
@@ -72,8 +83,15 @@ impl Proxy {
     }
 }
 
+/// A cut, the record that it waits for, and whether it was made.
+struct Planned {
+    tag: u16,
+    cut: Cut,
+    made: Arc<AtomicBool>,
+}
+
 /// Passes records both ways between `source` and a new connection to `to`.
-fn join(source: TcpStream, to: &str, there: Option<(u16, Cut)>, back: Option<(u16, Cut)>) {
+fn join(source: TcpStream, to: &str, there: Option<Planned>, back: Option<Planned>) {
     let Ok(destination) = TcpStream::connect(to) else { return };
     let clones = (source.try_clone(), destination.try_clone());
     let (Ok(from_source), Ok(to_destination)) = clones else { return };
@@ -82,7 +100,7 @@ fn join(source: TcpStream, to: &str, there: Option<(u16, Cut)>, back: Option<(u1
 }
 
 /// Passes a header and then records until the end, or until the cut; then closes both.
-fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<(u16, Cut)>) {
+fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<Planned>) {
     // However it ends, the test sees it in what the two processes say.
     let _ = pass_records(&mut from, &mut to, cut);
     let _ = from.shutdown(Shutdown::Both);
@@ -92,7 +110,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, cut: Option<(u16, Cut)>) {
 fn pass_records(
     from: &mut TcpStream,
     to: &mut TcpStream,
-    mut cut: Option<(u16, Cut)>,
+    mut cut: Option<Planned>,
 ) -> io::Result<()> {
     let mut header = [0; HEADER_LEN];
     from.read_exact(&mut header)?;
@@ -104,10 +122,12 @@ fn pass_records(
         let mut record = vec![0; RECORD_HEAD_LEN + parsed.length as usize];
         record[..RECORD_HEAD_LEN].copy_from_slice(&head);
         from.read_exact(&mut record[RECORD_HEAD_LEN..])?;
-        match cut.take_if(|(tag, _)| *tag == parsed.tag).map(|(_, cut)| cut) {
-            None => {}
-            Some(Cut::Before) => return Ok(()),
-            Some(Cut::Call(f)) => f(),
+        if let Some(planned) = cut.take_if(|planned| planned.tag == parsed.tag) {
+            planned.made.store(true, Ordering::SeqCst);
+            if let Cut::Call(f) = planned.cut {
+                f();
+            }
+            return Ok(());
         }
         to.write_all(&record)?;
     }
