@@ -1,7 +1,6 @@
 //! vm-memory's `Bitmap` over a [`Tracker`]: what the VMM itself writes marks the same trees.
 
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 
@@ -34,11 +33,7 @@ impl BitmapSlice for TrackedBitmap {}
 
 impl Bitmap for TrackedBitmap {
     fn mark_dirty(&self, offset: usize, len: usize) {
-        // The bytes were stored just now: they must be visible before we look whether anyone
-        // subscribes and whether the bit is set already. Pairs with the drain's swaps and with
-        // `subscribe`; without it a reader could take the bit, or begin its copy, and miss them.
-        fence(Ordering::SeqCst);
-        if len == 0 || self.tracker.subscribers() == 0 {
+        if len == 0 {
             return;
         }
         let first = self.gpa.saturating_add(offset as u64);

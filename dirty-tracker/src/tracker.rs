@@ -186,6 +186,10 @@ impl Tracker {
     }
 
     fn mark_bits(&self, first: u64, count: u64) {
+        // What the caller wrote must be visible before we look whether anyone subscribes, or has
+        // the bit already: pairs with `subscribe` and with the drain's swaps. Rings need none
+        // (see `Marking`): the kernel's reprotect has ordered the guest's writes.
+        std::sync::atomic::fence(Ordering::SeqCst);
         if self.active.load(Ordering::SeqCst) == 0 {
             return;
         }
