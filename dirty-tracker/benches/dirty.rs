@@ -202,11 +202,10 @@ fn table_12_tib(c: &mut Criterion) {
     const RUN: u64 = 256;
     let table = "12 TiB, drained to runs";
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
-    let before = resident_mib();
     let start = Instant::now();
     let tree = Tree::new(&layout);
     note(table, "build", "tree, ns", start.elapsed().as_nanos() as f64);
-    note(table, "build", "tree, resident MiB", resident_mib() - before);
+    drop(tree);
     let mut random = Random(12);
     let mut runs = Vec::new();
     let mut group = quick(c, "12TiB");
@@ -222,6 +221,10 @@ fn table_12_tib(c: &mut Criterion) {
         let mut mark = |word: &mut dyn FnMut(u64)| {
             (0..count).for_each(|_| word((random.next() % (FRAMES - length)) / length * length));
         };
+        let before = resident_mib();
+        let tree = Tree::new(&layout);
+        mark(&mut |f| tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap());
+        note(table, row, "tree, resident MiB", resident_mib() - before);
         group.bench_function(BenchmarkId::new("tree", row), |b| {
             b.iter_custom(|iterations| {
                 let mut drain = Duration::ZERO;
@@ -229,12 +232,6 @@ fn table_12_tib(c: &mut Criterion) {
                     mark(&mut |f| {
                         tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap()
                     });
-                    note(
-                        table,
-                        row,
-                        "tree, resident MiB",
-                        resident_mib() - before - resident_of(&runs),
-                    );
                     runs.clear();
                     let start = Instant::now();
                     tree.drain(&layout, &mut runs);
@@ -260,10 +257,6 @@ fn table_12_tib(c: &mut Criterion) {
         flat.fill(0);
     }
     group.finish();
-}
-
-fn resident_of(runs: &Vec<FrameRun>) -> f64 {
-    (runs.capacity() * size_of::<FrameRun>()) as f64 / (1 << 20) as f64
 }
 
 fn table_threads(_: &mut Criterion) {

@@ -152,8 +152,9 @@ impl Tree {
         }
     }
 
-    /// Checks I1; exact only while nobody inserts.
-    pub(crate) fn check(&self) -> Result<(), MissingSummary> {
+    /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
+    /// tests; exact only while nobody inserts.
+    pub fn check(&self) -> Result<(), MissingSummary> {
         for (level, pair) in self.levels.windows(2).enumerate() {
             let ((start, len), (above, _)) = (pair[0], pair[1]);
             for index in 0..len {
