@@ -43,6 +43,7 @@ unsafe impl GlobalAlloc for Counting {
 static GLOBAL: Counting = Counting;
 
 #[test]
+#[cfg_attr(miri, ignore = "counts allocations, which takes miri minutes")]
 fn harvest_absorb_drain_commit_allocates_nothing() {
     const SIZE: usize = if cfg!(miri) { 128 } else { 1024 };
     const PUSHES: u64 = SIZE as u64 * 7 / 8;
