@@ -54,3 +54,30 @@ pub(crate) fn zeroed_words(len: usize) -> Option<Vec<AtomicU64>> {
         Some((0..len).map(|_| AtomicU64::new(0)).collect())
     }
 }
+
+/// Sets bits of a word that nobody else can see, and answers what it was.
+#[inline]
+pub(crate) fn or_mut(word: &mut AtomicU64, mask: u64) -> u64 {
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    {
+        let word = word.get_mut();
+        std::mem::replace(word, *word | mask)
+    }
+    #[cfg(any(driftline_loom, driftline_shuttle))]
+    {
+        word.fetch_or(mask, Ordering::SeqCst)
+    }
+}
+
+/// Takes a word that nobody else can see, leaving zero.
+#[inline]
+pub(crate) fn take_mut(word: &mut AtomicU64) -> u64 {
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    {
+        std::mem::take(word.get_mut())
+    }
+    #[cfg(any(driftline_loom, driftline_shuttle))]
+    {
+        word.swap(0, Ordering::SeqCst)
+    }
+}

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use dirty_tracker::{
-    Epoch, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, Slot, SlotId, Subscription, Tracker,
+    Epoch, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, Slot, SlotId, Subscription, Tracker, Tree,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -279,6 +279,51 @@ proptest! {
         let chunks: Vec<FrameRun> = run.chunks(max).collect();
         prop_assert!(chunks.iter().all(|c| c.count > 0 && c.count <= max.max(1)));
         prop_assert_eq!(set(chunks), set([run]));
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn a_tree_owned_or_shared_drained_to_runs_or_frames_is_the_same_set(layout in layout(), picks in picks(30)) {
+        let mut trees: Vec<Tree> = (0..4).map(|_| Tree::new(&layout)).collect();
+        // Twice: a drained tree is as good as a new one.
+        for round in 0..2 {
+            let mut model = BTreeSet::new();
+            for &(slot, at, count) in picks.iter().skip(round) {
+                let run = pick(&layout, slot, at, count);
+                model.extend(run.frames());
+                for (i, tree) in trees.iter_mut().enumerate() {
+                    if i % 2 == 0 { tree.mark(&layout, run).unwrap() } else { tree.mark_mut(&layout, run).unwrap() }
+                    tree.check().unwrap();
+                }
+            }
+            let (mut shared, mut owned) = (Vec::new(), Vec::new());
+            prop_assert_eq!(trees[0].drain_mut(&layout, &mut owned), model.len() as u64);
+            prop_assert_eq!(trees[1].drain(&layout, &mut shared), model.len() as u64);
+            prop_assert_eq!(&owned, &shared);
+            prop_assert_eq!(&set(owned), &model);
+            // What was in the list before stays.
+            let mut frames = vec![Gfn(u64::MAX)];
+            trees[2].drain_frames_mut(&layout, &mut frames);
+            let mut again = vec![Gfn(u64::MAX)];
+            trees[3].drain_frames(&layout, &mut again);
+            prop_assert_eq!(&frames, &again);
+            prop_assert_eq!(frames.remove(0), Gfn(u64::MAX));
+            prop_assert_eq!(frames, model.into_iter().collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn a_run_outside_its_slot_is_no_mark(layout in layout()) {
+        let mut tree = Tree::new(&layout);
+        for slot in layout.slots() {
+            let run = FrameRun { start: slot.base, count: slot.frames + 1 };
+            prop_assert_eq!(tree.mark(&layout, run), Err(OutOfSlot::NoMemory { run }));
+            prop_assert_eq!(tree.mark_mut(&layout, run), Err(OutOfSlot::NoMemory { run }));
+        }
+        prop_assert_eq!(tree.drain_mut(&layout, &mut Vec::new()), 0);
     }
 }
 

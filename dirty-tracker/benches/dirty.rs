@@ -1,0 +1,416 @@
+//! The figures of the README: `cargo bench -p dirty-tracker`.
+//!
+//! Criterion samples every cell; at the end come summary tables of the best samples, and the same as one
+//! JSON object on the last line. `cargo bench -p dirty-tracker -- 2016` runs one table: 2016, 12TiB,
+//! threads, ranges or ring.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
+
+mod rivals;
+
+use std::cell::RefCell;
+use std::hint::black_box;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, SamplingMode};
+use dirty_tracker::{
+    ENTRY_DIRTY, ENTRY_RESET, FrameRun, Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker,
+    Tree,
+};
+use rivals::{Flat, Hibit, List, Ours, Radix8, Rival, Roaring, VmMemory};
+use vm_memory::bitmap::AtomicBitmap;
+
+/// Samples, by table, row and column, in the order of their first appearance.
+#[derive(Default)]
+struct Summary {
+    cells: Vec<(String, String, String, Vec<f64>)>,
+}
+
+thread_local! {
+    static SUMMARY: RefCell<Summary> = RefCell::default();
+}
+
+/// Notes one sample, in ns (or the unit that the column names).
+fn note(table: &str, row: impl ToString, column: &str, value: f64) {
+    let row = row.to_string();
+    SUMMARY.with_borrow_mut(|s| {
+        match s.cells.iter_mut().find(|c| c.0 == table && c.1 == row && c.2 == column) {
+            Some(cell) => cell.3.push(value),
+            None => s.cells.push((table.into(), row, column.into(), vec![value])),
+        }
+    });
+}
+
+/// The best sample: what the code costs, with the least of what else the machine did meanwhile. Of
+/// rates and sizes the greatest.
+fn best(column: &str, values: Vec<f64>) -> f64 {
+    let greatest = column.ends_with("a second") || column.ends_with("MiB");
+    values.into_iter().reduce(if greatest { f64::max } else { f64::min }).unwrap_or_default()
+}
+
+impl Summary {
+    fn print(self) {
+        let cells: Vec<_> = self
+            .cells
+            .into_iter()
+            .map(|(t, r, c, v)| {
+                let value = best(&c, v);
+                (t, r, c, value)
+            })
+            .collect();
+        let mut tables: Vec<&str> = cells.iter().map(|c| c.0.as_str()).collect();
+        tables.sort_by_key(|t| cells.iter().position(|c| c.0 == *t));
+        tables.dedup();
+        for table in tables {
+            let here: Vec<_> = cells.iter().filter(|c| c.0 == table).collect();
+            let mut columns: Vec<&str> = Vec::new();
+            let mut rows: Vec<&str> = Vec::new();
+            for cell in &here {
+                if !columns.contains(&cell.2.as_str()) {
+                    columns.push(&cell.2)
+                }
+                if !rows.contains(&cell.1.as_str()) {
+                    rows.push(&cell.1)
+                }
+            }
+            println!(
+                "\n| {table} | {} |\n|{}",
+                columns.join(" | "),
+                " --- |".repeat(columns.len() + 1)
+            );
+            for row in rows {
+                let value = |column: &&str| {
+                    let found = here.iter().find(|c| c.1 == row && c.2 == *column);
+                    found.map_or(String::from("-"), |c| {
+                        if c.3 >= 100.0 { format!("{:.0}", c.3) } else { format!("{:.2}", c.3) }
+                    })
+                };
+                println!(
+                    "| {row} | {} |",
+                    columns.iter().map(value).collect::<Vec<_>>().join(" | ")
+                );
+            }
+        }
+        let json: Vec<String> = cells
+            .iter()
+            .map(|(t, r, c, v)| {
+                format!("{{\"table\":{t:?},\"row\":{r:?},\"column\":{c:?},\"value\":{v:.2}}}")
+            })
+            .collect();
+        println!("\n[{}]", json.join(","));
+    }
+}
+
+/// SplitMix64: frames that look random, the same in every run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+fn quick<'c>(
+    c: &'c mut Criterion,
+    name: &str,
+) -> criterion::BenchmarkGroup<'c, criterion::measurement::WallTime> {
+    let mut group = c.benchmark_group(name);
+    group.sample_size(10).sampling_mode(SamplingMode::Flat);
+    group.warm_up_time(Duration::from_millis(30)).measurement_time(Duration::from_millis(150));
+    group
+}
+
+const FRAMES_2016: u64 = 10_000_000;
+
+fn table_2016(c: &mut Criterion) {
+    let mut random = Random(2016);
+    let mut shuffled: Vec<u64> = (0..FRAMES_2016).collect();
+    for i in (1..shuffled.len()).rev() {
+        shuffled.swap(i, (random.next() % (i as u64 + 1)) as usize);
+    }
+    let sequential: Vec<u64> = (1_234_567..1_334_567).collect();
+    let rows: Vec<(String, &[u64])> = [100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000]
+        .map(|n| (format!("{n} random"), &shuffled[..n]))
+        .into_iter()
+        .chain([1_000, 10_000, 100_000].map(|n| (format!("{n} sequential"), &sequential[..n])))
+        .collect();
+    let page = NonZeroUsize::new(4096).unwrap();
+    let bytes = FRAMES_2016 as usize * 4096;
+    let mut rivals: Vec<(&str, Box<dyn Rival>)> = vec![
+        ("list", Box::new(List(Vec::new()))),
+        ("tree", Box::new(Ours::new(FRAMES_2016, false))),
+        ("tree, shared", Box::new(Ours::new(FRAMES_2016, true))),
+        ("radix-8", Box::new(Radix8::new(FRAMES_2016))),
+        ("flat", Box::new(Flat::new(FRAMES_2016, false))),
+        ("flat SIMD", Box::new(Flat::new(FRAMES_2016, true))),
+        ("hibitset", Box::new(Hibit(hibitset::BitSet::with_capacity(FRAMES_2016 as u32)))),
+        ("roaring", Box::new(Roaring(roaring::RoaringBitmap::new()))),
+        ("AtomicBitmap", Box::new(VmMemory(AtomicBitmap::new(bytes, page)))),
+    ];
+    let mut out: Vec<u64> = Vec::with_capacity(FRAMES_2016 as usize);
+    let mut group = quick(c, "2016");
+    for (row, frames) in &rows {
+        let mut expected = frames.to_vec();
+        expected.sort_unstable();
+        for (name, rival) in &mut rivals {
+            frames.iter().for_each(|f| rival.insert(*f));
+            out.clear();
+            rival.drain(&mut out);
+            if *name == "list" {
+                out.sort_unstable()
+            }
+            assert!(out == expected, "{name} is wrong at {row}");
+            group.bench_function(BenchmarkId::new(*name, row), |b| {
+                b.iter_custom(|iterations| {
+                    let (mut insert, mut drain) = (Duration::ZERO, Duration::ZERO);
+                    for _ in 0..iterations {
+                        let start = Instant::now();
+                        frames.iter().for_each(|f| rival.insert(*f));
+                        insert += start.elapsed();
+                        out.clear();
+                        let start = Instant::now();
+                        rival.drain_timed(black_box(&mut out));
+                        drain += start.elapsed();
+                    }
+                    let each = |d: Duration| d.as_nanos() as f64 / iterations as f64;
+                    note("to a list of frames, ns", row, name, each(drain));
+                    note("insert, ns a frame", row, name, each(insert) / frames.len() as f64);
+                    drain
+                });
+            });
+        }
+    }
+    group.finish();
+}
+
+/// Resident memory of this process, MiB.
+fn resident_mib() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find(|l| l.starts_with("VmRSS")).unwrap_or_default();
+    let kib = line.split_whitespace().nth(1).and_then(|n| n.parse::<f64>().ok());
+    kib.unwrap_or_default() / 1024.0
+}
+
+fn table_12_tib(c: &mut Criterion) {
+    const FRAMES: u64 = 3_221_225_472;
+    const RUN: u64 = 256;
+    let table = "12 TiB, drained to runs";
+    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
+    let start = Instant::now();
+    let tree = Tree::new(&layout);
+    note(table, "build", "tree, ns", start.elapsed().as_nanos() as f64);
+    drop(tree);
+    let mut random = Random(12);
+    let mut runs = Vec::new();
+    let mut group = quick(c, "12TiB");
+    let mut flat = vec![0u64; (FRAMES / 64) as usize];
+    let cases = [
+        ("0 frames", 0, 1),
+        ("1,000 random frames", 1_000, 1),
+        ("1,000,000 random frames", 1_000_000, 1),
+        ("0.1 % in runs of 256", FRAMES / 1000 / RUN, RUN),
+        ("1 % in runs of 256", FRAMES / 100 / RUN, RUN),
+    ];
+    for (row, count, length) in cases {
+        let mut mark = |word: &mut dyn FnMut(u64)| {
+            (0..count).for_each(|_| word((random.next() % (FRAMES - length)) / length * length));
+        };
+        let before = resident_mib();
+        let tree = Tree::new(&layout);
+        mark(&mut |f| tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap());
+        note(table, row, "tree, resident MiB", resident_mib() - before);
+        group.bench_function(BenchmarkId::new("tree", row), |b| {
+            b.iter_custom(|iterations| {
+                let mut drain = Duration::ZERO;
+                for _ in 0..iterations {
+                    mark(&mut |f| {
+                        tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap()
+                    });
+                    runs.clear();
+                    let start = Instant::now();
+                    tree.drain(&layout, &mut runs);
+                    drain += start.elapsed();
+                }
+                note(table, row, "tree, ns", drain.as_nanos() as f64 / iterations as f64);
+                drain
+            });
+        });
+        mark(&mut |f| (f..f + length).for_each(|f| flat[(f / 64) as usize] |= 1 << (f % 64)));
+        // The flat scan only reads; it is given the words' clearing for nothing.
+        for _ in 0..3 {
+            let start = Instant::now();
+            let mut dirty = 0u64;
+            for chunk in flat.chunks(8) {
+                if chunk.iter().fold(0, |all, word| all | word) != 0 {
+                    dirty += chunk.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
+                }
+            }
+            black_box(dirty);
+            note(table, row, "flat SIMD, ns", start.elapsed().as_nanos() as f64);
+        }
+        flat.fill(0);
+    }
+    group.finish();
+}
+
+fn table_threads(_: &mut Criterion) {
+    const INSERTS: u64 = 2_000_000;
+    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }]).unwrap();
+    let tree = Tree::new(&layout);
+    for (row, threads, same, drainer) in [
+        ("1 thread", 1, true, false),
+        ("2 threads, same words", 2, true, false),
+        ("2 threads, different words", 2, false, false),
+        ("1 thread and a drainer", 1, true, true),
+        ("2 threads and a drainer", 2, false, true),
+    ] {
+        for _ in 0..3 {
+            let stop = AtomicBool::new(false);
+            let start = Instant::now();
+            std::thread::scope(|scope| {
+                let inserters: Vec<_> = (0..threads)
+                    .map(|t| {
+                        let (tree, layout) = (&tree, &layout);
+                        scope.spawn(move || {
+                            let base = if same { 0 } else { t << 19 };
+                            let mut random = Random(t);
+                            for _ in 0..INSERTS {
+                                let start = Gfn(base + (random.next() & 0x7ffff));
+                                tree.mark(layout, FrameRun { start, count: 1 }).unwrap();
+                            }
+                        })
+                    })
+                    .collect();
+                if drainer {
+                    scope.spawn(|| {
+                        let mut runs = Vec::new();
+                        while !stop.load(Ordering::Relaxed) {
+                            runs.clear();
+                            tree.drain(&layout, &mut runs);
+                        }
+                    });
+                }
+                inserters.into_iter().for_each(|t| t.join().unwrap());
+                stop.store(true, Ordering::Relaxed);
+            });
+            let rate = (threads * INSERTS) as f64 / start.elapsed().as_secs_f64() / 1e6;
+            note("concurrency", row, "million inserts a second", rate);
+            tree.drain(&layout, &mut Vec::new());
+        }
+    }
+}
+
+fn table_ranges(c: &mut Criterion) {
+    const FRAMES: u64 = 1 << 20;
+    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
+    let mut tree = Tree::new(&layout);
+    let flat = AtomicBitmap::new(FRAMES as usize * 4096, NonZeroUsize::new(4096).unwrap());
+    let mut group = quick(c, "ranges");
+    for count in [1, 16, 256, 4096] {
+        let starts: Vec<u64> = (0..32).map(|i| i * 8192 + 37).collect();
+        let table = "marking a range of clean frames, ns";
+        let row = format!("{count} frames");
+        let mut measure = |name: &str, mark: &mut dyn FnMut(u64), clear: &mut dyn FnMut()| {
+            group.bench_function(BenchmarkId::new(name, count), |b| {
+                b.iter_custom(|iterations| {
+                    let mut spent = Duration::ZERO;
+                    for _ in 0..iterations {
+                        let start = Instant::now();
+                        starts.iter().for_each(|s| mark(*s));
+                        spent += start.elapsed();
+                        clear();
+                    }
+                    note(table, &row, name, spent.as_nanos() as f64 / (32 * iterations) as f64);
+                    spent / 32
+                });
+            });
+        };
+        let run = |start| FrameRun { start: Gfn(start), count };
+        let mut runs = Vec::new();
+        let mut clear = || {
+            runs.clear();
+            tree.drain(&layout, &mut runs);
+        };
+        measure("tree, shared", &mut |s| tree.mark(&layout, run(s)).unwrap(), &mut clear);
+        let own = RefCell::new(&mut tree);
+        let mut clear = || {
+            own.borrow_mut().drain_mut(&layout, &mut runs);
+            runs.clear();
+        };
+        measure("tree", &mut |s| own.borrow_mut().mark_mut(&layout, run(s)).unwrap(), &mut clear);
+        let mark = &mut |s| flat.set_addr_range(s as usize * 4096, count as usize * 4096);
+        measure("AtomicBitmap", mark, &mut || flat.reset());
+    }
+    group.finish();
+}
+
+fn table_ring(c: &mut Criterion) {
+    const SIZE: usize = 65_536;
+    let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 };
+    let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
+    let mut subscription = tracker.subscribe("bench");
+    let ring: Vec<RingEntry> = (0..SIZE).map(|_| RingEntry::default()).collect();
+    let mut harvester = Harvester::new(1, SIZE);
+    let (mut published, mut random) = (0usize, Random(7));
+    let mut group = quick(c, "ring");
+    for row in ["random frames", "sequential frames"] {
+        group.bench_function(row, |b| {
+            b.iter_custom(|iterations| {
+                let (mut total, mut frame) = (Duration::ZERO, 0);
+                let count = SIZE - 64;
+                for _ in 0..iterations {
+                    for _ in 0..count {
+                        frame = if row.starts_with('r') { random.next() } else { frame + 1 };
+                        let entry = &ring[published % SIZE];
+                        entry.offset.store(frame & 0xfffff, Ordering::Relaxed);
+                        entry.flags.store(ENTRY_DIRTY, Ordering::Release);
+                        published += 1;
+                    }
+                    let start = Instant::now();
+                    let harvest = harvester.harvest([ring.as_slice()]);
+                    let harvested = start.elapsed();
+                    for entry in &ring {
+                        if entry.flags.load(Ordering::Acquire) & ENTRY_RESET != 0 {
+                            entry.flags.store(0, Ordering::Release);
+                        }
+                    }
+                    let start = Instant::now();
+                    harvest.reprotected(count as u32).absorb(&tracker);
+                    subscription.drain().commit();
+                    total += harvested + start.elapsed();
+                }
+                let rate = (count as u64 * iterations) as f64 / total.as_secs_f64() / 1e6;
+                note("65,472 ring entries to runs", row, "million entries a second", rate);
+                total
+            });
+        });
+    }
+    group.finish();
+}
+
+type Table = fn(&mut Criterion);
+
+fn main() {
+    let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let mut criterion = Criterion::default().without_plots();
+    let tables: [(&str, Table); 5] = [
+        ("2016", table_2016),
+        ("12TiB", table_12_tib),
+        ("threads", table_threads),
+        ("ranges", table_ranges),
+        ("ring", table_ring),
+    ];
+    for (name, table) in tables {
+        if chosen.is_empty() || chosen.iter().any(|c| c == name) {
+            table(&mut criterion);
+        }
+    }
+    criterion.final_summary();
+    SUMMARY.take().print();
+}

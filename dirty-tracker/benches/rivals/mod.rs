@@ -1,0 +1,202 @@
+//! Sets of frames that turn themselves into a list: ours, the one of 2016 and today's usual ones.
+
+use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+use hibitset::{BitSet, DrainableBitSet};
+use roaring::RoaringBitmap;
+use vm_memory::bitmap::AtomicBitmap;
+
+/// A set of frames below a bound that is known when it is made.
+pub trait Rival {
+    fn insert(&mut self, frame: u64);
+    /// Appends the frames to `out`, ascending (but for the plain list), and empties the set.
+    fn drain(&mut self, out: &mut Vec<u64>);
+    /// The drain that is timed.
+    fn drain_timed(&mut self, out: &mut Vec<u64>) {
+        self.drain(out);
+    }
+}
+
+/// Ours, as its only owner or shared.
+pub struct Ours {
+    tree: Tree,
+    layout: Layout,
+    shared: bool,
+    frames: Vec<Gfn>,
+}
+
+impl Ours {
+    pub fn new(frames: u64, shared: bool) -> Self {
+        let slot = Slot { id: SlotId(0), base: Gfn(0), frames };
+        let layout = Layout::new([slot]).expect("a layout");
+        Self { tree: Tree::new(&layout), layout, shared, frames: Vec::new() }
+    }
+
+    /// As `drain`, to our own kind of frames.
+    fn drain_own(&mut self) {
+        self.frames.clear();
+        if self.shared {
+            self.tree.drain_frames(&self.layout, &mut self.frames);
+        } else {
+            self.tree.drain_frames_mut(&self.layout, &mut self.frames);
+        }
+    }
+}
+
+impl Rival for Ours {
+    fn insert(&mut self, frame: u64) {
+        let run = FrameRun { start: Gfn(frame), count: 1 };
+        let done = if self.shared {
+            self.tree.mark(&self.layout, run)
+        } else {
+            self.tree.mark_mut(&self.layout, run)
+        };
+        done.expect("inside the slot");
+    }
+
+    fn drain(&mut self, out: &mut Vec<u64>) {
+        self.drain_own();
+        out.extend(self.frames.iter().map(|g| g.0));
+    }
+
+    fn drain_timed(&mut self, _: &mut Vec<u64>) {
+        self.drain_own();
+    }
+}
+
+/// The per-vCPU list of 2016: no order, repetitions kept.
+pub struct List(pub Vec<u64>);
+
+impl Rival for List {
+    fn insert(&mut self, frame: u64) {
+        self.0.push(frame);
+    }
+
+    fn drain(&mut self, out: &mut Vec<u64>) {
+        out.append(&mut self.0);
+    }
+}
+
+/// The tree as described in 2016: nodes of a byte, packed level after level, searched bit by bit.
+pub struct Radix8 {
+    levels: Vec<Vec<u8>>,
+}
+
+impl Radix8 {
+    pub fn new(frames: u64) -> Self {
+        let mut levels = Vec::new();
+        let mut len = frames as usize;
+        while len > 1 {
+            len = len.div_ceil(8);
+            levels.push(vec![0u8; len]);
+        }
+        Self { levels }
+    }
+
+    fn visit(&mut self, level: usize, index: usize, out: &mut Vec<u64>) {
+        let node = std::mem::take(&mut self.levels[level][index]);
+        for bit in 0..8 {
+            if node & (1 << bit) != 0 {
+                let below = index * 8 + bit;
+                if level == 0 { out.push(below as u64) } else { self.visit(level - 1, below, out) }
+            }
+        }
+    }
+}
+
+impl Rival for Radix8 {
+    fn insert(&mut self, frame: u64) {
+        let mut at = frame as usize;
+        for level in &mut self.levels {
+            level[at / 8] |= 1 << (at % 8);
+            at /= 8;
+        }
+    }
+
+    fn drain(&mut self, out: &mut Vec<u64>) {
+        self.visit(self.levels.len() - 1, 0, out);
+    }
+}
+
+/// A flat bitmap, scanned word by word, or with words skipped eight at a time by SIMD (the compiler
+/// makes vector code of the OR).
+pub struct Flat {
+    words: Vec<u64>,
+    simd: bool,
+}
+
+impl Flat {
+    pub fn new(frames: u64, simd: bool) -> Self {
+        Self { words: vec![0; frames.div_ceil(64) as usize], simd }
+    }
+}
+
+fn take_word(word: &mut u64, base: u64, out: &mut Vec<u64>) {
+    let mut bits = std::mem::take(word);
+    while bits != 0 {
+        out.push(base + u64::from(bits.trailing_zeros()));
+        bits &= bits - 1;
+    }
+}
+
+impl Rival for Flat {
+    fn insert(&mut self, frame: u64) {
+        self.words[(frame / 64) as usize] |= 1 << (frame % 64);
+    }
+
+    fn drain(&mut self, out: &mut Vec<u64>) {
+        let step = if self.simd { 8 } else { 1 };
+        for (i, chunk) in self.words.chunks_mut(step).enumerate() {
+            if chunk.iter().fold(0, |all, word| all | word) == 0 {
+                continue;
+            }
+            for (j, word) in chunk.iter_mut().enumerate() {
+                if *word != 0 {
+                    take_word(word, ((i * step + j) * 64) as u64, out);
+                }
+            }
+        }
+    }
+}
+
+/// hibitset: four layers of words.
+pub struct Hibit(pub BitSet);
+
+impl Rival for Hibit {
+    fn insert(&mut self, frame: u64) {
+        self.0.add(frame as u32);
+    }
+
+    fn drain(&mut self, out: &mut Vec<u64>) {
+        // Its `clear` frees the layers, and the next inserts would pay for that.
+        out.extend(self.0.drain().map(u64::from));
+    }
+}
+
+/// roaring: sorted containers of 65,536.
+pub struct Roaring(pub RoaringBitmap);
+
+impl Rival for Roaring {
+    fn insert(&mut self, frame: u64) {
+        self.0.insert(frame as u32);
+    }
+
+    fn drain(&mut self, out: &mut Vec<u64>) {
+        out.extend(self.0.iter().map(u64::from));
+        self.0.clear();
+    }
+}
+
+/// vm-memory's bitmap, fetched and reset as its users do.
+pub struct VmMemory(pub AtomicBitmap);
+
+impl Rival for VmMemory {
+    fn insert(&mut self, frame: u64) {
+        self.0.set_bit(frame as usize);
+    }
+
+    fn drain(&mut self, out: &mut Vec<u64>) {
+        for (i, mut word) in self.0.get_and_reset().into_iter().enumerate() {
+            take_word(&mut word, i as u64 * 64, out);
+        }
+    }
+}
