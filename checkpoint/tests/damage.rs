@@ -137,6 +137,45 @@ fn resealing_changes_nothing_in_a_sound_file() {
     }
 }
 
+/// A record without a checksum; `reseal` makes one.
+fn record(tag: u16, payload: &[u64]) -> Vec<u8> {
+    let mut bytes = vec![0; 24];
+    bytes[..2].copy_from_slice(&tag.to_le_bytes());
+    bytes[2] = 1;
+    bytes[8..12].copy_from_slice(&(payload.len() as u32 * 8).to_le_bytes());
+    bytes.extend(payload.iter().flat_map(|word| word.to_le_bytes()));
+    bytes
+}
+
+/// What both readers say of the first epoch with `records` in front of its trailer.
+fn refused_with(records: &[Vec<u8>]) -> String {
+    let disk = small_store();
+    let mut bytes = disk.contents(&name(1)).unwrap();
+    let trailer = bytes.split_off(bytes.len() - 64);
+    records.iter().for_each(|record| bytes.extend_from_slice(record));
+    bytes.extend(trailer);
+    reseal(&mut bytes);
+    // Alone: the digest that its children know is another now.
+    let alone = MemoryDisk::default();
+    alone.put(&name(1), bytes);
+    let [verified, restored] = refusals(&alone).map(|refusal| refusal.to_string());
+    assert_eq!(verified, restored);
+    verified
+}
+
+#[test]
+fn a_file_cannot_make_the_reader_write_the_same_frames_without_end() {
+    const ZEROS: u16 = 0x8004;
+    let (overlap, descend) = (record(ZEROS, &[2, 0, 3, 2, 1]), record(ZEROS, &[2, 0x100, 1, 0, 1]));
+    for records in [overlap, descend] {
+        let e = refused_with(&[records]);
+        assert!(e.ends_with("; the runs of a record ascend"), "{e}");
+    }
+    let all = record(ZEROS, &[2, 0, 4, 0x100, 4]);
+    let e = refused_with(&vec![all; 9]);
+    assert!(e.contains("frames of zeros up to here, more than the 64 allowed"), "{e}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
     #[test]

@@ -127,6 +127,22 @@ pub enum Damage {
         /// The frames.
         run: FrameRun,
     },
+    /// Runs of a record that are not ascending, or overlap.
+    #[error("frames {run} stand behind frames {before}; the runs of a record ascend")]
+    Order {
+        /// The run that is out of order.
+        run: FrameRun,
+        /// The one before it.
+        before: FrameRun,
+    },
+    /// More frames of zeros than an epoch can have, which would only cost the reader time.
+    #[error("the epoch has {found} frames of zeros up to here, more than the {limit} allowed")]
+    TooManyZeros {
+        /// Frames so far.
+        found: u64,
+        /// The limit for this guest's memory.
+        limit: u64,
+    },
     /// Memory slots that make no layout.
     #[error("the memory layout is none: {0}")]
     Layout(#[from] LayoutError),

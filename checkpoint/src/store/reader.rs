@@ -8,8 +8,9 @@ use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use super::backend::StoreFile;
 use super::records::{
-    MAX_SECTIONS, MAX_STATE, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT, TAG_STORE,
-    TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_layout, decode_parent, decode_runs, limit,
+    MAX_SECTIONS, MAX_STATE, MAX_ZERO_PASSES, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT,
+    TAG_PARENT, TAG_STORE, TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_layout, decode_parent,
+    decode_runs, limit,
 };
 use super::{Damage, EpochInfo, Store, StoreError, file_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordHead};
@@ -312,7 +313,12 @@ impl EpochReader {
             let (what, found) = ("the bytes behind a table of zero frames", rest.len() as u64);
             return Err(c.here(Damage::Mismatch { what, found, expected: 0 }));
         }
-        c.counted.zero_frames = c.counted.zero_frames.saturating_add(frames);
+        let found = c.counted.zero_frames.saturating_add(frames);
+        let limit = self.layout.frames().saturating_mul(MAX_ZERO_PASSES);
+        if found > limit {
+            return Err(c.here(Damage::TooManyZeros { found, limit }));
+        }
+        c.counted.zero_frames = found;
         Ok(Record::Zeros(&self.runs))
     }
 

@@ -26,6 +26,9 @@ pub const MAX_SLOTS: u32 = 4096;
 pub const MAX_RECORD_FRAMES: u64 = 256;
 /// Most runs in a record of zeros.
 pub const MAX_ZERO_RUNS: usize = 4096;
+/// Most frames in all records of zeros of an epoch, in multiples of the guest's memory: what changes
+/// while a full epoch copies may become zeros in each of its few passes.
+pub const MAX_ZERO_PASSES: u64 = 8;
 /// Most bytes of one state section.
 pub const MAX_SECTION: u32 = 16 << 20;
 /// Most bytes of all state sections of an epoch, and most such sections.
@@ -200,6 +203,10 @@ pub(crate) fn decode_runs<'p>(
         let run = FrameRun { start: Gfn(r.start.get()), count: r.count.get() };
         if !layout.contains(run) {
             return Err(Damage::Outside { run });
+        }
+        // So that a record names a frame once, and cannot cost more than memory is large.
+        if let Some(before) = runs.last().copied().filter(|before| before.end() > run.start) {
+            return Err(Damage::Order { run, before });
         }
         // No overflow: at most 2^16 runs of at most 2^40 frames.
         frames += run.count;
