@@ -127,6 +127,17 @@ pub enum Damage {
         /// The frames.
         run: FrameRun,
     },
+    /// A record of frames without frames.
+    #[error("a record of frames has no runs")]
+    NoRuns,
+    /// Memory slots out of order.
+    #[error("a memory slot at frame {found:#x} stands behind one at {before:#x}; slots ascend")]
+    SlotOrder {
+        /// First frame of the slot that is out of order.
+        found: u64,
+        /// First frame of the one before it.
+        before: u64,
+    },
     /// Runs of a record that are not ascending, or overlap.
     #[error("frames {run} stand behind frames {before}; the runs of a record ascend")]
     Order {

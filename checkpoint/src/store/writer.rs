@@ -175,7 +175,9 @@ impl<'s> EpochWriter<'s> {
     /// Appends a state section.
     pub(crate) fn section(&mut self, section: &Section) -> Result<(), StoreError> {
         let tag = section.tag.0;
-        if tag >= TAG_STORE {
+        // The configuration is the first section, and nowhere else.
+        let config = self.sections == 0;
+        if tag >= TAG_STORE || tag == 0 || (tag == section_tags::CONFIG.0) != config {
             return Err(self.damage(Damage::Misplaced { tag }));
         }
         let length = u32::try_from(section.bytes.len()).unwrap_or(u32::MAX);
