@@ -52,6 +52,16 @@ pub enum StoreError {
         /// The process that holds the lock, if it said so.
         pid: Option<u32>,
     },
+    /// The lock, or the whole directory, is another one than this process locked.
+    #[error(
+        "the lock of the store {} was removed or replaced while this process held it; another \
+         process may write there now",
+        dir.display()
+    )]
+    LockLost {
+        /// The store.
+        dir: PathBuf,
+    },
     /// The store was opened for reading.
     #[error("the store {} is open for reading only", dir.display())]
     ReadOnly {
