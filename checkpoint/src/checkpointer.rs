@@ -177,18 +177,20 @@ impl Checkpointer {
             return Err(StoreError::ReadOnly { dir: store.dir() });
         }
         let (numbers, asked) = (store.numbers()?, guest.vm_id());
-        for &epoch in &numbers {
+        // The newest that can be read says whose store it is.
+        for &epoch in numbers.iter().rev() {
             match peek(&store, epoch) {
                 Ok((info, _)) if info.vm_id != asked => {
-                    return Err(StoreError::OtherVm {
-                        dir: store.dir(),
-                        stored: info.vm_id,
-                        asked,
-                    });
+                    let (dir, stored) = (store.dir(), info.vm_id);
+                    return Err(StoreError::OtherVm { dir, stored, asked });
                 }
-                Ok(_) => {}
+                Ok(_) => break,
                 // No reason to leave the guest unprotected: the new chain does not build on it.
-                Err(e) => tracing::warn!("the store holds a damaged epoch: {e}"),
+                Err(e @ StoreError::Damaged { .. }) => {
+                    tracing::warn!("the store holds a damaged epoch: {e}");
+                }
+                // It may be another guest's.
+                Err(e) => return Err(e),
             }
         }
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
