@@ -8,8 +8,9 @@ use dirty_tracker::{Epoch, FrameRun, Subscription};
 use serde::Serialize;
 use vm_memory::GuestMemoryError;
 
+use crate::chain::Chain;
 use crate::staging::{Staging, StagingLimits, window};
-use crate::store::{EpochWriter, ParentLink, Published, Store, StoreError, peek};
+use crate::store::{EpochWriter, Published, Store, StoreError, peek};
 use crate::{Guest, GuestError, Paused, RunState, Section};
 
 /// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
@@ -116,7 +117,8 @@ pub struct EpochReport {
 /// Takes epochs of one guest into one store.
 ///
 /// The first is full, later ones build on the one before. Made again for a store that has epochs
-/// already it begins with a full one, because nobody followed the guest's writes in between.
+/// already it begins with a full one, because nobody followed the guest's writes in between; so it
+/// does if somebody took away what the next epoch would build on.
 ///
 /// ```
 /// use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -140,12 +142,6 @@ pub struct Checkpointer {
     /// None until a full epoch is durable.
     chain: Option<Chain>,
     next: u64,
-}
-
-/// What the next epoch builds on.
-struct Chain {
-    subscription: Subscription,
-    parent: Option<ParentLink>,
 }
 
 /// What was taken from the guest while it stood still.
@@ -181,18 +177,20 @@ impl Checkpointer {
             return Err(StoreError::ReadOnly { dir: store.dir() });
         }
         let (numbers, asked) = (store.numbers()?, guest.vm_id());
-        for &epoch in &numbers {
+        // The newest that can be read says whose store it is.
+        for &epoch in numbers.iter().rev() {
             match peek(&store, epoch) {
                 Ok((info, _)) if info.vm_id != asked => {
-                    return Err(StoreError::OtherVm {
-                        dir: store.dir(),
-                        stored: info.vm_id,
-                        asked,
-                    });
+                    let (dir, stored) = (store.dir(), info.vm_id);
+                    return Err(StoreError::OtherVm { dir, stored, asked });
                 }
-                Ok(_) => {}
+                Ok(_) => break,
                 // No reason to leave the guest unprotected: the new chain does not build on it.
-                Err(e) => tracing::warn!("the store holds a damaged epoch: {e}"),
+                Err(e @ StoreError::Damaged { .. }) => {
+                    tracing::warn!("the store holds a damaged epoch: {e}");
+                }
+                // It may be another guest's.
+                Err(e) => return Err(e),
             }
         }
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
@@ -219,6 +217,10 @@ impl Checkpointer {
         self.next = epoch.saturating_add(1);
         let span = tracing::info_span!("epoch", epoch);
         let _entered = span.enter();
+        if let Some(why) = self.chain.as_ref().and_then(|chain| chain.cannot_go_on(&self.store)) {
+            tracing::warn!("beginning a new chain with a full epoch: {why}");
+            self.chain = None;
+        }
         let full = self.chain.is_none();
         let result = self.attempt(full);
         match &result {
@@ -237,11 +239,11 @@ impl Checkpointer {
     fn attempt(&mut self, full: bool) -> Result<EpochReport, (Phase, Cause)> {
         let Self { guest, store, staging, chain, next } = self;
         let (guest, epoch) = (&**guest, next.saturating_sub(1));
-        let parent = chain.as_ref().and_then(|c| c.parent);
+        let parent = chain.as_ref().and_then(|c| c.parent());
         let mut file = step(Phase::Begin, || EpochWriter::create(store, epoch, guest, parent))?;
         if full {
             let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
-            *chain = Some(Chain { subscription, parent: None });
+            *chain = Some(Chain::new(subscription));
         }
         let Some(chain) = chain else {
             return Err((Phase::Subscribe, GuestError::NotTracked.into()));
@@ -257,7 +259,7 @@ impl Checkpointer {
         step(Phase::Write, || write_behind(&held, staging, &mut file))?;
         let Published { link, frames: stored, bytes } = step(Phase::Publish, || file.publish())?;
         copied.into_iter().chain([held.changed]).for_each(Epoch::commit);
-        chain.parent = Some(link);
+        chain.append(link);
         let write_ms = (resumed.elapsed().as_micros() as f64) / 1000.0;
         if frames > staging.frames() {
             tracing::warn!(frames, staged = staging.frames(), "wrote during the pause");

@@ -76,6 +76,12 @@ pub enum FormatError {
         /// The unknown bits.
         bits: u64,
     },
+    /// A header of another length.
+    #[error("its header claims {found} bytes; a header of this version has {HEADER_LEN}")]
+    HeaderLen {
+        /// What stands there.
+        found: u16,
+    },
     /// Another page size.
     #[error("its page size is {found} bytes; this program has {PAGE_SIZE}")]
     PageSize {
@@ -172,7 +178,7 @@ impl Header {
     }
 
     /// Reads a header and refuses, in this order: another magic, a wrong checksum, another version,
-    /// unknown required features, another page size.
+    /// another length, unknown required features, another page size.
     pub fn read_from(mut r: impl Read, magic: [u8; 8]) -> Result<Self, FormatError> {
         let mut h = Self::new_zeroed();
         r.read_exact(h.as_mut_bytes())?;
@@ -186,6 +192,9 @@ impl Header {
         }
         if h.version.get() != FORMAT_VERSION {
             return Err(FormatError::Version { found: h.version.get() });
+        }
+        if usize::from(h.header_len.get()) != HEADER_LEN {
+            return Err(FormatError::HeaderLen { found: h.header_len.get() });
         }
         let known = KNOWN_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
         let bits = h.required.get() & !known;

@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod cadence;
+mod chain;
 mod checkpointer;
 pub mod format;
 mod guest;

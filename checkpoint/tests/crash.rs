@@ -163,6 +163,24 @@ fn a_read_error_is_no_damage() {
     assert!(e.starts_with(expected), "{e}");
 }
 
+#[test]
+fn a_read_error_does_not_let_another_guest_in() {
+    let (disk, guest, other) = (MemoryDisk::default(), still(), still());
+    checkpointer(&guest, &disk).take().unwrap();
+    let refused = || {
+        let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        Checkpointer::new(other.clone(), store).unwrap_err().to_string()
+    };
+    disk.fail(DiskOp::Read, libc::EIO, 0);
+    assert!(refused().contains("Input/output error"), "{}", refused());
+    disk.heal();
+    assert!(refused().contains("holds epochs of VM"), "{}", refused());
+    // What is damaged says nothing; what is older than it still does.
+    disk.put("epoch-00000000000000000002.dl", b"noise".to_vec());
+    assert!(refused().contains("holds epochs of VM"), "{}", refused());
+    checkpointer(&guest, &disk).take().unwrap();
+}
+
 #[derive(Clone, Debug)]
 enum Act {
     Write(u64, u8),

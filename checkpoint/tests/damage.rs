@@ -137,6 +137,89 @@ fn resealing_changes_nothing_in_a_sound_file() {
     }
 }
 
+/// A record without a checksum; `reseal` makes one.
+fn record(tag: u16, payload: &[u64]) -> Vec<u8> {
+    let mut bytes = vec![0; 24];
+    bytes[..2].copy_from_slice(&tag.to_le_bytes());
+    bytes[2] = 1;
+    bytes[8..12].copy_from_slice(&(payload.len() as u32 * 8).to_le_bytes());
+    bytes.extend(payload.iter().flat_map(|word| word.to_le_bytes()));
+    bytes
+}
+
+/// What both readers say of the first epoch with `records` in front of its trailer.
+fn refused_with(records: &[Vec<u8>]) -> String {
+    let disk = small_store();
+    let mut bytes = disk.contents(&name(1)).unwrap();
+    let trailer = bytes.split_off(bytes.len() - 64);
+    records.iter().for_each(|record| bytes.extend_from_slice(record));
+    bytes.extend(trailer);
+    reseal(&mut bytes);
+    // Alone: the digest that its children know is another now.
+    let alone = MemoryDisk::default();
+    alone.put(&name(1), bytes);
+    let [verified, restored] = refusals(&alone).map(|refusal| refusal.to_string());
+    assert_eq!(verified, restored);
+    verified
+}
+
+#[test]
+fn a_file_cannot_make_the_reader_write_the_same_frames_without_end() {
+    const ZEROS: u16 = 0x8004;
+    let (overlap, descend) = (record(ZEROS, &[2, 0, 3, 2, 1]), record(ZEROS, &[2, 0x100, 1, 0, 1]));
+    for records in [overlap, descend] {
+        let e = refused_with(&[records]);
+        assert!(e.ends_with("; the runs of a record ascend"), "{e}");
+    }
+    let all = record(ZEROS, &[2, 0, 4, 0x100, 4]);
+    let e = refused_with(&vec![all; 9]);
+    assert!(e.contains("frames of zeros up to here, more than the 64 allowed"), "{e}");
+}
+
+#[test]
+fn every_field_that_the_format_fixes_is_checked() {
+    let sound = small_store().contents(&name(1)).unwrap();
+    // Where the records begin: PARENT, LAYOUT, CONFIGURATION, the first of the rest.
+    let mut at = vec![64];
+    while at.len() < 4 {
+        let last = at[at.len() - 1];
+        let length = u32::from_le_bytes(sound[last + 8..last + 12].try_into().unwrap());
+        at.push(last + 24 + length as usize);
+    }
+    let (parent, layout, config, frames) = (at[0], at[1], at[2], at[3]);
+    assert_eq!(sound[frames..frames + 2], [3, 0x80], "FRAMES comes next");
+    let mut cases: Vec<(usize, u8, &str)> = vec![
+        (10, 65, "its header claims 65 bytes; a header of this version has 64"),
+        (parent + 24 + 8, 1, "the parent's digest in a full epoch is 1 and should be 0"),
+        (parent + 24 + 12, 1, "the unused field of the parent link is 1 and should be 0"),
+        (layout + 24 + 4, 1, "the unused field of a memory slot is 1 and should be 0"),
+        (layout + 24 + 28, 1, "the unused field of a memory slot is 1 and should be 0"),
+        (layout + 24 + 10, 9, "a memory slot at frame 0x100 stands behind one at 0x90000"),
+        (frames + 24, 0, "a record of frames has no runs"),
+    ];
+    for record in [parent, layout, config, frames, sound.len() - 64] {
+        cases.extend([
+            (record + 2, 3, "the undefined part of a record's flags is 2 and should be 0"),
+            (record + 2, 0, "the flag that a record must be understood is 0 and should be 1"),
+            (record + 4, 7, "the instance of a record that has none is 7"),
+            (record + 6, 1, "the unused field of a record's head is 1 and should be 0"),
+        ]);
+    }
+    for (at, byte, expected) in cases {
+        let mut bytes = sound.clone();
+        bytes[at] = byte;
+        reseal(&mut bytes);
+        let disk = MemoryDisk::default();
+        disk.put(&name(1), bytes);
+        for refusal in refusals(&disk) {
+            let e = refusal.to_string();
+            assert!(e.contains(expected), "byte {at} set to {byte}: {e}, not {expected}");
+        }
+    }
+    assert!(refused_with(&[record(0x8004, &[0])]).ends_with("a record of frames has no runs"));
+    assert!(refused_with(&[record(0, &[0])]).ends_with("a record of tag 0x0000 has no place here"));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
     #[test]

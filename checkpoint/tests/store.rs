@@ -285,3 +285,53 @@ fn a_report_has_the_names_that_the_command_line_promises() {
     let names: Vec<&String> = line.as_object().unwrap().keys().collect();
     assert_eq!(names, ["durable", "epoch", "frames", "pause_us", "write_ms", "written_bytes"]);
 }
+
+#[test]
+fn an_epoch_whose_parent_was_taken_away_is_a_full_one() {
+    let guest = busy();
+    for victim in 1..=3 {
+        for replace in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let store = Store::create_or_open(dir.path()).unwrap();
+            let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+            for _ in 0..3 {
+                checkpointer.take().unwrap();
+            }
+            let file = |epoch: u64| dir.path().join(format!("epoch-{epoch:020}.dl"));
+            std::fs::remove_file(file(victim)).unwrap();
+            if replace {
+                std::fs::write(file(victim), b"something else").unwrap();
+            }
+            let report = checkpointer.take().unwrap();
+            let infos = Store::open(dir.path()).unwrap().list().unwrap().epochs;
+            let full = infos.iter().any(|i| i.epoch == report.epoch && i.full);
+            // Between the ends nobody looks; `verify` would.
+            assert_eq!(full, victim != 2);
+            if full {
+                restored(dir.path(), None).0.verify().unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_store_exchanged_under_its_writer_fails_the_epoch() {
+    let guest = busy();
+    for whole in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, aside) = (dir.path().join("store"), dir.path().join("aside"));
+        let store = Store::create_or_open(&path).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        checkpointer.take().unwrap();
+        if whole {
+            std::fs::rename(&path, &aside).unwrap();
+            drop(Store::create_or_open(&path).unwrap());
+        } else {
+            std::fs::remove_file(path.join("lock")).unwrap();
+        }
+        let e = checkpointer.take().unwrap_err();
+        assert_eq!(e.guest, RunState::Running, "{e}");
+        assert!(e.to_string().contains("was removed or replaced while this process held"), "{e}");
+        assert!(Store::open(&path).unwrap().list().unwrap().unfinished.is_empty());
+    }
+}

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -35,6 +35,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Excludes other writers until this backend is dropped.
     fn lock(&self) -> Result<(), LockError>;
+
+    /// Whether the lock is still the one that other writers would meet: not if it, or the
+    /// directory, was removed or replaced.
+    fn is_locked(&self) -> io::Result<bool>;
 
     /// Creates an empty file, or empties an existing one.
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
@@ -139,6 +143,17 @@ impl Backend for DirBackend {
         written.map_err(LockError::Io)?;
         *self.lock.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(file);
         Ok(())
+    }
+
+    fn is_locked(&self) -> io::Result<bool> {
+        let lock = self.lock.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(file) = &*lock else { return Ok(false) };
+        let held = file.metadata()?;
+        match fs::metadata(self.dir.join(LOCK_FILE)) {
+            Ok(there) => Ok((held.dev(), held.ino()) == (there.dev(), there.ino())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(e),
+        }
     }
 
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {

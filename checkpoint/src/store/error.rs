@@ -52,6 +52,16 @@ pub enum StoreError {
         /// The process that holds the lock, if it said so.
         pid: Option<u32>,
     },
+    /// The lock, or the whole directory, is another one than this process locked.
+    #[error(
+        "the lock of the store {} was removed or replaced while this process held it; another \
+         process may write there now",
+        dir.display()
+    )]
+    LockLost {
+        /// The store.
+        dir: PathBuf,
+    },
     /// The store was opened for reading.
     #[error("the store {} is open for reading only", dir.display())]
     ReadOnly {
@@ -126,6 +136,33 @@ pub enum Damage {
     Outside {
         /// The frames.
         run: FrameRun,
+    },
+    /// A record of frames without frames.
+    #[error("a record of frames has no runs")]
+    NoRuns,
+    /// Memory slots out of order.
+    #[error("a memory slot at frame {found:#x} stands behind one at {before:#x}; slots ascend")]
+    SlotOrder {
+        /// First frame of the slot that is out of order.
+        found: u64,
+        /// First frame of the one before it.
+        before: u64,
+    },
+    /// Runs of a record that are not ascending, or overlap.
+    #[error("frames {run} stand behind frames {before}; the runs of a record ascend")]
+    Order {
+        /// The run that is out of order.
+        run: FrameRun,
+        /// The one before it.
+        before: FrameRun,
+    },
+    /// More frames of zeros than an epoch can have, which would only cost the reader time.
+    #[error("the epoch has {found} frames of zeros up to here, more than the {limit} allowed")]
+    TooManyZeros {
+        /// Frames so far.
+        found: u64,
+        /// The limit for this guest's memory.
+        limit: u64,
     },
     /// Memory slots that make no layout.
     #[error("the memory layout is none: {0}")]

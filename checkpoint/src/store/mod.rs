@@ -224,6 +224,15 @@ impl Store {
         self.writable
     }
 
+    /// Refuses to write on where another process could write too.
+    pub(crate) fn check_lock(&self) -> Result<(), StoreError> {
+        match self.backend.is_locked() {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(StoreError::LockLost { dir: self.dir() }),
+            Err(e) => Err(self.io("looking at", LOCK_FILE, e)),
+        }
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.location().join(name)
     }

@@ -8,8 +8,9 @@ use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use super::backend::StoreFile;
 use super::records::{
-    MAX_SECTIONS, MAX_STATE, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT, TAG_STORE,
-    TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_layout, decode_parent, decode_runs, limit,
+    MAX_SECTIONS, MAX_STATE, MAX_ZERO_PASSES, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT,
+    TAG_PARENT, TAG_STORE, TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_head, decode_layout,
+    decode_parent, decode_runs, is_known, limit,
 };
 use super::{Damage, EpochInfo, Store, StoreError, file_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordHead};
@@ -73,7 +74,7 @@ pub(crate) fn peek(store: &Store, epoch: u64) -> Result<(EpochInfo, Peeked), Sto
     let mut bytes = [0; RECORD_HEAD_LEN + PARENT_LEN];
     s.read(at, &mut bytes)?;
     let (head, payload) = bytes.split_at(RECORD_HEAD_LEN);
-    let head = RecordHead::read_from(head, 0).map_err(|e| s.damaged(at, e))?;
+    let head = decode_head(head, 0).map_err(|e| s.damaged(at, e))?;
     if head.tag != TAG_PARENT || head.length as usize != PARENT_LEN {
         return Err(s.damaged(at, Damage::Misplaced { tag: head.tag }));
     }
@@ -86,8 +87,7 @@ pub(crate) fn peek(store: &Store, epoch: u64) -> Result<(EpochInfo, Peeked), Sto
     let (head, payload) = bytes.split_at(RECORD_HEAD_LEN);
     // The trailer knows how many records there are; its head must agree.
     let trailer = Trailer::decode(payload).map_err(|e| s.damaged(at, e))?;
-    let head = RecordHead::read_from(head, trailer.records.wrapping_sub(1))
-        .map_err(|e| s.damaged(at, e))?;
+    let head = decode_head(head, trailer.records.wrapping_sub(1)).map_err(|e| s.damaged(at, e))?;
     if head.tag != TAG_TRAILER {
         return Err(s.damaged(at, Damage::Misplaced { tag: head.tag }));
     }
@@ -156,8 +156,8 @@ impl Cursor {
     fn read_record(&mut self) -> Result<RecordHead, StoreError> {
         let mut bytes = [0; RECORD_HEAD_LEN];
         self.source.read(self.at, &mut bytes)?;
-        let head = RecordHead::read_from(&bytes[..], self.counted.records)
-            .and_then(|head| head.bounded(limit(head.tag)))
+        let head = decode_head(&bytes, self.counted.records)
+            .and_then(|head| Ok(head.bounded(limit(head.tag))?))
             .map_err(|e| self.source.damaged(self.at, e))?;
         let payload_at = self.at + RECORD_HEAD_LEN as u64;
         let wanted = u64::from(head.length);
@@ -180,11 +180,6 @@ impl Cursor {
         let head = self.read_record()?;
         if head.tag == tag { Ok(()) } else { Err(self.here(Damage::Misplaced { tag: head.tag })) }
     }
-}
-
-/// Whether a record of the store's own is one that this program knows.
-fn is_known(tag: u16) -> bool {
-    matches!(tag, TAG_PARENT | TAG_LAYOUT | TAG_FRAMES | TAG_ZEROS | TAG_TRAILER)
 }
 
 /// CRC32C of what is written to it.
@@ -268,14 +263,14 @@ impl EpochReader {
     /// compared by then.
     pub(crate) fn next(&mut self) -> Result<Option<Record<'_>>, StoreError> {
         let mut head = self.cursor.read_record()?;
-        while head.tag > TAG_STORE && !head.must_understand && !is_known(head.tag) {
+        while head.tag >= TAG_STORE && !head.must_understand && !is_known(head.tag) {
             head = self.cursor.read_record()?;
         }
         match head.tag {
             TAG_FRAMES => self.frames().map(Some),
             TAG_ZEROS => self.zeros().map(Some),
             TAG_TRAILER => self.trailer().map(|()| None),
-            tag if tag < TAG_STORE && tag != section_tags::CONFIG.0 => self.section(head).map(Some),
+            tag if tag < TAG_STORE && tag > section_tags::CONFIG.0 => self.section(head).map(Some),
             tag => Err(self.cursor.here(Damage::Misplaced { tag })),
         }
     }
@@ -312,7 +307,12 @@ impl EpochReader {
             let (what, found) = ("the bytes behind a table of zero frames", rest.len() as u64);
             return Err(c.here(Damage::Mismatch { what, found, expected: 0 }));
         }
-        c.counted.zero_frames = c.counted.zero_frames.saturating_add(frames);
+        let found = c.counted.zero_frames.saturating_add(frames);
+        let limit = self.layout.frames().saturating_mul(MAX_ZERO_PASSES);
+        if found > limit {
+            return Err(c.here(Damage::TooManyZeros { found, limit }));
+        }
+        c.counted.zero_frames = found;
         Ok(Record::Zeros(&self.runs))
     }
 

@@ -5,7 +5,8 @@ use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::Damage;
-use crate::format::RECORD_HEAD_LEN;
+use crate::format::{MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead};
+use crate::section_tags;
 
 /// First tag of the store's own records; tags below are state sections.
 pub const TAG_STORE: u16 = 0x8000;
@@ -26,6 +27,9 @@ pub const MAX_SLOTS: u32 = 4096;
 pub const MAX_RECORD_FRAMES: u64 = 256;
 /// Most runs in a record of zeros.
 pub const MAX_ZERO_RUNS: usize = 4096;
+/// Most frames in all records of zeros of an epoch, in multiples of the guest's memory: what changes
+/// while a full epoch copies may become zeros in each of its few passes.
+pub const MAX_ZERO_PASSES: u64 = 8;
 /// Most bytes of one state section.
 pub const MAX_SECTION: u32 = 16 << 20;
 /// Most bytes of all state sections of an epoch, and most such sections.
@@ -52,6 +56,37 @@ pub(crate) fn limit(tag: u16) -> u32 {
         _ => MAX_SECTION as usize,
     };
     bytes as u32
+}
+
+/// Whether a record is one of the store's own that this program knows.
+pub(crate) fn is_known(tag: u16) -> bool {
+    matches!(tag, TAG_PARENT | TAG_LAYOUT | TAG_FRAMES | TAG_ZEROS | TAG_TRAILER)
+}
+
+/// Reads a record's head more strictly than the wire does: a file has no newer writer to allow for.
+pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Damage> {
+    let head = RecordHead::read_from(bytes, sequence)?;
+    let word = |at: usize| u64::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+    all_zero([
+        ("the undefined part of a record's flags", word(2) & !u64::from(MUST_UNDERSTAND)),
+        ("the unused field of a record's head", word(6)),
+    ])?;
+    if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
+        all_zero([("the instance of a record that has none", head.instance.into())])?;
+        if !head.must_understand {
+            let what = "the flag that a record must be understood";
+            return Err(Damage::Mismatch { what, found: 0, expected: 1 });
+        }
+    }
+    Ok(head)
+}
+
+/// Refuses anything else than 0 where nothing is defined.
+fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Damage> {
+    match fields.into_iter().find(|(_, found)| *found != 0) {
+        Some((what, found)) => Err(Damage::Mismatch { what, found, expected: 0 }),
+        None => Ok(()),
+    }
 }
 
 /// The epoch that another builds on. The digest covers all of it, so that no other epoch, from
@@ -128,6 +163,10 @@ pub(crate) fn encode_parent(parent: Option<ParentLink>) -> Vec<u8> {
 pub(crate) fn decode_parent(payload: &[u8], child: u64) -> Result<Option<ParentLink>, Damage> {
     let raw = RawParent::read_from_bytes(payload)
         .map_err(|_| wrong_size("the length of the parent link", payload.len(), PARENT_LEN))?;
+    all_zero([("the unused field of the parent link", raw.zero.get().into())])?;
+    if raw.epoch.get() == 0 {
+        all_zero([("the parent's digest in a full epoch", raw.digest.get().into())])?;
+    }
     let link = ParentLink { epoch: raw.epoch.get(), digest: raw.digest.get() };
     if link.epoch >= child {
         let (found, expected) = (link.epoch, child.saturating_sub(1));
@@ -152,6 +191,14 @@ pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage>
         let whole = payload.len() / size_of::<RawSlot>() * size_of::<RawSlot>();
         wrong_size("the length of the memory layout", payload.len(), whole)
     })?;
+    for s in raw {
+        all_zero([("the unused field of a memory slot", s.zero.get().into())])?;
+    }
+    let out_of_order = |pair: &&[RawSlot]| pair[0].base.get() > pair[1].base.get();
+    if let Some(pair) = raw.windows(2).find(out_of_order) {
+        let (found, before) = (pair[1].base.get(), pair[0].base.get());
+        return Err(Damage::SlotOrder { found, before });
+    }
     let slot = |s: &RawSlot| Slot {
         id: SlotId(s.id.get()),
         base: Gfn(s.base.get()),
@@ -189,6 +236,9 @@ pub(crate) fn decode_runs<'p>(
         expected: need,
     };
     let (count, rest) = U64::read_from_prefix(payload).map_err(|_| short(RUNS_HEAD as u64))?;
+    if count.get() == 0 {
+        return Err(Damage::NoRuns);
+    }
     let bytes = count.get().saturating_mul(RUN_LEN as u64);
     if bytes > rest.len() as u64 {
         return Err(short(bytes.saturating_add(RUNS_HEAD as u64)));
@@ -200,6 +250,10 @@ pub(crate) fn decode_runs<'p>(
         let run = FrameRun { start: Gfn(r.start.get()), count: r.count.get() };
         if !layout.contains(run) {
             return Err(Damage::Outside { run });
+        }
+        // So that a record names a frame once, and cannot cost more than memory is large.
+        if let Some(before) = runs.last().copied().filter(|before| before.end() > run.start) {
+            return Err(Damage::Order { run, before });
         }
         // No overflow: at most 2^16 runs of at most 2^40 frames.
         frames += run.count;

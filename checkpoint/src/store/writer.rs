@@ -71,6 +71,7 @@ impl<'s> EpochWriter<'s> {
         guest: &dyn Guest,
         parent: Option<ParentLink>,
     ) -> Result<Self, StoreError> {
+        store.check_lock()?;
         let layout = guest.layout();
         let header = Header::new(MAGIC_STORE, guest.vm_id(), epoch, layout.hash());
         let mut header_bytes = Vec::with_capacity(HEADER_LEN);
@@ -175,7 +176,9 @@ impl<'s> EpochWriter<'s> {
     /// Appends a state section.
     pub(crate) fn section(&mut self, section: &Section) -> Result<(), StoreError> {
         let tag = section.tag.0;
-        if tag >= TAG_STORE {
+        // The configuration is the first section, and nowhere else.
+        let config = self.sections == 0;
+        if tag >= TAG_STORE || tag == 0 || (tag == section_tags::CONFIG.0) != config {
             return Err(self.damage(Damage::Misplaced { tag }));
         }
         let length = u32::try_from(section.bytes.len()).unwrap_or(u32::MAX);
@@ -201,6 +204,8 @@ impl<'s> EpochWriter<'s> {
         self.record(TAG_TRAILER, 0, true, &[&trailer.to_bytes()])?;
         self.out.flush().map_err(|e| self.io("writing", e))?;
         self.out.get_ref().file.sync().map_err(|e| self.io("syncing", e))?;
+        // Again: the directory may have been exchanged while the file was written.
+        self.store.check_lock()?;
         let (from, to) = (temporary_name(self.epoch), file_name(self.epoch));
         let backend = self.store.backend();
         backend.rename(&from, &to).map_err(|e| self.store.io("renaming", &from, e))?;
@@ -252,7 +257,8 @@ impl<'s> EpochWriter<'s> {
 
 impl Drop for EpochWriter<'_> {
     fn drop(&mut self) {
-        if !self.published {
+        // Where the lock is lost the name may be another process's.
+        if !self.published && self.store.check_lock().is_ok() {
             // Leftovers that cannot be removed now are when the store is next opened.
             let _ = self.store.backend().remove(&temporary_name(self.epoch));
         }

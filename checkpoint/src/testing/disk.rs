@@ -224,6 +224,10 @@ impl Backend for MemoryDisk {
         Ok(())
     }
 
+    fn is_locked(&self) -> io::Result<bool> {
+        Ok(true)
+    }
+
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
         let mut disk = MemoryDisk::lock(self);
         disk.check(Some(DiskOp::Create))?;
