@@ -34,11 +34,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     ) -> Result<Handed<'a, G>, Failed> {
         let Ready { held, site, tale } = ready;
         // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
-        if peer.wire.stream().has_incoming() {
-            let cause = match peer.wire.recv() {
-                Ok(other) => unexpected(&other, "nothing before COMMIT"),
-                Err(e) => e,
-            };
+        if let Some(cause) = gone(&mut peer.wire) {
             return Err(held.give_up(cause));
         }
         let (state, order) = Source::Streaming.on(SourceEvent::Prepared);
@@ -56,6 +52,23 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 return Err(held.give_up(e));
             }
         };
+        // The record took two syncs. COMMIT was not said yet: without a destination it says nothing.
+        if let Some(cause) = gone(&mut peer.wire) {
+            match peer.records.undo(self.token) {
+                Ok(()) => {
+                    let (_here, _take_back) = state.on(SourceEvent::Undone);
+                    return Err(held.give_up(cause));
+                }
+                Err(e) if peer.records.has_source(self.token) => {
+                    tracing::warn!("the hand-over goes on without its destination: {e}");
+                }
+                // Neither does it stand, nor is that durable: COMMIT must not be said.
+                Err(e) => {
+                    let (_here, _take_back) = state.on(SourceEvent::Failed);
+                    return Err(held.give_up(e));
+                }
+            }
+        }
         let paused_at = held.since();
         let sealed = held.seal(mark);
         let (state, order) = state.on(SourceEvent::Recorded);
@@ -236,4 +249,15 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             passes: tale.passes,
         }
     }
+}
+
+/// What a destination that should wait for COMMIT has said or done instead, if it has.
+fn gone(wire: &mut Wire<Link>) -> Option<WireError> {
+    if !wire.stream().has_incoming() {
+        return None;
+    }
+    Some(match wire.recv() {
+        Ok(other) => unexpected(&other, "nothing before COMMIT"),
+        Err(e) => e,
+    })
 }
