@@ -2,7 +2,7 @@
 //!
 //! What to do is decided in `crate::handover::Source`; here it is done.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use checkpoint::Guest;
 
@@ -15,6 +15,9 @@ use crate::link::{Link, SLICE};
 use crate::message::{Message, Purpose, Tag, Verdict};
 use crate::report::{SendReport, SendStatus, ms, per_second};
 use crate::wire::{Wire, unexpected};
+
+/// How long the last words of a destination that gives up before COMMIT may take to arrive.
+const GONE_LIMIT: Duration = Duration::from_millis(500);
 
 /// The guest behind its durable record: from here on it may be the destination's.
 pub(super) struct Handed<'a, G: Guest + ?Sized> {
@@ -230,7 +233,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn report(
         &self,
         status: SendStatus,
-        downtime: std::time::Duration,
+        downtime: Duration,
         transferred_bytes: u64,
         tale: Tale,
     ) -> SendReport {
@@ -256,8 +259,12 @@ fn gone(wire: &mut Wire<Link>) -> Option<WireError> {
     if !wire.stream().has_incoming() {
         return None;
     }
-    Some(match wire.recv() {
+    // The guest is paused: whatever it is shall be here, not trickle in.
+    wire.stream_mut().set_deadline(Some(Instant::now() + GONE_LIMIT));
+    let cause = match wire.recv() {
         Ok(other) => unexpected(&other, "nothing before COMMIT"),
         Err(e) => e,
-    })
+    };
+    wire.stream_mut().set_deadline(None);
+    Some(cause)
 }
