@@ -19,7 +19,7 @@ pub enum TimeoutStrategy {
     /// Give up; the guest runs on here.
     #[default]
     Cancel,
-    /// Pause it anyway, however long that takes.
+    /// Pause it anyway, for as long as the rest takes by the link's rate.
     Switchover,
 }
 
@@ -120,6 +120,17 @@ pub enum Reason {
         /// The target.
         target: Duration,
     },
+}
+
+impl Reason {
+    /// What the pause is expected to take, where that is known.
+    pub fn expected(&self) -> Option<Duration> {
+        match self {
+            Self::Fits { expected, .. } => Some(*expected),
+            Self::Quiet => None,
+            Self::Limit { expected, .. } => *expected,
+        }
+    }
 }
 
 impl fmt::Display for Reason {

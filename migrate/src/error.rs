@@ -139,6 +139,12 @@ pub enum Cause {
         /// With the figures.
         why: String,
     },
+    /// The pause took too long.
+    #[error("the pause reached its limit of {:.1} s before the destination was prepared", limit.as_secs_f64())]
+    PauseTooLong {
+        /// How long it may take.
+        limit: Duration,
+    },
     /// The destination restored something else than was sent.
     #[error("{what} is {theirs:#x} on the destination and {ours:#x} here")]
     Differs {

@@ -135,6 +135,10 @@ impl Link {
             if self.stop.is_cancelled() {
                 return Err(cancelled());
             }
+            // A peer that trickles always makes progress: the deadline comes before any of it.
+            if self.deadline.is_some_and(|d| Instant::now() >= d) {
+                return Err(silent(verb, begun.elapsed()));
+            }
             match attempt(&mut self.stream) {
                 Err(e) if waits(&e) => {}
                 done => return done,

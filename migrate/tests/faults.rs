@@ -267,3 +267,20 @@ fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decide
     elsewhere.control.cancel().unwrap();
     elsewhere.error();
 }
+
+#[test]
+fn a_peer_that_trickles_does_not_hold_the_pause() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    // Header, HELLO, READY, and the acknowledgement of pass 0 come as they are.
+    let proxy = Proxy::start(&there.to, Plan::trickle(4));
+    let mut sending = options(&host);
+    sending.switch_over_limit = Some(Duration::from_millis(500));
+    let sent = Sender::start(&guest, &proxy.to, &sending).result();
+    let error = sent.as_ref().unwrap_err();
+    assert!(matches!(error.cause, Cause::PauseTooLong { .. }), "{error}");
+    assert!(error.to_string().contains("limit of 0.5 s"), "{error}");
+    assert_eq!(error.phase, Phase::SwitchOver, "{error}");
+    exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in the pause");
+}

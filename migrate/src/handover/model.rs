@@ -45,6 +45,10 @@ struct World {
     source_alive: bool,
     source_runs: bool,
     source_todo: ToDo,
+    /// The source's record stands on its disk.
+    recorded: bool,
+    /// COMMIT has been said.
+    commit_said: bool,
     destination: Destination,
     destination_alive: bool,
     destination_runs: bool,
@@ -80,6 +84,8 @@ impl World {
             source_alive: true,
             source_runs: true,
             source_todo: ToDo::Nothing,
+            recorded: false,
+            commit_said: false,
             destination: Destination::Assembling,
             destination_alive: true,
             destination_runs: false,
@@ -206,18 +212,25 @@ impl World {
         }
         match self.source_todo {
             ToDo::Record => {
-                all.push((Good, self.done_source().source_event(E::Recorded)));
-                let failed = self.done_source().source_event(E::Failed);
-                all.push((Bad, failed.say_to_destination(Message::Abort)));
+                let recorded = Self { recorded: true, ..self.done_source() };
+                all.push((Good, recorded.source_event(E::Recorded)));
+                // Not written, written half-way, or removed again because the peer was gone.
+                for event in [E::Failed, E::Undone] {
+                    let failed = self.done_source().source_event(event);
+                    all.push((Bad, failed.clone().say_to_destination(Message::Abort)));
+                    all.push((Bad, Self { source_hung_up: true, ..failed }));
+                }
             }
             ToDo::Commit => {
-                all.push((Good, self.done_source().say_to_destination(Message::Commit)));
+                let w = Self { commit_said: true, ..self.done_source() };
+                all.push((Good, w.say_to_destination(Message::Commit)));
             }
             ToDo::Ask => self.ask(all),
             ToDo::TakeBack => {
-                all.push((Good, Self { source_runs: true, ..self.done_source() }));
+                let w = Self { source_runs: true, recorded: false, ..self.done_source() };
+                all.push((Good, w));
             }
-            ToDo::End => all.push((Good, self.done_source())),
+            ToDo::End => all.push((Good, Self { recorded: false, ..self.done_source() })),
             _ => {}
         }
         if let Some(verdict) = self.answer {
@@ -346,6 +359,11 @@ impl World {
     /// I7, and what follows from it.
     fn check(&self) {
         assert!(!(self.source_runs && self.destination_runs), "two run: {self:#?}");
+        let unsettled = matches!(self.source, Source::Committed | Source::InDoubt);
+        assert!(
+            self.recorded || !(self.commit_said && unsettled),
+            "COMMIT was said, and no record says so: {self:#?}"
+        );
         let told = self.operator == Some(Resolution::Run);
         assert!(
             !(self.source_runs && self.destination_ran) || told,
@@ -442,4 +460,13 @@ fn without_faults_the_guest_arrives() {
     }
     assert_eq!((world.source, world.destination), (Source::Gone, Destination::Running));
     assert!(world.destination_runs && !world.source_runs);
+}
+
+#[test]
+fn a_record_can_be_undone_only_before_commit() {
+    for state in [Source::Committed, Source::InDoubt, Source::Gone] {
+        assert_eq!(state.on(SourceEvent::Undone), (state, SourceOrder::Wait));
+    }
+    let (state, order) = Source::Recording.on(SourceEvent::Undone);
+    assert!(state == Source::Here && matches!(order, SourceOrder::TakeBack(_)));
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! Streaming --Prepared--> Recording --Recorded--> Committed --Running--> Gone
 //!     |                       |                       |  \
-//!   Failed                  Failed                  Lost  Discarded
+//!   Failed             Failed, Undone               Lost  Discarded
 //!     v                       v                       v     v
 //!    Here <-------------------+     InDoubt <---------+    Here
 //!                                      |  Running, operator's Discard  -> Gone
@@ -40,6 +40,8 @@ pub(crate) enum SourceEvent {
     Failed,
     /// The hand-over record is durable.
     Recorded,
+    /// The destination was gone before COMMIT was said, and the record has been removed again.
+    Undone,
     /// RUNNING came.
     Running,
     /// The connection broke, or the answer did not come in time.
@@ -86,7 +88,7 @@ impl Source {
             (Self::Streaming, E::Prepared) => (Self::Recording, O::Record),
             (Self::Streaming, E::Failed | E::Lost) => take_back,
             // A record that failed half-way may stand: it forbids nothing, COMMIT was never said.
-            (Self::Recording, E::Failed) => take_back,
+            (Self::Recording, E::Failed | E::Undone) => take_back,
             (Self::Recording, E::Recorded) => (Self::Committed, O::Commit),
             (Self::Committed | Self::InDoubt, E::Running | E::Answer(Verdict::Running)) => end,
             (Self::Committed | Self::InDoubt, E::Answer(Verdict::Discarded)) => take_back,

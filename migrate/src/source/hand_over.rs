@@ -2,7 +2,7 @@
 //!
 //! What to do is decided in `crate::handover::Source`; here it is done.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use checkpoint::Guest;
 
@@ -15,6 +15,9 @@ use crate::link::{Link, SLICE};
 use crate::message::{Message, Purpose, Tag, Verdict};
 use crate::report::{SendReport, SendStatus, ms, per_second};
 use crate::wire::{Wire, unexpected};
+
+/// How long the last words of a destination that gives up before COMMIT may take to arrive.
+const GONE_LIMIT: Duration = Duration::from_millis(500);
 
 /// The guest behind its durable record: from here on it may be the destination's.
 pub(super) struct Handed<'a, G: Guest + ?Sized> {
@@ -34,11 +37,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     ) -> Result<Handed<'a, G>, Failed> {
         let Ready { held, site, tale } = ready;
         // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
-        if peer.wire.stream().has_incoming() {
-            let cause = match peer.wire.recv() {
-                Ok(other) => unexpected(&other, "nothing before COMMIT"),
-                Err(e) => e,
-            };
+        if let Some(cause) = gone(&mut peer.wire) {
             return Err(held.give_up(cause));
         }
         let (state, order) = Source::Streaming.on(SourceEvent::Prepared);
@@ -56,6 +55,23 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 return Err(held.give_up(e));
             }
         };
+        // The record took two syncs. COMMIT was not said yet: without a destination it says nothing.
+        if let Some(cause) = gone(&mut peer.wire) {
+            match peer.records.undo(self.token) {
+                Ok(()) => {
+                    let (_here, _take_back) = state.on(SourceEvent::Undone);
+                    return Err(held.give_up(cause));
+                }
+                Err(e) if peer.records.has_source(self.token) => {
+                    tracing::warn!("the hand-over goes on without its destination: {e}");
+                }
+                // Neither does it stand, nor is that durable: COMMIT must not be said.
+                Err(e) => {
+                    let (_here, _take_back) = state.on(SourceEvent::Failed);
+                    return Err(held.give_up(e));
+                }
+            }
+        }
         let paused_at = held.since();
         let sealed = held.seal(mark);
         let (state, order) = state.on(SourceEvent::Recorded);
@@ -217,7 +233,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn report(
         &self,
         status: SendStatus,
-        downtime: std::time::Duration,
+        downtime: Duration,
         transferred_bytes: u64,
         tale: Tale,
     ) -> SendReport {
@@ -236,4 +252,19 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             passes: tale.passes,
         }
     }
+}
+
+/// What a destination that should wait for COMMIT has said or done instead, if it has.
+fn gone(wire: &mut Wire<Link>) -> Option<WireError> {
+    if !wire.stream().has_incoming() {
+        return None;
+    }
+    // The guest is paused: whatever it is shall be here, not trickle in.
+    wire.stream_mut().set_deadline(Some(Instant::now() + GONE_LIMIT));
+    let cause = match wire.recv() {
+        Ok(other) => unexpected(&other, "nothing before COMMIT"),
+        Err(e) => e,
+    };
+    wire.stream_mut().set_deadline(None);
+    Some(cause)
 }

@@ -29,7 +29,7 @@ use crate::records::Records;
 use crate::report::{PassReport, SendReport, ms, per_second};
 use crate::wire::{Wire, unexpected};
 use hold::Held;
-use passes::{PassDone, PassSender};
+use passes::{Limit, PassDone, PassSender, on_time};
 
 /// How a guest is sent. [`SendOptions::new`] gives the defaults.
 #[derive(Clone, Debug)]
@@ -50,6 +50,10 @@ pub struct SendOptions {
     pub setup_timeout: Duration,
     /// How long the destination may make no progress at all in any other phase. 10 s.
     pub patience: Duration,
+    /// The longest pause until the destination is prepared, after which the guest goes on here.
+    /// `None`: ten times the downtime, or ten times what the pause was expected to take where the
+    /// strategy is to pause anyway; at least 5 s.
+    pub switch_over_limit: Option<Duration>,
     /// Time from COMMIT to the answer, after which the migration is in doubt. 10 s.
     pub settle_timeout: Duration,
     /// How often a destination is asked while in doubt. 500 ms.
@@ -68,9 +72,17 @@ impl SendOptions {
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             patience: Duration::from_secs(10),
+            switch_over_limit: None,
             settle_timeout: Duration::from_secs(10),
             ask_every: Duration::from_millis(500),
         }
+    }
+
+    /// How long the pause may be that `reason` led to.
+    fn pause_limit(&self, reason: &Reason) -> Duration {
+        let expected = reason.expected().unwrap_or_default().max(self.downtime);
+        let usual = expected.saturating_mul(10).max(Duration::from_secs(5));
+        self.switch_over_limit.unwrap_or(usual)
     }
 
     fn goals(&self) -> Goals {
@@ -339,7 +351,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     /// Pauses the guest, sends the rest of it, and has the destination prepare.
     fn switch_over(&self, peer: &mut Peer, copied: Copied<'a>) -> Result<Ready<'a, G>, Failed> {
         let mut held = Held::new(self.guest)?;
-        match self.send_rest(&mut peer.wire, &mut held, copied) {
+        let limit = self.options.pause_limit(&copied.tale.reason);
+        let late = || Cause::PauseTooLong { limit };
+        let until = held.since().checked_add(limit);
+        let until: Limit<'_> = until.map(|at| (at, &late as &dyn Fn() -> Cause));
+        let rest =
+            on_time(&mut peer.wire, until, |wire| self.send_rest(wire, &mut held, copied, until));
+        match rest {
             Ok((site, tale)) => Ok(Ready { held, site, tale }),
             Err(cause) => Err(held.give_up(cause)),
         }
@@ -350,13 +368,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         wire: &mut Wire<Link>,
         held: &mut Held<'a, G>,
         copied: Copied<'a>,
+        until: Limit<'_>,
     ) -> Result<(Uuid, Tale), Cause> {
         let Copied { mut sender, mut writes, mut tale } = copied;
         // State first: saving it may make the host write into guest memory.
         let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;
         let pass = tale.passes.len() as u32;
-        let done = sender.pass(wire, pass, epoch.runs(), epoch.frames(), None)?;
+        let done = sender.pass(wire, pass, epoch.runs(), epoch.frames(), until)?;
         epoch.commit();
         tale.passes.push(report_of(&done, 0, done.time));
         tale.totals = sender.totals;

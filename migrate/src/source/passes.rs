@@ -40,6 +40,26 @@ struct ZeroRuns {
     last: Option<FrameRun>,
 }
 
+/// A moment, and what it means to have reached it.
+pub(super) type Limit<'d> = Option<(Instant, &'d dyn Fn() -> Cause)>;
+
+/// Does `work` under a limit that no peer can stretch, neither by silence nor by trickling.
+pub(super) fn on_time<T>(
+    wire: &mut Wire<Link>,
+    limit: Limit<'_>,
+    work: impl FnOnce(&mut Wire<Link>) -> Result<T, Cause>,
+) -> Result<T, Cause> {
+    wire.stream_mut().set_deadline(limit.map(|(at, _)| at));
+    let result = work(wire);
+    wire.stream_mut().set_deadline(None);
+    match (result, limit) {
+        (Err(Cause::Wire(e)), Some((at, late))) if e.is_silence() && Instant::now() >= at => {
+            Err(late())
+        }
+        (result, _) => result,
+    }
+}
+
 /// What a pass did.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassDone {
@@ -87,7 +107,7 @@ impl<'a> PassSender<'a> {
         pass: u32,
         runs: impl Iterator<Item = FrameRun>,
         frames: u64,
-        deadline: Option<(Instant, &dyn Fn() -> Cause)>,
+        deadline: Limit<'_>,
     ) -> Result<PassDone, Cause> {
         let (begun, before) = (Instant::now(), wire.sent_bytes());
         self.control.update(|p| (p.pass, p.remaining_frames) = (pass, frames));

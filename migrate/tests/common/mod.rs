@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
+mod hooked;
 mod proxy;
 
 use std::net::TcpListener;
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use checkpoint::{Guest, GuestFactory, RunState};
+pub use hooked::Hooked;
 use migrate::{
     GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, SendControl,
     SendError, SendOptions, SendReport, Tag, receive, send,

@@ -46,6 +46,8 @@ pub struct Plan {
     act: Option<(u16, Act)>,
     /// Bytes changed: from the source, unit, byte within it.
     flip: Option<(bool, usize, usize)>,
+    /// From this unit of the destination's on, a byte every 100 ms.
+    trickle: Option<usize>,
     /// Connections after the first are not forwarded.
     only_first: bool,
     /// Everything that the source says on the first connection.
@@ -59,6 +61,10 @@ impl Plan {
 
     pub fn flip(from_source: bool, unit: usize, byte: usize) -> Self {
         Self { flip: Some((from_source, unit, byte)), ..Self::default() }
+    }
+
+    pub fn trickle(unit: usize) -> Self {
+        Self { trickle: Some(unit), ..Self::default() }
     }
 
     /// Cuts the connection there and lets no other one through: the destination is gone.
@@ -143,7 +149,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
     near.set_nodelay(true).unwrap();
     far.set_nodelay(true).unwrap();
     let stalled = Arc::new(AtomicBool::new(false));
-    let Plan { cut, act, flip, record, .. } = plan;
+    let Plan { cut, act, flip, trickle, record, .. } = plan;
     let mut act = act;
     for (from_source, from, to, seen) in
         [(true, &near, &far, &seen[0]), (false, &far, &near, &seen[1])]
@@ -155,6 +161,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
             cut: cut.filter(|c| c.0 == from_source).map(|c| (c.1, c.2)),
             made: false,
             flip: flip.filter(|f| f.0 == from_source).map(|f| (f.1, f.2)),
+            trickle: trickle.filter(|_| !from_source),
             act: if from_source { act.take() } else { None },
             record: record.clone().filter(|_| from_source),
             seen: seen.clone(),
@@ -181,6 +188,7 @@ struct Way {
     /// The cut was made.
     made: bool,
     flip: Option<(usize, usize)>,
+    trickle: Option<usize>,
     act: Option<(u16, Act)>,
     record: Option<Arc<Mutex<Vec<u8>>>>,
     seen: Arc<Mutex<Vec<u16>>>,
@@ -227,6 +235,16 @@ impl Way {
                     std::thread::sleep(Duration::from_millis(20));
                     return;
                 }
+            }
+            if self.trickle.is_some_and(|first| unit >= first) {
+                let slow = |b: &u8| {
+                    std::thread::sleep(Duration::from_millis(100));
+                    (&self.to).write_all(&[*b]).is_ok()
+                };
+                if !bytes.iter().all(slow) {
+                    return;
+                }
+                bytes.clear();
             }
             if self.stalled.load(Ordering::SeqCst) || self.to.write_all(&bytes).is_err() {
                 return;

@@ -1,0 +1,67 @@
+//! A guest that does something of a test's whenever it is asked for its name.
+
+use std::sync::Arc;
+
+use checkpoint::testing::MemoryGuest;
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+
+pub struct Hooked {
+    guest: Arc<MemoryGuest>,
+    hook: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Hooked {
+    pub fn new(guest: Arc<MemoryGuest>, hook: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { guest, hook: Box::new(hook) }
+    }
+}
+
+impl Guest for Hooked {
+    fn vm_id(&self) -> VmId {
+        (self.hook)();
+        self.guest.vm_id()
+    }
+    fn config(&self) -> Vec<u8> {
+        self.guest.config()
+    }
+    fn layout(&self) -> &Layout {
+        self.guest.layout()
+    }
+    fn ram(&self) -> &GuestRam {
+        self.guest.ram()
+    }
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.guest.populated()
+    }
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.guest.subscribe(name)
+    }
+    fn collect(&self) -> Result<Collected, GuestError> {
+        self.guest.collect()
+    }
+    fn run_state(&self) -> RunState {
+        self.guest.run_state()
+    }
+    fn pause(&self) -> Result<RunState, GuestError> {
+        self.guest.pause()
+    }
+    fn resume(&self) -> Result<(), GuestError> {
+        self.guest.resume()
+    }
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        self.guest.save_state()
+    }
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        self.guest.restore_state(sections, clock)
+    }
+    fn release(&self) -> Result<(), GuestError> {
+        self.guest.release()
+    }
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.guest.acquire()
+    }
+    fn stop(&self, why: &str) {
+        self.guest.stop(why);
+    }
+}
