@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use checkpoint::{GuestError, GuestFactory, VmId};
 
-use crate::config::{Backend, HostConfig, MAX_VCPUS, MachineConfig};
-use crate::machine::{Machine, MachineError, MachineFactory};
+use crate::config::{Backend, HostConfig, MachineConfig};
+use crate::machine::{Machine, MachineError};
 use crate::threads::ThreadMachine;
 use crate::vm::{SharedVm, Vm};
 
@@ -52,37 +52,15 @@ impl GuestFactory for Factory {
     type Guest = dyn Vm;
 
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<dyn Vm>, GuestError> {
-        let decoded = decode_config(config)?;
-        Ok(match decoded.backend {
-            Backend::Kvm => MachineFactory { host: self.host.clone() }.create(vm_id, config)?,
-            Backend::Threads => {
-                check(&decoded)?;
-                ThreadMachine::new(vm_id, decoded, &self.host)?
-            }
+        let config = MachineConfig::decode(config)?;
+        Ok(match config.backend {
+            Backend::Kvm => Machine::empty(vm_id, config, &self.host)?,
+            Backend::Threads => ThreadMachine::new(vm_id, config, &self.host)?,
         })
     }
 }
 
 /// A configuration as `Guest::config` hands it out.
 pub(crate) fn encode_config(config: &MachineConfig) -> Vec<u8> {
-    // Postcard into a growing vector fails only for types that it cannot encode at all.
-    postcard::to_allocvec(config).unwrap_or_default()
-}
-
-fn decode_config(bytes: &[u8]) -> Result<MachineConfig, GuestError> {
-    postcard::from_bytes(bytes).map_err(|e| GuestError::Malformed {
-        what: format!("the machine's configuration of {} bytes", bytes.len()),
-        why: e.to_string(),
-    })
-}
-
-/// The bounds of what threads are made for; memory has its own.
-fn check(config: &MachineConfig) -> Result<(), GuestError> {
-    if (1..=MAX_VCPUS).contains(&config.vcpus) {
-        return Ok(());
-    }
-    Err(GuestError::Malformed {
-        what: "the machine's configuration".into(),
-        why: format!("it has {} vCPUs, not 1 to {MAX_VCPUS}", config.vcpus),
-    })
+    config.encode()
 }

@@ -56,7 +56,7 @@ impl Collector {
             tracker,
             messages,
             many,
-            active: false,
+            caught: Caught::Nothing,
             unreported: Collected::default(),
             period: PERIOD_MOST,
             overruns: overruns.clone(),
@@ -101,14 +101,22 @@ impl Drop for Collector {
     }
 }
 
+/// Which writes the source catches.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Caught {
+    Nothing,
+    Everything,
+    /// Starting or stopping failed half-way: it is on for some slots, off for others.
+    Some,
+}
+
 /// What the thread owns.
 struct Work {
     source: Box<dyn DirtySource>,
     tracker: Arc<Tracker>,
     messages: Receiver<Message>,
     many: u64,
-    /// The source catches writes.
-    active: bool,
+    caught: Caught,
     /// Collections that nobody asked for, to be part of the next answer.
     unreported: Collected,
     period: Duration,
@@ -119,10 +127,9 @@ impl Work {
     fn run(mut self) {
         crate::kvm::block_signals();
         loop {
-            let message = if self.active {
-                self.messages.recv_timeout(self.period)
-            } else {
-                self.messages.recv().map_err(RecvTimeoutError::from)
+            let message = match self.caught {
+                Caught::Nothing => self.messages.recv().map_err(RecvTimeoutError::from),
+                Caught::Everything | Caught::Some => self.messages.recv_timeout(self.period),
             };
             match message {
                 Ok(Message::Subscribe { name, reply }) => {
@@ -142,9 +149,11 @@ impl Work {
     }
 
     fn subscribe(&mut self, name: String) -> Result<Subscription, GuestError> {
-        if !self.active {
+        if self.caught != Caught::Everything {
+            // Until it has succeeded nobody may rely on any slot, and a tick has to undo it.
+            self.caught = Caught::Some;
             self.source.start().map_err(failed)?;
-            self.active = true;
+            self.caught = Caught::Everything;
             self.unreported = Collected::default();
             self.period = PERIOD_LEAST;
         }
@@ -167,7 +176,7 @@ impl Work {
     }
 
     fn report(&mut self) -> Result<Collected, GuestError> {
-        if self.active {
+        if self.caught == Caught::Everything {
             self.collect().map_err(failed)?;
         }
         Ok(std::mem::take(&mut self.unreported))
@@ -188,10 +197,13 @@ impl Work {
     /// Time has passed: look whether anyone is still interested, and keep the rings from filling.
     fn tick(&mut self) {
         if self.tracker.subscribers() == 0 {
-            match self.source.stop() {
-                Ok(()) => self.active = false,
-                Err(e) => tracing::warn!("dirty tracking cannot be stopped yet: {e}"),
+            let stopped = self.source.stop();
+            if let Err(e) = &stopped {
+                tracing::warn!("dirty tracking cannot be stopped yet: {e}");
+                self.period = (self.period * 2).min(PERIOD_MOST);
             }
+            // Whoever comes next must not take what a failed stop has left for all of it.
+            self.caught = if stopped.is_ok() { Caught::Nothing } else { Caught::Some };
             return;
         }
         match self.collect() {
@@ -208,4 +220,109 @@ fn failed(e: SourceError) -> GuestError {
 
 fn system(what: &'static str, cause: &str) -> GuestError {
     GuestError::System { what, cause: cause.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, TrackingMode};
+    use std::sync::Mutex;
+    use std::time::Instant;
+
+    /// Two slots of 64 frames, the first frame of each of which is always dirty. A failing call
+    /// reaches the first slot only.
+    #[derive(Default)]
+    struct Slots {
+        logging: [bool; 2],
+        starts: u32,
+        stops: u32,
+        failing_starts: u32,
+        failing_stops: u32,
+    }
+
+    struct Fake(Arc<Mutex<Slots>>);
+
+    fn slot(id: u32) -> Slot {
+        Slot { id: SlotId(id), base: Gfn(u64::from(id) * 1000), frames: 64 }
+    }
+
+    fn switch(slots: &mut [bool; 2], on: bool, failing: &mut u32) -> Result<(), SourceError> {
+        slots[0] = on;
+        if *failing > 0 {
+            *failing -= 1;
+            let cause = std::io::Error::other("no memory");
+            return Err(SourceError { what: "switching logging", cause });
+        }
+        slots[1] = on;
+        Ok(())
+    }
+
+    impl DirtySource for Fake {
+        fn mode(&self) -> TrackingMode {
+            TrackingMode::DirtyBitmap
+        }
+
+        fn start(&mut self) -> Result<(), SourceError> {
+            let s = &mut *self.0.lock().unwrap();
+            s.starts += 1;
+            switch(&mut s.logging, true, &mut s.failing_starts)
+        }
+
+        fn stop(&mut self) -> Result<(), SourceError> {
+            let s = &mut *self.0.lock().unwrap();
+            s.stops += 1;
+            switch(&mut s.logging, false, &mut s.failing_stops)
+        }
+
+        fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+            let mut out = Collected::default();
+            for (id, _) in (0..).zip(self.0.lock().unwrap().logging).filter(|(_, on)| *on) {
+                tracker.mark(FrameRun { start: slot(id).base, count: 1 }).unwrap();
+                out.frames += 1;
+            }
+            Ok(out)
+        }
+    }
+
+    fn collector(slots: Slots) -> (Collector, Arc<Mutex<Slots>>) {
+        let slots = Arc::new(Mutex::new(slots));
+        let tracker = Arc::new(Tracker::new(Layout::new(vec![slot(0), slot(1)]).unwrap()));
+        let source = Box::new(Fake(slots.clone()));
+        (Collector::spawn(source, tracker, 1000, mpsc::channel()).unwrap(), slots)
+    }
+
+    #[track_caller]
+    fn wait(slots: &Mutex<Slots>, what: impl Fn(&Slots) -> bool) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !what(&slots.lock().unwrap()) {
+            assert!(Instant::now() < end, "the collector did not get there");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn after_a_stop_that_failed_half_way_the_next_subscriber_sees_every_slot() {
+        let (collector, slots) = collector(Slots { failing_stops: u32::MAX, ..Slots::default() });
+        drop(collector.subscribe("first").unwrap());
+        wait(&slots, |s| s.stops > 0);
+        let subscription = collector.subscribe("second").unwrap();
+        collector.collect().unwrap();
+        let marked = [0, 1].map(|id| subscription.is_marked(slot(id).base));
+        assert_eq!(marked, [true, true], "one frame of each slot is dirty");
+        // Nobody is left, and at last stopping succeeds.
+        drop(subscription);
+        slots.lock().unwrap().failing_stops = 3;
+        wait(&slots, |s| s.failing_stops == 0 && s.logging == [false, false]);
+    }
+
+    #[test]
+    fn a_start_that_failed_half_way_is_undone_and_can_be_tried_again() {
+        let (collector, slots) = collector(Slots { failing_starts: 1, ..Slots::default() });
+        let error = collector.subscribe("first").unwrap_err().to_string();
+        assert!(error.contains("no memory"), "{error}");
+        wait(&slots, |s| s.stops > 0 && s.logging == [false, false]);
+        let _subscription = collector.subscribe("second").unwrap();
+        assert_eq!(slots.lock().unwrap().logging, [true, true]);
+        assert_eq!(collector.collect().unwrap().frames, 2);
+    }
 }

@@ -1,6 +1,8 @@
 //! What a machine is made of: the part of its configuration that moves with it, and the part that
 //! belongs to one host.
 
+mod codec;
+
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -70,7 +72,8 @@ pub enum Boot {
     },
 }
 
-/// The part of a configuration that moves with the guest. `Guest::config` is this in postcard.
+/// The part of a configuration that moves with the guest. `Guest::config` is [`Self::encode`]'s
+/// bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MachineConfig {
     /// Guest memory in bytes: whole frames, [`MIN_MEM_BYTES`]..=[`MAX_MEM_BYTES`].

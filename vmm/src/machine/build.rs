@@ -11,10 +11,10 @@ use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
 use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
-use super::{Machine, MachineError, factory};
+use super::{Machine, MachineError};
 use crate::boot::{self, Entry};
 use crate::collector::{Collector, Message};
-use crate::config::{HostConfig, MachineConfig};
+use crate::config::{Backend, HostConfig, MachineConfig};
 use crate::devices::{Bus, Com1, open_sink};
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
@@ -54,7 +54,7 @@ impl Machine {
         host: &HostConfig,
         load: bool,
     ) -> Result<Arc<Self>, MachineError> {
-        factory::check(&config).map_err(MachineError::Config)?;
+        check(&config).map_err(MachineError::Config)?;
         let kvm = open_kvm()?;
         let capabilities = Capabilities::probe(&kvm);
         if let Some(missing) = capabilities.missing().next() {
@@ -98,6 +98,14 @@ impl Machine {
         };
         machine.collector = start_collector(&vm, source, &machine.config, collector_channel)?;
         Ok(Arc::new(machine))
+    }
+}
+
+/// Whether `config` is one of a KVM machine.
+fn check(config: &MachineConfig) -> Result<(), String> {
+    match config.backend {
+        Backend::Kvm => config.check(),
+        other => Err(format!("its backend is {other}, not {}", Backend::Kvm)),
     }
 }
 

@@ -83,7 +83,7 @@ impl Guest for Machine {
     }
 
     fn config(&self) -> Vec<u8> {
-        factory::encode(&self.config)
+        self.config.encode()
     }
 
     fn layout(&self) -> &Layout {

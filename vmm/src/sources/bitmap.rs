@@ -36,6 +36,8 @@ impl DirtySource for BitmapSource {
     }
 
     fn start(&mut self) -> Result<(), SourceError> {
+        // A stop may have failed half-way, and only a slot that goes from off to on is protected.
+        self.set_logging(false)?;
         self.set_logging(true)
     }
 
