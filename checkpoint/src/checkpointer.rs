@@ -213,7 +213,7 @@ impl Checkpointer {
     /// times, what changed meanwhile.
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
         let epoch = self.next;
-        // Never used again, whether it is stored or not: a crash may bring back a failed one.
+        // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
         self.next = epoch.saturating_add(1);
         let span = tracing::info_span!("epoch", epoch);
         let _entered = span.enter();
