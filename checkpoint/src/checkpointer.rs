@@ -118,7 +118,9 @@ pub struct EpochReport {
 ///
 /// The first is full, later ones build on the one before. Made again for a store that has epochs
 /// already it begins with a full one, because nobody followed the guest's writes in between; so it
-/// does if somebody took away what the next epoch would build on.
+/// does if somebody took away what the next epoch would build on, and, so that restores stay short,
+/// after 1,000 epochs or once the incremental ones have four times the bytes of the full one (and at
+/// least 64 MiB).
 ///
 /// ```
 /// use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -221,6 +223,10 @@ impl Checkpointer {
             tracing::warn!("beginning a new chain with a full epoch: {why}");
             self.chain = None;
         }
+        if self.chain.as_ref().is_some_and(Chain::is_long_enough) {
+            tracing::info!("the chain is long enough; beginning another with a full epoch");
+            self.chain = None;
+        }
         let full = self.chain.is_none();
         let result = self.attempt(full);
         match &result {
@@ -259,7 +265,7 @@ impl Checkpointer {
         step(Phase::Write, || write_behind(&held, staging, &mut file))?;
         let Published { link, frames: stored, bytes } = step(Phase::Publish, || file.publish())?;
         copied.into_iter().chain([held.changed]).for_each(Epoch::commit);
-        chain.append(link);
+        chain.append(link, bytes);
         let write_ms = (resumed.elapsed().as_micros() as f64) / 1000.0;
         if frames > staging.frames() {
             tracing::warn!(frames, staged = staging.frames(), "wrote during the pause");
