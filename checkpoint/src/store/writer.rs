@@ -15,7 +15,7 @@ use crate::format::{
     FormatError, HEADER_LEN, Header, MAGIC_STORE, MAX_SECTION, MAX_SECTIONS, MAX_STATE,
     RECORD_HEAD_LEN, RecordHead,
 };
-use crate::{Guest, Section, section_tags};
+use crate::{Guest, Section, is_zero, section_tags};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Small pieces are gathered up to this many bytes; larger ones go to the file as they are.
@@ -299,11 +299,6 @@ fn push_frame(runs: &mut Vec<FrameRun>, run: FrameRun, gfn: Gfn) {
         Some(last) if last.start >= run.start && last.end() == gfn => last.count += 1,
         _ => runs.push(FrameRun { start: gfn, count: 1 }),
     }
-}
-
-fn is_zero(page: &[u8]) -> bool {
-    static ZEROS: [u8; PAGE] = [0; PAGE];
-    page == ZEROS
 }
 
 fn unix_ms() -> u64 {
