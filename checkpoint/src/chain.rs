@@ -4,17 +4,48 @@ use dirty_tracker::Subscription;
 
 use crate::store::{ParentLink, Store, StoreError, peek};
 
+/// A chain's incremental epochs may have this many times the bytes of its full epoch.
+const MOST_TIMES_FULL: u64 = 4;
+/// Below this many bytes they need no bound: a restore reads them in a moment.
+const ALWAYS_FINE: u64 = 64 << 20;
+/// Most epochs of a chain.
+const MOST_EPOCHS: u64 = 1_000;
+
+/// How long a chain is, and so how long a restore of its last epoch takes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Extent {
+    epochs: u64,
+    full_bytes: u64,
+    incremental_bytes: u64,
+}
+
+impl Extent {
+    fn append(&mut self, bytes: u64) {
+        match self.epochs {
+            0 => self.full_bytes = bytes,
+            _ => self.incremental_bytes = self.incremental_bytes.saturating_add(bytes),
+        }
+        self.epochs += 1;
+    }
+
+    fn is_enough(&self) -> bool {
+        let most = self.full_bytes.saturating_mul(MOST_TIMES_FULL).max(ALWAYS_FINE);
+        self.epochs >= MOST_EPOCHS || self.incremental_bytes > most
+    }
+}
+
 /// A chain being written by one checkpointer.
 pub(crate) struct Chain {
     pub(crate) subscription: Subscription,
     /// The full epoch and the last; none until the full one is durable.
     ends: Option<(ParentLink, ParentLink)>,
+    extent: Extent,
 }
 
 impl Chain {
     /// A chain that begins with a full epoch.
     pub(crate) fn new(subscription: Subscription) -> Self {
-        Self { subscription, ends: None }
+        Self { subscription, ends: None, extent: Extent::default() }
     }
 
     /// What the next epoch builds on.
@@ -23,9 +54,15 @@ impl Chain {
     }
 
     /// Notes an epoch that is durable.
-    pub(crate) fn append(&mut self, link: ParentLink) {
+    pub(crate) fn append(&mut self, link: ParentLink, bytes: u64) {
+        self.extent.append(bytes);
         let first = self.ends.map_or(link, |(first, _)| first);
         self.ends = Some((first, link));
+    }
+
+    /// Whether the next epoch should begin another chain, so that restores stay short.
+    pub(crate) fn is_long_enough(&self) -> bool {
+        self.extent.is_enough()
     }
 
     /// Why no further epoch may build on this chain. Looks at both its ends, a few small reads.
@@ -37,5 +74,28 @@ impl Chain {
             Err(e @ StoreError::Io { .. }) => Some(format!("its parent cannot be read: {e}")),
             Err(e) => Some(e.to_string()),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn extent(full: u64, incremental: &[u64]) -> Extent {
+        let mut extent = Extent::default();
+        std::iter::once(&full).chain(incremental).for_each(|&bytes| extent.append(bytes));
+        extent
+    }
+
+    #[test]
+    fn a_chain_is_bounded_by_bytes_and_by_epochs() {
+        const MIB: u64 = 1 << 20;
+        assert!(!Extent::default().is_enough());
+        assert!(!extent(1000 * MIB, &[2000 * MIB, 2000 * MIB]).is_enough());
+        assert!(extent(1000 * MIB, &[2000 * MIB, 2000 * MIB, 1]).is_enough());
+        assert!(!extent(1, &[32 * MIB, 32 * MIB]).is_enough(), "small chains need no bound");
+        assert!(extent(1, &[32 * MIB, 32 * MIB, 1]).is_enough());
+        assert!(!extent(1, &[1; 998]).is_enough());
+        assert!(extent(1, &[1; 999]).is_enough());
     }
 }

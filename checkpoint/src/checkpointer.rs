@@ -118,7 +118,9 @@ pub struct EpochReport {
 ///
 /// The first is full, later ones build on the one before. Made again for a store that has epochs
 /// already it begins with a full one, because nobody followed the guest's writes in between; so it
-/// does if somebody took away what the next epoch would build on.
+/// does if somebody took away what the next epoch would build on, and, so that restores stay short,
+/// after 1,000 epochs or once the incremental ones have four times the bytes of the full one (and at
+/// least 64 MiB).
 ///
 /// ```
 /// use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -213,12 +215,16 @@ impl Checkpointer {
     /// times, what changed meanwhile.
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
         let epoch = self.next;
-        // Never used again, whether it is stored or not: a crash may bring back a failed one.
+        // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
         self.next = epoch.saturating_add(1);
         let span = tracing::info_span!("epoch", epoch);
         let _entered = span.enter();
         if let Some(why) = self.chain.as_ref().and_then(|chain| chain.cannot_go_on(&self.store)) {
             tracing::warn!("beginning a new chain with a full epoch: {why}");
+            self.chain = None;
+        }
+        if self.chain.as_ref().is_some_and(Chain::is_long_enough) {
+            tracing::info!("the chain is long enough; beginning another with a full epoch");
             self.chain = None;
         }
         let full = self.chain.is_none();
@@ -259,7 +265,7 @@ impl Checkpointer {
         step(Phase::Write, || write_behind(&held, staging, &mut file))?;
         let Published { link, frames: stored, bytes } = step(Phase::Publish, || file.publish())?;
         copied.into_iter().chain([held.changed]).for_each(Epoch::commit);
-        chain.append(link);
+        chain.append(link, bytes);
         let write_ms = (resumed.elapsed().as_micros() as f64) / 1000.0;
         if frames > staging.frames() {
             tracing::warn!(frames, staged = staging.frames(), "wrote during the pause");

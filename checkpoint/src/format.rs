@@ -22,7 +22,8 @@
 //!  +-----+-------+----------+-----+--------+-------------+------------+----------+--------
 //! ```
 //!
-//! Lengths are bounded by the reader before anything is allocated.
+//! Lengths are bounded by the reader before anything is allocated. What can be stored can be sent:
+//! the bounds of a guest's state are here too.
 
 use std::io::{self, Read, Write};
 
@@ -45,6 +46,17 @@ pub const HEADER_LEN: usize = 64;
 pub const RECORD_HEAD_LEN: usize = 24;
 /// Flag bit of a record that a reader must understand.
 pub const MUST_UNDERSTAND: u16 = 1 << 0;
+
+/// Most memory slots of a guest.
+pub const MAX_SLOTS: u32 = 1024;
+/// Most bytes of a guest's configuration.
+pub const MAX_CONFIG: u32 = 64 << 10;
+/// Most bytes of one state section.
+pub const MAX_SECTION: u32 = 4 << 20;
+/// Most state sections of a guest.
+pub const MAX_SECTIONS: u32 = 4096;
+/// Most bytes of all state sections of a guest.
+pub const MAX_STATE: u64 = 64 << 20;
 
 /// Required feature bits that this program knows, with their names.
 pub const KNOWN_FEATURES: &[(u64, &str)] = &[];

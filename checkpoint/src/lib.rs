@@ -24,6 +24,7 @@ mod staging;
 mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod zero;
 
 pub use cadence::Taken;
 pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
@@ -35,3 +36,4 @@ pub use store::{
     Backend, Damage, DirBackend, EpochInfo, LOCK_FILE, Listing, LockError, ParentLink, Store,
     StoreError, StoreFile, VerifyReport,
 };
+pub use zero::is_zero;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use dirty_tracker::FrameRun;
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
@@ -12,6 +12,7 @@ use crate::store::{
     EpochInfo, EpochReader, ParentLink, Peeked, Record, Store, StoreError, check_layout,
     check_link, check_vm, peek,
 };
+use crate::zero::{ZEROS, is_zero};
 use crate::{Clock, Guest, GuestError, GuestFactory, GuestRam, Section, VmId};
 
 /// A guest that could not be restored. Nothing runs.
@@ -95,7 +96,7 @@ pub fn restore<F: GuestFactory>(
     let _entered = span.enter();
     tracing::debug!("begin");
     let (chain, info) = find_chain(store, epoch)?;
-    let guest = build(store, factory, &info)?;
+    let (guest, reader) = build(store, factory, &info)?;
     let mut report = RestoreReport {
         epoch,
         vm_id: info.vm_id,
@@ -105,10 +106,14 @@ pub fn restore<F: GuestFactory>(
         read_bytes: 0,
         time_ms: 0.0,
     };
-    let mut fill = || {
+    let fill = || {
         let mut sections = Vec::new();
-        for link in &chain {
-            sections = load(store, *link, &*guest, &mut report)?;
+        let last = chain.len().saturating_sub(1);
+        for link in chain.iter().take(last) {
+            load(store, *link, EpochReader::open(store, link.epoch)?, &*guest, &mut report)?;
+        }
+        if let Some(link) = chain.back() {
+            sections = load(store, *link, reader, &*guest, &mut report)?;
         }
         let restored = guest.restore_state(&sections, clock);
         restored.map_err(|cause| RestoreError::Guest { epoch, cause })
@@ -150,12 +155,13 @@ fn find_chain(
     Ok((chain, info))
 }
 
-/// A guest with zeroed memory, as the epoch's configuration says.
+/// A guest with zeroed memory, as the epoch's configuration says, and the epoch's file, read up to
+/// there.
 fn build<F: GuestFactory>(
     store: &Store,
     factory: &F,
     info: &EpochInfo,
-) -> Result<Arc<F::Guest>, RestoreError> {
+) -> Result<(Arc<F::Guest>, EpochReader), RestoreError> {
     let epoch = info.epoch;
     let reader = EpochReader::open(store, epoch)?;
     let guest = factory
@@ -166,20 +172,20 @@ fn build<F: GuestFactory>(
         guest.stop("its memory is not the stored one");
         return Err(RestoreError::Layout { epoch, built, stored });
     }
-    Ok(guest)
+    Ok((guest, reader))
 }
 
 /// Puts one epoch's frames into memory and returns its state sections.
 fn load<G: Guest + ?Sized>(
     store: &Store,
     link: ParentLink,
+    mut reader: EpochReader,
     guest: &G,
     report: &mut RestoreReport,
 ) -> Result<Vec<Section>, RestoreError> {
     let epoch = report.epoch;
     let memory = |cause| RestoreError::Memory { epoch, cause };
     tracing::debug!(from = link.epoch, "begin reading");
-    let mut reader = EpochReader::open(store, link.epoch)?;
     let mut sections = Vec::new();
     while let Some(record) = reader.next()? {
         match record {
@@ -216,13 +222,12 @@ fn write_frames(
 
 /// Memory that is zero already is left as it is: writing to it would only cost memory.
 fn write_zeros(ram: &GuestRam, runs: &[FrameRun]) -> Result<u64, GuestMemoryError> {
-    const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
     let mut page = ZEROS;
     let mut frames = 0;
     for gfn in runs.iter().flat_map(|run| run.frames()) {
         let at = GuestAddress(gfn.gpa());
         ram.read_slice(&mut page, at)?;
-        if page != ZEROS {
+        if !is_zero(&page) {
             ram.write_slice(&ZEROS, at)?;
         }
         frames += 1;

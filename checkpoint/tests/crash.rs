@@ -258,3 +258,18 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_chain_ends_after_a_thousand_epochs() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = checkpointer(&guest, &disk);
+    for n in 0..1001 {
+        write(&guest, n % 50, n as u8, 1);
+        checkpointer.take().unwrap();
+    }
+    let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
+    let full = |i: &checkpoint::EpochInfo| i.full.then_some(i.epoch);
+    let full: Vec<u64> = store.epochs().unwrap().iter().filter_map(full).collect();
+    assert_eq!(full, [1, 1001]);
+    assert_eq!(restored(&disk, None), (1001, image(&guest)));
+}

@@ -217,6 +217,8 @@ fn every_field_that_the_format_fixes_is_checked() {
         }
     }
     assert!(refused_with(&[record(0x8004, &[0])]).ends_with("a record of frames has no runs"));
+    let e = refused_with(&[record(2, &vec![0; (4 << 17) + 1])]);
+    assert!(e.ends_with("tag 2 claims 4194312 bytes, more than the 4194304 allowed"), "{e}");
     assert!(refused_with(&[record(0, &[0])]).ends_with("a record of tag 0x0000 has no place here"));
 }
 

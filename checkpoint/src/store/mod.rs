@@ -152,11 +152,16 @@ impl Store {
                 LockError::Held { pid } => StoreError::InUse { dir: store.dir(), pid },
                 LockError::Io(e) => store.io("locking", LOCK_FILE, e),
             })?;
+            let mut removed = false;
             for name in store.names()? {
                 if let Named::Temporary(epoch) = parse_name(&name) {
                     tracing::info!(epoch, "removing an epoch that was never finished");
                     store.backend.remove(&name).map_err(|e| store.io("removing", &name, e))?;
+                    removed = true;
                 }
+            }
+            if removed {
+                store.backend.sync_dir().map_err(|e| store.io_dir("syncing", e))?;
             }
         }
         Ok(store)

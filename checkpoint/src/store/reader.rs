@@ -8,12 +8,14 @@ use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use super::backend::StoreFile;
 use super::records::{
-    MAX_SECTIONS, MAX_STATE, MAX_ZERO_PASSES, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT,
-    TAG_PARENT, TAG_STORE, TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_head, decode_layout,
-    decode_parent, decode_runs, is_known, limit,
+    MAX_ZERO_PASSES, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT, TAG_STORE,
+    TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_head, decode_layout, decode_parent,
+    decode_runs, is_known, limit,
 };
 use super::{Damage, EpochInfo, Store, StoreError, file_name};
-use crate::format::{HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordHead};
+use crate::format::{
+    HEADER_LEN, Header, MAGIC_STORE, MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead,
+};
 use crate::{Section, SectionTag, VmId, section_tags};
 
 /// A file with its name for errors.
@@ -204,7 +206,7 @@ pub(crate) struct EpochReader {
     parent: Option<ParentLink>,
     layout: Layout,
     config: Vec<u8>,
-    sections: usize,
+    sections: u32,
     state_bytes: u64,
     runs: Vec<FrameRun>,
 }

@@ -5,7 +5,9 @@ use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::Damage;
-use crate::format::{MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead};
+use crate::format::{
+    MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
+};
 use crate::section_tags;
 
 /// First tag of the store's own records; tags below are state sections.
@@ -21,8 +23,6 @@ pub const TAG_ZEROS: u16 = 0x8004;
 /// The end of the file.
 pub const TAG_TRAILER: u16 = 0x80ff;
 
-/// Most memory slots.
-pub const MAX_SLOTS: u32 = 4096;
 /// Most frames in a record of contents: 1 MiB.
 pub const MAX_RECORD_FRAMES: u64 = 256;
 /// Most runs in a record of zeros.
@@ -30,12 +30,6 @@ pub const MAX_ZERO_RUNS: usize = 4096;
 /// Most frames in all records of zeros of an epoch, in multiples of the guest's memory: what changes
 /// while a full epoch copies may become zeros in each of its few passes.
 pub const MAX_ZERO_PASSES: u64 = 8;
-/// Most bytes of one state section.
-pub const MAX_SECTION: u32 = 16 << 20;
-/// Most bytes of all state sections of an epoch, and most such sections.
-pub const MAX_STATE: u64 = 64 << 20;
-/// Most state sections of an epoch.
-pub const MAX_SECTIONS: usize = 4096;
 
 const RUN_LEN: usize = size_of::<RawRun>();
 const RUNS_HEAD: usize = 8;
@@ -53,6 +47,7 @@ pub(crate) fn limit(tag: u16) -> u32 {
         TAG_FRAMES => runs(MAX_RECORD_FRAMES as usize) + (MAX_RECORD_FRAMES * PAGE_SIZE) as usize,
         TAG_ZEROS => runs(MAX_ZERO_RUNS),
         TAG_TRAILER => TRAILER_LEN,
+        tag if tag == section_tags::CONFIG.0 => MAX_CONFIG as usize,
         _ => MAX_SECTION as usize,
     };
     bytes as u32

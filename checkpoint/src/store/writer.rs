@@ -7,13 +7,15 @@ use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 
 use super::backend::StoreFile;
 use super::records::{
-    MAX_RECORD_FRAMES, MAX_SECTION, MAX_SECTIONS, MAX_STATE, MAX_ZERO_RUNS, ParentLink, TAG_FRAMES,
-    TAG_LAYOUT, TAG_PARENT, TAG_STORE, TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, encode_layout,
-    encode_parent, encode_runs,
+    MAX_RECORD_FRAMES, MAX_ZERO_RUNS, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT, TAG_STORE,
+    TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, encode_layout, encode_parent, encode_runs, limit,
 };
 use super::{Damage, Store, StoreError, file_name, temporary_name};
-use crate::format::{FormatError, HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordHead};
-use crate::{Guest, Section, section_tags};
+use crate::format::{
+    FormatError, HEADER_LEN, Header, MAGIC_STORE, MAX_SECTION, MAX_SECTIONS, MAX_STATE,
+    RECORD_HEAD_LEN, RecordHead,
+};
+use crate::{Guest, Section, is_zero, section_tags};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Small pieces are gathered up to this many bytes; larger ones go to the file as they are.
@@ -55,7 +57,7 @@ pub(crate) struct EpochWriter<'s> {
     out: BufWriter<Appender>,
     /// Counts as the trailer will; `length` runs with the bytes.
     counted: Trailer,
-    sections: usize,
+    sections: u32,
     state_bytes: u64,
     pending: Pending,
     zeros: Vec<FrameRun>,
@@ -184,8 +186,7 @@ impl<'s> EpochWriter<'s> {
         let length = u32::try_from(section.bytes.len()).unwrap_or(u32::MAX);
         self.sections += 1;
         self.state_bytes += u64::from(length);
-        let too_much = self.sections > MAX_SECTIONS || self.state_bytes > MAX_STATE;
-        if length > MAX_SECTION || too_much {
+        if self.sections > MAX_SECTIONS || self.state_bytes > MAX_STATE {
             return Err(
                 self.damage(FormatError::TooLong { tag, length, limit: MAX_SECTION }.into())
             );
@@ -229,6 +230,12 @@ impl<'s> EpochWriter<'s> {
         must_understand: bool,
         parts: &[&[u8]],
     ) -> Result<(), StoreError> {
+        // What no reader would take is not written.
+        let length = parts.iter().map(|part| part.len()).sum::<usize>();
+        let (length, limit) = (u32::try_from(length).unwrap_or(u32::MAX), limit(tag));
+        if length > limit {
+            return Err(self.damage(FormatError::TooLong { tag, length, limit }.into()));
+        }
         let head = head(tag, instance, must_understand, self.counted.records, parts);
         self.counted.digest = crc32c::crc32c_append(self.counted.digest, &head);
         self.counted.records += 1;
@@ -281,7 +288,7 @@ fn head(
     parts: &[&[u8]],
 ) -> [u8; RECORD_HEAD_LEN] {
     let payload_crc = parts.iter().fold(0, |crc, part| crc32c::crc32c_append(crc, part));
-    // Every payload is bounded far below 4 GiB by the callers.
+    // Every payload is bounded far below 4 GiB by the caller.
     let length = parts.iter().map(|p| p.len()).sum::<usize>() as u32;
     RecordHead { tag, must_understand, instance, length, payload_crc, sequence }.to_bytes()
 }
@@ -292,11 +299,6 @@ fn push_frame(runs: &mut Vec<FrameRun>, run: FrameRun, gfn: Gfn) {
         Some(last) if last.start >= run.start && last.end() == gfn => last.count += 1,
         _ => runs.push(FrameRun { start: gfn, count: 1 }),
     }
-}
-
-fn is_zero(page: &[u8]) -> bool {
-    static ZEROS: [u8; PAGE] = [0; PAGE];
-    page == ZEROS
 }
 
 fn unix_ms() -> u64 {
