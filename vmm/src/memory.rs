@@ -159,12 +159,14 @@ fn most_bytes() -> Option<u64> {
 }
 
 fn total_bytes(meminfo: &str) -> Option<u64> {
-    let kib = |name: &str| -> Option<u64> {
-        let line = meminfo.lines().find_map(|l| l.strip_prefix(name))?;
-        line.trim().strip_suffix("kB")?.trim().parse().ok()
-    };
-    let all = kib("MemTotal:")?.checked_add(kib("SwapTotal:").unwrap_or(0))?;
-    all.checked_mul(1024)
+    let swap = meminfo_bytes(meminfo, "SwapTotal:").unwrap_or(0);
+    meminfo_bytes(meminfo, "MemTotal:")?.checked_add(swap)
+}
+
+/// One field, colon and all, of what `/proc/meminfo` says.
+pub(crate) fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|l| l.strip_prefix(field))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 const ENTRIES_PER_CHUNK: u64 = 64 << 10;

@@ -1,43 +1,63 @@
 //! For tests that need this host's KVM: a guard that skips them loudly where there is none.
 
+use std::ffi::OsStr;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::path::Path;
 
-use kvm_ioctls::Kvm;
-
-use crate::kvm::Capabilities;
+use crate::kvm;
 
 /// Names a file to which each skipped test adds a line, for whoever counts them.
 pub const SKIP_LOG: &str = "DRIFTLINE_SKIP_LOG";
 
 /// Whether machines can be built here. If not, says on standard error, and in the file that
-/// [`SKIP_LOG`] names, that `test` is skipped and why.
+/// [`SKIP_LOG`] names, that `test` of this binary is skipped and why: `<binary>::<test>: <why>`.
 ///
-/// ```
-/// if !vmm::testing::kvm_or_skip("a test of something") {
+/// ```no_run
+/// if !vmm::testing::kvm_or_skip("a_test_of_something") {
 ///     return;
 /// }
 /// ```
 pub fn kvm_or_skip(test: &str) -> bool {
-    let Some(why) = why_no_kvm() else { return true };
-    let line = format!("SKIPPED: {test}: needs /dev/kvm: {why}");
+    let Err(why) = kvm::open() else { return true };
+    let exe = std::env::current_exe().unwrap_or_default();
+    let line = skip_line(&binary_name(&exe), test, &why.to_string());
     // Past the test harness, which would keep it to itself: the point is that it is seen.
-    let _ = writeln!(std::io::stderr(), "{line}");
+    let _ = write!(std::io::stderr(), "SKIPPED: {line}");
     if let Some(path) = std::env::var_os(SKIP_LOG) {
         let log = OpenOptions::new().create(true).append(true).open(path);
-        if let Err(e) = log.and_then(|mut f| writeln!(f, "{line}")) {
+        // In one write: other test binaries append to the same file.
+        if let Err(e) = log.and_then(|mut f| f.write_all(line.as_bytes())) {
             let _ = writeln!(std::io::stderr(), "the skip log cannot be written: {e}");
         }
     }
     false
 }
 
-fn why_no_kvm() -> Option<String> {
-    let kvm = match Kvm::new() {
-        Ok(kvm) => kvm,
-        Err(e) => return Some(e.to_string()),
-    };
-    let capabilities = Capabilities::probe(&kvm);
-    let missing = capabilities.missing().next()?;
-    Some(format!("KVM_CAP_{} is missing", missing.name))
+fn skip_line(binary: &str, test: &str, why: &str) -> String {
+    format!("{binary}::{test}: {}\n", why.replace('\n', " "))
+}
+
+/// The name of a test binary as its author knows it: cargo appends a hash of 16 digits.
+fn binary_name(exe: &Path) -> String {
+    let stem = exe.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
+    match stem.rsplit_once('-') {
+        Some((name, hash)) if hash.len() == 16 && hash.bytes().all(|b| b.is_ascii_hexdigit()) => {
+            name.to_owned()
+        }
+        _ => stem.into_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_skip_is_one_line_that_names_binary_test_and_reason() {
+        let binary = |path: &str| binary_name(Path::new(path));
+        assert_eq!(binary("/t/debug/deps/kvm-0123456789abcdef"), "kvm");
+        assert_eq!(binary("/t/debug/whole-system"), "whole-system");
+        assert_eq!(skip_line("kvm", "boots", "no\nKVM"), "kvm::boots: no KVM\n");
+    }
 }

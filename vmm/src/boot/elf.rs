@@ -21,8 +21,10 @@ const MACHINE_386: u16 = 3;
 const MACHINE_X86_64: u16 = 62;
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
 const NOTE_PHYS32_ENTRY: u32 = 18;
-/// No kernel has more note bytes than this in one segment.
+/// No kernel has more note bytes than this, in all its segments together.
 const MAX_NOTE_BYTES: u64 = 1 << 20;
+/// Nor more program headers: Linux has about five.
+const MAX_HEADERS: u16 = 256;
 
 /// A kernel in guest memory.
 #[derive(Debug)]
@@ -71,6 +73,7 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         for s in &loads {
             taken.push(self.room_for(s, memory)?);
         }
+        self.require_apart(&taken)?;
         if !taken.iter().any(|&(start, end)| (start..end).contains(&entry)) {
             return Err(self.damaged(format!("its PVH entry {entry:#x} lies in no segment")));
         }
@@ -99,6 +102,19 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
             return Err(BootError::does_not_fit(self.what, memory.layout(), why));
         }
         Ok((s.paddr, end))
+    }
+
+    /// Refuses segments that share bytes: which of them won would be left to the order of headers.
+    fn require_apart(&self, taken: &[Taken]) -> Result<(), BootError> {
+        let mut sorted = taken.to_vec();
+        sorted.sort_unstable();
+        match sorted.windows(2).find(|w| w[1].0 < w[0].1) {
+            None => Ok(()),
+            Some(w) => Err(self.damaged(format!(
+                "its segments {:#x}..{:#x} and {:#x}..{:#x} overlap",
+                w[0].0, w[0].1, w[1].0, w[1].1
+            ))),
+        }
     }
 
     fn headers(&mut self) -> Result<Vec<Segment>, BootError> {
@@ -130,6 +146,10 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         if count > 0 && size < least {
             return Err(self.damaged(format!("its program headers have {size} bytes each")));
         }
+        if count > MAX_HEADERS {
+            let why = format!("it has {count} program headers, more than {MAX_HEADERS}");
+            return Err(self.damaged(why));
+        }
         self.seek(table)?;
         let mut headers = Vec::new();
         let mut one = vec![0; usize::from(size)];
@@ -144,9 +164,12 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
 
     /// The entry of the first Xen PHYS32_ENTRY note in any note segment.
     fn pvh_entry(&mut self, segments: &[Segment]) -> Result<u64, BootError> {
+        let mut total = 0u64;
         for s in segments.iter().filter(|s| s.kind == PT_NOTE) {
-            if s.file_bytes > MAX_NOTE_BYTES {
-                return Err(self.damaged(format!("it has {} bytes of notes", s.file_bytes)));
+            total = total.saturating_add(s.file_bytes);
+            if total > MAX_NOTE_BYTES {
+                let why = format!("it has {total} bytes of notes, more than {MAX_NOTE_BYTES}");
+                return Err(self.damaged(why));
             }
             self.seek(s.offset)?;
             let mut notes = vec![0; s.file_bytes as usize];
@@ -243,4 +266,74 @@ fn u32_at(b: &[u8], at: usize) -> u32 {
 
 fn u64_at(b: &[u8], at: usize) -> u64 {
     u64::from(u32_at(b, at)) | u64::from(u32_at(b, at + 4)) << 32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Cursor;
+
+    const NOTES_AT: u64 = 0x8000;
+
+    /// A 64-bit ELF file with these program headers: kind, paddr, bytes in the file, in memory.
+    /// Notes lie at [`NOTES_AT`] and say nothing but the entry at 1 MiB, after `padding` bytes.
+    fn file(headers: &[(u32, u64, u64, u64)], padding: usize) -> Vec<u8> {
+        let mut out = vec![0; 64];
+        out[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
+        out[18..20].copy_from_slice(&MACHINE_X86_64.to_le_bytes());
+        out[32..40].copy_from_slice(&64u64.to_le_bytes());
+        out[54..56].copy_from_slice(&56u16.to_le_bytes());
+        out[56..58].copy_from_slice(&(headers.len() as u16).to_le_bytes());
+        for &(kind, paddr, file, mem) in headers {
+            out.extend(kind.to_le_bytes());
+            out.extend(0u32.to_le_bytes());
+            let offset = if kind == PT_NOTE { NOTES_AT } else { 0 };
+            for v in [offset, paddr, paddr, file, mem, 0] {
+                out.extend(v.to_le_bytes());
+            }
+        }
+        out.resize(out.len().max(NOTES_AT as usize), 0);
+        out.resize(NOTES_AT as usize + padding, 0);
+        for v in [4u32, 4, NOTE_PHYS32_ENTRY, u32::from_le_bytes(*b"Xen\0"), 1 << 20] {
+            out.extend(v.to_le_bytes());
+        }
+        out
+    }
+
+    fn load_it(bytes: Vec<u8>) -> Result<Loaded, String> {
+        let memory = Memory::new(64 << 20).unwrap();
+        load("it", &mut Cursor::new(&bytes[..]), &memory).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn segments_may_touch_but_not_overlap() {
+        let notes = (PT_NOTE, 0, 20, 20);
+        let two = |second: u64| {
+            file(&[notes, (PT_LOAD, second, 16, 16), (PT_LOAD, 1 << 20, 16, 4096)], 0)
+        };
+        let loaded = load_it(two((1 << 20) + 4096)).unwrap();
+        assert_eq!((loaded.entry, loaded.segments.len()), (1 << 20, 2));
+        assert_eq!(
+            load_it(two((1 << 20) + 4095)).unwrap_err(),
+            "it is a damaged ELF file: its segments 0x100000..0x101000 and 0x100fff..0x10100f overlap"
+        );
+    }
+
+    #[test]
+    fn what_the_headers_may_cost_is_bounded() {
+        let code = (PT_LOAD, 1 << 20, 16, 16);
+        let many = vec![code; 257];
+        assert_eq!(
+            load_it(file(&many, 0)).unwrap_err(),
+            "it is a damaged ELF file: it has 257 program headers, more than 256"
+        );
+        // The same notes, named again and again.
+        let half = (PT_NOTE, 0, 1 << 19, 0);
+        let zeros = |headers: &[(u32, u64, u64, u64)]| load_it(file(headers, 1 << 19)).unwrap_err();
+        assert!(zeros(&[code, half, half]).contains("no PVH note"), "1 MiB is allowed");
+        assert_eq!(
+            zeros(&[code, half, half, half]),
+            "it is a damaged ELF file: it has 1572864 bytes of notes, more than 1048576"
+        );
+    }
 }

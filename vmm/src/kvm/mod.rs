@@ -4,6 +4,7 @@
 mod capabilities;
 mod exit;
 mod kick;
+mod open;
 mod ring;
 mod state;
 mod vm;
@@ -11,6 +12,7 @@ mod vm;
 pub use capabilities::{Capabilities, Capability, Need};
 pub use exit::internal_error;
 pub use kick::{ImmediateExit, block_signals, kick, listen_for_kicks, register_kick_handler};
+pub use open::{Unusable, open};
 pub use ring::RingMap;
 pub use state::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 pub use vm::KvmVm;

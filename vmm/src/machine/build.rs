@@ -16,7 +16,7 @@ use crate::boot::{self, Entry};
 use crate::collector::{Collector, Message};
 use crate::config::{Backend, HostConfig, MachineConfig};
 use crate::devices::{Bus, Com1, open_sink};
-use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
+use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
 use crate::sources::{BitmapSource, RingSource};
 use crate::vcpu::{Counters, StateContext, Vcpu, cpuid};
@@ -55,23 +55,16 @@ impl Machine {
         load: bool,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
-        let kvm = open_kvm()?;
-        let capabilities = Capabilities::probe(&kvm);
-        if let Some(missing) = capabilities.missing().next() {
-            return Err(MachineError::HostLacks {
-                what: format!("KVM_CAP_{}", missing.name),
-                why: "no machine can be built without it".to_owned(),
-            });
-        }
+        let (kvm, capabilities) = kvm::open()?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         let memory = Arc::new(Memory::new(config.mem_bytes)?);
         let entry = if load { Some(boot::load(&config, &memory)?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
-        let vcpus = create_vcpus(&kvm, &capabilities, &vm, &config, entry)?;
-        let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
         let supported = supported_cpuid(&kvm)?;
+        let vcpus = create_vcpus(&kvm, &capabilities, &supported, &vm, &config, entry)?;
+        let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
         let bus = Arc::new(Bus::new(Com1::new(vm.clone(), sink)));
 
@@ -106,15 +99,6 @@ fn check(config: &MachineConfig) -> Result<(), String> {
     match config.backend {
         Backend::Kvm => config.check(),
         other => Err(format!("its backend is {other}, not {}", Backend::Kvm)),
-    }
-}
-
-fn open_kvm() -> Result<Kvm, MachineError> {
-    let lacks = |why: String| MachineError::HostLacks { what: "a usable /dev/kvm".to_owned(), why };
-    let kvm = Kvm::new().map_err(|e| lacks(e.to_string()))?;
-    match kvm.get_api_version() {
-        version if version == KVM_API_VERSION as i32 => Ok(kvm),
-        other => Err(lacks(format!("its API version is {other}, not {KVM_API_VERSION}"))),
     }
 }
 
@@ -161,6 +145,7 @@ fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), Mac
 fn create_vcpus(
     kvm: &Kvm,
     capabilities: &Capabilities,
+    supported: &CpuId,
     vm: &KvmVm,
     config: &MachineConfig,
     entry: Option<Entry>,
@@ -172,7 +157,6 @@ fn create_vcpus(
             why: format!("its KVM allows {most} a guest"),
         });
     }
-    let supported = supported_cpuid(kvm)?;
     let bits = cpuid::address_bits(supported.as_slice());
     if vm.memory().layout().slots().any(|s| s.run().end().gpa() > 1 << bits) {
         return Err(MachineError::HostLacks {
@@ -185,7 +169,7 @@ fn create_vcpus(
     for id in 0..config.vcpus {
         let fd = vm.fd().create_vcpu(id.into());
         let fd = fd.map_err(MachineError::system("KVM_CREATE_VCPU"))?;
-        let cpuid = cpuid::for_vcpu(&supported, id, config.vcpus, tsc_deadline);
+        let cpuid = cpuid::for_vcpu(supported, id, config.vcpus, tsc_deadline);
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
         vcpus.push((fd, cpuid));
     }

@@ -7,6 +7,7 @@ use dirty_tracker::SourceError;
 
 use crate::boot::BootError;
 use crate::devices::SinkError;
+use crate::kvm::Unusable;
 use crate::memory::MemoryError;
 
 /// Why there is no machine.
@@ -54,6 +55,12 @@ impl MachineError {
 
     pub(super) fn system<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> Self {
         move |e| Self::System { what, cause: e.into() }
+    }
+}
+
+impl From<Unusable> for MachineError {
+    fn from(Unusable { what, why }: Unusable) -> Self {
+        Self::HostLacks { what, why }
     }
 }
 

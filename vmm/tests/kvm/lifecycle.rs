@@ -15,7 +15,7 @@ fn a_paused_guest_stands_still_and_goes_on_unharmed() {
         return;
     }
     let console = Console::new();
-    let config = MachineConfig { vcpus: 2, ..payload("payload,ws=8M,rate=max,seconds=3") };
+    let config = MachineConfig { vcpus: 2, ..payload("payload,ws=8M,rate=max") };
     let machine = launch(config, &console);
     assert_eq!(machine.run_state(), RunState::Paused);
     assert_eq!(machine.pause().unwrap(), RunState::Paused, "pausing twice is once");
@@ -28,7 +28,10 @@ fn a_paused_guest_stands_still_and_goes_on_unharmed() {
         assert_eq!(machine.info().vcpu, before, "a paused vCPU does not exit");
         machine.resume().unwrap();
     }
-    assert_powers_off(&machine, &console);
+    // It has no end of its own: however slow the host is, all pauses meet it at work.
+    let already = console.reports().len();
+    console.wait_for("report after the pauses", |_| console.reports().len() > already + 2);
+    machine.stop("it has shown enough");
     assert_eq!(machine.run_state(), RunState::Stopped);
     assert!(matches!(machine.pause(), Err(GuestError::State { .. })));
     assert!(machine.info().vcpu.iter().all(|v| v.exits > 0));

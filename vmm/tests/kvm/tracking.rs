@@ -27,31 +27,70 @@ fn changed<'a>(before: &'a [u8], after: &'a [u8]) -> impl Iterator<Item = Gfn> +
     frames.zip(0u64..).filter(|((a, b), _)| a != b).map(|(_, gfn)| Gfn(gfn))
 }
 
+/// The leaves of slot 0 after `config` has run to the end that it sets itself, together with the
+/// frames whose content is another than at the start.
+fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
+    let console = Console::new();
+    let machine = launch(config, &console);
+    let (subscription, before) = (machine.subscribe("test").unwrap(), memory(&machine));
+    machine.resume().unwrap();
+    assert_powers_off(&machine, &console);
+    console.wait_for("done", |text| text.contains("done"));
+    machine.collect().unwrap();
+    let leaves = subscription.bitmap(SlotId(0)).unwrap();
+    let mut content = vec![0; leaves.len()];
+    for gfn in changed(&before, &memory(&machine)) {
+        content[gfn.0 as usize / 64] |= 1 << (gfn.0 % 64);
+    }
+    assert_eq!(machine.info().ring_overruns, 0);
+    console.assert_no_errors();
+    (leaves, content)
+}
+
+/// Leaf words of 1 to 2 MiB: the payload's image and, behind it, what it takes for itself.
+const OWN: std::ops::Range<usize> = 4..8;
+
+/// I5, exactly: of two runs of the same guest to the end that it sets itself - the one point at
+/// which both have executed the same instructions - the leaves are equal, bit for bit. Of one vCPU
+/// nothing is masked out: pages whose content depends on time are written in each run. Of two, only
+/// the payload's own memory is ([`OWN`]): which of its pages are reached depends on when the vCPUs meet.
+///
+/// The working sets are sparse or written once, so that no later write hides a frame that was
+/// lost. Rings have their default size: one that is overrun marks all memory (I6), and equality
+/// would show nothing. What both modes lose, equality would not show either: so each frame whose
+/// content has changed must be in both.
 #[test]
 fn both_modes_leave_the_same_leaves() {
     if !kvm_or_skip("both_modes_leave_the_same_leaves") {
         return;
     }
-    let leaves = |tracking| {
-        let console = Console::new();
-        let spec = "payload,ws=24M,rate=max,pattern=random,seed=5,passes=4";
-        let machine = launch(MachineConfig { tracking, ..payload(spec) }, &console);
-        let subscription = machine.subscribe("test").unwrap();
-        machine.resume().unwrap();
-        // Its end is the one point at which both have executed the same instructions.
-        assert_powers_off(&machine, &console);
-        console.wait_for("done", |text| text.contains("done"));
-        machine.collect().unwrap();
-        let leaves = subscription.bitmap(SlotId(0)).unwrap();
-        assert_eq!(machine.info().ring_overruns, 0);
-        console.assert_no_errors();
-        leaves
-    };
-    let (ring, bitmap) = (leaves(TrackingMode::DirtyRing), leaves(TrackingMode::DirtyBitmap));
-    let frames: u32 = ring.iter().map(|w| w.count_ones()).sum();
-    assert!(frames > 20 * 256, "the working set is among {frames} frames");
-    let apart: Vec<_> = (0..).zip(ring.iter().zip(&bitmap)).filter(|(_, (a, b))| a != b).collect();
-    assert!(apart.is_empty(), "words, ring and bitmap: {apart:x?}");
+    for (vcpus, workload, least) in [
+        (1, "ws=24M,pattern=once,passes=1", 6144),
+        (1, "ws=24M,pattern=random,seed=5,passes=1", 2000),
+        (1, "ws=24M,pattern=stride:7,passes=3", 877),
+        (2, "ws=24M,pattern=random,seed=9,passes=1", 2000),
+        (2, "ws=16M,pattern=once,passes=2", 4096),
+    ] {
+        let config = |tracking| MachineConfig {
+            tracking,
+            vcpus,
+            ..payload(&format!("payload,rate=max,{workload}"))
+        };
+        let (ring, ring_content) = whole_run(config(TrackingMode::DirtyRing));
+        let (bitmap, bitmap_content) = whole_run(config(TrackingMode::DirtyBitmap));
+        let frames: u32 = ring.iter().map(|w| w.count_ones()).sum();
+        assert!(frames > least, "{workload}: only {frames} frames are dirty");
+        for (mode, leaves, content) in
+            [("ring", &ring, &ring_content), ("bitmap", &bitmap, &bitmap_content)]
+        {
+            let lost: u32 = leaves.iter().zip(content).map(|(l, c)| (c & !l).count_ones()).sum();
+            assert_eq!(lost, 0, "{workload}: frames that changed and that {mode} does not know");
+        }
+        let words =
+            (0..).zip(ring.iter().zip(&bitmap)).filter(|(i, _)| vcpus == 1 || !OWN.contains(i));
+        let apart: Vec<_> = words.filter(|(_, (a, b))| a != b).collect();
+        assert!(apart.is_empty(), "{workload}: words, ring and bitmap: {apart:x?}");
+    }
 }
 
 /// Runs `machine` for `rounds` epochs of `length`; after each one, every frame that changed must be
@@ -157,7 +196,7 @@ fn a_guest_that_waits_for_room_in_its_ring_can_be_paused() {
     if !kvm_or_skip("a_guest_that_waits_for_room_in_its_ring_can_be_paused") {
         return;
     }
-    let config = MachineConfig { vcpus: 2, ..payload("payload,ws=32M,rate=max,seconds=4") };
+    let config = MachineConfig { vcpus: 2, ..payload("payload,ws=32M,rate=max") };
     let ring_entries = smallest_ring(&config);
     let console = Console::new();
     let machine = launch(MachineConfig { ring_entries, ..config }, &console);
@@ -167,7 +206,11 @@ fn a_guest_that_waits_for_room_in_its_ring_can_be_paused() {
         machine.pause().unwrap();
         machine.resume().unwrap();
     }
-    assert_powers_off(&machine, &console);
+    // It has no end of its own: however slow the host is, all pauses meet it at work.
+    let already = console.reports().len();
+    console.wait_for("report after the pauses", |_| console.reports().len() > already + 2);
+    assert!(machine.info().vcpu.iter().any(|v| v.ring_full_exits > 0), "no ring was ever full");
+    machine.stop("it has shown enough");
     console.assert_no_errors();
 }
 
@@ -193,10 +236,19 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
                 assert!(Instant::now() < end, "subscribed, and nothing is dirty");
             }
             drop(subscription);
-            std::thread::sleep(Duration::from_millis(100));
-            let marked = machine.info().dirty.marked_frames;
-            std::thread::sleep(Duration::from_millis(50));
-            assert_eq!(machine.info().dirty.marked_frames, marked, "{tracking}");
+            // The collector notices in its own time; a guest that writes at full speed is marked
+            // many times a second until then, and never after.
+            let end = Instant::now() + LONG;
+            let marked = || machine.info().dirty.marked_frames;
+            let mut before = marked();
+            let mut quiet = 0;
+            while quiet < 5 {
+                assert!(Instant::now() < end, "nobody subscribes, and {tracking} goes on");
+                std::thread::sleep(Duration::from_millis(50));
+                let now = marked();
+                quiet = if now == before { quiet + 1 } else { 0 };
+                before = now;
+            }
         }
         let already = console.reports().len();
         console.wait_for_reports(1, already + 1);

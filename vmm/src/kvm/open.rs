@@ -1,0 +1,34 @@
+//! Opening `/dev/kvm`, and whether machines can be built with what is behind it.
+
+use kvm_bindings::KVM_API_VERSION;
+use kvm_ioctls::Kvm;
+
+use super::Capabilities;
+
+/// Why no machine can be built here.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("this host lacks {what}: {why}")]
+pub struct Unusable {
+    /// What is missing.
+    pub what: String,
+    /// The system's answer, or what follows.
+    pub why: String,
+}
+
+/// Opens KVM and asks what it can do; fails if anything is missing that every machine needs.
+pub fn open() -> Result<(Kvm, Capabilities), Unusable> {
+    let lacks = |why: String| Unusable { what: "a usable /dev/kvm".to_owned(), why };
+    let kvm = Kvm::new().map_err(|e| lacks(e.to_string()))?;
+    let version = kvm.get_api_version();
+    if version != KVM_API_VERSION as i32 {
+        return Err(lacks(format!("its API version is {version}, not {KVM_API_VERSION}")));
+    }
+    let capabilities = Capabilities::probe(&kvm);
+    if let Some(missing) = capabilities.missing().next() {
+        return Err(Unusable {
+            what: format!("KVM_CAP_{}", missing.name),
+            why: "no machine can be built without it".to_owned(),
+        });
+    }
+    Ok((kvm, capabilities))
+}
