@@ -284,3 +284,20 @@ fn a_peer_that_trickles_does_not_hold_the_pause() {
     assert_eq!(error.phase, Phase::SwitchOver, "{error}");
     exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in the pause");
 }
+
+#[test]
+fn precopy_keeps_its_time_although_the_peer_trickles() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    // The acknowledgement of pass 0 trickles.
+    let proxy = Proxy::start(&there.to, Plan::trickle(3));
+    let mut sending = options(&host);
+    sending.timeout = Duration::from_millis(500);
+    let sent = Sender::start(&guest, &proxy.to, &sending).result();
+    let error = sent.as_ref().unwrap_err();
+    assert!(matches!(error.cause, Cause::NotConverging { .. }), "{error}");
+    assert!(error.to_string().contains("longer than its 0.5 s"), "{error}");
+    assert_eq!(error.phase, Phase::Precopy, "{error}");
+    exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in precopy");
+}

@@ -300,8 +300,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             TimeoutStrategy::Switchover => None,
         };
         let frames = populated.iter().map(|r| r.count).sum();
-        let mut done =
-            sender.pass(&mut peer.wire, 0, populated.iter().copied(), frames, deadline)?;
+        let mut done = on_time(&mut peer.wire, deadline, |wire| {
+            sender.pass(wire, 0, populated.iter().copied(), frames, deadline)
+        })?;
         let mut since = begun;
         loop {
             self.guest.collect()?;
@@ -330,7 +331,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             }
             let pass = measured.len() as u32;
             // An error drops the epoch, which gives it back (I4).
-            done = sender.pass(&mut peer.wire, pass, epoch.runs(), epoch.frames(), deadline)?;
+            done = on_time(&mut peer.wire, deadline, |wire| {
+                sender.pass(wire, pass, epoch.runs(), epoch.frames(), deadline)
+            })?;
             epoch.commit();
         }
     }
