@@ -301,3 +301,17 @@ fn precopy_keeps_its_time_although_the_peer_trickles() {
     assert_eq!(error.phase, Phase::Precopy, "{error}");
     exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in precopy");
 }
+
+#[test]
+fn the_operator_is_heard_while_a_question_has_no_answer() {
+    let host = Host::new();
+    let (guest, there, proxy, sender) = in_doubt(&host);
+    // It takes connections and says nothing.
+    let mute = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    proxy.redirect(&mute.local_addr().unwrap().to_string());
+    let (_asking, _) = mute.accept().unwrap();
+    sender.control.resolve(Resolution::Discard).unwrap();
+    let sent = sender.result();
+    assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);
+    exactly_one_runs(&host, &guest, &sent, there, "resolved while asking");
+}

@@ -60,7 +60,15 @@ fn strangers_are_turned_away_and_the_receiver_waits_on() {
     let absurd = [header(FORMAT_VERSION), record(tag("HELLO"), 0, u32::MAX, b"")].concat();
     let unknown = [header(FORMAT_VERSION), record(999, 0, 0, b"")].concat();
     let early = [header(FORMAT_VERSION), record(tag("COMMIT"), 0, 16, &[0; 16])].concat();
-    let cases: [(&str, Vec<u8>, &str); 6] = [
+    let mut padded = header(FORMAT_VERSION);
+    for sequence in 0..17 {
+        let (tag, must_understand, instance, length) = (999, false, 0, 0);
+        let payload_crc = crc32c::crc32c(b"");
+        let head = RecordHead { tag, must_understand, instance, length, payload_crc, sequence };
+        padded.extend(head.to_bytes());
+    }
+    let cases: [(&str, Vec<u8>, &str); 7] = [
+        ("padding", padded, "17 unknown records in a row, more than the 16 allowed"),
         (
             "HTTP",
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".repeat(4),

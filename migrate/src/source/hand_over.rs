@@ -19,6 +19,9 @@ use crate::wire::{Wire, unexpected};
 /// How long the last words of a destination that gives up before COMMIT may take to arrive.
 const GONE_LIMIT: Duration = Duration::from_millis(500);
 
+/// How long one question may take: for introductions, and again for the answer.
+const QUERY_LIMIT: Duration = Duration::from_secs(3);
+
 /// The guest behind its durable record: from here on it may be the destination's.
 pub(super) struct Handed<'a, G: Guest + ?Sized> {
     sealed: Sealed<'a, G>,
@@ -202,6 +205,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 );
                 SourceEvent::Answer(verdict)
             }
+            // Cut short by the operator, who is heard next.
+            Err(_) if self.control.resolution().is_some() => SourceEvent::Lost,
             Err(e) => {
                 *doubt = Some(e.to_string());
                 SourceEvent::Lost
@@ -210,7 +215,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     fn query(&self, sealed: &Sealed<'a, G>) -> Result<Verdict, Cause> {
-        let mut wire = self.introduce(Purpose::Query)?;
+        let limit = self.options.connect_timeout.min(QUERY_LIMIT);
+        let resolved = self.control.resolved.clone();
+        let mut wire = self.introduce(Purpose::Query, limit, resolved)?;
+        wire.stream_mut().set_deadline(Some(Instant::now() + QUERY_LIMIT));
         wire.send(&Message::Query { token: self.token, site: sealed.record().site })?;
         match wire.recv()? {
             Message::Answer { token, verdict } => {
