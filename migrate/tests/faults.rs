@@ -185,6 +185,7 @@ fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it
     assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Discarded { .. }));
     assert!(Records::open(host.source_records()).unwrap().pending().unwrap().is_empty());
     exactly_one_runs(&host, &guest, &sent, there, "no room for the decision, for a while");
+    assert!(host.records_left().is_empty(), "{:?}", host.records_left());
 }
 
 /// Loses RUNNING and everything after it. Returns when the source is in doubt.
@@ -314,4 +315,15 @@ fn the_operator_is_heard_while_a_question_has_no_answer() {
     let sent = sender.result();
     assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);
     exactly_one_runs(&host, &guest, &sent, there, "resolved while asking");
+}
+
+#[test]
+fn after_a_doubt_that_an_answer_settled_no_record_is_left() {
+    let host = Host::new();
+    let (guest, there, proxy, sender) = in_doubt(&host);
+    proxy.redirect(&there.to);
+    let sent = sender.result();
+    assert_eq!(sent.as_ref().unwrap().status, SendStatus::Completed);
+    within(Duration::from_secs(5), "the decision is forgotten", || host.records_left().is_empty());
+    exactly_one_runs(&host, &guest, &sent, there, "in doubt, then answered");
 }

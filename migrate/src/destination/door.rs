@@ -25,6 +25,9 @@ use crate::wire::{Wire, unexpected};
 /// Callers heard at once; more are turned away without a word.
 const MAX_CALLERS: usize = 16;
 
+/// How long a source that was told the verdict may take to say that it is settled.
+const ENDED_LIMIT: Duration = Duration::from_secs(5);
+
 /// A source that has the seat and has been greeted.
 #[derive(Debug)]
 pub(super) struct Caller {
@@ -146,6 +149,23 @@ impl Porter {
         turned_away(&self.control, peer, reason);
     }
 
+    /// Stays a moment after an answer that settles it, to learn that it was heard.
+    fn await_end(&self, wire: &mut Wire<Link>, token: Token, verdict: Verdict) {
+        wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
+        let heard = match wire.recv() {
+            Ok(Message::Ended { token: ended }) if ended == token => {
+                self.ledger.forget(token);
+                true
+            }
+            Ok(_) => false,
+            Err(e) => closed(&e),
+        };
+        // Last: whoever waits for this may close the door at once.
+        if heard && verdict == Verdict::Discarded {
+            self.ledger.told(token);
+        }
+    }
+
     /// Introductions; a source that has the seat comes back with its header.
     fn greet(&self, wire: &mut Wire<Link>) -> Result<Option<Header>, WireError> {
         let header = match wire.recv_header() {
@@ -195,9 +215,8 @@ impl Porter {
                 let verdict = self.ledger.answer(token, site);
                 tracing::info!(%token, ?verdict, peer = wire.stream().peer(), "asked");
                 wire.send(&Message::Answer { token, verdict })?;
-                // Only now: whoever waits for this may close the door at once.
-                if verdict == Verdict::Discarded {
-                    self.ledger.told(token);
+                if matches!(verdict, Verdict::Discarded | Verdict::Running) {
+                    self.await_end(wire, token, verdict);
                 }
                 Ok(None)
             }
@@ -207,6 +226,12 @@ impl Porter {
             }),
         }
     }
+}
+
+/// The peer closed the connection in good order; a reset or silence is something else.
+fn closed(e: &WireError) -> bool {
+    let end = io::ErrorKind::UnexpectedEof;
+    matches!(e, WireError::Format(FormatError::Io(e)) if e.kind() == end)
 }
 
 /// Logs a refusal and shows it in the progress.

@@ -101,7 +101,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
                     self.in_doubt(&doubt);
-                    let event = self.ask(&sealed, &mut doubt);
+                    let event = self.ask(&sealed, &mut peer, &mut doubt);
                     if let SourceEvent::Operator(how) = event {
                         resolved = Some(how);
                     }
@@ -174,7 +174,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Waits a little, then asks the destination once; the operator's word comes first.
-    fn ask(&self, sealed: &Sealed<'a, G>, doubt: &mut Option<String>) -> SourceEvent {
+    fn ask(
+        &self,
+        sealed: &Sealed<'a, G>,
+        peer: &mut Peer,
+        doubt: &mut Option<String>,
+    ) -> SourceEvent {
         let next = Instant::now() + self.options.ask_every;
         loop {
             if let Some(how) = self.control.resolution() {
@@ -189,7 +194,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             std::thread::sleep(left.min(SLICE));
         }
         match self.query(sealed) {
-            Ok(verdict) => {
+            Ok((verdict, wire)) => {
                 *doubt = Some(
                     match verdict {
                         Verdict::Undecided => "it has not decided yet",
@@ -198,6 +203,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         }
                         Verdict::Unknown => "it does not know of this migration",
                         Verdict::Running | Verdict::Discarded => {
+                            // Whoever gave the verdict waits there for ENDED.
+                            peer.wire = wire;
                             return SourceEvent::Answer(verdict);
                         }
                     }
@@ -214,7 +221,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
     }
 
-    fn query(&self, sealed: &Sealed<'a, G>) -> Result<Verdict, Cause> {
+    fn query(&self, sealed: &Sealed<'a, G>) -> Result<(Verdict, Wire<Link>), Cause> {
         let limit = self.options.connect_timeout.min(QUERY_LIMIT);
         let resolved = self.control.resolved.clone();
         let mut wire = self.introduce(Purpose::Query, limit, resolved)?;
@@ -223,7 +230,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         match wire.recv()? {
             Message::Answer { token, verdict } => {
                 self.own(Tag::Answer, token)?;
-                Ok(verdict)
+                Ok((verdict, wire))
             }
             other => Err(unexpected(&other, "ANSWER").into()),
         }
@@ -233,7 +240,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn forget(&self, peer: &mut Peer) {
         match peer.records.settle(self.token) {
             // A destination that does not hear it keeps a small file.
-            Ok(()) => drop(peer.wire.send(&Message::Ended { token: self.token })),
+            Ok(()) => {
+                // The operator's word may have come meanwhile; it is no reason to keep quiet.
+                peer.wire.stream_mut().begin_last_words();
+                let _ = peer.wire.send(&Message::Ended { token: self.token });
+            }
             Err(e) => tracing::warn!("a settled migration leaves its record: {e}"),
         }
     }
