@@ -94,6 +94,22 @@ pub(super) fn open(
     Ok((Responder { address, stop, thread: Some(thread) }, called))
 }
 
+/// One of the callers that are heard at once; given back however its thread ends.
+struct Slot(Arc<Porter>);
+
+impl Slot {
+    fn take(porter: &Arc<Porter>) -> Option<Self> {
+        let slot = Self(porter.clone());
+        (porter.busy.fetch_add(1, Ordering::SeqCst) < MAX_CALLERS).then_some(slot)
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.0.busy.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
     while !porter.stop.is_cancelled() {
         let stream = match listener.accept() {
@@ -107,17 +123,9 @@ fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
                 continue;
             }
         };
-        if porter.busy.fetch_add(1, Ordering::SeqCst) >= MAX_CALLERS {
-            porter.busy.fetch_sub(1, Ordering::SeqCst);
-            continue;
-        }
-        let mine = porter.clone();
-        let hear = move || {
-            mine.hear(stream);
-            mine.busy.fetch_sub(1, Ordering::SeqCst);
-        };
+        let Some(slot) = Slot::take(porter) else { continue };
+        let hear = move || slot.0.hear(stream);
         if let Err(e) = std::thread::Builder::new().name("migrate-caller".into()).spawn(hear) {
-            porter.busy.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!("hearing a caller failed: {e}");
         }
     }
