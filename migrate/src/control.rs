@@ -133,6 +133,8 @@ pub struct SendControl {
     pub(crate) stop: Arc<Stop>,
     progress: Mutex<Progress>,
     resolution: Mutex<Option<Resolution>>,
+    /// Ends a question to the destination that is under way when the operator resolves.
+    pub(crate) resolved: Arc<Stop>,
 }
 
 impl SendControl {
@@ -159,6 +161,7 @@ impl SendControl {
             return Err(ControlError::NotInDoubt { phase });
         }
         *self.resolution.lock().unwrap_or_else(PoisonError::into_inner) = Some(how);
+        self.resolved.force();
         Ok(())
     }
 

@@ -86,7 +86,7 @@ impl Records {
     /// Opens the directory, and makes it and its site where they do not exist yet.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
         let dir = dir.into();
-        fs::create_dir_all(&dir).map_err(failed("write", &dir))?;
+        make_dir(&dir).map_err(failed("write", &dir))?;
         let path = dir.join("site");
         let made = write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes());
         if let Err(e) = made
@@ -275,6 +275,21 @@ fn remove(dir: &Path, path: &Path) -> io::Result<()> {
     }
 }
 
+/// Makes a directory durable, level by level where it does not exist yet.
+fn make_dir(dir: &Path) -> io::Result<()> {
+    let missing: Vec<&Path> =
+        dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();
+    for level in missing.into_iter().rev() {
+        match fs::create_dir(level) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+            _ => {}
+        }
+        let parent = level.parent().filter(|p| !p.as_os_str().is_empty());
+        sync_dir(parent.unwrap_or(Path::new(".")))?;
+    }
+    Ok(())
+}
+
 fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
@@ -312,6 +327,17 @@ mod tests {
         assert_eq!(found, [mark.record().clone()]);
         records.settle(token).unwrap();
         assert!(records.pending().unwrap().is_empty());
+    }
+
+    #[test]
+    fn missing_levels_are_made_and_a_file_in_their_place_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let deep = dir.path().join("a/b/c");
+        let site = Records::open(&deep).unwrap().site();
+        assert_eq!(Records::open(&deep).unwrap().site(), site);
+        fs::write(dir.path().join("file"), "").unwrap();
+        let e = Records::open(dir.path().join("file/b")).unwrap_err().to_string();
+        assert!(e.contains("file/b"), "{e}");
     }
 
     #[test]

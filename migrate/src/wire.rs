@@ -18,6 +18,9 @@ use crate::message::{Message, Tag, clip};
 /// Most payload bytes of a record of an unknown tag that may be skipped.
 const MAX_SKIPPED: u32 = 64 << 10;
 
+/// Most records of unknown tags that may be skipped between two messages.
+const MAX_SKIPPED_RECORDS: u64 = 16;
+
 /// Both directions of one connection.
 #[derive(Debug)]
 pub(crate) struct Wire<S> {
@@ -146,6 +149,7 @@ impl<S: Read> Wire<S> {
     /// The next message. Records of unknown tags that need not be understood are skipped. REFUSED
     /// and ABORT come back as errors: they end the conversation wherever they stand.
     pub(crate) fn recv(&mut self) -> Result<Message<'_>, WireError> {
+        let mut skipped = 0;
         let (tag, length) = loop {
             let head = RecordHead::read_from(&mut self.stream, self.next_in)?;
             let tag = Tag::from_number(head.tag);
@@ -163,6 +167,11 @@ impl<S: Read> Wire<S> {
             self.received_bytes += (RECORD_HEAD_LEN + length) as u64;
             if let Some(tag) = tag {
                 break (tag, length);
+            }
+            skipped += 1;
+            if skipped > MAX_SKIPPED_RECORDS {
+                let (found, limit) = (skipped, MAX_SKIPPED_RECORDS);
+                return Err(WireError::TooMany { what: "unknown records in a row", found, limit });
             }
         };
         match Message::parse(tag, &self.payload[..length])? {

@@ -185,6 +185,7 @@ fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it
     assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Discarded { .. }));
     assert!(Records::open(host.source_records()).unwrap().pending().unwrap().is_empty());
     exactly_one_runs(&host, &guest, &sent, there, "no room for the decision, for a while");
+    assert!(host.records_left().is_empty(), "{:?}", host.records_left());
 }
 
 /// Loses RUNNING and everything after it. Returns when the source is in doubt.
@@ -283,4 +284,46 @@ fn a_peer_that_trickles_does_not_hold_the_pause() {
     assert!(error.to_string().contains("limit of 0.5 s"), "{error}");
     assert_eq!(error.phase, Phase::SwitchOver, "{error}");
     exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in the pause");
+}
+
+#[test]
+fn precopy_keeps_its_time_although_the_peer_trickles() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    // The acknowledgement of pass 0 trickles.
+    let proxy = Proxy::start(&there.to, Plan::trickle(3));
+    let mut sending = options(&host);
+    sending.timeout = Duration::from_millis(500);
+    let sent = Sender::start(&guest, &proxy.to, &sending).result();
+    let error = sent.as_ref().unwrap_err();
+    assert!(matches!(error.cause, Cause::NotConverging { .. }), "{error}");
+    assert!(error.to_string().contains("longer than its 0.5 s"), "{error}");
+    assert_eq!(error.phase, Phase::Precopy, "{error}");
+    exactly_one_runs(&host, &guest, &sent, there, "a trickling peer in precopy");
+}
+
+#[test]
+fn the_operator_is_heard_while_a_question_has_no_answer() {
+    let host = Host::new();
+    let (guest, there, proxy, sender) = in_doubt(&host);
+    // It takes connections and says nothing.
+    let mute = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    proxy.redirect(&mute.local_addr().unwrap().to_string());
+    let (_asking, _) = mute.accept().unwrap();
+    sender.control.resolve(Resolution::Discard).unwrap();
+    let sent = sender.result();
+    assert_eq!(sent.as_ref().unwrap().status, SendStatus::ResolvedDiscarded);
+    exactly_one_runs(&host, &guest, &sent, there, "resolved while asking");
+}
+
+#[test]
+fn after_a_doubt_that_an_answer_settled_no_record_is_left() {
+    let host = Host::new();
+    let (guest, there, proxy, sender) = in_doubt(&host);
+    proxy.redirect(&there.to);
+    let sent = sender.result();
+    assert_eq!(sent.as_ref().unwrap().status, SendStatus::Completed);
+    within(Duration::from_secs(5), "the decision is forgotten", || host.records_left().is_empty());
+    exactly_one_runs(&host, &guest, &sent, there, "in doubt, then answered");
 }

@@ -25,6 +25,9 @@ use crate::wire::{Wire, unexpected};
 /// Callers heard at once; more are turned away without a word.
 const MAX_CALLERS: usize = 16;
 
+/// How long a source that was told the verdict may take to say that it is settled.
+const ENDED_LIMIT: Duration = Duration::from_secs(5);
+
 /// A source that has the seat and has been greeted.
 #[derive(Debug)]
 pub(super) struct Caller {
@@ -91,6 +94,22 @@ pub(super) fn open(
     Ok((Responder { address, stop, thread: Some(thread) }, called))
 }
 
+/// One of the callers that are heard at once; given back however its thread ends.
+struct Slot(Arc<Porter>);
+
+impl Slot {
+    fn take(porter: &Arc<Porter>) -> Option<Self> {
+        let slot = Self(porter.clone());
+        (porter.busy.fetch_add(1, Ordering::SeqCst) < MAX_CALLERS).then_some(slot)
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.0.busy.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
     while !porter.stop.is_cancelled() {
         let stream = match listener.accept() {
@@ -104,17 +123,9 @@ fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
                 continue;
             }
         };
-        if porter.busy.fetch_add(1, Ordering::SeqCst) >= MAX_CALLERS {
-            porter.busy.fetch_sub(1, Ordering::SeqCst);
-            continue;
-        }
-        let mine = porter.clone();
-        let hear = move || {
-            mine.hear(stream);
-            mine.busy.fetch_sub(1, Ordering::SeqCst);
-        };
+        let Some(slot) = Slot::take(porter) else { continue };
+        let hear = move || slot.0.hear(stream);
         if let Err(e) = std::thread::Builder::new().name("migrate-caller".into()).spawn(hear) {
-            porter.busy.fetch_sub(1, Ordering::SeqCst);
             tracing::warn!("hearing a caller failed: {e}");
         }
     }
@@ -144,6 +155,23 @@ impl Porter {
 
     fn refused(&self, peer: &str, reason: &str) {
         turned_away(&self.control, peer, reason);
+    }
+
+    /// Stays a moment after an answer that settles it, to learn that it was heard.
+    fn await_end(&self, wire: &mut Wire<Link>, token: Token, verdict: Verdict) {
+        wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
+        let heard = match wire.recv() {
+            Ok(Message::Ended { token: ended }) if ended == token => {
+                self.ledger.forget(token);
+                true
+            }
+            Ok(_) => false,
+            Err(e) => closed(&e),
+        };
+        // Last: whoever waits for this may close the door at once.
+        if heard && verdict == Verdict::Discarded {
+            self.ledger.told(token);
+        }
     }
 
     /// Introductions; a source that has the seat comes back with its header.
@@ -195,9 +223,8 @@ impl Porter {
                 let verdict = self.ledger.answer(token, site);
                 tracing::info!(%token, ?verdict, peer = wire.stream().peer(), "asked");
                 wire.send(&Message::Answer { token, verdict })?;
-                // Only now: whoever waits for this may close the door at once.
-                if verdict == Verdict::Discarded {
-                    self.ledger.told(token);
+                if matches!(verdict, Verdict::Discarded | Verdict::Running) {
+                    self.await_end(wire, token, verdict);
                 }
                 Ok(None)
             }
@@ -207,6 +234,12 @@ impl Porter {
             }),
         }
     }
+}
+
+/// The peer closed the connection in good order; a reset or silence is something else.
+fn closed(e: &WireError) -> bool {
+    let end = io::ErrorKind::UnexpectedEof;
+    matches!(e, WireError::Format(FormatError::Io(e)) if e.kind() == end)
 }
 
 /// Logs a refusal and shows it in the progress.

@@ -124,7 +124,7 @@ impl Ledger {
         }
     }
 
-    /// The answer that the guest was discarded is on its way: nobody needs to stay for another.
+    /// A source has heard that the guest was discarded: nobody needs to stay for another question.
     pub(super) fn told(&self, token: Token) {
         if let Some(session) = self.lock().session.as_mut().filter(|s| s.token == token) {
             session.told = true;

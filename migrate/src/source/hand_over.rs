@@ -19,6 +19,9 @@ use crate::wire::{Wire, unexpected};
 /// How long the last words of a destination that gives up before COMMIT may take to arrive.
 const GONE_LIMIT: Duration = Duration::from_millis(500);
 
+/// How long one question may take: for introductions, and again for the answer.
+const QUERY_LIMIT: Duration = Duration::from_secs(3);
+
 /// The guest behind its durable record: from here on it may be the destination's.
 pub(super) struct Handed<'a, G: Guest + ?Sized> {
     sealed: Sealed<'a, G>,
@@ -98,7 +101,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
                     self.in_doubt(&doubt);
-                    let event = self.ask(&sealed, &mut doubt);
+                    let event = self.ask(&sealed, &mut peer, &mut doubt);
                     if let SourceEvent::Operator(how) = event {
                         resolved = Some(how);
                     }
@@ -171,7 +174,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Waits a little, then asks the destination once; the operator's word comes first.
-    fn ask(&self, sealed: &Sealed<'a, G>, doubt: &mut Option<String>) -> SourceEvent {
+    fn ask(
+        &self,
+        sealed: &Sealed<'a, G>,
+        peer: &mut Peer,
+        doubt: &mut Option<String>,
+    ) -> SourceEvent {
         let next = Instant::now() + self.options.ask_every;
         loop {
             if let Some(how) = self.control.resolution() {
@@ -186,7 +194,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             std::thread::sleep(left.min(SLICE));
         }
         match self.query(sealed) {
-            Ok(verdict) => {
+            Ok((verdict, wire)) => {
                 *doubt = Some(
                     match verdict {
                         Verdict::Undecided => "it has not decided yet",
@@ -195,6 +203,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         }
                         Verdict::Unknown => "it does not know of this migration",
                         Verdict::Running | Verdict::Discarded => {
+                            // Whoever gave the verdict waits there for ENDED.
+                            peer.wire = wire;
                             return SourceEvent::Answer(verdict);
                         }
                     }
@@ -202,6 +212,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 );
                 SourceEvent::Answer(verdict)
             }
+            // Cut short by the operator, who is heard next.
+            Err(_) if self.control.resolution().is_some() => SourceEvent::Lost,
             Err(e) => {
                 *doubt = Some(e.to_string());
                 SourceEvent::Lost
@@ -209,13 +221,16 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
     }
 
-    fn query(&self, sealed: &Sealed<'a, G>) -> Result<Verdict, Cause> {
-        let mut wire = self.introduce(Purpose::Query)?;
+    fn query(&self, sealed: &Sealed<'a, G>) -> Result<(Verdict, Wire<Link>), Cause> {
+        let limit = self.options.connect_timeout.min(QUERY_LIMIT);
+        let resolved = self.control.resolved.clone();
+        let mut wire = self.introduce(Purpose::Query, limit, resolved)?;
+        wire.stream_mut().set_deadline(Some(Instant::now() + QUERY_LIMIT));
         wire.send(&Message::Query { token: self.token, site: sealed.record().site })?;
         match wire.recv()? {
             Message::Answer { token, verdict } => {
                 self.own(Tag::Answer, token)?;
-                Ok(verdict)
+                Ok((verdict, wire))
             }
             other => Err(unexpected(&other, "ANSWER").into()),
         }
@@ -225,7 +240,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn forget(&self, peer: &mut Peer) {
         match peer.records.settle(self.token) {
             // A destination that does not hear it keeps a small file.
-            Ok(()) => drop(peer.wire.send(&Message::Ended { token: self.token })),
+            Ok(()) => {
+                // The operator's word may have come meanwhile; it is no reason to keep quiet.
+                peer.wire.stream_mut().begin_last_words();
+                let _ = peer.wire.send(&Message::Ended { token: self.token });
+            }
             Err(e) => tracing::warn!("a settled migration leaves its record: {e}"),
         }
     }

@@ -9,13 +9,14 @@ mod hold;
 mod passes;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, Section};
 use dirty_tracker::{PAGE_SIZE, Subscription};
 use uuid::Uuid;
 
-use crate::control::{Phase, SendControl};
+use crate::control::{Phase, SendControl, Stop};
 use crate::convergence::{
     Goals, Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, judge, link_rate,
 };
@@ -239,17 +240,22 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn connect(&self) -> Result<Peer, Failed> {
         // Opened now, so that a directory that cannot be used fails before the guest is paused.
         let records = Records::open(&self.options.records)?;
-        let wire = self.introduce(Purpose::Move)?;
+        let stop = self.control.stop.clone();
+        let wire = self.introduce(Purpose::Move, self.options.connect_timeout, stop)?;
         Ok(Peer { wire, records })
     }
 
-    /// A connection with introductions made.
-    fn introduce(&self, purpose: Purpose) -> Result<Wire<Link>, Cause> {
-        let o = self.options;
-        let link = Link::connect(self.to, o.connect_timeout, o.patience, self.control.stop.clone())
+    /// A connection with introductions made; both within `limit`, and not once `stop` says so.
+    fn introduce(
+        &self,
+        purpose: Purpose,
+        limit: Duration,
+        stop: Arc<Stop>,
+    ) -> Result<Wire<Link>, Cause> {
+        let link = Link::connect(self.to, limit, self.options.patience, stop)
             .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
         let mut wire = Wire::new(link);
-        wire.stream_mut().set_deadline(Some(Instant::now() + o.connect_timeout));
+        wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         wire.send_header(Some((self.guest.vm_id(), self.guest.layout().hash())))?;
         let version = env!("CARGO_PKG_VERSION");
         wire.send(&Message::Hello { purpose, features: FEATURES, version })?;
@@ -300,8 +306,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             TimeoutStrategy::Switchover => None,
         };
         let frames = populated.iter().map(|r| r.count).sum();
-        let mut done =
-            sender.pass(&mut peer.wire, 0, populated.iter().copied(), frames, deadline)?;
+        let mut done = on_time(&mut peer.wire, deadline, |wire| {
+            sender.pass(wire, 0, populated.iter().copied(), frames, deadline)
+        })?;
         let mut since = begun;
         loop {
             self.guest.collect()?;
@@ -330,7 +337,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             }
             let pass = measured.len() as u32;
             // An error drops the epoch, which gives it back (I4).
-            done = sender.pass(&mut peer.wire, pass, epoch.runs(), epoch.frames(), deadline)?;
+            done = on_time(&mut peer.wire, deadline, |wire| {
+                sender.pass(wire, pass, epoch.runs(), epoch.frames(), deadline)
+            })?;
             epoch.commit();
         }
     }
