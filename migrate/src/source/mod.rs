@@ -284,7 +284,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         };
         // Where the pause is to come at any price, a pass is finished first: it makes it shorter.
         let deadline = match goals.strategy {
-            TimeoutStrategy::Cancel => Some((begun + goals.timeout, &late as &dyn Fn() -> Cause)),
+            // A time beyond what the clock can say is no deadline.
+            TimeoutStrategy::Cancel => {
+                begun.checked_add(goals.timeout).map(|at| (at, &late as &dyn Fn() -> Cause))
+            }
             TimeoutStrategy::Switchover => None,
         };
         let frames = populated.iter().map(|r| r.count).sum();

@@ -245,6 +245,25 @@ pub struct MigrationRequest {
     pub timeout_strategy: TimeoutStrategy,
 }
 
+/// The longest downtime target that makes sense: an hour.
+pub const MAX_DOWNTIME_MS: u64 = 3_600_000;
+/// The longest time for copying: thirty days.
+pub const MAX_TIMEOUT_S: u64 = 30 * 24 * 3600;
+
+impl MigrationRequest {
+    /// Refuses times that nobody means.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let Self { downtime_ms, timeout_s, .. } = self;
+        if *downtime_ms > MAX_DOWNTIME_MS {
+            return Err(format!("downtime_ms is {downtime_ms}; it is at most {MAX_DOWNTIME_MS}"));
+        }
+        if *timeout_s > MAX_TIMEOUT_S {
+            return Err(format!("timeout_s is {timeout_s}; it is at most {MAX_TIMEOUT_S}"));
+        }
+        Ok(())
+    }
+}
+
 fn default_downtime_ms() -> u64 {
     300
 }

@@ -208,10 +208,12 @@ pub(crate) struct SendArgs {
     #[command(flatten)]
     pub(crate) query: QueryArgs,
     /// The pause that the guest may notice, in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 300)]
+    #[arg(long, value_name = "MS", default_value_t = 300,
+          value_parser = values::downtime_ms)]
     pub(crate) downtime_ms: u64,
     /// Time for copying while the guest runs, in seconds
-    #[arg(long, value_name = "S", default_value_t = 3600)]
+    #[arg(long, value_name = "S", default_value_t = 3600,
+          value_parser = values::timeout_s)]
     pub(crate) timeout_s: u64,
     /// What to do when that has passed: cancel or switchover
     #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel)]

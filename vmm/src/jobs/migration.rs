@@ -131,8 +131,8 @@ struct EndGuard<'j> {
 
 impl Drop for EndGuard<'_> {
     fn drop(&mut self) {
-        // A thread that panicked may have handed the guest over: nobody may resume it.
-        if !thread::panicking() {
+        // A thread that panicked past the record may have handed the guest over: nobody may resume it.
+        if !thread::panicking() || !self.job.control.is_sealed() {
             self.holds.set_migrating(false);
         }
         self.job.over.send_replace(true);
