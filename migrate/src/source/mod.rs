@@ -11,7 +11,7 @@ mod passes;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, Section};
+use checkpoint::{Guest, RunState, Section};
 use dirty_tracker::{PAGE_SIZE, Subscription};
 use uuid::Uuid;
 
@@ -118,7 +118,12 @@ pub fn send<G: Guest + ?Sized>(
             false => failed.cause,
         };
         let phase = control.progress().phase;
-        SendError { peer: to.to_owned(), phase, cause, guest: failed.place }
+        // A guest that powered itself off makes a migration fail in many ways; it never goes on.
+        let place = match guest.run_state() {
+            RunState::Stopped => GuestPlace::Ended,
+            _ => failed.place,
+        };
+        SendError { peer: to.to_owned(), phase, cause, guest: place }
     });
     control.update(|p| p.phase = Phase::Finished);
     match &result {

@@ -320,6 +320,8 @@ pub enum GuestWhere {
     Here,
     /// Here, but it could not be resumed.
     PausedHere,
+    /// Nowhere: it has ended here.
+    Ended,
 }
 
 /// `POST /migration/resolve`.

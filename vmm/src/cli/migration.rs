@@ -91,7 +91,7 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
         }
         (None, Some(failure)) => Err(match failure.guest {
             GuestWhere::Here => Failure::still_running(failure.message),
-            GuestWhere::PausedHere => Failure::error(failure.message),
+            GuestWhere::PausedHere | GuestWhere::Ended => Failure::error(failure.message),
         }),
         (None, None) => Err(Failure::error("the migration has ended without an outcome")),
     }

@@ -110,6 +110,7 @@ impl MigrationJob {
 fn failure(e: &SendError) -> MigrationFailure {
     let guest = match e.guest {
         GuestPlace::PausedHere { .. } => GuestWhere::PausedHere,
+        GuestPlace::Ended => GuestWhere::Ended,
         _ => GuestWhere::Here,
     };
     MigrationFailure { message: e.to_string(), phase: e.phase, guest }
