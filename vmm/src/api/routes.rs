@@ -146,7 +146,7 @@ async fn act(
 
 async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
     blocking(app, |jobs| {
-        jobs.vm().stop("stopped over the API");
+        jobs.stop("stopped over the API").map_err(Fault::new)?;
         Ok(StatusCode::NO_CONTENT)
     })
     .await

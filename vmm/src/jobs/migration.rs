@@ -80,6 +80,15 @@ impl MigrationJob {
         self.control.progress().phase == Phase::InDoubt
     }
 
+    /// The record is written, or being written, and whose the guest is has not been settled.
+    pub(super) fn is_handed_over(&self) -> bool {
+        self.control.is_sealed() && !self.is_over()
+    }
+
+    pub(super) fn to(&self) -> &str {
+        &self.to
+    }
+
     pub(super) fn end_was_read(&self) -> bool {
         self.end_was_read.load(Ordering::Relaxed)
     }

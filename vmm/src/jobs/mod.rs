@@ -124,6 +124,19 @@ impl Jobs {
         job.ok_or("no migration is under way")?.cancel().map_err(|e| e.to_string())
     }
 
+    /// Ends the guest, unless another host may have it: then only the operator's word on that does.
+    pub fn stop(&self, why: &str) -> Result<(), String> {
+        if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
+            return Err(format!(
+                "the guest has been handed over and may be running at {}; settle it with `driftline \
+                 resolve --discard`",
+                job.to()
+            ));
+        }
+        self.vm.stop(why);
+        Ok(())
+    }
+
     /// The operator's word on a migration in doubt.
     pub fn resolve_migration(&self, how: Resolution) -> Result<(), String> {
         let job = self.migration_job().filter(|job| !job.is_over());
