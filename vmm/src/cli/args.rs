@@ -224,8 +224,15 @@ pub(crate) struct SendArgs {
 pub(crate) struct ResolveArgs {
     #[command(flatten)]
     pub(crate) action: ResolveAction,
-    #[command(flatten)]
-    pub(crate) api: ApiArgs,
+    /// The API socket of the driftline that has the guest
+    #[arg(long, value_name = "FILE", required_unless_present = "state_dir")]
+    pub(crate) api_sock: Option<PathBuf>,
+    /// Without a driftline that has the guest: settle the record that its crash left in this directory
+    #[arg(long, value_name = "DIR", conflicts_with = "api_sock")]
+    pub(crate) state_dir: Option<PathBuf>,
+    /// The guest, where several have records there
+    #[arg(long, value_name = "ID", requires = "state_dir")]
+    pub(crate) vm: Option<String>,
 }
 
 /// Exactly one of the two.

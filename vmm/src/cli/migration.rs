@@ -175,7 +175,14 @@ pub(super) fn cancel(args: &ApiArgs) -> Result<ExitCode, Failure> {
 
 /// `driftline resolve`.
 pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
-    let page: MigrationPage = ask(&args.api, Method::GET, "/migration", None::<&()>)?;
+    let (api, dir) = (args.api_sock.as_ref(), args.state_dir.as_ref());
+    let api = match (api, dir) {
+        (Some(api_sock), _) => ApiArgs { api_sock: api_sock.clone() },
+        (None, Some(dir)) => return super::pending::resolve(dir, args),
+        // clap has one of them required.
+        (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),
+    };
+    let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
     if page.state != MigrationState::InDoubt {
         return Err(Failure::error("there is nothing to resolve: no migration is in doubt"));
     }
@@ -193,6 +200,6 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         ));
         Resolution::Discard
     };
-    ask::<()>(&args.api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
+    ask::<()>(&api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
     Ok(ExitCode::SUCCESS)
 }
