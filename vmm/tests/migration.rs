@@ -254,6 +254,13 @@ fn nobody_there_is_4_and_wrong_addresses_are_usage() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let said = vmm.refuse(4, &["send-migration", &format!("tcp:{free}")]);
     assert!(said.contains("cannot connect to") && said.contains("goes on here"), "{said}");
+    let socket = vmm.socket();
+    let to = format!("tcp:{free}");
+    let out = common::output(&["send-migration", &to, "--json", "--api-sock", &socket]);
+    let failed: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(4), "{failed}");
+    assert_eq!((&failed["status"], &failed["guest"]), (&"failed".into(), &"here".into()));
+    assert!(failed["phase"] == "connect" && failed["message"].is_string(), "{failed}");
     let said = vmm.refuse(2, &["send-migration", "10.0.0.1:7001"]);
     assert!(said.contains("an address is tcp:HOST:PORT"), "{said}");
     let said = vmm.refuse(2, &["send-migration", "tcp:h:1", "--timeout-strategy", "postcopy"]);

@@ -306,6 +306,8 @@ pub enum MigrationState {
 pub struct MigrationFailure {
     /// As a sentence, with phase and place.
     pub message: String,
+    /// Because someone cancelled it.
+    pub cancelled: bool,
     /// In which phase.
     pub phase: Phase,
     /// Where the guest is.

@@ -7,8 +7,9 @@ use std::time::Duration;
 use hyper::Method;
 use indicatif::{ProgressBar, ProgressStyle};
 use migrate::{Phase, Progress, Resolution, SendReport, SendStatus};
+use serde_json::json;
 use vmm::api::model::{
-    GuestWhere, MigrationPage, MigrationRequest, MigrationState, ResolveRequest,
+    GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState, ResolveRequest,
 };
 use vmm::api::{Client, ClientError};
 
@@ -89,10 +90,19 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
                 }
             }
         }
-        (None, Some(failure)) => Err(match failure.guest {
-            GuestWhere::Here => Failure::still_running(failure.message),
-            GuestWhere::PausedHere | GuestWhere::Ended => Failure::error(failure.message),
-        }),
+        (None, Some(failure)) => {
+            if args.query.json {
+                let MigrationFailure { message, cancelled, phase, guest } = &failure;
+                let status = if *cancelled { "cancelled" } else { "failed" };
+                print_json(&json!({
+                    "status": status, "phase": phase, "message": message, "guest": guest,
+                }))?;
+            }
+            Err(match failure.guest {
+                GuestWhere::Here => Failure::still_running(failure.message),
+                GuestWhere::PausedHere | GuestWhere::Ended => Failure::error(failure.message),
+            })
+        }
         (None, None) => Err(Failure::error("the migration has ended without an outcome")),
     }
 }

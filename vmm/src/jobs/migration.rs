@@ -7,7 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use migrate::{
-    ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions, SendReport,
+    Cause, ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions,
+    SendReport,
 };
 use tokio::sync::watch;
 
@@ -140,12 +141,14 @@ fn failure(e: &SendError) -> MigrationFailure {
         GuestPlace::Ended => GuestWhere::Ended,
         _ => GuestWhere::Here,
     };
-    MigrationFailure { message: e.to_string(), phase: e.phase, guest }
+    let cancelled = matches!(e.cause, Cause::Cancelled);
+    MigrationFailure { message: e.to_string(), cancelled, phase: e.phase, guest }
 }
 
 fn panicked() -> MigrationFailure {
     MigrationFailure {
         message: "the migration's thread panicked; the guest is here, in an unknown state".into(),
+        cancelled: false,
         phase: Phase::Finished,
         guest: GuestWhere::PausedHere,
     }
