@@ -148,7 +148,7 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
         }
     });
     wait_for("the migration", || (first.state() == "migrating").then_some(()));
-    let said = first.refuse(1, &["send-migration", &to]);
+    let said = first.refuse(4, &["send-migration", &to]);
     assert!(said.contains("is being migrated already, to 127.0.0.1:"), "{said}");
     let said = first.refuse(1, &["pause"]);
     assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");

@@ -14,7 +14,7 @@ use vmm::api::model::{
 use vmm::api::{Client, ClientError};
 
 use super::args::{ApiArgs, ResolveArgs, SendArgs};
-use super::client::{ask, block_on};
+use super::client::{ask, block_on, not_begun};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 
@@ -34,7 +34,9 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         timeout_s: args.timeout_s,
         timeout_strategy: args.timeout_strategy,
     };
-    client.call::<()>(Method::POST, "/migration", Some(&request)).await?;
+    if let Err(e) = client.call::<()>(Method::POST, "/migration", Some(&request)).await {
+        return Err(not_begun(&client, e).await);
+    }
     let mut view = ProgressView::new();
     let mut cancelling = false;
     let page = loop {
