@@ -117,6 +117,10 @@ impl Stop {
         !matches!(sealed, Err(CANCELLED))
     }
 
+    fn is_sealed(&self) -> bool {
+        self.0.load(Ordering::SeqCst) == SEALED
+    }
+
     pub(crate) fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::SeqCst) == CANCELLED
     }
@@ -147,6 +151,12 @@ impl SendControl {
     /// record is being written.
     pub fn cancel(&self) -> Result<(), ControlError> {
         self.stop.cancel()
+    }
+
+    /// Whether the hand-over record is being written, or was: from then on the guest may be the
+    /// destination's, until `send` returns.
+    pub fn is_sealed(&self) -> bool {
+        self.stop.is_sealed()
     }
 
     /// Where the migration stands.

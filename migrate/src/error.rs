@@ -207,12 +207,15 @@ pub enum GuestPlace {
         /// What failed.
         why: String,
     },
+    /// It ended here by itself, or was stopped, while the migration was under way.
+    Ended,
 }
 
 impl fmt::Display for GuestPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Here => f.write_str("the guest goes on here"),
+            Self::Ended => f.write_str("the guest has ended here"),
             Self::PausedHere { why } => {
                 write!(f, "the guest is here, paused, and did not go on: {why}")
             }

@@ -86,7 +86,7 @@ fn a_second_run_is_refused_and_an_operators_pause_respected() {
     });
     wait_for("the run to begin", || (vmm.info()?["checkpointing"] == true).then_some(()));
     let other = place.text("other");
-    let said = vmm.refuse(1, &["checkpoint", "--store", &other]);
+    let said = vmm.refuse(4, &["checkpoint", "--store", &other]);
     assert!(said.contains("checkpoints are being taken already"), "{said}");
     for _ in 0..5 {
         vmm.tell(&["pause"]);

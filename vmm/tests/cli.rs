@@ -156,6 +156,12 @@ fn the_api_speaks_firecrackers_json() {
         ("PATCH", "/vm", "", "the body is not what this request takes"),
         ("GET", "/nowhere", "", "there is no request GET /nowhere"),
         ("DELETE", "/vm", "", "there is no request DELETE /vm"),
+        (
+            "POST",
+            "/migration",
+            r#"{"to":"127.0.0.1:1","timeout_s":18446744073709551615}"#,
+            "timeout_s is 18446744073709551615; it is at most",
+        ),
         ("PUT", "/actions", r#"{"action_type":"InstanceStart"}"#, "has been started already"),
     ] {
         let answer = ask(method, path, body);

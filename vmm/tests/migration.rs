@@ -3,7 +3,10 @@
 
 mod common;
 
-use std::net::TcpListener;
+use std::fs::DirEntry;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
 
 use common::{Place, Vmm, fail, wait_for};
 use serde_json::Value;
@@ -145,7 +148,7 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
         }
     });
     wait_for("the migration", || (first.state() == "migrating").then_some(()));
-    let said = first.refuse(1, &["send-migration", &to]);
+    let said = first.refuse(4, &["send-migration", &to]);
     assert!(said.contains("is being migrated already, to 127.0.0.1:"), "{said}");
     let said = first.refuse(1, &["pause"]);
     assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");
@@ -170,6 +173,79 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     third.tell(&["stop"]);
 }
 
+/// Passes bytes on to `to` until a hand-over record appears in `state`: COMMIT, which comes after it,
+/// never arrives, and the connection stays open.
+fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap());
+    let to = to.trim_start_matches("tcp:").to_owned();
+    std::thread::spawn(move || {
+        let (mut source, _) = listener.accept().unwrap();
+        let mut destination = TcpStream::connect(to).unwrap();
+        let (mut back, mut answers) =
+            (source.try_clone().unwrap(), destination.try_clone().unwrap());
+        std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
+        let mut piece = vec![0; 1 << 16];
+        while let Ok(n @ 1..) = source.read(&mut piece) {
+            if record_in(&state) {
+                // Kept open until the source ends.
+                while matches!(source.read(&mut piece), Ok(1..)) {}
+                return;
+            }
+            if destination.write_all(&piece[..n]).is_err() {
+                return;
+            }
+        }
+    });
+    address
+}
+
+fn record_in(state: &Path) -> bool {
+    let is_record = |e: DirEntry| e.file_name().to_string_lossy().ends_with(".source.json");
+    state.read_dir().is_ok_and(|entries| entries.flatten().any(is_record))
+}
+
+#[test]
+fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_restores() {
+    let place = Place::new();
+    let (store, state) = (place.text("store"), place.text("state"));
+    let guest = ["--guest", "payload,ws=4M,rate=4M"];
+    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
+    first.tell(&["checkpoint", "--store", &store]);
+    let (_second, to) = receiver(&place, "second");
+    let to = proxy_that_keeps_commit(&to, place.path("state"));
+    let sender = std::thread::spawn({
+        let (socket, to) = (first.socket(), to.clone());
+        move || common::output(&["send-migration", &to, "--api-sock", &socket])
+    });
+    wait_for("the record", || record_in(&place.path("state")).then_some(()));
+    let said = first.refuse(1, &["stop"]);
+    assert!(said.contains("settle it with `driftline resolve --discard`"), "{said}");
+    let pid = rustix::process::Pid::from_raw(first.pid().try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    wait_for("the refusal", || {
+        first.said().contains("SIGTERM does not end this process").then_some(())
+    });
+    assert_ne!(first.state(), "stopped");
+    first.kill();
+    sender.join().unwrap();
+
+    let restore = ["restore", "--store", &store, "--state-dir", &state];
+    let said = fail(1, &restore);
+    assert!(said.contains(&format!("guest {id} may be running at ")), "{said}");
+    assert!(said.contains("driftline resolve --state-dir"), "{said}");
+    let said = fail(1, &["resolve", "--state-dir", &state, "--vm", "another", "--run"]);
+    assert!(said.contains("has no record of guest another"), "{said}");
+    common::succeed(&["resolve", "--state-dir", &state, "--vm", &id, "--run"]);
+    let said = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
+    assert!(said.contains("nothing to resolve"), "{said}");
+    let mut third = Vmm::start(&place, "third", &["restore", "--store", &store]);
+    third.await_api();
+    third.tell(&["stop"]);
+    assert_eq!(third.wait(), Some(0), "{}", third.said());
+}
+
 #[test]
 fn nobody_there_is_4_and_wrong_addresses_are_usage() {
     let place = Place::new();
@@ -178,6 +254,13 @@ fn nobody_there_is_4_and_wrong_addresses_are_usage() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let said = vmm.refuse(4, &["send-migration", &format!("tcp:{free}")]);
     assert!(said.contains("cannot connect to") && said.contains("goes on here"), "{said}");
+    let socket = vmm.socket();
+    let to = format!("tcp:{free}");
+    let out = common::output(&["send-migration", &to, "--json", "--api-sock", &socket]);
+    let failed: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(4), "{failed}");
+    assert_eq!((&failed["status"], &failed["guest"]), (&"failed".into(), &"here".into()));
+    assert!(failed["phase"] == "connect" && failed["message"].is_string(), "{failed}");
     let said = vmm.refuse(2, &["send-migration", "10.0.0.1:7001"]);
     assert!(said.contains("an address is tcp:HOST:PORT"), "{said}");
     let said = vmm.refuse(2, &["send-migration", "tcp:h:1", "--timeout-strategy", "postcopy"]);

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, Section};
+use checkpoint::{Guest, RunState, Section};
 use dirty_tracker::{PAGE_SIZE, Subscription};
 use uuid::Uuid;
 
@@ -131,7 +131,12 @@ pub fn send<G: Guest + ?Sized>(
             false => failed.cause,
         };
         let phase = control.progress().phase;
-        SendError { peer: to.to_owned(), phase, cause, guest: failed.place }
+        // A guest that powered itself off makes a migration fail in many ways; it never goes on.
+        let place = match guest.run_state() {
+            RunState::Stopped => GuestPlace::Ended,
+            _ => failed.place,
+        };
+        SendError { peer: to.to_owned(), phase, cause, guest: place }
     });
     control.update(|p| p.phase = Phase::Finished);
     match &result {
@@ -302,7 +307,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         };
         // Where the pause is to come at any price, a pass is finished first: it makes it shorter.
         let deadline = match goals.strategy {
-            TimeoutStrategy::Cancel => Some((begun + goals.timeout, &late as &dyn Fn() -> Cause)),
+            // A time beyond what the clock can say is no deadline.
+            TimeoutStrategy::Cancel => {
+                begun.checked_add(goals.timeout).map(|at| (at, &late as &dyn Fn() -> Cause))
+            }
             TimeoutStrategy::Switchover => None,
         };
         let frames = populated.iter().map(|r| r.count).sum();

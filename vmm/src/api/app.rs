@@ -46,14 +46,16 @@ impl App {
         self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", self.waiting))
     }
 
-    /// Someone wants this process to end: stops the guest, or the wait for one.
-    pub fn interrupt(&self, why: &str) {
+    /// Someone wants this process to end: stops the guest, or the wait for one. Refused while another
+    /// host may have the guest.
+    pub fn interrupt(&self, why: &str) -> Result<(), String> {
         if let Some(jobs) = self.jobs.get() {
-            return jobs.vm().stop(why);
+            return jobs.stop(why);
         }
         let hook = self.give_up.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(give_up) = hook {
             give_up();
         }
+        Ok(())
     }
 }

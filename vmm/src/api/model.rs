@@ -245,6 +245,25 @@ pub struct MigrationRequest {
     pub timeout_strategy: TimeoutStrategy,
 }
 
+/// The longest downtime target that makes sense: an hour.
+pub const MAX_DOWNTIME_MS: u64 = 3_600_000;
+/// The longest time for copying: thirty days.
+pub const MAX_TIMEOUT_S: u64 = 30 * 24 * 3600;
+
+impl MigrationRequest {
+    /// Refuses times that nobody means.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let Self { downtime_ms, timeout_s, .. } = self;
+        if *downtime_ms > MAX_DOWNTIME_MS {
+            return Err(format!("downtime_ms is {downtime_ms}; it is at most {MAX_DOWNTIME_MS}"));
+        }
+        if *timeout_s > MAX_TIMEOUT_S {
+            return Err(format!("timeout_s is {timeout_s}; it is at most {MAX_TIMEOUT_S}"));
+        }
+        Ok(())
+    }
+}
+
 fn default_downtime_ms() -> u64 {
     300
 }
@@ -287,6 +306,8 @@ pub enum MigrationState {
 pub struct MigrationFailure {
     /// As a sentence, with phase and place.
     pub message: String,
+    /// Because someone cancelled it.
+    pub cancelled: bool,
     /// In which phase.
     pub phase: Phase,
     /// Where the guest is.
@@ -301,6 +322,8 @@ pub enum GuestWhere {
     Here,
     /// Here, but it could not be resumed.
     PausedHere,
+    /// Nowhere: it has ended here.
+    Ended,
 }
 
 /// `POST /migration/resolve`.

@@ -146,7 +146,7 @@ async fn act(
 
 async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
     blocking(app, |jobs| {
-        jobs.vm().stop("stopped over the API");
+        jobs.stop("stopped over the API").map_err(Fault::new)?;
         Ok(StatusCode::NO_CONTENT)
     })
     .await
@@ -201,6 +201,7 @@ async fn begin_migration(
     State(app): Shared,
     Input(request): Input<MigrationRequest>,
 ) -> Result<StatusCode, Fault> {
+    request.check().map_err(Fault::new)?;
     let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::new);
     blocking(app, begin).await?;
     Ok(StatusCode::NO_CONTENT)

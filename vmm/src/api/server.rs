@@ -88,16 +88,24 @@ fn serve(
     });
 }
 
-/// The first signal of a kind asks for a clean end, the second does not wait for it.
+/// The first signal of a kind asks for a clean end, the second does not wait for it; nor does it care
+/// that the first one was refused.
 async fn forward(name: &'static str, mut signal: Signal, app: Arc<App>) {
+    let mut refused = false;
     while signal.recv().await.is_some() {
         tracing::info!("{name}");
         let app = app.clone();
-        let stopping = tokio::task::spawn_blocking(move || {
-            app.interrupt(&format!("interrupted by {name}"));
-        });
+        let stopping =
+            tokio::task::spawn_blocking(move || app.interrupt(&format!("interrupted by {name}")));
         tokio::select! {
-            _ = stopping => {}
+            stopped = stopping => match stopped {
+                Ok(Err(_)) if refused => std::process::exit(1),
+                Ok(Err(why)) => {
+                    refused = true;
+                    tracing::error!("{name} does not end this process, another one does: {why}");
+                }
+                Ok(Ok(())) | Err(_) => {}
+            },
             _ = signal.recv() => std::process::exit(1),
         }
     }

@@ -208,10 +208,12 @@ pub(crate) struct SendArgs {
     #[command(flatten)]
     pub(crate) query: QueryArgs,
     /// The pause that the guest may notice, in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 300)]
+    #[arg(long, value_name = "MS", default_value_t = 300,
+          value_parser = values::downtime_ms)]
     pub(crate) downtime_ms: u64,
     /// Time for copying while the guest runs, in seconds
-    #[arg(long, value_name = "S", default_value_t = 3600)]
+    #[arg(long, value_name = "S", default_value_t = 3600,
+          value_parser = values::timeout_s)]
     pub(crate) timeout_s: u64,
     /// What to do when that has passed: cancel or switchover
     #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel)]
@@ -222,8 +224,15 @@ pub(crate) struct SendArgs {
 pub(crate) struct ResolveArgs {
     #[command(flatten)]
     pub(crate) action: ResolveAction,
-    #[command(flatten)]
-    pub(crate) api: ApiArgs,
+    /// The API socket of the driftline that has the guest
+    #[arg(long, value_name = "FILE", required_unless_present = "state_dir")]
+    pub(crate) api_sock: Option<PathBuf>,
+    /// Without a driftline that has the guest: settle the record that its crash left in this directory
+    #[arg(long, value_name = "DIR", conflicts_with = "api_sock")]
+    pub(crate) state_dir: Option<PathBuf>,
+    /// The guest, where several have records there
+    #[arg(long, value_name = "ID", requires = "state_dir")]
+    pub(crate) vm: Option<String>,
 }
 
 /// Exactly one of the two.

@@ -10,7 +10,7 @@ use vmm::api::model::{
 use vmm::api::{Client, ClientError};
 
 use super::args::CheckpointArgs;
-use super::client::block_on;
+use super::client::{block_on, not_begun};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 
@@ -29,7 +29,9 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         every_ms: args.every.map(millis),
         count: args.count,
     };
-    client.call::<()>(Method::POST, "/checkpoint", Some(&request)).await?;
+    if let Err(e) = client.call::<()>(Method::POST, "/checkpoint", Some(&request)).await {
+        return Err(not_begun(&client, e).await);
+    }
     let (mut since, mut failed) = (0, None);
     let guest_ended = loop {
         let page = next_page(&client, since).await?;

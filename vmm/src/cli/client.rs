@@ -6,8 +6,8 @@ use hyper::Method;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
-use vmm::api::Client;
-use vmm::api::model::{Info, VmRequest, VmTarget};
+use vmm::api::model::{GuestState, Info, VmRequest, VmTarget};
+use vmm::api::{Client, ClientError};
 
 use super::args::{ApiArgs, QueryArgs};
 use super::failure::Failure;
@@ -61,6 +61,14 @@ fn change(args: &ApiArgs, state: VmTarget) -> Result<ExitCode, Failure> {
 pub(super) fn stop(args: &ApiArgs) -> Result<ExitCode, Failure> {
     ask::<()>(args, Method::POST, "/stop", None::<&()>)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A job that did not begin: 4 if there is a guest, which goes on as it was.
+pub(super) async fn not_begun(client: &Client, e: ClientError) -> Failure {
+    match client.get::<Info>("/info").await {
+        Ok(info) if info.state != GuestState::Stopped => Failure::still_running(e),
+        _ => Failure::error(e),
+    }
 }
 
 /// One question, one answer.

@@ -32,6 +32,9 @@ pub(super) fn run(args: RunArgs) -> Result<ExitCode, Failure> {
 pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     let socket = prepare(&args.host)?;
     let store = Store::open(&args.store)?;
+    if let Some(latest) = store.list()?.epochs.last() {
+        super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
+    }
     let factory = Factory::new(host_config(&args.host));
     let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
     let (vm, report) = restored.map_err(restore_failure)?;

@@ -7,13 +7,14 @@ use std::time::Duration;
 use hyper::Method;
 use indicatif::{ProgressBar, ProgressStyle};
 use migrate::{Phase, Progress, Resolution, SendReport, SendStatus};
+use serde_json::json;
 use vmm::api::model::{
-    GuestWhere, MigrationPage, MigrationRequest, MigrationState, ResolveRequest,
+    GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState, ResolveRequest,
 };
 use vmm::api::{Client, ClientError};
 
 use super::args::{ApiArgs, ResolveArgs, SendArgs};
-use super::client::{ask, block_on};
+use super::client::{ask, block_on, not_begun};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 
@@ -33,7 +34,9 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         timeout_s: args.timeout_s,
         timeout_strategy: args.timeout_strategy,
     };
-    client.call::<()>(Method::POST, "/migration", Some(&request)).await?;
+    if let Err(e) = client.call::<()>(Method::POST, "/migration", Some(&request)).await {
+        return Err(not_begun(&client, e).await);
+    }
     let mut view = ProgressView::new();
     let mut cancelling = false;
     let page = loop {
@@ -89,10 +92,19 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
                 }
             }
         }
-        (None, Some(failure)) => Err(match failure.guest {
-            GuestWhere::Here => Failure::still_running(failure.message),
-            GuestWhere::PausedHere => Failure::error(failure.message),
-        }),
+        (None, Some(failure)) => {
+            if args.query.json {
+                let MigrationFailure { message, cancelled, phase, guest } = &failure;
+                let status = if *cancelled { "cancelled" } else { "failed" };
+                print_json(&json!({
+                    "status": status, "phase": phase, "message": message, "guest": guest,
+                }))?;
+            }
+            Err(match failure.guest {
+                GuestWhere::Here => Failure::still_running(failure.message),
+                GuestWhere::PausedHere | GuestWhere::Ended => Failure::error(failure.message),
+            })
+        }
         (None, None) => Err(Failure::error("the migration has ended without an outcome")),
     }
 }
@@ -175,7 +187,14 @@ pub(super) fn cancel(args: &ApiArgs) -> Result<ExitCode, Failure> {
 
 /// `driftline resolve`.
 pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
-    let page: MigrationPage = ask(&args.api, Method::GET, "/migration", None::<&()>)?;
+    let (api, dir) = (args.api_sock.as_ref(), args.state_dir.as_ref());
+    let api = match (api, dir) {
+        (Some(api_sock), _) => ApiArgs { api_sock: api_sock.clone() },
+        (None, Some(dir)) => return super::pending::resolve(dir, args),
+        // clap has one of them required.
+        (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),
+    };
+    let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
     if page.state != MigrationState::InDoubt {
         return Err(Failure::error("there is nothing to resolve: no migration is in doubt"));
     }
@@ -193,6 +212,6 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         ));
         Resolution::Discard
     };
-    ask::<()>(&args.api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
+    ask::<()>(&api, Method::POST, "/migration/resolve", Some(&ResolveRequest { action }))?;
     Ok(ExitCode::SUCCESS)
 }

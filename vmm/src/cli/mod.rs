@@ -8,6 +8,7 @@ pub(crate) mod failure;
 mod live;
 mod migration;
 pub(crate) mod output;
+mod pending;
 mod store;
 mod values;
 

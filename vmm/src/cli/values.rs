@@ -35,6 +35,21 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
     parsed.ok_or_else(|| "a duration is digits and ms or s, such as 100ms".to_owned())
 }
 
+/// A downtime target in milliseconds.
+pub(super) fn downtime_ms(text: &str) -> Result<u64, String> {
+    at_most(text, vmm::api::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
+}
+
+/// Time for copying in seconds.
+pub(super) fn timeout_s(text: &str) -> Result<u64, String> {
+    at_most(text, vmm::api::model::MAX_TIMEOUT_S, "a timeout", "seconds")
+}
+
+fn at_most(text: &str, limit: u64, what: &str, unit: &str) -> Result<u64, String> {
+    let parsed = text.parse().ok().filter(|n| *n <= limit);
+    parsed.ok_or_else(|| format!("{what} is from 0 to {limit} {unit}"))
+}
+
 /// Entries of a dirty ring.
 pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
     let entries = text.parse().ok().filter(|n: &u32| n.is_power_of_two());
@@ -84,6 +99,9 @@ mod tests {
         assert_eq!(duration("100ms"), Ok(Duration::from_millis(100)));
         assert_eq!(duration("3s"), Ok(Duration::from_secs(3)));
         assert!(duration("3").is_err() && duration("ms").is_err() && duration("1m").is_err());
+        assert_eq!(timeout_s("3600"), Ok(3600));
+        assert!(timeout_s("18446744073709551615").unwrap_err().contains("from 0 to 2592000"));
+        assert!(downtime_ms("3600001").is_err());
         assert_eq!(ring_entries("4096"), Ok(4096));
         assert!(ring_entries("1000").is_err() && ring_entries("0").is_err());
         assert_eq!(tcp("tcp:[::1]:7001").as_deref(), Ok("[::1]:7001"));

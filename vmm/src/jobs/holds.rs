@@ -21,6 +21,8 @@ pub(super) struct Holds {
 struct State {
     /// Jobs that hold the guest still.
     holders: u32,
+    /// One of them is the migration.
+    migration_holds: bool,
     /// What the operator wants while no job holds it; meaningful only while one does.
     wanted: RunState,
     /// A migration decides what becomes of the guest: the operator must ask that instead.
@@ -40,7 +42,12 @@ pub enum OperatorError {
 
 impl Holds {
     pub(super) fn new(vm: SharedVm) -> Arc<Self> {
-        let state = State { holders: 0, wanted: RunState::Paused, migrating: false };
+        let state = State {
+            holders: 0,
+            migration_holds: false,
+            wanted: RunState::Paused,
+            migrating: false,
+        };
         Arc::new(Self { vm, state: Mutex::new(state) })
     }
 
@@ -87,6 +94,18 @@ impl Holds {
         self.lock().migrating = migrating;
     }
 
+    /// A guest whose migration died is this host's again: paused, until the operator resumes it.
+    pub(super) fn take_back(&self) -> Result<(), GuestError> {
+        let mut state = self.lock();
+        self.vm.acquire()?;
+        // A checkpoint that copies at this moment keeps its hold.
+        if std::mem::take(&mut state.migration_holds) {
+            state.holders = state.holders.saturating_sub(1);
+        }
+        state.wanted = RunState::Paused;
+        Ok(())
+    }
+
     /// The guest as a job sees it.
     pub(super) fn view(self: &Arc<Self>, role: Role) -> Arc<View> {
         Arc::new(View { holds: self.clone(), role })
@@ -106,19 +125,20 @@ impl Holds {
             return Ok(RunState::Paused);
         }
         state.holders += 1;
+        state.migration_holds |= role == Role::Migration;
         Ok(RunState::Running)
     }
 
-    fn let_go(&self) -> Result<(), GuestError> {
+    fn let_go(&self, role: Role) -> Result<(), GuestError> {
         let mut state = self.lock();
+        state.migration_holds &= role != Role::Migration;
         if state.holders > 1 || state.wanted == RunState::Paused {
             state.holders = state.holders.saturating_sub(1);
             return Ok(());
         }
-        // A guest that refuses stays held: the holder may try again.
-        self.vm.resume()?;
+        // Nobody tries again for the holder: a guest that refuses is the operator's, paused.
         state.holders = 0;
-        Ok(())
+        self.vm.resume().inspect_err(|_| state.wanted = RunState::Paused)
     }
 }
 
@@ -175,7 +195,7 @@ impl Guest for View {
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        self.holds.let_go()
+        self.holds.let_go(self.role)
     }
 
     fn save_state(&self) -> Result<Vec<Section>, GuestError> {
@@ -251,6 +271,21 @@ mod tests {
         assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Running, "the operator resumed it meanwhile");
+    }
+
+    #[test]
+    fn the_guest_of_a_dead_migration_comes_back_paused_and_a_checkpoint_keeps_its_hold() {
+        let (vm, holds) = running();
+        holds.set_migrating(true);
+        let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
+        migration.pause().unwrap();
+        checkpoint.pause().unwrap();
+        holds.take_back().unwrap();
+        holds.set_migrating(false);
+        holds.operator_resume().unwrap();
+        assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Running);
     }
 
     #[test]

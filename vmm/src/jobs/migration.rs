@@ -7,7 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use migrate::{
-    ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions, SendReport,
+    Cause, ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions,
+    SendReport,
 };
 use tokio::sync::watch;
 
@@ -23,6 +24,8 @@ pub(super) struct MigrationJob {
     outcome: Mutex<Option<Result<SendReport, MigrationFailure>>>,
     over: watch::Sender<bool>,
     end_was_read: AtomicBool,
+    /// Its thread panicked past the hand-over record: in doubt, and nobody asks the destination.
+    lost: AtomicBool,
 }
 
 impl MigrationJob {
@@ -38,6 +41,7 @@ impl MigrationJob {
             outcome: Mutex::default(),
             over: watch::Sender::new(false),
             end_was_read: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
         });
         let options = SendOptions {
             downtime: Duration::from_millis(request.downtime_ms),
@@ -72,12 +76,32 @@ impl MigrationJob {
         self.control.resolve(how)
     }
 
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Ends a lost migration, whose guest the operator has settled.
+    pub(super) fn end_lost(&self, holds: &Holds) {
+        self.lost.store(false, Ordering::Relaxed);
+        holds.set_migrating(false);
+        self.over.send_replace(true);
+    }
+
     pub(super) fn is_over(&self) -> bool {
         *self.over.borrow()
     }
 
     pub(super) fn is_in_doubt(&self) -> bool {
-        self.control.progress().phase == Phase::InDoubt
+        self.is_lost() || self.control.progress().phase == Phase::InDoubt
+    }
+
+    /// The record is written, or being written, and whose the guest is has not been settled.
+    pub(super) fn is_handed_over(&self) -> bool {
+        self.control.is_sealed() && !self.is_over()
+    }
+
+    pub(super) fn to(&self) -> &str {
+        &self.to
     }
 
     pub(super) fn end_was_read(&self) -> bool {
@@ -102,7 +126,11 @@ impl MigrationJob {
             None => (MigrationState::Failed, None, Some(panicked())),
         };
         self.end_was_read.fetch_or(over, Ordering::Relaxed);
-        let progress = self.control.progress();
+        let mut progress = self.control.progress();
+        if self.is_lost() {
+            progress.phase = Phase::InDoubt;
+            progress.doubt = Some("the migration's thread panicked after the hand-over".into());
+        }
         MigrationPage { state, to: self.to.clone(), progress, report, failure }
     }
 }
@@ -110,14 +138,17 @@ impl MigrationJob {
 fn failure(e: &SendError) -> MigrationFailure {
     let guest = match e.guest {
         GuestPlace::PausedHere { .. } => GuestWhere::PausedHere,
+        GuestPlace::Ended => GuestWhere::Ended,
         _ => GuestWhere::Here,
     };
-    MigrationFailure { message: e.to_string(), phase: e.phase, guest }
+    let cancelled = matches!(e.cause, Cause::Cancelled);
+    MigrationFailure { message: e.to_string(), cancelled, phase: e.phase, guest }
 }
 
 fn panicked() -> MigrationFailure {
     MigrationFailure {
         message: "the migration's thread panicked; the guest is here, in an unknown state".into(),
+        cancelled: false,
         phase: Phase::Finished,
         guest: GuestWhere::PausedHere,
     }
@@ -131,10 +162,12 @@ struct EndGuard<'j> {
 
 impl Drop for EndGuard<'_> {
     fn drop(&mut self) {
-        // A thread that panicked may have handed the guest over: nobody may resume it.
-        if !thread::panicking() {
-            self.holds.set_migrating(false);
+        // A thread that panicked past the record may have handed the guest over: nobody may resume it.
+        if thread::panicking() && self.job.control.is_sealed() {
+            self.job.lost.store(true, Ordering::Relaxed);
+            return;
         }
+        self.holds.set_migrating(false);
         self.job.over.send_replace(true);
     }
 }

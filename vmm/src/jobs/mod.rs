@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use checkpoint::RunState;
-use migrate::{Resolution, Responder};
+use migrate::{Records, Resolution, Responder};
 
 use crate::api::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
@@ -124,10 +124,44 @@ impl Jobs {
         job.ok_or("no migration is under way")?.cancel().map_err(|e| e.to_string())
     }
 
+    /// Ends the guest, unless another host may have it: then only the operator's word on that does.
+    pub fn stop(&self, why: &str) -> Result<(), String> {
+        if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
+            return Err(format!(
+                "the guest has been handed over and may be running at {}; settle it with `driftline \
+                 resolve --discard`",
+                job.to()
+            ));
+        }
+        self.vm.stop(why);
+        Ok(())
+    }
+
     /// The operator's word on a migration in doubt.
     pub fn resolve_migration(&self, how: Resolution) -> Result<(), String> {
         let job = self.migration_job().filter(|job| !job.is_over());
-        job.ok_or("no migration is under way")?.resolve(how).map_err(|e| e.to_string())
+        let job = job.ok_or("no migration is under way")?;
+        if !job.is_lost() {
+            return job.resolve(how).map_err(|e| e.to_string());
+        }
+        self.settle_lost(how)?;
+        job.end_lost(&self.holds);
+        Ok(())
+    }
+
+    /// Does what the migration's thread would have done, had it not panicked.
+    fn settle_lost(&self, how: Resolution) -> Result<(), String> {
+        match how {
+            Resolution::Run => self.holds.take_back().map_err(|e| e.to_string())?,
+            Resolution::Discard => self.vm.stop("the operator resolved that it ends here"),
+        }
+        let records = Records::open(&self.records).map_err(|e| e.to_string())?;
+        for record in records.pending().map_err(|e| e.to_string())? {
+            if record.vm_id == self.vm.vm_id() {
+                records.settle(record.token).map_err(|e| e.to_string())?;
+            }
+        }
+        Ok(())
     }
 
     /// Where the latest migration stands: at once if it is over, else then, or after `wait`.

@@ -220,7 +220,13 @@ impl Guest for ThreadMachine {
             }
             RunState::Paused => Ok(RunState::Paused),
             RunState::Running => {
-                control.ask(|_, answer| Command::Park(answer))?;
+                if let Err(e) = control.ask(|_, answer| Command::Park(answer)) {
+                    // The guest counts as running: those that stand still already shall not stay so.
+                    for (worker, _) in &control.workers {
+                        let _ = worker.send(Command::Run);
+                    }
+                    return Err(e);
+                }
                 control.state = RunState::Paused;
                 Ok(RunState::Running)
             }
@@ -255,7 +261,7 @@ impl Guest for ThreadMachine {
         }
         let saved = state::decode(sections, &self.spec, self.vcpus())?;
         let away_ns = match (clock, saved.first()) {
-            (Clock::Advance, Some(first)) => clock::wall_ns().saturating_sub(first.wall_ns),
+            (Clock::Advance, Some(first)) => crate::vcpu::away_ns(first.wall_ns),
             _ => 0,
         };
         if let Some(first) = saved.first() {
