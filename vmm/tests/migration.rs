@@ -138,8 +138,10 @@ fn a_paused_guest_stays_paused_and_checkpoints_go_on_until_it_leaves() {
 #[test]
 fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     let place = Place::new();
-    let guest = ["--guest", "payload,ws=32M,rate=max"];
-    let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
+    // Large enough that the passes before it gives up by itself leave time for all that follows.
+    let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "1G"];
+    let guest = [&guest[..], &["--guest", "payload,ws=512M,rate=max"]].concat();
+    let mut first = Vmm::run(&place, "first", &guest);
     let (mut second, to) = receiver(&place, "second");
     let sender = std::thread::spawn({
         let (socket, to) = (first.socket(), to.clone());

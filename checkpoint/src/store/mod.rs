@@ -174,7 +174,7 @@ impl Store {
 
     /// The store's epochs, ascending; an error if any of them is damaged so that it cannot even be
     /// described. Costs three small reads an epoch; contents are only checked by
-    /// [`verify`](Self::verify) and [`restore`](crate::restore).
+    /// [`verify`](Self::verify) and [`restore`](crate::restore()).
     pub fn epochs(&self) -> Result<Vec<EpochInfo>, StoreError> {
         let listing = self.list()?;
         match listing.damaged.into_iter().next() {

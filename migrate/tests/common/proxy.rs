@@ -44,8 +44,8 @@ pub struct Plan {
     cut: Option<(bool, At, Cut)>,
     /// Before every record of this tag from the source.
     act: Option<(u16, Act)>,
-    /// Bytes changed: from the source, unit, byte within it.
-    flip: Option<(bool, usize, usize)>,
+    /// A bit flipped: from the source, in which units, in which byte (counted round) of them.
+    flip: Option<(bool, At, usize)>,
     /// From this unit of the destination's on, a byte every 100 ms.
     trickle: Option<usize>,
     /// Connections after the first are not forwarded.
@@ -59,8 +59,8 @@ impl Plan {
         Self { cut: Some((from_source, at, cut)), ..Self::default() }
     }
 
-    pub fn flip(from_source: bool, unit: usize, byte: usize) -> Self {
-        Self { flip: Some((from_source, unit, byte)), ..Self::default() }
+    pub fn flip(from_source: bool, at: At, byte: usize) -> Self {
+        Self { flip: Some((from_source, at, byte)), ..Self::default() }
     }
 
     pub fn trickle(unit: usize) -> Self {
@@ -187,7 +187,7 @@ struct Way {
     cut: Option<(At, Cut)>,
     /// The cut was made.
     made: bool,
-    flip: Option<(usize, usize)>,
+    flip: Option<(At, usize)>,
     trickle: Option<usize>,
     act: Option<(u16, Act)>,
     record: Option<Arc<Mutex<Vec<u8>>>>,
@@ -210,7 +210,7 @@ impl Way {
                 record.lock().unwrap().extend_from_slice(&bytes);
             }
             if let Some((at, byte)) = self.flip
-                && at == unit
+                && at.is(unit, tag)
             {
                 let byte = byte % bytes.len();
                 bytes[byte] ^= 0x10;

@@ -30,6 +30,8 @@ pub struct Jobs {
     holds: Arc<Holds>,
     /// Where this host's hand-over records are.
     records: PathBuf,
+    /// Held while a job is begun, so that there is one of a kind; looking at one never waits for it.
+    beginning: Mutex<()>,
     checkpoint: Mutex<Option<Arc<CheckpointJob>>>,
     migration: Mutex<Option<Arc<MigrationJob>>>,
     /// Answers the source that this guest came from.
@@ -43,6 +45,7 @@ impl Jobs {
             holds: Holds::new(vm.clone()),
             vm,
             records,
+            beginning: Mutex::default(),
             checkpoint: Mutex::default(),
             migration: Mutex::default(),
             responder: Mutex::default(),
@@ -84,11 +87,13 @@ impl Jobs {
 
     /// Begins a run of checkpoints; there is one at a time.
     pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<(), String> {
-        let mut place = lock(&self.checkpoint);
-        if place.as_ref().is_some_and(|job| !job.is_over()) {
+        // Opening a store may take its time: only those who begin something wait for it.
+        let _beginning = lock(&self.beginning);
+        if self.checkpoint_job().is_some_and(|job| !job.is_over()) {
             return Err("checkpoints are being taken already; stop them first".to_owned());
         }
-        *place = Some(CheckpointJob::start(&self.holds, request)?);
+        let job = CheckpointJob::start(&self.holds, request)?;
+        *lock(&self.checkpoint) = Some(job);
         Ok(())
     }
 
@@ -110,11 +115,12 @@ impl Jobs {
 
     /// Begins to send the guest to another host; one migration at a time.
     pub fn start_migration(&self, request: &MigrationRequest) -> Result<(), String> {
-        let mut place = lock(&self.migration);
-        if let Some(job) = place.as_ref().filter(|job| !job.is_over()) {
+        let _beginning = lock(&self.beginning);
+        if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
             return Err(format!("the guest is being migrated already, to {}", job.page().to));
         }
-        *place = Some(MigrationJob::start(&self.holds, self.records.clone(), request)?);
+        let job = MigrationJob::start(&self.holds, self.records.clone(), request)?;
+        *lock(&self.migration) = Some(job);
         Ok(())
     }
 

@@ -67,7 +67,7 @@ impl From<Unusable> for MachineError {
 impl From<MachineError> for GuestError {
     fn from(e: MachineError) -> Self {
         match e {
-            MachineError::HostLacks { .. } | MachineError::Memory(_) => GuestError::Unsupported {
+            MachineError::HostLacks { .. } => GuestError::Unsupported {
                 what: "the guest's configuration".to_owned(),
                 why: e.to_string(),
             },
