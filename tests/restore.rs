@@ -39,21 +39,21 @@ fn in_a_row(name: &str, tracking: &str, load: &str, times: usize) {
 
 #[test]
 fn ring_as_fast_as_it_can() {
-    in_a_row("ring_as_fast_as_it_can", "dirty-ring", "rate=max,pattern=random", repeats(6, 50));
+    in_a_row("ring_as_fast_as_it_can", "dirty-ring", "rate=max,pattern=random", repeats(4, 50));
 }
 
 #[test]
 fn ring_at_320_megabytes() {
-    in_a_row("ring_at_320_megabytes", "dirty-ring", "rate=320M", repeats(6, 50));
+    in_a_row("ring_at_320_megabytes", "dirty-ring", "rate=320M", repeats(4, 50));
 }
 
 #[test]
 fn bitmap_as_fast_as_it_can() {
-    let times = repeats(6, 50);
+    let times = repeats(4, 50);
     in_a_row("bitmap_as_fast_as_it_can", "dirty-bitmap", "rate=max,pattern=random", times);
 }
 
 #[test]
 fn bitmap_at_320_megabytes() {
-    in_a_row("bitmap_at_320_megabytes", "dirty-bitmap", "rate=320M", repeats(6, 50));
+    in_a_row("bitmap_at_320_megabytes", "dirty-bitmap", "rate=320M", repeats(4, 50));
 }
