@@ -147,6 +147,15 @@ struct Pointer {
     base: u64,
 }
 
+/// The stack of requests from ring 3. Touched now: whether a vCPU ever sleeps depends on who is done
+/// first, and which frames a run writes must not.
+fn request_stack() -> u64 {
+    let at = heap::take(REQUEST_STACK);
+    // SAFETY: the page was just taken and is mapped.
+    unsafe { core::ptr::write_volatile(at as *mut u64, 0) };
+    at
+}
+
 fn make_tss() -> u64 {
     let at = heap::take(size_of::<Tss>() as u64);
     let mut bitmap = [0xff; BITMAP];
@@ -155,7 +164,7 @@ fn make_tss() -> u64 {
     }
     let tss = Tss {
         reserved0: 0,
-        rsp: [heap::take(REQUEST_STACK) + REQUEST_STACK, 0, 0],
+        rsp: [request_stack() + REQUEST_STACK, 0, 0],
         reserved1: 0,
         ist: [heap::take(FAULT_STACK) + FAULT_STACK, 0, 0, 0, 0, 0, 0],
         reserved2: 0,
