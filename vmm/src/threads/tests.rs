@@ -46,16 +46,19 @@ fn a_copy_and_the_epochs_since_are_the_memory() {
     let mut subscription = guest.subscribe("test").unwrap();
     let mut mirror = vec![0; 64 << 20];
     copy(&guest, guest.populated().unwrap(), &mut mirror);
-    for _ in 0..20 {
+    // How often the host lets the workers run is not ours to say: it ends when enough was written.
+    let (mut written, mut rounds) = (0, 0);
+    while rounds < 20 || written < 1000 {
         std::thread::sleep(Duration::from_millis(5));
         guest.collect().unwrap();
         let epoch = subscription.drain();
+        written += epoch.frames();
         copy(&guest, epoch.runs(), &mut mirror);
         epoch.commit();
+        rounds += 1;
     }
     let paused = Paused::new(&*guest).unwrap();
     let epoch = paused.drain(&mut subscription).unwrap();
-    assert!(!epoch.is_empty(), "a guest at full speed has written something");
     copy(&guest, epoch.runs(), &mut mirror);
     let mut now = vec![0; 64 << 20];
     copy(&guest, guest.layout().slots().map(|s| s.run()), &mut now);
