@@ -37,7 +37,8 @@
 //! Per-vCPU lists and the preallocated packed radix tree: Lei Cao and Radim Krcmar on the KVM list,
 //! April-June 2016 ("Dirty memory tracking for performant checkpointing and improved live
 //! migration"). The lists became KVM's dirty ring in Linux 5.11.
-#![forbid(unsafe_code)]
+// Vector instructions need it, in `tree/kernel.rs` alone.
+#![deny(unsafe_code)]
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

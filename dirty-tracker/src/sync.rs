@@ -6,6 +6,7 @@ mod imp {
     pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
     pub(crate) use std::sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        TryLockError,
     };
 }
 
@@ -13,7 +14,7 @@ mod imp {
 mod imp {
     pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
     pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use std::sync::{Arc, PoisonError};
+    pub(crate) use std::sync::{Arc, PoisonError, TryLockError};
 }
 
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -21,6 +22,7 @@ mod imp {
     pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
     pub(crate) use std::sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        TryLockError,
     };
 }
 
@@ -29,6 +31,20 @@ pub(crate) use imp::*;
 /// Locks `m`. Nothing here panics while it holds a lock, so what a poisoned one guards is whole.
 pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Locks `m` if nobody has it; poison as in [`lock`].
+pub(crate) fn try_lock<T>(m: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match m.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(e)) => Some(e.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// What a mutex that nobody else can see guards.
+pub(crate) fn get_mut<T>(m: &mut Mutex<T>) -> &mut T {
+    m.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Locks `l` for reading; poison as in [`lock`].

@@ -1,10 +1,18 @@
 //! Where the leaf words of a walk go: into runs of frames, or into single frames.
 
+use std::ops::Range;
+
+use super::kernel::Kernel;
+use super::walk::Words;
 use crate::{FrameRun, Gfn, Layout};
 
-/// Takes ascending leaf words. A word may be zero.
+/// Takes ascending leaf words.
 pub(super) trait Sink {
-    fn word(&mut self, index: u64, bits: u64);
+    /// Takes the words `base` plus each offset, some of which may be zero.
+    fn take(&mut self, kernel: impl Kernel, words: &mut impl Words, base: u64, offsets: &[u32]);
+
+    /// No word follows.
+    fn finish(self, kernel: impl Kernel);
 }
 
 /// From a leaf word to its first frame, with the last slot remembered.
@@ -33,7 +41,7 @@ impl<'a> Place<'a> {
     }
 
     /// The first frame of word `index`, and whether the word is in another slot than the last one.
-    #[inline]
+    #[inline(always)]
     fn frame(&mut self, index: u64) -> (u64, bool) {
         let new = index >= self.end;
         if new {
@@ -49,118 +57,215 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Joins what touches within a slot to runs, and appends them to a list.
-pub(super) struct Runs<'a> {
-    place: Place<'a>,
-    runs: &'a mut Vec<FrameRun>,
-    /// The run that may still grow; empty before the first.
-    start: u64,
-    end: u64,
-    frames: u64,
+/// Frames gathered before they are appended to a list, a part of the first cache.
+pub(super) const STAGE: usize = 2048;
+/// Places of a stage that must be free for a word, and for an end before it.
+const ROOM: usize = 65;
+
+/// Frame numbers on their way into a list, less a base.
+pub(super) type Stage = [u32; STAGE];
+
+/// Writes `base` plus the number of each set bit to `stage` from `len` on; the new length.
+#[inline(always)]
+fn expand(k: impl Kernel, stage: &mut Stage, len: usize, bits: u64, base: u32) -> usize {
+    // There is room: see `ROOM`.
+    let Some(room) = stage[len..].first_chunk_mut() else { return len };
+    len + k.expand(bits, base, room)
 }
 
-impl<'a> Runs<'a> {
-    pub(super) fn new(layout: &'a Layout, runs: &'a mut Vec<FrameRun>) -> Self {
-        Self { place: Place::new(layout), runs, start: 0, end: 0, frames: 0 }
-    }
-
-    /// Appends the last run; the frames of all.
-    pub(super) fn finish(mut self) -> u64 {
-        self.flush();
-        self.frames
-    }
-
-    #[inline]
-    fn flush(&mut self) {
-        if self.end > self.start {
-            let count = self.end - self.start;
-            self.frames += count;
-            self.runs.push(FrameRun { start: Gfn(self.start), count });
-        }
-    }
-}
-
-impl Sink for Runs<'_> {
-    #[inline]
-    fn word(&mut self, index: u64, mut bits: u64) {
-        if bits == 0 {
-            return;
-        }
-        let (base, new_slot) = self.place.frame(index);
-        if new_slot {
-            self.flush();
-            (self.start, self.end) = (base, base);
-        }
-        if bits == u64::MAX && self.end == base {
-            self.end = base + 64;
-            return;
-        }
-        while bits != 0 {
-            let from = bits.trailing_zeros();
-            let count = (bits >> from).trailing_ones();
-            bits &= u64::MAX.checked_shl(from + count).unwrap_or(0);
-            let start = base + u64::from(from);
-            if start != self.end {
-                self.flush();
-                self.start = start;
-            }
-            self.end = start + u64::from(count);
-        }
-    }
+/// The distance of `frame` from `base`, if a word there and one before it are in reach of 32 bits.
+#[inline(always)]
+fn reach(base: u64, frame: u64) -> Option<u32> {
+    let offset = frame.wrapping_sub(base);
+    (offset <= u64::from(u32::MAX) - 128).then_some(offset as u32)
 }
 
 /// Appends single frames to a list.
 pub(super) struct Frames<'a> {
     place: Place<'a>,
     out: &'a mut Vec<Gfn>,
-    /// Frames in `out` that are real; the rest is room.
+    stage: &'a mut Stage,
     len: usize,
+    base: u64,
+    /// Frames of whole words that follow those of the stage.
+    whole: Range<u64>,
 }
 
-/// Room is made for so many frames at once, a cache's worth.
-const ROOM: usize = 1024;
-
 impl<'a> Frames<'a> {
-    pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>) -> Self {
-        let len = out.len();
-        Self { place: Place::new(layout), out, len }
+    pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>, stage: &'a mut Stage) -> Self {
+        Self { place: Place::new(layout), out, stage, len: 0, base: 0, whole: 0..0 }
     }
 
-    /// Gives back the room that was not needed.
-    pub(super) fn finish(self) {
-        self.out.truncate(self.len);
+    #[inline(always)]
+    fn flush(&mut self, kernel: impl Kernel) {
+        kernel.append(self.out, self.base, &self.stage[..self.len]);
+        self.len = 0;
+    }
+
+    #[inline(always)]
+    fn flush_whole(&mut self, kernel: impl Kernel) {
+        kernel.append_range(self.out, std::mem::take(&mut self.whole));
     }
 }
 
 impl Sink for Frames<'_> {
-    #[inline]
-    fn word(&mut self, index: u64, mut bits: u64) {
-        if bits == 0 {
-            return;
-        }
-        let (base, _) = self.place.frame(index);
-        if self.out.len() < self.len + 64 {
-            self.out.resize(self.len + 64 + ROOM, Gfn(0));
-        }
-        let count = bits.count_ones() as usize;
-        let room = &mut self.out[self.len..self.len + 64];
-        self.len += count;
-        if bits == u64::MAX {
-            room.iter_mut().zip(base..).for_each(|(frame, gfn)| *frame = Gfn(gfn));
-            return;
-        }
-        // Four or eight at a time, there or not, as the walk gathers indices.
-        let mut next = |frame: &mut Gfn| {
-            *frame = Gfn(base + u64::from(bits.trailing_zeros()));
-            bits &= bits.wrapping_sub(1);
-        };
-        let (four, rest) = room.split_at_mut(4);
-        four.iter_mut().for_each(&mut next);
-        for (eight, done) in rest.chunks_mut(8).zip((4..).step_by(8)) {
-            if count <= done {
-                break;
+    #[inline(always)]
+    fn take(&mut self, kernel: impl Kernel, words: &mut impl Words, base: u64, offsets: &[u32]) {
+        for offset in offsets {
+            let index = base + u64::from(*offset);
+            let bits = words.take(index as usize);
+            let (frame, _) = self.place.frame(index);
+            if bits == u64::MAX {
+                if frame != self.whole.end {
+                    self.flush(kernel);
+                    self.flush_whole(kernel);
+                    self.whole.start = frame;
+                }
+                self.whole.end = frame + 64;
+                continue;
             }
-            eight.iter_mut().for_each(&mut next);
+            if !self.whole.is_empty() {
+                self.flush_whole(kernel);
+            }
+            let offset = match reach(self.base, frame) {
+                Some(offset) if self.len <= STAGE - ROOM => offset,
+                _ => {
+                    self.flush(kernel);
+                    self.base = frame;
+                    0
+                }
+            };
+            self.len = expand(kernel, self.stage, self.len, bits, offset);
         }
+    }
+
+    #[inline(always)]
+    fn finish(mut self, kernel: impl Kernel) {
+        self.flush(kernel);
+        self.flush_whole(kernel);
+    }
+}
+
+/// Joins what touches within a slot to runs, and appends them to a list.
+///
+/// Where runs begin and where they end are found apart, a word at a time and without a branch for
+/// each: the n-th end belongs to the n-th beginning.
+pub(super) struct Runs<'a> {
+    place: Place<'a>,
+    runs: &'a mut Vec<FrameRun>,
+    /// Frames of all runs.
+    frames: &'a mut u64,
+    count: u64,
+    starts: &'a mut Stage,
+    ends: &'a mut Stage,
+    starts_len: usize,
+    ends_len: usize,
+    base: u64,
+    /// Where a run began whose end was not found before the stages were emptied.
+    open: Option<u64>,
+    /// 1 if the last word's last bit was set: the run goes on if the next word follows it.
+    carry: u64,
+    /// The word after the last one, and its first frame.
+    next: u64,
+    next_frame: u64,
+}
+
+impl<'a> Runs<'a> {
+    /// `frames` will be the frames of all runs.
+    pub(super) fn new(
+        layout: &'a Layout,
+        runs: &'a mut Vec<FrameRun>,
+        frames: &'a mut u64,
+        stages: &'a mut [Stage; 2],
+    ) -> Self {
+        let [starts, ends] = stages;
+        Self {
+            place: Place::new(layout),
+            runs,
+            frames,
+            count: 0,
+            starts,
+            ends,
+            starts_len: 0,
+            ends_len: 0,
+            base: 0,
+            open: None,
+            carry: 0,
+            next: 0,
+            next_frame: 0,
+        }
+    }
+
+    /// Ends the run that the last word left open.
+    #[inline(always)]
+    fn end_run(&mut self) {
+        self.ends[self.ends_len] = (self.next_frame - self.base) as u32;
+        self.ends_len += 1;
+        self.carry = 0;
+    }
+
+    #[inline(always)]
+    fn flush(&mut self) {
+        let (mut starts, mut ends) = (&self.starts[..self.starts_len], &self.ends[..self.ends_len]);
+        if let (Some(start), Some((end, rest))) = (self.open, ends.split_first()) {
+            let count = self.base + u64::from(*end) - start;
+            self.runs.push(FrameRun { start: Gfn(start), count });
+            (self.open, ends) = (None, rest);
+        }
+        if starts.len() > ends.len() {
+            self.open = starts.last().map(|start| self.base + u64::from(*start));
+            starts = &starts[..ends.len()];
+        }
+        let base = self.base;
+        self.runs.extend(starts.iter().zip(ends).map(|(start, end)| FrameRun {
+            start: Gfn(base + u64::from(*start)),
+            count: u64::from(end - start),
+        }));
+        (self.starts_len, self.ends_len) = (0, 0);
+    }
+}
+
+impl Sink for Runs<'_> {
+    #[inline(always)]
+    fn take(&mut self, kernel: impl Kernel, words: &mut impl Words, base: u64, offsets: &[u32]) {
+        for offset in offsets {
+            let index = base + u64::from(*offset);
+            let bits = words.take(index as usize);
+            if bits == 0 {
+                continue;
+            }
+            let (frame, new_slot) = self.place.frame(index);
+            if self.carry != 0 && (new_slot || index != self.next) {
+                self.end_run();
+            }
+            let room = self.starts_len.max(self.ends_len) <= STAGE - ROOM;
+            let offset = match reach(self.base, frame) {
+                Some(offset) if room => offset,
+                _ => {
+                    self.flush();
+                    self.base = frame;
+                    0
+                }
+            };
+            self.count += u64::from(bits.count_ones());
+            (self.next, self.next_frame) = (index + 1, frame + 64);
+            let before = bits << 1 | self.carry;
+            let (starts, ends) = (bits & !before, before & !bits);
+            self.carry = bits >> 63;
+            if starts | ends == 0 {
+                continue;
+            }
+            self.starts_len = expand(kernel, self.starts, self.starts_len, starts, offset);
+            self.ends_len = expand(kernel, self.ends, self.ends_len, ends, offset);
+        }
+    }
+
+    #[inline(always)]
+    fn finish(mut self, _: impl Kernel) {
+        if self.carry != 0 {
+            self.end_run();
+        }
+        self.flush();
+        *self.frames += self.count;
     }
 }

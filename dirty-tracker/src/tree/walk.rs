@@ -1,7 +1,12 @@
 //! The walk that empties a tree: top down, one visit to each word that is not zero, by one thread
 //! that shares the words or owns them.
+//!
+//! It goes level by level, a buffer full of words at a time, and not branch by branch: the loads of
+//! a buffer are under way at once, and its loops are long enough for the processor to foresee them.
 
-use super::{SHIFT, Sink};
+use super::SHIFT;
+use super::kernel::{Job, Kernel};
+use super::sink::Sink;
 use crate::sync::{self, AtomicU64, Ordering::SeqCst};
 
 /// How a walk takes the words of a tree.
@@ -14,7 +19,7 @@ pub(super) trait Words {
 pub(super) struct Shared<'t>(pub(super) &'t [AtomicU64]);
 
 impl Words for Shared<'_> {
-    #[inline]
+    #[inline(always)]
     fn take(&mut self, index: usize) -> u64 {
         let word = &self.0[index];
         if word.load(SeqCst) == 0 { 0 } else { word.swap(0, SeqCst) }
@@ -25,92 +30,87 @@ impl Words for Shared<'_> {
 pub(super) struct Owned<'t>(pub(super) &'t mut [AtomicU64]);
 
 impl Words for Owned<'_> {
-    #[inline]
+    #[inline(always)]
     fn take(&mut self, index: usize) -> u64 {
         sync::take_mut(&mut self.0[index])
     }
 }
 
-/// Indices gathered on the way down: a few loads are then under way at once, and the loops over
-/// them end where the processor expects it.
-pub(super) struct Scratch {
-    /// The level 1 words below one word of level 2.
-    nodes: [u16; 64],
-    /// The leaf words below them.
-    leaves: [u16; 64 * 64],
+/// Words found at a level and not yet looked into.
+const PENDING: usize = 512;
+
+/// The words of one level that a walk has found, ascending.
+#[derive(Debug, Clone)]
+pub(super) struct Pending {
+    /// Their indices, less `base`.
+    words: [u32; PENDING],
+    base: u64,
+    next: usize,
+    len: usize,
 }
 
-impl Scratch {
-    pub(super) fn new() -> Self {
-        Self { nodes: [0; 64], leaves: [0; 64 * 64] }
-    }
+impl Pending {
+    pub(super) const EMPTY: Self = Self { words: [0; PENDING], base: 0, next: 0, len: 0 };
 }
 
-/// Takes everything below word `index` of `level`, ascending. `levels` are the first words of the
-/// levels.
-///
-/// A summary is cleared before anything below it is looked at: what an insert adds below it
-/// meanwhile has its summary set again by that insert (see the module above).
-pub(super) fn walk<W: Words, S: Sink>(
-    words: &mut W,
-    levels: &[(usize, usize)],
-    level: usize,
-    index: u64,
-    sink: &mut S,
-    scratch: &mut Scratch,
-) {
-    let mut bits = words.take(levels[level].0 + index as usize);
-    match level {
-        // Leaf words lie at the start: their index is their place.
-        0 => sink.word(index, bits),
-        1 => {
-            let count = expand(bits, 0, &mut scratch.nodes);
-            for leaf in &scratch.nodes[..count] {
-                let word = index << SHIFT | u64::from(*leaf);
-                sink.word(word, words.take(word as usize));
-            }
-        }
-        2 => {
-            let below = levels[1].0 + (index << SHIFT) as usize;
-            let nodes = expand(bits, 0, &mut scratch.nodes);
-            let mut leaves = 0;
-            for node in &scratch.nodes[..nodes] {
-                let bits = words.take(below + usize::from(*node));
-                let room = &mut scratch.leaves[leaves..leaves + 64];
-                leaves += expand(bits, node << SHIFT, room);
-            }
-            for leaf in &scratch.leaves[..leaves] {
-                let word = index << (2 * SHIFT) | u64::from(*leaf);
-                sink.word(word, words.take(word as usize));
-            }
-        }
-        _ => {
-            while bits != 0 {
-                let child = index << SHIFT | u64::from(bits.trailing_zeros());
-                bits &= bits - 1;
-                walk(words, levels, level - 1, child, sink, scratch);
-            }
-        }
-    }
+/// A walk over everything below word `root` of the highest of `levels`, ascending.
+pub(super) struct Walk<'a, W, S> {
+    pub(super) words: W,
+    /// First word and length of each level, 0 first; the root's level is the last.
+    pub(super) levels: &'a [(usize, usize)],
+    pub(super) root: u64,
+    /// As many as levels.
+    pub(super) pending: &'a mut [Pending],
+    pub(super) sink: S,
 }
 
-/// Writes `base` plus the number of each set bit to `room`, which holds 64, and says how many.
-///
-/// Four or eight at a time, there or not: a branch or two a word instead of one a bit.
-#[inline]
-fn expand(mut bits: u64, base: u16, room: &mut [u16]) -> usize {
-    let count = bits.count_ones() as usize;
-    let mut next = |place: &mut u16| {
-        *place = base + bits.trailing_zeros() as u16;
-        bits &= bits.wrapping_sub(1);
-    };
-    let (four, rest) = room[..64].split_at_mut(4);
-    four.iter_mut().for_each(&mut next);
-    for (eight, done) in rest.chunks_mut(8).zip((4..).step_by(8)) {
-        if count <= done {
-            break;
+impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
+    /// A summary is cleared before anything below it is looked at: what an insert adds below it
+    /// meanwhile has its summary set again by that insert (see the module above).
+    #[inline(always)]
+    fn run<K: Kernel>(self, kernel: K) {
+        // Apart, so that they can live in registers.
+        let Self { mut words, levels, root, pending, mut sink } = self;
+        let top = levels.len() - 1;
+        let first = &mut pending[top];
+        (first.words[0], first.base, first.next, first.len) = (0, root, 0, 1);
+        let mut level = top;
+        loop {
+            if level == 0 {
+                let leaves = &mut pending[0];
+                // Leaf words lie at the start: their index is their place.
+                sink.take(kernel, &mut words, leaves.base, &leaves.words[..leaves.len]);
+                leaves.next = leaves.len;
+            }
+            let (below, here) = pending.split_at_mut(level);
+            let here = &mut here[0];
+            if here.next == here.len {
+                if level == top {
+                    break;
+                }
+                level += 1;
+                continue;
+            }
+            let Some(below) = below.last_mut() else { break };
+            let start = levels[level].0 + here.base as usize;
+            let found = &here.words[here.next..here.len];
+            let first = found[0];
+            let (mut looked_into, mut len) = (0, 0);
+            for word in found {
+                let Some(room) = below.words[len..].first_chunk_mut() else { break };
+                let offset = word - first;
+                // What lies below must be in reach of 32 bits.
+                if offset >= 1 << (32 - SHIFT) {
+                    break;
+                }
+                let bits = words.take(start + *word as usize);
+                len += kernel.expand(bits, offset << SHIFT, room);
+                looked_into += 1;
+            }
+            here.next += looked_into;
+            (below.base, below.next, below.len) = ((here.base + u64::from(first)) << SHIFT, 0, len);
+            level -= 1;
         }
-        eight.iter_mut().for_each(&mut next);
+        sink.finish(kernel);
     }
-    count
 }
