@@ -1,7 +1,6 @@
 //! Where the leaf words of a walk go: into runs of frames, or into single frames.
 
-use std::ops::Range;
-
+use super::SHIFT;
 use super::kernel::Kernel;
 use super::walk::Words;
 use crate::{FrameRun, Gfn, Layout};
@@ -40,14 +39,23 @@ impl<'a> Place<'a> {
         self.base = p.slot.base.0;
     }
 
-    /// The first frame of word `index`, and whether the word is in another slot than the last one.
+    /// Splits off the first of the words `base` plus each offset that lie in one slot and in reach of 32 bits.
     #[inline(always)]
-    fn frame(&mut self, index: u64) -> (u64, bool) {
-        let new = index >= self.end;
-        if new {
-            self.find(index);
+    fn split<'o>(&mut self, base: u64, offsets: &'o [u32]) -> Option<(Segment<'o>, &'o [u32])> {
+        let (first, last) = (*offsets.first()?, *offsets.last()?);
+        let new_slot = base + u64::from(first) >= self.end;
+        if new_slot {
+            self.find(base + u64::from(first));
         }
-        (self.base + (index - self.first) * 64, new)
+        let limit = (self.end - base).min(u64::from(first) + REACH);
+        let at = match u64::from(last) < limit {
+            true => offsets.len(),
+            false => offsets.partition_point(|offset| u64::from(*offset) < limit),
+        };
+        let (offsets, rest) = offsets.split_at(at);
+        let frame = self.base.wrapping_add(base.wrapping_sub(self.first) << SHIFT);
+        let last = offsets.last().map_or(0, |last| frame.wrapping_add(u64::from(*last) << SHIFT));
+        Some((Segment { frame, offsets, last, new_slot }, rest))
     }
 
     #[cold]
@@ -57,10 +65,39 @@ impl<'a> Place<'a> {
     }
 }
 
+/// Leaf words of a segment: their frames are in reach of 32 bits from its first one.
+const REACH: u64 = 1 << (31 - SHIFT);
+
+/// Leaf words that lie in one slot.
+struct Segment<'o> {
+    /// The first frame of the word at offset 0, were it in the slot.
+    frame: u64,
+    offsets: &'o [u32],
+    /// The first frame of the last word.
+    last: u64,
+    /// The slot is another than that of the segment before.
+    new_slot: bool,
+}
+
+impl Segment<'_> {
+    /// The first frame of the word at `offset`.
+    #[inline(always)]
+    fn frame(&self, offset: u32) -> u64 {
+        self.frame.wrapping_add(u64::from(offset) << SHIFT)
+    }
+
+    /// Whether every frame is in reach of 32 bits from `base`, and the first of a word after them.
+    #[inline(always)]
+    fn is_near(&self, base: u64) -> bool {
+        // Walks ascend: no frame lies below the base.
+        self.last - base <= u64::from(u32::MAX) - 64
+    }
+}
+
 /// Frames gathered before they are appended to a list, a part of the first cache.
 pub(super) const STAGE: usize = 2048;
-/// Places of a stage that must be free for a word, and for an end before it.
-const ROOM: usize = 65;
+/// A stage longer than that is emptied before the next word, which may end a run and add 64 frames.
+const FULL: usize = STAGE - 65;
 
 /// Frame numbers on their way into a list, less a base.
 pub(super) type Stage = [u32; STAGE];
@@ -68,16 +105,9 @@ pub(super) type Stage = [u32; STAGE];
 /// Writes `base` plus the number of each set bit to `stage` from `len` on; the new length.
 #[inline(always)]
 fn expand(k: impl Kernel, stage: &mut Stage, len: usize, bits: u64, base: u32) -> usize {
-    // There is room: see `ROOM`.
+    // There is room: see `FULL`.
     let Some(room) = stage[len..].first_chunk_mut() else { return len };
     len + k.expand(bits, base, room)
-}
-
-/// The distance of `frame` from `base`, if a word there and one before it are in reach of 32 bits.
-#[inline(always)]
-fn reach(base: u64, frame: u64) -> Option<u32> {
-    let offset = frame.wrapping_sub(base);
-    (offset <= u64::from(u32::MAX) - 128).then_some(offset as u32)
 }
 
 /// Appends single frames to a list.
@@ -87,62 +117,66 @@ pub(super) struct Frames<'a> {
     stage: &'a mut Stage,
     len: usize,
     base: u64,
-    /// Frames of whole words that follow those of the stage.
-    whole: Range<u64>,
 }
 
 impl<'a> Frames<'a> {
     pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>, stage: &'a mut Stage) -> Self {
-        Self { place: Place::new(layout), out, stage, len: 0, base: 0, whole: 0..0 }
-    }
-
-    #[inline(always)]
-    fn flush(&mut self, kernel: impl Kernel) {
-        kernel.append(self.out, self.base, &self.stage[..self.len]);
-        self.len = 0;
-    }
-
-    #[inline(always)]
-    fn flush_whole(&mut self, kernel: impl Kernel) {
-        kernel.append_range(self.out, std::mem::take(&mut self.whole));
+        Self { place: Place::new(layout), out, stage, len: 0, base: 0 }
     }
 }
 
 impl Sink for Frames<'_> {
     #[inline(always)]
-    fn take(&mut self, kernel: impl Kernel, words: &mut impl Words, base: u64, offsets: &[u32]) {
-        for offset in offsets {
-            let index = base + u64::from(*offset);
-            let bits = words.take(index as usize);
-            let (frame, _) = self.place.frame(index);
-            if bits == u64::MAX {
-                if frame != self.whole.end {
-                    self.flush(kernel);
-                    self.flush_whole(kernel);
-                    self.whole.start = frame;
-                }
-                self.whole.end = frame + 64;
-                continue;
+    fn take(
+        &mut self,
+        kernel: impl Kernel,
+        words: &mut impl Words,
+        base: u64,
+        mut offsets: &[u32],
+    ) {
+        // In a register, not behind `self`: each word needs it of the one before.
+        let mut len = self.len;
+        while let Some((segment, rest)) = self.place.split(base, offsets) {
+            offsets = rest;
+            if !segment.is_near(self.base) {
+                kernel.append(self.out, self.base, &self.stage[..len]);
+                len = 0;
+                self.base = segment.frame(segment.offsets[0]);
             }
-            if !self.whole.is_empty() {
-                self.flush_whole(kernel);
-            }
-            let offset = match reach(self.base, frame) {
-                Some(offset) if self.len <= STAGE - ROOM => offset,
-                _ => {
-                    self.flush(kernel);
-                    self.base = frame;
-                    0
+            let distance = segment.frame.wrapping_sub(self.base) as u32;
+            // Full words that follow one another, and those of the stage.
+            let (mut from, mut to) = (0, 0);
+            for offset in segment.offsets {
+                let bits = words.take(base as usize + *offset as usize);
+                if bits == u64::MAX {
+                    if *offset != to || from == to {
+                        kernel.append(self.out, self.base, &self.stage[..len]);
+                        kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
+                        (len, from) = (0, *offset);
+                    }
+                    to = offset + 1;
+                    continue;
                 }
-            };
-            self.len = expand(kernel, self.stage, self.len, bits, offset);
+                if from != to {
+                    kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
+                    (from, to) = (0, 0);
+                }
+                if len > FULL {
+                    kernel.append(self.out, self.base, &self.stage[..len]);
+                    len = 0;
+                }
+                len = expand(kernel, self.stage, len, bits, distance.wrapping_add(offset << SHIFT));
+            }
+            if from != to {
+                kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
+            }
         }
+        self.len = len;
     }
 
     #[inline(always)]
-    fn finish(mut self, kernel: impl Kernel) {
-        self.flush(kernel);
-        self.flush_whole(kernel);
+    fn finish(self, kernel: impl Kernel) {
+        kernel.append(self.out, self.base, &self.stage[..self.len]);
     }
 }
 
@@ -152,22 +186,61 @@ impl Sink for Frames<'_> {
 /// each: the n-th end belongs to the n-th beginning.
 pub(super) struct Runs<'a> {
     place: Place<'a>,
-    runs: &'a mut Vec<FrameRun>,
+    out: RunList<'a>,
     /// Frames of all runs.
     frames: &'a mut u64,
-    count: u64,
     starts: &'a mut Stage,
     ends: &'a mut Stage,
-    starts_len: usize,
-    ends_len: usize,
     base: u64,
-    /// Where a run began whose end was not found before the stages were emptied.
-    open: Option<u64>,
+    at: Position,
+}
+
+/// How far the runs are.
+#[derive(Clone, Copy, Default)]
+struct Position {
+    /// Beginnings and ends that are staged.
+    starts: usize,
+    ends: usize,
+    frames: u64,
     /// 1 if the last word's last bit was set: the run goes on if the next word follows it.
     carry: u64,
-    /// The word after the last one, and its first frame.
+    /// The first frame after the last word.
     next: u64,
-    next_frame: u64,
+}
+
+impl Position {
+    /// Ends the run that the last word left open.
+    #[inline(always)]
+    fn end_run(&mut self, stage: &mut Stage, base: u64) {
+        stage[self.ends] = (self.next - base) as u32;
+        self.ends += 1;
+        self.carry = 0;
+    }
+}
+
+struct RunList<'a> {
+    runs: &'a mut Vec<FrameRun>,
+    /// Where a run began whose end was not found before the stages were emptied.
+    open: Option<u64>,
+}
+
+impl RunList<'_> {
+    #[inline(always)]
+    fn append(&mut self, base: u64, mut starts: &[u32], mut ends: &[u32]) {
+        if let (Some(start), Some((end, rest))) = (self.open, ends.split_first()) {
+            let count = base + u64::from(*end) - start;
+            self.runs.push(FrameRun { start: Gfn(start), count });
+            (self.open, ends) = (None, rest);
+        }
+        if starts.len() > ends.len() {
+            self.open = starts.last().map(|start| base + u64::from(*start));
+            starts = &starts[..ends.len()];
+        }
+        self.runs.extend(starts.iter().zip(ends).map(|(start, end)| FrameRun {
+            start: Gfn(base + u64::from(*start)),
+            count: u64::from(end - start),
+        }));
+    }
 }
 
 impl<'a> Runs<'a> {
@@ -179,93 +252,71 @@ impl<'a> Runs<'a> {
         stages: &'a mut [Stage; 2],
     ) -> Self {
         let [starts, ends] = stages;
-        Self {
-            place: Place::new(layout),
-            runs,
-            frames,
-            count: 0,
-            starts,
-            ends,
-            starts_len: 0,
-            ends_len: 0,
-            base: 0,
-            open: None,
-            carry: 0,
-            next: 0,
-            next_frame: 0,
-        }
-    }
-
-    /// Ends the run that the last word left open.
-    #[inline(always)]
-    fn end_run(&mut self) {
-        self.ends[self.ends_len] = (self.next_frame - self.base) as u32;
-        self.ends_len += 1;
-        self.carry = 0;
-    }
-
-    #[inline(always)]
-    fn flush(&mut self) {
-        let (mut starts, mut ends) = (&self.starts[..self.starts_len], &self.ends[..self.ends_len]);
-        if let (Some(start), Some((end, rest))) = (self.open, ends.split_first()) {
-            let count = self.base + u64::from(*end) - start;
-            self.runs.push(FrameRun { start: Gfn(start), count });
-            (self.open, ends) = (None, rest);
-        }
-        if starts.len() > ends.len() {
-            self.open = starts.last().map(|start| self.base + u64::from(*start));
-            starts = &starts[..ends.len()];
-        }
-        let base = self.base;
-        self.runs.extend(starts.iter().zip(ends).map(|(start, end)| FrameRun {
-            start: Gfn(base + u64::from(*start)),
-            count: u64::from(end - start),
-        }));
-        (self.starts_len, self.ends_len) = (0, 0);
+        let (place, out) = (Place::new(layout), RunList { runs, open: None });
+        Self { place, out, frames, starts, ends, base: 0, at: Position::default() }
     }
 }
 
 impl Sink for Runs<'_> {
     #[inline(always)]
-    fn take(&mut self, kernel: impl Kernel, words: &mut impl Words, base: u64, offsets: &[u32]) {
-        for offset in offsets {
-            let index = base + u64::from(*offset);
-            let bits = words.take(index as usize);
-            if bits == 0 {
-                continue;
+    fn take(
+        &mut self,
+        kernel: impl Kernel,
+        words: &mut impl Words,
+        base: u64,
+        mut offsets: &[u32],
+    ) {
+        let mut at = self.at;
+        while let Some((segment, rest)) = self.place.split(base, offsets) {
+            offsets = rest;
+            if segment.new_slot && at.carry != 0 {
+                at.end_run(self.ends, self.base);
             }
-            let (frame, new_slot) = self.place.frame(index);
-            if self.carry != 0 && (new_slot || index != self.next) {
-                self.end_run();
-            }
-            let room = self.starts_len.max(self.ends_len) <= STAGE - ROOM;
-            let offset = match reach(self.base, frame) {
-                Some(offset) if room => offset,
-                _ => {
-                    self.flush();
-                    self.base = frame;
-                    0
+            if !segment.is_near(self.base) {
+                if at.carry != 0 && segment.frame(segment.offsets[0]) != at.next {
+                    at.end_run(self.ends, self.base);
                 }
-            };
-            self.count += u64::from(bits.count_ones());
-            (self.next, self.next_frame) = (index + 1, frame + 64);
-            let before = bits << 1 | self.carry;
-            let (starts, ends) = (bits & !before, before & !bits);
-            self.carry = bits >> 63;
-            if starts | ends == 0 {
-                continue;
+                self.out.append(self.base, &self.starts[..at.starts], &self.ends[..at.ends]);
+                (at.starts, at.ends) = (0, 0);
+                self.base = segment.frame(segment.offsets[0]);
             }
-            self.starts_len = expand(kernel, self.starts, self.starts_len, starts, offset);
-            self.ends_len = expand(kernel, self.ends, self.ends_len, ends, offset);
+            let distance = segment.frame.wrapping_sub(self.base) as u32;
+            for offset in segment.offsets {
+                let bits = words.take(base as usize + *offset as usize);
+                let frame = segment.frame(*offset);
+                if at.carry != 0 && frame != at.next {
+                    at.end_run(self.ends, self.base);
+                }
+                if bits == 0 {
+                    continue;
+                }
+                at.next = frame + 64;
+                at.frames += u64::from(bits.count_ones());
+                let before = bits << 1 | at.carry;
+                let (starts, ends) = (bits & !before, before & !bits);
+                at.carry = bits >> 63;
+                if starts | ends == 0 {
+                    continue;
+                }
+                if at.starts.max(at.ends) > FULL {
+                    self.out.append(self.base, &self.starts[..at.starts], &self.ends[..at.ends]);
+                    (at.starts, at.ends) = (0, 0);
+                }
+                let first = distance.wrapping_add(offset << SHIFT);
+                at.starts = expand(kernel, self.starts, at.starts, starts, first);
+                at.ends = expand(kernel, self.ends, at.ends, ends, first);
+            }
         }
+        self.at = at;
     }
 
     #[inline(always)]
     fn finish(mut self, _: impl Kernel) {
-        if self.carry != 0 {
-            self.end_run();
+        if self.at.carry != 0 {
+            self.at.end_run(self.ends, self.base);
         }
-        self.flush();
-        *self.frames += self.count;
+        let (starts, ends) = (&self.starts[..self.at.starts], &self.ends[..self.at.ends]);
+        self.out.append(self.base, starts, ends);
+        *self.frames += self.at.frames;
     }
 }
