@@ -11,12 +11,13 @@
 //!
 //! Everything is written to a temporary file, synced, linked into place, and the directory synced.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use checkpoint::VmId;
+use checkpoint::durable::{create_dir, sync_dir};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
@@ -86,7 +87,7 @@ impl Records {
     /// Opens the directory, and makes it and its site where they do not exist yet.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
         let dir = dir.into();
-        make_dir(&dir).map_err(failed("write", &dir))?;
+        create_dir(&dir).map_err(failed("write", &dir))?;
         let path = dir.join("site");
         let made = write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes());
         if let Err(e) = made
@@ -273,25 +274,6 @@ fn remove(dir: &Path, path: &Path) -> io::Result<()> {
         Err(e) => Err(e),
         Ok(()) => sync_dir(dir),
     }
-}
-
-/// Makes a directory durable, level by level where it does not exist yet.
-fn make_dir(dir: &Path) -> io::Result<()> {
-    let missing: Vec<&Path> =
-        dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();
-    for level in missing.into_iter().rev() {
-        match fs::create_dir(level) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-            _ => {}
-        }
-        let parent = level.parent().filter(|p| !p.as_os_str().is_empty());
-        sync_dir(parent.unwrap_or(Path::new(".")))?;
-    }
-    Ok(())
-}
-
-fn sync_dir(dir: &Path) -> io::Result<()> {
-    File::open(dir)?.sync_all()
 }
 
 #[cfg(test)]
