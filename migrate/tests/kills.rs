@@ -151,7 +151,7 @@ fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
                 assert_eq!(arrived.guest.run_state(), RunState::Running);
                 arrived.guest.verify().unwrap();
                 let pending = migrate::Records::open(host.source_records()).unwrap();
-                assert_eq!(pending.pending().unwrap().len(), 1, "the record survives");
+                assert_eq!(pending.pending().unwrap().records.len(), 1, "the record survives");
             }
             Err(e) => assert_ne!(at, "COMMIT", "{e}"),
         }

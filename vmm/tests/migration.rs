@@ -242,6 +242,15 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
     common::succeed(&["resolve", "--state-dir", &state, "--vm", &id, "--run"]);
     let said = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
     assert!(said.contains("nothing to resolve"), "{said}");
+    // What cannot be read may be a record of this guest.
+    let broken = place.path("state").join(format!("{id}.source.json"));
+    std::fs::write(&broken, "{").unwrap();
+    let said = fail(1, &restore);
+    assert!(said.contains(&format!("{id}.source.json: EOF")), "{said}");
+    assert!(said.contains(&format!("may say that guest {id} runs elsewhere")), "{said}");
+    let said = fail(1, &["resolve", "--state-dir", &state, "--run"]);
+    assert!(said.contains(".source.json: EOF") && said.contains("nothing to resolve"), "{said}");
+    std::fs::remove_file(broken).unwrap();
     let mut third = Vmm::start(&place, "third", &["restore", "--store", &store]);
     third.await_api();
     third.tell(&["stop"]);

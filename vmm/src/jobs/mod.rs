@@ -162,7 +162,11 @@ impl Jobs {
             Resolution::Discard => self.vm.stop("the operator resolved that it ends here"),
         }
         let records = Records::open(&self.records).map_err(|e| e.to_string())?;
-        for record in records.pending().map_err(|e| e.to_string())? {
+        let pending = records.pending().map_err(|e| e.to_string())?;
+        for e in &pending.unreadable {
+            tracing::warn!("{e}");
+        }
+        for record in pending.records {
             if record.vm_id == self.vm.vm_id() {
                 records.settle(record.token).map_err(|e| e.to_string())?;
             }
