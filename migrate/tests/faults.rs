@@ -264,6 +264,8 @@ fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decide
     let sent = sender.result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::Discarded { .. }), "{error}");
+    // It was only asked: it waits on, as after any caller that is no source.
+    drop(std::net::TcpStream::connect(&second.to).unwrap());
     exactly_one_runs(&host, &guest, &sent, second, "a new receiver answered");
     elsewhere.control.cancel().unwrap();
     elsewhere.error();

@@ -25,6 +25,10 @@ pub(crate) const MAX_TEXT: usize = 1024;
 pub(crate) const MAX_PAGES: u64 = 256;
 /// Most runs in one ZERO.
 pub(crate) const MAX_ZERO_RUNS: u32 = 4096;
+/// Most passes, the last one included.
+pub(crate) const MAX_PASSES: u32 = 4096;
+/// Most passes without a frame.
+pub(crate) const MAX_EMPTY_PASSES: u32 = 16;
 /// Feature bits of HELLO that this program offers: none yet.
 pub(crate) const FEATURES: u64 = 0;
 
