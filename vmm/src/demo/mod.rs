@@ -16,7 +16,7 @@ use hyper::Method;
 use images::Report;
 use indicatif::{ProgressBar, ProgressStyle};
 use vmm::api::model::{
-    CheckpointPage, CheckpointRequest, EpochOutcome, MigrationPage, MigrationRequest,
+    CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
     MigrationState,
 };
 use vmm::config::{Backend, DEFAULT_RING_ENTRIES};
@@ -171,11 +171,11 @@ impl Demo<'_> {
             every_ms: Some(CHECKPOINT_EVERY_MS),
             count: Some(CHECKPOINTS),
         };
-        vmm.call::<()>(Method::POST, "/checkpoint", Some(&request))?;
+        let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);
         loop {
             let page: CheckpointPage =
-                vmm.get(&format!("/checkpoint?since={since}&wait_ms=5000"))?;
+                vmm.get(&format!("/checkpoint?job={job}&since={since}&wait_ms=5000"))?;
             for outcome in page.epochs {
                 match outcome {
                     EpochOutcome::Stored(line) => lines.push(line),
@@ -216,10 +216,10 @@ impl Demo<'_> {
         let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.said())))?;
         let body = serde_json::json!({ "to": to });
         let request: MigrationRequest = serde_json::from_value(body).map_err(|e| e.to_string())?;
-        source.call::<()>(Method::POST, "/migration", Some(&request))?;
+        let JobBegun { job } = source.call(Method::POST, "/migration", Some(&request))?;
         let end = Instant::now() + child::PATIENCE;
         let report = loop {
-            let page: MigrationPage = source.get("/migration?wait_ms=100")?;
+            let page: MigrationPage = source.get(&format!("/migration?job={job}&wait_ms=100"))?;
             match (page.state, page.report, page.failure) {
                 (MigrationState::Completed, Some(report), _) => break report,
                 (_, _, Some(failure)) => return Err(failure.message),
