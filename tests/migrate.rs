@@ -3,19 +3,12 @@
 
 use std::time::Duration;
 
-use tests::{Driftline, SOON, Scratch, json_of, one_at_a_time, repeats};
-use vmm::testing::kvm_or_skip;
+use tests::{Driftline, Load, SOON, Scratch, json_of};
 
 /// Sends one guest through `hops` processes; each one's guest must go on writing without an error.
-fn in_a_row(name: &str, tracking: &str, load: &str, hops: usize) {
-    if !kvm_or_skip(name) {
-        return;
-    }
-    let _alone = one_at_a_time();
+fn in_a_row(load: Load, hops: usize) {
     let scratch = Scratch::new();
-    let spec = format!("payload,ws=64M,{load}");
-    let args = ["--vcpus", "2", "--mem", "1G", "--tracking", tracking];
-    let mut here = Driftline::run(&scratch, "hop0", &spec, &args);
+    let mut here = load.start(&scratch, "hop0");
     let mut pages = here.console().wait_reports(2, 1, SOON).iter().map(|r| r.pages).sum::<u64>();
     for hop in 1..=hops {
         let (there, address) = Driftline::receive(&scratch, &format!("hop{hop}"));
@@ -39,23 +32,4 @@ fn in_a_row(name: &str, tracking: &str, load: &str, hops: usize) {
     here.console().assert_clean();
 }
 
-#[test]
-fn ring_as_fast_as_it_can() {
-    in_a_row("ring_as_fast_as_it_can", "dirty-ring", "rate=max,pattern=random", repeats(3, 20));
-}
-
-#[test]
-fn ring_at_320_megabytes() {
-    in_a_row("ring_at_320_megabytes", "dirty-ring", "rate=320M", repeats(3, 20));
-}
-
-#[test]
-fn bitmap_as_fast_as_it_can() {
-    let hops = repeats(3, 20);
-    in_a_row("bitmap_as_fast_as_it_can", "dirty-bitmap", "rate=max,pattern=random", hops);
-}
-
-#[test]
-fn bitmap_at_320_megabytes() {
-    in_a_row("bitmap_at_320_megabytes", "dirty-bitmap", "rate=320M", repeats(3, 20));
-}
+tests::under_each_load!(in_a_row, 3, 20);

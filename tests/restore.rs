@@ -1,20 +1,12 @@
 //! Restores in a row, each from a checkpoint of the guest that the one before brought back.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
-use tests::{Driftline, SOON, Scratch, one_at_a_time, repeats};
-use vmm::testing::kvm_or_skip;
+use tests::{Driftline, Load, SOON, Scratch};
 
 /// Checkpoints, kills the process hard, restores in a new one, and does that `times` times.
-fn in_a_row(name: &str, tracking: &str, load: &str, times: usize) {
-    if !kvm_or_skip(name) {
-        return;
-    }
-    let _alone = one_at_a_time();
+fn in_a_row(load: Load, times: usize) {
     let scratch = Scratch::new();
-    let spec = format!("payload,ws=64M,{load}");
-    let args = ["--vcpus", "2", "--mem", "1G", "--tracking", tracking];
-    let mut here = Driftline::run(&scratch, "life0", &spec, &args);
-    here.console().wait_reports(2, 1, SOON);
+    let mut here = load.start(&scratch, "life0");
     for life in 1..=times {
         let store = scratch.path(&format!("store{life}"));
         let store = store.to_str().expect("UTF-8");
@@ -37,23 +29,4 @@ fn in_a_row(name: &str, tracking: &str, load: &str, times: usize) {
     here.console().assert_clean();
 }
 
-#[test]
-fn ring_as_fast_as_it_can() {
-    in_a_row("ring_as_fast_as_it_can", "dirty-ring", "rate=max,pattern=random", repeats(4, 50));
-}
-
-#[test]
-fn ring_at_320_megabytes() {
-    in_a_row("ring_at_320_megabytes", "dirty-ring", "rate=320M", repeats(4, 50));
-}
-
-#[test]
-fn bitmap_as_fast_as_it_can() {
-    let times = repeats(4, 50);
-    in_a_row("bitmap_as_fast_as_it_can", "dirty-bitmap", "rate=max,pattern=random", times);
-}
-
-#[test]
-fn bitmap_at_320_megabytes() {
-    in_a_row("bitmap_at_320_megabytes", "dirty-bitmap", "rate=320M", repeats(4, 50));
-}
+tests::under_each_load!(in_a_row, 4, 50);

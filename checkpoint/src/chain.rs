@@ -11,6 +11,10 @@ const ALWAYS_FINE: u64 = 64 << 20;
 /// Most epochs of a chain.
 const MOST_EPOCHS: u64 = 1_000;
 
+/// Epochs that are looked for before each further one: all of a short chain, and of the longest every
+/// one within 16 epochs, for some hundred microseconds outside the pause.
+const LOOKED_FOR: usize = 64;
+
 /// How long a chain is, and so how long a restore of its last epoch takes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Extent {
@@ -39,13 +43,18 @@ pub(crate) struct Chain {
     pub(crate) subscription: Subscription,
     /// The full epoch and the last; none until the full one is durable.
     ends: Option<(ParentLink, ParentLink)>,
+    /// All its epochs, ascending; at most [`MOST_EPOCHS`].
+    epochs: Vec<u64>,
+    /// Where among them the next look begins.
+    looked_at: usize,
     extent: Extent,
 }
 
 impl Chain {
     /// A chain that begins with a full epoch.
     pub(crate) fn new(subscription: Subscription) -> Self {
-        Self { subscription, ends: None, extent: Extent::default() }
+        let extent = Extent::default();
+        Self { subscription, ends: None, epochs: Vec::new(), looked_at: 0, extent }
     }
 
     /// What the next epoch builds on.
@@ -56,6 +65,7 @@ impl Chain {
     /// Notes an epoch that is durable.
     pub(crate) fn append(&mut self, link: ParentLink, bytes: u64) {
         self.extent.append(bytes);
+        self.epochs.push(link.epoch);
         let first = self.ends.map_or(link, |(first, _)| first);
         self.ends = Some((first, link));
     }
@@ -65,9 +75,18 @@ impl Chain {
         self.extent.is_enough()
     }
 
-    /// Why no further epoch may build on this chain. Looks at both its ends, a few small reads.
-    pub(crate) fn cannot_go_on(&self, store: &Store) -> Option<String> {
+    /// Why no further epoch may build on this chain. Looks into both its ends, a few small reads, and
+    /// whether the next [`LOOKED_FOR`] of all its epochs are there, in turn, whatever else the store
+    /// holds; `verify` looks into those.
+    pub(crate) fn cannot_go_on(&mut self, store: &Store) -> Option<String> {
         let (first, last) = self.ends?;
+        let count = self.epochs.len();
+        let from = self.looked_at;
+        self.looked_at = (from + LOOKED_FOR) % count;
+        let in_turn = self.epochs.iter().cycle().skip(from).take(LOOKED_FOR.min(count));
+        if let Some(e) = in_turn.copied().find_map(|epoch| store.find(epoch).err()) {
+            return Some(e.to_string());
+        }
         [first, last].into_iter().find_map(|link| match peek(store, link.epoch) {
             Ok((_, found)) if found.link == link => None,
             Ok(_) => Some(format!("epoch {} is not the one that was written", link.epoch)),

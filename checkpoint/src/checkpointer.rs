@@ -11,7 +11,7 @@ use vm_memory::GuestMemoryError;
 use crate::chain::Chain;
 use crate::staging::{Staging, StagingLimits, window};
 use crate::store::{EpochWriter, Published, Store, StoreError, peek};
-use crate::{Guest, GuestError, Paused, RunState, Section};
+use crate::{Guest, GuestError, Paused, RunState, Section, VmId};
 
 /// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
 const LIVE_FRAMES: u64 = 256;
@@ -118,7 +118,8 @@ pub struct EpochReport {
 ///
 /// The first is full, later ones build on the one before. Made again for a store that has epochs
 /// already it begins with a full one, because nobody followed the guest's writes in between; so it
-/// does if somebody took away what the next epoch would build on, and, so that restores stay short,
+/// does if somebody took away an epoch that the next one would build on, or the store's lock (the
+/// epoch that notices it fails, the next takes the lock again unless another writer has it), and, so that restores stay short,
 /// after 1,000 epochs or once the incremental ones have four times the bytes of the full one (and at
 /// least 64 MiB).
 ///
@@ -144,6 +145,8 @@ pub struct Checkpointer {
     /// None until a full epoch is durable.
     chain: Option<Chain>,
     next: u64,
+    /// The store's lock was found to be another one than ours.
+    lock_lost: bool,
 }
 
 /// What was taken from the guest while it stood still.
@@ -178,27 +181,11 @@ impl Checkpointer {
         if !store.is_writable() {
             return Err(StoreError::ReadOnly { dir: store.dir() });
         }
-        let (numbers, asked) = (store.numbers()?, guest.vm_id());
-        // The newest that can be read says whose store it is.
-        for &epoch in numbers.iter().rev() {
-            match peek(&store, epoch) {
-                Ok((info, _)) if info.vm_id != asked => {
-                    let (dir, stored) = (store.dir(), info.vm_id);
-                    return Err(StoreError::OtherVm { dir, stored, asked });
-                }
-                Ok(_) => break,
-                // No reason to leave the guest unprotected: the new chain does not build on it.
-                Err(e @ StoreError::Damaged { .. }) => {
-                    tracing::warn!("the store holds a damaged epoch: {e}");
-                }
-                // It may be another guest's.
-                Err(e) => return Err(e),
-            }
-        }
+        let next = next_number(&store, guest.vm_id())?;
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
-        let next = numbers.last().map_or(1, |n| n.saturating_add(1));
-        Ok(Self { guest, store, staging: Staging::new(limits), chain: None, next })
+        let staging = Staging::new(limits);
+        Ok(Self { guest, store, staging, chain: None, next, lock_lost: false })
     }
 
     /// The store that it writes to.
@@ -215,11 +202,18 @@ impl Checkpointer {
     /// times, what changed meanwhile.
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
         let epoch = self.next;
-        // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
-        self.next = epoch.saturating_add(1);
         let span = tracing::info_span!("epoch", epoch);
         let _entered = span.enter();
-        if let Some(why) = self.chain.as_ref().and_then(|chain| chain.cannot_go_on(&self.store)) {
+        if self.lock_lost
+            && let Err(e) = self.lock_again()
+        {
+            let (guest, cause) = (self.guest.run_state(), e.into());
+            return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
+        }
+        let epoch = self.next;
+        // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
+        self.next = epoch.saturating_add(1);
+        if let Some(why) = self.chain.as_mut().and_then(|chain| chain.cannot_go_on(&self.store)) {
             tracing::warn!("beginning a new chain with a full epoch: {why}");
             self.chain = None;
         }
@@ -234,6 +228,7 @@ impl Checkpointer {
             Err((phase, cause)) => tracing::warn!(full, %phase, %cause, "not stored"),
         }
         result.map_err(|(phase, cause)| {
+            self.lock_lost |= matches!(cause, Cause::Store(StoreError::LockLost { .. }));
             if full {
                 // What was copied is in no epoch; the next one copies again.
                 self.chain = None;
@@ -242,8 +237,22 @@ impl Checkpointer {
         })
     }
 
+    /// Takes the store's lock again, if no other writer has it. Who had it meanwhile may have left
+    /// epochs there: nothing is built on what was there before.
+    fn lock_again(&mut self) -> Result<(), StoreError> {
+        // First, so that another guest's store is not kept from its own writer.
+        next_number(&self.store, self.guest.vm_id())?;
+        self.store.lock()?;
+        self.chain = None;
+        let next = next_number(&self.store, self.guest.vm_id())?;
+        self.next = self.next.max(next);
+        self.lock_lost = false;
+        tracing::warn!("the store's lock was lost and is held again");
+        Ok(())
+    }
+
     fn attempt(&mut self, full: bool) -> Result<EpochReport, (Phase, Cause)> {
-        let Self { guest, store, staging, chain, next } = self;
+        let Self { guest, store, staging, chain, next, .. } = self;
         let (guest, epoch) = (&**guest, next.saturating_sub(1));
         let parent = chain.as_ref().and_then(|c| c.parent());
         let mut file = step(Phase::Begin, || EpochWriter::create(store, epoch, guest, parent))?;
@@ -280,6 +289,28 @@ impl Checkpointer {
             durable: true,
         })
     }
+}
+
+/// The number after the last in the store, which must be writable for this guest.
+fn next_number(store: &Store, asked: VmId) -> Result<u64, StoreError> {
+    let numbers = store.numbers()?;
+    // The newest that can be read says whose store it is.
+    for &epoch in numbers.iter().rev() {
+        match peek(store, epoch) {
+            Ok((info, _)) if info.vm_id != asked => {
+                let (dir, stored) = (store.dir(), info.vm_id);
+                return Err(StoreError::OtherVm { dir, stored, asked });
+            }
+            Ok(_) => break,
+            // No reason to leave the guest unprotected: the new chain does not build on it.
+            Err(e @ StoreError::Damaged { .. }) => {
+                tracing::warn!("the store holds a damaged epoch: {e}");
+            }
+            // It may be another guest's.
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(numbers.last().map_or(1, |n| n.saturating_add(1)))
 }
 
 /// Does one step, with an event where it begins and one where it ends.

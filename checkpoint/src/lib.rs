@@ -16,6 +16,7 @@
 mod cadence;
 mod chain;
 mod checkpointer;
+pub mod durable;
 pub mod format;
 mod guest;
 mod restore;

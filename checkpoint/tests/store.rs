@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op};
 use checkpoint::{
-    Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits, Store, StoreError,
-    restore,
+    Backend, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits, Store,
+    StoreError, restore,
 };
 
 fn busy() -> Arc<MemoryGuest> {
@@ -28,7 +28,16 @@ fn every_epoch_of_a_busy_guest_restores_and_the_guest_runs_on() {
     let guest = busy();
     let mut checkpointer =
         Checkpointer::new(guest.clone(), Store::create_or_open(dir.path()).unwrap()).unwrap();
-    let reports: Vec<_> = (0..6).map(|_| checkpointer.take().unwrap()).collect();
+    let mut writes = 0;
+    let mut take = || {
+        // However busy the host is, there is something new in each.
+        while guest.writes() < writes + 10 {
+            std::thread::yield_now();
+        }
+        writes = guest.writes();
+        checkpointer.take().unwrap()
+    };
+    let reports: Vec<_> = (0..6).map(|_| take()).collect();
     assert_eq!(guest.run_state(), RunState::Running);
     guest.verify().unwrap();
     let infos = Store::open(dir.path()).unwrap().epochs().unwrap();
@@ -305,12 +314,38 @@ fn an_epoch_whose_parent_was_taken_away_is_a_full_one() {
             let report = checkpointer.take().unwrap();
             let infos = Store::open(dir.path()).unwrap().list().unwrap().epochs;
             let full = infos.iter().any(|i| i.epoch == report.epoch && i.full);
-            // Between the ends nobody looks; `verify` would.
-            assert_eq!(full, victim != 2);
+            // Into a file between the ends nobody looks; `verify` would.
+            assert_eq!(full, victim != 2 || !replace);
             if full {
-                restored(dir.path(), None).0.verify().unwrap();
+                let (copy, restored) = restored(dir.path(), None);
+                copy.verify().unwrap();
+                assert_eq!((restored.epoch, restored.epochs), (report.epoch, 1));
             }
         }
+    }
+}
+
+#[test]
+fn a_gap_anywhere_in_a_long_chain_is_noticed_before_long() {
+    // At rest, so that the epochs are small and many.
+    let guest = MemoryGuest::start(MemoryConfig::still()).unwrap();
+    for victim in [2, 65, 130, 199] {
+        let disk = MemoryDisk::default();
+        let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        for _ in 0..200 {
+            checkpointer.take().unwrap();
+        }
+        disk.remove(&format!("epoch-{victim:020}.dl")).unwrap();
+        // Four looks go over 200 epochs.
+        for _ in 0..4 {
+            checkpointer.take().unwrap();
+        }
+        let store = Store::with_backend(Box::new(disk), false).unwrap();
+        let full = store.list().unwrap().epochs.iter().filter(|i| i.full).map(|i| i.epoch).max();
+        assert!((201..=204).contains(&full.unwrap()), "epoch {victim} is gone: {full:?}");
+        let factory = MemoryGuestFactory::default();
+        restore(&store, None, &factory, Clock::Continue).unwrap().0.verify().unwrap();
     }
 }
 
@@ -333,5 +368,47 @@ fn a_store_exchanged_under_its_writer_fails_the_epoch() {
         assert_eq!(e.guest, RunState::Running, "{e}");
         assert!(e.to_string().contains("was removed or replaced while this process held"), "{e}");
         assert!(Store::open(&path).unwrap().list().unwrap().unfinished.is_empty());
+        // Nobody else has the lock: the next epoch takes it again, and needs nothing from before.
+        let report = checkpointer.take().unwrap();
+        assert_eq!(report.epoch, e.epoch + 1);
+        let (copy, restored) = restored(&path, None);
+        copy.verify().unwrap();
+        assert_eq!((restored.epoch, restored.epochs), (report.epoch, 1));
+        let e = Store::create_or_open(&path).unwrap_err();
+        assert!(matches!(e, StoreError::InUse { .. }), "it is locked again: {e}");
     }
+}
+
+#[test]
+fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let (guest, other) = (busy(), busy());
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.take().unwrap();
+    std::fs::remove_file(dir.path().join("lock")).unwrap();
+    let thief = Store::create_or_open(dir.path()).unwrap();
+    let mut thief = Checkpointer::new(guest.clone(), thief).unwrap();
+    let theirs = [thief.take().unwrap().epoch, thief.take().unwrap().epoch];
+    let e = checkpointer.take().unwrap_err().to_string();
+    assert!(e.contains("was removed or replaced while this process held"), "{e}");
+    for _ in 0..2 {
+        let e = checkpointer.take().unwrap_err().to_string();
+        assert!(e.contains(&format!("is in use by process {}", std::process::id())), "{e}");
+    }
+    drop(thief);
+    // Numbers that the other has used are not used again.
+    let mine = checkpointer.take().unwrap().epoch;
+    assert!(theirs.iter().all(|n| *n < mine), "{theirs:?} {mine}");
+    restored(dir.path(), None).0.verify().unwrap();
+    Store::open(dir.path()).unwrap().verify(|_, r| assert!(r.is_ok())).unwrap();
+
+    // A store that has become another guest's stays that guest's.
+    std::fs::remove_dir_all(dir.path()).unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    Checkpointer::new(other, store).unwrap().take().unwrap();
+    checkpointer.take().unwrap_err();
+    let e = checkpointer.take().unwrap_err().to_string();
+    assert!(e.contains("holds epochs of VM"), "{e}");
+    assert_eq!(Store::open(dir.path()).unwrap().epochs().unwrap().len(), 1);
 }

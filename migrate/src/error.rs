@@ -72,6 +72,19 @@ pub enum WireError {
         /// The bound.
         limit: u64,
     },
+    /// The source keeps the receiver and moves next to nothing.
+    #[error(
+        "the source moved {found} bytes of memory and state in {:.1} s, less than the {least} that it has to",
+        window.as_secs_f64()
+    )]
+    TooSlow {
+        /// What it moved.
+        found: u64,
+        /// In which time.
+        window: Duration,
+        /// What it has to move in that time.
+        least: u64,
+    },
     /// A decision about another migration.
     #[error("a {} message names migration {found}, and this is {expected}", message.name())]
     Token {
@@ -103,6 +116,19 @@ impl WireError {
     }
 }
 
+impl WireError {
+    /// The connection ended or broke: not silence, and not what came over it.
+    pub(crate) fn is_loss(&self) -> bool {
+        match self {
+            // What the link itself makes up (its limits, a stop) has no number of the system's.
+            Self::Format(FormatError::Io(e)) => {
+                e.kind() == io::ErrorKind::UnexpectedEof || e.raw_os_error().is_some()
+            }
+            _ => false,
+        }
+    }
+}
+
 impl From<io::Error> for WireError {
     fn from(e: io::Error) -> Self {
         Self::Format(FormatError::Io(e))
@@ -123,6 +149,19 @@ pub enum Cause {
         peer: String,
         /// The last address's answer.
         cause: io::Error,
+    },
+    /// A source introduced itself, and its connection ended before anything of its guest was here.
+    #[error(
+        "the source at {peer} left before {before} ({cause}); its guest is not here: see whether it \
+         still runs there, then start this receiver again and send it again"
+    )]
+    SourceLeft {
+        /// Who it was.
+        peer: String,
+        /// What did not happen any more.
+        before: &'static str,
+        /// How the connection ended.
+        cause: Box<WireError>,
     },
     /// A guest did not do what it was asked: the one here, or the one being built here.
     #[error("{0}")]

@@ -57,6 +57,6 @@ pub use convergence::{TimeoutStrategy, UnknownStrategy};
 pub use destination::{ReceiveOptions, Received, Responder, StreamSummary, inspect, receive};
 pub use error::{Cause, GuestPlace, ReceiveError, SendError, WireError};
 pub use message::{Tag, Token, Verdict};
-pub use records::{Records, RecordsError, SourceRecord};
+pub use records::{Pending, Records, RecordsError, SourceRecord};
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus};
 pub use source::{SendOptions, send};

@@ -11,12 +11,13 @@
 //!
 //! Everything is written to a temporary file, synced, linked into place, and the directory synced.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use checkpoint::VmId;
+use checkpoint::durable::{create_dir, sync_dir};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
@@ -26,6 +27,9 @@ use crate::message::Token;
 
 /// The version of the records that this program writes.
 const VERSION: u32 = 1;
+
+/// The end of a source record's name, behind its token.
+const SOURCE_SUFFIX: &str = ".source.json";
 
 /// A record could not be read or made durable.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +58,15 @@ pub struct SourceRecord {
     pub site: Uuid,
     /// When, ms since 1970.
     pub time_unix_ms: u64,
+}
+
+/// The unsettled migrations of a host.
+#[derive(Debug, Default)]
+pub struct Pending {
+    /// Guests that may be running elsewhere.
+    pub records: Vec<SourceRecord>,
+    /// Files that stand where such records do and cannot be read as one. Any guest may be theirs.
+    pub unreadable: Vec<RecordsError>,
 }
 
 /// What a destination decided, for good.
@@ -86,7 +99,7 @@ impl Records {
     /// Opens the directory, and makes it and its site where they do not exist yet.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
         let dir = dir.into();
-        make_dir(&dir).map_err(failed("write", &dir))?;
+        create_dir(&dir).map_err(failed("write", &dir))?;
         let path = dir.join("site");
         let made = write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes());
         if let Err(e) = made
@@ -106,14 +119,23 @@ impl Records {
     }
 
     /// Migrations from here that are not settled: after a crash, guests that may be running elsewhere.
-    pub fn pending(&self) -> Result<Vec<SourceRecord>, RecordsError> {
-        let mut pending = Vec::new();
+    /// An error only if the directory cannot be read; files in it that are no records are named.
+    pub fn pending(&self) -> Result<Pending, RecordsError> {
+        let mut pending = Pending::default();
         for entry in fs::read_dir(&self.dir).map_err(failed("read", &self.dir))? {
-            let path = entry.map_err(failed("read", &self.dir))?.path();
-            if path.to_string_lossy().ends_with(".source.json")
-                && let Some(record) = read(&path)?
-            {
-                pending.push(record);
+            let entry = entry.map_err(failed("read", &self.dir))?;
+            let name = entry.file_name();
+            let Some(stem) = name.to_str().and_then(|n| n.strip_suffix(SOURCE_SUFFIX)) else {
+                continue;
+            };
+            let path = entry.path();
+            let read = match Uuid::parse_str(stem) {
+                Ok(token) => read(&path, Token(token)),
+                Err(_) => Err(invalid(&path, "its name is not that of a migration".to_owned())),
+            };
+            match read {
+                Ok(record) => pending.records.extend(record),
+                Err(e) => pending.unreadable.push(e),
             }
         }
         Ok(pending)
@@ -156,7 +178,7 @@ impl Records {
 
     /// What was decided about a token by any process of this site.
     pub(crate) fn decision(&self, token: Token) -> Result<Option<Decision>, RecordsError> {
-        let record: Option<DestinationRecord> = read(&self.decision_path(token))?;
+        let record: Option<DestinationRecord> = read(&self.decision_path(token), token)?;
         Ok(record.map(|r| r.decision))
     }
 
@@ -205,7 +227,7 @@ impl Records {
     }
 
     fn source_path(&self, token: Token) -> PathBuf {
-        self.dir.join(format!("{token}.source.json"))
+        self.dir.join(format!("{token}{SOURCE_SUFFIX}"))
     }
 
     fn decision_path(&self, token: Token) -> PathBuf {
@@ -244,13 +266,36 @@ fn decision_json(token: Token, vm_id: Option<VmId>, decision: Decision) -> io::R
     json(&DestinationRecord { version: VERSION, token, vm_id, decision, time_unix_ms })
 }
 
-fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, RecordsError> {
+/// What every record has, in any version.
+#[derive(Deserialize)]
+struct Head {
+    version: u32,
+    token: Token,
+}
+
+/// The record of `token` in the file of that name.
+fn read<T: DeserializeOwned>(path: &Path, token: Token) -> Result<Option<T>, RecordsError> {
     let bytes = match fs::read(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         read => read.map_err(failed("read", path))?,
     };
-    let record = serde_json::from_slice(&bytes).map_err(|e| failed("read", path)(e.into()))?;
-    Ok(Some(record))
+    let no_record = |e: serde_json::Error| failed("read", path)(e.into());
+    let head: Head = serde_json::from_slice(&bytes).map_err(no_record)?;
+    if head.version != VERSION {
+        let why = format!("its version is {}, and this program reads {VERSION}", head.version);
+        return Err(invalid(path, why));
+    }
+    if head.token != token {
+        return Err(invalid(
+            path,
+            format!("migration {} is in it, not that of its name", head.token),
+        ));
+    }
+    serde_json::from_slice(&bytes).map(Some).map_err(no_record)
+}
+
+fn invalid(path: &Path, why: String) -> RecordsError {
+    failed("read", path)(io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
 /// A synced temporary file beside its later place.
@@ -273,25 +318,6 @@ fn remove(dir: &Path, path: &Path) -> io::Result<()> {
         Err(e) => Err(e),
         Ok(()) => sync_dir(dir),
     }
-}
-
-/// Makes a directory durable, level by level where it does not exist yet.
-fn make_dir(dir: &Path) -> io::Result<()> {
-    let missing: Vec<&Path> =
-        dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();
-    for level in missing.into_iter().rev() {
-        match fs::create_dir(level) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-            _ => {}
-        }
-        let parent = level.parent().filter(|p| !p.as_os_str().is_empty());
-        sync_dir(parent.unwrap_or(Path::new(".")))?;
-    }
-    Ok(())
-}
-
-fn sync_dir(dir: &Path) -> io::Result<()> {
-    File::open(dir)?.sync_all()
 }
 
 #[cfg(test)]
@@ -324,9 +350,9 @@ mod tests {
         let (token, vm, site) = (Token::random(), VmId::random(), Uuid::new_v4());
         let mark = records.write_source(token, vm, "tcp:host:1", site).unwrap();
         let found = Records::open(dir.path()).unwrap().pending().unwrap();
-        assert_eq!(found, [mark.record().clone()]);
+        assert_eq!(found.records, [mark.record().clone()]);
         records.settle(token).unwrap();
-        assert!(records.pending().unwrap().is_empty());
+        assert!(records.pending().unwrap().records.is_empty());
     }
 
     #[test]
@@ -338,6 +364,48 @@ mod tests {
         fs::write(dir.path().join("file"), "").unwrap();
         let e = Records::open(dir.path().join("file/b")).unwrap_err().to_string();
         assert!(e.contains("file/b"), "{e}");
+    }
+
+    #[test]
+    fn files_that_are_no_records_are_named_and_hide_no_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        let token = Token::random();
+        let vm = VmId::random();
+        let good = records.write_source(token, vm, "tcp:host:1", Uuid::new_v4()).unwrap();
+        let path = |name: &str| dir.path().join(format!("{name}.source.json"));
+        let text = fs::read_to_string(path(&token.to_string())).unwrap();
+        // Another migration's name, a version to come, half a file, and a name that is none.
+        let names = [(); 3].map(|()| Token::random().to_string());
+        fs::write(path(&names[0]), &text).unwrap();
+        let later = text.replace("\"version\": 1", "\"version\": 2");
+        fs::write(path(&names[1]), later.replace(&token.to_string(), &names[1])).unwrap();
+        fs::write(path(&names[2]), &text[..20]).unwrap();
+        fs::write(path("mine"), &text).unwrap();
+        let found = records.pending().unwrap();
+        assert_eq!(found.records, [good.record().clone()]);
+        let mut said: Vec<String> = found.unreadable.iter().map(ToString::to_string).collect();
+        let mut because = |name: &str, why: &str| {
+            let at = said.iter().position(|s| s.contains(name)).expect(name);
+            let e = said.remove(at);
+            assert!(e.contains(why), "{e}");
+        };
+        because(&names[0], &format!("migration {token} is in it, not that of its name"));
+        because(&names[1], "its version is 2, and this program reads 1");
+        because(&names[2], "EOF while parsing");
+        because("mine", "its name is not that of a migration");
+        assert!(said.is_empty(), "{said:?}");
+    }
+
+    #[test]
+    fn a_decision_of_another_migration_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        let (token, other) = (Token::random(), Token::random());
+        records.decide(token, None, Decision::Committed).unwrap();
+        fs::copy(records.decision_path(token), records.decision_path(other)).unwrap();
+        let e = records.decision(other).unwrap_err().to_string();
+        assert!(e.contains(&other.to_string()) && e.contains("not that of its name"), "{e}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ mod common;
 use std::time::Duration;
 
 use checkpoint::testing::MemoryConfig;
-use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag};
+use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 
 /// One pass, then the rest, so that runs are alike.
 fn options(host: &Host) -> migrate::SendOptions {
@@ -59,6 +59,16 @@ fn cut_everywhere(cut: Cut) {
             let there = host.receiver_with(receiving);
             let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
             let sent = Sender::start(&guest, &proxy.to, &sending).result();
+            let ended = || there.thread.is_finished();
+            within(Duration::from_secs(8), &context, || ended() || there.waits_on());
+            // Who was not heard to the end of HELLO is nobody; who is silent may be anybody.
+            let hello = unit + usize::from(cut == Cut::After) <= 1;
+            let unknown = if cut == Cut::Stall {
+                (source && unit <= 2) || (!source && unit <= 1)
+            } else {
+                source && hello
+            };
+            assert_eq!(ended(), !unknown, "{context}: {:?}", there.control.progress());
             exactly_one_runs(&host, &guest, &sent, there, &context);
         }
     }

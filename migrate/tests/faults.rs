@@ -179,11 +179,11 @@ fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(sender.control.progress().phase, Phase::InDoubt, "nothing durable was said");
     assert_eq!(guest.run_state(), RunState::Paused);
-    assert_eq!(Records::open(host.source_records()).unwrap().pending().unwrap().len(), 1);
+    assert_eq!(Records::open(host.source_records()).unwrap().pending().unwrap().records.len(), 1);
     std::fs::rename(dir.with_extension("gone"), &dir).unwrap();
     let sent = sender.result();
     assert!(matches!(sent.as_ref().unwrap_err().cause, Cause::Discarded { .. }));
-    assert!(Records::open(host.source_records()).unwrap().pending().unwrap().is_empty());
+    assert!(Records::open(host.source_records()).unwrap().pending().unwrap().records.is_empty());
     exactly_one_runs(&host, &guest, &sent, there, "no room for the decision, for a while");
     assert!(host.records_left().is_empty(), "{:?}", host.records_left());
 }
@@ -264,6 +264,8 @@ fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decide
     let sent = sender.result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::Discarded { .. }), "{error}");
+    // It was only asked: it waits on, as after any caller that is no source.
+    drop(std::net::TcpStream::connect(&second.to).unwrap());
     exactly_one_runs(&host, &guest, &sent, second, "a new receiver answered");
     elsewhere.control.cancel().unwrap();
     elsewhere.error();

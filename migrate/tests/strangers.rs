@@ -109,6 +109,97 @@ fn a_silent_caller_is_turned_away_in_time() {
 }
 
 #[test]
+fn a_source_that_leaves_before_its_config_ends_the_receiver() {
+    let host = Host::new();
+    let there = host.receiver();
+    // It hears the answer to its HELLO, and goes in good order.
+    let mut source = TcpStream::connect(&there.to).unwrap();
+    source.write_all(&[header(FORMAT_VERSION), hello(0)].concat()).unwrap();
+    Header::read_from(&mut source, MAGIC_STREAM).unwrap();
+    assert_eq!(RecordHead::read_from(&mut source, 0).unwrap().tag, tag("HELLO"));
+    drop(source);
+    let error = there.error();
+    assert_eq!(error.phase, Phase::Waiting);
+    let said = error.to_string();
+    assert!(said.contains("left before it sent its configuration"), "{said}");
+    assert!(said.contains("start this receiver again"), "{said}");
+}
+
+#[test]
+fn a_source_that_is_refused_or_silent_after_hello_is_turned_away() {
+    let host = Host::new();
+    let there = host.receiver();
+    let greeted = [header(FORMAT_VERSION), hello(0)].concat();
+    let abort = [greeted.clone(), record(tag("ABORT"), 1, 2, b"no")].concat();
+    let ready = [greeted.clone(), record(tag("READY"), 1, 0, b"")].concat();
+    let torn = [greeted.clone(), vec![0xff; RECORD_HEAD_LEN]].concat();
+    let cases = [
+        (abort, "the peer gave up: no"),
+        (ready, "READY came where CONFIG was expected"),
+        (torn, "the checksum of"),
+        (greeted, "sent nothing for"),
+    ];
+    for (n, (bytes, reason)) in cases.into_iter().enumerate() {
+        let mut stream = TcpStream::connect(&there.to).unwrap();
+        stream.write_all(&bytes).unwrap();
+        let said = refusal(&there, n as u64 + 1);
+        assert!(said.contains(reason), "{said}");
+    }
+    takes_a_proper_source(&host, there);
+}
+
+#[test]
+fn a_source_that_is_silent_after_hello_keeps_nobody_waiting() {
+    let host = Host::new();
+    let mut options = host.receive_options();
+    options.handshake_timeout = Duration::from_secs(600);
+    let there = host.receiver_with(options);
+    let mut silent = TcpStream::connect(&there.to).unwrap();
+    silent.write_all(&[header(FORMAT_VERSION), hello(0)].concat()).unwrap();
+    Header::read_from(&mut silent, MAGIC_STREAM).unwrap();
+    let guest = host.start(MemoryConfig::small());
+    let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+    assert!(sent.is_ok(), "{sent:?}");
+    exactly_one_runs(&host, &guest, &sent, there, "beside a silent source");
+}
+
+#[test]
+fn the_first_config_wins_and_the_other_hears_who_did() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    // Greeted first, and its CONFIG is held until the other's guest is being received.
+    let control = there.control.clone();
+    let hold = move || {
+        within(Duration::from_secs(5), "the other is under way", || {
+            control.progress().phase == Phase::Precopy
+        });
+    };
+    let late = Proxy::start(&there.to, Plan::default().before_from_source(tag("CONFIG"), hold));
+    let other = Host::new();
+    let second = other.start(MemoryConfig::small());
+    let second_sender = Sender::start(&second, &late.to, &quick_send(&other));
+    within(Duration::from_secs(5), "it is greeted", || {
+        late.from_destination.lock().unwrap().contains(&tag("HELLO"))
+    });
+    let (go_on, held) = std::sync::mpsc::channel::<()>();
+    let wait = move || {
+        let _ = held.recv_timeout(Duration::from_millis(1200));
+    };
+    let proxy = Proxy::start(&there.to, Plan::default().before_from_source(tag("PASS_END"), wait));
+    let mut options = quick_send(&host);
+    options.downtime = Duration::from_secs(60);
+    let sender = Sender::start(&guest, &proxy.to, &options);
+    let error = second_sender.result().unwrap_err();
+    drop(go_on);
+    let busy = format!("busy with vm {}", guest.vm_id());
+    assert!(error.to_string().contains(&busy), "{error}");
+    second.verify().unwrap();
+    let sent = sender.result();
+    exactly_one_runs(&host, &guest, &sent, there, "two were greeted");
+}
+
+#[test]
 fn another_version_hears_a_readable_refusal() {
     let host = Host::new();
     let there = host.receiver();
@@ -201,6 +292,71 @@ fn ends(stream: &[u8]) -> Vec<usize> {
         ends.push(at + RECORD_HEAD_LEN + u32::from_le_bytes(*length) as usize);
     }
     ends
+}
+
+/// A source up to READY, by hand.
+fn admitted(there: &Receiver) -> TcpStream {
+    let stream = golden();
+    let ends = ends(&stream);
+    let mut source = TcpStream::connect(&there.to).unwrap();
+    source.write_all(&stream[..ends[2]]).unwrap();
+    Header::read_from(&mut source, MAGIC_STREAM).unwrap();
+    for (sequence, expected) in ["HELLO", "READY"].into_iter().enumerate() {
+        let head = RecordHead::read_from(&mut source, sequence as u32).unwrap();
+        assert_eq!(head.tag, tag(expected));
+        source.read_exact(&mut vec![0; head.length as usize]).unwrap();
+    }
+    source
+}
+
+#[test]
+fn a_source_that_trickles_does_not_keep_the_receiver() {
+    let host = Host::new();
+    let mut options = host.receive_options();
+    // It always makes progress, by its patience; only the pace ends it.
+    options.patience = Duration::from_secs(600);
+    options.pace_window = Duration::from_millis(300);
+    let there = host.receiver_with(options);
+    let mut source = admitted(&there);
+    let (stream, from) = (golden(), ends(&golden())[2]);
+    for byte in &stream[from..] {
+        if there.thread.is_finished() || source.write_all(&[*byte]).is_err() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let said = there.error().to_string();
+    assert!(said.contains("bytes of memory and state in 0.3 s, less than the 262144"), "{said}");
+}
+
+#[test]
+fn a_source_of_endless_empty_passes_is_given_up() {
+    let host = Host::new();
+    let there = host.receiver();
+    let mut source = admitted(&there);
+    let mut sequence = 2;
+    let mut say = |source: &mut TcpStream, name: &str, payload: &[u8]| {
+        let record = record(tag(name), sequence, payload.len() as u32, payload);
+        sequence += 1;
+        source.write_all(&record)
+    };
+    for pass in 0u32.. {
+        let begin = [&pass.to_le_bytes()[..], &[0; 12]].concat();
+        let end = [&pass.to_le_bytes()[..], &[0; 20]].concat();
+        let _ = say(&mut source, "PASS_BEGIN", &begin);
+        let _ = say(&mut source, "PASS_END", &end);
+        let head = RecordHead::read_from(&mut source, 2 + pass).unwrap();
+        let mut payload = vec![0; head.length as usize];
+        source.read_exact(&mut payload).unwrap();
+        if head.tag == tag("ABORT") {
+            let reason = String::from_utf8(payload).unwrap();
+            assert_eq!(reason, "17 empty passes, more than the 16 allowed");
+            break;
+        }
+        assert_eq!(head.tag, tag("PASS_ACK"));
+    }
+    drop(source);
+    assert!(there.error().to_string().contains("empty passes"));
 }
 
 proptest! {

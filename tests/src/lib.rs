@@ -6,10 +6,12 @@
 #![allow(clippy::expect_used, clippy::panic, reason = "a harness fails by saying what it expected")]
 
 mod guest;
+mod load;
 mod process;
 mod proxy;
 
 pub use guest::Console;
+pub use load::Load;
 pub use process::{Driftline, Scratch, driftline, json_of, run_cli};
 pub use proxy::{Cut, Direction, Later, Proxy};
 

@@ -59,8 +59,3 @@ impl GuestFactory for Factory {
         })
     }
 }
-
-/// A configuration as `Guest::config` hands it out.
-pub(crate) fn encode_config(config: &MachineConfig) -> Vec<u8> {
-    config.encode()
-}

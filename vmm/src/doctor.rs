@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use kvm_bindings::KVM_API_VERSION;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
-use crate::kvm::{Capabilities, Need};
+use crate::kvm::{Capabilities, Need, Unusable, open_device};
+use crate::memory::meminfo_bytes;
 
 /// One thing that a host may offer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -32,30 +32,17 @@ pub struct Diagnosis {
 }
 
 /// Whether KVM machines can be built here; if not, why.
-pub fn usable_kvm() -> Result<(), String> {
-    let kvm = open_kvm()?;
-    let capabilities = Capabilities::probe(&kvm);
-    match capabilities.missing().next() {
-        Some(missing) => Err(format!("KVM_CAP_{} is missing", missing.name)),
-        None => Ok(()),
-    }
-}
-
-fn open_kvm() -> Result<Kvm, String> {
-    let kvm = Kvm::new().map_err(|e| format!("/dev/kvm cannot be opened: {e}"))?;
-    match u32::try_from(kvm.get_api_version()) {
-        Ok(KVM_API_VERSION) => Ok(kvm),
-        _ => Err(format!("/dev/kvm answers API version {}", kvm.get_api_version())),
-    }
+pub fn usable_kvm() -> Result<Capabilities, Unusable> {
+    crate::kvm::open().map(|(_, capabilities)| capabilities)
 }
 
 /// Looks at everything. Changes nothing.
 pub fn diagnose() -> Diagnosis {
     let mut findings = Vec::new();
-    match open_kvm() {
-        Err(why) => findings.push(missing(
+    match open_device() {
+        Err(unusable) => findings.push(missing(
             "/dev/kvm",
-            &format!("{why}: no KVM machines here; only --backend threads"),
+            &format!("{}: no KVM machines here; only --backend threads", unusable.why),
         )),
         Ok(kvm) => kvm_findings(&kvm, &mut findings),
     }
@@ -107,13 +94,10 @@ fn hypervisor() -> Finding {
 
 fn memory() -> Finding {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib = |field: &str| -> Option<u64> {
-        let line = meminfo.lines().find_map(|l| l.strip_prefix(field))?;
-        line.trim_start_matches(':').trim().trim_end_matches(" kB").parse().ok()
-    };
-    match (kib("MemAvailable"), kib("MemTotal")) {
+    let field = |name| meminfo_bytes(&meminfo, name);
+    match (field("MemAvailable:"), field("MemTotal:")) {
         (Some(free), Some(total)) => {
-            let value = format!("{} MiB available of {} MiB", free >> 10, total >> 10);
+            let value = format!("{} MiB available of {} MiB", free >> 20, total >> 20);
             present("memory", value, "")
         }
         _ => missing("memory", "/proc/meminfo says nothing about it"),

@@ -34,6 +34,15 @@ pub fn kvm_or_skip(test: &str) -> bool {
     false
 }
 
+/// What a host would answer whose KVM has everything, and dirty rings of at most `ring_entries`
+/// entries (0: none).
+pub fn capabilities_with_rings(ring_entries: u32) -> kvm::Capabilities {
+    let bytes = ring_entries as i32 * size_of::<kvm_bindings::kvm_dirty_gfn>() as i32;
+    let rings =
+        [kvm_bindings::KVM_CAP_DIRTY_LOG_RING, kvm_bindings::KVM_CAP_DIRTY_LOG_RING_ACQ_REL];
+    kvm::Capabilities::from_answers(|number| if rings.contains(&number) { bytes } else { 1 })
+}
+
 fn skip_line(binary: &str, test: &str, why: &str) -> String {
     format!("{binary}::{test}: {}\n", why.replace('\n', " "))
 }

@@ -129,6 +129,45 @@ fn what_cannot_run_is_refused_with_a_sentence() {
 }
 
 #[test]
+fn a_job_is_followed_by_its_number() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));
+    let socket = vmm.socket();
+    let ask = |method: &str, path: &str, body: &str| request(&socket, method, path, body);
+    for (n, epochs) in [(1, 1), (2, 3)] {
+        let body = format!(
+            r#"{{"store":"{}","every_ms":1,"count":{epochs}}}"#,
+            place.text(&format!("store{n}"))
+        );
+        let answer = ask("POST", "/checkpoint", &body);
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert!(answer.ends_with(&format!("{{\"job\":{n}}}")), "{answer}");
+        wait_for("its end", || {
+            let page = ask("GET", &format!("/checkpoint?job={n}&since={epochs}"), "");
+            page.contains("\"running\":false").then_some(())
+        });
+    }
+    let first = ask("GET", "/checkpoint?job=1", "");
+    assert!(first.contains("\"job\":1,") && first.contains("/store1\""), "{first}");
+    assert!(first.contains("\"next\":1,"), "the reports of its own run only: {first}");
+    let latest = ask("GET", "/checkpoint", "");
+    assert!(latest.contains("\"job\":2,") && latest.contains("\"next\":3,"), "{latest}");
+    let answer = ask("POST", "/migration", r#"{"to":"tcp:127.0.0.1:1"}"#);
+    assert!(answer.ends_with("{\"job\":3}"), "{answer}");
+    let page = ask("GET", "/migration?job=3&wait_ms=20000", "");
+    assert!(page.contains("\"job\":3,\"state\":\"failed\""), "{page}");
+    for path in ["/checkpoint?job=3", "/migration?job=1"] {
+        let answer = ask("GET", path, "");
+        assert!(answer.starts_with("HTTP/1.1 400"), "{path}: {answer}");
+        assert!(answer.contains("there is no job "), "{path}: {answer}");
+    }
+    assert!(ask("DELETE", "/checkpoint?job=2", "").contains("no checkpoints are being taken"));
+    assert!(ask("DELETE", "/checkpoint?job=9", "").contains("there is no job 9"));
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+}
+
+#[test]
 fn the_api_speaks_firecrackers_json() {
     let place = Place::new();
     let mut vmm = Vmm::run(&place, "a", &payload("payload,ws=1M"));

@@ -135,6 +135,16 @@ fn a_paused_guest_stays_paused_and_checkpoints_go_on_until_it_leaves() {
     common::succeed(&["store", "verify", &store]);
 }
 
+/// The object of a migration that was refused before it began.
+fn not_begun(out: &std::process::Output, code: i32) -> Value {
+    let refused: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(code), "{refused}");
+    assert_eq!((&refused["status"], &refused["phase"]), (&"failed".into(), &"waiting".into()));
+    let said = common::text(&out.stderr);
+    assert!(said.contains(refused["message"].as_str().unwrap()), "{said}");
+    refused
+}
+
 #[test]
 fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     let place = Place::new();
@@ -152,6 +162,10 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     wait_for("the migration", || (first.state() == "migrating").then_some(()));
     let said = first.refuse(4, &["send-migration", &to]);
     assert!(said.contains("is being migrated already, to 127.0.0.1:"), "{said}");
+    let out = common::output(&["send-migration", &to, "--json", "--api-sock", &first.socket()]);
+    let refused = not_begun(&out, 4);
+    assert_eq!(refused["guest"], "here", "{refused}");
+    assert!(refused["message"].as_str().unwrap().contains("migrated already"), "{refused}");
     let said = first.refuse(1, &["pause"]);
     assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");
     let said = first.refuse(1, &["resolve", "--run"]);
@@ -242,6 +256,15 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
     common::succeed(&["resolve", "--state-dir", &state, "--vm", &id, "--run"]);
     let said = fail(1, &["resolve", "--state-dir", &state, "--discard"]);
     assert!(said.contains("nothing to resolve"), "{said}");
+    // What cannot be read may be a record of this guest.
+    let broken = place.path("state").join(format!("{id}.source.json"));
+    std::fs::write(&broken, "{").unwrap();
+    let said = fail(1, &restore);
+    assert!(said.contains(&format!("{id}.source.json: EOF")), "{said}");
+    assert!(said.contains(&format!("may say that guest {id} runs elsewhere")), "{said}");
+    let said = fail(1, &["resolve", "--state-dir", &state, "--run"]);
+    assert!(said.contains(".source.json: EOF") && said.contains("nothing to resolve"), "{said}");
+    std::fs::remove_file(broken).unwrap();
     let mut third = Vmm::start(&place, "third", &["restore", "--store", &store]);
     third.await_api();
     third.tell(&["stop"]);
@@ -263,6 +286,10 @@ fn nobody_there_is_4_and_wrong_addresses_are_usage() {
     assert_eq!(out.status.code(), Some(4), "{failed}");
     assert_eq!((&failed["status"], &failed["guest"]), (&"failed".into(), &"here".into()));
     assert!(failed["phase"] == "connect" && failed["message"].is_string(), "{failed}");
+    let nobody = place.text("none.sock");
+    let out = common::output(&["send-migration", &to, "--json", "--api-sock", &nobody]);
+    let refused = not_begun(&out, 1);
+    assert!(refused["guest"].is_null(), "nobody could be asked: {refused}");
     let said = vmm.refuse(2, &["send-migration", "10.0.0.1:7001"]);
     assert!(said.contains("an address is tcp:HOST:PORT"), "{said}");
     let said = vmm.refuse(2, &["send-migration", "tcp:h:1", "--timeout-strategy", "postcopy"]);

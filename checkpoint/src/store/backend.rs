@@ -8,6 +8,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use crate::durable::{create_dir, sync_dir};
+
 /// Name of the lock file in a store's directory.
 pub const LOCK_FILE: &str = "lock";
 
@@ -98,22 +100,9 @@ impl DirBackend {
 
     /// The directory `dir`, made durable level by level where it does not exist yet.
     pub fn create_or_open(dir: &Path) -> io::Result<Self> {
-        let missing: Vec<&Path> =
-            dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();
-        for level in missing.into_iter().rev() {
-            match fs::create_dir(level) {
-                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-                _ => {}
-            }
-            let parent = level.parent().filter(|p| !p.as_os_str().is_empty());
-            sync_path(parent.unwrap_or(Path::new(".")))?;
-        }
+        create_dir(dir)?;
         Self::open(dir)
     }
-}
-
-fn sync_path(dir: &Path) -> io::Result<()> {
-    File::open(dir)?.sync_all()
 }
 
 impl Backend for DirBackend {
@@ -175,7 +164,7 @@ impl Backend for DirBackend {
     }
 
     fn sync_dir(&self) -> io::Result<()> {
-        sync_path(&self.dir)
+        sync_dir(&self.dir)
     }
 
     fn list(&self) -> io::Result<Vec<String>> {

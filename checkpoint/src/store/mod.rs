@@ -148,10 +148,7 @@ impl Store {
     pub fn with_backend(backend: Box<dyn Backend>, writable: bool) -> Result<Self, StoreError> {
         let store = Self { backend, writable };
         if writable {
-            store.backend.lock().map_err(|e| match e {
-                LockError::Held { pid } => StoreError::InUse { dir: store.dir(), pid },
-                LockError::Io(e) => store.io("locking", LOCK_FILE, e),
-            })?;
+            store.lock()?;
             let mut removed = false;
             for name in store.names()? {
                 if let Named::Temporary(epoch) = parse_name(&name) {
@@ -221,12 +218,29 @@ impl Store {
         Ok(numbers)
     }
 
+    /// Whether an epoch's file is there; what is in it nobody looks at.
+    pub(crate) fn find(&self, epoch: u64) -> Result<(), StoreError> {
+        match self.backend.open(&file_name(epoch)) {
+            Ok(_) => Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(self.no_epoch(Some(epoch))),
+            Err(e) => Err(self.io("opening", &file_name(epoch), e)),
+        }
+    }
+
     pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.backend
     }
 
     pub(crate) fn is_writable(&self) -> bool {
         self.writable
+    }
+
+    /// Takes the lock, or says who has it.
+    pub(crate) fn lock(&self) -> Result<(), StoreError> {
+        self.backend.lock().map_err(|e| match e {
+            LockError::Held { pid } => StoreError::InUse { dir: self.dir(), pid },
+            LockError::Io(e) => self.io("locking", LOCK_FILE, e),
+        })
     }
 
     /// Refuses to write on where another process could write too.

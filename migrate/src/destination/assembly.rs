@@ -4,6 +4,7 @@
 //! its frames written: what stands in guest memory has been checked.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, GuestRam};
 use dirty_tracker::{PAGE_SIZE, Subscription, Tracker};
@@ -12,12 +13,45 @@ use vm_memory::{Bytes, GuestAddress};
 use super::Whole;
 use super::inbound::{Inbound, Step};
 use crate::control::ReceiveControl;
-use crate::error::Cause;
+use crate::error::{Cause, WireError};
 use crate::link::Link;
 use crate::message::{Message, Runs};
 use crate::wire::Wire;
 
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
+
+/// Bytes of memory and state that a source has to move in each window of its [`Pace`].
+const MIN_PROGRESS: u64 = 256 << 10;
+
+/// Holds a source to a least pace: whenever it has moved enough, a new window begins.
+pub(super) struct Pace {
+    window: Duration,
+    until: Instant,
+    /// What had come when the window began.
+    before: u64,
+}
+
+impl Pace {
+    pub(super) fn begin(window: Duration) -> Self {
+        Self { window, until: Instant::now() + window, before: 0 }
+    }
+
+    /// `moved` bytes have come in all.
+    fn note(&mut self, moved: u64) {
+        if moved - self.before >= MIN_PROGRESS {
+            (self.until, self.before) = (Instant::now() + self.window, moved);
+        }
+    }
+
+    /// What silence until now means: at the window's end, that the source was too slow.
+    fn judge(&self, e: WireError, moved: u64) -> WireError {
+        if e.is_silence() && Instant::now() >= self.until {
+            let (found, least) = (moved - self.before, MIN_PROGRESS);
+            return WireError::TooSlow { found, window: self.window, least };
+        }
+        e
+    }
+}
 
 /// A guest whose memory is arriving.
 pub(super) struct Assembly<'g> {
@@ -40,10 +74,13 @@ impl<'g> Assembly<'g> {
     pub(super) fn run(
         mut self,
         wire: &mut Wire<Link>,
+        mut pace: Pace,
         control: &ReceiveControl,
     ) -> Result<Whole, Cause> {
         loop {
-            let step = self.inbound.on(wire.recv()?)?;
+            wire.stream_mut().set_deadline(Some(pace.until));
+            let message = wire.recv().map_err(|e| pace.judge(e, self.inbound.moved_bytes()))?;
+            let step = self.inbound.on(message)?;
             match step {
                 Step::Noted => {}
                 Step::Place { runs, contents } => self.place(runs, contents)?,
@@ -54,10 +91,12 @@ impl<'g> Assembly<'g> {
                     control.update(|p| (p.pass, p.sent_bytes) = (pass, bytes));
                 }
                 Step::Complete { sections, was_running } => {
+                    wire.stream_mut().set_deadline(None);
                     let (totals, passes) = (self.inbound.totals(), self.inbound.passes());
                     return Ok(Whole { sections, was_running, totals, passes });
                 }
             }
+            pace.note(self.inbound.moved_bytes());
         }
     }
 

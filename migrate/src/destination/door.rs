@@ -1,8 +1,9 @@
 //! The listener: who calls, and what they are told.
 //!
-//! One thread accepts; each caller is heard by a short-lived thread of its own, so that a silent
-//! stranger keeps nobody waiting. A source gets the seat or is refused, a question is answered, all
-//! else is turned away. The door outlives the migration: it answers questions until it is dropped.
+//! One thread accepts; each caller is heard by a short-lived thread of its own, so that nobody who is
+//! silent keeps another waiting. The first source whose CONFIG is here gets the seat, the others are
+//! refused; a question is answered, all else is turned away. The door outlives the migration: it
+//! answers questions until it is dropped.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -13,6 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::format::{FormatError, Header};
+use dirty_tracker::Layout;
 use socket2::SockRef;
 
 use super::ledger::Ledger;
@@ -28,11 +30,23 @@ const MAX_CALLERS: usize = 16;
 /// How long a source that was told the verdict may take to say that it is settled.
 const ENDED_LIMIT: Duration = Duration::from_secs(5);
 
-/// A source that has the seat and has been greeted.
+/// What the door tells the thread that receives.
+#[derive(Debug)]
+pub(super) enum Knock {
+    /// A source that has the seat.
+    Source(Box<Caller>),
+    /// A source that was heard and then lost, while nobody had the seat.
+    Left { peer: String, cause: WireError },
+}
+
+/// A source that has the seat, and the guest that it wants to have built.
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) wire: Wire<Link>,
     pub(super) header: Header,
+    pub(super) token: Token,
+    pub(super) layout: Layout,
+    pub(super) config: Vec<u8>,
     pub(super) came: Instant,
 }
 
@@ -65,21 +79,21 @@ impl Drop for Responder {
 struct Porter {
     ledger: Arc<Ledger>,
     control: Arc<ReceiveControl>,
-    callers: Sender<Caller>,
+    callers: Sender<Knock>,
     stop: Arc<Stop>,
     patience: Duration,
     handshake: Duration,
     busy: AtomicUsize,
 }
 
-/// Opens the door: sources that get the seat come out of the channel.
+/// Opens the door: sources come out of the channel.
 pub(super) fn open(
     listener: TcpListener,
     ledger: Arc<Ledger>,
     control: Arc<ReceiveControl>,
     patience: Duration,
     handshake: Duration,
-) -> io::Result<(Responder, Receiver<Caller>)> {
+) -> io::Result<(Responder, Receiver<Knock>)> {
     let address = listener.local_addr()?;
     listener.set_nonblocking(false)?;
     // accept(2) honours the receive timeout: the thread looks at its stop flag once a slice.
@@ -141,15 +155,17 @@ impl Porter {
         let peer = link.peer();
         let mut wire = Wire::new(link);
         wire.stream_mut().set_deadline(Some(came + self.handshake));
-        match self.greet(&mut wire) {
-            Ok(None) => {}
-            Ok(Some(header)) => {
-                wire.stream_mut().set_deadline(None);
-                if self.callers.send(Caller { wire, header, came }).is_err() {
-                    self.ledger.vacate();
-                }
+        let heard = match self.greet(&mut wire) {
+            Ok((header, Purpose::Move)) => return self.seat(wire, header, came),
+            Ok((_, Purpose::Query)) => self.answer(&mut wire),
+            Ok((_, Purpose::Serve)) => {
+                let why = "a caller cannot be a destination";
+                Err(WireError::Malformed { message: Tag::Hello, why })
             }
-            Err(e) => self.refused(&peer, &e.to_string()),
+            Err(e) => Err(e),
+        };
+        if let Err(e) = heard {
+            self.refused(&peer, &e.to_string());
         }
     }
 
@@ -174,8 +190,8 @@ impl Porter {
         }
     }
 
-    /// Introductions; a source that has the seat comes back with its header.
-    fn greet(&self, wire: &mut Wire<Link>) -> Result<Option<Header>, WireError> {
+    /// Who calls, and what for. It has not been answered yet.
+    fn greet(&self, wire: &mut Wire<Link>) -> Result<(Header, Purpose), WireError> {
         let header = match wire.recv_header() {
             Ok(header) => header,
             Err(e) => {
@@ -192,47 +208,82 @@ impl Porter {
                 return Err(e);
             }
         };
-        let purpose = match wire.recv()? {
-            Message::Hello { purpose, .. } => purpose,
-            other => return Err(unexpected(&other, "HELLO")),
-        };
+        match wire.recv()? {
+            Message::Hello { purpose, .. } => Ok((header, purpose)),
+            other => Err(unexpected(&other, "HELLO")),
+        }
+    }
+
+    fn say_hello(&self, wire: &mut Wire<Link>) -> Result<(), WireError> {
         wire.send_header(None)?;
         let version = env!("CARGO_PKG_VERSION");
-        let hello = Message::Hello { purpose: Purpose::Serve, features: FEATURES, version };
-        match purpose {
-            Purpose::Move => match self.ledger.claim(header.vm_id()) {
-                Ok(()) => match wire.send(&hello) {
-                    Ok(()) => Ok(Some(header)),
-                    Err(e) => {
-                        self.ledger.vacate();
-                        Err(e)
-                    }
-                },
-                Err(reason) => {
-                    wire.abort(Tag::Refused, &reason);
-                    self.refused(&wire.stream().peer(), &reason);
-                    Ok(None)
-                }
-            },
-            Purpose::Query => {
-                wire.send(&hello)?;
-                let (token, site) = match wire.recv()? {
-                    Message::Query { token, site } => (token, site),
-                    other => return Err(unexpected(&other, "QUERY")),
-                };
-                let verdict = self.ledger.answer(token, site);
-                tracing::info!(%token, ?verdict, peer = wire.stream().peer(), "asked");
-                wire.send(&Message::Answer { token, verdict })?;
-                if matches!(verdict, Verdict::Discarded | Verdict::Running) {
-                    self.await_end(wire, token, verdict);
-                }
-                Ok(None)
-            }
-            Purpose::Serve => Err(WireError::Malformed {
-                message: Tag::Hello,
-                why: "a caller cannot be a destination",
-            }),
+        wire.send(&Message::Hello { purpose: Purpose::Serve, features: FEATURES, version })
+    }
+
+    /// A source: hears its CONFIG, and gives it the seat if nobody else was faster.
+    fn seat(&self, mut wire: Wire<Link>, header: Header, came: Instant) {
+        let peer = wire.stream().peer();
+        let refuse = |mut wire: Wire<Link>, reason: &str| {
+            self.refused(&peer, reason);
+            wire.abort(Tag::Refused, reason);
+        };
+        if let Err(reason) = self.ledger.vacant() {
+            // Where a HELLO would stand, a header comes first.
+            return match wire.send_header(None) {
+                Ok(()) => refuse(wire, &reason),
+                Err(e) => self.refused(&peer, &format!("{reason}; {e}")),
+            };
         }
+        let (token, layout, config) = match self.configuration(&mut wire) {
+            Ok(configuration) => configuration,
+            Err(e) if e.is_loss() => return self.left(peer, e),
+            Err(e) => return refuse(wire, &e.to_string()),
+        };
+        match self.ledger.claim(header.vm_id()) {
+            Ok(()) => {
+                wire.stream_mut().set_deadline(None);
+                let caller = Caller { wire, header, token, layout, config, came };
+                if self.callers.send(Knock::Source(Box::new(caller))).is_err() {
+                    self.ledger.vacate();
+                }
+            }
+            Err(reason) => refuse(wire, &reason),
+        }
+    }
+
+    /// Answers a source's HELLO and hears the guest that it has.
+    fn configuration(&self, wire: &mut Wire<Link>) -> Result<(Token, Layout, Vec<u8>), WireError> {
+        self.say_hello(wire)?;
+        wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
+        match wire.recv()? {
+            Message::Config { token, layout, config } => Ok((token, layout, config.to_vec())),
+            other => Err(unexpected(&other, "CONFIG")),
+        }
+    }
+
+    /// A source said who it is, and its connection ended before it said more.
+    fn left(&self, peer: String, cause: WireError) {
+        match self.ledger.vacant() {
+            // Where nobody listens any more, nobody waits for a source.
+            Ok(()) => drop(self.callers.send(Knock::Left { peer, cause })),
+            Err(_) => self.refused(&peer, &format!("it left before its CONFIG: {cause}")),
+        }
+    }
+
+    /// Answers a question.
+    fn answer(&self, wire: &mut Wire<Link>) -> Result<(), WireError> {
+        self.say_hello(wire)?;
+        let (token, site) = match wire.recv()? {
+            Message::Query { token, site } => (token, site),
+            other => return Err(unexpected(&other, "QUERY")),
+        };
+        let verdict = self.ledger.answer(token, site);
+        tracing::info!(%token, ?verdict, peer = wire.stream().peer(), "asked");
+        wire.send(&Message::Answer { token, verdict })?;
+        if matches!(verdict, Verdict::Discarded | Verdict::Running) {
+            self.await_end(wire, token, verdict);
+        }
+        Ok(())
     }
 }
 

@@ -12,10 +12,12 @@
 //! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
 
 use checkpoint::Section;
-use dirty_tracker::{FrameRun, Layout};
+use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use crate::error::WireError;
-use crate::message::{Counts, MAX_SECTIONS, MAX_STATE, Message, Runs, Tag};
+use crate::message::{
+    Counts, MAX_EMPTY_PASSES, MAX_PASSES, MAX_SECTIONS, MAX_STATE, Message, Runs, Tag,
+};
 use crate::wire::unexpected;
 
 /// The receiving side's place in the stream.
@@ -25,6 +27,8 @@ pub(crate) struct Inbound {
     stage: Stage,
     /// Passes completed.
     passes: u32,
+    /// Passes begun that announced no frame.
+    empty_passes: u32,
     totals: Counts,
     sections: Vec<Section>,
     state_bytes: u64,
@@ -56,7 +60,7 @@ pub(crate) enum Step<'a> {
 impl Inbound {
     pub(crate) fn new(layout: Layout) -> Self {
         let (stage, totals, sections) = (Stage::Between, Counts::default(), Vec::new());
-        Self { layout, stage, passes: 0, totals, sections, state_bytes: 0 }
+        Self { layout, stage, passes: 0, empty_passes: 0, totals, sections, state_bytes: 0 }
     }
 
     /// Passes completed.
@@ -69,11 +73,25 @@ impl Inbound {
         self.totals
     }
 
+    /// Bytes of memory, zero frames included, and of state that have come so far.
+    pub(crate) fn moved_bytes(&self) -> u64 {
+        let pass = match self.stage {
+            Stage::InPass { counts, .. } => counts,
+            _ => Counts::default(),
+        };
+        let frames = [self.totals, pass].iter().map(|c| c.normal + c.zero).sum::<u64>();
+        // A pass has at most as many frames as memory, and there are few passes.
+        frames.saturating_mul(PAGE_SIZE).saturating_add(self.state_bytes)
+    }
+
     /// Takes the next message.
     pub(crate) fn on<'a>(&mut self, message: Message<'a>) -> Result<Step<'a>, WireError> {
         match (&mut self.stage, message) {
             (Stage::Between, Message::PassBegin { pass, frames }) => {
                 same("the number of the pass", pass.into(), self.passes.into())?;
+                at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
+                self.empty_passes += u32::from(frames == 0);
+                at_most("empty passes", self.empty_passes.into(), MAX_EMPTY_PASSES.into())?;
                 if frames > self.layout.frames() {
                     let (found, expected) = (frames, self.layout.frames());
                     let what = "the most frames that a pass can have";
@@ -97,7 +115,7 @@ impl Inbound {
                 same("the pass's zero frames", theirs.zero, counts.zero)?;
                 same("the pass's frames", frames, counts.normal + counts.zero)?;
                 self.totals += counts;
-                self.passes = self.passes.wrapping_add(1);
+                self.passes += 1;
                 self.stage = Stage::Between;
                 Ok(Step::Ack { pass, counts })
             }
@@ -159,4 +177,69 @@ fn same(what: &'static str, found: u64, expected: u64) -> Result<(), WireError> 
 
 fn at_most(what: &'static str, found: u64, limit: u64) -> Result<(), WireError> {
     if found <= limit { Ok(()) } else { Err(WireError::TooMany { what, found, limit }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use dirty_tracker::{Gfn, Slot, SlotId};
+    use zerocopy::IntoBytes;
+
+    use super::*;
+    use crate::message::{RawRun, runs_head};
+
+    const FRAMES: u64 = 4;
+
+    fn inbound() -> Inbound {
+        let slot = Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES };
+        Inbound::new(Layout::new([slot]).unwrap())
+    }
+
+    /// One whole pass of `frames` zero frames.
+    fn pass(inbound: &mut Inbound, pass: u32, frames: u64) -> Result<(), WireError> {
+        inbound.on(Message::PassBegin { pass, frames })?;
+        if frames > 0 {
+            let run = RawRun::from(FrameRun { start: Gfn(0), count: frames });
+            let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
+            inbound.on(Message::parse(Tag::Zero, &bytes)?)?;
+        }
+        let counts = Counts { normal: 0, zero: frames };
+        inbound.on(Message::PassEnd { pass, counts })?;
+        Ok(())
+    }
+
+    #[test]
+    fn passes_are_bounded() {
+        let mut inbound = inbound();
+        for n in 0..MAX_PASSES {
+            pass(&mut inbound, n, 1).unwrap();
+        }
+        let e = pass(&mut inbound, MAX_PASSES, 1).unwrap_err().to_string();
+        assert_eq!(e, "4097 passes, more than the 4096 allowed");
+    }
+
+    #[test]
+    fn empty_passes_are_bounded_also_between_others() {
+        let mut inbound = inbound();
+        let mut n = 0;
+        for _ in 0..MAX_EMPTY_PASSES {
+            pass(&mut inbound, n, 0).unwrap();
+            pass(&mut inbound, n + 1, 2).unwrap();
+            n += 2;
+        }
+        let e = pass(&mut inbound, n, 0).unwrap_err().to_string();
+        assert_eq!(e, "17 empty passes, more than the 16 allowed");
+    }
+
+    #[test]
+    fn what_has_moved_counts_frames_at_once_and_state() {
+        let mut inbound = inbound();
+        pass(&mut inbound, 0, 3).unwrap();
+        assert_eq!(inbound.moved_bytes(), 3 * PAGE_SIZE);
+        inbound.on(Message::PassBegin { pass: 1, frames: 2 }).unwrap();
+        assert_eq!(inbound.moved_bytes(), 3 * PAGE_SIZE, "what is announced has not come");
+        let run = RawRun::from(FrameRun { start: Gfn(1), count: 1 });
+        let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
+        inbound.on(Message::parse(Tag::Zero, &bytes).unwrap()).unwrap();
+        assert_eq!(inbound.moved_bytes(), 4 * PAGE_SIZE);
+    }
 }

@@ -56,19 +56,17 @@ impl Ledger {
         self.seat.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the seat is free, or who has it.
+    pub(super) fn vacant(&self) -> Result<(), String> {
+        self.lock().vacant()
+    }
+
     /// Gives the only seat to a source, or says who has it.
     pub(super) fn claim(&self, vm_id: VmId) -> Result<(), String> {
         let mut seat = self.lock();
-        match (seat.occupant, &seat.session) {
-            (None, _) => {
-                seat.occupant = Some(vm_id);
-                Ok(())
-            }
-            (Some(vm), Some(Session { state: Destination::Running, .. })) => {
-                Err(format!("this receiver has taken over vm {vm} already"))
-            }
-            (Some(vm), _) => Err(format!("busy with vm {vm}")),
-        }
+        seat.vacant()?;
+        seat.occupant = Some(vm_id);
+        Ok(())
     }
 
     /// Frees the seat of a source with which nothing was begun.
@@ -149,6 +147,18 @@ impl Ledger {
         {
             let waited = self.changed.wait_timeout(seat, SLICE);
             seat = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Seat {
+    fn vacant(&self) -> Result<(), String> {
+        match (self.occupant, &self.session) {
+            (None, _) => Ok(()),
+            (Some(vm), Some(Session { state: Destination::Running, .. })) => {
+                Err(format!("this receiver has taken over vm {vm} already"))
+            }
+            (Some(vm), _) => Err(format!("busy with vm {vm}")),
         }
     }
 }

@@ -16,7 +16,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Guest, GuestFactory, Section, VmId};
+use checkpoint::format::Header;
+use checkpoint::{Clock, Guest, GuestFactory, Section};
+use dirty_tracker::Layout;
 
 use crate::control::{Phase, ReceiveControl};
 use crate::error::{Cause, ReceiveError, WireError};
@@ -25,10 +27,10 @@ use crate::link::{Link, SLICE};
 use crate::message::{Counts, Message, Tag, Token};
 use crate::records::Records;
 use crate::report::{ReceiveReport, ms};
-use crate::wire::{Wire, unexpected};
-use assembly::Assembly;
-use door::Caller;
+use crate::wire::Wire;
+use assembly::{Assembly, Pace};
 pub use door::Responder;
+use door::{Caller, Knock};
 pub use inspect::{StreamSummary, inspect};
 use ledger::Ledger;
 
@@ -41,6 +43,9 @@ pub struct ReceiveOptions {
     pub handshake_timeout: Duration,
     /// How long the source may make no progress at all. 10 s.
     pub patience: Duration,
+    /// The time in which the source has to move at least 256 KiB of memory or state: a peer that
+    /// trickles does not keep this receiver for nothing. A minute.
+    pub pace_window: Duration,
     /// Time from PREPARED to COMMIT, after which the guest is thrown away. 10 s.
     pub commit_deadline: Duration,
     /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s.
@@ -54,6 +59,7 @@ impl ReceiveOptions {
             records: records.into(),
             handshake_timeout: Duration::from_secs(5),
             patience: Duration::from_secs(10),
+            pace_window: Duration::from_secs(60),
             commit_deadline: Duration::from_secs(10),
             linger: Duration::from_secs(30),
         }
@@ -75,8 +81,9 @@ pub struct Received<G: ?Sized> {
 /// Waits on `listener` for one source and receives its guest, which `factory` builds.
 ///
 /// Callers that are no proper source, or whose guest cannot be built here, are refused, and the
-/// waiting goes on; see `control.progress()` for them. Once a guest is being received a failure ends
-/// it: then the guest does not run here and never will. After PREPARED such a failure is made
+/// waiting goes on; see `control.progress()` for them. A source whose connection ends once it has
+/// introduced itself ends this ([`Cause::SourceLeft`]), and so does any failure once a guest is being
+/// received: then the guest does not run here and never will. After PREPARED such a failure is made
 /// durable, and this stays [`ReceiveOptions::linger`] to tell the source.
 ///
 /// The listener's side costs one thread, and one for each caller while it introduces itself.
@@ -135,7 +142,7 @@ struct Host<'a, F: GuestFactory + ?Sized> {
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
     ledger: Arc<Ledger>,
-    callers: Receiver<Caller>,
+    callers: Receiver<Knock>,
 }
 
 /// A source whose guest has been built, paused and zeroed.
@@ -187,12 +194,16 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     fn welcome(&self) -> Result<Arrival<F::Guest>, Failed> {
         loop {
             match self.callers.recv_timeout(SLICE) {
-                Ok(caller) => {
+                Ok(Knock::Source(caller)) => {
                     self.control.update(|p| p.phase = Phase::Setup);
-                    if let Some(arrival) = self.admit(caller) {
+                    if let Some(arrival) = self.admit(*caller)? {
                         return Ok(arrival);
                     }
                     self.control.update(|p| p.phase = Phase::Waiting);
+                }
+                Ok(Knock::Left { peer, cause }) => {
+                    let (before, cause) = ("it sent its configuration", Box::new(cause));
+                    return Err(Cause::SourceLeft { peer, before, cause }.into());
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
@@ -206,22 +217,26 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         }
     }
 
-    /// Builds a caller's guest, or refuses it and frees the seat.
-    fn admit(&self, caller: Caller) -> Option<Arrival<F::Guest>> {
-        let Caller { mut wire, header, came } = caller;
+    /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone.
+    fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
+        let Caller { mut wire, header, token, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
-        wire.stream_mut().set_deadline(Some(Instant::now() + self.options.handshake_timeout));
-        match self.build(&mut wire, header.vm_id(), header.layout_hash()) {
-            Ok((guest, token)) => {
-                wire.stream_mut().set_deadline(None);
-                Some(Arrival { wire, guest, token, came })
+        let cause = match self.build(&mut wire, &header, token, &layout, &config) {
+            Ok(guest) => return Ok(Some(Arrival { wire, guest, token, came })),
+            Err(cause) => cause,
+        };
+        let peer = wire.stream().peer();
+        self.ledger.vacate();
+        match cause {
+            Cause::Wire(cause) if cause.is_loss() => {
+                let (before, cause) = ("its guest stood here", Box::new(cause));
+                Err(Cause::SourceLeft { peer, before, cause }.into())
             }
-            Err(cause) => {
+            cause => {
                 let reason = cause.to_string();
-                door::turned_away(self.control, &wire.stream().peer(), &reason);
-                self.ledger.vacate();
+                door::turned_away(self.control, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
-                None
+                Ok(None)
             }
         }
     }
@@ -229,16 +244,14 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     fn build(
         &self,
         wire: &mut Wire<Link>,
-        vm_id: VmId,
-        layout_hash: u32,
-    ) -> Result<(Arc<F::Guest>, Token), Cause> {
-        let (token, layout, guest) = match wire.recv()? {
-            Message::Config { token, layout, config } => {
-                differs("the layout's hash", layout.hash(), layout_hash)?;
-                (token, layout, self.factory.create(vm_id, config)?)
-            }
-            other => return Err(unexpected(&other, "CONFIG").into()),
-        };
+        header: &Header,
+        token: Token,
+        layout: &Layout,
+        config: &[u8],
+    ) -> Result<Arc<F::Guest>, Cause> {
+        let vm_id = header.vm_id();
+        differs("the layout's hash", layout.hash(), header.layout_hash())?;
+        let guest = self.factory.create(vm_id, config)?;
         let ready = differs(
             "the memory layout of the guest built here",
             guest.layout().hash(),
@@ -246,11 +259,10 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         )
         .and_then(|()| {
             self.ledger.begin(token, vm_id);
-            wire.stream_mut().set_deadline(None);
             Ok(wire.send(&Message::Ready)?)
         });
         match ready {
-            Ok(()) => Ok((guest, token)),
+            Ok(()) => Ok(guest),
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
                 Err(cause)
@@ -261,7 +273,8 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     /// Receives memory, pass by pass, and the state.
     fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, Failed> {
         let Arrival { wire, guest, .. } = arrival;
-        let received = Assembly::new(&**guest).run(wire, self.control);
+        let pace = Pace::begin(self.options.pace_window);
+        let received = Assembly::new(&**guest).run(wire, pace, self.control);
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 

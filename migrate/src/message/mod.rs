@@ -5,6 +5,8 @@
 //! nothing that a length from the peer decides, except the slots of one CONFIG (at most
 //! [`MAX_SLOTS`]).
 
+// What can be stored can be sent: the bounds of a guest are the store's.
+pub(crate) use checkpoint::format::{MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE};
 use checkpoint::{Section, SectionTag};
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 use uuid::Uuid;
@@ -19,20 +21,14 @@ pub(crate) use raw::{RawRun, runs_head, section_head};
 
 /// Most bytes of a text: a reason, a program's version.
 pub(crate) const MAX_TEXT: usize = 1024;
-/// Most memory slots in a CONFIG.
-pub(crate) const MAX_SLOTS: u32 = 1024;
-/// Most bytes of `Guest::config`.
-pub(crate) const MAX_CONFIG: u32 = 64 << 10;
 /// Most frames in one PAGES: 1 MiB of content.
 pub(crate) const MAX_PAGES: u64 = 256;
 /// Most runs in one ZERO.
 pub(crate) const MAX_ZERO_RUNS: u32 = 4096;
-/// Most bytes of one state section.
-pub(crate) const MAX_SECTION: u32 = 4 << 20;
-/// Most state sections.
-pub(crate) const MAX_SECTIONS: u32 = 4096;
-/// Most bytes of all state sections together.
-pub(crate) const MAX_STATE: u64 = 64 << 20;
+/// Most passes, the last one included.
+pub(crate) const MAX_PASSES: u32 = 4096;
+/// Most passes without a frame.
+pub(crate) const MAX_EMPTY_PASSES: u32 = 16;
 /// Feature bits of HELLO that this program offers: none yet.
 pub(crate) const FEATURES: u64 = 0;
 

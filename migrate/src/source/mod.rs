@@ -23,8 +23,8 @@ use crate::convergence::{
 use crate::error::{Cause, GuestPlace, SendError, WireError};
 use crate::link::Link;
 use crate::message::{
-    Counts, FEATURES, MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE, Message,
-    Purpose, StateDigest, Tag, Token, section_head,
+    Counts, FEATURES, MAX_CONFIG, MAX_PASSES, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
+    Message, Purpose, StateDigest, Tag, Token, section_head,
 };
 use crate::records::Records;
 use crate::report::{PassReport, SendReport, ms, per_second};
@@ -39,7 +39,7 @@ pub struct SendOptions {
     pub records: PathBuf,
     /// The pause that the last pass may take. 300 ms.
     pub downtime: Duration,
-    /// Passes before the last one, at most. 30.
+    /// Passes before the last one, at most. 30; more than 4095 count as 4095.
     pub max_passes: u32,
     /// Time for precopy. An hour.
     pub timeout: Duration,
@@ -89,7 +89,7 @@ impl SendOptions {
     fn goals(&self) -> Goals {
         Goals {
             downtime: self.downtime,
-            max_passes: self.max_passes,
+            max_passes: self.max_passes.min(MAX_PASSES - 1),
             timeout: self.timeout,
             strategy: self.timeout_strategy,
         }

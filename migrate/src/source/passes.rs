@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use checkpoint::GuestRam;
+use checkpoint::{GuestRam, is_zero};
 use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
@@ -79,10 +79,6 @@ fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
         _ => *last = Some(FrameRun { start: gfn, count: 1 }),
     }
     runs.extend(last.map(RawRun::from));
-}
-
-fn is_zero(page: &[u8]) -> bool {
-    page.chunks(64).all(|c| c.iter().fold(0, |any, b| any | b) == 0)
 }
 
 impl<'a> PassSender<'a> {

@@ -101,6 +101,12 @@ pub struct Receiver {
 }
 
 impl Receiver {
+    /// It has turned somebody away and waits for another.
+    pub fn waits_on(&self) -> bool {
+        let progress = self.control.progress();
+        progress.refused > 0 && progress.phase == Phase::Waiting
+    }
+
     pub fn outcome(self) -> Outcome {
         self.thread.join().expect("the receiver does not panic")
     }
@@ -176,7 +182,7 @@ pub fn exactly_one_runs(
             assert_eq!(e.guest, GuestPlace::Here, "{context}: {e}");
             assert_eq!(source.run_state(), RunState::Running, "{context}: {e}");
             within(Duration::from_secs(8), &format!("{context}: the receiver settles"), || {
-                ended(&there) || there.control.progress().phase == Phase::Waiting
+                ended(&there) || there.waits_on()
             });
             if ended(&there) {
                 let outcome = there.outcome();

@@ -174,9 +174,19 @@ pub struct CheckpointRequest {
     pub count: Option<u64>,
 }
 
-/// `GET /checkpoint?since=N&wait_ms=N`: the reports from number `since` on.
+/// The answer to `POST /checkpoint` and `POST /migration`: what has been begun.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct JobBegun {
+    /// The job's number: `GET` and `DELETE` with `job=N` mean this one and no later one.
+    pub job: u64,
+}
+
+/// `GET /checkpoint?job=N&since=N&wait_ms=N`: the reports from number `since` on; without `job`, of
+/// the latest run.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct CheckpointPage {
+    /// The run's number.
+    pub job: u64,
     /// There is, or will be, more.
     pub running: bool,
     /// It is over because the guest has ended.
@@ -272,9 +282,12 @@ fn default_timeout_s() -> u64 {
     3600
 }
 
-/// `GET /migration?wait_ms=N`: at once if it is over, else then, or when the wait is.
+/// `GET /migration?job=N&wait_ms=N`: at once if it is over, else then, or when the wait is; without
+/// `job`, the latest.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct MigrationPage {
+    /// The migration's number.
+    pub job: u64,
     /// How it stands.
     pub state: MigrationState,
     /// Where to.

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::app::App;
 use super::fault::{Fault, Input};
 use super::model::{
-    ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo,
+    ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo, JobBegun,
     MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest, VmRequest, VmTarget,
 };
 use crate::config::{Boot, MachineConfig};
@@ -155,19 +155,21 @@ async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
 async fn begin_checkpoints(
     State(app): Shared,
     Input(request): Input<CheckpointRequest>,
-) -> Result<StatusCode, Fault> {
+) -> Answer<JobBegun> {
     if !request.store.is_absolute() {
         let store = request.store.display();
         return Err(Fault::new(format!("the store {store} is not an absolute path")));
     }
     let begin = move |jobs: &Arc<Jobs>| jobs.start_checkpoints(&request).map_err(Fault::new);
-    blocking(app, begin).await?;
-    Ok(StatusCode::NO_CONTENT)
+    let job = blocking(app, begin).await?;
+    Ok(Json(JobBegun { job }))
 }
 
-/// What a reader has seen, and how long it would wait for more.
+/// Which job is meant, what a reader has seen of it, and how long it would wait for more.
 #[derive(Deserialize)]
-struct Since {
+struct Asked {
+    /// Without it, the latest.
+    job: Option<u64>,
     #[serde(default)]
     since: u64,
     #[serde(default)]
@@ -177,7 +179,7 @@ struct Since {
 /// The longest that an answer is held back for news.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-impl Since {
+impl Asked {
     fn wait(&self) -> Duration {
         Duration::from_millis(self.wait_ms).min(LONGEST_WAIT)
     }
@@ -185,39 +187,47 @@ impl Since {
 
 async fn checkpoints(
     State(app): Shared,
-    asked: Result<Query<Since>, QueryRejection>,
+    asked: Result<Query<Asked>, QueryRejection>,
 ) -> Answer<CheckpointPage> {
     let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
     let jobs = app.jobs().map_err(Fault::new)?;
-    jobs.checkpoints(asked.since, asked.wait()).await.map(Json).map_err(Fault::new)
+    jobs.checkpoints(asked.job, asked.since, asked.wait()).await.map(Json).map_err(Fault::new)
 }
 
-async fn end_checkpoints(State(app): Shared) -> Result<StatusCode, Fault> {
-    blocking(app, |jobs| jobs.stop_checkpoints().map_err(Fault::new)).await?;
+async fn end_checkpoints(
+    State(app): Shared,
+    asked: Result<Query<Asked>, QueryRejection>,
+) -> Result<StatusCode, Fault> {
+    let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    blocking(app, move |jobs| jobs.stop_checkpoints(job).map_err(Fault::new)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 async fn begin_migration(
     State(app): Shared,
     Input(request): Input<MigrationRequest>,
-) -> Result<StatusCode, Fault> {
+) -> Answer<JobBegun> {
     request.check().map_err(Fault::new)?;
     let begin = move |jobs: &Arc<Jobs>| jobs.start_migration(&request).map_err(Fault::new);
-    blocking(app, begin).await?;
-    Ok(StatusCode::NO_CONTENT)
+    let job = blocking(app, begin).await?;
+    Ok(Json(JobBegun { job }))
 }
 
 async fn migration(
     State(app): Shared,
-    asked: Result<Query<Since>, QueryRejection>,
+    asked: Result<Query<Asked>, QueryRejection>,
 ) -> Answer<MigrationPage> {
     let Query(asked) = asked.map_err(|e| Fault::new(e.body_text()))?;
     let jobs = app.jobs().map_err(Fault::new)?;
-    jobs.migration(asked.wait()).await.map(Json).map_err(Fault::new)
+    jobs.migration(asked.job, asked.wait()).await.map(Json).map_err(Fault::new)
 }
 
-async fn cancel_migration(State(app): Shared) -> Result<StatusCode, Fault> {
-    blocking(app, |jobs| jobs.cancel_migration().map_err(Fault::new)).await?;
+async fn cancel_migration(
+    State(app): Shared,
+    asked: Result<Query<Asked>, QueryRejection>,
+) -> Result<StatusCode, Fault> {
+    let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    blocking(app, move |jobs| jobs.cancel_migration(job).map_err(Fault::new)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

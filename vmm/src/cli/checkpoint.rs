@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hyper::Method;
 use vmm::api::model::{
-    CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome, GuestState, Info,
+    CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome, GuestState, Info, JobBegun,
 };
 use vmm::api::{Client, ClientError};
 
@@ -29,12 +29,13 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         every_ms: args.every.map(millis),
         count: args.count,
     };
-    if let Err(e) = client.call::<()>(Method::POST, "/checkpoint", Some(&request)).await {
-        return Err(not_begun(&client, e).await);
-    }
+    let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {
+        Ok(begun) => begun,
+        Err(e) => return Err(not_begun(&client, e).await),
+    };
     let (mut since, mut failed) = (0, None);
     let guest_ended = loop {
-        let page = next_page(&client, since).await?;
+        let page = next_page(&client, job, since).await?;
         for outcome in &page.epochs {
             match outcome {
                 EpochOutcome::Stored(line) if args.json => print_json(line)?,
@@ -60,8 +61,8 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
 }
 
 /// Reports from `since` on. Ctrl-C stops the run; its last reports still come.
-async fn next_page(client: &Client, since: u64) -> Result<CheckpointPage, ClientError> {
-    let path = format!("/checkpoint?since={since}&wait_ms={WAIT_MS}");
+async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPage, ClientError> {
+    let path = format!("/checkpoint?job={job}&since={since}&wait_ms={WAIT_MS}");
     loop {
         tokio::select! {
             page = client.get(&path) => return page,
@@ -71,7 +72,8 @@ async fn next_page(client: &Client, since: u64) -> Result<CheckpointPage, Client
                     return client.get(&path).await;
                 }
                 say("stopping after the current epoch");
-                match client.call::<()>(Method::DELETE, "/checkpoint", None::<&()>).await {
+                let stop = format!("/checkpoint?job={job}");
+                match client.call::<()>(Method::DELETE, &stop, None::<&()>).await {
                     // It may have ended in this moment by itself.
                     Ok(()) | Err(ClientError::Fault(_)) => {}
                     Err(e) => return Err(e),

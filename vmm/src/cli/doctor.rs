@@ -19,8 +19,8 @@ pub(super) fn doctor(args: &DoctorArgs) -> Result<ExitCode, Failure> {
         print(table(&rows))?;
     }
     match usable_kvm() {
-        Ok(()) => Ok(ExitCode::SUCCESS),
-        Err(why) => Err(Failure::host_lacks(format_args!("this host has no usable KVM: {why}"))),
+        Ok(_) => Ok(ExitCode::SUCCESS),
+        Err(why) => Err(Failure::host_lacks(why)),
     }
 }
 

@@ -4,6 +4,9 @@ use std::process::ExitCode;
 
 use super::output::say;
 
+/// The exit code of [`Failure::still_running`].
+const STILL_RUNNING: u8 = 4;
+
 /// A command that did not do what it was asked.
 #[derive(Debug)]
 pub(crate) struct Failure {
@@ -24,7 +27,17 @@ impl Failure {
 
     /// 4: a migration or checkpoint failed, and the guest is still running where it was.
     pub(crate) fn still_running(message: impl ToString) -> Self {
-        Self { code: 4, message: message.to_string() }
+        Self { code: STILL_RUNNING, message: message.to_string() }
+    }
+
+    /// The sentence.
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// Whether the guest is still running where it was.
+    pub(crate) fn is_still_running(&self) -> bool {
+        self.code == STILL_RUNNING
     }
 
     /// Says it, and gives the process's exit code.

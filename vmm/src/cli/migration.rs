@@ -9,7 +9,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use migrate::{Phase, Progress, Resolution, SendReport, SendStatus};
 use serde_json::json;
 use vmm::api::model::{
-    GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState, ResolveRequest,
+    GuestWhere, JobBegun, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
+    ResolveRequest,
 };
 use vmm::api::{Client, ClientError};
 
@@ -34,13 +35,21 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         timeout_s: args.timeout_s,
         timeout_strategy: args.timeout_strategy,
     };
-    if let Err(e) = client.call::<()>(Method::POST, "/migration", Some(&request)).await {
-        return Err(not_begun(&client, e).await);
-    }
+    let JobBegun { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
+        Ok(begun) => begun,
+        Err(e) => {
+            let refused = not_begun(&client, e).await;
+            if args.query.json {
+                let guest = refused.is_still_running().then_some(GuestWhere::Here);
+                print_failure("failed", Phase::Waiting, refused.message(), guest)?;
+            }
+            return Err(refused);
+        }
+    };
     let mut view = ProgressView::new();
     let mut cancelling = false;
     let page = loop {
-        let page = match next_page(&client, &mut cancelling).await {
+        let page = match next_page(&client, job, &mut cancelling).await {
             Ok(page) => page,
             Err(e) => return Err(lost_sight(&e)),
         };
@@ -54,8 +63,12 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
 }
 
 /// Where the migration stands now. Ctrl-C cancels it; the outcome still comes.
-async fn next_page(client: &Client, cancelling: &mut bool) -> Result<MigrationPage, ClientError> {
-    let path = format!("/migration?wait_ms={EVERY_MS}");
+async fn next_page(
+    client: &Client,
+    job: u64,
+    cancelling: &mut bool,
+) -> Result<MigrationPage, ClientError> {
+    let path = format!("/migration?job={job}&wait_ms={EVERY_MS}");
     if *cancelling {
         return client.get(&path).await;
     }
@@ -63,7 +76,8 @@ async fn next_page(client: &Client, cancelling: &mut bool) -> Result<MigrationPa
         page = client.get(&path) => return page,
         pressed = tokio::signal::ctrl_c() => *cancelling = pressed.is_ok(),
     }
-    match client.call::<()>(Method::DELETE, "/migration", None::<&()>).await {
+    let cancel = format!("/migration?job={job}");
+    match client.call::<()>(Method::DELETE, &cancel, None::<&()>).await {
         Ok(()) => say("cancelling"),
         Err(ClientError::Fault(why)) => say(why),
         Err(e) => return Err(e),
@@ -96,9 +110,7 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
             if args.query.json {
                 let MigrationFailure { message, cancelled, phase, guest } = &failure;
                 let status = if *cancelled { "cancelled" } else { "failed" };
-                print_json(&json!({
-                    "status": status, "phase": phase, "message": message, "guest": guest,
-                }))?;
+                print_failure(status, *phase, message, Some(*guest))?;
             }
             Err(match failure.guest {
                 GuestWhere::Here => Failure::still_running(failure.message),
@@ -107,6 +119,16 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
         }
         (None, None) => Err(Failure::error("the migration has ended without an outcome")),
     }
+}
+
+/// A migration that failed, or was not begun. `guest` is null where nobody could be asked.
+fn print_failure(
+    status: &str,
+    phase: Phase,
+    message: &str,
+    guest: Option<GuestWhere>,
+) -> Result<(), Failure> {
+    print_json(&json!({ "status": status, "phase": phase, "message": message, "guest": guest }))
 }
 
 fn report_table(report: &SendReport) -> String {

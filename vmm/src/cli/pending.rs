@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use checkpoint::VmId;
-use migrate::{Records, SourceRecord};
+use migrate::{Pending, Records, SourceRecord};
 
 use super::args::ResolveArgs;
 use super::failure::Failure;
@@ -14,19 +14,29 @@ use super::output::say;
 
 /// Refuses a guest that may be running at the peer of an unsettled hand-over.
 pub(super) fn refuse_if_pending(dir: &Path, vm_id: VmId) -> Result<(), Failure> {
-    match pending(dir)?.1.into_iter().find(|record| record.vm_id == vm_id) {
-        None => Ok(()),
-        Some(record) => Err(Failure::error(format_args!(
+    let (_, Pending { records, unreadable }) = pending(dir)?;
+    if let Some(record) = records.into_iter().find(|record| record.vm_id == vm_id) {
+        return Err(Failure::error(format_args!(
             "{}; settle it with `driftline resolve --state-dir {} --vm {vm_id} --run` or `--discard`",
             tale(&record),
             dir.display()
+        )));
+    }
+    match unreadable.into_iter().next() {
+        None => Ok(()),
+        Some(e) => Err(Failure::error(format_args!(
+            "{e}; it may say that guest {vm_id} runs elsewhere: mend it, or remove it if you know that \
+             no other host runs this guest"
         ))),
     }
 }
 
 /// `driftline resolve --state-dir`.
 pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failure> {
-    let (records, mut found) = pending(dir)?;
+    let (records, Pending { records: mut found, unreadable }) = pending(dir)?;
+    for e in &unreadable {
+        say(e);
+    }
     let asked = |record: &SourceRecord| match &args.vm {
         None => true,
         Some(id) => record.vm_id.to_string() == *id,
@@ -70,11 +80,11 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
 }
 
 /// The unsettled records of a directory. One that does not exist has none, and is not made.
-fn pending(dir: &Path) -> Result<(Option<Records>, Vec<SourceRecord>), Failure> {
+fn pending(dir: &Path) -> Result<(Option<Records>, Pending), Failure> {
     if !dir.try_exists().map_err(|e| {
         Failure::error(format_args!("cannot look for hand-over records in {}: {e}", dir.display()))
     })? {
-        return Ok((None, Vec::new()));
+        return Ok((None, Pending::default()));
     }
     let records = Records::open(dir)?;
     let found = records.pending()?;

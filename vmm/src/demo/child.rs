@@ -31,7 +31,7 @@ pub(super) struct Vmm {
 impl Vmm {
     /// Starts `args` as life `name` of the guest. The caller's thread must live as long as the demo:
     /// the process is killed when that thread ends.
-    pub(super) fn start(dir: &Path, name: &str, args: &[String]) -> Result<Self, StepError> {
+    pub(super) fn start(dir: &Path, name: &str, args: &[&str]) -> Result<Self, StepError> {
         let file = |end: &str| dir.join(format!("{name}.{end}"));
         let (socket, serial, stderr) = (file("sock"), file("serial"), file("stderr"));
         let said = File::create(&stderr).map_err(|e| e.to_string())?;

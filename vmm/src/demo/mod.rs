@@ -5,19 +5,22 @@
 mod child;
 mod figures;
 
+use std::fmt::Display;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use dirty_tracker::TrackingMode;
 use hyper::Method;
 use images::Report;
 use indicatif::{ProgressBar, ProgressStyle};
 use vmm::api::model::{
-    CheckpointPage, CheckpointRequest, EpochOutcome, MigrationPage, MigrationRequest,
+    CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
     MigrationState,
 };
-use vmm::config::Backend;
+use vmm::config::{Backend, DEFAULT_RING_ENTRIES};
+use vmm::kvm::Capabilities;
 
 use crate::cli::args::DemoArgs;
 use crate::cli::failure::Failure;
@@ -37,13 +40,13 @@ const RUN_ON: Duration = Duration::from_secs(2);
 
 /// `driftline demo`.
 pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
-    let backend = choose_backend(args)?;
+    let choice = choose(args)?;
     let dir = tempfile::Builder::new().prefix("driftline-demo-").tempdir()?;
     let mut demo = Demo {
         dir: dir.path(),
-        backend,
+        choice,
         show: Show::new(),
-        figures: Figures { backend: backend.to_string(), ..Figures::default() },
+        figures: Figures { backend: choice.backend.to_string(), ..Figures::default() },
         step: "",
     };
     let outcome = demo.run();
@@ -63,32 +66,56 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What the demo runs on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Choice {
+    backend: Backend,
+    tracking: TrackingMode,
+}
+
 /// Says in the first line what the demo runs on.
-fn choose_backend(args: &DemoArgs) -> Result<Backend, Failure> {
-    let (backend, line) = match (args.backend, vmm::doctor::usable_kvm()) {
-        (Some(Backend::Threads), _) => {
-            (Backend::Threads, "the guest's workload runs on host threads, as asked".to_owned())
-        }
-        (None, Err(why)) => (
-            Backend::Threads,
-            format!("no usable KVM ({why}): the guest's workload runs on host threads instead"),
-        ),
-        (Some(Backend::Kvm), Err(why)) => return Err(Failure::host_lacks(why)),
-        (_, Ok(())) => {
-            (Backend::Kvm, format!("a KVM guest of {VCPUS} vCPUs and 1 GiB that checks its memory"))
-        }
-    };
+fn choose(args: &DemoArgs) -> Result<Choice, Failure> {
+    let kvm = vmm::doctor::usable_kvm();
+    let (choice, line) = choice(args.backend, &kvm).map_err(Failure::host_lacks)?;
     if args.json {
         say(line);
     } else {
         print(format_args!("driftline demo: {line}"))?;
     }
-    Ok(backend)
+    Ok(choice)
+}
+
+/// What a host with `kvm` can run, and a line that says so.
+fn choice<E: Display>(
+    asked: Option<Backend>,
+    kvm: &Result<Capabilities, E>,
+) -> Result<(Choice, String), &E> {
+    let threads = Choice { backend: Backend::Threads, tracking: TrackingMode::DirtyRing };
+    let capabilities = match (asked, kvm) {
+        (Some(Backend::Threads), _) => {
+            return Ok((threads, "the guest's workload runs on host threads, as asked".to_owned()));
+        }
+        (None, Err(why)) => {
+            let line = format!("{why}; the guest's workload runs on host threads instead");
+            return Ok((threads, line));
+        }
+        (Some(Backend::Kvm), Err(why)) => return Err(why),
+        (_, Ok(capabilities)) => capabilities,
+    };
+    let tracking = capabilities.best_tracking(DEFAULT_RING_ENTRIES);
+    let mut line = format!("a KVM guest of {VCPUS} vCPUs and 1 GiB that checks its memory");
+    if tracking != TrackingMode::DirtyRing {
+        line += &format!(
+            "; this host's KVM has no dirty rings of {DEFAULT_RING_ENTRIES} entries, so its writes \
+             are tracked by {tracking}"
+        );
+    }
+    Ok((Choice { backend: Backend::Kvm, tracking }, line))
 }
 
 struct Demo<'d> {
     dir: &'d Path,
-    backend: Backend,
+    choice: Choice,
     show: Show,
     figures: Figures,
     /// The step under way.
@@ -126,10 +153,12 @@ impl Demo<'_> {
     /// The first life, until every vCPU has reported.
     fn launch(&mut self) -> Result<(Vmm, Vec<Report>), StepError> {
         let begun = Instant::now();
-        let (backend, vcpus) = (self.backend.name(), VCPUS.to_string());
-        let args =
-            ["run", "--guest", GUEST, "--mem", "1G", "--vcpus", &vcpus, "--backend", backend];
-        let mut vmm = Vmm::start(self.dir, "first", &args.map(str::to_owned))?;
+        let Choice { backend, tracking } = self.choice;
+        let vcpus = VCPUS.to_string();
+        let guest = ["run", "--guest", GUEST, "--mem", "1G", "--vcpus", &vcpus];
+        let host = ["--backend", backend.name(), "--tracking", tracking.name()];
+        let args = [&guest[..], &host[..]].concat();
+        let mut vmm = Vmm::start(self.dir, "first", &args)?;
         vmm.await_running()?;
         self.figures.launch_ms = begun.elapsed().as_secs_f64() * 1e3;
         let reports = vmm.await_progress(VCPUS, &[])?;
@@ -142,11 +171,11 @@ impl Demo<'_> {
             every_ms: Some(CHECKPOINT_EVERY_MS),
             count: Some(CHECKPOINTS),
         };
-        vmm.call::<()>(Method::POST, "/checkpoint", Some(&request))?;
+        let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);
         loop {
             let page: CheckpointPage =
-                vmm.get(&format!("/checkpoint?since={since}&wait_ms=5000"))?;
+                vmm.get(&format!("/checkpoint?job={job}&since={since}&wait_ms=5000"))?;
             for outcome in page.epochs {
                 match outcome {
                     EpochOutcome::Stored(line) => lines.push(line),
@@ -171,7 +200,8 @@ impl Demo<'_> {
     fn restore(&mut self, before: &[Report]) -> Result<(Vmm, Vec<Report>), StepError> {
         let begun = Instant::now();
         let store = self.dir.join("store");
-        let args = ["restore".to_owned(), "--store".to_owned(), store.display().to_string()];
+        let store = store.display().to_string();
+        let args = ["restore", "--store", &store];
         let mut vmm = Vmm::start(self.dir, "second", &args)?;
         vmm.await_running()?;
         self.figures.restore_ms = begun.elapsed().as_secs_f64() * 1e3;
@@ -181,15 +211,15 @@ impl Demo<'_> {
 
     /// From the second process to a third, which is returned with the guest running in it.
     fn migrate(&mut self, source: &mut Vmm) -> Result<Vmm, StepError> {
-        let args = ["receive-migration", "tcp:127.0.0.1:0"].map(str::to_owned);
+        let args = ["receive-migration", "tcp:127.0.0.1:0"];
         let mut destination = Vmm::start(self.dir, "third", &args)?;
         let to = destination.wait("it to listen", |vmm| Ok(listening_on(&vmm.said())))?;
         let body = serde_json::json!({ "to": to });
         let request: MigrationRequest = serde_json::from_value(body).map_err(|e| e.to_string())?;
-        source.call::<()>(Method::POST, "/migration", Some(&request))?;
+        let JobBegun { job } = source.call(Method::POST, "/migration", Some(&request))?;
         let end = Instant::now() + child::PATIENCE;
         let report = loop {
-            let page: MigrationPage = source.get("/migration?wait_ms=100")?;
+            let page: MigrationPage = source.get(&format!("/migration?job={job}&wait_ms=100"))?;
             match (page.state, page.report, page.failure) {
                 (MigrationState::Completed, Some(report), _) => break report,
                 (_, _, Some(failure)) => return Err(failure.message),
@@ -260,5 +290,35 @@ impl Show {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kvm(ring_entries: u32) -> Result<Capabilities, &'static str> {
+        Ok(vmm::testing::capabilities_with_rings(ring_entries))
+    }
+
+    #[test]
+    fn the_first_line_says_what_the_host_lacks() {
+        let (chosen, line) = choice(None, &kvm(65_536)).unwrap();
+        let rings = Choice { backend: Backend::Kvm, tracking: TrackingMode::DirtyRing };
+        assert_eq!(chosen, rings);
+        assert_eq!(line, "a KVM guest of 2 vCPUs and 1 GiB that checks its memory");
+        for asked in [None, Some(Backend::Kvm)] {
+            let (chosen, line) = choice(asked, &kvm(0)).unwrap();
+            assert_eq!(chosen, Choice { tracking: TrackingMode::DirtyBitmap, ..rings });
+            assert!(line.ends_with("so its writes are tracked by dirty-bitmap"), "{line}");
+        }
+        let (chosen, line) = choice(None, &Err("no /dev/kvm")).unwrap();
+        assert_eq!(chosen.backend, Backend::Threads);
+        assert!(
+            line.starts_with("no /dev/kvm; the guest's workload runs on host threads"),
+            "{line}"
+        );
+        assert_eq!(choice(Some(Backend::Kvm), &Err("no /dev/kvm")), Err(&"no /dev/kvm"));
+        assert_eq!(choice(Some(Backend::Threads), &kvm(0)).unwrap().0.backend, Backend::Threads);
     }
 }

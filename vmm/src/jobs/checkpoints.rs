@@ -21,6 +21,7 @@ const PAGE: usize = 4_096;
 
 /// A run of checkpoints, under way or over.
 pub(super) struct CheckpointJob {
+    number: u64,
     store: PathBuf,
     cancel: AtomicBool,
     log: Mutex<Log>,
@@ -42,6 +43,7 @@ struct Log {
 impl CheckpointJob {
     /// Opens the store and begins. An error is a sentence.
     pub(super) fn start(
+        number: u64,
         holds: &Arc<Holds>,
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, String> {
@@ -49,6 +51,7 @@ impl CheckpointJob {
         let guest = holds.view(Role::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store).map_err(|e| e.to_string())?;
         let job = Arc::new(Self {
+            number,
             store: request.store.clone(),
             cancel: AtomicBool::new(false),
             log: Mutex::default(),
@@ -128,7 +131,8 @@ impl CheckpointJob {
         let running = !over || next < log.first + log.kept.len() as u64;
         log.end_was_read |= !running;
         let guest_ended = log.guest_ended && !running;
-        CheckpointPage { running, guest_ended, store: self.store.clone(), next, epochs }
+        let (job, store) = (self.number, self.store.clone());
+        CheckpointPage { job, running, guest_ended, store, next, epochs }
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {

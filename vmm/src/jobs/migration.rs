@@ -19,6 +19,7 @@ use crate::api::model::{
 
 /// A migration, under way or over.
 pub(super) struct MigrationJob {
+    number: u64,
     to: String,
     control: Arc<SendControl>,
     outcome: Mutex<Option<Result<SendReport, MigrationFailure>>>,
@@ -31,11 +32,13 @@ pub(super) struct MigrationJob {
 impl MigrationJob {
     /// Begins. `records` is the directory of this host's hand-over records.
     pub(super) fn start(
+        number: u64,
         holds: &Arc<Holds>,
         records: PathBuf,
         request: &MigrationRequest,
     ) -> Result<Arc<Self>, String> {
         let job = Arc::new(Self {
+            number,
             to: request.to.clone(),
             control: SendControl::new(),
             outcome: Mutex::default(),
@@ -131,7 +134,8 @@ impl MigrationJob {
             progress.phase = Phase::InDoubt;
             progress.doubt = Some("the migration's thread panicked after the hand-over".into());
         }
-        MigrationPage { state, to: self.to.clone(), progress, report, failure }
+        let (job, to) = (self.number, self.to.clone());
+        MigrationPage { job, state, to, progress, report, failure }
     }
 }
 

@@ -3,9 +3,11 @@
 
 mod checkpoints;
 mod holds;
+mod kept;
 mod migration;
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +21,7 @@ use crate::vm::SharedVm;
 use checkpoints::CheckpointJob;
 use holds::Holds;
 pub use holds::OperatorError;
+use kept::Kept;
 use migration::MigrationJob;
 
 /// How long a process whose guest has ended waits for the readers of its jobs' last reports.
@@ -32,8 +35,10 @@ pub struct Jobs {
     records: PathBuf,
     /// Held while a job is begun, so that there is one of a kind; looking at one never waits for it.
     beginning: Mutex<()>,
-    checkpoint: Mutex<Option<Arc<CheckpointJob>>>,
-    migration: Mutex<Option<Arc<MigrationJob>>>,
+    /// The number of the last job begun, of either kind.
+    begun: AtomicU64,
+    checkpoint: Kept<CheckpointJob>,
+    migration: Kept<MigrationJob>,
     /// Answers the source that this guest came from.
     responder: Mutex<Option<Responder>>,
 }
@@ -46,8 +51,9 @@ impl Jobs {
             vm,
             records,
             beginning: Mutex::default(),
-            checkpoint: Mutex::default(),
-            migration: Mutex::default(),
+            begun: AtomicU64::new(0),
+            checkpoint: Kept::default(),
+            migration: Kept::default(),
             responder: Mutex::default(),
         })
     }
@@ -85,48 +91,56 @@ impl Jobs {
         self.holds.operator_resume()
     }
 
-    /// Begins a run of checkpoints; there is one at a time.
-    pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<(), String> {
+    /// Begins a run of checkpoints and returns its number; there is one at a time.
+    pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, String> {
         // Opening a store may take its time: only those who begin something wait for it.
         let _beginning = lock(&self.beginning);
         if self.checkpoint_job().is_some_and(|job| !job.is_over()) {
             return Err("checkpoints are being taken already; stop them first".to_owned());
         }
-        let job = CheckpointJob::start(&self.holds, request)?;
-        *lock(&self.checkpoint) = Some(job);
-        Ok(())
+        let number = self.next_number();
+        let job = CheckpointJob::start(number, &self.holds, request)?;
+        self.checkpoint.add(number, job);
+        Ok(number)
     }
 
-    /// Ends the run of checkpoints after the epoch under way.
-    pub fn stop_checkpoints(&self) -> Result<(), String> {
-        let job = self.checkpoint_job().filter(|job| !job.is_over());
+    /// Ends the run of checkpoints after the epoch under way: run `number`, or whichever there is.
+    pub fn stop_checkpoints(&self, number: Option<u64>) -> Result<(), String> {
+        let job = asked(&self.checkpoint, number)?.filter(|job| !job.is_over());
         job.ok_or("no checkpoints are being taken")?.cancel();
         Ok(())
     }
 
-    /// The latest run's reports from number `since` on: at once if there are any, else when there is
-    /// one, the run is over, or `wait` has passed.
-    pub async fn checkpoints(&self, since: u64, wait: Duration) -> Result<CheckpointPage, String> {
-        let job = self.checkpoint_job().ok_or("no checkpoints have been taken")?;
+    /// The reports of run `number`, or of the latest, from number `since` on: at once if there are
+    /// any, else when there is one, the run is over, or `wait` has passed.
+    pub async fn checkpoints(
+        &self,
+        number: Option<u64>,
+        since: u64,
+        wait: Duration,
+    ) -> Result<CheckpointPage, String> {
+        let job = asked(&self.checkpoint, number)?.ok_or("no checkpoints have been taken")?;
         // Either way the page says what there is.
         let _ = tokio::time::timeout(wait, job.news_since(since)).await;
         Ok(job.page(since))
     }
 
-    /// Begins to send the guest to another host; one migration at a time.
-    pub fn start_migration(&self, request: &MigrationRequest) -> Result<(), String> {
+    /// Begins to send the guest to another host and returns the migration's number; there is one at
+    /// a time.
+    pub fn start_migration(&self, request: &MigrationRequest) -> Result<u64, String> {
         let _beginning = lock(&self.beginning);
         if let Some(job) = self.migration_job().filter(|job| !job.is_over()) {
             return Err(format!("the guest is being migrated already, to {}", job.page().to));
         }
-        let job = MigrationJob::start(&self.holds, self.records.clone(), request)?;
-        *lock(&self.migration) = Some(job);
-        Ok(())
+        let number = self.next_number();
+        let job = MigrationJob::start(number, &self.holds, self.records.clone(), request)?;
+        self.migration.add(number, job);
+        Ok(number)
     }
 
-    /// Ends the migration; the guest stays here.
-    pub fn cancel_migration(&self) -> Result<(), String> {
-        let job = self.migration_job().filter(|job| !job.is_over());
+    /// Ends migration `number`, or whichever there is; the guest stays here.
+    pub fn cancel_migration(&self, number: Option<u64>) -> Result<(), String> {
+        let job = asked(&self.migration, number)?.filter(|job| !job.is_over());
         job.ok_or("no migration is under way")?.cancel().map_err(|e| e.to_string())
     }
 
@@ -162,7 +176,11 @@ impl Jobs {
             Resolution::Discard => self.vm.stop("the operator resolved that it ends here"),
         }
         let records = Records::open(&self.records).map_err(|e| e.to_string())?;
-        for record in records.pending().map_err(|e| e.to_string())? {
+        let pending = records.pending().map_err(|e| e.to_string())?;
+        for e in &pending.unreadable {
+            tracing::warn!("{e}");
+        }
+        for record in pending.records {
             if record.vm_id == self.vm.vm_id() {
                 records.settle(record.token).map_err(|e| e.to_string())?;
             }
@@ -170,9 +188,14 @@ impl Jobs {
         Ok(())
     }
 
-    /// Where the latest migration stands: at once if it is over, else then, or after `wait`.
-    pub async fn migration(&self, wait: Duration) -> Result<MigrationPage, String> {
-        let job = self.migration_job().ok_or("no migration has been asked for")?;
+    /// Where migration `number`, or the latest, stands: at once if it is over, else then, or after
+    /// `wait`.
+    pub async fn migration(
+        &self,
+        number: Option<u64>,
+        wait: Duration,
+    ) -> Result<MigrationPage, String> {
+        let job = asked(&self.migration, number)?.ok_or("no migration has been asked for")?;
         // Either way the page says what there is.
         let _ = tokio::time::timeout(wait, job.end()).await;
         Ok(job.page())
@@ -196,11 +219,24 @@ impl Jobs {
     }
 
     fn migration_job(&self) -> Option<Arc<MigrationJob>> {
-        lock(&self.migration).clone()
+        self.migration.latest()
     }
 
     fn checkpoint_job(&self) -> Option<Arc<CheckpointJob>> {
-        lock(&self.checkpoint).clone()
+        self.checkpoint.latest()
+    }
+
+    fn next_number(&self) -> u64 {
+        self.begun.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
+
+/// The job that was asked for by its number, or else the latest, if there is any.
+fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, String> {
+    let Some(number) = number else { return Ok(kept.latest()) };
+    match kept.find(number) {
+        Some(job) => Ok(Some(job)),
+        None => Err(format!("there is no job {number} of this kind here, or it is long over")),
     }
 }
 

@@ -1,5 +1,6 @@
 //! What this host's KVM can do, and what each missing thing costs.
 
+use dirty_tracker::TrackingMode;
 use kvm_bindings::*;
 use kvm_ioctls::Kvm;
 
@@ -88,7 +89,7 @@ impl Capabilities {
         Self::from_answers(|number| kvm.check_extension_raw(number.into()))
     }
 
-    fn from_answers(answer: impl Fn(u32) -> i32) -> Self {
+    pub(crate) fn from_answers(answer: impl Fn(u32) -> i32) -> Self {
         let ask = |&(name, number, need): &(&'static str, u32, Need)| {
             let value = answer(number).max(0);
             Capability { name, number, need, value }
@@ -124,6 +125,15 @@ impl Capabilities {
         })
     }
 
+    /// How a guest's writes are best tracked here: with dirty rings of `entries` entries, or without
+    /// where the kernel has none as large.
+    pub fn best_tracking(&self, entries: u32) -> TrackingMode {
+        match self.dirty_ring() {
+            Some((_, most)) if most >= entries => TrackingMode::DirtyRing,
+            _ => TrackingMode::DirtyBitmap,
+        }
+    }
+
     /// Bytes of a vCPU's XSAVE state.
     pub fn xsave_bytes(&self) -> usize {
         (self.value(KVM_CAP_XSAVE2) as usize).max(size_of::<kvm_xsave>())
@@ -140,6 +150,16 @@ mod tests {
         assert_eq!(caps.missing().map(|c| c.name).collect::<Vec<_>>(), ["PIT2"]);
         assert!(caps.has(KVM_CAP_IRQCHIP));
         assert_eq!(caps.dirty_ring(), None, "a ring of less than one entry is none");
+    }
+
+    #[test]
+    fn without_rings_that_are_large_enough_the_bitmap_is_best() {
+        let with = |bytes: i32| {
+            Capabilities::from_answers(|n| if n == KVM_CAP_DIRTY_LOG_RING { bytes } else { 1 })
+        };
+        assert_eq!(with(1 << 20).best_tracking(65_536), TrackingMode::DirtyRing);
+        assert_eq!(with(1 << 20).best_tracking(131_072), TrackingMode::DirtyBitmap);
+        assert_eq!(with(0).best_tracking(1), TrackingMode::DirtyBitmap);
     }
 
     #[test]

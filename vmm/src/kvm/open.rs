@@ -15,14 +15,20 @@ pub struct Unusable {
     pub why: String,
 }
 
-/// Opens KVM and asks what it can do; fails if anything is missing that every machine needs.
-pub fn open() -> Result<(Kvm, Capabilities), Unusable> {
+/// Opens KVM, whatever it can do.
+pub fn open_device() -> Result<Kvm, Unusable> {
     let lacks = |why: String| Unusable { what: "a usable /dev/kvm".to_owned(), why };
     let kvm = Kvm::new().map_err(|e| lacks(e.to_string()))?;
     let version = kvm.get_api_version();
     if version != KVM_API_VERSION as i32 {
         return Err(lacks(format!("its API version is {version}, not {KVM_API_VERSION}")));
     }
+    Ok(kvm)
+}
+
+/// Opens KVM and asks what it can do; fails if anything is missing that every machine needs.
+pub fn open() -> Result<(Kvm, Capabilities), Unusable> {
+    let kvm = open_device()?;
     let capabilities = Capabilities::probe(&kvm);
     if let Some(missing) = capabilities.missing().next() {
         return Err(Unusable {

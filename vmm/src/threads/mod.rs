@@ -178,7 +178,7 @@ impl Guest for ThreadMachine {
     }
 
     fn config(&self) -> Vec<u8> {
-        crate::backend::encode_config(&self.config)
+        self.config.encode()
     }
 
     fn layout(&self) -> &Layout {

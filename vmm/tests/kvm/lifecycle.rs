@@ -44,7 +44,7 @@ fn a_stopped_guest_says_who_stopped_it() {
     if !kvm_or_skip("a_stopped_guest_says_who_stopped_it") {
         return;
     }
-    let machine = launch(payload("payload"), &Console::new());
+    let machine = launch(payload("payload,ws=1M"), &Console::new());
     machine.resume().unwrap();
     assert_eq!(machine.wait_end(Some(std::time::Duration::from_millis(20))), None);
     machine.stop("the test is over");

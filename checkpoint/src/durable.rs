@@ -1,0 +1,43 @@
+//! Names that survive a crash of the host: what the store and the hand-over records rely on beside
+//! synced files.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::Path;
+
+/// Makes all names in the directory `dir` durable: created, renamed and removed ones.
+///
+/// ```
+/// let dir = tempfile::tempdir()?;
+/// std::fs::write(dir.path().join("new"), "")?;
+/// checkpoint::durable::sync_dir(dir.path())?;
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn sync_dir(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+/// Makes the directory `dir`, durably, level by level where it does not exist yet. Costs a sync for
+/// each level made.
+///
+/// ```
+/// let dir = tempfile::tempdir()?;
+/// let deep = dir.path().join("a/b");
+/// checkpoint::durable::create_dir(&deep)?;
+/// checkpoint::durable::create_dir(&deep)?;
+/// assert!(deep.is_dir());
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn create_dir(dir: &Path) -> io::Result<()> {
+    let missing: Vec<&Path> =
+        dir.ancestors().take_while(|d| !d.as_os_str().is_empty() && !d.exists()).collect();
+    for level in missing.into_iter().rev() {
+        match fs::create_dir(level) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+            _ => {}
+        }
+        let parent = level.parent().filter(|p| !p.as_os_str().is_empty());
+        sync_dir(parent.unwrap_or(Path::new(".")))?;
+    }
+    Ok(())
+}

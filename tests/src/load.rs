@@ -1,0 +1,54 @@
+//! The loads under which whole-system tests do something in a row.
+
+use crate::{Driftline, SOON, Scratch};
+
+/// A guest of 2 vCPUs and 1 GiB that writes into 64 MiB.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    tracking: &'static str,
+    writes: &'static str,
+}
+
+impl Load {
+    /// Writes here and there, as fast as it can.
+    pub const fn fastest(tracking: &'static str) -> Self {
+        Self { tracking, writes: "rate=max,pattern=random" }
+    }
+
+    /// Writes 320 MB/s.
+    pub const fn paced(tracking: &'static str) -> Self {
+        Self { tracking, writes: "rate=320M" }
+    }
+
+    /// Its process, once each vCPU has reported.
+    pub fn start(&self, scratch: &Scratch, name: &str) -> Driftline {
+        let spec = format!("payload,ws=64M,{}", self.writes);
+        let args = ["--vcpus", "2", "--mem", "1G", "--tracking", self.tracking];
+        let vm = Driftline::run(scratch, name, &spec, &args);
+        vm.console().wait_reports(2, 1, SOON);
+        vm
+    }
+}
+
+/// A test under each load, in both tracking modes: each calls `$run(load, times)`, `times` being
+/// `$short`, or `$full` in full test runs. Skipped loudly where there is no KVM.
+#[macro_export]
+macro_rules! under_each_load {
+    ($run:path, $short:expr, $full:expr) => {
+        $crate::under_each_load! { @each $run, $short, $full;
+            ring_as_fast_as_it_can: $crate::Load::fastest("dirty-ring"),
+            ring_at_320_megabytes: $crate::Load::paced("dirty-ring"),
+            bitmap_as_fast_as_it_can: $crate::Load::fastest("dirty-bitmap"),
+            bitmap_at_320_megabytes: $crate::Load::paced("dirty-bitmap"),
+        }
+    };
+    (@each $run:path, $short:expr, $full:expr; $($name:ident: $load:expr,)*) => {$(
+        #[test]
+        fn $name() {
+            if vmm::testing::kvm_or_skip(stringify!($name)) {
+                let _alone = $crate::one_at_a_time();
+                $run($load, $crate::repeats($short, $full));
+            }
+        }
+    )*};
+}

@@ -1,0 +1,58 @@
+//! Owns the jobs of one kind: the latest, and the few before it that someone may still follow.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use super::lock;
+
+/// Jobs kept of each kind.
+const KEPT: usize = 4;
+
+/// See the module. Numbers ascend.
+pub(super) struct Kept<J> {
+    jobs: Mutex<VecDeque<(u64, Arc<J>)>>,
+}
+
+impl<J> Default for Kept<J> {
+    fn default() -> Self {
+        Self { jobs: Mutex::default() }
+    }
+}
+
+impl<J> Kept<J> {
+    /// Adds the latest job and forgets the oldest of too many.
+    pub(super) fn add(&self, number: u64, job: Arc<J>) {
+        let mut jobs = lock(&self.jobs);
+        jobs.push_back((number, job));
+        if jobs.len() > KEPT {
+            jobs.pop_front();
+        }
+    }
+
+    /// The job with this number.
+    pub(super) fn find(&self, number: u64) -> Option<Arc<J>> {
+        lock(&self.jobs).iter().find(|(n, _)| *n == number).map(|(_, job)| job.clone())
+    }
+
+    /// The latest job.
+    pub(super) fn latest(&self) -> Option<Arc<J>> {
+        lock(&self.jobs).back().map(|(_, job)| job.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_is_found_by_its_number_until_it_is_long_over() {
+        let kept = Kept::default();
+        assert!(kept.latest().is_none());
+        for n in 1..=6u64 {
+            kept.add(n, Arc::new(n * 10));
+        }
+        assert_eq!(kept.latest().as_deref(), Some(&60));
+        assert_eq!(kept.find(3).as_deref(), Some(&30));
+        assert!(kept.find(2).is_none() && kept.find(7).is_none());
+    }
+}
