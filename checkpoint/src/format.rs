@@ -180,7 +180,8 @@ impl Header {
         self.layout.get()
     }
 
-    fn checksum(&self) -> u32 {
+    /// CRC32C of the bytes before the header's CRC.
+    pub(crate) fn checksum(&self) -> u32 {
         crc32c::crc32c(&self.as_bytes()[..HEADER_LEN - 4])
     }
 

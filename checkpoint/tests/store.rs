@@ -10,11 +10,20 @@ use std::time::Duration;
 use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op};
 use checkpoint::{
     Backend, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits, Store,
-    StoreError, restore,
+    StoreError, VmId, restore,
 };
+use vm_memory::{Bytes, GuestAddress};
 
 fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
+}
+
+/// Waits until the guest has written something more, however busy the host is.
+fn wait_for_writes(guest: &MemoryGuest) {
+    let before = guest.writes();
+    while guest.writes() < before + 10 {
+        std::thread::yield_now();
+    }
 }
 
 fn restored(dir: &Path, epoch: Option<u64>) -> (Arc<MemoryGuest>, RestoreReport) {
@@ -28,13 +37,8 @@ fn every_epoch_of_a_busy_guest_restores_and_the_guest_runs_on() {
     let guest = busy();
     let mut checkpointer =
         Checkpointer::new(guest.clone(), Store::create_or_open(dir.path()).unwrap()).unwrap();
-    let mut writes = 0;
     let mut take = || {
-        // However busy the host is, there is something new in each.
-        while guest.writes() < writes + 10 {
-            std::thread::yield_now();
-        }
-        writes = guest.writes();
+        wait_for_writes(&guest);
         checkpointer.take().unwrap()
     };
     let reports: Vec<_> = (0..6).map(|_| take()).collect();
@@ -227,6 +231,8 @@ fn a_missing_or_a_foreign_parent_is_refused_by_name() {
     for dir in &dirs {
         let store = Store::create_or_open(dir.path()).unwrap();
         let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        // Two chains of the same bytes would be one.
+        wait_for_writes(&guest);
         checkpointer.take().unwrap();
         checkpointer.take().unwrap();
     }
@@ -245,6 +251,22 @@ fn a_missing_or_a_foreign_parent_is_refused_by_name() {
     std::fs::remove_file(file(0, 1)).unwrap();
     let e = refused();
     assert!(e.ends_with("2.dl builds on epoch 1, which is not in the store"), "{e}");
+}
+
+#[test]
+fn epochs_that_differ_in_one_byte_of_a_frame_have_different_digests() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+    let mut files = Vec::new();
+    for (byte, dir) in [1u8, 2].into_iter().zip(&dirs) {
+        guest.ram().write_slice(&[byte], GuestAddress(0x2000)).unwrap();
+        let store = Store::create_or_open(dir.path()).unwrap();
+        Checkpointer::new(guest.clone(), store).unwrap().take().unwrap();
+        files.push(std::fs::read(dir.path().join(format!("epoch-{:020}.dl", 1))).unwrap());
+    }
+    let digest = |file: &[u8]| file[file.len() - 4..].to_vec();
+    assert_eq!(files[0].len(), files[1].len());
+    assert_ne!(digest(&files[0]), digest(&files[1]));
 }
 
 #[test]

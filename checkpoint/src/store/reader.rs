@@ -8,9 +8,9 @@ use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use super::backend::StoreFile;
 use super::records::{
-    MAX_ZERO_PASSES, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT, TAG_STORE,
-    TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_head, decode_layout, decode_parent,
-    decode_runs, is_known, limit,
+    FileDigest, MAX_ZERO_PASSES, PARENT_LEN, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT,
+    TAG_STORE, TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, decode_head, decode_layout,
+    decode_parent, decode_runs, is_known, limit,
 };
 use super::{Damage, EpochInfo, Store, StoreError, file_name};
 use crate::format::{
@@ -128,24 +128,23 @@ struct Cursor {
     at: u64,
     /// Counts as the trailer does.
     counted: Trailer,
+    digest: FileDigest,
     /// Of the record read last.
     payload: Vec<u8>,
 }
 
 impl Cursor {
     fn new(source: Source, header: &Header) -> Self {
-        let mut digest = DigestOf(0);
-        // Hashing cannot fail.
-        let _ = header.write_to(&mut digest);
         let counted = Trailer {
             length: source.len,
             frames: 0,
             zero_frames: 0,
             created_unix_ms: 0,
             records: 0,
-            digest: digest.0,
+            digest: 0,
         };
-        Self { source, at: HEADER_LEN as u64, counted, payload: Vec::new() }
+        let digest = FileDigest::of(header);
+        Self { source, at: HEADER_LEN as u64, counted, digest, payload: Vec::new() }
     }
 
     /// A damage in the record read last.
@@ -173,7 +172,8 @@ impl Cursor {
         self.at = payload_at + wanted;
         self.counted.records = self.counted.records.wrapping_add(1);
         if head.tag != TAG_TRAILER {
-            self.counted.digest = crc32c::crc32c_append(self.counted.digest, &bytes);
+            self.digest.add(&bytes);
+            self.counted.digest = self.digest.value();
         }
         Ok(head)
     }
@@ -181,20 +181,6 @@ impl Cursor {
     fn expect(&mut self, tag: u16) -> Result<(), StoreError> {
         let head = self.read_record()?;
         if head.tag == tag { Ok(()) } else { Err(self.here(Damage::Misplaced { tag: head.tag })) }
-    }
-}
-
-/// CRC32C of what is written to it.
-struct DigestOf(u32);
-
-impl io::Write for DigestOf {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0 = crc32c::crc32c_append(self.0, bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }
 

@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::Damage;
 use crate::format::{
-    MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
+    Header, MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
 };
 use crate::section_tags;
 
@@ -141,8 +141,28 @@ pub(crate) struct Trailer {
     pub(crate) created_unix_ms: u64,
     /// Records, trailer included.
     pub(crate) records: u32,
-    /// CRC32C over the header and the heads of all records before the trailer.
+    /// See [`FileDigest`].
     pub(crate) digest: u32,
+}
+
+/// The digest of an epoch file: CRC32C over the header and the heads of all records before the
+/// trailer, each without its own CRC. A CRC right behind the bytes that it covers would cancel them:
+/// what follows would not depend on them any more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FileDigest(u32);
+
+impl FileDigest {
+    pub(crate) fn of(header: &Header) -> Self {
+        Self(header.checksum())
+    }
+
+    pub(crate) fn add(&mut self, head: &[u8; RECORD_HEAD_LEN]) {
+        self.0 = crc32c::crc32c_append(self.0, &head[..RECORD_HEAD_LEN - 4]);
+    }
+
+    pub(crate) fn value(self) -> u32 {
+        self.0
+    }
 }
 
 fn wrong_size(what: &'static str, found: usize, expected: usize) -> Damage {

@@ -30,7 +30,7 @@ pub fn reseal(bytes: &mut Vec<u8>) {
     }
     let crc = crc32c::crc32c(&bytes[..HEADER_LEN - 4]);
     put(bytes, HEADER_LEN - 4, &crc.to_le_bytes());
-    let mut digest = crc32c::crc32c(&bytes[..HEADER_LEN]);
+    let mut digest = crc;
     let (mut at, mut sequence, mut frames, mut zeros) = (HEADER_LEN, 0u32, 0u64, 0u64);
     while at + RECORD_HEAD_LEN <= bytes.len() {
         let from = at + RECORD_HEAD_LEN;
@@ -56,7 +56,7 @@ pub fn reseal(bytes: &mut Vec<u8>) {
         put(bytes, at + 12, &crc.to_le_bytes());
         let crc = crc32c::crc32c(&bytes[at..at + RECORD_HEAD_LEN - 4]);
         put(bytes, at + RECORD_HEAD_LEN - 4, &crc.to_le_bytes());
-        digest = crc32c::crc32c_append(digest, &bytes[at..from]);
+        digest = crc32c::crc32c_append(digest, &bytes[at..from - 4]);
         sequence = sequence.wrapping_add(1);
         at = end;
     }

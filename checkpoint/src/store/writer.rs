@@ -7,8 +7,9 @@ use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 
 use super::backend::StoreFile;
 use super::records::{
-    MAX_RECORD_FRAMES, MAX_ZERO_RUNS, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT, TAG_STORE,
-    TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, encode_layout, encode_parent, encode_runs, limit,
+    FileDigest, MAX_RECORD_FRAMES, MAX_ZERO_RUNS, ParentLink, TAG_FRAMES, TAG_LAYOUT, TAG_PARENT,
+    TAG_STORE, TAG_TRAILER, TAG_ZEROS, TAIL_LEN, Trailer, encode_layout, encode_parent,
+    encode_runs, limit,
 };
 use super::{Damage, Store, StoreError, file_name, temporary_name};
 use crate::format::{
@@ -57,6 +58,7 @@ pub(crate) struct EpochWriter<'s> {
     out: BufWriter<Appender>,
     /// Counts as the trailer will; `length` runs with the bytes.
     counted: Trailer,
+    digest: FileDigest,
     sections: u32,
     state_bytes: u64,
     pending: Pending,
@@ -91,6 +93,7 @@ impl<'s> EpochWriter<'s> {
                 records: 0,
                 digest: 0,
             },
+            digest: FileDigest::of(&header),
             sections: 0,
             state_bytes: 0,
             pending: Pending::default(),
@@ -99,7 +102,6 @@ impl<'s> EpochWriter<'s> {
             published: false,
         };
         header.write_to(&mut header_bytes).map_err(|e| w.io("writing", e))?;
-        w.counted.digest = crc32c::crc32c(&header_bytes);
         w.raw(&header_bytes)?;
         w.record(TAG_PARENT, 0, true, &[&encode_parent(parent)])?;
         w.record(TAG_LAYOUT, 0, true, &[&encode_layout(layout)])?;
@@ -237,7 +239,8 @@ impl<'s> EpochWriter<'s> {
             return Err(self.damage(FormatError::TooLong { tag, length, limit }.into()));
         }
         let head = head(tag, instance, must_understand, self.counted.records, parts);
-        self.counted.digest = crc32c::crc32c_append(self.counted.digest, &head);
+        self.digest.add(&head);
+        self.counted.digest = self.digest.value();
         self.counted.records += 1;
         self.raw(&head)?;
         for part in parts {
