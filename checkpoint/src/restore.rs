@@ -1,10 +1,9 @@
 //! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::FrameRun;
+use dirty_tracker::{FrameRun, FrameSet, PAGE_SIZE};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
@@ -75,8 +74,9 @@ pub struct RestoreReport {
 /// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
 /// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`.
 ///
-/// Reads the epoch and all that it builds on, oldest first. All checksums are compared on the way;
-/// at the first that is wrong the guest is thrown away. The latest epoch is the one with the
+/// Reads the epoch and all that it builds on, newest first, so that a frame is written once, however
+/// many epochs have it. All checksums are compared on the way; at the first that is wrong the guest
+/// is thrown away. The latest epoch is the one with the
 /// highest number: if that is damaged it is refused, not passed over; ask for another by number.
 ///
 /// Contents go through a buffer of 1 MiB that stays in the cache: their checksum has to be computed
@@ -95,25 +95,23 @@ pub fn restore<F: GuestFactory>(
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let (chain, info) = find_chain(store, epoch)?;
+    let (link, older, info) = find_chain(store, epoch)?;
     let (guest, reader) = build(store, factory, &info)?;
     let mut report = RestoreReport {
         epoch,
         vm_id: info.vm_id,
         created_unix_ms: info.created_unix_ms,
-        epochs: chain.len() as u64,
+        epochs: 1 + older.len() as u64,
         frames: 0,
         read_bytes: 0,
         time_ms: 0.0,
     };
     let fill = || {
-        let mut sections = Vec::new();
-        let last = chain.len().saturating_sub(1);
-        for link in chain.iter().take(last) {
-            load(store, *link, EpochReader::open(store, link.epoch)?, &*guest, &mut report)?;
-        }
-        if let Some(link) = chain.back() {
-            sections = load(store, *link, reader, &*guest, &mut report)?;
+        let mut done = FrameSet::new();
+        let sections = load(store, link, reader, &*guest, &mut done, &mut report)?;
+        for link in older {
+            let reader = EpochReader::open(store, link.epoch)?;
+            load(store, link, reader, &*guest, &mut done, &mut report)?;
         }
         let restored = guest.restore_state(&sections, clock);
         restored.map_err(|cause| RestoreError::Guest { epoch, cause })
@@ -128,14 +126,14 @@ pub fn restore<F: GuestFactory>(
     Ok((guest, report))
 }
 
-/// The epochs that `epoch` builds on and itself, oldest first.
+/// `epoch`, and those that it builds on, newest first.
 fn find_chain(
     store: &Store,
     epoch: u64,
-) -> Result<(VecDeque<ParentLink>, EpochInfo), RestoreError> {
+) -> Result<(ParentLink, Vec<ParentLink>, EpochInfo), RestoreError> {
     let path = |epoch| move || store.epoch_path(epoch);
     let (info, mut child) = peek(store, epoch)?;
-    let mut chain = VecDeque::from([child.link]);
+    let (link, mut older) = (child.link, Vec::new());
     // Ends: a parent's number is always lower than its child's.
     while let Some(parent) = child.parent {
         let of = child.link.epoch;
@@ -149,10 +147,10 @@ fn find_chain(
         check_vm(path(parent.epoch), found.vm_id, info.vm_id)?;
         check_link(path(of), parent, at.link)?;
         check_layout(path(of), child.layout_hash, at.layout_hash)?;
-        chain.push_front(at.link);
+        older.push(at.link);
         child = at;
     }
-    Ok((chain, info))
+    Ok((link, older, info))
 }
 
 /// A guest with zeroed memory, as the epoch's configuration says, and the epoch's file, read up to
@@ -175,31 +173,40 @@ fn build<F: GuestFactory>(
     Ok((guest, reader))
 }
 
-/// Puts one epoch's frames into memory and returns its state sections.
+/// Puts one epoch's frames into memory, but those that are `done`: newer epochs had them. Then they
+/// are done, too. Returns the epoch's state sections.
 fn load<G: Guest + ?Sized>(
     store: &Store,
     link: ParentLink,
     mut reader: EpochReader,
     guest: &G,
+    done: &mut FrameSet,
     report: &mut RestoreReport,
 ) -> Result<Vec<Section>, RestoreError> {
     let epoch = report.epoch;
     let memory = |cause| RestoreError::Memory { epoch, cause };
     tracing::debug!(from = link.epoch, "begin reading");
     let mut sections = Vec::new();
+    // Done only afterwards: of this epoch's own records the last wins.
+    let mut here = Vec::new();
     while let Some(record) = reader.next()? {
         match record {
             Record::Frames(runs, contents) => {
-                report.frames += write_frames(guest.ram(), runs, contents).map_err(memory)?;
+                write_frames(guest.ram(), done, runs, contents).map_err(memory)?;
+                report.frames += runs.iter().map(|run| run.count).sum::<u64>();
+                here.extend_from_slice(runs);
             }
             Record::Zeros(runs) => {
-                report.frames += write_zeros(guest.ram(), runs).map_err(memory)?;
+                write_zeros(guest.ram(), done, runs).map_err(memory)?;
+                report.frames += runs.iter().map(|run| run.count).sum::<u64>();
+                here.extend_from_slice(runs);
             }
             Record::Section(section) => sections.push(section),
         }
     }
     // Between finding the chain and reading it the file may have been exchanged.
     check_link(|| store.epoch_path(link.epoch), link, reader.link())?;
+    done.insert_all(&here);
     report.read_bytes += reader.len();
     tracing::debug!(from = link.epoch, "end reading");
     Ok(sections)
@@ -207,30 +214,31 @@ fn load<G: Guest + ?Sized>(
 
 fn write_frames(
     ram: &GuestRam,
+    done: &FrameSet,
     runs: &[FrameRun],
     mut contents: &[u8],
-) -> Result<u64, GuestMemoryError> {
-    let mut frames = 0;
+) -> Result<(), GuestMemoryError> {
     for run in runs {
         let (bytes, rest) = contents.split_at(run.bytes() as usize);
-        ram.write_slice(bytes, GuestAddress(run.start.gpa()))?;
+        for part in done.gaps(*run) {
+            let from = ((part.start.0 - run.start.0) * PAGE_SIZE) as usize;
+            let part_bytes = &bytes[from..from + part.bytes() as usize];
+            ram.write_slice(part_bytes, GuestAddress(part.start.gpa()))?;
+        }
         contents = rest;
-        frames += run.count;
     }
-    Ok(frames)
+    Ok(())
 }
 
 /// Memory that is zero already is left as it is: writing to it would only cost memory.
-fn write_zeros(ram: &GuestRam, runs: &[FrameRun]) -> Result<u64, GuestMemoryError> {
+fn write_zeros(ram: &GuestRam, done: &FrameSet, runs: &[FrameRun]) -> Result<(), GuestMemoryError> {
     let mut page = ZEROS;
-    let mut frames = 0;
-    for gfn in runs.iter().flat_map(|run| run.frames()) {
+    for gfn in runs.iter().flat_map(|run| done.gaps(*run)).flat_map(FrameRun::frames) {
         let at = GuestAddress(gfn.gpa());
         ram.read_slice(&mut page, at)?;
         if !is_zero(&page) {
             ram.write_slice(&ZEROS, at)?;
         }
-        frames += 1;
     }
-    Ok(frames)
+    Ok(())
 }

@@ -48,6 +48,7 @@ mod addr;
 #[cfg(feature = "vm-memory")]
 mod bitmap;
 mod epoch;
+mod frame_set;
 mod harvest;
 mod layout;
 mod list;
@@ -61,6 +62,7 @@ pub use addr::{FrameRun, Gfn, PAGE_SHIFT, PAGE_SIZE};
 #[cfg(feature = "vm-memory")]
 pub use bitmap::TrackedBitmap;
 pub use epoch::Epoch;
+pub use frame_set::FrameSet;
 pub use harvest::{Absorbed, Harvest, Harvester, Readable};
 pub use layout::{Layout, LayoutError, OutOfSlot, Slot, SlotId};
 pub use list::{DirtyFrame, DirtyList};

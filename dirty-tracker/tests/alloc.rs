@@ -1,5 +1,6 @@
-//! In the steady state harvest -> absorb -> drain -> commit allocates nothing: a counting allocator
-//! says so. One test, alone in its process, since the count is global.
+//! What allocates, and how often, as a counting allocator says: harvest -> absorb -> drain -> commit
+//! not at all in the steady state, and a set of frames at most once for a list of runs. It counts by
+//! thread, which is by test.
 //!
 //! `cargo test -p dirty-tracker --test alloc`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
@@ -9,20 +10,26 @@
 mod kernel;
 
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use dirty_tracker::{Gfn, Harvester, Layout, Slot, SlotId, Tracker};
+use dirty_tracker::{FrameRun, FrameSet, Gfn, Harvester, Layout, Slot, SlotId, Tracker};
 use kernel::KernelRing;
 
 struct Counting;
 
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+fn allocations() -> u64 {
+    ALLOCATIONS.get()
+}
 
 // SAFETY: every call goes to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
         // SAFETY: the caller keeps `alloc`'s contract.
         unsafe { System.alloc(layout) }
     }
@@ -33,7 +40,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Memory, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
         // SAFETY: the caller keeps `realloc`'s contract.
         unsafe { System.realloc(at, layout, size) }
     }
@@ -74,7 +81,28 @@ fn harvest_absorb_drain_commit_allocates_nothing() {
     };
     // The first epochs size the buffers.
     (0..if cfg!(miri) { 3 } else { 8 }).for_each(&mut round);
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = allocations();
     (8..if cfg!(miri) { 10 } else { 40 }).for_each(&mut round);
-    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0, "allocations in the steady state");
+    assert_eq!(allocations() - before, 0, "allocations in the steady state");
+}
+
+#[test]
+fn a_list_of_runs_grows_a_set_once_and_only_if_it_has_to() {
+    let run = |start, count| FrameRun { start: Gfn(start), count };
+    let every = |step: u64, first: u64, count: u64| -> Vec<FrameRun> {
+        (0..500).map(|i| run(first + i * step, count)).collect()
+    };
+    let grown = |set: &FrameSet, list: &[FrameRun]| {
+        // A copy has no room to spare.
+        let mut set = set.clone();
+        let before = allocations();
+        set.insert_all(list);
+        (allocations() - before, set.len())
+    };
+    let set = FrameSet::from_iter(every(16, 0, 6));
+    assert_eq!(grown(&set, &every(16, 9, 4)), (1, 1000), "a new run in each gap");
+    assert_eq!(grown(&set, &every(16, 6, 4)), (0, 500), "each touches one run");
+    assert_eq!(grown(&set, &every(32, 3, 16)), (0, 500), "half join two, half come behind");
+    assert_eq!(grown(&set, &[run(3, 100), run(105, 1)]), (0, 495), "the first joins six");
+    assert_eq!(grown(&FrameSet::with_capacity(0), &every(2, 0, 1)), (1, 500), "into none");
 }

@@ -1,7 +1,7 @@
 //! Sequences of operations on a tracker with two subscribers, against plain sets of frames.
 //!
 //! Long: `cargo +nightly fuzz run operations` in `dirty-tracker/`. Short, without cargo-fuzz:
-//! `cd dirty-tracker/fuzz && cargo +nightly run --release -- -max_total_time=20`
+//! `cd dirty-tracker/fuzz && cargo +nightly run --release --bin operations -- -max_total_time=20`
 #![no_main]
 
 use std::collections::BTreeSet;

@@ -1,0 +1,273 @@
+//! Laws of [`FrameSet`], each against a plain set of frame numbers.
+//!
+//! `cargo test -p dirty-tracker --test frame_set`
+#![cfg(not(any(driftline_loom, driftline_shuttle)))]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeSet;
+
+use dirty_tracker::{FrameRun, FrameSet, Gfn};
+use proptest::prelude::*;
+
+/// All frames of a test lie below it; narrow, so that runs meet, nest, touch and interleave.
+const FRAMES: u64 = 160;
+
+type Model = BTreeSet<u64>;
+
+fn config() -> ProptestConfig {
+    let cases = if cfg!(miri) { 5 } else { 500 };
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
+}
+
+fn run() -> impl Strategy<Value = FrameRun> {
+    let count = prop_oneof![4 => 0..6u64, 2 => 6..40u64, 1 => 40..FRAMES];
+    (0..FRAMES, count)
+        .prop_map(|(start, count)| FrameRun { start: Gfn(start), count: count.min(FRAMES - start) })
+}
+
+fn runs() -> impl Strategy<Value = Vec<FrameRun>> {
+    prop::collection::vec(run(), 0..40)
+}
+
+/// A set that has been through insertions, removals and takings from its front.
+fn set() -> impl Strategy<Value = FrameSet> {
+    (runs(), prop::collection::vec(run(), 0..8), 0..5u64).prop_map(|(add, remove, take)| {
+        let mut set: FrameSet = add.into_iter().collect();
+        for run in remove {
+            set.remove(run);
+        }
+        for max in 0..take {
+            set.take_first(max * 3);
+        }
+        set
+    })
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Insert(FrameRun),
+    InsertAll(Vec<FrameRun>),
+    Remove(FrameRun),
+    TakeFirst(u64),
+    Clear,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        6 => run().prop_map(Op::Insert),
+        2 => runs().prop_map(Op::InsertAll),
+        2 => runs().prop_map(|mut runs| { runs.sort(); Op::InsertAll(runs) }),
+        6 => run().prop_map(Op::Remove),
+        4 => (0..50u64).prop_map(Op::TakeFirst),
+        1 => Just(Op::Clear),
+    ]
+}
+
+fn numbers(run: FrameRun) -> impl Iterator<Item = u64> {
+    run.frames().map(|gfn| gfn.0)
+}
+
+fn model(runs: impl IntoIterator<Item = FrameRun>) -> Model {
+    runs.into_iter().flat_map(numbers).collect()
+}
+
+/// The maximal runs of a plain set.
+fn runs_of(model: &Model) -> Vec<FrameRun> {
+    let mut runs: Vec<FrameRun> = Vec::new();
+    for &frame in model {
+        match runs.last_mut().filter(|r| r.end().0 == frame) {
+            Some(last) => last.count += 1,
+            None => runs.push(FrameRun { start: Gfn(frame), count: 1 }),
+        }
+    }
+    runs
+}
+
+fn inserted(set: &FrameSet, run: FrameRun) -> FrameSet {
+    let mut set = set.clone();
+    set.insert(run);
+    set
+}
+
+fn removed(set: &FrameSet, run: FrameRun) -> FrameSet {
+    let mut set = set.clone();
+    set.remove(run);
+    set
+}
+
+fn union(a: &FrameSet, b: &FrameSet) -> FrameSet {
+    let mut set = a.clone();
+    set.insert_all(b.as_slice());
+    set
+}
+
+fn complement(set: &FrameSet, within: FrameRun) -> FrameSet {
+    set.gaps(within).collect()
+}
+
+const ALL: FrameRun = FrameRun { start: Gfn(0), count: FRAMES };
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn every_operation_does_what_a_plain_set_does_and_leaves_maximal_runs(
+        ops in prop::collection::vec(op(), 0..60),
+    ) {
+        let (mut set, mut plain) = (FrameSet::new(), Model::new());
+        for op in ops {
+            let before = plain.len() as u64;
+            match &op {
+                Op::Insert(run) => {
+                    plain.extend(numbers(*run));
+                    prop_assert_eq!(set.insert(*run), plain.len() as u64 - before);
+                }
+                Op::InsertAll(runs) => {
+                    plain.extend(runs.iter().copied().flat_map(numbers));
+                    prop_assert_eq!(set.insert_all(runs), plain.len() as u64 - before);
+                }
+                Op::Remove(run) => {
+                    plain.retain(|f| !(run.start.0..run.end().0).contains(f));
+                    prop_assert_eq!(set.remove(*run), before - plain.len() as u64);
+                }
+                Op::TakeFirst(max) => {
+                    let first = runs_of(&plain).first().copied();
+                    let part = first.and_then(|r| r.chunks(*max).next());
+                    prop_assert_eq!(set.take_first(*max), part);
+                    part.into_iter().flat_map(numbers).for_each(|f| assert!(plain.remove(&f)));
+                }
+                Op::Clear => {
+                    plain.clear();
+                    set.clear();
+                }
+            }
+            let runs = runs_of(&plain);
+            prop_assert_eq!(set.as_slice(), &runs[..], "after {:?}", op);
+            prop_assert_eq!(set.frames(), plain.len() as u64);
+            prop_assert_eq!((set.len(), set.is_empty()), (runs.len(), runs.is_empty()));
+            prop_assert_eq!(set.first(), runs.first().copied());
+            prop_assert_eq!((&set).into_iter().collect::<Vec<_>>(), runs);
+        }
+    }
+
+    #[test]
+    fn questions_are_answered_as_by_a_plain_set(set in set(), run in run()) {
+        let plain = model(&set);
+        for frame in 0..=FRAMES {
+            prop_assert_eq!(set.contains(Gfn(frame)), plain.contains(&frame));
+        }
+        let asked = model([run]);
+        prop_assert_eq!(set.contains_run(run), asked.is_subset(&plain));
+        prop_assert_eq!(set.intersects(run), !asked.is_disjoint(&plain));
+        prop_assert_eq!(set.within(run).collect::<Vec<_>>(), runs_of(&(&asked & &plain)));
+        prop_assert_eq!(set.gaps(run).collect::<Vec<_>>(), runs_of(&(&asked - &plain)));
+    }
+
+    #[test]
+    fn insertion_commutes(set in set(), a in run(), b in run()) {
+        prop_assert_eq!(inserted(&inserted(&set, a), b), inserted(&inserted(&set, b), a));
+    }
+
+    #[test]
+    fn insertion_and_removal_are_idempotent(set in set(), run in run()) {
+        let mut with = inserted(&set, run);
+        prop_assert!(with.contains_run(run));
+        prop_assert_eq!(with.insert(run), 0);
+        prop_assert_eq!(&with, &inserted(&set, run));
+        let mut without = removed(&set, run);
+        prop_assert!(!without.intersects(run));
+        prop_assert_eq!(without.remove(run), 0);
+        prop_assert_eq!(without, removed(&set, run));
+    }
+
+    #[test]
+    fn inserting_then_removing_is_removing(set in set(), run in run()) {
+        prop_assert_eq!(removed(&inserted(&set, run), run), removed(&set, run));
+        prop_assert_eq!(inserted(&removed(&set, run), run), inserted(&set, run));
+    }
+
+    #[test]
+    fn inserting_a_list_is_inserting_its_runs_one_by_one(set in set(), list in runs()) {
+        let (mut together, mut one_by_one) = (set.clone(), set);
+        let added: u64 = list.iter().map(|run| one_by_one.insert(*run)).sum();
+        prop_assert_eq!(together.insert_all(&list), added);
+        prop_assert_eq!(&together, &one_by_one);
+        prop_assert_eq!(together.frames(), one_by_one.frames());
+        together.extend(list);
+        prop_assert_eq!(together, one_by_one);
+    }
+
+    #[test]
+    fn union_is_commutative_associative_and_idempotent(a in set(), b in set(), c in set()) {
+        prop_assert_eq!(union(&a, &b), union(&b, &a));
+        prop_assert_eq!(union(&union(&a, &b), &c), union(&a, &union(&b, &c)));
+        prop_assert_eq!(union(&a, &a), a.clone());
+        prop_assert_eq!(union(&a, &FrameSet::new()), a);
+    }
+
+    #[test]
+    fn complement_twice_is_what_lies_within(set in set(), run in run()) {
+        let twice = complement(&complement(&set, run), run);
+        prop_assert_eq!(&twice, &set.within(run).collect());
+        prop_assert_eq!(complement(&complement(&set, ALL), ALL), set);
+    }
+
+    #[test]
+    fn a_run_is_what_lies_within_it_and_its_gaps(set in set(), run in run()) {
+        let (inside, gaps): (FrameSet, FrameSet) = (set.within(run).collect(), set.gaps(run).collect());
+        prop_assert!(inside.iter().all(|r| !gaps.intersects(r)));
+        prop_assert_eq!(inside.frames() + gaps.frames(), run.count);
+        prop_assert_eq!(union(&inside, &gaps), [run].into_iter().collect());
+    }
+
+    #[test]
+    fn removal_is_what_lies_within_the_complement(set in set(), run in run()) {
+        let outside = complement(&[run].into_iter().collect(), ALL);
+        let kept: FrameSet = outside.iter().flat_map(|r| set.within(r).collect::<Vec<_>>()).collect();
+        prop_assert_eq!(removed(&set, run), kept);
+    }
+
+    #[test]
+    fn taking_from_the_front_gives_every_frame_once_ascending(set in set(), max in 0..50u64) {
+        let (mut left, mut given) = (set.clone(), Vec::new());
+        while let Some(run) = left.take_first(max) {
+            prop_assert!((1..=max.max(1)).contains(&run.count));
+            given.extend(numbers(run));
+            prop_assert_eq!(left.frames() + given.len() as u64, set.frames());
+        }
+        prop_assert!(left.is_empty() && left == FrameSet::new());
+        prop_assert!(given.is_sorted());
+        prop_assert_eq!(given, model(&set).into_iter().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_same_frames_are_the_same_set_however_they_came(set in set()) {
+        let mut again = FrameSet::with_capacity(3);
+        for frame in model(&set).into_iter().rev() {
+            prop_assert_eq!(again.insert(FrameRun { start: Gfn(frame), count: 1 }), 1);
+        }
+        prop_assert_eq!(format!("{again:?}"), format!("{set:?}"));
+        prop_assert_eq!(again, set);
+    }
+
+    /// As [`FrameRun::end`] has it; what lies at the other end of the numbers behaves like the rest.
+    #[test]
+    fn a_run_past_the_last_frame_ends_there(
+        back in 0..20u64, count in 0..40u64, cut in 0..20u64, more in any::<u64>(),
+    ) {
+        let run = FrameRun { start: Gfn(u64::MAX - back), count };
+        let inside = count.min(back);
+        let mut set = FrameSet::new();
+        prop_assert_eq!(set.insert_all(&[run, run]), inside);
+        prop_assert_eq!(set.insert(run), 0);
+        prop_assert!(set.contains_run(run) && set.gaps(run).next().is_none());
+        prop_assert_eq!(set.intersects(run), inside > 0);
+        let all = FrameRun { start: Gfn(0), count: u64::MAX };
+        prop_assert_eq!(set.gaps(all).map(|r| r.count).sum::<u64>(), u64::MAX - inside);
+        let tail = FrameRun { start: Gfn(u64::MAX - cut), count: u64::MAX - more };
+        let shared = (run.end().min(tail.end()).0).saturating_sub(run.start.max(tail.start).0);
+        prop_assert_eq!(set.remove(tail), shared);
+        prop_assert_eq!(set.insert(all), u64::MAX - (inside - shared));
+        prop_assert_eq!(set.as_slice(), [all]);
+    }
+}
