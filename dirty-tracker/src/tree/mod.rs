@@ -18,18 +18,26 @@
 //!
 //! Source: Radim Krcmar, KVM list, 5 May 2016, with bytes as nodes; here with 64-bit words.
 
+mod cursor;
 mod kernel;
+mod recent;
 mod sink;
+mod slices;
 mod walk;
 
 use crate::sync::{self, AtomicU64, Mutex, Ordering::SeqCst};
 use crate::{FrameRun, Gfn, Layout, OutOfSlot};
+pub use cursor::Cursor;
 use kernel::Choice;
-use sink::{Frames, Runs, STAGE, Stage};
-use walk::{Owned, Pending, Shared, Walk};
+use recent::Recent;
+use sink::{Frames, Runs, STAGE, Sink, Stage};
+pub use slices::Slices;
+use walk::{Listed, Nowhere, Owned, Pending, Shared, Walk};
 
 /// log2 of the arity.
 const SHIFT: u32 = 6;
+/// Runs over fewer leaf words are inserted word by word, and listed.
+const FEW: u64 = 4;
 /// 64^8 = 2^48 frames: more than the 2^40 of a guest, even if every slot pads its last word.
 const MAX_LEVELS: usize = 8;
 
@@ -51,6 +59,7 @@ pub struct Tree {
     levels: Vec<(usize, usize)>,
     kernel: Choice,
     scratch: Mutex<Scratch>,
+    recent: Recent,
 }
 
 /// What a walk needs besides the words; allocated with the tree, so that a drain allocates nothing.
@@ -84,7 +93,7 @@ impl Tree {
         let words = sync::zeroed_words(total).unwrap_or_default();
         assert_eq!(words.len(), total, "no memory for a dirty tree of {total} words");
         let scratch = Mutex::new(Scratch::new(levels.len()));
-        Self { words, levels, kernel: Choice::best(), scratch }
+        Self { words, levels, kernel: Choice::best(), scratch, recent: Recent::new() }
     }
 
     /// Bytes reserved by the tree; only what was ever dirty is backed by memory.
@@ -111,6 +120,7 @@ impl Tree {
             self.insert_bit_mut(first);
             return Ok(());
         }
+        self.recent.left_out();
         let (mut lo, mut hi) = (first, first + run.count - 1);
         for &(start, _) in &self.levels {
             let mut was_there = true;
@@ -127,6 +137,7 @@ impl Tree {
     }
 
     fn insert_bit_mut(&mut self, mut bit: u64) {
+        self.recent.left_out();
         for &(start, _) in &self.levels {
             let word = &mut self.words[start + (bit >> SHIFT) as usize];
             if sync::or_mut(word, 1 << (bit & 63)) != 0 {
@@ -142,12 +153,17 @@ impl Tree {
             self.insert_word(first >> SHIFT, count << (first & 63));
             return;
         }
-        // Leaves with whole-word masks, then each summary level over the words below it.
         let (mut lo, mut hi) = (first, first + count - 1);
+        if (hi >> SHIFT) - (lo >> SHIFT) < FEW {
+            masks(lo, hi).for_each(|(word, bits)| self.insert_word(word, bits));
+            return;
+        }
+        // Leaves with whole-word masks, then each summary level over the words below it.
         for &(start, _) in &self.levels {
             self.set_bits(start, lo, hi);
             (lo, hi) = (lo >> SHIFT, hi >> SHIFT);
         }
+        self.recent.left_out();
     }
 
     /// Sets the leaf bits `bits` of word `word`, which must lie in one slot of the layout.
@@ -155,6 +171,18 @@ impl Tree {
         if bits == 0 {
             return;
         }
+        if let Some(mut list) = self.recent.try_list() {
+            self.insert_word_unlisted(word, bits);
+            if list.add(word) {
+                return;
+            }
+        } else {
+            self.insert_word_unlisted(word, bits);
+        }
+        self.recent.left_out();
+    }
+
+    fn insert_word_unlisted(&self, word: u64, bits: u64) {
         self.or(word as usize, bits);
         let mut below = word;
         for &(start, _) in &self.levels[1..] {
@@ -211,9 +239,7 @@ impl Tree {
     pub fn drain(&self, layout: &Layout, runs: &mut Vec<FrameRun>) -> u64 {
         let mut frames = 0;
         self.with_scratch(|pending, stages| {
-            let sink = Runs::new(layout, runs, &mut frames, stages);
-            let words = Shared(&self.words);
-            self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink });
+            self.empty(pending, Runs::new(layout, runs, &mut frames, stages));
         });
         frames
     }
@@ -223,6 +249,7 @@ impl Tree {
         let mut frames = 0;
         let Scratch { pending, stages } = sync::get_mut(&mut self.scratch);
         let sink = Runs::new(layout, runs, &mut frames, stages);
+        self.recent.begin();
         let words = Owned(&mut self.words);
         self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink });
         frames
@@ -231,9 +258,7 @@ impl Tree {
     /// As [`drain`](Self::drain), to single frames, ascending.
     pub fn drain_frames(&self, layout: &Layout, frames: &mut Vec<Gfn>) {
         self.with_scratch(|pending, stages| {
-            let sink = Frames::new(layout, frames, &mut stages[0]);
-            let words = Shared(&self.words);
-            self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink });
+            self.empty(pending, Frames::new(layout, frames, &mut stages[0]));
         });
     }
 
@@ -241,8 +266,26 @@ impl Tree {
     pub fn drain_frames_mut(&mut self, layout: &Layout, frames: &mut Vec<Gfn>) {
         let Scratch { pending, stages } = sync::get_mut(&mut self.scratch);
         let sink = Frames::new(layout, frames, &mut stages[0]);
+        self.recent.begin();
         let words = Owned(&mut self.words);
         self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink });
+    }
+
+    /// Empties the tree; costs what is in it, not what it could hold.
+    pub fn clear(&self) {
+        self.with_scratch(|pending, _| self.empty(pending, Nowhere));
+    }
+
+    fn empty(&self, pending: &mut [Pending], sink: impl Sink) {
+        let words = Shared(&self.words);
+        match self.recent.complete() {
+            Some(mut list) => {
+                let pending = &mut pending[0];
+                self.kernel.run(Listed { words, list: list.words(), pending, sink });
+                list.drained();
+            }
+            None => self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink }),
+        }
     }
 
     /// Lends the scratch to `f`; of two drains at once the second makes its own.

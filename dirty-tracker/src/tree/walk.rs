@@ -53,6 +53,47 @@ impl Pending {
     pub(super) const EMPTY: Self = Self { words: [0; PENDING], base: 0, next: 0, len: 0 };
 }
 
+/// Takes listed leaf words, ascending, and leaves their summaries as they are.
+pub(super) struct Listed<'a, W, S> {
+    pub(super) words: W,
+    pub(super) list: &'a [u64],
+    pub(super) pending: &'a mut Pending,
+    pub(super) sink: S,
+}
+
+impl<W: Words, S: Sink> Job for Listed<'_, W, S> {
+    #[inline(always)]
+    fn run<K: Kernel>(self, kernel: K) {
+        let Self { mut words, mut list, pending, mut sink } = self;
+        while let Some(base) = list.first() {
+            let mut len = 0;
+            for (place, word) in pending.words.iter_mut().zip(list) {
+                let Ok(offset) = u32::try_from(word - base) else { break };
+                *place = offset;
+                len += 1;
+            }
+            sink.take(kernel, &mut words, *base, &pending.words[..len]);
+            list = &list[len..];
+        }
+        sink.finish(kernel);
+    }
+}
+
+/// Empties a tree without saying of what.
+pub(super) struct Nowhere;
+
+impl Sink for Nowhere {
+    #[inline(always)]
+    fn take(&mut self, _: impl Kernel, words: &mut impl Words, base: u64, offsets: &[u32]) {
+        for offset in offsets {
+            words.take(base as usize + *offset as usize);
+        }
+    }
+
+    #[inline(always)]
+    fn finish(self, _: impl Kernel) {}
+}
+
 /// A walk over everything below word `root` of the highest of `levels`, ascending.
 pub(super) struct Walk<'a, W, S> {
     pub(super) words: W,

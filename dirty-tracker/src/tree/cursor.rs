@@ -1,0 +1,191 @@
+//! Looking into a tree without emptying it: a cursor that keeps its place, and the iterators made
+//! of it.
+
+use super::{SHIFT, Tree};
+use crate::layout::Placed;
+use crate::sync::{AtomicU64, Ordering::SeqCst};
+use crate::{FrameRun, Gfn, Layout, OutOfSlot};
+
+/// A place in a tree, in the manner of the hibernation bitmap's (Joerg Roedel, linux-pm, July 2014): a look at a frame near
+/// the last one costs a load.
+///
+/// Others may insert and drain meanwhile: each answer was right at some moment of the call.
+///
+/// ```
+/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+///
+/// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 5000 }])?;
+/// let tree = Tree::new(&layout);
+/// tree.mark(&layout, FrameRun { start: Gfn(0x180), count: 100 })?;
+/// let mut cursor = tree.cursor(&layout);
+/// assert!(cursor.test(Gfn(0x181))? && !cursor.test(Gfn(0x17f))?);
+/// assert_eq!(cursor.set(Gfn(0x17f)), Ok(true), "it was new");
+/// cursor.seek(Gfn(0x1e0));
+/// assert_eq!(cursor.next_frame(), Some(Gfn(0x1e0)));
+/// assert_eq!(cursor.next_run(), Some(FrameRun { start: Gfn(0x1e1), count: 3 }));
+/// assert_eq!(cursor.next_run(), None);
+/// assert!(cursor.test(Gfn(0)).is_err(), "no frame of this guest");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Cursor<'t> {
+    tree: &'t Tree,
+    layout: &'t Layout,
+    /// The slot of the last frame.
+    placed: Placed,
+    /// The next leaf bit that `next_frame` and `next_run` look at.
+    bit: u64,
+}
+
+impl<'t> Cursor<'t> {
+    pub(super) fn new(tree: &'t Tree, layout: &'t Layout) -> Self {
+        Self { tree, layout, placed: layout.placed()[0], bit: 0 }
+    }
+
+    /// The leaf bit of `gfn`, by the last slot if it is in there, else O(log slots).
+    fn bit_of(&mut self, gfn: Gfn) -> Result<u64, OutOfSlot> {
+        let Placed { slot, first_word } = self.placed;
+        match gfn.0.checked_sub(slot.base.0) {
+            Some(offset) if offset < slot.frames => Ok((first_word << SHIFT) + offset),
+            _ => {
+                let bit = self.layout.bit_of_run(FrameRun { start: gfn, count: 1 })?;
+                self.enter(bit >> SHIFT);
+                Ok(bit)
+            }
+        }
+    }
+
+    /// Enters the slot of leaf word `word`.
+    fn enter(&mut self, word: u64) {
+        let slots = self.layout.placed();
+        let after = slots.partition_point(|p| p.first_word <= word);
+        self.placed = slots[after.saturating_sub(1)];
+    }
+
+    fn frame_of(&self, bit: u64) -> Gfn {
+        Gfn(self.placed.slot.base.0 + bit - (self.placed.first_word << SHIFT))
+    }
+
+    /// Whether `gfn` is in the tree. O(1) within the slot of the last call.
+    pub fn test(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
+        let bit = self.bit_of(gfn)?;
+        Ok(self.tree.contains(bit))
+    }
+
+    /// Inserts `gfn`, and answers whether it was new. O(levels), within the slot of the last call.
+    pub fn set(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
+        let bit = self.bit_of(gfn)?;
+        let new = !self.tree.contains(bit);
+        self.tree.insert(bit, 1);
+        Ok(new)
+    }
+
+    /// Goes to `gfn`, or to the first frame after it if there is no such frame.
+    pub fn seek(&mut self, gfn: Gfn) {
+        self.bit = match self.bit_of(gfn) {
+            Ok(bit) => bit,
+            Err(_) => {
+                let slots = self.layout.placed();
+                let next = slots.get(slots.partition_point(|p| p.slot.base < gfn));
+                next.map_or(u64::MAX, |p| p.first_word << SHIFT)
+            }
+        };
+    }
+
+    /// The next frame in the tree from here on; goes behind it. O(1) if it is in the same word of 64
+    /// frames or the next one, else O(levels).
+    pub fn next_frame(&mut self) -> Option<Gfn> {
+        let bit = self.tree.next_bit(self.bit)?;
+        self.bit = bit + 1;
+        let word = bit >> SHIFT;
+        if word.wrapping_sub(self.placed.first_word) >= self.placed.words() {
+            self.enter(word);
+        }
+        Some(self.frame_of(bit))
+    }
+
+    /// The frames in the tree from the next one on, as far as they are consecutive and in one slot;
+    /// goes behind them.
+    pub fn next_run(&mut self) -> Option<FrameRun> {
+        let start = self.next_frame()?;
+        let first = self.bit - 1;
+        let end = (self.placed.first_word << SHIFT) + self.placed.slot.frames;
+        while self.bit < end {
+            let clear = !self.tree.leaf(self.bit >> SHIFT) >> (self.bit & 63);
+            let more = u64::from(clear.trailing_zeros()).min(64 - (self.bit & 63));
+            self.bit += more;
+            if self.bit & 63 != 0 || more == 0 {
+                break;
+            }
+        }
+        Some(FrameRun { start, count: self.bit - first })
+    }
+}
+
+impl Tree {
+    /// A cursor at the first frame.
+    pub fn cursor<'t>(&'t self, layout: &'t Layout) -> Cursor<'t> {
+        Cursor::new(self, layout)
+    }
+
+    /// The frames in the tree as runs, ascending, adjacent frames of a slot joined; they stay in it.
+    pub fn runs<'t>(&'t self, layout: &'t Layout) -> impl Iterator<Item = FrameRun> + 't {
+        let mut cursor = self.cursor(layout);
+        std::iter::from_fn(move || cursor.next_run())
+    }
+
+    /// The frames in the tree, ascending; they stay in it.
+    pub fn frames<'t>(&'t self, layout: &'t Layout) -> impl Iterator<Item = Gfn> + 't {
+        let mut cursor = self.cursor(layout);
+        std::iter::from_fn(move || cursor.next_frame())
+    }
+
+    /// The first set leaf bit from `bit` on.
+    fn next_bit(&self, bit: u64) -> Option<u64> {
+        let word = bit >> SHIFT;
+        if word < self.levels[0].1 as u64 {
+            let bits = self.leaf(word) & u64::MAX << (bit & 63);
+            if bits != 0 {
+                return Some(word << SHIFT | u64::from(bits.trailing_zeros()));
+            }
+        }
+        let mut from = word + 1;
+        loop {
+            let word = self.next_word(from)?;
+            // Zero, if somebody has just drained it.
+            let bits = self.leaf(word);
+            if bits != 0 {
+                return Some(word << SHIFT | u64::from(bits.trailing_zeros()));
+            }
+            from = word + 1;
+        }
+    }
+
+    /// The first leaf word from `word` on that the summaries call not zero: up as far as it must,
+    /// then down.
+    pub(super) fn next_word(&self, word: u64) -> Option<u64> {
+        let (mut level, mut index) = (0, word);
+        loop {
+            // Is there something at `level` from `index` on? Its summaries say so.
+            let (start, len) = *self.levels.get(level + 1)?;
+            let above = index >> SHIFT;
+            if above >= len as u64 {
+                return None;
+            }
+            let bits = self.word(start, above).load(SeqCst) & u64::MAX << (index & 63);
+            if bits == 0 {
+                (level, index) = (level + 1, above + 1);
+                continue;
+            }
+            index = above << SHIFT | u64::from(bits.trailing_zeros());
+            if level == 0 {
+                return Some(index);
+            }
+            (level, index) = (level - 1, index << SHIFT);
+        }
+    }
+
+    fn word(&self, start: usize, index: u64) -> &AtomicU64 {
+        &self.words[start + index as usize]
+    }
+}

@@ -1,0 +1,108 @@
+//! The words of a small epoch, as a list: no walk is needed while it names every leaf that is not
+//! zero.
+//!
+//! # Protocol
+//! An insert that gets the lock makes its whole insertion under it and puts its word on the list. Any
+//! other insert, and one that finds the list full, goes straight into the tree and *afterwards* makes
+//! sure that the list is known to be incomplete. A drain that gets the lock and finds the list
+//! complete takes the list's leaves and nothing else: an insert that had returned is on the list, for
+//! had it not been, the list would be known to be incomplete. A drain that walks
+//! declares the list complete *before* it looks at the tree: an insert that it misses says
+//! otherwise after that. So both sides store, then load, and all accesses are SeqCst.
+
+use crate::sync::{self, AtomicBool, Mutex, MutexGuard, Ordering::SeqCst};
+
+/// Words that a list holds: the leaves of up to 16,384 frames. More are found faster by a walk.
+pub(super) const BOUND: usize = 256;
+
+/// Leaves drained by lists before a walk comes in between: lists leave the summaries set, and this bounds
+/// what a walk spends on those.
+const MAX_SPURIOUS: usize = 64 * BOUND;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Recent {
+    incomplete: AtomicBool,
+    list: Mutex<List>,
+}
+
+/// Leaf words, ascending, each once.
+#[derive(Debug)]
+pub(super) struct List {
+    words: Vec<u64>,
+    spurious: usize,
+}
+
+impl Recent {
+    pub(super) fn new() -> Self {
+        let list = List { words: Vec::with_capacity(BOUND), spurious: 0 };
+        Self { incomplete: AtomicBool::new(false), list: Mutex::new(list) }
+    }
+
+    /// For an insert: the list, if it has room and nobody else is at it.
+    pub(super) fn try_list(&self) -> Option<MutexGuard<'_, List>> {
+        if self.incomplete.load(SeqCst) {
+            return None;
+        }
+        sync::try_lock(&self.list)
+    }
+
+    /// After an insert that is not on the list.
+    pub(super) fn left_out(&self) {
+        if !self.incomplete.load(SeqCst) {
+            self.incomplete.store(true, SeqCst);
+        }
+    }
+
+    /// For a drain: the list if it is all there is in the tree. Else the caller walks, and the list
+    /// begins anew.
+    pub(super) fn complete(&self) -> Option<MutexGuard<'_, List>> {
+        let mut list = sync::try_lock(&self.list)?;
+        if !self.incomplete.load(SeqCst) && list.spurious < MAX_SPURIOUS {
+            return Some(list);
+        }
+        list.begin();
+        self.incomplete.store(false, SeqCst);
+        None
+    }
+
+    /// Before a walk by the tree's only owner.
+    pub(super) fn begin(&mut self) {
+        sync::get_mut(&mut self.list).begin();
+        self.incomplete.store(false, SeqCst);
+    }
+}
+
+impl List {
+    /// Adds `word`; whether it is on the list now.
+    pub(super) fn add(&mut self, word: u64) -> bool {
+        let at = match self.words.last() {
+            Some(last) if *last >= word => match self.words.binary_search(&word) {
+                Ok(_) => return true,
+                Err(at) => at,
+            },
+            _ => self.words.len(),
+        };
+        let room = self.words.len() < BOUND;
+        if room {
+            self.words.insert(at, word);
+        }
+        room
+    }
+
+    /// The words, ascending.
+    pub(super) fn words(&self) -> &[u64] {
+        &self.words
+    }
+
+    /// The words have been drained.
+    pub(super) fn drained(&mut self) {
+        self.spurious += self.words.len();
+        self.words.clear();
+    }
+
+    fn begin(&mut self) {
+        self.words.clear();
+        self.spurious = 0;
+    }
+}
