@@ -5,7 +5,7 @@
 
 use crate::layout::Placed;
 use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard};
-use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, SlotId, Tree};
+use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, Slices, SlotId, Tree};
 
 /// Every subscriber's tree, and the way to mark them all.
 #[derive(Debug)]
@@ -40,6 +40,11 @@ impl Home {
         if let Ok(bit) = self.layout.bit_of_run(run) {
             self.tree.insert(bit, run.count);
         }
+    }
+
+    /// An empty buffer, a settled epoch's if there is one.
+    fn buffer(&self) -> Vec<FrameRun> {
+        sync::lock(&self.spare).pop().unwrap_or_default()
     }
 
     pub(crate) fn recycle(&self, mut runs: Vec<FrameRun>) {
@@ -104,7 +109,7 @@ impl Tracker {
         homes.push(home.clone());
         self.active.store(homes.len(), Ordering::SeqCst);
         drop(homes);
-        Subscription { home, tracker: self.clone() }
+        Subscription { home, tracker: self.clone(), slices: Slices::default() }
     }
 
     /// How many subscribers there are.
@@ -151,7 +156,7 @@ impl Tracker {
                 return Err(past(w as u64 * 64 + u64::from(stray.trailing_zeros())));
             }
         }
-        let marking = self.marking();
+        let mut marking = self.marking();
         let mut marked = 0;
         for (w, &bits) in (p.first_word..).zip(bitmap).filter(|(_, bits)| **bits != 0) {
             marking.insert_word(w, bits);
@@ -182,7 +187,7 @@ impl Tracker {
     /// Marks many frames under one lock.
     pub(crate) fn marking(&self) -> Marking<'_> {
         let homes = sync::read(&self.homes);
-        Marking { tracker: self, homes, slot: None, word: 0, bits: 0 }
+        Marking { tracker: self, homes, slot: None, words: [(0, 0); GATHERED], len: 0 }
     }
 
     fn mark_bits(&self, first: u64, count: u64) {
@@ -200,15 +205,19 @@ impl Tracker {
     }
 }
 
-/// A batch of marks: the subscribers locked once, the last slot remembered, and frames of one word
-/// gathered before they are inserted. Dropping it inserts the last word.
+/// A batch of marks: the subscribers locked once, the last slot remembered, frames of one word joined
+/// and words gathered before they are inserted. Dropping it inserts the last ones.
 pub(crate) struct Marking<'t> {
     tracker: &'t Tracker,
     homes: RwLockReadGuard<'t, Vec<Arc<Home>>>,
     slot: Option<Placed>,
-    word: u64,
-    bits: u64,
+    /// Words and their bits; the last one may still get some.
+    words: [(u64, u64); GATHERED],
+    len: usize,
 }
+
+/// Words that are inserted together.
+const GATHERED: usize = 64;
 
 impl Marking<'_> {
     /// As [`Tracker::mark_offset`].
@@ -221,29 +230,33 @@ impl Marking<'_> {
                 bit
             }
         };
-        if bit >> 6 != self.word {
-            self.flush();
-            self.word = bit >> 6;
-        }
-        self.bits |= 1 << (bit & 63);
+        self.insert_word(bit >> 6, 1 << (bit & 63));
         Ok(())
     }
 
-    fn insert_word(&self, word: u64, bits: u64) {
-        if self.homes.is_empty() {
-            return;
-        }
-        let count = u64::from(bits.count_ones());
-        self.tracker.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
-        for home in self.homes.iter() {
-            home.tree.insert_word(word, bits);
+    fn insert_word(&mut self, word: u64, bits: u64) {
+        match self.words[..self.len].last_mut() {
+            Some((last, there)) if *last == word => *there |= bits,
+            _ => {
+                if self.len == GATHERED {
+                    self.flush();
+                }
+                self.words[self.len] = (word, bits);
+                self.len += 1;
+            }
         }
     }
 
     fn flush(&mut self) {
-        if self.bits != 0 {
-            self.insert_word(self.word, self.bits);
-            self.bits = 0;
+        let words = &self.words[..self.len];
+        self.len = 0;
+        if self.homes.is_empty() {
+            return;
+        }
+        let count = words.iter().map(|(_, bits)| u64::from(bits.count_ones())).sum();
+        self.tracker.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
+        for home in self.homes.iter() {
+            home.tree.insert_words(words);
         }
     }
 }
@@ -259,6 +272,7 @@ impl Drop for Marking<'_> {
 pub struct Subscription {
     home: Arc<Home>,
     tracker: Arc<Tracker>,
+    slices: Slices,
 }
 
 impl Subscription {
@@ -275,11 +289,22 @@ impl Subscription {
     /// Takes what was marked since the last drain. Safe while others mark: a mark that returned
     /// before this call is in the epoch.
     pub fn drain(&mut self) -> Epoch {
-        let mut runs = {
-            let mut spare = sync::lock(&self.home.spare);
-            spare.pop().unwrap_or_default()
-        };
+        let mut runs = self.home.buffer();
         let frames = self.home.tree.drain(&self.home.layout, &mut runs);
+        self.epoch(runs, frames)
+    }
+
+    /// As [`drain`](Self::drain), but at most `words` leaf words (of 64 frames) that hold something: for
+    /// callers that must not hold their thread for longer. The flag says that this was the last slice
+    /// of a round; what was marked before the round is then in one of its epochs.
+    pub fn drain_slice(&mut self, words: usize) -> (Epoch, bool) {
+        let mut runs = self.home.buffer();
+        let Self { home, slices, .. } = self;
+        let frames = home.tree.drain_slice(&home.layout, slices, words, &mut runs);
+        (self.epoch(runs, frames), self.slices.is_over())
+    }
+
+    fn epoch(&self, runs: Vec<FrameRun>, frames: u64) -> Epoch {
         let number = self.home.epochs.fetch_add(1, Ordering::Relaxed);
         Epoch::new(self.home.clone(), number, runs, frames)
     }

@@ -182,6 +182,20 @@ impl Tree {
         self.recent.left_out();
     }
 
+    /// As [`insert_word`](Self::insert_word) of each, with one look at the list for all.
+    pub(crate) fn insert_words(&self, words: &[(u64, u64)]) {
+        let mut list = self.recent.try_list();
+        let mut listed = list.is_some();
+        for (word, bits) in words {
+            self.insert_word_unlisted(*word, *bits);
+            listed = listed && list.as_mut().is_some_and(|list| list.add(*word));
+        }
+        drop(list);
+        if !listed {
+            self.recent.left_out();
+        }
+    }
+
     fn insert_word_unlisted(&self, word: u64, bits: u64) {
         self.or(word as usize, bits);
         let mut below = word;

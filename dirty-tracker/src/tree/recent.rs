@@ -26,16 +26,18 @@ pub(super) struct Recent {
     list: Mutex<List>,
 }
 
-/// Leaf words, ascending, each once.
+/// Leaf words.
 #[derive(Debug)]
 pub(super) struct List {
     words: Vec<u64>,
+    /// Whether they are in order, each once.
+    ascending: bool,
     spurious: usize,
 }
 
 impl Recent {
     pub(super) fn new() -> Self {
-        let list = List { words: Vec::with_capacity(BOUND), spurious: 0 };
+        let list = List { words: Vec::with_capacity(BOUND), ascending: true, spurious: 0 };
         Self { incomplete: AtomicBool::new(false), list: Mutex::new(list) }
     }
 
@@ -76,22 +78,25 @@ impl Recent {
 impl List {
     /// Adds `word`; whether it is on the list now.
     pub(super) fn add(&mut self, word: u64) -> bool {
-        let at = match self.words.last() {
-            Some(last) if *last >= word => match self.words.binary_search(&word) {
-                Ok(_) => return true,
-                Err(at) => at,
-            },
-            _ => self.words.len(),
-        };
+        let last = self.words.last();
+        if last == Some(&word) {
+            return true;
+        }
+        self.ascending &= last.is_none_or(|last| *last < word);
         let room = self.words.len() < BOUND;
         if room {
-            self.words.insert(at, word);
+            self.words.push(word);
         }
         room
     }
 
-    /// The words, ascending.
-    pub(super) fn words(&self) -> &[u64] {
+    /// The words, ascending, each once.
+    pub(super) fn words(&mut self) -> &[u64] {
+        if !self.ascending {
+            self.words.sort_unstable();
+            self.words.dedup();
+            self.ascending = true;
+        }
         &self.words
     }
 
@@ -99,10 +104,11 @@ impl List {
     pub(super) fn drained(&mut self) {
         self.spurious += self.words.len();
         self.words.clear();
+        self.ascending = true;
     }
 
     fn begin(&mut self) {
         self.words.clear();
-        self.spurious = 0;
+        (self.ascending, self.spurious) = (true, 0);
     }
 }
