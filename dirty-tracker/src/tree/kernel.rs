@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use crate::Gfn;
+use crate::sync::AtomicU64;
 
 /// What a walk asks of the CPU.
 pub(super) trait Kernel: Copy {
@@ -15,6 +16,9 @@ pub(super) trait Kernel: Copy {
 
     /// Appends the frames `base` plus each offset to a list.
     fn append(self, out: &mut Vec<Gfn>, base: u64, offsets: &[u32]);
+
+    /// Begins to load a word.
+    fn prefetch(self, word: &AtomicU64);
 
     /// Appends consecutive frames to a list.
     fn append_range(self, out: &mut Vec<Gfn>, frames: Range<u64>);
@@ -104,6 +108,16 @@ impl Kernel for Portable {
     fn append_range(self, out: &mut Vec<Gfn>, frames: Range<u64>) {
         out.extend(frames.map(Gfn));
     }
+
+    #[inline(always)]
+    fn prefetch(self, word: &AtomicU64) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: a hint about a word that exists; every x86-64 has the instruction.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(word).cast()) };
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -113,6 +127,7 @@ mod x86 {
 
     use super::{Job, Kernel, Portable};
     use crate::Gfn;
+    use crate::sync::AtomicU64;
 
     /// A CPU with BMI, POPCNT and LZCNT: the portable code in fewer instructions.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -179,6 +194,11 @@ mod x86 {
             }
             // SAFETY: as above.
             unsafe { stream_offsets(out, base, offsets) };
+        }
+
+        #[inline(always)]
+        fn prefetch(self, word: &AtomicU64) {
+            Portable.prefetch(word);
         }
 
         #[inline(always)]

@@ -2,7 +2,7 @@
 
 use super::SHIFT;
 use super::kernel::Kernel;
-use super::walk::Words;
+use super::walk::{AHEAD, Words};
 use crate::{FrameRun, Gfn, Layout};
 
 /// Takes ascending leaf words.
@@ -146,7 +146,10 @@ impl Sink for Frames<'_> {
             let distance = segment.frame.wrapping_sub(self.base) as u32;
             // Full words that follow one another, and those of the stage.
             let (mut from, mut to) = (0, 0);
-            for offset in segment.offsets {
+            for (i, offset) in segment.offsets.iter().enumerate() {
+                if let Some(ahead) = segment.offsets.get(i + AHEAD) {
+                    words.announce(kernel, base as usize + *ahead as usize);
+                }
                 let bits = words.take(base as usize + *offset as usize);
                 if bits == u64::MAX {
                     if *offset != to || from == to {
@@ -281,7 +284,10 @@ impl Sink for Runs<'_> {
                 self.base = segment.frame(segment.offsets[0]);
             }
             let distance = segment.frame.wrapping_sub(self.base) as u32;
-            for offset in segment.offsets {
+            for (i, offset) in segment.offsets.iter().enumerate() {
+                if let Some(ahead) = segment.offsets.get(i + AHEAD) {
+                    words.announce(kernel, base as usize + *ahead as usize);
+                }
                 let bits = words.take(base as usize + *offset as usize);
                 let frame = segment.frame(*offset);
                 if at.carry != 0 && frame != at.next {

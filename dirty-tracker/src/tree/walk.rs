@@ -13,7 +13,13 @@ use crate::sync::{self, AtomicU64, Ordering::SeqCst};
 pub(super) trait Words {
     /// Takes the word, leaving zero.
     fn take(&mut self, index: usize) -> u64;
+
+    /// The word will be taken soon.
+    fn announce(&self, kernel: impl Kernel, index: usize);
 }
+
+/// How many words before it is taken a word is announced.
+pub(super) const AHEAD: usize = 12;
 
 /// While others insert: an exchange for each word that is not zero.
 pub(super) struct Shared<'t>(pub(super) &'t [AtomicU64]);
@@ -23,6 +29,12 @@ impl Words for Shared<'_> {
     fn take(&mut self, index: usize) -> u64 {
         let word = &self.0[index];
         if word.load(SeqCst) == 0 { 0 } else { word.swap(0, SeqCst) }
+    }
+
+    /// An exchange lets no later load begin: without this, words out of the cache come one by one.
+    #[inline(always)]
+    fn announce(&self, kernel: impl Kernel, index: usize) {
+        kernel.prefetch(&self.0[index]);
     }
 }
 
@@ -34,6 +46,10 @@ impl Words for Owned<'_> {
     fn take(&mut self, index: usize) -> u64 {
         sync::take_mut(&mut self.0[index])
     }
+
+    /// The processor looks ahead by itself.
+    #[inline(always)]
+    fn announce(&self, _: impl Kernel, _: usize) {}
 }
 
 /// Words found at a level and not yet looked into.
@@ -137,7 +153,10 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
             let found = &here.words[here.next..here.len];
             let first = found[0];
             let (mut looked_into, mut len) = (0, 0);
-            for word in found {
+            for (i, word) in found.iter().enumerate() {
+                if let Some(ahead) = found.get(i + AHEAD) {
+                    words.announce(kernel, start + *ahead as usize);
+                }
                 let Some(room) = below.words[len..].first_chunk_mut() else { break };
                 let offset = word - first;
                 // What lies below must be in reach of 32 bits.
