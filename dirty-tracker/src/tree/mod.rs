@@ -23,6 +23,8 @@ mod kernel;
 mod recent;
 mod sink;
 mod slices;
+#[cfg(test)]
+mod tests;
 mod walk;
 
 use crate::sync::{self, AtomicU64, Mutex, Ordering::SeqCst};
