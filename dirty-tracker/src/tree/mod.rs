@@ -221,7 +221,10 @@ impl Tree {
 
     /// Sets the bits of `mask` in a word; one load if they are set.
     fn or(&self, index: usize, mask: u64) {
-        set(&self.words[index], mask);
+        let word = &self.words[index];
+        if word.load(SeqCst) & mask != mask {
+            word.fetch_or(mask, SeqCst);
+        }
     }
 
     /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
@@ -337,14 +340,6 @@ impl Tree {
     ) -> Result<impl ExactSizeIterator<Item = u64> + use<'_>, OutOfSlot> {
         let words = layout.placed_of(slot)?.range();
         Ok(self.words[words].iter().map(|word| word.load(SeqCst)))
-    }
-}
-
-/// Sets the bits of `mask`; one load if they are set.
-#[inline]
-fn set(word: &AtomicU64, mask: u64) {
-    if word.load(SeqCst) & mask != mask {
-        word.fetch_or(mask, SeqCst);
     }
 }
 
