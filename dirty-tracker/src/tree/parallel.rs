@@ -72,8 +72,11 @@ impl Tree {
             };
             *frames += groups.map(absorb).sum::<u64>();
         });
-        self.recent.left_out();
-        counts.iter().sum()
+        let frames = counts.iter().sum();
+        if frames > 0 {
+            self.recent.left_out();
+        }
+        frames
     }
 
     /// Absorbs words that have one summary.
