@@ -2,11 +2,13 @@
 //!
 //! Criterion samples every cell; at the end come summary tables of the medians, and the same as one
 //! JSON object on the last line. `cargo bench -p dirty-tracker -- 2016` runs one table: 2016, 12TiB,
-//! threads, ranges, ring or frameset.
+//! threads, ranges, ring, frameset or parallel.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 #[path = "tables/frame_set.rs"]
 mod frame_set;
+#[path = "tables/parallel.rs"]
+mod parallel;
 mod rivals;
 
 use std::cell::RefCell;
@@ -406,13 +408,14 @@ type Table = fn(&mut Criterion);
 fn main() {
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let mut criterion = Criterion::default().without_plots();
-    let tables: [(&str, Table); 6] = [
+    let tables: [(&str, Table); 7] = [
         ("2016", table_2016),
         ("12TiB", table_12_tib),
         ("threads", table_threads),
         ("ranges", table_ranges),
         ("ring", table_ring),
         ("frameset", frame_set::frame_set),
+        ("parallel", parallel::parallel),
     ];
     for (name, table) in tables {
         if chosen.is_empty() || chosen.iter().any(|c| c == name) {

@@ -3,6 +3,8 @@
 //! Every slot starts on a 64-bit word of the tree's leaf level, so that its leaves are the very
 //! bitmap that `KVM_GET_DIRTY_LOG` hands out for it.
 
+use std::ops::Range;
+
 use crate::{FrameRun, Gfn};
 
 /// The number by which KVM knows a memory slot.
@@ -119,6 +121,25 @@ impl Placed {
     pub(crate) fn words(&self) -> u64 {
         self.slot.frames.div_ceil(64)
     }
+
+    /// Its words in the leaf level.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.first_word as usize..(self.first_word + self.words()) as usize
+    }
+
+    /// Whether a bitmap has bits only for frames of the slot; else the error names the first other.
+    pub(crate) fn check_bitmap(&self, bitmap: &[u64]) -> Result<(), OutOfSlot> {
+        let Slot { id: slot, frames, .. } = self.slot;
+        for (w, &bits) in bitmap.iter().enumerate().skip((frames / 64) as usize) {
+            let valid = frames.saturating_sub(w as u64 * 64).min(63);
+            let stray = bits >> valid << valid;
+            if stray != 0 {
+                let offset = w as u64 * 64 + u64::from(stray.trailing_zeros());
+                return Err(OutOfSlot::PastSlot { slot, offset, count: 1, frames });
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Layout {
@@ -210,6 +231,22 @@ impl Layout {
     pub(crate) fn placed_by_id(&self, id: SlotId) -> Option<&Placed> {
         let at = self.by_id.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.slots[self.by_id[at].1])
+    }
+
+    /// As [`placed_by_id`](Self::placed_by_id), with the error that says what is missing.
+    pub(crate) fn placed_of(&self, slot: SlotId) -> Result<Placed, OutOfSlot> {
+        self.placed_by_id(slot).copied().ok_or(OutOfSlot::NoSlot { slot, offset: 0 })
+    }
+
+    /// The slot and its part of `bitmap`, which has no bits for other frames.
+    pub(crate) fn checked_bitmap<'b>(
+        &self,
+        slot: SlotId,
+        bitmap: &'b [u64],
+    ) -> Result<(Placed, &'b [u64]), OutOfSlot> {
+        let placed = self.placed_of(slot)?;
+        placed.check_bitmap(bitmap)?;
+        Ok((placed, &bitmap[..bitmap.len().min(placed.words() as usize)]))
     }
 
     /// The leaf bit of the first frame of `run`, which must lie in one slot.

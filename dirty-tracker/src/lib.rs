@@ -69,4 +69,4 @@ pub use list::{DirtyFrame, DirtyList};
 pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingFull, RingHarvest};
 pub use source::{Collected, DirtySource, SourceError, TrackingMode, UnknownMode};
 pub use tracker::{Subscription, Tracker, TrackerStats};
-pub use tree::{Cursor, MissingSummary, Slices, Tree};
+pub use tree::{Cursor, MissingSummary, RunLists, Slices, Tree};

@@ -99,3 +99,9 @@ pub(crate) fn take_mut(word: &mut AtomicU64) -> u64 {
         word.swap(0, Ordering::SeqCst)
     }
 }
+
+/// Words that nobody else can see, as plain ones.
+#[cfg(not(any(driftline_loom, driftline_shuttle)))]
+pub(crate) fn plain_mut(words: &mut [AtomicU64]) -> &mut [u64] {
+    zerocopy::transmute_mut!(words)
+}

@@ -144,25 +144,18 @@ impl Tracker {
 
     /// Marks what a KVM dirty bitmap of `slot` says: bit `i` of word `w` is frame `64 * w + i`.
     /// Bits past the slot's end are an error and nothing is marked. Returns the frames marked.
+    /// Several threads share the work on a large bitmap (see [`Tree::absorb_bitmap`]).
     pub fn absorb_bitmap(&self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
-        let none = OutOfSlot::NoSlot { slot, offset: 0 };
-        let p = *self.layout.placed_by_id(slot).ok_or(none)?;
-        let frames = p.slot.frames;
-        let past = |offset| OutOfSlot::PastSlot { slot, offset, count: 1, frames };
-        for (w, &bits) in bitmap.iter().enumerate().skip((frames / 64) as usize) {
-            let valid = frames.saturating_sub(w as u64 * 64).min(63);
-            let stray = bits >> valid << valid;
-            if stray != 0 {
-                return Err(past(w as u64 * 64 + u64::from(stray.trailing_zeros())));
-            }
-        }
-        let mut marking = self.marking();
-        let mut marked = 0;
-        for (w, &bits) in (p.first_word..).zip(bitmap).filter(|(_, bits)| **bits != 0) {
-            marking.insert_word(w, bits);
-            marked += u64::from(bits.count_ones());
-        }
-        Ok(marked)
+        let (placed, bitmap) = self.layout.checked_bitmap(slot, bitmap)?;
+        // Not under the lock: a pool's thread that waits for others may run a task that wants it.
+        let homes = sync::read(&self.homes).clone();
+        let first = placed.first_word as usize;
+        let all = homes.iter().fold(None, |_, home| Some(home.tree.absorb(first, bitmap)));
+        let Some(frames) = all else {
+            return Ok(bitmap.iter().map(|bits| u64::from(bits.count_ones())).sum());
+        };
+        self.stats.marked_frames.fetch_add(frames, Ordering::Relaxed);
+        Ok(frames)
     }
 
     /// Whether `gfn` is marked in any subscriber's tree.
@@ -323,8 +316,7 @@ impl Subscription {
 
     /// The slot's leaves, which are its KVM dirty bitmap; `None` for a slot that does not exist.
     pub fn bitmap(&self, slot: SlotId) -> Option<Vec<u64>> {
-        let p = self.home.layout.placed_by_id(slot)?;
-        Some(self.home.tree.leaves(p.first_word, p.words()).collect())
+        Some(self.home.tree.leaves(&self.home.layout, slot).ok()?.collect())
     }
 }
 

@@ -84,7 +84,9 @@ mod shuttle_orders {
     use std::collections::BTreeSet;
     use std::sync::Arc;
 
-    use dirty_tracker::{FrameRun, Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker};
+    use dirty_tracker::{
+        FrameRun, Gfn, Harvester, Layout, RingEntry, RunLists, Slot, SlotId, Tracker, Tree,
+    };
     use shuttle::sync::atomic::{AtomicU32, Ordering};
     use shuttle::thread;
 
@@ -182,6 +184,54 @@ mod shuttle_orders {
             giver.join().unwrap();
             subscription.check().unwrap();
             assert_eq!(seen + subscription.drain().frames(), 210);
+        });
+    }
+
+    /// A bitmap absorbed by two threads, and a thread that marks, against drains by two threads: a
+    /// drain has all that was there before it, each frame is in one drain, and I1 holds.
+    #[test]
+    fn work_by_many_loses_nothing() {
+        check(|| {
+            let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 64 * 2 };
+            let layout = Layout::new([slot]).unwrap();
+            let mut tree = Tree::new(&layout);
+            tree.set_share(64);
+            let (tree, layout) = (Arc::new(tree), Arc::new(layout));
+            let run = |frame| FrameRun { start: Gfn(frame), count: 1 };
+            // Frames below both summaries, and on no list: two work at once from the first drain on.
+            let mut bitmap = vec![0; 65];
+            (bitmap[0], bitmap[64]) = (2, 1);
+            tree.absorb_bitmap(&layout, SlotId(0), &bitmap).unwrap();
+            let absorber = {
+                let (tree, layout) = (tree.clone(), layout.clone());
+                thread::spawn(move || {
+                    let mut bitmap = vec![0; 128];
+                    (bitmap[0], bitmap[64]) = (4, 2);
+                    tree.absorb_bitmap(&layout, SlotId(0), &bitmap).unwrap()
+                })
+            };
+            let marker = {
+                let (tree, layout) = (tree.clone(), layout.clone());
+                thread::spawn(move || {
+                    [3, 64, 64 * 64 + 2].map(|frame| tree.mark(&layout, run(frame)).unwrap())
+                })
+            };
+            let mut runs = RunLists::default();
+            let mut seen: Vec<u64> = Vec::new();
+            let mut drain = || {
+                tree.drain_parallel(&layout, &mut runs);
+                seen.extend(runs.iter().flat_map(|r| r.start.0..r.end().0));
+                seen.clone()
+            };
+            let first = drain();
+            assert!(first.contains(&1) && first.contains(&4096), "lost: {first:?}");
+            assert_eq!(absorber.join().unwrap(), 2);
+            drain();
+            marker.join().unwrap();
+            tree.check().unwrap();
+            let mut all = drain();
+            all.sort_unstable();
+            assert_eq!(all, [1, 2, 3, 64, 4096, 4097, 4098]);
         });
     }
 

@@ -20,7 +20,12 @@
 
 mod cursor;
 mod kernel;
+#[cfg(not(any(driftline_loom, driftline_shuttle)))]
+mod leaves;
+mod parallel;
 mod recent;
+mod runs;
+mod share;
 mod sink;
 mod slices;
 #[cfg(test)]
@@ -28,10 +33,11 @@ mod tests;
 mod walk;
 
 use crate::sync::{self, AtomicU64, Mutex, Ordering::SeqCst};
-use crate::{FrameRun, Gfn, Layout, OutOfSlot};
+use crate::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
 pub use cursor::Cursor;
 use kernel::Choice;
 use recent::Recent;
+pub use runs::RunLists;
 use sink::{Frames, Runs, STAGE, Sink, Stage};
 pub use slices::Slices;
 use walk::{Listed, Nowhere, Owned, Pending, Shared, Walk};
@@ -62,6 +68,8 @@ pub struct Tree {
     kernel: Choice,
     scratch: Mutex<Scratch>,
     recent: Recent,
+    /// Leaf words that are worth a thread of their own.
+    share: usize,
 }
 
 /// What a walk needs besides the words; allocated with the tree, so that a drain allocates nothing.
@@ -95,7 +103,8 @@ impl Tree {
         let words = sync::zeroed_words(total).unwrap_or_default();
         assert_eq!(words.len(), total, "no memory for a dirty tree of {total} words");
         let scratch = Mutex::new(Scratch::new(levels.len()));
-        Self { words, levels, kernel: Choice::best(), scratch, recent: Recent::new() }
+        let (kernel, recent) = (Choice::best(), Recent::new());
+        Self { words, levels, kernel, scratch, recent, share: share::SHARE }
     }
 
     /// Bytes reserved by the tree; only what was ever dirty is backed by memory.
@@ -200,10 +209,15 @@ impl Tree {
 
     fn insert_word_unlisted(&self, word: u64, bits: u64) {
         self.or(word as usize, bits);
-        let mut below = word;
+        self.insert_summary((word >> SHIFT) as usize, 1 << (word & 63));
+    }
+
+    /// Sets the bits `bits` of word `word` of level 1, if there is one, and the summaries above.
+    /// What is below has been written: see Ordering above.
+    fn insert_summary(&self, mut word: usize, mut bits: u64) {
         for &(start, _) in &self.levels[1..] {
-            self.or(start + (below >> SHIFT) as usize, 1 << (below & 63));
-            below >>= SHIFT;
+            self.or(start + word, bits);
+            (word, bits) = (word >> SHIFT, 1 << (word & 63));
         }
     }
 
@@ -267,7 +281,7 @@ impl Tree {
         let sink = Runs::new(layout, runs, &mut frames, stages);
         self.recent.begin();
         let words = Owned(&mut self.words);
-        self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink });
+        self.kernel.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink });
         frames
     }
 
@@ -284,7 +298,7 @@ impl Tree {
         let sink = Frames::new(layout, frames, &mut stages[0]);
         self.recent.begin();
         let words = Owned(&mut self.words);
-        self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink });
+        self.kernel.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink });
     }
 
     /// Empties the tree; costs what is in it, not what it could hold.
@@ -300,7 +314,9 @@ impl Tree {
                 self.kernel.run(Listed { words, list: list.words(), pending, sink });
                 list.drained();
             }
-            None => self.kernel.run(Walk { words, levels: &self.levels, root: 0, pending, sink }),
+            None => {
+                self.kernel.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink })
+            }
         }
     }
 
@@ -318,9 +334,14 @@ impl Tree {
         }
     }
 
-    /// The leaves of the slot placed at `first_word`: its KVM dirty bitmap, word by word.
-    pub(crate) fn leaves(&self, first_word: u64, words: u64) -> impl Iterator<Item = u64> {
-        (first_word..first_word + words).map(|w| self.leaf(w))
+    /// The slot's leaves, word by word: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it.
+    pub fn leaves(
+        &self,
+        layout: &Layout,
+        slot: SlotId,
+    ) -> Result<impl ExactSizeIterator<Item = u64> + use<'_>, OutOfSlot> {
+        let words = layout.placed_of(slot)?.range();
+        Ok(self.words[words].iter().map(|word| word.load(SeqCst)))
     }
 }
 
@@ -332,4 +353,24 @@ fn masks(lo: u64, hi: u64) -> impl Iterator<Item = (u64, u64)> {
         let to = if word == last { hi & 63 } else { 63 };
         (word, (u64::MAX << from) & (u64::MAX >> (63 - to)))
     })
+}
+
+/// Which of up to 64 words are not zero.
+fn nonzero(words: &[u64]) -> u64 {
+    // Bytes of 0 or 1, which the compiler makes with vectors; the product gathers eight to one byte.
+    let eight = |words: &[u64]| {
+        let mut flags = [0; 8];
+        flags.iter_mut().zip(words).for_each(|(flag, word)| *flag = u8::from(*word != 0));
+        u64::from_le_bytes(flags).wrapping_mul(0x0102_0408_1020_4080) >> 56
+    };
+    let bits = |words: &[u64]| {
+        words.chunks(8).enumerate().fold(0, |bits, (i, words)| bits | eight(words) << (8 * i))
+    };
+    // All 64, as usual: a length that the compiler knows.
+    <&[u64; 64]>::try_from(words).map_or_else(|_| bits(words), |words| bits(words))
+}
+
+/// How many bits are set.
+fn ones(words: &[u64]) -> u64 {
+    words.iter().map(|word| u64::from(word.count_ones())).sum()
 }

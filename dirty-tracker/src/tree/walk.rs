@@ -53,7 +53,7 @@ impl Words for Owned<'_> {
 }
 
 /// Words found at a level and not yet looked into.
-const PENDING: usize = 512;
+pub(super) const PENDING: usize = 512;
 
 /// The words of one level that a walk has found, ascending.
 #[derive(Debug, Clone)]
@@ -110,12 +110,13 @@ impl Sink for Nowhere {
     fn finish(self, _: impl Kernel) {}
 }
 
-/// A walk over everything below word `root` of the highest of `levels`, ascending.
+/// A walk over everything below the words `roots` of the highest of `levels`, ascending.
 pub(super) struct Walk<'a, W, S> {
     pub(super) words: W,
-    /// First word and length of each level, 0 first; the root's level is the last.
+    /// First word and length of each level, 0 first; the roots' level is the last.
     pub(super) levels: &'a [(usize, usize)],
-    pub(super) root: u64,
+    /// Ascending; at most [`PENDING`], and all in reach of 32 bits from the first.
+    pub(super) roots: &'a [u64],
     /// As many as levels.
     pub(super) pending: &'a mut [Pending],
     pub(super) sink: S,
@@ -127,10 +128,13 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) {
         // Apart, so that they can live in registers.
-        let Self { mut words, levels, root, pending, mut sink } = self;
+        let Self { mut words, levels, roots, pending, mut sink } = self;
         let top = levels.len() - 1;
         let first = &mut pending[top];
-        (first.words[0], first.base, first.next, first.len) = (0, root, 0, 1);
+        (first.base, first.next, first.len) = (roots.first().copied().unwrap_or(0), 0, roots.len());
+        for (word, root) in first.words.iter_mut().zip(roots) {
+            *word = (root - first.base) as u32;
+        }
         let mut level = top;
         loop {
             if level == 0 {

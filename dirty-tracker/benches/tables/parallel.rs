@@ -1,0 +1,136 @@
+//! Whole trees by one thread and by two: 4 TiB of guest memory, 2^30 frames, 128 MiB of leaves.
+//!
+//! Beside the tree's operations stand a plain read, write and copy of as many bytes, shared out in
+//! halves: where memory itself is not twice as fast for two threads, nothing over it can be.
+//! Samples of one and two threads take turns, so that both see the same machine.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use criterion::Criterion;
+use dirty_tracker::{Gfn, Layout, RunLists, Slot, SlotId, Tree};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::{Random, note};
+
+const FRAMES: u64 = 1 << 30;
+const WORDS: usize = (FRAMES / 64) as usize;
+const SLOT: SlotId = SlotId(0);
+const MIB: f64 = (WORDS * 8) as f64 / (1 << 20) as f64;
+const SAMPLES: usize = 20;
+const TABLE: &str = "4 TiB by 1 and 2 threads, ms";
+
+/// Times `timed` on pools of one and two threads, each after `prepare`; `moved` is how often the
+/// 128 MiB are read or written.
+fn measure<T>(
+    pools: &[ThreadPool; 2],
+    row: &str,
+    moved: f64,
+    state: &mut T,
+    prepare: impl Fn(&mut T) + Sync,
+    timed: impl Fn(&mut T) + Sync,
+) where
+    T: Send,
+{
+    for turn in 0..SAMPLES + 1 {
+        let spent = pools.each_ref().map(|pool| {
+            pool.install(|| {
+                prepare(state);
+                let start = Instant::now();
+                timed(state);
+                start.elapsed().as_secs_f64()
+            })
+        });
+        // The first has page faults, and buffers that grow.
+        if turn > 0 {
+            note(TABLE, row, "1 thread", spent[0] * 1e3);
+            note(TABLE, row, "2 threads", spent[1] * 1e3);
+            note(TABLE, row, "times faster", spent[0] / spent[1]);
+            if moved > 0.0 {
+                note(TABLE, row, "2 threads, MiB a second", moved * MIB / spent[1]);
+            }
+        }
+    }
+}
+
+/// One frame in `1 / density`, alone, among the first `words` words.
+fn random_bitmap(words: usize, density: f64) -> Vec<u64> {
+    let mut random = Random(7);
+    let mut bitmap = vec![0; WORDS];
+    for _ in 0..(FRAMES as f64 * density) as u64 {
+        let frame = random.next() as usize % (words * 64);
+        bitmap[frame / 64] |= 1 << (frame % 64);
+    }
+    bitmap
+}
+
+/// What memory gives to as many threads as the pool has.
+fn bandwidth(pools: &[ThreadPool; 2], from: &[u64]) {
+    let mut to = vec![1u64; WORDS];
+    let halves = |each: &(dyn Fn(&mut [u64], &[u64]) + Sync), to: &mut Vec<u64>| {
+        let part = WORDS / rayon::current_num_threads();
+        rayon::scope(|scope| {
+            for (to, from) in to.chunks_mut(part).zip(from.chunks(part)) {
+                scope.spawn(move |_| each(to, from));
+            }
+        });
+    };
+    let read = |_: &mut [u64], from: &[u64]| {
+        black_box(from.iter().fold(0u64, |sum, word| sum.wrapping_add(*word)));
+    };
+    measure(pools, "memory: read", 1.0, &mut to, |_| (), |to| halves(&read, to));
+    let write = |to: &mut [u64], _: &[u64]| black_box(to).fill(1);
+    measure(pools, "memory: write", 1.0, &mut to, |_| (), |to| halves(&write, to));
+    let copy = |to: &mut [u64], from: &[u64]| black_box(to).copy_from_slice(from);
+    measure(pools, "memory: copy", 2.0, &mut to, |_| (), |to| halves(&copy, to));
+}
+
+pub fn parallel(_: &mut Criterion) {
+    let pools = [1, 2].map(|n| ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
+    let layout = Layout::new([Slot { id: SLOT, base: Gfn(0), frames: FRAMES }]).expect("a layout");
+    let random = random_bitmap(WORDS, 0.01);
+    let uneven = random_bitmap(WORDS / 16, 0.01);
+    bandwidth(&pools, &random);
+
+    let mut state = (Tree::new(&layout), RunLists::default());
+    let drain = |state: &mut (Tree, RunLists)| {
+        state.0.drain_parallel(&layout, &mut state.1);
+    };
+    let adopt = |state: &mut (Tree, RunLists), bitmap: &[u64]| {
+        state.0.adopt_bitmap(&layout, SLOT, bitmap).expect("a bitmap");
+    };
+    let clear = |state: &mut (Tree, RunLists)| adopt(state, &[]);
+    adopt(&mut state, &random);
+    measure(&pools, "rebuild", 1.0, &mut state, |_| (), |s| s.0.rebuild());
+    measure(
+        &pools,
+        "count, 1 % random",
+        1.0,
+        &mut state,
+        |_| (),
+        |s| {
+            black_box(s.0.count());
+        },
+    );
+    measure(&pools, "adopt, 1 % random", 2.0, &mut state, clear, |s| adopt(s, &random));
+    measure(&pools, "absorb, 1 % random", 2.0, &mut state, clear, |s| {
+        s.0.absorb_bitmap_mut(&layout, SLOT, &random).expect("a bitmap");
+    });
+    measure(&pools, "absorb shared, 1 % random", 2.0, &mut state, clear, |s| {
+        s.0.absorb_bitmap(&layout, SLOT, &random).expect("a bitmap");
+    });
+    measure(
+        &pools,
+        "absorb shared, nothing new",
+        2.0,
+        &mut state,
+        |_| (),
+        |s| {
+            s.0.absorb_bitmap(&layout, SLOT, &random).expect("a bitmap");
+        },
+    );
+    for (row, bitmap) in [("1 % random", &random), ("1 %, all in one sixteenth", &uneven)] {
+        let row = format!("drain to runs, {row}");
+        measure(&pools, &row, 0.0, &mut state, |s| adopt(s, bitmap), drain);
+    }
+}

@@ -1,0 +1,198 @@
+//! The leaves of a tree that is owned, as plain words: KVM's bitmap read, written or replaced in
+//! place, and the summaries above them made anew.
+
+use std::ops::Range;
+
+use super::share::{Split, share_out};
+use super::{SHIFT, Tree, nonzero, ones};
+use crate::layout::Placed;
+use crate::{Layout, OutOfSlot, SlotId, sync};
+
+impl Tree {
+    /// The slot's leaves: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it, without a copy.
+    ///
+    /// While the tree is shared, [`leaves`](Self::leaves) reads them word by word.
+    pub fn bitmap(&mut self, layout: &Layout, slot: SlotId) -> Result<&[u64], OutOfSlot> {
+        let range = layout.placed_of(slot)?.range();
+        Ok(&sync::plain_mut(&mut self.words)[range])
+    }
+
+    /// Has `write` change the slot's leaves in place, one word for every 64 frames of the slot,
+    /// then makes the summaries anew. KVM can write its bitmap here, with no copy in between.
+    ///
+    /// Bits past the slot's end are cleared, and then the error names the first of them; the other
+    /// bits are in the tree. Also when `write` panics the tree is left in order (I1).
+    ///
+    /// ```
+    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// # fn kvm_get_dirty_log(slot: SlotId, bitmap: &mut [u64]) -> std::io::Result<()> { Ok(bitmap[1] = 1) }
+    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 262_144 }])?;
+    /// let mut tree = Tree::new(&layout);
+    /// tree.write_leaves(&layout, SlotId(0), |bitmap| kvm_get_dirty_log(SlotId(0), bitmap))??;
+    /// let mut runs = Vec::new();
+    /// tree.drain_mut(&layout, &mut runs);
+    /// assert_eq!(runs[0].start, Gfn(64));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn write_leaves<R>(
+        &mut self,
+        layout: &Layout,
+        slot: SlotId,
+        write: impl FnOnce(&mut [u64]) -> R,
+    ) -> Result<R, OutOfSlot> {
+        let placed = layout.placed_of(slot)?;
+        let range = placed.range();
+        let written = Written { tree: self, placed };
+        let result = write(&mut sync::plain_mut(&mut written.tree.words)[range.clone()]);
+        let checked = placed.check_bitmap(&sync::plain_mut(&mut written.tree.words)[range]);
+        drop(written);
+        checked.map(|()| result)
+    }
+
+    /// Replaces what is in the tree of `slot` by a KVM dirty bitmap; frames that the bitmap is too
+    /// short for are clean. Bits past the slot's end are an error that names the first, and then
+    /// nothing changes. Returns the frames of the bitmap.
+    ///
+    /// Costs a copy and a look at each word, by several threads from 32 GiB of memory on.
+    pub fn adopt_bitmap(
+        &mut self,
+        layout: &Layout,
+        slot: SlotId,
+        bitmap: &[u64],
+    ) -> Result<u64, OutOfSlot> {
+        let (placed, bitmap) = layout.checked_bitmap(slot, bitmap)?;
+        let range = placed.range();
+        let first = range.start;
+        Ok(self.rework(range, |leaves, at, summary| {
+            let from = &bitmap[(at - first).min(bitmap.len())..];
+            let from = &from[..from.len().min(leaves.len())];
+            let found = nonzero(from);
+            // Zeros are not written over zeros: what was never dirty stays without memory.
+            if found != 0 || leaves.iter().any(|leaf| *leaf != 0) {
+                let (here, beyond) = leaves.split_at_mut(from.len());
+                here.copy_from_slice(from);
+                beyond.fill(0);
+            }
+            renew(summary, at, leaves.len(), found);
+            ones(from)
+        }))
+    }
+
+    /// As [`absorb_bitmap`](Self::absorb_bitmap), without atomic operations.
+    pub fn absorb_bitmap_mut(
+        &mut self,
+        layout: &Layout,
+        slot: SlotId,
+        bitmap: &[u64],
+    ) -> Result<u64, OutOfSlot> {
+        let (placed, bitmap) = layout.checked_bitmap(slot, bitmap)?;
+        let first = placed.first_word as usize;
+        Ok(self.rework(first..first + bitmap.len(), |leaves, at, summary| {
+            let from = &bitmap[at - first..][..leaves.len()];
+            let found = nonzero(from);
+            if found == 0 {
+                return 0;
+            }
+            leaves.iter_mut().zip(from).for_each(|(leaf, bits)| *leaf |= bits);
+            *summary |= found << (at & 63);
+            ones(from)
+        }))
+    }
+
+    /// Makes all summaries anew from the leaves: afterwards each says exactly what is below.
+    ///
+    /// Nothing here needs it, since every change keeps the summaries right (I1); it forgets the
+    /// spurious ones. Costs a look at every leaf, by several threads from 32 GiB of memory on.
+    pub fn rebuild(&mut self) {
+        self.rebuild_range(0..self.levels[0].1);
+    }
+
+    fn rebuild_range(&mut self, leaves: Range<usize>) {
+        self.rework(leaves, |leaves, at, summary| {
+            renew(summary, at, leaves.len(), nonzero(leaves));
+            0
+        });
+    }
+
+    /// Goes over the leaf words `range` by their summaries: `each` gets the words of one summary
+    /// that lie in the range, the first one's place, and the summary to be set. Then makes the
+    /// levels above anew, in the same way. Returns the sum of what `each` counts.
+    fn rework(
+        &mut self,
+        range: Range<usize>,
+        each: impl Fn(&mut [u64], usize, &mut u64) -> u64 + Sync,
+    ) -> u64 {
+        self.recent.left_out();
+        let share = self.share;
+        let (mut below, mut rest) = sync::plain_mut(&mut self.words).split_at_mut(self.levels[0].1);
+        let mut no_summary = [0];
+        let mut above = match self.levels.get(1) {
+            Some(level) => rest.split_off_mut(..level.1).unwrap_or_default(),
+            None => &mut no_summary,
+        };
+        let sum = level(below, above, range.clone(), share, each);
+        let mut range = range;
+        for pair in self.levels.windows(2).skip(1) {
+            range = range.start >> SHIFT..range.end.div_ceil(64);
+            below = above;
+            above = rest.split_off_mut(..pair[1].1).unwrap_or_default();
+            level(below, above, range.clone(), share, |words, at, summary| {
+                renew(summary, at, words.len(), nonzero(words));
+                0
+            });
+        }
+        sum
+    }
+}
+
+/// Calls `each` for the words `range` of `below`, by their summaries in `above`. Each thread has
+/// whole summaries, and `share` words are worth one.
+fn level(
+    below: &mut [u64],
+    above: &mut [u64],
+    range: Range<usize>,
+    share: usize,
+    each: impl Fn(&mut [u64], usize, &mut u64) -> u64 + Sync,
+) -> u64 {
+    let (first, end) = (range.start >> SHIFT << SHIFT, range.end);
+    let Split { helpers, piece } = Split::of_leaves(range.len(), share);
+    let mut sums = vec![0; helpers];
+    let pieces =
+        below[first..end].chunks_mut(piece).zip(above[first >> SHIFT..].chunks_mut(piece >> SHIFT));
+    share_out(&mut sums, (first..).step_by(piece).zip(pieces), |sum, (at, (below, above))| {
+        let groups = below.chunks_mut(64).zip(above).zip((at..).step_by(64));
+        let each = |((words, summary), at): ((&mut [u64], _), usize)| {
+            let skip = range.start.saturating_sub(at);
+            each(&mut words[skip..], at + skip, summary)
+        };
+        *sum += groups.map(each).sum::<u64>();
+    });
+    sums.iter().sum()
+}
+
+/// Leaves that were handed out to be written: puts the tree in order.
+struct Written<'t> {
+    tree: &'t mut Tree,
+    placed: Placed,
+}
+
+impl Drop for Written<'_> {
+    fn drop(&mut self) {
+        let range = self.placed.range();
+        let past = self.placed.slot.frames & 63;
+        if past != 0 {
+            sync::plain_mut(&mut self.tree.words)[range.end - 1] &= (1 << past) - 1;
+        }
+        self.tree.rebuild_range(range);
+    }
+}
+
+/// Has the summary say which of `count` words from word `at` on, at most 64 and all its own, are not
+/// zero. As with leaves, what is right already is not written.
+fn renew(summary: &mut u64, at: usize, count: usize, found: u64) {
+    let mask = u64::MAX.checked_shr(64 - count as u32).unwrap_or(0) << (at & 63);
+    let new = *summary & !mask | found << (at & 63);
+    if *summary != new {
+        *summary = new;
+    }
+}

@@ -1,0 +1,233 @@
+//! Work over a whole tree by several threads at once while others insert: absorb a bitmap, drain,
+//! count. Each thread has whole subtrees; `share.rs` says how they are split.
+
+use std::ops::Range;
+
+use super::runs::RunLists;
+use super::share::{Split, share_out};
+use super::sink::Runs;
+use super::walk::{Listed, PENDING, Shared, Walk};
+use super::{SHIFT, Scratch, Tree, nonzero, ones};
+use crate::sync::Ordering::SeqCst;
+use crate::{Layout, OutOfSlot, SlotId};
+
+/// Where a tree is cut for a drain or a count.
+struct Cut {
+    level: usize,
+    /// The words of that level that may not be zero, ascending.
+    words: Vec<u64>,
+    /// Neighbours among them, that a thread takes at a time, as many as a walk does. With much the same number of words one
+    /// level below that are not zero; there may be 64 times as much below one of those as another.
+    pieces: Vec<Range<usize>>,
+    helpers: usize,
+}
+
+impl Tree {
+    /// Sets how finely work over this tree is split between threads: no thread takes on less than
+    /// `words` leaf words (64 frames each), so that less than two times that stays on one thread. The
+    /// default, 65,536, is the bitmap of 16 GiB of memory.
+    pub fn set_share(&mut self, words: usize) {
+        self.share = words.max(1);
+    }
+
+    /// Inserts what a KVM dirty bitmap of `slot` says: bit `i` of word `w` is frame `64 * w + i` of
+    /// the slot. Bits past the slot's end are an error that names the first, and nothing is
+    /// inserted. Returns the frames of the bitmap. From many threads at once.
+    ///
+    /// Costs a look at each word, an atomic OR for each that changes, and a look at the summaries
+    /// for every 64. Bitmaps of more than 32 GiB of memory are shared out to several threads.
+    ///
+    /// ```
+    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 100 }])?;
+    /// let tree = Tree::new(&layout);
+    /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[0b101, 1])?, 3);
+    /// let past_the_end = tree.absorb_bitmap(&layout, SlotId(0), &[0, 1 << 36]).unwrap_err();
+    /// assert_eq!(past_the_end.to_string(), "frames 0x64..0x65 lie outside slot 0, which has 0x64 frames");
+    /// let mut runs = Vec::new();
+    /// tree.drain(&layout, &mut runs);
+    /// assert_eq!(runs.iter().map(|r| r.start.0).collect::<Vec<_>>(), [0x100, 0x102, 0x140]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn absorb_bitmap(
+        &self,
+        layout: &Layout,
+        slot: SlotId,
+        bitmap: &[u64],
+    ) -> Result<u64, OutOfSlot> {
+        let (placed, bitmap) = layout.checked_bitmap(slot, bitmap)?;
+        Ok(self.absorb(placed.first_word as usize, bitmap))
+    }
+
+    /// As [`absorb_bitmap`](Self::absorb_bitmap), of words that were checked and go to the leaves
+    /// from `first` on.
+    pub(crate) fn absorb(&self, first: usize, bitmap: &[u64]) -> u64 {
+        let split = Split::of_leaves(bitmap.len(), self.share);
+        let pieces = aligned(first..first + bitmap.len(), split.piece);
+        let mut counts = vec![0; split.helpers];
+        share_out(&mut counts, pieces, |frames, piece| {
+            let groups = aligned(piece, 64);
+            let absorb = |group: Range<usize>| {
+                self.absorb_group(group.start, &bitmap[group.start - first..group.end - first])
+            };
+            *frames += groups.map(absorb).sum::<u64>();
+        });
+        let frames = counts.iter().sum();
+        if frames > 0 {
+            self.recent.left_out();
+        }
+        frames
+    }
+
+    /// Absorbs words that have one summary.
+    fn absorb_group(&self, first: usize, bits: &[u64]) -> u64 {
+        let found = nonzero(bits);
+        if found == 0 {
+            return 0;
+        }
+        let leaves = &self.words[first..first + bits.len()];
+        // First a look at all of them, with no branch and no atomic operation that loads wait for.
+        let new = leaves.iter().zip(bits).zip(0..).fold(0, |new, ((leaf, bits), place)| {
+            new | u64::from(leaf.load(SeqCst) & bits != *bits) << place
+        });
+        places(new).for_each(|word| {
+            leaves[word].fetch_or(bits[word], SeqCst);
+        });
+        // All leaves before the first summary: see Ordering in the module above.
+        self.insert_summary(first >> SHIFT, found << (first & 63));
+        ones(bits)
+    }
+
+    /// As [`drain`](Self::drain), by several threads if more than 32 GiB of memory have something
+    /// dirty in them: each thread has its own list, and `runs` shows them in ascending order, the
+    /// same runs as a drain by one thread. What `runs` held is forgotten, its room is used again.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
+    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 30 }])?; // 4 TiB
+    /// let tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(1 << 20), count: 1 << 24 })?;
+    /// let mut runs = RunLists::default();
+    /// assert_eq!(tree.drain_parallel(&layout, &mut runs), 1 << 24);
+    /// assert_eq!(runs.iter().count(), 1, "joined where one thread's share ends");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn drain_parallel(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
+        if let Some(mut list) = self.recent.complete() {
+            self.with_scratch(|pending, stages| {
+                runs.begin(1)[0].piece(0, |runs| {
+                    let mut frames = 0;
+                    let sink = Runs::new(layout, runs, &mut frames, stages);
+                    let (words, pending) = (Shared(&self.words), &mut pending[0]);
+                    self.kernel.run(Listed { words, list: list.words(), pending, sink });
+                    frames
+                });
+            });
+            list.drained();
+            return runs.finish(layout);
+        }
+        // From the top down to the cut one thread clears, so before anything below is looked at.
+        let cut = self.cut(|word| match self.words[word].load(SeqCst) {
+            0 => 0,
+            _ => self.words[word].swap(0, SeqCst),
+        });
+        let levels = &self.levels[..=cut.level];
+        let scratch = |list| (list, Scratch::new(levels.len()));
+        let mut states: Vec<_> = runs.begin(cut.helpers).iter_mut().map(scratch).collect();
+        share_out(
+            &mut states,
+            cut.pieces.iter().enumerate(),
+            |(list, scratch), (number, piece)| {
+                list.piece(number, |runs| {
+                    let mut frames = 0;
+                    let Scratch { pending, stages } = scratch;
+                    let sink = Runs::new(layout, runs, &mut frames, stages);
+                    let (words, roots) = (Shared(&self.words), &cut.words[piece.clone()]);
+                    self.kernel.run(Walk { words, levels, roots, pending, sink });
+                    frames
+                });
+            },
+        );
+        runs.finish(layout)
+    }
+
+    /// The frames in the tree. While others insert or drain, any number that lies between.
+    ///
+    /// Costs a look at each word that is not zero; several threads share what is large.
+    pub fn count(&self) -> u64 {
+        let cut = self.cut(|word| self.words[word].load(SeqCst));
+        let mut counts = vec![0; cut.helpers];
+        share_out(&mut counts, cut.pieces.iter(), |frames, piece| {
+            let words = cut.words[piece.clone()].iter();
+            *frames += words.map(|&word| self.count_below(cut.level, word as usize)).sum::<u64>();
+        });
+        counts.iter().sum()
+    }
+
+    fn count_below(&self, level: usize, word: usize) -> u64 {
+        let bits = self.words[self.levels[level].0 + word].load(SeqCst);
+        let frames = |word: usize| u64::from(self.words[word].load(SeqCst).count_ones());
+        match level {
+            0 => u64::from(bits.count_ones()),
+            // Many of them: all in a row, which costs less than finding out which.
+            1 if bits.count_ones() >= 16 => {
+                let leaves = &self.words[word << SHIFT..self.levels[0].1];
+                let mut row = [0; 64];
+                row.iter_mut().zip(leaves).for_each(|(word, leaf)| *word = leaf.load(SeqCst));
+                ones(&row)
+            }
+            1 => places(bits).map(|bit| frames(word << SHIFT | bit)).sum(),
+            _ => places(bits).map(|bit| self.count_below(level - 1, word << SHIFT | bit)).sum(),
+        }
+    }
+
+    /// Cuts the tree at level 2, or lower if a share is less than such a subtree, by `read` of the
+    /// summaries above.
+    fn cut(&self, read: impl Fn(usize) -> u64) -> Cut {
+        let top = self.levels.len() - 1;
+        let level = top.min((self.share.ilog2() / SHIFT).min(2) as usize);
+        let mut words = vec![0u64];
+        for above in (level + 1..=top).rev() {
+            let start = self.levels[above].0;
+            let below = |&word: &u64| {
+                places(read(start + word as usize)).map(move |bit| word << SHIFT | bit as u64)
+            };
+            words = words.iter().flat_map(below).collect();
+        }
+        let start = self.levels[level].0;
+        let bits = |word: &u64| self.words[start + *word as usize].load(SeqCst);
+        let weight = |word: &u64| bits(word).count_ones() as usize;
+        let split = Split::of(words.iter().map(weight).sum(), self.share >> SHIFT);
+        let (mut pieces, mut from, mut held) = (Vec::new(), 0, 0);
+        for (at, word) in words.iter().enumerate() {
+            let far = word - words[from] > u64::from(u32::MAX);
+            if held >= split.piece || at - from == PENDING || far {
+                pieces.push(std::mem::replace(&mut from, at)..at);
+                held = 0;
+            }
+            held += weight(word);
+        }
+        if from < words.len() {
+            pieces.push(from..words.len());
+        }
+        Cut { level, words, pieces, helpers: split.helpers }
+    }
+}
+
+/// The set bits, ascending.
+fn places(mut bits: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let bit = (bits != 0).then(|| bits.trailing_zeros() as usize)?;
+        bits &= bits - 1;
+        Some(bit)
+    })
+}
+
+/// `words` cut at every multiple of `size`.
+fn aligned(words: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut at = words.start;
+    std::iter::from_fn(move || {
+        let end = ((at / size + 1) * size).min(words.end);
+        (at < words.end).then(|| std::mem::replace(&mut at, end)..end)
+    })
+}

@@ -1,0 +1,97 @@
+//! Runs of frames in the lists of several threads, shown as the one ascending list that they are.
+
+use crate::{FrameRun, Layout};
+
+/// What [`Tree::drain_parallel`](crate::Tree::drain_parallel) found: one list a thread, and the
+/// order of their pieces. To be used again, since its room stays.
+#[derive(Debug, Default)]
+pub struct RunLists {
+    lists: Vec<Helper>,
+    /// All pieces, ascending by frame.
+    pieces: Vec<(usize, Piece)>,
+    frames: u64,
+}
+
+/// One thread's list.
+#[derive(Debug, Default)]
+pub(super) struct Helper {
+    runs: Vec<FrameRun>,
+    pieces: Vec<Piece>,
+    frames: u64,
+}
+
+/// Neighbouring runs in one thread's list: those of one piece of work.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    number: usize,
+    from: usize,
+    to: usize,
+}
+
+impl Helper {
+    fn clear(&mut self) {
+        self.runs.clear();
+        self.pieces.clear();
+        self.frames = 0;
+    }
+
+    /// Appends the runs of one piece of work, which `fill` finds and counts the frames of.
+    pub(super) fn piece(&mut self, number: usize, fill: impl FnOnce(&mut Vec<FrameRun>) -> u64) {
+        // On the stack meanwhile: the lists lie side by side, and their lengths in one cache line.
+        let mut runs = std::mem::take(&mut self.runs);
+        let from = runs.len();
+        self.frames += fill(&mut runs);
+        let to = runs.len();
+        self.runs = runs;
+        if to > from {
+            self.pieces.push(Piece { number, from, to });
+        }
+    }
+}
+
+impl RunLists {
+    /// So many empty lists.
+    pub(super) fn begin(&mut self, helpers: usize) -> &mut [Helper] {
+        self.lists.resize_with(helpers.max(self.lists.len()), Helper::default);
+        self.lists.iter_mut().for_each(Helper::clear);
+        &mut self.lists[..helpers]
+    }
+
+    /// Puts the pieces in order and joins the runs that meet where two of them meet.
+    pub(super) fn finish(&mut self, layout: &Layout) -> u64 {
+        self.pieces.clear();
+        for (list, helper) in self.lists.iter().enumerate() {
+            self.pieces.extend(helper.pieces.iter().map(|piece| (list, *piece)));
+        }
+        self.pieces.sort_unstable_by_key(|(_, piece)| piece.number);
+        for i in 1..self.pieces.len() {
+            let ((left, before), (right, after)) = (self.pieces[i - 1], self.pieces[i]);
+            // No piece is empty here: one loses its last run only after it was the right one.
+            let last = self.lists[left].runs[before.to - 1];
+            let first = &mut self.lists[right].runs[after.from];
+            let joined = FrameRun { start: last.start, count: last.count + first.count };
+            if last.end() == first.start && layout.contains(joined) {
+                *first = joined;
+                self.pieces[i - 1].1.to -= 1;
+            }
+        }
+        self.frames = self.lists.iter().map(|helper| helper.frames).sum();
+        self.frames
+    }
+
+    /// How many frames are in it.
+    pub fn frames(&self) -> u64 {
+        self.frames
+    }
+
+    /// The runs, ascending, none touching its neighbour within a slot.
+    pub fn iter(&self) -> impl Iterator<Item = FrameRun> + '_ {
+        self.pieces().flatten().copied()
+    }
+
+    /// The same runs in pieces of some length, ascending: to be handed out again to several threads.
+    pub fn pieces(&self) -> impl Iterator<Item = &[FrameRun]> {
+        let runs = |(list, piece): &(usize, Piece)| &self.lists[*list].runs[piece.from..piece.to];
+        self.pieces.iter().map(runs).filter(|runs| !runs.is_empty())
+    }
+}

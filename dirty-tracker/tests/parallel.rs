@@ -1,0 +1,348 @@
+//! Laws of what works over whole trees: bitmaps written, adopted and absorbed, summaries made anew,
+//! drains and counts by several threads. Each against a plain set, roaring, or one thread; the
+//! shares are tiny, so that small trees are shared out, too.
+//!
+//! `cargo test -p dirty-tracker --test parallel`, and with `--no-default-features` by one thread.
+#![cfg(not(any(driftline_loom, driftline_shuttle)))]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slot, SlotId, Tree};
+use proptest::prelude::*;
+use roaring::RoaringTreemap;
+
+fn config() -> ProptestConfig {
+    let cases = if cfg!(miri) { 1 } else { 200 };
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
+}
+
+/// Slots of awkward lengths, some touching: trees of one to four levels.
+fn layout() -> impl Strategy<Value = Layout> {
+    let frames = prop_oneof![1..200u64, 4000..4200u64, Just(64), Just(4096), Just(300_000)];
+    let frames = if cfg!(miri) { (1..300u64).boxed() } else { frames.boxed() };
+    let slots = prop::collection::vec((0..2u64, frames), 1..6);
+    slots.prop_map(|parts| {
+        let mut base = 5;
+        let slot = |(id, (gap, frames)): (u32, (u64, u64))| {
+            let slot = Slot { id: SlotId(9 - id), base: Gfn(base + gap * 1000), frames };
+            base = slot.run().end().0;
+            slot
+        };
+        Layout::new((0..).zip(parts).map(slot)).unwrap()
+    })
+}
+
+/// A bitmap for each slot of a layout, some of them short.
+type Bitmaps = Vec<(Slot, Vec<u64>)>;
+
+fn bitmaps(layout: &Layout) -> impl Strategy<Value = Bitmaps> + use<> {
+    let word = prop_oneof![6 => Just(0), 2 => any::<u64>(), 2 => Just(u64::MAX), 1 => (0..64u32).prop_map(|b| 1 << b)];
+    let slots: Vec<_> = layout
+        .slots()
+        .map(|&slot| {
+            let words = slot.frames.div_ceil(64) as usize;
+            // Long ones repeat a pattern, which misses the summaries' borders.
+            let pattern = prop::collection::vec(word.clone(), 0..words.min(100) + 1);
+            (pattern, any::<bool>(), any::<prop::sample::Index>()).prop_map(
+                move |(pattern, cut, at)| {
+                    let mut bitmap: Vec<u64> =
+                        pattern.iter().copied().cycle().take(words).collect();
+                    if cut {
+                        bitmap.truncate(at.index(words));
+                    }
+                    if bitmap.len() == words && slot.frames % 64 != 0 {
+                        bitmap[words - 1] &= (1 << (slot.frames % 64)) - 1;
+                    }
+                    (slot, bitmap)
+                },
+            )
+        })
+        .collect();
+    slots
+}
+
+/// A layout, two bitmaps for each of its slots, and a share: trees are cut at leaves, at level 1,
+/// at level 2 or, like small ones usually, not at all.
+fn cases() -> impl Strategy<Value = (Layout, [Bitmaps; 2], usize)> {
+    let share = prop_oneof![Just(1usize), Just(64), Just(200), Just(4096), Just(32_768)];
+    (layout(), share).prop_flat_map(|(layout, share)| {
+        let bitmaps = [bitmaps(&layout), bitmaps(&layout)];
+        (Just(layout), bitmaps, Just(share))
+    })
+}
+
+fn tree(layout: &Layout, share: usize) -> Tree {
+    let mut tree = Tree::new(layout);
+    tree.set_share(share);
+    tree
+}
+
+/// In a pool of so many threads as few hosts of tests have. Not under miri, which objects to threads
+/// that outlive the test, as a pool's do.
+fn in_pool<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    if cfg!(miri) {
+        return work();
+    }
+    rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap().install(work)
+}
+
+fn set(bitmaps: &[(Slot, Vec<u64>)]) -> BTreeSet<u64> {
+    let frames = bitmaps.iter().flat_map(|(slot, bitmap)| {
+        let bits = (0..bitmap.len() as u64 * 64)
+            .filter(|i| bitmap[(i / 64) as usize] >> (i % 64) & 1 == 1);
+        bits.map(|i| slot.base.0 + i)
+    });
+    frames.collect()
+}
+
+/// All words of a tree, summaries too, which nothing but its debug text shows.
+fn words(tree: &Tree) -> String {
+    let text = format!("{tree:?}");
+    let (words, _) = text.split_once("levels:").unwrap();
+    words.to_owned()
+}
+
+fn drained(tree: &Tree, layout: &Layout) -> Vec<FrameRun> {
+    let mut runs = Vec::new();
+    let frames = tree.drain(layout, &mut runs);
+    assert_eq!(frames, runs.iter().map(|r| r.count).sum::<u64>());
+    runs
+}
+
+fn frames(runs: impl IntoIterator<Item = FrameRun>) -> BTreeSet<u64> {
+    runs.into_iter().flat_map(|r| r.start.0..r.end().0).collect()
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn adopt_then_drain_is_the_bitmap((layout, [before, bitmaps], share) in cases()) {
+        in_pool(|| {
+            let mut tree = tree(&layout, share);
+            for (slot, bitmap) in before.iter().chain(&bitmaps) {
+                let ones = bitmap.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
+                prop_assert_eq!(tree.adopt_bitmap(&layout, slot.id, bitmap), Ok(ones));
+                prop_assert_eq!(tree.check(), Ok(()));
+            }
+            prop_assert_eq!(frames(drained(&tree, &layout)), set(&bitmaps));
+            prop_assert!(drained(&tree, &layout).is_empty());
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn absorb_is_marks_shared_or_owned((layout, [first, second], share) in cases()) {
+        in_pool(|| {
+            let [shared, mut owned, marked] = [(); 3].map(|()| tree(&layout, share));
+            for (slot, bitmap) in first.iter().chain(&second) {
+                let ones = bitmap.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
+                prop_assert_eq!(shared.absorb_bitmap(&layout, slot.id, bitmap), Ok(ones));
+                prop_assert_eq!(owned.absorb_bitmap_mut(&layout, slot.id, bitmap), Ok(ones));
+                prop_assert_eq!(shared.check(), Ok(()));
+                prop_assert_eq!(owned.check(), Ok(()));
+            }
+            let model: RoaringTreemap = set(&first).into_iter().chain(set(&second)).collect();
+            for frame in &model {
+                marked.mark(&layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
+            }
+            prop_assert_eq!(shared.count(), model.len());
+            let runs = drained(&marked, &layout);
+            prop_assert_eq!(&drained(&shared, &layout), &runs);
+            prop_assert_eq!(&drained(&owned, &layout), &runs);
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn a_drain_by_many_is_the_drain_by_one((layout, bitmaps, share) in cases()) {
+        in_pool(|| {
+            let [mut many, mut one] = [(); 2].map(|()| tree(&layout, share));
+            let mut runs = RunLists::default();
+            for (slot, bitmap) in bitmaps.iter().flatten() {
+                many.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
+                one.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
+                // Not each time: what is drained is of several slots, and lists are used again.
+                if slot.id.0 % 2 == 0 {
+                    let count = many.count();
+                    let expected = drained(&one, &layout);
+                    prop_assert_eq!(many.drain_parallel(&layout, &mut runs), count);
+                    prop_assert_eq!(runs.frames(), count);
+                    prop_assert_eq!(runs.iter().collect::<Vec<_>>(), expected);
+                    prop_assert!(runs.pieces().all(|piece| !piece.is_empty()));
+                    prop_assert_eq!(many.count(), 0);
+                }
+            }
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn leaves_are_the_bitmap_to_read_and_to_write((layout, [first, second], share) in cases()) {
+        in_pool(|| {
+            let mut tree = tree(&layout, share);
+            for (slot, bitmap) in first.iter().chain(&second) {
+                let words = slot.frames.div_ceil(64) as usize;
+                let written = tree.write_leaves(&layout, slot.id, |leaves| {
+                    leaves[..bitmap.len()].copy_from_slice(bitmap);
+                    leaves[bitmap.len()..].fill(0);
+                    leaves.len()
+                });
+                prop_assert_eq!(written, Ok(words));
+                prop_assert_eq!(tree.check(), Ok(()));
+                let mut whole = bitmap.clone();
+                whole.resize(words, 0);
+                prop_assert_eq!(tree.bitmap(&layout, slot.id), Ok(&whole[..]));
+                prop_assert_eq!(tree.leaves(&layout, slot.id).unwrap().collect::<Vec<_>>(), whole);
+            }
+            prop_assert_eq!(frames(drained(&tree, &layout)), set(&second));
+            Ok(())
+        })?;
+    }
+
+    /// A spurious summary costs a drain a look; none is left, and none is missing. That no summary is
+    /// spurious shows in a second tree, which never had any: both are equal word for word.
+    #[test]
+    fn rebuild_makes_each_summary_say_what_is_below((layout, [first, second], share) in cases()) {
+        in_pool(|| {
+            let [mut tree, exact] = [(); 2].map(|()| tree(&layout, share));
+            for (slot, bitmap) in first.iter().chain(&second) {
+                tree.absorb_bitmap_mut(&layout, slot.id, bitmap).unwrap();
+            }
+            for (slot, bitmap) in &second {
+                // Clean again below summaries that stay.
+                tree.adopt_bitmap(&layout, slot.id, bitmap).unwrap();
+                exact.absorb_bitmap(&layout, slot.id, bitmap).unwrap();
+            }
+            tree.rebuild();
+            prop_assert_eq!(tree.check(), Ok(()));
+            prop_assert_eq!(words(&tree), words(&exact));
+            Ok(())
+        })?;
+    }
+
+    #[test]
+    fn bits_past_the_slot_are_named_and_never_in_the_tree((layout, [bitmaps, _], share) in cases(), past in 0..130u64) {
+        let mut tree = tree(&layout, share);
+        for (slot, bitmap) in &bitmaps {
+            tree.adopt_bitmap(&layout, slot.id, bitmap).unwrap();
+        }
+        for (slot, _) in &bitmaps {
+            let bit = slot.frames + past;
+            let named = |offset| OutOfSlot::PastSlot { slot: slot.id, offset, count: 1, frames: slot.frames };
+            let mut stray = vec![u64::MAX; (slot.frames / 64) as usize];
+            stray.resize((bit / 64 + 1) as usize, 0);
+            stray[(bit / 64) as usize] |= 1 << (bit % 64);
+            prop_assert_eq!(tree.adopt_bitmap(&layout, slot.id, &stray), Err(named(bit)));
+            prop_assert_eq!(tree.absorb_bitmap(&layout, slot.id, &stray), Err(named(bit)));
+            prop_assert_eq!(tree.absorb_bitmap_mut(&layout, slot.id, &stray), Err(named(bit)));
+            // What was written in place, where only the last word has room for it, is cleared.
+            if slot.frames % 64 != 0 {
+                let written = tree.write_leaves(&layout, slot.id, |leaves| {
+                    let last = leaves.len() - 1;
+                    leaves[last] |= u64::MAX << (slot.frames % 64);
+                });
+                prop_assert_eq!(written, Err(named(slot.frames)));
+            }
+        }
+        prop_assert_eq!(tree.check(), Ok(()));
+        prop_assert_eq!(frames(drained(&tree, &layout)), set(&bitmaps));
+    }
+}
+
+#[test]
+fn a_slot_that_does_not_exist_is_named() {
+    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 70 }]).unwrap();
+    let mut tree = Tree::new(&layout);
+    let error = OutOfSlot::NoSlot { slot: SlotId(1), offset: 0 };
+    assert_eq!(tree.absorb_bitmap(&layout, SlotId(1), &[1]), Err(error));
+    assert_eq!(tree.absorb_bitmap_mut(&layout, SlotId(1), &[1]), Err(error));
+    assert_eq!(tree.adopt_bitmap(&layout, SlotId(1), &[1]), Err(error));
+    assert_eq!(tree.write_leaves(&layout, SlotId(1), |_| ()), Err(error));
+    assert_eq!(tree.bitmap(&layout, SlotId(1)), Err(error));
+    assert_eq!(tree.leaves(&layout, SlotId(1)).err(), Some(error));
+    assert_eq!(tree.count(), 0);
+}
+
+#[test]
+fn a_writer_of_leaves_that_panics_leaves_the_tree_in_order() {
+    let frames = if cfg!(miri) { 4_501 } else { 300_001 };
+    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
+    let mut tree = Tree::new(&layout);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let _ = tree.write_leaves(&layout, SlotId(0), |leaves| {
+            leaves.fill(u64::MAX);
+            panic!("half-way");
+        });
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(tree.check(), Ok(()));
+    assert_eq!(tree.drain(&layout, &mut Vec::new()), frames);
+}
+
+/// Two threads mark, one absorbs bitmaps, and drains by several threads go on meanwhile: every frame
+/// comes out, as often as it could have gone in and not more.
+#[test]
+fn a_drain_by_many_loses_nothing_that_is_inserted_meanwhile() {
+    let rounds = if cfg!(miri) { 1 } else { 20 };
+    let slot =
+        Slot { id: SlotId(0), base: Gfn(0), frames: if cfg!(miri) { 9_000 } else { 270_001 } };
+    let layout = Layout::new([slot]).unwrap();
+    let tree = tree(&layout, 64);
+    let running = AtomicUsize::new(3);
+    let failed = AtomicBool::new(false);
+    let mut seen = vec![0u32; slot.frames as usize];
+    std::thread::scope(|scope| {
+        let (tree, layout, running) = (&tree, &layout, &running);
+        for start in 0..2 {
+            scope.spawn(move || {
+                for _ in 0..rounds {
+                    for frame in (start..slot.frames).step_by(2 + 5 * start as usize) {
+                        tree.mark(layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
+                    }
+                }
+                running.fetch_sub(1, Ordering::SeqCst);
+            });
+        }
+        scope.spawn(move || {
+            let mut bitmap = vec![1 << 33; slot.frames.div_ceil(64) as usize];
+            *bitmap.last_mut().unwrap() = 1;
+            in_pool(|| {
+                for _ in 0..rounds {
+                    tree.absorb_bitmap(layout, slot.id, &bitmap).unwrap();
+                }
+            });
+            running.fetch_sub(1, Ordering::SeqCst);
+        });
+        let mut runs = RunLists::default();
+        in_pool(|| {
+            loop {
+                let last = running.load(Ordering::SeqCst) == 0;
+                tree.drain_parallel(layout, &mut runs);
+                let ascending = runs
+                    .iter()
+                    .collect::<Vec<_>>()
+                    .windows(2)
+                    .all(|pair| pair[0].end() < pair[1].start);
+                failed.fetch_or(!ascending, Ordering::Relaxed);
+                runs.iter().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen[f as usize] += 1);
+                if last {
+                    break;
+                }
+            }
+        });
+    });
+    assert!(!failed.into_inner(), "runs were not ascending and apart");
+    assert_eq!(tree.check(), Ok(()));
+    for (frame, times) in (0..).zip(seen) {
+        let inserters = u32::from(frame % 2 == 0)
+            + u32::from(frame % 7 == 1)
+            + u32::from(
+                frame % 64 == 33 && frame < slot.frames - 64 || frame == slot.frames / 64 * 64,
+            );
+        let most = inserters * rounds as u32;
+        assert!(times >= u32::from(most > 0) && times <= most, "frame {frame}: {times} of {most}");
+    }
+}
