@@ -88,7 +88,8 @@ fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
                     _ => assert!(found == joined(&layout, &set), "{kernel:?} way {way}"),
                 }
                 assert_eq!(tree.drain(&layout, &mut Vec::new()), 0, "{kernel:?} way {way}");
-                assert!(tree.leaves(0, layout.leaf_words()).all(|word| word == 0));
+                assert_eq!(tree.runs(&layout).next(), None, "{kernel:?} way {way}");
+                assert_eq!(tree.count(), 0, "{kernel:?} way {way}");
             }
         }
     }
