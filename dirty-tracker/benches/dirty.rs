@@ -2,9 +2,11 @@
 //!
 //! Criterion samples every cell; at the end come summary tables of the medians, and the same as one
 //! JSON object on the last line. `cargo bench -p dirty-tracker -- 2016` runs one table: 2016, 12TiB,
-//! threads, ranges, ring, frameset or parallel.
+//! bits, density, threads, ranges, ring, frameset or parallel.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
+#[path = "tables/bits.rs"]
+mod bits;
 #[path = "tables/frame_set.rs"]
 mod frame_set;
 #[path = "tables/parallel.rs"]
@@ -231,25 +233,31 @@ fn table_12_tib(c: &mut Criterion) {
             (0..count).for_each(|_| word((random.next() % (FRAMES - length)) / length * length));
         };
         let before = resident_mib();
-        let tree = Tree::new(&layout);
+        let mut tree = Tree::new(&layout);
         mark(&mut |f| tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap());
         note(table, row, "tree, resident MiB", resident_mib() - before);
-        group.bench_function(BenchmarkId::new("tree", row), |b| {
-            b.iter_custom(|iterations| {
-                let mut drain = Duration::ZERO;
-                for _ in 0..iterations {
-                    mark(&mut |f| {
-                        tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap()
-                    });
-                    runs.clear();
-                    let start = Instant::now();
-                    tree.drain(&layout, &mut runs);
-                    drain += start.elapsed();
-                }
-                note(table, row, "tree, ns", drain.as_nanos() as f64 / iterations as f64);
-                drain
+        for (name, shared) in [("tree", false), ("tree, shared", true)] {
+            group.bench_function(BenchmarkId::new(name, row), |b| {
+                b.iter_custom(|iterations| {
+                    let mut drain = Duration::ZERO;
+                    for _ in 0..iterations {
+                        mark(&mut |f| {
+                            tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap()
+                        });
+                        runs.clear();
+                        let start = Instant::now();
+                        match shared {
+                            true => tree.drain(&layout, &mut runs),
+                            false => tree.drain_mut(&layout, &mut runs),
+                        };
+                        drain += start.elapsed();
+                    }
+                    let each = drain.as_nanos() as f64 / iterations as f64;
+                    note(table, row, &format!("{name}, ns"), each);
+                    drain
+                });
             });
-        });
+        }
         mark(&mut |f| (f..f + length).for_each(|f| flat[(f / 64) as usize] |= 1 << (f % 64)));
         // The flat scan only reads; it is given the words' clearing for nothing.
         for _ in 0..3 {
@@ -408,9 +416,11 @@ type Table = fn(&mut Criterion);
 fn main() {
     let chosen: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let mut criterion = Criterion::default().without_plots();
-    let tables: [(&str, Table); 7] = [
+    let tables: [(&str, Table); 9] = [
         ("2016", table_2016),
         ("12TiB", table_12_tib),
+        ("bits", bits::tests),
+        ("density", bits::density),
         ("threads", table_threads),
         ("ranges", table_ranges),
         ("ring", table_ring),

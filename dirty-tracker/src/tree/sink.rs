@@ -102,6 +102,10 @@ pub(super) const STAGE: usize = 2048;
 /// A stage longer than that is emptied before the next word, which may end a run and add 64 frames.
 const FULL: usize = STAGE - 65;
 
+/// After so many full words more are appended as a range. Fewer are staged like others: changing between the two
+/// costs more than it saves.
+const STREAK: u32 = 6;
+
 /// Frame numbers on their way into a list, less a base.
 pub(super) type Stage = [u32; STAGE];
 
@@ -148,13 +152,14 @@ impl Sink for Frames<'_> {
             }
             let distance = segment.frame.wrapping_sub(self.base) as u32;
             // Full words that follow one another, and those of the stage.
-            let (mut from, mut to) = (0, 0);
+            let (mut from, mut to, mut streak) = (0, 0, 0);
             for (i, offset) in segment.offsets.iter().enumerate() {
                 if let Some(ahead) = segment.offsets.get(i + AHEAD) {
                     words.announce(kernel, base as usize + *ahead as usize);
                 }
                 let bits = words.take(base as usize + *offset as usize);
-                if bits == u64::MAX {
+                streak = if bits == u64::MAX { streak + 1 } else { 0 };
+                if streak > STREAK {
                     if *offset != to || from == to {
                         kernel.append(self.out, self.base, &self.stage[..len]);
                         kernel.append_range(self.out, segment.frame(from)..segment.frame(to));

@@ -1,0 +1,91 @@
+//! Single bits at every size of memory, and whole drains at every density.
+
+use std::collections::LinkedList;
+use std::hint::black_box;
+use std::time::Instant;
+
+use criterion::Criterion;
+use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+
+use crate::rivals::{Flat, Ours, Rival};
+use crate::{Random, note};
+
+/// A page of bits, and the frames that it is for.
+struct Block {
+    frames: std::ops::Range<u64>,
+    bits: Box<[u64]>,
+}
+
+/// The bitmap of hibernation before July 2014: pages of bits in a linked list, walked from its head.
+struct Pages(LinkedList<Block>);
+
+const PER_PAGE: u64 = 4096 * 8;
+
+impl Pages {
+    fn new(frames: u64) -> Self {
+        let page = |start| Block {
+            frames: start..(start + PER_PAGE).min(frames),
+            bits: vec![0; 512].into_boxed_slice(),
+        };
+        Self((0..frames).step_by(PER_PAGE as usize).map(page).collect())
+    }
+
+    fn test(&self, frame: u64) -> bool {
+        let block = self.0.iter().find(|block| block.frames.contains(&frame));
+        let bit = frame % PER_PAGE;
+        block.is_some_and(|b| b.bits[(bit / 64) as usize] >> (bit % 64) & 1 == 1)
+    }
+}
+
+/// Random tests of single bits: the tree by arithmetic, the old list of pages from its head.
+pub fn tests(_: &mut Criterion) {
+    for gib in [1u64, 16, 256, 4096, 12288] {
+        let frames = gib << 18;
+        let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
+        let tree = Tree::new(&layout);
+        let pages = Pages::new(frames);
+        let mut random = Random(gib);
+        let count = 2_000_000 / gib.max(16);
+        let mut measure = |name: &str, count: u64, test: &mut dyn FnMut(u64) -> bool| {
+            for _ in 0..5 {
+                let asked: Vec<u64> = (0..count).map(|_| random.next() % frames).collect();
+                let start = Instant::now();
+                asked.iter().for_each(|f| {
+                    black_box(test(*f));
+                });
+                let each = start.elapsed().as_nanos() as f64 / count as f64;
+                note("random test of one bit, ns", format!("{gib} GiB"), name, each);
+            }
+        };
+        let mut cursor = tree.cursor(&layout);
+        measure("tree", 100_000, &mut |f| cursor.test(Gfn(f)).unwrap());
+        measure("list of pages", count, &mut |f| pages.test(f));
+    }
+}
+
+/// Drains to frames from nearly nothing to all there is: no density may favour a flat scan.
+pub fn density(_: &mut Criterion) {
+    const FRAMES: u64 = 4_000_000;
+    let mut rivals: Vec<(&str, Box<dyn Rival>)> = vec![
+        ("tree", Box::new(Ours::new(FRAMES, false))),
+        ("flat", Box::new(Flat::new(FRAMES, false))),
+        ("flat SIMD", Box::new(Flat::new(FRAMES, true))),
+    ];
+    let mut out = Vec::with_capacity(FRAMES as usize);
+    for per_mille in [0, 1, 3, 10, 30, 100, 200, 300, 500, 700, 900, 970, 990, 999, 1000] {
+        let row = format!("{:.1} %", per_mille as f64 / 10.0);
+        let mut random = Random(per_mille);
+        for _ in 0..15 {
+            let frames: Vec<u64> =
+                (0..FRAMES).filter(|_| random.next() % 1000 < per_mille).collect();
+            for (name, rival) in &mut rivals {
+                frames.iter().for_each(|f| rival.insert(*f));
+                out.clear();
+                let start = Instant::now();
+                rival.drain_timed(black_box(&mut out));
+                let ns = start.elapsed().as_nanos() as f64;
+                note("4,000,000 frames by density, ns", &row, name, ns);
+            }
+        }
+    }
+}
