@@ -25,7 +25,7 @@ use dirty_tracker::{
     ENTRY_DIRTY, ENTRY_RESET, FrameRun, Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker,
     Tree,
 };
-use rivals::{Flat, Hibit, List, Ours, Radix8, Rival, Roaring, VmMemory};
+use rivals::{Flat, FlatSimd, Hibit, LINE, List, Ours, Radix8, Rival, Roaring, VmMemory};
 use vm_memory::bitmap::AtomicBitmap;
 
 /// Samples, by table, row and column, in the order of their first appearance.
@@ -153,8 +153,8 @@ fn table_2016(c: &mut Criterion) {
         ("tree", Box::new(Ours::new(FRAMES_2016, false))),
         ("tree, shared", Box::new(Ours::new(FRAMES_2016, true))),
         ("radix-8", Box::new(Radix8::new(FRAMES_2016))),
-        ("flat", Box::new(Flat::new(FRAMES_2016, false))),
-        ("flat SIMD", Box::new(Flat::new(FRAMES_2016, true))),
+        ("flat", Box::new(Flat::new(FRAMES_2016))),
+        ("flat SIMD", Box::new(FlatSimd::new(FRAMES_2016))),
         ("hibitset", Box::new(Hibit(hibitset::BitSet::with_capacity(FRAMES_2016 as u32)))),
         ("roaring", Box::new(Roaring(roaring::RoaringBitmap::new()))),
         ("AtomicBitmap", Box::new(VmMemory(AtomicBitmap::new(bytes, page)))),
@@ -263,7 +263,7 @@ fn table_12_tib(c: &mut Criterion) {
         for _ in 0..3 {
             let start = Instant::now();
             let mut dirty = 0u64;
-            for chunk in flat.chunks(8) {
+            for chunk in flat.as_chunks::<LINE>().0 {
                 if chunk.iter().fold(0, |all, word| all | word) != 0 {
                     dirty += chunk.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
                 }
@@ -277,8 +277,10 @@ fn table_12_tib(c: &mut Criterion) {
 }
 
 fn table_threads(_: &mut Criterion) {
-    const INSERTS: u64 = 2_000_000;
-    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }]).unwrap();
+    const INSERTS: u64 = 1_000_000;
+    // So many frames for each thread that nearly all inserts are new ones.
+    const FRAMES: u64 = 1 << 23;
+    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 2 * FRAMES }]).unwrap();
     let tree = Tree::new(&layout);
     for (row, threads, same, drainer) in [
         ("1 thread", 1, true, false),
@@ -295,10 +297,10 @@ fn table_threads(_: &mut Criterion) {
                     .map(|t| {
                         let (tree, layout) = (&tree, &layout);
                         scope.spawn(move || {
-                            let base = if same { 0 } else { t << 19 };
+                            let base = if same { 0 } else { t * FRAMES };
                             let mut random = Random(t);
                             for _ in 0..INSERTS {
-                                let start = Gfn(base + (random.next() & 0x7ffff));
+                                let start = Gfn(base + random.next() % FRAMES);
                                 tree.mark(layout, FrameRun { start, count: 1 }).unwrap();
                             }
                         })
@@ -361,6 +363,12 @@ fn table_ranges(c: &mut Criterion) {
             runs.clear();
         };
         measure("tree", &mut |s| own.borrow_mut().mark_mut(&layout, run(s)).unwrap(), &mut clear);
+        // What a `TrackedBitmap` does: all subscribers, counted, and ordered with the write before it.
+        let tracker = Arc::new(Tracker::new(layout.clone()));
+        let mut subscription = tracker.subscribe("bench");
+        measure("tracker", &mut |s| tracker.mark(run(s)).unwrap(), &mut || {
+            subscription.drain().commit();
+        });
         let mark = &mut |s| flat.set_addr_range(s as usize * 4096, count as usize * 4096);
         measure("AtomicBitmap", mark, &mut || flat.reset());
     }

@@ -10,6 +10,7 @@ pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
 /// A guest frame number: a guest physical address divided by [`PAGE_SIZE`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[repr(transparent)]
 pub struct Gfn(pub u64);
 
 impl Gfn {

@@ -85,7 +85,7 @@ mod shuttle_orders {
     use std::sync::Arc;
 
     use dirty_tracker::{
-        FrameRun, Gfn, Harvester, Layout, RingEntry, RunLists, Slot, SlotId, Tracker, Tree,
+        FrameRun, Gfn, Harvester, Layout, RingEntry, RunLists, Slices, Slot, SlotId, Tracker, Tree,
     };
     use shuttle::sync::atomic::{AtomicU32, Ordering};
     use shuttle::thread;
@@ -99,9 +99,12 @@ mod shuttle_orders {
         shuttle::check_pct(test, iterations, 3);
     }
 
+    fn layout(frames: u64) -> Layout {
+        Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap()
+    }
+
     fn tracker(frames: u64) -> Arc<Tracker> {
-        let slot = Slot { id: SlotId(0), base: Gfn(0), frames };
-        Arc::new(Tracker::new(Layout::new([slot]).unwrap()))
+        Arc::new(Tracker::new(layout(frames)))
     }
 
     /// Two inserters and a drainer on three levels of tree: neighbours in a word, the same frame
@@ -299,6 +302,120 @@ mod shuttle_orders {
             let (walked, last) = collect();
             assert_eq!(walked, published);
             assert!(!last.marked_all);
+        });
+    }
+
+    /// Two drainers of each of two kinds (whole, in slices, by several threads) and two inserters: all
+    /// that was inserted is drained once or still in the tree, whose summaries are right.
+    fn two_drainers(kinds: [Kind; 2], runs: bool) {
+        let layout = Arc::new(layout(64 * 64 * 3));
+        let tree = Arc::new(Tree::new(&layout));
+        if runs {
+            tree.mark(&layout, FrameRun { start: Gfn(60), count: 64 * 6 }).unwrap();
+        }
+        let inserters = [[1, 64, 4096, 65], [64, 8200, 1, 66]].map(|frames: [u64; 4]| {
+            let (tree, layout) = (tree.clone(), layout.clone());
+            thread::spawn(move || {
+                for start in frames.map(Gfn) {
+                    tree.mark(&layout, FrameRun { start, count: 1 }).unwrap();
+                }
+            })
+        });
+        let drainers = kinds.map(|kind| {
+            let (tree, layout) = (tree.clone(), layout.clone());
+            thread::spawn(move || {
+                let mut runs = Vec::new();
+                (0..2).for_each(|_| kind.drain(&tree, &layout, &mut runs));
+                runs
+            })
+        });
+        inserters.into_iter().for_each(|t| t.join().unwrap());
+        let mut all: Vec<FrameRun> = drainers.into_iter().flat_map(|t| t.join().unwrap()).collect();
+        assert_eq!(tree.check(), Ok(()));
+        tree.drain(&layout, &mut all);
+        let seen: BTreeSet<u64> = all.into_iter().flat_map(|r| r.start.0..r.end().0).collect();
+        let mut expected = BTreeSet::from([1, 64, 65, 66, 4096, 8200]);
+        if runs {
+            expected.extend(60..60 + 64 * 6);
+        }
+        assert_eq!(seen, expected);
+    }
+
+    #[derive(Clone, Copy)]
+    enum Kind {
+        Whole,
+        Slices,
+        Parallel,
+    }
+
+    impl Kind {
+        fn drain(self, tree: &Tree, layout: &Layout, runs: &mut Vec<FrameRun>) {
+            match self {
+                Self::Whole => {
+                    tree.drain(layout, runs);
+                }
+                Self::Slices => {
+                    let mut at = Slices::default();
+                    while !at.is_over() {
+                        tree.drain_slice(layout, &mut at, 2, runs);
+                    }
+                }
+                Self::Parallel => {
+                    let mut lists = RunLists::default();
+                    tree.drain_parallel(layout, &mut lists);
+                    runs.extend(lists.iter());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn two_whole_drains_at_once_lose_nothing() {
+        check(|| two_drainers([Kind::Whole, Kind::Whole], false));
+    }
+
+    #[test]
+    fn a_whole_drain_beside_slices_loses_nothing() {
+        check(|| two_drainers([Kind::Whole, Kind::Slices], true));
+    }
+
+    #[test]
+    fn slices_beside_slices_lose_nothing() {
+        check(|| two_drainers([Kind::Slices, Kind::Slices], true));
+    }
+
+    #[test]
+    fn a_parallel_drain_beside_a_whole_one_and_slices_loses_nothing() {
+        check(|| two_drainers([Kind::Parallel, Kind::Whole], true));
+        check(|| two_drainers([Kind::Parallel, Kind::Slices], false));
+    }
+
+    /// What was inserted before a round of slices is in the round, whatever kind of drain came before.
+    #[test]
+    fn a_round_of_slices_has_every_insert_before_it() {
+        check(|| {
+            let layout = Arc::new(layout(64 * 64 * 3));
+            let tree = Arc::new(Tree::new(&layout));
+            let done = Arc::new(AtomicU32::new(0));
+            let bit = |frame: u64| 1 << (frame % 29);
+            let inserters = [[1, 64, 4096], [64, 8200, 1]].map(|frames: [u64; 3]| {
+                let (tree, layout, done) = (tree.clone(), layout.clone(), done.clone());
+                thread::spawn(move || {
+                    for frame in frames {
+                        tree.mark(&layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
+                        done.fetch_or(bit(frame), Ordering::SeqCst);
+                    }
+                })
+            });
+            let mut seen = 0;
+            for kind in [Kind::Slices, Kind::Whole, Kind::Slices] {
+                let before = done.load(Ordering::SeqCst);
+                let mut runs = Vec::new();
+                kind.drain(&tree, &layout, &mut runs);
+                runs.into_iter().flat_map(|r| r.start.0..r.end().0).for_each(|f| seen |= bit(f));
+                assert_eq!(before & !seen, 0, "an insert had returned and was not drained");
+            }
+            inserters.into_iter().for_each(|t| t.join().unwrap());
         });
     }
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use criterion::Criterion;
 use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
 
-use crate::rivals::{Flat, Ours, Rival};
+use crate::rivals::{Flat, FlatSimd, Ours, Rival};
 use crate::{Random, note};
 
 /// A page of bits, and the frames that it is for.
@@ -68,24 +68,35 @@ pub fn density(_: &mut Criterion) {
     const FRAMES: u64 = 4_000_000;
     let mut rivals: Vec<(&str, Box<dyn Rival>)> = vec![
         ("tree", Box::new(Ours::new(FRAMES, false))),
-        ("flat", Box::new(Flat::new(FRAMES, false))),
-        ("flat SIMD", Box::new(Flat::new(FRAMES, true))),
+        ("flat", Box::new(Flat::new(FRAMES))),
+        ("flat SIMD", Box::new(FlatSimd::new(FRAMES))),
     ];
     let mut out = Vec::with_capacity(FRAMES as usize);
+    let mut measure = |row: &str, frames: &[u64]| {
+        for (name, rival) in &mut rivals {
+            frames.iter().for_each(|f| rival.insert(*f));
+            out.clear();
+            let start = Instant::now();
+            rival.drain_timed(black_box(&mut out));
+            let ns = start.elapsed().as_nanos() as f64;
+            note("4,000,000 frames by density, ns", row, name, ns);
+        }
+    };
     for per_mille in [0, 1, 3, 10, 30, 100, 200, 300, 500, 700, 900, 970, 990, 999, 1000] {
-        let row = format!("{:.1} %", per_mille as f64 / 10.0);
         let mut random = Random(per_mille);
+        let row = format!("{:.1} %", per_mille as f64 / 10.0);
         for _ in 0..15 {
-            let frames: Vec<u64> =
-                (0..FRAMES).filter(|_| random.next() % 1000 < per_mille).collect();
-            for (name, rival) in &mut rivals {
-                frames.iter().for_each(|f| rival.insert(*f));
-                out.clear();
-                let start = Instant::now();
-                rival.drain_timed(black_box(&mut out));
-                let ns = start.elapsed().as_nanos() as f64;
-                note("4,000,000 frames by density, ns", &row, name, ns);
-            }
+            let dirty = |_: &u64| random.next() % 1000 < per_mille;
+            measure(&row, &(0..FRAMES).filter(dirty).collect::<Vec<_>>());
         }
     }
+    // Full words beside others, frames of a word in a row.
+    for (row, full, of) in
+        [("full, empty", 1, 2), ("2 full, empty", 2, 3), ("12 full, empty", 12, 13)]
+    {
+        let frames: Vec<u64> = (0..FRAMES).filter(|f| f / 64 % of < full).collect();
+        (0..15).for_each(|_| measure(&format!("words: {row}"), &frames));
+    }
+    let frames: Vec<u64> = (0..FRAMES).filter(|f| f / 64 % 2 == 0 || f % 64 == 7).collect();
+    (0..15).for_each(|_| measure("words: full, one bit", &frames));
 }

@@ -72,12 +72,11 @@ impl<'t> Cursor<'t> {
         Ok(self.tree.contains(bit))
     }
 
-    /// Inserts `gfn`, and answers whether it was new. O(levels), within the slot of the last call.
+    /// Inserts `gfn` as [`Tree::mark`] does, and answers whether it was new: of several threads that insert
+    /// it at once, to one. O(levels), within the slot of the last call.
     pub fn set(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
         let bit = self.bit_of(gfn)?;
-        let new = !self.tree.contains(bit);
-        self.tree.insert(bit, 1);
-        Ok(new)
+        Ok(self.tree.insert_word(bit >> SHIFT, 1 << (bit & 63)) != 0)
     }
 
     /// Goes to `gfn`, or to the first frame after it if there is no such frame.

@@ -189,7 +189,7 @@ mod x86 {
 
         #[inline(always)]
         fn append(self, out: &mut Vec<Gfn>, base: u64, offsets: &[u32]) {
-            if out.len() + offsets.len() < STREAM_FROM {
+            if offsets.len() < PIECE || out.len() + offsets.len() < STREAM_FROM {
                 return Portable.append(out, base, offsets);
             }
             // SAFETY: as above.
@@ -203,7 +203,8 @@ mod x86 {
 
         #[inline(always)]
         fn append_range(self, out: &mut Vec<Gfn>, frames: Range<u64>) {
-            if out.len() as u64 + (frames.end - frames.start) < STREAM_FROM as u64 {
+            let len = (frames.end - frames.start) as usize;
+            if len < PIECE || out.len() + len < STREAM_FROM {
                 return Portable.append_range(out, frames);
             }
             // SAFETY: as above.
@@ -239,6 +240,9 @@ mod x86 {
     /// From this length on (2 MiB) a list has outgrown a core's own cache and is written past it: half the
     /// memory traffic, since lines are not read before they are overwritten.
     const STREAM_FROM: usize = 256 << 10;
+
+    /// Shorter pieces are written through the cache all the same: each piece has to be fenced.
+    const PIECE: usize = 1024;
 
     #[target_feature(enable = "avx512f")]
     fn stream_offsets(out: &mut Vec<Gfn>, base: u64, offsets: &[u32]) {

@@ -112,8 +112,11 @@ impl Tree {
         self.words.len() as u64 * 8
     }
 
-    /// Inserts a run of frames, which must lie in one slot. From many threads at once; costs a few
-    /// loads for each level and an atomic OR for each word that changes, however long the run is.
+    /// Inserts a run of frames, which must lie in one slot. From many threads at once. What the caller
+    /// wrote to them before is seen by whoever drains them.
+    ///
+    /// Costs a load for each word of the run and its summaries, an atomic OR for each word that
+    /// changes, and a look at the list of small epochs.
     pub fn mark(&self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count > 0 {
             self.insert(layout.bit_of_run(run)?, run.count);
@@ -166,10 +169,13 @@ impl Tree {
         }
         let (mut lo, mut hi) = (first, first + count - 1);
         if (hi >> SHIFT) - (lo >> SHIFT) < FEW {
-            masks(lo, hi).for_each(|(word, bits)| self.insert_word(word, bits));
+            masks(lo, hi).for_each(|(word, bits)| {
+                self.insert_word(word, bits);
+            });
             return;
         }
         // Leaves with whole-word masks, then each summary level over the words below it.
+        written_before();
         for &(start, _) in &self.levels {
             self.set_bits(start, lo, hi);
             (lo, hi) = (lo >> SHIFT, hi >> SHIFT);
@@ -177,20 +183,23 @@ impl Tree {
         self.recent.left_out();
     }
 
-    /// Sets the leaf bits `bits` of word `word`, which must lie in one slot of the layout.
-    pub(crate) fn insert_word(&self, word: u64, bits: u64) {
+    /// Sets the leaf bits `bits` of word `word`, which must lie in one slot of the layout. Returns
+    /// those that were new.
+    pub(crate) fn insert_word(&self, word: u64, bits: u64) -> u64 {
         if bits == 0 {
-            return;
+            return 0;
         }
+        let new;
         if let Some(mut list) = self.recent.try_list() {
-            self.insert_word_unlisted(word, bits);
+            new = self.insert_word_unlisted(word, bits);
             if list.add(word) {
-                return;
+                return new;
             }
         } else {
-            self.insert_word_unlisted(word, bits);
+            new = self.insert_word_unlisted(word, bits);
         }
         self.recent.left_out();
+        new
     }
 
     /// As [`insert_word`](Self::insert_word) of each, with one look at the list for all.
@@ -207,9 +216,19 @@ impl Tree {
         }
     }
 
-    fn insert_word_unlisted(&self, word: u64, bits: u64) {
-        self.or(word as usize, bits);
+    fn insert_word_unlisted(&self, word: u64, bits: u64) -> u64 {
+        let leaf = &self.words[word as usize];
+        let mut there = leaf.load(SeqCst);
+        if there & bits == bits {
+            // Nothing to change, if it is still there for one who sees what the caller has written.
+            written_before();
+            there = leaf.load(SeqCst);
+        }
+        if there & bits != bits {
+            there = leaf.fetch_or(bits, SeqCst);
+        }
         self.insert_summary((word >> SHIFT) as usize, 1 << (word & 63));
+        bits & !there
     }
 
     /// Sets the bits `bits` of word `word` of level 1, if there is one, and the summaries above.
@@ -343,6 +362,12 @@ impl Tree {
         let words = layout.placed_of(slot)?.range();
         Ok(self.words[words].iter().map(|word| word.load(SeqCst)))
     }
+}
+
+/// Orders what the caller has written before a look at the tree that may find its bits set and change
+/// nothing: whoever takes those bits afterwards sees it. An exchange needs no such fence.
+fn written_before() {
+    std::sync::atomic::fence(SeqCst);
 }
 
 /// The words that hold bits `lo..=hi`, each with the mask of those bits.

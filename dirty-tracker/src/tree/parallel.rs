@@ -7,7 +7,7 @@ use super::runs::RunLists;
 use super::share::{Split, share_out};
 use super::sink::Runs;
 use super::walk::{Listed, PENDING, Shared, Walk};
-use super::{SHIFT, Scratch, Tree, nonzero, ones};
+use super::{SHIFT, Scratch, Tree, nonzero, ones, written_before};
 use crate::sync::Ordering::SeqCst;
 use crate::{Layout, OutOfSlot, SlotId};
 
@@ -62,6 +62,7 @@ impl Tree {
     /// As [`absorb_bitmap`](Self::absorb_bitmap), of words that were checked and go to the leaves
     /// from `first` on.
     pub(crate) fn absorb(&self, first: usize, bitmap: &[u64]) -> u64 {
+        written_before();
         let split = Split::of_leaves(bitmap.len(), self.share);
         let pieces = aligned(first..first + bitmap.len(), split.piece);
         let mut counts = vec![0; split.helpers];

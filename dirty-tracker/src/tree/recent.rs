@@ -13,11 +13,11 @@
 use crate::sync::{self, AtomicBool, Mutex, MutexGuard, Ordering::SeqCst};
 
 /// Words that a list holds: the leaves of up to 16,384 frames. More are found faster by a walk.
-pub(super) const BOUND: usize = 256;
+pub(super) const BOUND: usize = if cfg!(driftline_shuttle) { 2 } else { 256 };
 
 /// Leaves drained by lists before a walk comes in between: lists leave the summaries set, and this bounds
 /// what a walk spends on those.
-const MAX_SPURIOUS: usize = 64 * BOUND;
+pub(super) const MAX_SPURIOUS: usize = 64 * BOUND;
 
 /// See the module.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ impl Recent {
     }
 
     /// For a drain: the list if it is all there is in the tree. Else the caller walks, and the list
-    /// begins anew.
+    /// begins anew unless somebody else is at it.
     pub(super) fn complete(&self) -> Option<MutexGuard<'_, List>> {
         let mut list = sync::try_lock(&self.list)?;
         if !self.incomplete.load(SeqCst) && list.spurious < MAX_SPURIOUS {

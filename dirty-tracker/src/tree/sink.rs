@@ -85,8 +85,8 @@ struct Segment<'o> {
 impl Segment<'_> {
     /// The first frame of the word at `offset`.
     #[inline(always)]
-    fn frame(&self, offset: u32) -> u64 {
-        self.frame.wrapping_add(u64::from(offset) << SHIFT)
+    fn frame(&self, offset: u64) -> u64 {
+        self.frame.wrapping_add(offset << SHIFT)
     }
 
     /// Whether every frame is in reach of 32 bits from `base`, and the first of a word after them.
@@ -148,7 +148,7 @@ impl Sink for Frames<'_> {
             if !segment.is_near(self.base) {
                 kernel.append(self.out, self.base, &self.stage[..len]);
                 len = 0;
-                self.base = segment.frame(segment.offsets[0]);
+                self.base = segment.frame(u64::from(segment.offsets[0]));
             }
             let distance = segment.frame.wrapping_sub(self.base) as u32;
             // Full words that follow one another, and those of the stage.
@@ -160,12 +160,13 @@ impl Sink for Frames<'_> {
                 let bits = words.take(base as usize + *offset as usize);
                 streak = if bits == u64::MAX { streak + 1 } else { 0 };
                 if streak > STREAK {
-                    if *offset != to || from == to {
+                    let here = u64::from(*offset);
+                    if here != to || from == to {
                         kernel.append(self.out, self.base, &self.stage[..len]);
                         kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
-                        (len, from) = (0, *offset);
+                        (len, from) = (0, here);
                     }
-                    to = offset + 1;
+                    to = here + 1;
                     continue;
                 }
                 if from != to {
@@ -284,12 +285,12 @@ impl Sink for Runs<'_> {
                 at.end_run(self.ends, self.base);
             }
             if !segment.is_near(self.base) {
-                if at.carry != 0 && segment.frame(segment.offsets[0]) != at.next {
+                if at.carry != 0 && segment.frame(u64::from(segment.offsets[0])) != at.next {
                     at.end_run(self.ends, self.base);
                 }
                 self.out.append(self.base, &self.starts[..at.starts], &self.ends[..at.ends]);
                 (at.starts, at.ends) = (0, 0);
-                self.base = segment.frame(segment.offsets[0]);
+                self.base = segment.frame(u64::from(segment.offsets[0]));
             }
             let distance = segment.frame.wrapping_sub(self.base) as u32;
             for (i, offset) in segment.offsets.iter().enumerate() {
@@ -297,7 +298,7 @@ impl Sink for Runs<'_> {
                     words.announce(kernel, base as usize + *ahead as usize);
                 }
                 let bits = words.take(base as usize + *offset as usize);
-                let frame = segment.frame(*offset);
+                let frame = segment.frame(u64::from(*offset));
                 if at.carry != 0 && frame != at.next {
                     at.end_run(self.ends, self.base);
                 }

@@ -4,26 +4,35 @@ use super::recent::BOUND;
 use super::sink::Runs;
 use super::walk::{Listed, Shared};
 use super::{SHIFT, Tree};
-use crate::sync::Ordering::SeqCst;
+use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Layout};
 
 /// Where a drain in slices is: at the lowest frame when new.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Slices {
-    /// The next leaf word to look at; none once the round is over.
-    next: Option<u64>,
+    /// The next leaf word to look at.
+    next: u64,
+    over: bool,
 }
 
 impl Slices {
     /// Whether the last slice reached the highest frame; another one begins anew.
     pub fn is_over(&self) -> bool {
-        self.next.is_none()
+        self.over
     }
 }
 
+/// What a search found within its bound.
+enum Found {
+    Word(u64),
+    /// Nothing up to this leaf word.
+    NotBefore(u64),
+    Nothing,
+}
+
 impl Tree {
-    /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, appended to
-    /// `runs` as by [`drain`](Self::drain), but not joined with the slice before. Returns the frames. A round is over
+    /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, where a look at
+    /// an empty summary counts as one; appended to `runs` as by [`drain`](Self::drain), but not joined with the slice before. Returns the frames. A round is over
     /// when [`Slices::is_over`] says so.
     ///
     /// Meanwhile others may insert and drain. What was inserted before a round is in one of its
@@ -50,18 +59,26 @@ impl Tree {
         runs: &mut Vec<FrameRun>,
     ) -> u64 {
         let (mut frames, mut left) = (0, words.max(1));
-        let mut next = at.next.unwrap_or(0);
-        while left > 0 {
+        let mut next = if at.over { 0 } else { at.next };
+        at.over = false;
+        while left > 0 && !at.over {
             let mut list = [0; BOUND];
             let mut found = 0;
-            for place in list.iter_mut().take(left) {
-                let Some(word) = self.next_filled(next) else { break };
-                *place = word;
-                (next, found) = (word + 1, found + 1);
-                // As in a walk: before anything below is looked at.
-                let (summary, bit) = (word >> SHIFT, word & 63);
-                if let Some((start, _)) = self.levels.get(1) {
-                    self.words[start + summary as usize].fetch_and(!(1 << bit), SeqCst);
+            while left > 0 && found < BOUND {
+                match self.search(next, &mut left) {
+                    Found::Word(word) => {
+                        list[found] = word;
+                        (next, found, left) = (word + 1, found + 1, left - 1);
+                        // As in a walk: before anything below is looked at.
+                        if self.levels.len() > 1 {
+                            self.summary(1, word).fetch_and(!(1 << (word & 63)), SeqCst);
+                        }
+                    }
+                    Found::NotBefore(word) => next = word,
+                    Found::Nothing => {
+                        at.over = true;
+                        break;
+                    }
                 }
             }
             self.with_scratch(|pending, stages| {
@@ -69,21 +86,64 @@ impl Tree {
                 let (words, list) = (Shared(&self.words), &list[..found]);
                 self.kernel.run(Listed { words, list, pending: &mut pending[0], sink });
             });
-            left -= found;
-            if self.next_filled(next).is_none() {
-                at.next = None;
-                return frames;
-            }
         }
-        at.next = Some(next);
+        at.next = next;
         frames
     }
 
-    /// The first leaf word from `word` on that the summaries call not zero, or a tree of one word.
-    fn next_filled(&self, word: u64) -> Option<u64> {
-        match self.levels.len() {
-            1 => (word == 0 && self.leaf(0) != 0).then_some(0),
-            _ => self.next_word(word),
+    /// The summary of level `level` in whose reach word `index` of the level below lies.
+    fn summary(&self, level: usize, index: u64) -> &AtomicU64 {
+        &self.words[self.levels[level].0 + (index >> SHIFT) as usize]
+    }
+
+    /// The first leaf word from `word` on that the summaries call not zero. Clears summary bits that say
+    /// so of a summary that is zero, and takes each such look from `left`, to the last.
+    fn search(&self, word: u64, left: &mut usize) -> Found {
+        if self.levels.len() == 1 {
+            let there = word == 0 && self.leaf(0) != 0;
+            return if there { Found::Word(0) } else { Found::Nothing };
         }
+        let (mut level, mut index) = (0, word);
+        loop {
+            let above = index >> SHIFT;
+            let Some(&(_, len)) = self.levels.get(level + 1) else { return Found::Nothing };
+            if above >= len as u64 {
+                return Found::Nothing;
+            }
+            let all = self.summary(level + 1, index).load(SeqCst);
+            let bits = all & u64::MAX << (index & 63);
+            if bits == 0 {
+                if all == 0 && self.clear_stale(level + 2, above) {
+                    *left -= 1;
+                }
+                (level, index) = (level + 1, above + 1);
+                if *left == 0 {
+                    return Found::NotBefore(index << (SHIFT as usize * level));
+                }
+                continue;
+            }
+            index = above << SHIFT | u64::from(bits.trailing_zeros());
+            if level == 0 {
+                return Found::Word(index);
+            }
+            (level, index) = (level - 1, index << SHIFT);
+        }
+    }
+
+    /// Clears the bit at level `level` for word `index` of the level below, which was zero; whether it was
+    /// set.
+    fn clear_stale(&self, level: usize, index: u64) -> bool {
+        let bit = 1 << (index & 63);
+        if level >= self.levels.len() || self.summary(level, index).load(SeqCst) & bit == 0 {
+            return false;
+        }
+        self.summary(level, index).fetch_and(!bit, SeqCst);
+        let below = &self.words[self.levels[level - 1].0 + index as usize];
+        if below.load(SeqCst) != 0 {
+            self.summary(level, index).fetch_or(bit, SeqCst);
+            // A walk that came in between may have missed what is there.
+            self.recent.left_out();
+        }
+        true
     }
 }

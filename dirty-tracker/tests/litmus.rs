@@ -1,0 +1,84 @@
+//! What a thread wrote to a frame before it marked it is seen by whoever drains that mark, on this
+//! very processor: model checkers know nothing of the guest's memory beside the tree.
+//!
+//! `cargo test -p dirty-tracker --test litmus`
+#![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::hint::spin_loop;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+
+/// A cache line, and the next one that comes with it.
+#[repr(align(128))]
+#[derive(Default)]
+struct Line(AtomicU64);
+
+impl Line {
+    fn wait_for(&self, value: u64) {
+        while self.0.load(Ordering::Acquire) != value {
+            spin_loop();
+        }
+    }
+}
+
+/// The mark finds its bit set, and changes nothing, while a drain takes the bit and reads the frame.
+fn lost_writes(rounds: u64, mark: impl Fn(&Tree, &Layout, FrameRun) + Sync) -> u64 {
+    let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 8 }]).unwrap();
+    let tree = Tree::new(&layout);
+    let run = FrameRun { start: Gfn(7), count: 1 };
+    let page: [Line; 16] = Default::default();
+    let (ready, go, done) = (Line::default(), Line::default(), Line::default());
+    let mut lost = 0;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 1..=rounds {
+                ready.wait_for(round);
+                // Set before, and past what a list of a small epoch holds.
+                tree.mark(&layout, FrameRun { start: Gfn(0), count: 64 * 8 }).unwrap();
+                go.0.store(round, Ordering::Release);
+                (0..round % 7).for_each(|_| spin_loop());
+                page.iter().for_each(|line| line.0.store(round, Ordering::Relaxed));
+                mark(&tree, &layout, run);
+                done.0.store(round, Ordering::Release);
+            }
+        });
+        let mut runs = Vec::new();
+        for round in 1..=rounds {
+            std::hint::black_box(page.iter().map(|l| l.0.load(Ordering::Relaxed)).sum::<u64>());
+            ready.0.store(round, Ordering::Release);
+            go.wait_for(round);
+            (0..round / 7 % 5).for_each(|_| spin_loop());
+            runs.clear();
+            tree.drain(&layout, &mut runs);
+            let seen = page[15].0.load(Ordering::Relaxed);
+            done.wait_for(round);
+            let taken = !runs.is_empty();
+            runs.clear();
+            tree.drain(&layout, &mut runs);
+            lost += u64::from(taken && runs.is_empty() && seen < round);
+        }
+    });
+    lost
+}
+
+#[test]
+fn a_write_before_a_mark_is_in_the_copy_or_in_the_next_epoch() {
+    // Spinning threads that share one CPU take for ever.
+    if std::thread::available_parallelism().is_ok_and(|n| n.get() < 2) {
+        eprintln!("SKIPPED: a litmus test needs two CPUs");
+        return;
+    }
+    let rounds = 100_000;
+    let lost = lost_writes(rounds, |tree, layout, run| tree.mark(layout, run).unwrap());
+    assert_eq!(lost, 0, "by marks");
+    let lost = lost_writes(rounds, |tree, layout, run| {
+        tree.cursor(layout).set(run.start).unwrap();
+    });
+    assert_eq!(lost, 0, "by a cursor");
+    let lost = lost_writes(rounds, |tree, layout, _| {
+        tree.absorb_bitmap(layout, SlotId(0), &[1 << 7]).unwrap();
+    });
+    assert_eq!(lost, 0, "by bitmaps");
+}
