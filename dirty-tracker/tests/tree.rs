@@ -204,6 +204,7 @@ fn what_is_marked_during_a_round_of_slices_is_in_it_or_in_the_next() {
 
 /// Four billion frames and more between marks of one slot.
 #[test]
+#[cfg_attr(miri, ignore = "a slot too small for it shows nothing, and miri backs all 1.6 GB of this one")]
 fn marks_too_far_apart_for_32_bits_are_drained_as_they_are() {
     let frames = 3 << 32;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(7), frames }]).unwrap();
