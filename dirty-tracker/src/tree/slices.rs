@@ -7,7 +7,7 @@ use super::{SHIFT, Tree};
 use crate::sync::Ordering::SeqCst;
 use crate::{FrameRun, Layout};
 
-/// Where a drain in slices is: at the lowest frame when new.
+/// Where a drain in slices is: at the lowest frame when new. Example at [`Tree::drain_slice`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Slices {
     /// The next leaf word to look at; none once the round is over.
@@ -15,7 +15,7 @@ pub struct Slices {
 }
 
 impl Slices {
-    /// Whether the last slice reached the highest frame; another one begins anew.
+    /// Whether the last slice reached the highest frame (or there was none yet); another begins anew.
     pub fn is_over(&self) -> bool {
         self.next.is_none()
     }
@@ -24,7 +24,7 @@ impl Slices {
 impl Tree {
     /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, appended to
     /// `runs` as by [`drain`](Self::drain), but not joined with the slice before. Returns the frames. A round is over
-    /// when [`Slices::is_over`] says so.
+    /// when [`Slices::is_over`] says so. Costs O(levels) for each word; a `words` of 0 counts as 1.
     ///
     /// Meanwhile others may insert and drain. What was inserted before a round is in one of its
     /// slices; what is inserted during it is in one of them or still in the tree.
