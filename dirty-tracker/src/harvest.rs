@@ -22,6 +22,7 @@ use crate::{SlotId, Tracker};
 /// assert_eq!((harvest.entries(), harvest.overruns()), (1, 0));
 /// let count = reset_dirty_rings()?; // KVM_RESET_DIRTY_RINGS
 /// let mut readable = harvest.reprotected(count);
+/// assert_eq!(readable.overruns(), 0);
 /// if !readable.is_trusted() {
 ///     stop_and_start_logging_of_every_slot()?; // KVM_SET_USER_MEMORY_REGION, twice
 ///     readable = readable.all_reprotected();

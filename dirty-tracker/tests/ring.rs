@@ -145,7 +145,7 @@ fn rings() -> impl Strategy<Value = (usize, usize, usize)> {
 }
 
 /// Steps of a script: miri takes its time for each.
-const MOST: usize = if cfg!(miri) { 20 } else { 60 };
+const MOST: usize = if cfg!(miri) { 12 } else { 60 };
 
 fn script() -> impl Strategy<Value = ((usize, usize, usize), Vec<Op>)> {
     rings()
