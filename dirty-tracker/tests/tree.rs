@@ -15,8 +15,8 @@ fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
-/// Operations and marks of a case: miri takes a second for each.
-const MOST: usize = if cfg!(miri) { 12 } else { 60 };
+/// Operations and marks of a case: miri takes up to a second for each.
+const MOST: usize = if cfg!(miri) { 30 } else { 60 };
 const MARKS: usize = if cfg!(miri) { 12 } else { 200 };
 
 /// Two slots that touch, the first of which ends inside a word, and one far away.
