@@ -8,6 +8,14 @@ pub const PAGE_SHIFT: u32 = 12;
 pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
 
 /// A guest frame number: a guest physical address divided by [`PAGE_SIZE`].
+///
+/// ```
+/// use dirty_tracker::Gfn;
+/// let gfn = Gfn::containing(0x1234_5678); // bytes
+/// assert_eq!(gfn, Gfn(0x12345));
+/// assert_eq!(gfn.gpa(), 0x1234_5000); // bytes again
+/// assert_eq!(gfn.to_string(), "gfn 0x12345");
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[repr(transparent)]
@@ -39,7 +47,17 @@ impl fmt::Display for Gfn {
     }
 }
 
-/// `count` consecutive frames from `start` on, all in one slot.
+/// `count` consecutive frames from `start` on. Runs that go into a tree or come out of one lie in one
+/// slot. A run that would pass frame 2^64 - 1 ends there.
+///
+/// ```
+/// use dirty_tracker::{FrameRun, Gfn};
+/// let run = FrameRun { start: Gfn(0x10), count: 5 };
+/// assert_eq!((run.end(), run.bytes()), (Gfn(0x15), 5 * 4096));
+/// assert_eq!(run.frames().last(), Some(Gfn(0x14)));
+/// let messages: Vec<String> = run.chunks(4).map(|r| r.to_string()).collect();
+/// assert_eq!(messages, ["gfn 0x10..0x14", "gfn 0x14..0x15"]);
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct FrameRun {
@@ -55,7 +73,7 @@ impl FrameRun {
         Gfn(self.start.0.saturating_add(self.count))
     }
 
-    /// Bytes that the run covers.
+    /// Bytes that the run covers; those of a run of this guest's memory never overflow.
     pub const fn bytes(self) -> u64 {
         self.count << PAGE_SHIFT
     }

@@ -10,7 +10,24 @@ use crate::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 ///
 /// `mark_dirty` marks every subscriber's tree. Bytes outside the layout (a region larger than its
 /// slot) are a programming error: refused in debug builds, and in release all memory is marked, so
-/// that nothing is ever lost.
+/// that nothing is ever lost. Cloning and slicing cost a reference count; marking costs as
+/// [`Tracker::mark`] does: a load while nobody subscribes.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, TrackedBitmap, Tracker};
+/// use vm_memory::bitmap::Bitmap;
+///
+/// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1024 }])?;
+/// # let tracker = Arc::new(Tracker::new(layout));
+/// let devices = tracker.subscribe("devices");
+/// // What `GuestRegionMmap<TrackedBitmap>` calls when a device writes 8 bytes at offset 0x1ffc.
+/// let bitmap = TrackedBitmap::new(tracker.clone(), Gfn(0x100));
+/// bitmap.mark_dirty(0x1ffc, 8);
+/// assert!(devices.is_marked(Gfn(0x101)) && devices.is_marked(Gfn(0x102)), "it spans two frames");
+/// assert!(bitmap.slice_at(0x2000).dirty_at(0) && !bitmap.dirty_at(0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct TrackedBitmap {
     tracker: Arc<Tracker>,
@@ -19,7 +36,7 @@ pub struct TrackedBitmap {
 }
 
 impl TrackedBitmap {
-    /// For the region whose first frame is `base`.
+    /// For the region whose first frame is `base`: byte offset 0 of the bitmap.
     pub fn new(tracker: Arc<Tracker>, base: Gfn) -> Self {
         Self { tracker, gpa: base.gpa() }
     }

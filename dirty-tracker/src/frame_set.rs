@@ -75,12 +75,12 @@ impl FrameSet {
         Self { runs: Vec::new(), taken: 0, frames: 0 }
     }
 
-    /// No frames, and room for `runs` runs.
+    /// No frames, and room for `runs` runs: 16 bytes each, allocated now.
     pub fn with_capacity(runs: usize) -> Self {
         Self { runs: Vec::with_capacity(runs), ..Self::new() }
     }
 
-    /// How many runs there are.
+    /// How many runs there are. O(1).
     pub fn len(&self) -> usize {
         self.as_slice().len()
     }
@@ -90,38 +90,58 @@ impl FrameSet {
         self.frames
     }
 
-    /// Whether there are none.
+    /// Whether there are no frames. O(1).
     pub const fn is_empty(&self) -> bool {
         self.frames == 0
     }
 
-    /// Removes all frames and keeps the memory.
+    /// Removes all frames and keeps the memory. O(1).
     pub fn clear(&mut self) {
         self.runs.clear();
         (self.taken, self.frames) = (0, 0);
     }
 
-    /// The runs, ascending.
+    /// The runs, ascending. O(1).
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
+    /// let run = |start, count| FrameRun { start: Gfn(start), count };
+    /// let mut set = FrameSet::with_capacity(2);
+    /// set.extend([run(8, 8), run(0, 4), run(4, 1)]);
+    /// assert_eq!(set.as_slice(), [run(0, 5), run(8, 8)]);
+    /// assert!(set.iter().eq(&set) && set.first() == Some(run(0, 5)));
+    /// set.clear();
+    /// assert!(set.is_empty() && set == FrameSet::new());
+    /// ```
     pub fn as_slice(&self) -> &[FrameRun] {
         &self.runs[self.taken..]
     }
 
-    /// The runs, ascending.
+    /// The runs, ascending, as [`as_slice`](Self::as_slice) has them.
     pub fn iter(&self) -> Copied<Iter<'_, FrameRun>> {
         self.as_slice().iter().copied()
     }
 
-    /// The lowest run.
+    /// The lowest run; `None` of an empty set. O(1).
     pub fn first(&self) -> Option<FrameRun> {
         self.as_slice().first().copied()
     }
 
-    /// Whether `gfn` is in the set.
+    /// Whether `gfn` is in the set. O(log *n*), like all questions.
     pub fn contains(&self, gfn: Gfn) -> bool {
         self.after(gfn.0).next().is_some_and(|r| r.start <= gfn)
     }
 
     /// Whether every frame of `run` is in the set; of no frames all are.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
+    /// let run = |start, count| FrameRun { start: Gfn(start), count };
+    /// let set = FrameSet::from_iter([run(10, 10)]);
+    /// assert!(set.contains_run(run(12, 8)) && !set.contains_run(run(12, 9)));
+    /// assert!(set.intersects(run(19, 100)) && !set.intersects(run(20, 100)));
+    /// assert_eq!(set.within(run(0, 15)).collect::<Vec<_>>(), [run(10, 5)]);
+    /// ```
     pub fn contains_run(&self, run: FrameRun) -> bool {
         let inside = |r: FrameRun| r.start <= run.start && run.end().0 <= end(r);
         run.start == run.end() || self.after(run.start.0).next().is_some_and(inside)
@@ -132,7 +152,7 @@ impl FrameSet {
         self.within(run).next().is_some()
     }
 
-    /// The frames of `run` that are in the set, ascending: what they share.
+    /// The frames of `run` that are in the set, as ascending runs: what they share.
     pub fn within(&self, run: FrameRun) -> impl Iterator<Item = FrameRun> {
         let (low, high) = (run.start.0, run.end().0);
         self.after(low)
@@ -141,7 +161,7 @@ impl FrameSet {
             .filter(|r| r.count > 0)
     }
 
-    /// The frames of `run` that are not in the set, ascending: its complement in that run.
+    /// The frames of `run` that are not in the set, as ascending runs: its complement in that run.
     ///
     /// ```
     /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};

@@ -1,28 +1,4 @@
 //! Harvest -> reprotect -> insert, with types that make any other order impossible (I2, I3).
-//!
-//! ```
-//! # use dirty_tracker::*;
-//! # use std::sync::{Arc, atomic::Ordering};
-//! # let tracker = Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
-//! # let mut subscription = tracker.subscribe("doc");
-//! # let rings = vec![(0..8).map(|_| RingEntry::default()).collect::<Vec<_>>()];
-//! # rings[0][0].offset.store(5, Ordering::Relaxed);
-//! # rings[0][0].flags.store(ENTRY_DIRTY, Ordering::Release);
-//! # let reset_dirty_rings = || Ok::<u32, SourceError>(1);
-//! # let stop_and_start_logging_of_every_slot = || Ok::<(), SourceError>(());
-//! let mut harvester = Harvester::new(rings.len(), 8);
-//! let harvest = harvester.harvest(rings.iter().map(|r| r.as_slice()));
-//! let count = reset_dirty_rings()?;
-//! let mut readable = harvest.reprotected(count);
-//! if !readable.is_trusted() {
-//!     stop_and_start_logging_of_every_slot()?;
-//!     readable = readable.all_reprotected();
-//! }
-//! let absorbed = readable.absorb(&tracker);
-//! # assert_eq!(absorbed.frames, 1);
-//! # assert!(subscription.is_marked(Gfn(5)));
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
 
 use crate::list::DirtyList;
 use crate::ring::{RingConsumer, RingEntry, RingFull};
@@ -30,6 +6,32 @@ use crate::{SlotId, Tracker};
 
 /// The consumer sides of all rings of a VM, and each vCPU's dirty list. One lives as long as the
 /// VM's rings do: where the kernel is in a used ring cannot be asked for.
+///
+/// ```
+/// # use dirty_tracker::*;
+/// # use std::sync::atomic::Ordering;
+/// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
+/// # let subscription = tracker.subscribe("doc");
+/// # let rings = vec![(0..8).map(|_| RingEntry::default()).collect::<Vec<_>>()];
+/// # rings[0][0].offset.store(5, Ordering::Relaxed);
+/// # rings[0][0].flags.store(ENTRY_DIRTY, Ordering::Release);
+/// # let reset_dirty_rings = || Ok::<u32, SourceError>(1);
+/// # let stop_and_start_logging_of_every_slot = || Ok::<(), SourceError>(());
+/// let mut harvester = Harvester::new(rings.len(), 8);
+/// let harvest = harvester.harvest(rings.iter().map(|r| r.as_slice()));
+/// assert_eq!((harvest.entries(), harvest.overruns()), (1, 0));
+/// let count = reset_dirty_rings()?; // KVM_RESET_DIRTY_RINGS
+/// let mut readable = harvest.reprotected(count);
+/// assert_eq!(readable.overruns(), 0);
+/// if !readable.is_trusted() {
+///     stop_and_start_logging_of_every_slot()?; // KVM_SET_USER_MEMORY_REGION, twice
+///     readable = readable.all_reprotected();
+/// }
+/// let absorbed = readable.absorb(&tracker);
+/// assert_eq!(absorbed, Absorbed { frames: 1, foreign: 0, marked_all: false });
+/// assert!(subscription.is_marked(Gfn(5)));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Harvester {
     vcpus: Vec<(RingConsumer, DirtyList)>,
@@ -47,6 +49,13 @@ impl Harvester {
     /// Where vCPU number `vcpu` (in the order of the rings) reports that it found its ring full; `None`
     /// for a vCPU that does not exist. Without these reports a ring overrun by more than its whole
     /// length holds its vCPU for ever.
+    ///
+    /// ```
+    /// let harvester = dirty_tracker::Harvester::new(2, 1024);
+    /// let full = harvester.ring_full(1).expect("there is a vCPU 1");
+    /// std::thread::spawn(move || full.report()); // after KVM_EXIT_DIRTY_RING_FULL
+    /// assert!(harvester.ring_full(2).is_none());
+    /// ```
     pub fn ring_full(&self, vcpu: usize) -> Option<RingFull> {
         self.vcpus.get(vcpu).map(|(consumer, _)| consumer.full())
     }
@@ -76,7 +85,7 @@ impl Harvester {
 }
 
 /// Entries taken from the rings and not yet reprotected: shows no frames (I3). Dropping it keeps
-/// the frames, and what it knew of overruns, for the next harvest (I4).
+/// the frames, and what it knew of overruns, for the next harvest (I4). Example at [`Harvester`].
 #[derive(Debug)]
 #[must_use = "harvested frames are written again unnoticed until they are reprotected"]
 pub struct Harvest<'h> {
@@ -87,12 +96,12 @@ pub struct Harvest<'h> {
 
 impl<'h> Harvest<'h> {
     /// Entries marked RESET and not walked yet, what the kernel must report to have reprotected.
-    /// Those of earlier harvests whose reprotect failed or stopped early are among them.
+    /// Those of earlier harvests whose reprotect failed or stopped early are among them. O(1).
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// Rings that this harvest found overrun (I6).
+    /// Rings that this harvest found overrun (I6). O(1).
     pub fn overruns(&self) -> u32 {
         self.overruns
     }
@@ -115,7 +124,7 @@ impl<'h> Harvest<'h> {
 }
 
 /// Reprotected frames: their content may be read, so they may enter the trees. Dropping it keeps
-/// them for the next harvest (I4).
+/// them for the next harvest (I4). Example at [`Harvester`].
 #[derive(Debug)]
 #[must_use = "these frames are lost to nobody only once they are in the trees"]
 pub struct Readable<'h> {
@@ -127,7 +136,7 @@ pub struct Readable<'h> {
 /// What an insert into the trees did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Absorbed {
-    /// Frames handed to the trees.
+    /// Frames handed to the trees, as often as they were harvested.
     pub frames: u64,
     /// Frames that lie in no slot of the layout: counted and never followed.
     pub foreign: u64,
@@ -151,7 +160,7 @@ impl Readable<'_> {
         self
     }
 
-    /// Rings that were found overrun.
+    /// Rings that were found overrun, as [`Harvest::overruns`] says.
     pub fn overruns(&self) -> u32 {
         self.overruns
     }
@@ -160,7 +169,7 @@ impl Readable<'_> {
     /// mark all memory, and every later harvest does so too until one is
     /// [`all_reprotected`](Self::all_reprotected).
     ///
-    /// Costs one lock for all frames, and one insert for consecutive frames of a word.
+    /// Costs one lock for all frames, and one insert in each tree for consecutive frames of a word.
     pub fn absorb(self, tracker: &Tracker) -> Absorbed {
         let mut out = Absorbed::default();
         let mut marking = tracker.marking();

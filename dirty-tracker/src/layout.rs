@@ -25,13 +25,20 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// The slot as one run.
+    /// The slot as one run of frames.
     pub const fn run(&self) -> FrameRun {
         FrameRun { start: self.base, count: self.frames }
     }
 }
 
-/// Why a list of slots is no layout.
+/// Why a list of slots is no layout. Says so with the slots in it.
+///
+/// ```
+/// use dirty_tracker::{Gfn, Layout, Slot, SlotId};
+/// let slot = |id, base| Slot { id: SlotId(id), base: Gfn(base), frames: 32 };
+/// let error = Layout::new([slot(0, 0), slot(1, 31)]).unwrap_err();
+/// assert_eq!(error.to_string(), "slots 0 and 1 overlap at gfn 0x1f");
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -52,7 +59,18 @@ pub enum LayoutError {
     Overlap(Slot, Slot),
 }
 
-/// A frame, or an offset, that lies in no slot.
+/// A frame, or an offset, that lies in no slot. Whoever returns it has changed nothing, but for
+/// [`Tree::write_leaves`](crate::Tree::write_leaves), which says what it does.
+///
+/// ```
+/// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+/// # let tracker = Tracker::new(Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 32 }])?);
+/// let error = tracker.mark_offset(SlotId(7), 32).unwrap_err();
+/// assert_eq!(error.to_string(), "frames 0x20..0x21 lie outside slot 7, which has 0x20 frames");
+/// let error = tracker.mark(FrameRun { start: Gfn(30), count: 3 }).unwrap_err();
+/// assert_eq!(error.to_string(), "gfn 0x1e..0x21 is not inside any one memory slot");
+/// # Ok::<(), dirty_tracker::LayoutError>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutOfSlot {
@@ -89,10 +107,11 @@ const LAST_FRAME: u64 = 1 << 40;
 
 /// The slots of a guest, ascending by frame, and the place of each in a tree's leaf level.
 ///
-/// Immutable; cheap to share behind an `Arc`. Look-ups are a binary search over the slots.
+/// Immutable; cheap to share behind an `Arc`. Look-ups are a binary search over the slots: O(log
+/// slots), and what is said to be O(1) elsewhere remembers the last slot.
 ///
 /// ```
-/// use dirty_tracker::{Gfn, Layout, Slot, SlotId};
+/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 /// let layout = Layout::new([
 ///     Slot { id: SlotId(0), base: Gfn(0), frames: 100 },
 ///     Slot { id: SlotId(1), base: Gfn(0x100000), frames: 64 },
@@ -100,6 +119,9 @@ const LAST_FRAME: u64 = 1 << 40;
 /// assert_eq!(layout.frames(), 164);
 /// assert_eq!(layout.leaf_words(), 3, "slot 1 starts on a word of its own");
 /// assert_eq!(layout.locate(Gfn(0x100003)), Some((SlotId(1), 3)));
+/// assert!(!layout.contains(FrameRun { start: Gfn(98), count: 3 }), "it ends in a hole");
+/// assert!(layout.slots().map(|slot| slot.run()).all(|run| layout.contains(run)));
+/// assert_eq!(layout.hash(), layout.clone().hash());
 /// # Ok::<(), dirty_tracker::LayoutError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,7 +165,8 @@ impl Placed {
 }
 
 impl Layout {
-    /// Checks and places `slots`, which may come in any order.
+    /// Checks and places `slots`, which may come in any order. Refuses none at all, slots without frames
+    /// or past the last guest frame, and two that share a number or frames. O(slots * log slots).
     pub fn new(slots: impl IntoIterator<Item = Slot>) -> Result<Self, LayoutError> {
         let mut slots: Vec<Slot> = slots.into_iter().collect();
         slots.sort_by_key(|s| s.base);
@@ -185,12 +208,12 @@ impl Layout {
         self.slots.iter().map(|p| &p.slot)
     }
 
-    /// All frames of all slots.
+    /// How many frames all slots have. O(slots).
     pub fn frames(&self) -> u64 {
         self.slots.iter().map(|p| p.slot.frames).sum()
     }
 
-    /// Words of 64 bits in the leaf level of a tree over this layout.
+    /// Words of 64 bits in the leaf level of a tree over this layout. O(1).
     pub fn leaf_words(&self) -> u64 {
         self.leaf_words
     }
@@ -207,6 +230,7 @@ impl Layout {
 
     /// A number that two layouts share only if they are the same: CRC32C over count, then id, base
     /// and frames of each slot ascending by frame, little-endian. Goes into every stored and sent header.
+    /// O(slots).
     pub fn hash(&self) -> u32 {
         let mut bytes = Vec::with_capacity(8 + self.slots.len() * 20);
         bytes.extend_from_slice(&(self.slots.len() as u64).to_le_bytes());

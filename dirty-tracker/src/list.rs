@@ -5,11 +5,20 @@
 pub struct DirtyFrame {
     /// Address space (high 16 bits) and slot (low 16 bits).
     pub slot: u32,
-    /// The frame's offset in its slot.
+    /// The frame's offset in its slot, in frames.
     pub offset: u64,
 }
 
-/// Dirty frames in the order in which they were harvested; never grows past its capacity.
+/// Dirty frames in the order in which they were harvested; never grows past its capacity. Everything
+/// on it is O(1).
+///
+/// ```
+/// use dirty_tracker::{DirtyFrame, DirtyList};
+/// let mut list = DirtyList::with_capacity(1);
+/// assert!(list.is_empty() && list.push(DirtyFrame { slot: 0, offset: 7 }));
+/// assert!(list.is_full() && !list.push(DirtyFrame { slot: 0, offset: 8 }), "refused, not dropped silently");
+/// assert_eq!(list.len(), 1);
+/// ```
 #[derive(Debug)]
 pub struct DirtyList {
     frames: Vec<DirtyFrame>,

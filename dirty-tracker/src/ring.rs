@@ -40,7 +40,8 @@ pub const ENTRY_DIRTY: u32 = 1 << 0;
 /// User space has taken this entry; the kernel may reprotect its frame and reuse it.
 pub const ENTRY_RESET: u32 = 1 << 1;
 
-/// `struct kvm_dirty_gfn`, as shared with the kernel: 16 bytes.
+/// `struct kvm_dirty_gfn`, as shared with the kernel: 16 bytes. The mapping of a vCPU's ring
+/// (`KVM_DIRTY_LOG_PAGE_OFFSET` pages into its file) is a slice of these.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct RingEntry {
@@ -48,7 +49,7 @@ pub struct RingEntry {
     pub flags: AtomicU32,
     /// Address space (high 16 bits) and slot (low 16 bits).
     pub slot: AtomicU32,
-    /// The frame's offset in its slot.
+    /// The frame's offset in its slot, in frames.
     pub offset: AtomicU64,
 }
 
@@ -71,13 +72,14 @@ impl RingEntry {
 }
 
 /// How often a vCPU found its ring full: the vCPU thread reports, the consumer reads. Cloning gives
-/// another handle to the same count.
+/// another handle to the same count. Example at [`Harvester::ring_full`](crate::Harvester::ring_full).
 #[derive(Debug, Clone, Default)]
 pub struct RingFull(Arc<AtomicU32>);
 
 impl RingFull {
     /// States that one more `KVM_RUN` of this vCPU returned `KVM_EXIT_DIRTY_RING_FULL`. To be called
     /// once for each, before the vCPU's next `KVM_RUN`; when the collector gets to it does not matter.
+    /// One atomic add.
     pub fn report(&self) {
         self.0.fetch_add(1, Ordering::Release);
     }
@@ -115,6 +117,20 @@ enum Doubt {
 }
 
 /// Our place in one ring. There is one for the life of the ring: its index cannot be asked for later.
+/// A [`Harvester`](crate::Harvester) has one for each vCPU; alone it is for a VMM with lists of its own.
+///
+/// ```
+/// # use std::sync::atomic::Ordering::{Acquire, Release};
+/// use dirty_tracker::{DirtyList, ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingHarvest};
+///
+/// let ring: Vec<RingEntry> = (0..8).map(|_| RingEntry::default()).collect(); // mapped, in real life
+/// let (mut consumer, mut list) = (RingConsumer::new(), DirtyList::with_capacity(ring.len()));
+/// ring[0].flags.store(ENTRY_DIRTY, Release); // the kernel: frame 0 of slot 0 was written
+/// let taken = consumer.harvest(&ring, &mut list);
+/// assert_eq!(taken, RingHarvest { entries: 1, overrun: false, list_full: false });
+/// assert_eq!((list.len(), ring[0].flags.load(Acquire)), (1, ENTRY_RESET));
+/// consumer.full().report(); // the vCPU's thread has its own handle
+/// ```
 #[derive(Debug, Default)]
 pub struct RingConsumer {
     /// Free-running index of the next entry to take.
@@ -135,7 +151,7 @@ impl RingConsumer {
         Self::default()
     }
 
-    /// Where the ring's vCPU reports that it found the ring full.
+    /// Where the ring's vCPU reports that it found the ring full. A reference count.
     pub fn full(&self) -> RingFull {
         self.full.clone()
     }

@@ -7,7 +7,16 @@ use std::str::FromStr;
 use crate::Tracker;
 
 /// A way of tracking a guest's writes. Part of a machine's configuration: KVM fixes ring or bitmap
-/// before the first vCPU exists.
+/// before the first vCPU exists. Reads and shows as its name on the command line.
+///
+/// ```
+/// use dirty_tracker::TrackingMode;
+/// assert_eq!("dirty-bitmap".parse(), Ok(TrackingMode::DirtyBitmap));
+/// assert_eq!(TrackingMode::default().name(), "dirty-ring");
+/// let unknown = "dirty".parse::<TrackingMode>().unwrap_err();
+/// assert!(unknown.to_string().starts_with("there is no tracking mode \"dirty\""));
+/// assert!(TrackingMode::ALL.iter().all(|mode| mode.to_string().parse() == Ok(*mode)));
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
@@ -42,7 +51,7 @@ impl fmt::Display for TrackingMode {
     }
 }
 
-/// A tracking mode that does not exist.
+/// A tracking mode that does not exist: what was asked for.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("there is no tracking mode \"{0}\"; there are dirty-ring, dirty-bitmap and none")]
 pub struct UnknownMode(pub String);
@@ -57,6 +66,12 @@ impl FromStr for TrackingMode {
 }
 
 /// A source could not do what it was asked; what was dirty before is still known or will be.
+///
+/// ```
+/// let cause = std::io::Error::other("no such slot");
+/// let error = dirty_tracker::SourceError { what: "KVM_GET_DIRTY_LOG of slot 3", cause };
+/// assert_eq!(error.to_string(), "KVM_GET_DIRTY_LOG of slot 3 failed: no such slot");
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[error("{what} failed: {cause}")]
 pub struct SourceError {
@@ -87,12 +102,56 @@ pub struct Collected {
 /// A way of learning which frames a guest wrote.
 ///
 /// One thread owns a source. `start` and `collect` uphold I2 and I3: what `collect` delivers has
-/// been reprotected before it reaches `tracker`.
+/// been reprotected before it reaches `tracker`. Each of them costs a few system calls, and errors are
+/// theirs.
+///
+/// ```
+/// # use std::{sync::Arc, sync::mpsc::{Receiver, channel}};
+/// use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+/// # use dirty_tracker::{Gfn, FrameRun, Layout, Slot, SlotId};
+///
+/// /// The writes of a guest that reports them itself.
+/// struct Reports(Receiver<FrameRun>);
+///
+/// impl DirtySource for Reports {
+///     fn mode(&self) -> TrackingMode {
+///         TrackingMode::None // none of KVM's
+///     }
+///     fn start(&mut self) -> Result<(), SourceError> {
+///         Ok(())
+///     }
+///     fn stop(&mut self) -> Result<(), SourceError> {
+///         Ok(())
+///     }
+///     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+///         let mut collected = Collected::default();
+///         for run in self.0.try_iter() {
+///             if tracker.mark(run).is_err() {
+///                 tracker.mark_all(); // it cannot be trusted
+///                 collected.marked_all = true;
+///             }
+///             collected.frames += run.count;
+///         }
+///         Ok(collected)
+///     }
+/// }
+/// # let tracker = Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
+/// # let mut subscription = tracker.subscribe("doc");
+/// # let (guest, reports) = channel();
+/// # let mut source = Reports(reports);
+/// source.start()?;
+/// guest.send(FrameRun { start: Gfn(3), count: 2 })?;
+/// assert_eq!(source.collect(&tracker)?.frames, 2);
+/// assert_eq!(subscription.drain().frames(), 2);
+/// source.stop()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait DirtySource: Send {
-    /// The mode it implements.
+    /// The mode it implements. No system call.
     fn mode(&self) -> TrackingMode;
 
-    /// Begins to catch writes: every write that starts after this returns will be collected.
+    /// Begins to catch writes: every write that starts after this returns will be collected. From here
+    /// on the guest pays for the first write to each frame.
     fn start(&mut self) -> Result<(), SourceError>;
 
     /// Stops catching writes; the guest runs at full speed again. What was not collected is gone.

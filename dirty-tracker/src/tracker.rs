@@ -7,7 +7,34 @@ use crate::layout::Placed;
 use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard};
 use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, Slices, SlotId, Tree};
 
-/// Every subscriber's tree, and the way to mark them all.
+/// Every subscriber's tree, and the way to mark them all, from any number of threads.
+///
+/// A mark takes a lock for reading, which only coming and going subscribers take for writing, and
+/// then costs one insert in each tree.
+///
+/// ```
+/// use std::sync::Arc;
+/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+///
+/// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1000 }])?;
+/// let tracker = Arc::new(Tracker::new(layout));
+/// tracker.mark_offset(SlotId(0), 1)?; // nobody subscribes yet: forgotten
+/// let mut migration = tracker.subscribe("migration");
+/// tracker.mark_offset(SlotId(0), 2)?;
+/// tracker.mark(FrameRun { start: Gfn(0x110), count: 4 })?;
+/// assert_eq!(tracker.absorb_bitmap(SlotId(0), &[0b101])?, 2);
+/// assert!(tracker.is_marked(Gfn(0x113)) && !tracker.is_marked(Gfn(0x101)));
+/// let runs: Vec<String> = migration.drain().runs().map(|run| run.to_string()).collect();
+/// assert_eq!(runs, ["gfn 0x100..0x101", "gfn 0x102..0x103", "gfn 0x110..0x114"]);
+///
+/// tracker.mark_all(); // it lost sight of something
+/// assert_eq!(migration.drain().frames(), tracker.layout().frames());
+/// let stats = tracker.stats();
+/// assert_eq!((stats.marked_frames, stats.marked_all), (1 + 4 + 2 + 1000, 1));
+/// drop(migration);
+/// assert_eq!((tracker.subscribers(), tracker.stats().tree_bytes), (0, 0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Tracker {
     layout: Arc<Layout>,
@@ -62,7 +89,7 @@ struct Counters {
     marked_all: AtomicU64,
 }
 
-/// What a tracker has counted since it was made.
+/// What a tracker has counted since it was made. Example at [`Tracker`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct TrackerStats {
@@ -73,12 +100,12 @@ pub struct TrackerStats {
     pub marked_frames: u64,
     /// How often all memory was marked at once: overruns and requests.
     pub marked_all: u64,
-    /// Bytes reserved for trees.
+    /// Bytes reserved for trees, see [`Tree::reserved_bytes`].
     pub tree_bytes: u64,
 }
 
 impl Tracker {
-    /// A tracker over `layout` that nobody subscribes to yet.
+    /// A tracker over `layout` that nobody subscribes to yet. It has no trees, so O(1).
     pub fn new(layout: Layout) -> Self {
         Self {
             layout: Arc::new(layout),
@@ -96,7 +123,7 @@ impl Tracker {
     /// Adds a subscriber with an empty tree. `name` is for logs and statistics.
     ///
     /// Its first epoch holds what is marked from now on; the source must already be catching
-    /// writes when the caller begins to read memory.
+    /// writes when the caller begins to read memory. Costs a [`Tree::new`].
     pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Subscription {
         let home = Arc::new(Home {
             name: name.into(),
@@ -112,12 +139,13 @@ impl Tracker {
         Subscription { home, tracker: self.clone(), slices: Slices::default() }
     }
 
-    /// How many subscribers there are.
+    /// How many subscribers there are. One load.
     pub fn subscribers(&self) -> usize {
         self.active.load(Ordering::SeqCst)
     }
 
-    /// Marks a run of frames, which must lie in one slot.
+    /// Marks a run of frames, which must lie in one slot; otherwise the error names the run, and nothing
+    /// is marked. A run of no frames is none. Costs one insert in each tree, O(words of 64 frames).
     pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count == 0 {
             return Ok(());
@@ -127,14 +155,16 @@ impl Tracker {
         Ok(())
     }
 
-    /// Marks a frame as KVM names it, by slot and offset.
+    /// Marks a frame as KVM names it, by slot and offset in frames. A slot that does not exist, or is
+    /// shorter, is an error that names both. Costs O(log slots) and one insert in each tree.
     pub fn mark_offset(&self, slot: SlotId, offset: u64) -> Result<(), OutOfSlot> {
         let bit = self.layout.bit_of_offset(slot, offset)?;
         self.mark_bits(bit, 1);
         Ok(())
     }
 
-    /// Marks every frame of every slot (I6).
+    /// Marks every frame of every slot (I6). Costs a write of every leaf, a 32,768th of guest memory, in
+    /// each tree.
     pub fn mark_all(&self) {
         self.stats.marked_all.fetch_add(1, Ordering::Relaxed);
         for p in self.layout.placed() {
@@ -158,7 +188,7 @@ impl Tracker {
         Ok(frames)
     }
 
-    /// Whether `gfn` is marked in any subscriber's tree.
+    /// Whether `gfn` is marked in any subscriber's tree; a frame of no slot is not. A load for each.
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         let Ok(bit) = self.layout.bit_of_run(run) else { return false };
@@ -166,7 +196,7 @@ impl Tracker {
         homes.iter().any(|h| h.tree.contains(bit))
     }
 
-    /// Counters since the tracker was made.
+    /// Counters since the tracker was made. A few loads.
     pub fn stats(&self) -> TrackerStats {
         let homes = sync::read(&self.homes);
         TrackerStats {
@@ -260,7 +290,30 @@ impl Drop for Marking<'_> {
     }
 }
 
-/// One subscriber: drains its own tree. Dropping it unsubscribes.
+/// One subscriber: drains its own tree. Dropping it unsubscribes; its epochs live on, and what they
+/// give back nobody sees.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+/// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1000 }])?;
+/// # let tracker = Arc::new(Tracker::new(layout));
+/// let mut checkpoints = tracker.subscribe("checkpoints");
+/// tracker.mark(FrameRun { start: Gfn(62), count: 3 })?;
+/// assert!(checkpoints.is_marked(Gfn(64)) && !checkpoints.is_marked(Gfn(65)));
+/// assert_eq!(checkpoints.bitmap(SlotId(0)).unwrap()[..2], [0b11 << 62, 1]);
+/// assert_eq!(checkpoints.check(), Ok(()));
+///
+/// let (epoch, was_last) = checkpoints.drain_slice(1); // a word of 64 frames at a time
+/// assert_eq!((epoch.frames(), was_last), (2, false));
+/// epoch.commit();
+/// let (epoch, was_last) = checkpoints.drain_slice(1);
+/// assert_eq!((epoch.frames(), was_last), (1, true));
+/// epoch.commit();
+/// assert!(checkpoints.drain().is_empty());
+/// assert_eq!((checkpoints.name(), checkpoints.layout().frames()), ("checkpoints", 1000));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Subscription {
     home: Arc<Home>,
@@ -280,7 +333,8 @@ impl Subscription {
     }
 
     /// Takes what was marked since the last drain. Safe while others mark: a mark that returned
-    /// before this call is in the epoch.
+    /// before this call is in the epoch. Costs what [`Tree::drain`] does, O(dirty words); allocates
+    /// nothing once the buffers of earlier epochs are long enough.
     pub fn drain(&mut self) -> Epoch {
         let mut runs = self.home.buffer();
         let frames = self.home.tree.drain(&self.home.layout, &mut runs);
@@ -302,19 +356,20 @@ impl Subscription {
         Epoch::new(self.home.clone(), number, runs, frames)
     }
 
-    /// Whether `gfn` is in the tree: marked and not drained. Frames outside memory are not.
+    /// Whether `gfn` is in the tree: marked and not drained. Frames of no slot are not. O(log slots).
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         self.home.layout.bit_of_run(run).is_ok_and(|bit| self.home.tree.contains(bit))
     }
 
-    /// Checks I1 by walking the whole tree, and answers with the first bit that breaks it. For tests;
+    /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For tests;
     /// exact only while nobody marks.
     pub fn check(&self) -> Result<(), MissingSummary> {
         self.home.tree.check()
     }
 
-    /// The slot's leaves, which are its KVM dirty bitmap; `None` for a slot that does not exist.
+    /// A copy of the slot's leaves, which are its KVM dirty bitmap: bit `i` of word `w` is frame
+    /// `64 * w + i` of the slot. `None` for a slot that does not exist. O(words of the slot).
     pub fn bitmap(&self, slot: SlotId) -> Option<Vec<u64>> {
         Some(self.home.tree.leaves(&self.home.layout, slot).ok()?.collect())
     }

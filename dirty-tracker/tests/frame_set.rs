@@ -12,6 +12,9 @@ use proptest::prelude::*;
 /// All frames of a test lie below it; narrow, so that runs meet, nest, touch and interleave.
 const FRAMES: u64 = 160;
 
+/// Operations of a case: miri takes a second for each.
+const MOST: usize = if cfg!(miri) { 12 } else { 60 };
+
 type Model = BTreeSet<u64>;
 
 fn config() -> ProptestConfig {
@@ -26,7 +29,7 @@ fn run() -> impl Strategy<Value = FrameRun> {
 }
 
 fn runs() -> impl Strategy<Value = Vec<FrameRun>> {
-    prop::collection::vec(run(), 0..40)
+    prop::collection::vec(run(), 0..if cfg!(miri) { 8 } else { 40 })
 }
 
 /// A set that has been through insertions, removals and takings from its front.
@@ -112,7 +115,7 @@ proptest! {
 
     #[test]
     fn every_operation_does_what_a_plain_set_does_and_leaves_maximal_runs(
-        ops in prop::collection::vec(op(), 0..60),
+        ops in prop::collection::vec(op(), 0..MOST),
     ) {
         let (mut set, mut plain) = (FrameSet::new(), Model::new());
         for op in ops {

@@ -66,20 +66,23 @@ impl<'t> Cursor<'t> {
         Gfn(self.placed.slot.base.0 + bit - (self.placed.first_word << SHIFT))
     }
 
-    /// Whether `gfn` is in the tree. O(1) within the slot of the last call.
+    /// Whether `gfn` is in the tree; an error names a frame of no slot. O(1) within the slot of the last
+    /// call, else O(log slots). Does not change which frame is next.
     pub fn test(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
         let bit = self.bit_of(gfn)?;
         Ok(self.tree.contains(bit))
     }
 
-    /// Inserts `gfn` as [`Tree::mark`] does, and answers whether it was new: of several threads that insert
-    /// it at once, to one. O(levels), within the slot of the last call.
+    /// Inserts `gfn` as [`Tree::mark`] does, and answers whether it was new: of several threads that
+    /// insert it at once, to one. An error names a frame of no slot. O(levels) within the slot of the
+    /// last call.
     pub fn set(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
         let bit = self.bit_of(gfn)?;
         Ok(self.tree.insert_word(bit >> SHIFT, 1 << (bit & 63)) != 0)
     }
 
-    /// Goes to `gfn`, or to the first frame after it if there is no such frame.
+    /// Goes to `gfn`, or if it lies in no slot to the first frame after it that does. O(1) within the
+    /// slot of the last call, else O(log slots).
     pub fn seek(&mut self, gfn: Gfn) {
         self.bit = match self.bit_of(gfn) {
             Ok(bit) => bit,
@@ -104,7 +107,7 @@ impl<'t> Cursor<'t> {
     }
 
     /// The frames in the tree from the next one on, as far as they are consecutive and in one slot;
-    /// goes behind them.
+    /// goes behind them. Costs as [`next_frame`](Self::next_frame), and a load for each word of the run.
     pub fn next_run(&mut self) -> Option<FrameRun> {
         let start = self.next_frame()?;
         let first = self.bit - 1;
@@ -122,18 +125,32 @@ impl<'t> Cursor<'t> {
 }
 
 impl Tree {
-    /// A cursor at the first frame.
+    /// A cursor at the first frame. O(1). Example at [`Cursor`].
     pub fn cursor<'t>(&'t self, layout: &'t Layout) -> Cursor<'t> {
         Cursor::new(self, layout)
     }
 
     /// The frames in the tree as runs, ascending, adjacent frames of a slot joined; they stay in it.
+    /// Costs a [`Cursor::next_run`] each.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
+    /// # let tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
+    /// for _ in 0..2 {
+    ///     assert_eq!(tree.runs(&layout).next(), Some(FrameRun { start: Gfn(9), count: 2 }));
+    ///     assert!(tree.frames(&layout).eq([Gfn(9), Gfn(10)]));
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn runs<'t>(&'t self, layout: &'t Layout) -> impl Iterator<Item = FrameRun> + 't {
         let mut cursor = self.cursor(layout);
         std::iter::from_fn(move || cursor.next_run())
     }
 
-    /// The frames in the tree, ascending; they stay in it.
+    /// The frames in the tree, ascending, one by one; they stay in it. Costs a [`Cursor::next_frame`]
+    /// each. Example at [`runs`](Self::runs).
     pub fn frames<'t>(&'t self, layout: &'t Layout) -> impl Iterator<Item = Gfn> + 't {
         let mut cursor = self.cursor(layout);
         std::iter::from_fn(move || cursor.next_frame())

@@ -11,7 +11,18 @@ use crate::{Layout, OutOfSlot, SlotId, sync};
 impl Tree {
     /// The slot's leaves: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it, without a copy.
     ///
-    /// While the tree is shared, [`leaves`](Self::leaves) reads them word by word.
+    /// O(log slots); an error names a slot that does not exist. While the tree is shared,
+    /// [`leaves`](Self::leaves) reads them word by word.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(3), base: Gfn(0x100), frames: 130 }])?;
+    /// # let mut tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
+    /// assert_eq!(tree.bitmap(&layout, SlotId(3))?, [1 << 63, 1, 0]);
+    /// assert_eq!(tree.bitmap(&layout, SlotId(4)).unwrap_err().to_string(), "there is no slot 4 (frame offset 0x0)");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn bitmap(&mut self, layout: &Layout, slot: SlotId) -> Result<&[u64], OutOfSlot> {
         let range = layout.placed_of(slot)?.range();
         Ok(&sync::plain_mut(&mut self.words)[range])
@@ -21,7 +32,8 @@ impl Tree {
     /// then makes the summaries anew. KVM can write its bitmap here, with no copy in between.
     ///
     /// Bits past the slot's end are cleared, and then the error names the first of them; the other
-    /// bits are in the tree. Also when `write` panics the tree is left in order (I1).
+    /// bits are in the tree. Also when `write` panics the tree is left in order (I1). Costs what `write`
+    /// does and a look at each word, by several threads from 32 GiB of memory on.
     ///
     /// ```
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
@@ -54,6 +66,17 @@ impl Tree {
     /// nothing changes. Returns the frames of the bitmap.
     ///
     /// Costs a copy and a look at each word, by several threads from 32 GiB of memory on.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1000 }])?;
+    /// # let mut tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(0), count: 1000 })?;
+    /// assert_eq!(tree.adopt_bitmap(&layout, SlotId(0), &[0b110])?, 2);
+    /// assert_eq!(tree.absorb_bitmap_mut(&layout, SlotId(0), &[0b011])?, 2);
+    /// assert!(tree.frames(&layout).eq([Gfn(0), Gfn(1), Gfn(2)]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn adopt_bitmap(
         &mut self,
         layout: &Layout,
@@ -78,7 +101,8 @@ impl Tree {
         }))
     }
 
-    /// As [`absorb_bitmap`](Self::absorb_bitmap), without atomic operations.
+    /// As [`absorb_bitmap`](Self::absorb_bitmap), without atomic operations. Example at
+    /// [`adopt_bitmap`](Self::adopt_bitmap).
     pub fn absorb_bitmap_mut(
         &mut self,
         layout: &Layout,
@@ -103,6 +127,16 @@ impl Tree {
     ///
     /// Nothing here needs it, since every change keeps the summaries right (I1); it forgets the
     /// spurious ones. Costs a look at every leaf, by several threads from 32 GiB of memory on.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
+    /// # let mut tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
+    /// tree.rebuild();
+    /// assert_eq!((tree.count(), tree.check()), (2, Ok(())));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn rebuild(&mut self) {
         self.rebuild_range(0..self.levels[0].1);
     }

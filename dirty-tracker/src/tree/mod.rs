@@ -49,7 +49,8 @@ const FEW: u64 = 4;
 /// 64^8 = 2^48 frames: more than the 2^40 of a guest, even if every slot pads its last word.
 const MAX_LEVELS: usize = 8;
 
-/// A word that is not zero and whose summary bit is not set, which I1 forbids.
+/// A word that is not zero and whose summary bit is not set, which I1 forbids: [`Tree::check`] found a
+/// mistake in this crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("word {index} of tree level {level} is not zero, but its summary bit is not set")]
 pub struct MissingSummary {
@@ -59,7 +60,31 @@ pub struct MissingSummary {
     pub index: usize,
 }
 
-/// A set of the frames of a [`Layout`], as one allocation of packed levels.
+/// A set of the frames of a [`Layout`], as one allocation of packed levels: see the
+/// [first page](crate#the-structure). Each call must get the layout that the tree was made for.
+///
+/// What takes `&self` may be called from many threads at once. What takes `&mut self` does the same
+/// without atomic operations.
+///
+/// ```
+/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+///
+/// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
+/// let run = |start, count| FrameRun { start: Gfn(start), count };
+/// let mut tree = Tree::new(&layout);
+/// assert!(tree.mark(&layout, run(5, 1 << 20)).is_err(), "past the slot's end");
+/// std::thread::scope(|threads| {
+///     threads.spawn(|| tree.mark(&layout, run(600, 100)).unwrap());
+///     threads.spawn(|| tree.mark(&layout, run(500, 100)).unwrap());
+/// });
+/// tree.mark_mut(&layout, run(7, 1))?;
+/// assert_eq!(tree.count(), 201);
+/// let mut runs = Vec::new();
+/// assert_eq!(tree.drain(&layout, &mut runs), 201);
+/// assert_eq!(runs, [run(7, 1), run(500, 200)]);
+/// assert_eq!((tree.count(), tree.check()), (0, Ok(())));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Tree {
     words: Vec<AtomicU64>,
@@ -87,7 +112,8 @@ impl Scratch {
 }
 
 impl Tree {
-    /// An empty tree over `layout`. One zeroed allocation: memory is used as frames get dirty.
+    /// An empty tree over `layout`. One zeroed allocation, backed by memory as frames get dirty, and
+    /// some 30 KiB for walks. Panics if the system refuses the addresses.
     pub fn new(layout: &Layout) -> Self {
         let mut levels = Vec::with_capacity(MAX_LEVELS);
         let mut len = layout.leaf_words() as usize;
@@ -107,15 +133,25 @@ impl Tree {
         Self { words, levels, kernel, scratch, recent, share: share::SHARE }
     }
 
-    /// Bytes reserved by the tree; only what was ever dirty is backed by memory.
+    /// Bytes reserved for the levels: the leaves and at most 2 % more, from 4,096 leaf words (1 GiB of
+    /// guest) on. Only what was ever dirty is backed by memory. O(1).
+    ///
+    /// ```
+    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }])?; // 12 TiB
+    /// let bytes = Tree::new(&layout).reserved_bytes(); // takes no time, and no memory
+    /// assert_eq!((layout.leaf_words() * 8, bytes), (402_653_184, 409_044_512));
+    /// # Ok::<(), dirty_tracker::LayoutError>(())
+    /// ```
     pub fn reserved_bytes(&self) -> u64 {
         self.words.len() as u64 * 8
     }
 
-    /// Inserts a run of frames, which must lie in one slot. From many threads at once. What the caller
-    /// wrote to them before is seen by whoever drains them.
+    /// Inserts a run of frames, which must lie in one slot; otherwise the error names the run, and
+    /// nothing changes. From many threads at once. What the caller wrote to the frames before is seen
+    /// by whoever drains them. A run of no frames is none.
     ///
-    /// Costs a load for each word of the run and its summaries, an atomic OR for each word that
+    /// Costs a load for each word of 64 frames and its summaries, an atomic OR for each word that
     /// changes, and a look at the list of small epochs.
     pub fn mark(&self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count > 0 {
@@ -124,7 +160,8 @@ impl Tree {
         Ok(())
     }
 
-    /// As [`mark`](Self::mark), without atomic operations.
+    /// As [`mark`](Self::mark), without atomic operations; stops at the first level where the bits'
+    /// words were not zero, so mostly O(words of 64 frames).
     pub fn mark_mut(&mut self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count == 0 {
             return Ok(());
@@ -249,7 +286,7 @@ impl Tree {
     }
 
     /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
-    /// tests; exact only while nobody inserts.
+    /// tests; exact only while nobody inserts. O(words of the tree).
     pub fn check(&self) -> Result<(), MissingSummary> {
         for (level, pair) in self.levels.windows(2).enumerate() {
             let ((start, len), (above, _)) = (pair[0], pair[1]);
@@ -284,7 +321,8 @@ impl Tree {
     /// one that overlaps it is in the result or still in the tree. Of two drains at once each frame
     /// is in one. Returns the number of frames.
     ///
-    /// Costs a few loads and an exchange for each dirty word, wherever in the tree it is.
+    /// Costs a few loads and an exchange for each dirty word, wherever in the tree it is. Allocates only
+    /// where `runs` has no more room, or two threads drain at once.
     pub fn drain(&self, layout: &Layout, runs: &mut Vec<FrameRun>) -> u64 {
         let mut frames = 0;
         self.with_scratch(|pending, stages| {
@@ -294,6 +332,16 @@ impl Tree {
     }
 
     /// As [`drain`](Self::drain), without atomic operations: several times as fast.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
+    /// let (mut tree, mut runs) = (Tree::new(&layout), Vec::new());
+    /// tree.mark_mut(&layout, FrameRun { start: Gfn(9), count: 2 })?;
+    /// assert_eq!(tree.drain_mut(&layout, &mut runs), 2);
+    /// assert_eq!(runs, [FrameRun { start: Gfn(9), count: 2 }]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn drain_mut(&mut self, layout: &Layout, runs: &mut Vec<FrameRun>) -> u64 {
         let mut frames = 0;
         let Scratch { pending, stages } = sync::get_mut(&mut self.scratch);
@@ -305,6 +353,20 @@ impl Tree {
     }
 
     /// As [`drain`](Self::drain), to single frames, ascending.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
+    /// # let mut tree = Tree::new(&layout);
+    /// let mut frames = vec![Gfn(1)]; // stays
+    /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
+    /// tree.drain_frames(&layout, &mut frames);
+    /// assert_eq!(frames, [Gfn(1), Gfn(9), Gfn(10)]);
+    /// tree.mark(&layout, FrameRun { start: Gfn(3), count: 1 })?;
+    /// tree.drain_frames_mut(&layout, &mut frames);
+    /// assert_eq!(frames.last(), Some(&Gfn(3)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn drain_frames(&self, layout: &Layout, frames: &mut Vec<Gfn>) {
         self.with_scratch(|pending, stages| {
             self.empty(pending, Frames::new(layout, frames, &mut stages[0]));
@@ -320,7 +382,17 @@ impl Tree {
         self.kernel.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink });
     }
 
-    /// Empties the tree; costs what is in it, not what it could hold.
+    /// Empties the tree, as a drain to nowhere: costs what is in it, not what it could hold.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
+    /// # let tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
+    /// tree.clear();
+    /// assert_eq!(tree.count(), 0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn clear(&self) {
         self.with_scratch(|pending, _| self.empty(pending, Nowhere));
     }
@@ -353,7 +425,17 @@ impl Tree {
         }
     }
 
-    /// The slot's leaves, word by word: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it.
+    /// The slot's leaves, word by word: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it. A load each;
+    /// an error names a slot that does not exist.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 130 }])?;
+    /// # let tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
+    /// assert_eq!(tree.leaves(&layout, SlotId(0))?.collect::<Vec<_>>(), [1 << 63, 1, 0]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn leaves(
         &self,
         layout: &Layout,

@@ -25,7 +25,16 @@ struct Cut {
 impl Tree {
     /// Sets how finely work over this tree is split between threads: no thread takes on less than
     /// `words` leaf words (64 frames each), so that less than two times that stays on one thread. The
-    /// default, 65,536, is the bitmap of 16 GiB of memory.
+    /// default, 65,536, is the bitmap of 16 GiB of memory. 0 counts as 1.
+    ///
+    /// ```
+    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
+    /// let mut tree = Tree::new(&layout);
+    /// tree.set_share(4096); // a thread for each GiB, as the pool has them
+    /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[u64::MAX; 1 << 14])?, 1 << 20);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn set_share(&mut self, words: usize) {
         self.share = words.max(1);
     }
@@ -102,6 +111,8 @@ impl Tree {
     /// As [`drain`](Self::drain), by several threads if more than 32 GiB of memory have something
     /// dirty in them: each thread has its own list, and `runs` shows them in ascending order, the
     /// same runs as a drain by one thread. What `runs` held is forgotten, its room is used again.
+    /// Returns the number of frames. Costs what a drain does, over the threads, and one list of the
+    /// subtrees that are not empty.
     ///
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
@@ -155,6 +166,15 @@ impl Tree {
     /// The frames in the tree. While others insert or drain, any number that lies between.
     ///
     /// Costs a look at each word that is not zero; several threads share what is large.
+    ///
+    /// ```
+    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
+    /// # let tree = Tree::new(&layout);
+    /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 500 })?;
+    /// assert_eq!(tree.count(), 500);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn count(&self) -> u64 {
         let cut = self.cut(|word| self.words[word].load(SeqCst));
         let mut counts = vec![0; cut.helpers];

@@ -7,7 +7,7 @@ use super::{SHIFT, Tree};
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Layout};
 
-/// Where a drain in slices is: at the lowest frame when new.
+/// Where a drain in slices is: at the lowest frame when new. Example at [`Tree::drain_slice`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Slices {
     /// The next leaf word to look at.
@@ -16,7 +16,7 @@ pub struct Slices {
 }
 
 impl Slices {
-    /// Whether the last slice reached the highest frame; another one begins anew.
+    /// Whether the last slice reached the highest frame; another begins anew.
     pub fn is_over(&self) -> bool {
         self.over
     }
@@ -31,9 +31,10 @@ enum Found {
 }
 
 impl Tree {
-    /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, where a look at
-    /// an empty summary counts as one; appended to `runs` as by [`drain`](Self::drain), but not joined with the slice before. Returns the frames. A round is over
-    /// when [`Slices::is_over`] says so.
+    /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, where a
+    /// summary that says more than there is counts as one, too; a `words` of 0 counts as 1. They are
+    /// appended to `runs` as by [`drain`](Self::drain), but not joined with the slice before. Returns
+    /// the frames. A round is over when [`Slices::is_over`] says so. Costs O(levels) for each word.
     ///
     /// Meanwhile others may insert and drain. What was inserted before a round is in one of its
     /// slices; what is inserted during it is in one of them or still in the tree.
@@ -87,6 +88,8 @@ impl Tree {
                 self.kernel.run(Listed { words, list, pending: &mut pending[0], sink });
             });
         }
+        // One look further, so that no empty slice has to say that the round is over.
+        at.over = at.over || matches!(self.search(next, &mut 1), Found::Nothing);
         at.next = next;
         frames
     }
