@@ -130,8 +130,14 @@ impl Ledger {
         self.changed.notify_all();
     }
 
-    /// The source has ended its guest and will not ask again.
+    /// The source is settled and will not ask again. Only the process that had the guest, and will
+    /// not decide about it any more, forgets: to another the decision is all that holds that one back.
     pub(super) fn forget(&self, token: Token) {
+        let session = |seat: &Seat| seat.session.as_ref().map(|s| (s.token, s.state));
+        let may = session(&self.lock()).is_some_and(|(t, state)| t == token && state.may_forget());
+        if !may {
+            return tracing::debug!(%token, "the decision stays: this process never had the guest");
+        }
         if let Err(e) = self.records.forget_decision(token) {
             tracing::warn!(%token, "a settled migration leaves its record: {e}");
         }
@@ -203,5 +209,52 @@ impl Session {
                 DestinationEvent::NotStored
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ledger(dir: &tempfile::TempDir) -> Ledger {
+        Ledger::new(Records::open(dir.path()).unwrap())
+    }
+
+    fn prepared(ledger: &Ledger, token: Token) {
+        ledger.begin(token, VmId::random());
+        let (order, _) = ledger.post(DestinationEvent::Restored);
+        assert_eq!(order, DestinationOrder::SayPrepared);
+    }
+
+    #[test]
+    fn a_decision_for_another_process_outlives_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let (holder, other, token) = (ledger(&dir), ledger(&dir), Token::random());
+        prepared(&holder, token);
+        // The source in doubt has reached the other one, goes on, and says so.
+        assert_eq!(other.answer(token, other.site()), Verdict::Discarded);
+        other.forget(token);
+        let (order, fault) = holder.post(DestinationEvent::Commit);
+        assert_eq!((order, fault.is_none()), (DestinationOrder::SayDiscarded, true));
+        assert_eq!(holder.verdict(token), Verdict::Discarded);
+        // Now nobody has it.
+        holder.forget(token);
+        assert_eq!(holder.records.decision(token).unwrap(), None);
+    }
+
+    #[test]
+    fn a_decision_stays_until_its_own_process_is_settled() {
+        let dir = tempfile::tempdir().unwrap();
+        let (ledger, token) = (ledger(&dir), Token::random());
+        prepared(&ledger, token);
+        let (order, _) = ledger.post(DestinationEvent::Commit);
+        assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
+        ledger.forget(token);
+        assert_eq!(ledger.records.decision(token).unwrap(), Some(Decision::Committed));
+        ledger.post(DestinationEvent::Resumed);
+        ledger.forget(Token::random());
+        assert_eq!(ledger.records.decision(token).unwrap(), Some(Decision::Committed));
+        ledger.forget(token);
+        assert_eq!(ledger.records.decision(token).unwrap(), None);
     }
 }

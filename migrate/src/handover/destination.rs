@@ -107,6 +107,12 @@ impl Destination {
         }
     }
 
+    /// Whether this process, which had the guest, needs its decision no more once the source is
+    /// settled: nothing that can still happen would read or make one.
+    pub(crate) fn may_forget(self) -> bool {
+        matches!(self, Self::Running | Self::Discarded)
+    }
+
     /// What a source that asks is told.
     pub(crate) fn verdict(self) -> Verdict {
         match self {

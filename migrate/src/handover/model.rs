@@ -327,6 +327,12 @@ impl World {
             _ => {}
         }
         let done = self.done_destination();
+        // ENDED. Another process of the site hears it too, but had no guest: it forgets nothing.
+        let settled =
+            matches!(self.source, Source::Here | Source::Gone) && self.source_todo == ToDo::Nothing;
+        if settled && self.disk.is_some() && self.destination.may_forget() {
+            all.push((Good, Self { disk: None, ..self.clone() }));
+        }
         match self.destination_todo {
             ToDo::SayPrepared => {
                 all.push((Good, done.clone().say_to_source(Message::Prepared)));
