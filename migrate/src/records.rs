@@ -202,12 +202,22 @@ impl Records {
             }
             Err(e) => return Err(failed("write", &path)(e)),
         }
-        if let Err(e) = sync_dir(&self.dir) {
-            // Ours stands there and may not survive: nobody shall read a decision from it.
-            let _ = remove(&self.dir, &path);
-            return Err(failed("write", &path)(e));
+        self.keep(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
+    }
+
+    /// What becomes of a decision that has its name, `synced` or not.
+    fn keep(
+        &self,
+        path: &Path,
+        decision: Decision,
+        synced: io::Result<()>,
+    ) -> io::Result<Decision> {
+        if synced.is_err() && decision == Decision::Committed {
+            // It may not survive, and the guest will not run for it: nobody shall read it. A
+            // `discarded` stays: who has read and synced it meanwhile may have told the source.
+            let _ = remove(&self.dir, path);
         }
-        Ok(decision)
+        synced.map(|()| decision)
     }
 
     /// Replaces this process's own `committed` by `discarded`: the guest never ran.
@@ -341,6 +351,21 @@ mod tests {
         assert_eq!(a.decision(token).unwrap(), Some(Decision::Discarded));
         b.forget_decision(token).unwrap();
         assert_eq!(a.decision(token).unwrap(), None);
+    }
+
+    #[test]
+    fn of_decisions_that_may_not_be_durable_only_discarded_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        for (decision, stays) in [(Decision::Committed, false), (Decision::Discarded, true)] {
+            let token = Token::random();
+            records.decide(token, None, decision).unwrap();
+            let path = records.decision_path(token);
+            let e = records.keep(&path, decision, Err(io::ErrorKind::Other.into())).unwrap_err();
+            assert_eq!(e.kind(), io::ErrorKind::Other);
+            let left = records.decision(token).unwrap();
+            assert_eq!(left, stays.then_some(decision));
+        }
     }
 
     #[test]
