@@ -266,7 +266,7 @@ impl Porter {
         match self.ledger.vacant() {
             // Where nobody listens any more, nobody waits for a source.
             Ok(()) => drop(self.callers.send(Knock::Left { peer, cause })),
-            Err(_) => self.refused(&peer, &format!("it left before its CONFIG: {cause}")),
+            Err(_) => left_early(&self.control, &peer, &cause),
         }
     }
 
@@ -300,6 +300,11 @@ pub(super) fn turned_away(control: &ReceiveControl, peer: &str, reason: &str) {
         p.refused += 1;
         p.last_refusal = Some(format!("{peer}: {reason}"));
     });
+}
+
+/// A source left without a CONFIG, which matters to nobody: another has the seat.
+pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError) {
+    turned_away(control, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
 /// Waits, in the background, for the source to say that its guest has ended; then the decision is

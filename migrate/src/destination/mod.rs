@@ -201,6 +201,10 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                     }
                     self.control.update(|p| p.phase = Phase::Waiting);
                 }
+                // It was queued while nobody had the seat: a source that has it now goes on.
+                Ok(Knock::Left { peer, cause }) if self.ledger.vacant().is_err() => {
+                    door::left_early(self.control, &peer, &cause);
+                }
                 Ok(Knock::Left { peer, cause }) => {
                     let (before, cause) = ("it sent its configuration", Box::new(cause));
                     return Err(Cause::SourceLeft { peer, before, cause }.into());
@@ -303,5 +307,40 @@ fn differs(what: &'static str, ours: u32, theirs: u32) -> Result<(), Cause> {
     match ours == theirs {
         true => Ok(()),
         false => Err(Cause::Differs { what, ours: ours.into(), theirs: theirs.into() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use checkpoint::VmId;
+    use checkpoint::testing::MemoryGuestFactory;
+
+    use super::*;
+
+    #[test]
+    fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
+        let dir = tempfile::tempdir().unwrap();
+        let (factory, options) = (MemoryGuestFactory::default(), ReceiveOptions::new(dir.path()));
+        let control = ReceiveControl::new();
+        let ledger = Arc::new(Ledger::new(Records::open(dir.path()).unwrap()));
+        let (knock, callers) = std::sync::mpsc::channel();
+        let (factory, options) = (&factory, &options);
+        let host = Host { factory, options, control: &control, ledger, callers };
+        let left = || {
+            let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
+            let cause = checkpoint::format::FormatError::Io(cause).into();
+            knock.send(Knock::Left { peer: "somebody".into(), cause }).unwrap();
+        };
+        // So that the waiting ends in any case, after what is queued.
+        control.cancel().unwrap();
+        host.ledger.claim(VmId::random()).unwrap();
+        left();
+        let failed = host.welcome().err().unwrap();
+        assert!(matches!(failed.cause, Cause::Cancelled), "{failed:?}");
+        assert_eq!(control.progress().refused, 1);
+        host.ledger.vacate();
+        left();
+        let failed = host.welcome().err().unwrap();
+        assert!(matches!(failed.cause, Cause::SourceLeft { .. }), "{failed:?}");
     }
 }
