@@ -167,29 +167,37 @@ fn a_source_that_is_silent_after_hello_keeps_nobody_waiting() {
 fn the_first_config_wins_and_the_other_hears_who_did() {
     let host = Host::new();
     let guest = host.start(MemoryConfig::small());
-    let there = host.receiver();
+    // Nothing here is late: what is held is held until it may go on.
+    let long = Duration::from_secs(600);
+    let mut options = host.receive_options();
+    (options.handshake_timeout, options.patience) = (long, long);
+    let there = host.receiver_with(options);
+    let patient = |host: &Host| {
+        let mut options = quick_send(host);
+        (options.patience, options.setup_timeout, options.connect_timeout) = (long, long, long);
+        options.downtime = Duration::from_secs(60);
+        options
+    };
     // Greeted first, and its CONFIG is held until the other's guest is being received.
     let control = there.control.clone();
     let hold = move || {
-        within(Duration::from_secs(5), "the other is under way", || {
+        within(Duration::from_secs(60), "the other is under way", || {
             control.progress().phase == Phase::Precopy
         });
     };
     let late = Proxy::start(&there.to, Plan::default().before_from_source(tag("CONFIG"), hold));
     let other = Host::new();
     let second = other.start(MemoryConfig::small());
-    let second_sender = Sender::start(&second, &late.to, &quick_send(&other));
-    within(Duration::from_secs(5), "it is greeted", || {
+    let second_sender = Sender::start(&second, &late.to, &patient(&other));
+    within(Duration::from_secs(60), "it is greeted", || {
         late.from_destination.lock().unwrap().contains(&tag("HELLO"))
     });
     let (go_on, held) = std::sync::mpsc::channel::<()>();
     let wait = move || {
-        let _ = held.recv_timeout(Duration::from_millis(1200));
+        let _ = held.recv();
     };
     let proxy = Proxy::start(&there.to, Plan::default().before_from_source(tag("PASS_END"), wait));
-    let mut options = quick_send(&host);
-    options.downtime = Duration::from_secs(60);
-    let sender = Sender::start(&guest, &proxy.to, &options);
+    let sender = Sender::start(&guest, &proxy.to, &patient(&host));
     let error = second_sender.result().unwrap_err();
     drop(go_on);
     let busy = format!("busy with vm {}", guest.vm_id());
