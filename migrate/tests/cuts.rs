@@ -49,12 +49,14 @@ fn cut_everywhere(cut: Cut) {
             let mut receiving = host.receive_options();
             let mut sending = options(&host);
             if cut == Cut::Stall {
-                // Only limits end these.
-                receiving.patience = Duration::from_millis(300);
-                receiving.handshake_timeout = Duration::from_millis(300);
-                sending.patience = Duration::from_millis(300);
-                sending.setup_timeout = Duration::from_millis(300);
-                sending.connect_timeout = Duration::from_millis(300);
+                // Only limits end these: short where the stall is, long where a busy machine would
+                // reach them before it.
+                let limit = |here| Duration::from_millis(if here { 300 } else { 60_000 });
+                sending.connect_timeout = limit(unit <= 1);
+                receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });
+                sending.setup_timeout = limit(unit == 2);
+                receiving.patience = limit(true);
+                sending.patience = limit(true);
             }
             let there = host.receiver_with(receiving);
             let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
