@@ -242,7 +242,10 @@ impl Checkpointer {
     fn lock_again(&mut self) -> Result<(), StoreError> {
         // First, so that another guest's store is not kept from its own writer.
         next_number(&self.store, self.guest.vm_id())?;
-        self.store.lock()?;
+        // A directory that came back still has our lock, which would keep ourselves out.
+        if self.store.check_lock().is_err() {
+            self.store.lock()?;
+        }
         self.chain = None;
         let next = next_number(&self.store, self.guest.vm_id())?;
         self.next = self.next.max(next);

@@ -402,6 +402,25 @@ fn a_store_exchanged_under_its_writer_fails_the_epoch() {
 }
 
 #[test]
+fn a_store_moved_away_and_back_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, aside) = (dir.path().join("store"), dir.path().join("aside"));
+    let store = Store::create_or_open(&path).unwrap();
+    let mut checkpointer = Checkpointer::new(busy(), store).unwrap();
+    checkpointer.take().unwrap();
+    std::fs::rename(&path, &aside).unwrap();
+    let e = checkpointer.take().unwrap_err().to_string();
+    assert!(e.contains("was removed or replaced while this process held"), "{e}");
+    std::fs::rename(&aside, &path).unwrap();
+    let report = checkpointer.take().unwrap();
+    let (copy, restored) = restored(&path, None);
+    copy.verify().unwrap();
+    assert_eq!((restored.epoch, restored.epochs), (report.epoch, 1));
+    let e = Store::create_or_open(&path).unwrap_err();
+    assert!(matches!(e, StoreError::InUse { .. }), "it is still locked: {e}");
+}
+
+#[test]
 fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
     let dir = tempfile::tempdir().unwrap();
     let (guest, other) = (busy(), busy());
