@@ -212,7 +212,13 @@ impl Checkpointer {
         }
         let epoch = self.next;
         // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
-        self.next = epoch.saturating_add(1);
+        // The highest number is never taken, so that this cannot give one out twice.
+        let Some(next) = epoch.checked_add(1) else {
+            let (guest, dir) = (self.guest.run_state(), self.store.dir());
+            let cause = StoreError::Full { dir, last: epoch - 1 }.into();
+            return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
+        };
+        self.next = next;
         if let Some(why) = self.chain.as_mut().and_then(|chain| chain.cannot_go_on(&self.store)) {
             tracing::warn!("beginning a new chain with a full epoch: {why}");
             self.chain = None;
@@ -313,7 +319,8 @@ fn next_number(store: &Store, asked: VmId) -> Result<u64, StoreError> {
             Err(e) => return Err(e),
         }
     }
-    Ok(numbers.last().map_or(1, |n| n.saturating_add(1)))
+    let last = numbers.last().copied().unwrap_or(0);
+    last.checked_add(1).ok_or_else(|| StoreError::Full { dir: store.dir(), last })
 }
 
 /// Does one step, with an event where it begins and one where it ends.

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op};
 use checkpoint::{
-    Backend, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits, Store,
-    StoreError, VmId, restore,
+    Backend, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits,
+    Store, StoreError, VmId, restore,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -398,6 +398,29 @@ fn a_store_exchanged_under_its_writer_fails_the_epoch() {
         assert_eq!((restored.epoch, restored.epochs), (report.epoch, 1));
         let e = Store::create_or_open(&path).unwrap_err();
         assert!(matches!(e, StoreError::InUse { .. }), "it is locked again: {e}");
+    }
+}
+
+#[test]
+fn a_store_without_another_number_takes_no_epoch() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = || Store::create_or_open(dir.path()).unwrap();
+    let name = |epoch: u64| dir.path().join(format!("epoch-{epoch:020}.dl"));
+    Checkpointer::new(guest.clone(), store()).unwrap().take().unwrap();
+    std::fs::copy(name(1), name(u64::MAX)).unwrap();
+    let e = Checkpointer::new(guest.clone(), store()).unwrap_err().to_string();
+    assert!(e.contains("has no number left for an epoch"), "{e}");
+    assert!(e.contains("behind 18446744073709551615;"), "{e}");
+
+    // With one number left but the highest, one epoch: neither is written over.
+    std::fs::rename(name(u64::MAX), name(u64::MAX - 2)).unwrap();
+    let mut checkpointer = Checkpointer::new(guest, store()).unwrap();
+    assert_eq!(checkpointer.take().unwrap().epoch, u64::MAX - 1);
+    for _ in 0..2 {
+        let e = checkpointer.take().unwrap_err();
+        assert_eq!((e.phase, e.guest), (Phase::Begin, RunState::Running), "{e}");
+        assert!(matches!(e.cause, Cause::Store(StoreError::Full { .. })), "{e}");
     }
 }
 

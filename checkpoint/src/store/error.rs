@@ -78,6 +78,17 @@ pub enum StoreError {
         /// Whose were to be added.
         asked: VmId,
     },
+    /// A number is used once, and the highest there are have been.
+    #[error(
+        "the store {} has no number left for an epoch behind {last}; begin another store",
+        dir.display()
+    )]
+    Full {
+        /// The store.
+        dir: PathBuf,
+        /// The last number that is used.
+        last: u64,
+    },
     /// The epoch asked for, or any at all, is not there.
     #[error(
         "the store {} has no epoch{}",
