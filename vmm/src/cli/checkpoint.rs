@@ -4,13 +4,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use hyper::Method;
-use vmm::api::model::{
-    CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome, GuestState, Info, JobBegun,
-};
+use vmm::api::model::{CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome, JobBegun};
 use vmm::api::{Client, ClientError};
 
 use super::args::CheckpointArgs;
-use super::client::{block_on, not_begun};
+use super::client::{Standing, block_on, not_begun};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 
@@ -85,13 +83,15 @@ async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPa
 
 /// 4 if the guest is still there, 1 if not.
 async fn verdict(client: &Client, why: &str) -> Failure {
-    match client.get::<Info>("/info").await {
-        Ok(info) if info.state != GuestState::Stopped => Failure::still_running(format_args!(
-            "not every epoch was stored (the guest is {}); the last failure: {why}",
-            info.state.name()
-        )),
-        _ => Failure::error(format_args!("the guest is gone; the last failure: {why}")),
-    }
+    let standing = Standing::ask(client).await;
+    let state = match &standing {
+        Standing::Here(state) => {
+            format!("not every epoch was stored (the guest is {})", state.name())
+        }
+        Standing::InDoubt { .. } => "not every epoch was stored".to_owned(),
+        Standing::Gone => "the guest is gone".to_owned(),
+    };
+    standing.failure(format_args!("{state}; the last failure: {why}"))
 }
 
 fn describe(line: &EpochLine) -> String {

@@ -1,12 +1,13 @@
 //! Owns the short commands that ask a running driftline one thing.
 
+use std::fmt::Display;
 use std::process::ExitCode;
 
 use hyper::Method;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
-use vmm::api::model::{GuestState, Info, VmRequest, VmTarget};
+use vmm::api::model::{GuestState, Info, MigrationPage, VmRequest, VmTarget};
 use vmm::api::{Client, ClientError};
 
 use super::args::{ApiArgs, QueryArgs};
@@ -63,11 +64,65 @@ pub(super) fn stop(args: &ApiArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A job that did not begin: 4 if there is a guest, which goes on as it was.
+/// Where the guest of a driftline stands, after something failed there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Standing {
+    /// Here, in this state.
+    Here(GuestState),
+    /// Handed over to a host, named if that is known, that may run it.
+    InDoubt { to: Option<String> },
+    /// It has ended, or nobody could be asked.
+    Gone,
+}
+
+impl Standing {
+    /// Asks the driftline.
+    pub(super) async fn ask(client: &Client) -> Self {
+        let Ok(Info { state, .. }) = client.get("/info").await else { return Self::Gone };
+        let to = match state {
+            GuestState::InDoubt => client.get::<MigrationPage>("/migration").await.ok(),
+            _ => None,
+        };
+        Self::of(state, to.map(|page| page.to))
+    }
+
+    fn of(state: GuestState, to: Option<String>) -> Self {
+        match state {
+            GuestState::Running | GuestState::Paused | GuestState::Migrating => Self::Here(state),
+            GuestState::InDoubt => Self::InDoubt { to },
+            GuestState::Stopped => Self::Gone,
+        }
+    }
+
+    /// The failure `why`, with 4 only for a guest that is here.
+    pub(super) fn failure(&self, why: impl Display) -> Failure {
+        match self {
+            Self::Here(_) => Failure::still_running(why),
+            Self::InDoubt { to } => Failure::error(format_args!(
+                "{why}; the guest has been handed over to {} and may run there: settle it with \
+                 `driftline resolve --run` or `--discard`",
+                to.as_deref().unwrap_or("a host that does not answer")
+            )),
+            Self::Gone => Failure::error(why),
+        }
+    }
+}
+
+/// A job that did not begin, or may have begun unheard: only a refusal says that it did not.
 pub(super) async fn not_begun(client: &Client, e: ClientError) -> Failure {
-    match client.get::<Info>("/info").await {
-        Ok(info) if info.state != GuestState::Stopped => Failure::still_running(e),
-        _ => Failure::error(e),
+    match e {
+        ClientError::Fault(why) => Standing::ask(client).await.failure(why),
+        e => unheard(&e),
+    }
+}
+
+/// No answer to the request that begins a job.
+fn unheard(e: &ClientError) -> Failure {
+    match e {
+        ClientError::Connect { .. } => Failure::error(e),
+        e => Failure::error(format_args!(
+            "{e}; whether it was begun is not known: see `driftline info`"
+        )),
     }
 }
 
@@ -85,4 +140,48 @@ pub(super) fn ask<T: DeserializeOwned>(
 pub(super) fn block_on<T>(conversation: impl Future<Output = T>) -> Result<T, Failure> {
     let runtime = Builder::new_current_thread().enable_all().build()?;
     Ok(runtime.block_on(conversation))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_guest_that_is_here_is_said_to_be_here() {
+        for state in [GuestState::Running, GuestState::Paused, GuestState::Migrating] {
+            let failure = Standing::of(state, None).failure("no");
+            assert!(failure.is_still_running(), "{state:?}");
+            assert_eq!(failure.message(), "no");
+        }
+        let failure = Standing::of(GuestState::Stopped, None).failure("no");
+        assert!(!failure.is_still_running() && failure.message() == "no");
+    }
+
+    #[test]
+    fn of_a_guest_in_doubt_the_peer_and_the_way_out_are_named() {
+        for (to, named) in
+            [(Some("tcp:there:1"), "tcp:there:1"), (None, "a host that does not answer")]
+        {
+            let standing = Standing::of(GuestState::InDoubt, to.map(str::to_owned));
+            let failure = standing.failure("a migration is under way");
+            assert!(!failure.is_still_running());
+            let said = failure.message();
+            assert!(said.starts_with("a migration is under way; "), "{said}");
+            assert!(said.contains(&format!("handed over to {named} ")), "{said}");
+            assert!(said.contains("`driftline resolve --run`"), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_request_whose_answer_is_lost_may_have_begun_a_job() {
+        let socket = std::path::PathBuf::from("/run/it.sock");
+        let why = "reset".to_owned();
+        let failure = unheard(&ClientError::Broken { socket: socket.clone(), why });
+        assert!(!failure.is_still_running());
+        assert!(failure.message().contains("whether it was begun is not known"));
+        let cause = std::io::ErrorKind::NotFound.into();
+        let failure = unheard(&ClientError::Connect { socket, cause });
+        assert!(!failure.is_still_running());
+        assert!(!failure.message().contains("begun"), "nobody has heard it");
+    }
 }
