@@ -38,6 +38,11 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     let factory = Factory::new(host_config(&args.host));
     let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
     let (vm, report) = restored.map_err(restore_failure)?;
+    // Of the guest that was built: the store may hold another since the first look.
+    if let Err(e) = super::pending::refuse_if_pending(&args.host.state_dir, report.vm_id) {
+        vm.stop("it may be running elsewhere");
+        return Err(Failure::error(format_args!("nothing was started: {}", e.message())));
+    }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
     let server = Server::start(socket, App::new(jobs.clone()))?;
     vm.acquire()?;
