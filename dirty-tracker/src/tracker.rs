@@ -38,7 +38,7 @@ use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, Slices, Slo
 #[derive(Debug)]
 pub struct Tracker {
     layout: Arc<Layout>,
-    homes: RwLock<Vec<Arc<Home>>>,
+    homes: RwLock<Arc<[Arc<Home>]>>,
     /// `homes.len()`, so that marking costs nothing while nobody subscribes.
     active: AtomicUsize,
     stats: Counters,
@@ -109,7 +109,7 @@ impl Tracker {
     pub fn new(layout: Layout) -> Self {
         Self {
             layout: Arc::new(layout),
-            homes: RwLock::new(Vec::new()),
+            homes: RwLock::new(Arc::new([])),
             active: AtomicUsize::new(0),
             stats: Counters::default(),
         }
@@ -133,7 +133,7 @@ impl Tracker {
             spare: Mutex::new(Vec::with_capacity(SPARE_BUFFERS)),
         });
         let mut homes = sync::write(&self.homes);
-        homes.push(home.clone());
+        *homes = homes.iter().chain([&home]).cloned().collect();
         self.active.store(homes.len(), Ordering::SeqCst);
         drop(homes);
         Subscription { home, tracker: self.clone(), slices: Slices::default() }
@@ -232,7 +232,7 @@ impl Tracker {
 /// and words gathered before they are inserted. Dropping it inserts the last ones.
 pub(crate) struct Marking<'t> {
     tracker: &'t Tracker,
-    homes: RwLockReadGuard<'t, Vec<Arc<Home>>>,
+    homes: RwLockReadGuard<'t, Arc<[Arc<Home>]>>,
     slot: Option<Placed>,
     /// Words and their bits; the last one may still get some.
     words: [(u64, u64); GATHERED],
@@ -378,7 +378,7 @@ impl Subscription {
 impl Drop for Subscription {
     fn drop(&mut self) {
         let mut homes = sync::write(&self.tracker.homes);
-        homes.retain(|h| !Arc::ptr_eq(h, &self.home));
+        *homes = homes.iter().filter(|h| !Arc::ptr_eq(h, &self.home)).cloned().collect();
         self.tracker.active.store(homes.len(), Ordering::SeqCst);
     }
 }

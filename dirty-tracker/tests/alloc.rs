@@ -87,6 +87,25 @@ fn harvest_absorb_drain_commit_allocates_nothing() {
 }
 
 #[test]
+fn absorbing_a_bitmap_and_draining_it_allocates_nothing() {
+    let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 };
+    let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
+    let mut subscriptions = [tracker.subscribe("checkpoint"), tracker.subscribe("migration")];
+    let bitmap: Vec<u64> =
+        (0..1 << 14).map(|word| u64::from(word % 7 == 0) << (word % 64)).collect();
+    let mut round = || {
+        assert!(tracker.absorb_bitmap(SlotId(0), &bitmap).unwrap() > 2000);
+        subscriptions.iter_mut().for_each(|s| s.drain().commit());
+        let (epoch, over) = subscriptions[0].drain_slice(100);
+        assert!(epoch.is_empty() && over);
+    };
+    round();
+    let before = allocations();
+    (0..3).for_each(|_| round());
+    assert_eq!(allocations() - before, 0, "allocations in the steady state");
+}
+
+#[test]
 fn a_list_of_runs_grows_a_set_once_and_only_if_it_has_to() {
     let run = |start, count| FrameRun { start: Gfn(start), count };
     let every = |step: u64, first: u64, count: u64| -> Vec<FrameRun> {

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::share::{Split, share_out};
+use super::share::{Split, share_out, sum};
 use super::{SHIFT, Tree, nonzero, ones};
 use crate::layout::Placed;
 use crate::{Layout, OutOfSlot, SlotId, sync};
@@ -190,18 +190,19 @@ fn level(
 ) -> u64 {
     let (first, end) = (range.start >> SHIFT << SHIFT, range.end);
     let Split { helpers, piece } = Split::of_leaves(range.len(), share);
-    let mut sums = vec![0; helpers];
     let pieces =
         below[first..end].chunks_mut(piece).zip(above[first >> SHIFT..].chunks_mut(piece >> SHIFT));
-    share_out(&mut sums, (first..).step_by(piece).zip(pieces), |sum, (at, (below, above))| {
-        let groups = below.chunks_mut(64).zip(above).zip((at..).step_by(64));
-        let each = |((words, summary), at): ((&mut [u64], _), usize)| {
-            let skip = range.start.saturating_sub(at);
-            each(&mut words[skip..], at + skip, summary)
-        };
-        *sum += groups.map(each).sum::<u64>();
-    });
-    sums.iter().sum()
+    let pieces = (first..).step_by(piece).zip(pieces);
+    let each = |((words, summary), at): ((&mut [u64], _), usize)| {
+        let skip = range.start.saturating_sub(at);
+        each(&mut words[skip..], at + skip, summary)
+    };
+    sum(helpers, |sums| {
+        share_out(sums, pieces, |sum, (at, (below, above))| {
+            let groups = below.chunks_mut(64).zip(above).zip((at..).step_by(64));
+            *sum += groups.map(&each).sum::<u64>();
+        });
+    })
 }
 
 /// Leaves that were handed out to be written: puts the tree in order.

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::runs::RunLists;
-use super::share::{Split, share_out};
+use super::share::{Split, share_out, sum};
 use super::sink::Runs;
 use super::walk::{Listed, PENDING, Shared, Walk};
 use super::{SHIFT, Scratch, Tree, nonzero, ones, written_before};
@@ -74,15 +74,15 @@ impl Tree {
         written_before();
         let split = Split::of_leaves(bitmap.len(), self.share);
         let pieces = aligned(first..first + bitmap.len(), split.piece);
-        let mut counts = vec![0; split.helpers];
-        share_out(&mut counts, pieces, |frames, piece| {
-            let groups = aligned(piece, 64);
-            let absorb = |group: Range<usize>| {
-                self.absorb_group(group.start, &bitmap[group.start - first..group.end - first])
-            };
-            *frames += groups.map(absorb).sum::<u64>();
+        let frames = sum(split.helpers, |counts| {
+            share_out(counts, pieces, |frames, piece| {
+                let groups = aligned(piece, 64);
+                let absorb = |group: Range<usize>| {
+                    self.absorb_group(group.start, &bitmap[group.start - first..group.end - first])
+                };
+                *frames += groups.map(absorb).sum::<u64>();
+            });
         });
-        let frames = counts.iter().sum();
         if frames > 0 {
             self.recent.left_out();
         }
@@ -111,8 +111,8 @@ impl Tree {
     /// As [`drain`](Self::drain), by several threads if more than 32 GiB of memory have something
     /// dirty in them: each thread has its own list, and `runs` shows them in ascending order, the
     /// same runs as a drain by one thread. What `runs` held is forgotten, its room is used again.
-    /// Returns the number of frames. Costs what a drain does, over the threads, and one list of the
-    /// subtrees that are not empty.
+    /// Returns the number of frames. Costs what a drain does, over the threads. Unlike [`drain`](Self::drain) it
+    /// allocates: a list of the subtrees that are not empty, and what each thread needs for its walk.
     ///
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
@@ -177,12 +177,12 @@ impl Tree {
     /// ```
     pub fn count(&self) -> u64 {
         let cut = self.cut(|word| self.words[word].load(SeqCst));
-        let mut counts = vec![0; cut.helpers];
-        share_out(&mut counts, cut.pieces.iter(), |frames, piece| {
-            let words = cut.words[piece.clone()].iter();
-            *frames += words.map(|&word| self.count_below(cut.level, word as usize)).sum::<u64>();
-        });
-        counts.iter().sum()
+        let below = |word: &u64| self.count_below(cut.level, *word as usize);
+        sum(cut.helpers, |counts| {
+            share_out(counts, cut.pieces.iter(), |frames, piece| {
+                *frames += cut.words[piece.clone()].iter().map(below).sum::<u64>();
+            });
+        })
     }
 
     fn count_below(&self, level: usize, word: usize) -> u64 {

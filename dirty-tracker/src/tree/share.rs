@@ -69,6 +69,20 @@ pub(super) fn share_out<T: Send, S: Send>(
     });
 }
 
+/// Gives `work` a count for each of the helpers, and answers with their sum. One helper allocates nothing.
+pub(super) fn sum(helpers: usize, work: impl FnOnce(&mut [u64])) -> u64 {
+    let (mut one, mut many) = ([0], Vec::new());
+    let counts = match helpers {
+        1 => &mut one[..],
+        _ => {
+            many.resize(helpers, 0);
+            &mut many[..]
+        }
+    };
+    work(counts);
+    counts.iter().sum()
+}
+
 #[cfg(all(feature = "parallel", not(any(driftline_loom, driftline_shuttle))))]
 mod pool {
     pub(super) fn threads() -> usize {
