@@ -238,3 +238,10 @@ fn marks_too_far_apart_for_32_bits_are_drained_as_they_are() {
     tree.drain_frames_mut(&layout, &mut list);
     assert!(list.into_iter().eq(marks.iter().map(|m| m.start)));
 }
+
+#[test]
+#[should_panic(expected = "words of this layout's leaves")]
+fn a_layout_of_another_size_is_a_mistake_that_shows() {
+    let other = Layout::new([Slot { id: SlotId(0), base: Gfn(5000), frames: 100 }]).unwrap();
+    Tree::new(&layout()).drain(&other, &mut Vec::new());
+}

@@ -127,6 +127,7 @@ impl<'t> Cursor<'t> {
 impl Tree {
     /// A cursor at the first frame. O(1). Example at [`Cursor`].
     pub fn cursor<'t>(&'t self, layout: &'t Layout) -> Cursor<'t> {
+        self.belongs(layout);
         Cursor::new(self, layout)
     }
 

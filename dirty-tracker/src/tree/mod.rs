@@ -66,6 +66,9 @@ pub struct MissingSummary {
 /// What takes `&self` may be called from many threads at once. What takes `&mut self` does the same
 /// without atomic operations.
 ///
+/// # Panics
+/// A tree is made for a layout. Methods panic if they are given one with another number of leaf words.
+///
 /// ```
 /// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 ///
@@ -147,6 +150,12 @@ impl Tree {
         self.words.len() as u64 * 8
     }
 
+    /// Catches a caller's mistake that would show only in frames that do not exist.
+    fn belongs(&self, layout: &Layout) {
+        let ours = self.levels[0].1 as u64;
+        assert_eq!(layout.leaf_words(), ours, "words of this layout's leaves, and of this tree's");
+    }
+
     /// Inserts a run of frames, which must lie in one slot; otherwise the error names the run, and
     /// nothing changes. From many threads at once. What the caller wrote to the frames before is seen
     /// by whoever drains them. A run of no frames is none.
@@ -154,6 +163,7 @@ impl Tree {
     /// Costs a load for each word of 64 frames and its summaries, an atomic OR for each word that
     /// changes, and a look at the list of small epochs.
     pub fn mark(&self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
+        self.belongs(layout);
         if run.count > 0 {
             self.insert(layout.bit_of_run(run)?, run.count);
         }
@@ -163,6 +173,7 @@ impl Tree {
     /// As [`mark`](Self::mark), without atomic operations; stops at the first level where the bits'
     /// words were not zero, so mostly O(words of 64 frames).
     pub fn mark_mut(&mut self, layout: &Layout, run: FrameRun) -> Result<(), OutOfSlot> {
+        self.belongs(layout);
         if run.count == 0 {
             return Ok(());
         }
@@ -324,6 +335,7 @@ impl Tree {
     /// Costs a few loads and an exchange for each dirty word, wherever in the tree it is. Allocates only
     /// where `runs` has no more room, or two threads drain at once.
     pub fn drain(&self, layout: &Layout, runs: &mut Vec<FrameRun>) -> u64 {
+        self.belongs(layout);
         let mut frames = 0;
         self.with_scratch(|pending, stages| {
             self.empty(pending, Runs::new(layout, runs, &mut frames, stages));
@@ -343,6 +355,7 @@ impl Tree {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn drain_mut(&mut self, layout: &Layout, runs: &mut Vec<FrameRun>) -> u64 {
+        self.belongs(layout);
         let mut frames = 0;
         let Scratch { pending, stages } = sync::get_mut(&mut self.scratch);
         let sink = Runs::new(layout, runs, &mut frames, stages);
@@ -368,6 +381,7 @@ impl Tree {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn drain_frames(&self, layout: &Layout, frames: &mut Vec<Gfn>) {
+        self.belongs(layout);
         self.with_scratch(|pending, stages| {
             self.empty(pending, Frames::new(layout, frames, &mut stages[0]));
         });
@@ -375,6 +389,7 @@ impl Tree {
 
     /// As [`drain_frames`](Self::drain_frames), without atomic operations.
     pub fn drain_frames_mut(&mut self, layout: &Layout, frames: &mut Vec<Gfn>) {
+        self.belongs(layout);
         let Scratch { pending, stages } = sync::get_mut(&mut self.scratch);
         let sink = Frames::new(layout, frames, &mut stages[0]);
         self.recent.begin();

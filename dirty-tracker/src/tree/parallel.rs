@@ -125,6 +125,7 @@ impl Tree {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn drain_parallel(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
+        self.belongs(layout);
         if let Some(mut list) = self.recent.complete() {
             self.with_scratch(|pending, stages| {
                 runs.begin(1)[0].piece(0, |runs| {

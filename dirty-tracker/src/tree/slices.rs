@@ -59,6 +59,7 @@ impl Tree {
         words: usize,
         runs: &mut Vec<FrameRun>,
     ) -> u64 {
+        self.belongs(layout);
         let (mut frames, mut left) = (0, words.max(1));
         let mut next = if at.over { 0 } else { at.next };
         at.over = false;
