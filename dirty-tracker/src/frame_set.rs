@@ -232,22 +232,23 @@ impl FrameSet {
     pub fn insert_all(&mut self, runs: &[FrameRun]) -> u64 {
         let before = self.frames;
         if runs.is_sorted_by_key(|r| r.start) {
-            self.merge(runs);
+            self.merge(runs.iter().copied());
+        } else if let Some(order) = short_order(runs) {
+            self.merge(order.iter().map(|key| runs[(key & PLACES) as usize]));
         } else {
             let mut sorted = runs.to_vec();
             sorted.sort_unstable_by_key(|r| r.start);
-            self.merge(&sorted);
+            self.merge(sorted.into_iter());
         }
         self.frames - before
     }
 
     /// Adds `list`, ascending by start. Up to `write` the set is done; `read..` are runs of it that
     /// were not looked at; what is between the two is room.
-    fn merge(&mut self, list: &[FrameRun]) {
+    fn merge(&mut self, mut left: impl ExactSizeIterator<Item = FrameRun>) {
         let (mut write, mut read) = (self.taken, self.taken);
         // Here, not behind `self`: a tenth fewer instructions.
         let mut runs = std::mem::take(&mut self.runs);
-        let mut left = list.iter().copied();
         let mut next = left.next();
         while let Some(run) = next {
             next = left.next();
@@ -360,6 +361,22 @@ impl FrameSet {
             None => drop(self.runs.drain(at..old.end)),
         }
     }
+}
+
+/// The places of so many runs go into the low bits of a key.
+const PLACES: u64 = (1 << 12) - 1;
+
+/// The order of a short list by first frame, as keys whose low bits are places in it: numbers of one word
+/// are sorted in half the time of runs. `None` if the list is long or its frames are far out.
+fn short_order(runs: &[FrameRun]) -> Option<Vec<u64>> {
+    let far = u64::MAX >> PLACES.count_ones();
+    if runs.len() as u64 > PLACES + 1 || runs.iter().any(|r| r.start.0 > far) {
+        return None;
+    }
+    let keys = runs.iter().zip(0..).map(|(run, place)| run.start.0 << PLACES.count_ones() | place);
+    let mut keys: Vec<u64> = keys.collect();
+    keys.sort_unstable();
+    Some(keys)
 }
 
 impl PartialEq for FrameSet {

@@ -274,3 +274,22 @@ proptest! {
         prop_assert_eq!(set.as_slice(), [all]);
     }
 }
+
+/// Lists in no order are sorted in one of two ways, by their length and by how far out they lie.
+#[test]
+fn together_is_one_by_one_for_long_lists_and_for_far_frames() {
+    let run = |start, count| FrameRun { start: Gfn(start), count };
+    let scattered = |n: u64, by: u64| -> Vec<FrameRun> {
+        (0..n).map(|i| run((i * 7919 % n) * by, 1 + i % 9)).collect()
+    };
+    for list in
+        [scattered(4096, 6), scattered(4097, 6), scattered(100, 1 << 57), scattered(64, 1 << 45)]
+    {
+        let mut together = FrameSet::new();
+        together.insert(run(50, 100));
+        let mut one_by_one = together.clone();
+        let added: u64 = list.iter().map(|run| one_by_one.insert(*run)).sum();
+        assert_eq!(together.insert_all(&list), added);
+        assert_eq!(together, one_by_one, "{} runs", list.len());
+    }
+}

@@ -104,7 +104,7 @@ const FULL: usize = STAGE - 65;
 
 /// After so many full words more are appended as a range. Fewer are staged like others: changing between the two
 /// costs more than it saves.
-const STREAK: u32 = 6;
+const STREAK: u32 = 4;
 
 /// Frame numbers on their way into a list, less a base.
 pub(super) type Stage = [u32; STAGE];
@@ -124,11 +124,13 @@ pub(super) struct Frames<'a> {
     stage: &'a mut Stage,
     len: usize,
     base: u64,
+    /// Full words in a row, the last word's included.
+    streak: u32,
 }
 
 impl<'a> Frames<'a> {
     pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>, stage: &'a mut Stage) -> Self {
-        Self { place: Place::new(layout), out, stage, len: 0, base: 0 }
+        Self { place: Place::new(layout), out, stage, len: 0, base: 0, streak: 0 }
     }
 }
 
@@ -141,8 +143,8 @@ impl Sink for Frames<'_> {
         base: u64,
         mut offsets: &[u32],
     ) {
-        // In a register, not behind `self`: each word needs it of the one before.
-        let mut len = self.len;
+        // In registers, not behind `self`: each word needs them of the one before.
+        let (mut len, mut streak) = (self.len, self.streak);
         while let Some((segment, rest)) = self.place.split(base, offsets) {
             offsets = rest;
             if !segment.is_near(self.base) {
@@ -152,7 +154,7 @@ impl Sink for Frames<'_> {
             }
             let distance = segment.frame.wrapping_sub(self.base) as u32;
             // Full words that follow one another, and those of the stage.
-            let (mut from, mut to, mut streak) = (0, 0, 0);
+            let (mut from, mut to) = (0, 0);
             for (i, offset) in segment.offsets.iter().enumerate() {
                 if let Some(ahead) = segment.offsets.get(i + AHEAD) {
                     words.announce(kernel, base as usize + *ahead as usize);
@@ -183,7 +185,7 @@ impl Sink for Frames<'_> {
                 kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
             }
         }
-        self.len = len;
+        (self.len, self.streak) = (len, streak);
     }
 
     #[inline(always)]
