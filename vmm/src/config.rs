@@ -10,6 +10,8 @@ use std::str::FromStr;
 use dirty_tracker::TrackingMode;
 use serde::{Deserialize, Serialize};
 
+use crate::memory::MemoryOptions;
+
 /// Least guest memory: 16 MiB.
 pub const MIN_MEM_BYTES: u64 = 16 << 20;
 /// Most guest memory: 16 TiB. A bound for hostile configurations, not for the design.
@@ -123,4 +125,6 @@ impl FromStr for SerialSink {
 pub struct HostConfig {
     /// Where COM1 goes.
     pub serial: SerialSink,
+    /// What holds guest memory.
+    pub memory: MemoryOptions,
 }

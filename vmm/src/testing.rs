@@ -19,9 +19,19 @@ pub const SKIP_LOG: &str = "DRIFTLINE_SKIP_LOG";
 /// }
 /// ```
 pub fn kvm_or_skip(test: &str) -> bool {
-    let Err(why) = kvm::open() else { return true };
+    match kvm::open() {
+        Ok(_) => true,
+        Err(why) => {
+            skip(test, &why.to_string());
+            false
+        }
+    }
+}
+
+/// Says that `test` of this binary is skipped, as [`kvm_or_skip`] does, for want of something else.
+pub fn skip(test: &str, why: &str) {
     let exe = std::env::current_exe().unwrap_or_default();
-    let line = skip_line(&binary_name(&exe), test, &why.to_string());
+    let line = skip_line(&binary_name(&exe), test, why);
     // Past the test harness, which would keep it to itself: the point is that it is seen.
     let _ = write!(std::io::stderr(), "SKIPPED: {line}");
     if let Some(path) = std::env::var_os(SKIP_LOG) {
@@ -31,7 +41,6 @@ pub fn kvm_or_skip(test: &str) -> bool {
             let _ = writeln!(std::io::stderr(), "the skip log cannot be written: {e}");
         }
     }
-    false
 }
 
 /// What a host would answer whose KVM has everything, and dirty rings of at most `ring_entries`

@@ -271,6 +271,7 @@ fn u64_at(b: &[u8], at: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::MemoryOptions;
     use std::io::Cursor;
 
     const NOTES_AT: u64 = 0x8000;
@@ -301,7 +302,7 @@ mod tests {
     }
 
     fn load_it(bytes: Vec<u8>) -> Result<Loaded, String> {
-        let memory = Memory::new(64 << 20).unwrap();
+        let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
         load("it", &mut Cursor::new(&bytes[..]), &memory).map_err(|e| e.to_string())
     }
 

@@ -157,6 +157,7 @@ fn memory_map(memory: &Memory) -> Vec<hvm_memmap_table_entry> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::MemoryOptions;
 
     #[test]
     fn the_block_steps_over_what_the_kernel_takes() {
@@ -169,7 +170,7 @@ mod tests {
 
     #[test]
     fn the_memory_map_is_the_layout() {
-        let memory = Memory::new(5 << 30).unwrap();
+        let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
         let map = memory_map(&memory);
         let ram: u64 =
             map.iter().filter(|e| e.type_ == XEN_HVM_MEMMAP_TYPE_RAM).map(|e| e.size).sum();

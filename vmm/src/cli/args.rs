@@ -7,6 +7,7 @@ use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand};
 use dirty_tracker::TrackingMode;
 use migrate::TimeoutStrategy;
 use vmm::config::{Backend, DEFAULT_RING_ENTRIES, MAX_VCPUS, SerialSink};
+use vmm::memory::{Backing, HugePages};
 
 use super::values;
 
@@ -94,6 +95,15 @@ pub(crate) struct HostArgs {
     /// Listen for API requests on this unix socket
     #[arg(long, value_name = "FILE")]
     pub(crate) api_sock: Option<PathBuf>,
+    /// What holds guest memory: anon, or memfd
+    #[arg(long, value_name = "KIND", default_value_t = Backing::Anon)]
+    pub(crate) memory_backing: Backing,
+    /// Host pages larger than 4K: thp, hugetlbfs (2M, from the pool) or none; by default as the host is set
+    #[arg(long, value_name = "KIND")]
+    pub(crate) hugepages: Option<HugePages>,
+    /// Take all guest memory from the host before the guest starts
+    #[arg(long)]
+    pub(crate) prefault: bool,
     /// Keep this host's records of hand-overs in this directory; all driftlines of a host share one
     #[arg(long, value_name = "DIR", default_value_os_t = values::state_dir())]
     pub(crate) state_dir: PathBuf,

@@ -10,6 +10,7 @@ use vmm::api::{ApiSocket, App, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{Boot, HostConfig, MachineConfig};
 use vmm::jobs::Jobs;
+use vmm::memory::MemoryOptions;
 use vmm::vm::{EndReason, SharedVm};
 
 use super::args::{HostArgs, ReceiveArgs, RestoreArgs, RunArgs};
@@ -100,7 +101,12 @@ fn prepare(host: &HostArgs) -> Result<Option<ApiSocket>, Failure> {
 }
 
 fn host_config(host: &HostArgs) -> HostConfig {
-    HostConfig { serial: host.serial.clone() }
+    let memory = MemoryOptions {
+        backing: host.memory_backing,
+        huge_pages: host.hugepages,
+        prefault: host.prefault,
+    };
+    HostConfig { serial: host.serial.clone(), memory }
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {

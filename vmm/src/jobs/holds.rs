@@ -237,7 +237,7 @@ mod tests {
             backend: Backend::Threads,
             boot: Boot::Payload("payload,ws=1M".into()),
         };
-        let host = HostConfig { serial: SerialSink::Null };
+        let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = crate::backend::launch(config, &host).unwrap();
         vm.resume().unwrap();
         (vm.clone(), Holds::new(vm))

@@ -57,7 +57,7 @@ impl Machine {
         check(&config).map_err(MachineError::Config)?;
         let (kvm, capabilities) = kvm::open()?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
-        let memory = Arc::new(Memory::new(config.mem_bytes)?);
+        let memory = Arc::new(Memory::new(config.mem_bytes, &host.memory)?);
         let entry = if load { Some(boot::load(&config, &memory)?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
 

@@ -72,7 +72,8 @@ impl ThreadMachine {
         host: &HostConfig,
     ) -> Result<Arc<Self>, GuestError> {
         let spec = payload_spec(&config)?;
-        let memory = Memory::new(config.mem_bytes).map_err(|e| misfit(&config, e.to_string()))?;
+        let memory = Memory::new(config.mem_bytes, &host.memory)
+            .map_err(|e| misfit(&config, e.to_string()))?;
         let slots = memory.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
         let placement = Placement::new(&spec, slots).map_err(|e| {
             let base = Placement::base(&spec);

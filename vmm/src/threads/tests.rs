@@ -23,7 +23,7 @@ fn config(spec: &str, vcpus: u8) -> MachineConfig {
 }
 
 fn machine(spec: &str, vcpus: u8, serial: SerialSink) -> Arc<ThreadMachine> {
-    let host = HostConfig { serial };
+    let host = HostConfig { serial, ..Default::default() };
     ThreadMachine::new(VmId::random(), config(spec, vcpus), &host).unwrap()
 }
 
@@ -155,7 +155,7 @@ fn hostile_states_and_configurations_are_refused_with_a_sentence() {
     assert!(refused(&bad).contains("unknown section 999"), "{}", refused(&bad));
     guest.restore_state(&good, Clock::Continue).unwrap();
 
-    let host = HostConfig { serial: SerialSink::Null };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let big = config("payload,ws=1G", 1);
     let e = ThreadMachine::new(VmId::random(), big, &host).err().unwrap().to_string();
     assert!(e.contains("working set takes 262144 pages"), "{e}");

@@ -152,7 +152,8 @@ fn no_damage_to_a_file_makes_the_loader_panic() {
             bad[random(220)] = [0, 1, 0x7f, 0x80, 0xff][random(5)];
         }
         bad.truncate(good.len() - random(2) * random(good.len()));
-        let host = vmm::config::HostConfig { serial: vmm::config::SerialSink::Null };
+        let host =
+            vmm::config::HostConfig { serial: vmm::config::SerialSink::Null, ..Default::default() };
         let _ = vmm::machine::Machine::launch(kernel(&bad, &dir), &host);
     }
 }

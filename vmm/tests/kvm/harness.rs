@@ -48,7 +48,7 @@ impl Console {
     }
 
     pub fn host(&self) -> HostConfig {
-        HostConfig { serial: SerialSink::File(self.path.clone()) }
+        HostConfig { serial: SerialSink::File(self.path.clone()), ..Default::default() }
     }
 
     pub fn text(&self) -> String {
@@ -101,7 +101,8 @@ pub fn launch(config: MachineConfig, console: &Console) -> Arc<Machine> {
 }
 
 pub fn refused(config: MachineConfig) -> MachineError {
-    Machine::launch(config, &HostConfig { serial: SerialSink::Null }).unwrap_err()
+    Machine::launch(config, &HostConfig { serial: SerialSink::Null, ..Default::default() })
+        .unwrap_err()
 }
 
 #[track_caller]
@@ -112,7 +113,7 @@ pub fn assert_powers_off(machine: &Machine, console: &Console) {
 
 /// The smallest ring that the kernel takes.
 pub fn smallest_ring(config: &MachineConfig) -> u32 {
-    let host = HostConfig { serial: SerialSink::Null };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let takes = |entries: &u32| {
         Machine::launch(MachineConfig { ring_entries: *entries, ..config.clone() }, &host).is_ok()
     };

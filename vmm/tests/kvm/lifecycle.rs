@@ -83,7 +83,7 @@ fn nothing_is_left_of_fifty_machines() {
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
         return;
     }
-    let host = HostConfig { serial: SerialSink::Null };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let one = |i: u32| {
         let tracking =
             if i.is_multiple_of(2) { TrackingMode::DirtyRing } else { TrackingMode::DirtyBitmap };

@@ -1,0 +1,123 @@
+//! What huge pages are worth to a guest, and what tracking does to them: `cargo bench -p vmm --bench huge_pages`.
+//!
+//! A guest with one vCPU writes 512 MiB as fast as it can: first touches, then nobody follows its
+//! writes, then somebody drains them every 100 ms, then nobody again. Medians of several rounds, each
+//! with a guest of every kind. `hugetlbfs` needs a pool: `sysctl vm.nr_hugepages=600`.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use checkpoint::Guest;
+use dirty_tracker::TrackingMode;
+use images::Report;
+use vmm::config::{Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink};
+use vmm::machine::Machine;
+use vmm::memory::{HugePages, MemoryOptions};
+
+const ROUNDS: usize = 3;
+const WINDOW: Duration = Duration::from_millis(3500);
+const EPOCH: Duration = Duration::from_millis(100);
+const LONG: Duration = Duration::from_secs(60);
+
+const COLUMNS: [&str; 5] = [
+    "first 512 MiB, ms",
+    "untracked, pages/ms",
+    "tracked, pages/ms",
+    "frames an epoch",
+    "untracked again, pages/ms",
+];
+
+fn main() {
+    if let Err(why) = vmm::doctor::usable_kvm() {
+        println!("not measured: {why}");
+        return;
+    }
+    let kinds = [HugePages::None, HugePages::Thp, HugePages::Hugetlbfs];
+    let mut samples = vec![vec![Vec::new(); COLUMNS.len()]; kinds.len() * 2];
+    let mut why_not = Vec::new();
+    for _ in 0..ROUNDS {
+        for (k, kind) in kinds.into_iter().enumerate() {
+            for (t, tracking) in
+                [TrackingMode::DirtyRing, TrackingMode::DirtyBitmap].into_iter().enumerate()
+            {
+                match measure(kind, tracking) {
+                    Ok(values) => {
+                        values.into_iter().zip(&mut samples[2 * k + t]).for_each(|(v, s)| s.push(v))
+                    }
+                    Err(why) if why_not.contains(&why) => {}
+                    Err(why) => why_not.push(why),
+                }
+            }
+        }
+    }
+    println!("\n| huge pages, tracking | {} |", COLUMNS.join(" | "));
+    println!("|{}", " --- |".repeat(COLUMNS.len() + 1));
+    for (row, cells) in samples.iter_mut().enumerate().filter(|(_, c)| !c[0].is_empty()) {
+        let tracking = if row % 2 == 0 { "dirty-ring" } else { "dirty-bitmap" };
+        let cells: Vec<String> = cells.iter_mut().map(|c| format!("{:.0}", median(c))).collect();
+        println!("| {}, {tracking} | {} |", kinds[row / 2], cells.join(" | "));
+    }
+    why_not.iter().for_each(|why| println!("not measured: {why}"));
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, String> {
+    let dir = tempfile::tempdir().unwrap();
+    let serial = dir.path().join("serial");
+    let memory = MemoryOptions { huge_pages: Some(huge_pages), ..MemoryOptions::default() };
+    let host = HostConfig { serial: SerialSink::File(serial.clone()), memory };
+    let config = MachineConfig {
+        mem_bytes: 1 << 30,
+        vcpus: 1,
+        tracking,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Kvm,
+        boot: Boot::Payload("payload,ws=512M,rate=max,pattern=seq".to_owned()),
+    };
+    let machine = Machine::launch(config, &host).map_err(|e| format!("{huge_pages}: {e}"))?;
+    let start = Instant::now();
+    machine.resume().unwrap();
+    while reports(&serial).iter().all(|r| r.passes == 0) {
+        assert!(start.elapsed() < LONG, "the guest has not written its memory once");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // The guest says when, to the millisecond; a report comes a second late at most.
+    let first =
+        reports(&serial).iter().find(|r| r.passes > 0).map(|r| r.t_ms as f64 / r.passes as f64);
+    let untracked = rate(&serial, |_| std::thread::sleep(WINDOW));
+    let mut frames = Vec::new();
+    let tracked = {
+        let mut subscription = machine.subscribe("bench").unwrap();
+        rate(&serial, |_| {
+            let end = Instant::now() + WINDOW;
+            while Instant::now() < end {
+                std::thread::sleep(EPOCH);
+                machine.collect().unwrap();
+                let epoch = subscription.drain();
+                frames.push(epoch.frames() as f64);
+                epoch.commit();
+            }
+        })
+    };
+    let again = rate(&serial, |_| std::thread::sleep(WINDOW));
+    machine.stop("measured");
+    Ok(vec![first.unwrap_or(f64::NAN), untracked, tracked, median(&mut frames), again])
+}
+
+fn reports(serial: &Path) -> Vec<Report> {
+    let text = std::fs::read_to_string(serial).unwrap_or_default();
+    text.lines().filter_map(Report::parse).collect()
+}
+
+/// Pages that the guest writes in a millisecond of its own clock while `meanwhile` lasts.
+fn rate(serial: &Path, meanwhile: impl FnOnce(&Path)) -> f64 {
+    let before = reports(serial).last().map_or((0, 0), |r| (r.t_ms, r.pages));
+    meanwhile(serial);
+    let after = reports(serial).last().map_or((0, 0), |r| (r.t_ms, r.pages));
+    (after.1 - before.1) as f64 / (after.0 - before.0).max(1) as f64
+}

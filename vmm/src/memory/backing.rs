@@ -1,0 +1,197 @@
+//! Owns what lies behind guest memory on this host: anonymous memory or a memory file, pages of what
+//! size, and whether they are there before the guest asks for them.
+//!
+//! None of it moves with a guest: a destination or a restore chooses anew.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::str::FromStr;
+
+use rayon::prelude::*;
+use rustix::fs::{MemfdFlags, SealFlags};
+use vm_memory::FileOffset;
+use vm_memory::mmap::MmapRegionBuilder;
+
+use dirty_tracker::TrackedBitmap;
+
+/// What holds the bytes of guest memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Backing {
+    /// Private anonymous memory.
+    #[default]
+    Anon,
+    /// A sealed memory file, which can be shared with another process by its descriptor.
+    Memfd,
+}
+
+impl fmt::Display for Backing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Anon => "anon",
+            Self::Memfd => "memfd",
+        })
+    }
+}
+
+impl FromStr for Backing {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "anon" => Ok(Self::Anon),
+            "memfd" => Ok(Self::Memfd),
+            _ => Err(format!("there is no memory backing \"{s}\"; there are anon and memfd")),
+        }
+    }
+}
+
+/// Host pages larger than a frame.
+///
+/// They make a guest's first touches cheap and its address translation faster, as long as nobody
+/// follows its writes: KVM write-protects frame by frame, so tracking splits its own mapping of each
+/// huge page that is written, and joins it again only some time after tracking has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HugePages {
+    /// None, whatever the administrator has set.
+    None,
+    /// Where the kernel has one at hand (`madvise`).
+    Thp,
+    /// From the pool that the administrator has reserved (`vm.nr_hugepages`), all of them, or no guest.
+    Hugetlbfs,
+}
+
+impl fmt::Display for HugePages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::Thp => "thp",
+            Self::Hugetlbfs => "hugetlbfs",
+        })
+    }
+}
+
+impl FromStr for HugePages {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let all = [Self::None, Self::Thp, Self::Hugetlbfs];
+        let found = all.into_iter().find(|h| h.to_string() == s);
+        found.ok_or_else(|| {
+            format!("there are no huge pages \"{s}\"; there are thp, hugetlbfs and none")
+        })
+    }
+}
+
+/// How this host holds guest memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct MemoryOptions {
+    /// What holds the bytes.
+    pub backing: Backing,
+    /// Pages larger than a frame; `None` leaves it to what the administrator has set for all.
+    pub huge_pages: Option<HugePages>,
+    /// Take all memory from the host before the guest starts, rather than at each first touch.
+    pub prefault: bool,
+}
+
+/// Bytes of a page of the pool.
+pub(super) const HUGE_PAGE: u64 = 2 << 20;
+
+impl MemoryOptions {
+    /// Whether memory comes from the pool of huge pages.
+    pub(super) fn is_pooled(&self) -> bool {
+        self.huge_pages == Some(HugePages::Hugetlbfs)
+    }
+
+    /// Maps `len` zeroed bytes, whose writes through vm-memory `bitmap` is told.
+    pub(super) fn map(
+        &self,
+        len: usize,
+        bitmap: TrackedBitmap,
+    ) -> Result<vm_memory::MmapRegion<TrackedBitmap>, vm_memory::mmap::MmapRegionError> {
+        let mut flags = match self.backing {
+            Backing::Anon => libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            Backing::Memfd => libc::MAP_SHARED,
+        };
+        // The pool is reserved when it is mapped: without that a guest would die by SIGBUS later.
+        flags |= match (self.is_pooled(), self.backing) {
+            (false, _) => libc::MAP_NORESERVE,
+            (true, Backing::Anon) => libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
+            (true, Backing::Memfd) => 0,
+        };
+        let builder = MmapRegionBuilder::new_with_bitmap(len, bitmap)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(flags);
+        match self.backing {
+            Backing::Anon => builder.build(),
+            Backing::Memfd => {
+                let file = memory_file(len as u64, self.is_pooled());
+                let file = file.map_err(vm_memory::mmap::MmapRegionError::Mmap)?;
+                builder.with_file_offset(FileOffset::new(file, 0)).build()
+            }
+        }
+    }
+
+    /// Tells the kernel what a mapping is for. Keeps it out of core dumps (it is the guest's, and
+    /// large) and out of children.
+    pub(super) fn advise(&self, start: *mut u8, len: usize) -> io::Result<()> {
+        let pages = match self.huge_pages {
+            Some(HugePages::Thp) => Some(libc::MADV_HUGEPAGE),
+            Some(HugePages::None) => Some(libc::MADV_NOHUGEPAGE),
+            Some(HugePages::Hugetlbfs) | None => None,
+        };
+        for advice in [libc::MADV_DONTDUMP, libc::MADV_DONTFORK].into_iter().chain(pages) {
+            // SAFETY: start and len are a whole mapping that we have just made; no such advice
+            // changes its content in this process.
+            let ret = unsafe { libc::madvise(start.cast(), len, advice) };
+            if ret != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A memory file of `len` bytes that keeps its length: a file that shrinks under a mapping kills.
+fn memory_file(len: u64, from_pool: bool) -> io::Result<File> {
+    let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    if from_pool {
+        flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    }
+    let file = rustix::fs::memfd_create("driftline-memory", flags)?;
+    rustix::fs::ftruncate(file.as_fd(), len)?;
+    rustix::fs::fcntl_add_seals(
+        file.as_fd(),
+        SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL,
+    )?;
+    Ok(file.into())
+}
+
+/// One call populates so much: enough to be worth it, little enough to be shared among threads evenly.
+const PIECE: usize = 16 << 20;
+
+/// Takes `len` bytes at `start` from the host now, on all threads of rayon's pool.
+pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
+    let start = start as usize;
+    (0..len)
+        .into_par_iter()
+        .step_by(PIECE)
+        .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
+}
+
+fn populate_piece(start: usize, len: usize) -> io::Result<()> {
+    loop {
+        // SAFETY: the range is part of a mapping that is ours and new; populating it for writing
+        // leaves its bytes as they are.
+        let ret =
+            unsafe { libc::madvise(start as *mut libc::c_void, len, libc::MADV_POPULATE_WRITE) };
+        if ret == 0 {
+            return Ok(());
+        }
+        match io::Error::last_os_error() {
+            e if e.kind() == io::ErrorKind::Interrupted => {}
+            e => return Err(e),
+        }
+    }
+}

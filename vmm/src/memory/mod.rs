@@ -1,0 +1,329 @@
+//! Owns guest memory: its mappings in this process, the layout that they follow, and the tracker
+//! that the VMM's own writes mark.
+
+mod backing;
+mod map;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use checkpoint::GuestRam;
+use dirty_tracker::{FrameRun, Gfn, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
+use rustix::fs::SeekFrom;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
+
+pub use backing::{Backing, HugePages, MemoryOptions};
+pub use map::{HOLE_END, HOLE_START, frames, layout};
+
+/// Why there is no guest memory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The size is no size for a guest.
+    #[error("guest memory of {0} bytes is not a whole number of frames between 16 MiB and 16 TiB")]
+    Size(u64),
+    /// The host has no room for it.
+    #[error("guest memory of {bytes} bytes does not fit this host: {cause}")]
+    DoesNotFit {
+        /// Bytes asked for.
+        bytes: u64,
+        /// The system's answer.
+        cause: String,
+    },
+    /// Its size and the pool's pages do not agree.
+    #[error("guest memory of {0} bytes is not a whole number of huge pages of 2 MiB")]
+    NotHuge(u64),
+    /// The pool is too small.
+    #[error(
+        "guest memory needs {needed} huge pages of 2 MiB, and this host has {free} free: \
+         reserve more (sysctl vm.nr_hugepages), or use --hugepages thp"
+    )]
+    PoolTooSmall {
+        /// Pages that the guest needs.
+        needed: u64,
+        /// Pages that are neither used nor promised to others.
+        free: u64,
+    },
+    /// The kernel is too old.
+    #[error(
+        "this host's kernel cannot populate memory beforehand (5.14 can): leave --prefault out"
+    )]
+    NoPrefault,
+    /// The layout is none; only a programming error leads here.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+}
+
+/// Guest memory and what is known about it.
+#[derive(Debug)]
+pub struct Memory {
+    ram: GuestRam,
+    tracker: Arc<Tracker>,
+    /// Huge pages of the pool: never swapped, and their file knows nothing of its holes.
+    from_pool: bool,
+}
+
+impl Memory {
+    /// Maps zeroed memory for a guest of `bytes`, as `options` say.
+    ///
+    /// Unless they say otherwise nothing is reserved: frames get host memory when they are first
+    /// touched, and a guest may be larger than what the host has free; larger than all it has only
+    /// where the administrator has asked for that (`vm.overcommit_memory` 1).
+    pub fn new(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
+        let layout = layout(bytes)?;
+        let tracker = Arc::new(Tracker::new(layout.clone()));
+        let does_not_fit = |cause: String| MemoryError::DoesNotFit { bytes, cause };
+        if options.is_pooled() {
+            check_pool(bytes)?;
+        } else if let Some(has) = most_bytes().filter(|has| *has < bytes) {
+            let cause = format!("it has {has} bytes of memory and swap");
+            return Err(does_not_fit(cause));
+        }
+        let mut regions = Vec::new();
+        for slot in layout.slots() {
+            let bitmap = TrackedBitmap::new(tracker.clone(), slot.base);
+            let len =
+                usize::try_from(slot.run().bytes()).map_err(|e| does_not_fit(e.to_string()))?;
+            let map = options.map(len, bitmap).map_err(|e| does_not_fit(e.to_string()))?;
+            options.advise(map.as_ptr(), len).map_err(|e| does_not_fit(e.to_string()))?;
+            if options.prefault {
+                backing::populate(map.as_ptr(), len).map_err(|e| match e.raw_os_error() {
+                    Some(libc::EINVAL) => MemoryError::NoPrefault,
+                    _ => does_not_fit(e.to_string()),
+                })?;
+            }
+            let region = GuestRegionMmap::new(map, GuestAddress(slot.base.gpa()));
+            regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
+        }
+        let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
+        Ok(Self { ram, tracker, from_pool: options.is_pooled() })
+    }
+
+    /// The mappings.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// The tracker of all writes.
+    pub fn tracker(&self) -> &Arc<Tracker> {
+        &self.tracker
+    }
+
+    /// The slots.
+    pub fn layout(&self) -> &Layout {
+        self.tracker.layout()
+    }
+
+    /// Runs of frames, ascending, that have host memory or are swapped out: all others were never
+    /// written and read as zeros. Reads eight bytes a frame from the kernel, or, of a memory file,
+    /// asks for the bounds of each run.
+    pub fn populated(&self) -> io::Result<Vec<FrameRun>> {
+        let mut pagemap = None;
+        let mut runs = Vec::new();
+        for region in self.ram.iter() {
+            match region.file_offset().filter(|_| !self.from_pool) {
+                Some(file) => populated_file(region, file, &mut runs)?,
+                None => {
+                    if pagemap.is_none() {
+                        pagemap = Some(Pagemap::open()?);
+                    }
+                    if let Some(pagemap) = &mut pagemap {
+                        pagemap.populated(region, &mut runs)?;
+                    }
+                }
+            }
+        }
+        Ok(runs)
+    }
+}
+
+type Region = GuestRegionMmap<TrackedBitmap>;
+
+/// The data of a memory file, swapped out or not. Its page tables would not tell: a page of a file
+/// that is swapped out is not in them.
+fn populated_file(region: &Region, file: &FileOffset, runs: &mut Vec<FrameRun>) -> io::Result<()> {
+    let base = region.start_addr().0 / PAGE_SIZE;
+    let mut at = 0;
+    loop {
+        let start = match rustix::fs::seek(file.file().as_fd(), SeekFrom::Data(at)) {
+            Ok(start) => start,
+            // No data follows.
+            Err(rustix::io::Errno::NXIO) => return Ok(()),
+            Err(e) => return Err(e.into()),
+        };
+        at = rustix::fs::seek(file.file().as_fd(), SeekFrom::Hole(start))?;
+        let (first, end) = (start / PAGE_SIZE, at.div_ceil(PAGE_SIZE));
+        runs.push(FrameRun { start: Gfn(base + first), count: end - first });
+    }
+}
+
+/// What the kernel says about this process's pages.
+struct Pagemap {
+    file: File,
+    buffer: Vec<u8>,
+}
+
+const ENTRIES_PER_CHUNK: u64 = 64 << 10;
+
+impl Pagemap {
+    fn open() -> io::Result<Self> {
+        let buffer = vec![0; ENTRIES_PER_CHUNK as usize * 8];
+        Ok(Self { file: File::open("/proc/self/pagemap")?, buffer })
+    }
+
+    fn populated(&mut self, region: &Region, runs: &mut Vec<FrameRun>) -> io::Result<()> {
+        let first = region.as_ptr() as u64 / PAGE_SIZE;
+        let base = Gfn::containing(region.start_addr().0);
+        let frames = region.len() / PAGE_SIZE;
+        let region_floor = runs.len();
+        for chunk in (FrameRun { start: Gfn(0), count: frames }).chunks(ENTRIES_PER_CHUNK) {
+            let bytes = &mut self.buffer[..chunk.count as usize * 8];
+            self.file.read_exact_at(bytes, (first + chunk.start.0) * 8)?;
+            for (i, entry) in bytes.chunks_exact(8).enumerate() {
+                // The top byte has both bits that matter: 63 present, 62 swapped.
+                if entry[7] & 0xc0 == 0 {
+                    continue;
+                }
+                let gfn = Gfn(base.0 + chunk.start.0 + i as u64);
+                match runs[region_floor..].last_mut() {
+                    Some(run) if run.end() == gfn => run.count += 1,
+                    _ => runs.push(FrameRun { start: gfn, count: 1 }),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a guest that the pool of huge pages has no room for: the kernel would say "out of memory".
+fn check_pool(bytes: u64) -> Result<(), MemoryError> {
+    if !bytes.is_multiple_of(backing::HUGE_PAGE) {
+        return Err(MemoryError::NotHuge(bytes));
+    }
+    let pool = |name: &str| {
+        let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
+        std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok()
+    };
+    let free =
+        pool("free_hugepages").unwrap_or(0).saturating_sub(pool("resv_hugepages").unwrap_or(0));
+    // Pages beyond the pool may be borrowed, if the administrator allows it.
+    let more = pool("nr_overcommit_hugepages").unwrap_or(0);
+    let needed = bytes / backing::HUGE_PAGE;
+    if needed > free + more { Err(MemoryError::PoolTooSmall { needed, free }) } else { Ok(()) }
+}
+
+/// Memory and swap of the host; `None` if nobody knows, or any amount may be asked for.
+fn most_bytes() -> Option<u64> {
+    let overcommit = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()?;
+    if overcommit.trim() == "1" {
+        return None;
+    }
+    total_bytes(&std::fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn total_bytes(meminfo: &str) -> Option<u64> {
+    let swap = meminfo_bytes(meminfo, "SwapTotal:").unwrap_or(0);
+    meminfo_bytes(meminfo, "MemTotal:")?.checked_add(swap)
+}
+
+/// One field, colon and all, of what `/proc/meminfo` says.
+pub(crate) fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|l| l.strip_prefix(field))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vm_memory::Bytes;
+
+    #[test]
+    fn more_than_the_host_has_is_refused_with_what_it_has() {
+        assert_eq!(total_bytes("MemTotal:  8 kB\nMemFree: 1 kB\nSwapTotal: 2 kB\n"), Some(10240));
+        assert_eq!(total_bytes("MemTotal: 8 kB\n"), Some(8192));
+        assert_eq!(total_bytes("MemTotal: many\n"), None);
+    }
+
+    /// The ways to hold memory that any host has: the pool of huge pages is another test's.
+    fn ways() -> impl Iterator<Item = MemoryOptions> {
+        let pages = [None, Some(HugePages::None), Some(HugePages::Thp)];
+        [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
+            pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
+        })
+    }
+
+    const WRITTEN: [u64; 7] = [0, 1, 2, 70_000, 0xbffff, 0x100000, 0x17ffff];
+
+    /// Writes a byte to some frames and holds `populated` to them.
+    fn check_populated(options: &MemoryOptions) {
+        let memory = Memory::new(5 << 30, options).unwrap();
+        assert_eq!(memory.populated().unwrap(), [], "fresh memory has no frames: {options:?}");
+        for gfn in WRITTEN {
+            memory.ram().write_obj(1u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
+        }
+        let runs = memory.populated().unwrap();
+        let has = |gfn| runs.iter().any(|r| (r.start..r.end()).contains(&Gfn(gfn)));
+        for gfn in WRITTEN {
+            assert!(has(gfn), "frame {gfn:#x} was written: {options:?}");
+        }
+        assert!(runs.windows(2).all(|w| w[0].end() <= w[1].start), "ascending: {runs:?}");
+        assert!(runs.iter().all(|r| memory.layout().contains(*r)), "none crosses the hole");
+        let frames: u64 = runs.iter().map(|r| r.count).sum();
+        let pages = if options.huge_pages == Some(HugePages::None) { 1 } else { 512 };
+        assert!(frames <= WRITTEN.len() as u64 * pages, "{frames} frames: {options:?}");
+    }
+
+    #[test]
+    fn populated_is_what_was_written() {
+        ways().for_each(|options| check_populated(&options));
+    }
+
+    #[test]
+    fn memory_that_is_prefaulted_is_all_there_and_zero() {
+        for options in ways().map(|o| MemoryOptions { prefault: true, ..o }) {
+            let memory = Memory::new(96 << 20, &options).unwrap();
+            let frames: u64 = memory.populated().unwrap().iter().map(|r| r.count).sum();
+            assert_eq!(frames, 96 << 8, "{options:?}");
+            let last: u64 = memory.ram().read_obj(GuestAddress((96 << 20) - 8)).unwrap();
+            assert_eq!(last, 0);
+        }
+    }
+
+    #[test]
+    fn a_pool_of_huge_pages_that_is_too_small_is_refused_with_what_it_has() {
+        for backing in [Backing::Anon, Backing::Memfd] {
+            let options =
+                MemoryOptions { backing, huge_pages: Some(HugePages::Hugetlbfs), prefault: false };
+            // No host has promised so many.
+            let refused = Memory::new(8 << 40, &options).unwrap_err().to_string();
+            assert!(refused.contains("4194304 huge pages of 2 MiB"), "{refused}");
+            let odd = Memory::new((64 << 20) + 4096, &options).unwrap_err().to_string();
+            assert!(odd.contains("67112960 bytes is not a whole number of huge pages"), "{odd}");
+        }
+    }
+
+    #[test]
+    fn a_pool_of_huge_pages_holds_memory_like_any_other() {
+        let options =
+            MemoryOptions { huge_pages: Some(HugePages::Hugetlbfs), ..MemoryOptions::default() };
+        match check_pool(5 << 30) {
+            Ok(()) => check_populated(&options),
+            Err(e) => crate::testing::skip(
+                "a_pool_of_huge_pages_holds_memory_like_any_other",
+                &e.to_string(),
+            ),
+        }
+    }
+
+    #[test]
+    fn the_vmms_own_writes_mark_the_tree() {
+        let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
+        let mut subscription = memory.tracker().subscribe("test");
+        memory.ram().write_slice(&[1; 100], GuestAddress(0x1ff0)).unwrap();
+        let epoch = subscription.drain();
+        assert_eq!(epoch.runs().collect::<Vec<_>>(), [FrameRun { start: Gfn(1), count: 2 }]);
+    }
+}
