@@ -80,7 +80,7 @@ static void source_name(char *name, size_t bytes)
 
 int clock_main(int words, char **word)
 {
-    uint64_t tick = 10, every = 1000;
+    uint64_t tick = 20, every = 1000;
     const struct option table[] = {{"tick", OPTION_DURATION, &tick}, {"every", OPTION_DURATION, &every}};
     if (!options_read("clock", words, word, table, sizeof table / sizeof *table))
         return EXIT_USAGE;

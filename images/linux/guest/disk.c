@@ -119,7 +119,7 @@ static bool log_begin(struct disk *disk, uint64_t size)
 int disk_main(int words, char **word)
 {
     const char *path = "/dev/vda";
-    uint64_t size = 16 << 20, pause = 20, every = 1000;
+    uint64_t size = 16 << 20, pause = 100, every = 1000;
     const struct option table[] = {{"path", OPTION_TEXT, &path},
                                    {"size", OPTION_SIZE, &size},
                                    {"pause", OPTION_DURATION, &pause},

@@ -65,6 +65,16 @@ static void mount_at(const char *source, const char *directory, const char *type
         say("driftline-linux: cannot mount %s on %s: %s", source, directory, strerror(errno));
 }
 
+/* Linux denies huge pages to machines of less than 512 MiB, where the memory checker needs them as well. */
+static void huge_pages_allow(void)
+{
+    static const char wanted[] = "madvise";
+    int file = open("/sys/kernel/mm/transparent_hugepage/enabled", O_WRONLY | O_CLOEXEC);
+    if (file >= 0 && write(file, wanted, sizeof wanted - 1) < 0)
+        say("driftline-linux: cannot allow huge pages: %s", strerror(errno));
+    close(file);
+}
+
 /* DEV:DIR[:TYPE] */
 static void mount_disk(char *wanted)
 {
@@ -202,6 +212,7 @@ int init_main(void)
     shell = shell_start();
     if (setting("mount", value, sizeof value))
         mount_disk(value);
+    huge_pages_allow();
     if (setting("check", value, sizeof value))
         checkers_start(value);
 

@@ -11,13 +11,13 @@ int main(int words, char **word)
         const char *name, *options;
         int (*main)(int, char **);
     } program[] = {
-        {"mem", "[size=16M] [rate=64M] [every=1s]", mem_main},
-        {"disk", "[path=/dev/vda] [size=16M] [pause=20ms] [every=1s]", disk_main},
+        {"mem", "[size=16M] [rate=32M] [every=1s]", mem_main},
+        {"disk", "[path=/dev/vda] [size=16M] [pause=100ms] [every=1s]", disk_main},
         {"disk-verify", "[path=/dev/vda] [at-least=N]", disk_verify_main},
         {"tcp", "[port=7] [every=1s]", tcp_main},
-        {"echo", "[addr=10.0.0.2 | vsock=SOCKET] [port=7] [interval=10ms] [run=0s] [connect=60s] [drain=30s] [every=1s]",
+        {"echo", "[addr=10.0.0.2 | vsock=SOCKET] [port=7] [interval=20ms] [run=0s] [connect=60s] [drain=30s] [every=1s]",
          tcp_client_main},
-        {"clock", "[tick=10ms] [every=1s]", clock_main},
+        {"clock", "[tick=20ms] [every=1s]", clock_main},
     };
     if (getpid() == 1)
         return init_main();

@@ -43,7 +43,7 @@ static uint64_t power_of_two_up_to(uint64_t n)
 
 int mem_main(int words, char **word)
 {
-    uint64_t size = 16 << 20, rate = 64 << 20, every = 1000;
+    uint64_t size = 16 << 20, rate = 32 << 20, every = 1000;
     const struct option table[] = {
         {"size", OPTION_SIZE, &size}, {"rate", OPTION_SIZE, &rate}, {"every", OPTION_DURATION, &every}};
     if (!options_read("mem", words, word, table, sizeof table / sizeof *table))
