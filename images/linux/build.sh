@@ -11,9 +11,9 @@
 #   initramfs.cpio                 shell and checkers, for either
 #   driftline-check                the checkers, for the host: static, so it runs there as well
 #
-# Nothing is built whose inputs have not changed: each result lies in a folder named after the hash of its inputs. Results appear whole or not at
-# all; the names above are links to the newest. Packages that are missing are installed if the user may (root),
-# otherwise named.
+# Nothing is built whose inputs have not changed: each result lies in a folder named after the hash of its inputs.
+# Results appear whole or not at all; the names above are links to the newest. Packages that are missing are installed
+# if the user may (root), otherwise named.
 set -euo pipefail
 shopt -s inherit_errexit
 
@@ -107,7 +107,7 @@ user_stamp() {
         stamp "$(version_of busybox-static)" "$(version_of musl-tools)" "$(gcc -dumpfullversion)" "${program_flags[*]}"
 }
 
-# Makes CACHE/NAME a link to the file TARGET of the cache, at once; and forgets what it led to before, if that was another folder.
+# Makes CACHE/$1 a link to the file $2 of the cache, at once.
 link_to() {
     ln -sfn "$2" "$cache/.$1.new"
     mv -T "$cache/.$1.new" "$cache/$1"
