@@ -17,7 +17,8 @@ pub(super) const BOUND: usize = if cfg!(driftline_shuttle) { 2 } else { 256 };
 
 /// Leaves drained by lists before a walk comes in between: lists leave the summaries set, and this bounds
 /// what a walk spends on those.
-pub(super) const MAX_SPURIOUS: usize = 64 * BOUND;
+/// Under miri, where a tree that holds so many takes minutes, fewer.
+pub(super) const MAX_SPURIOUS: usize = if cfg!(miri) { 4 } else { 64 } * BOUND;
 
 /// See the module.
 #[derive(Debug)]
