@@ -20,6 +20,8 @@ pub mod section_tags {
     pub const SERIAL: SectionTag = SectionTag(4);
     /// One worker of the threads backend; the instance is its index.
     pub const THREAD_WORKER: SectionTag = SectionTag(5);
+    /// What the VMM emulates beside the serial port: ACPI's registers, the generation ID.
+    pub const PLATFORM: SectionTag = SectionTag(7);
 }
 
 impl fmt::Display for SectionTag {
@@ -30,6 +32,7 @@ impl fmt::Display for SectionTag {
             section_tags::KVM_VCPU => "vCPU state",
             section_tags::SERIAL => "serial port",
             section_tags::THREAD_WORKER => "worker state",
+            section_tags::PLATFORM => "platform state",
             SectionTag(n) => return write!(f, "unknown section {n}"),
         };
         f.write_str(name)

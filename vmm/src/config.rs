@@ -2,6 +2,7 @@
 //! belongs to one host.
 
 mod codec;
+mod cpu;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,6 +11,7 @@ use std::str::FromStr;
 use dirty_tracker::TrackingMode;
 use serde::{Deserialize, Serialize};
 
+pub use cpu::{CpuConfig, CpuModel, CpuidWord};
 use crate::memory::MemoryOptions;
 
 /// Least guest memory: 16 MiB.
@@ -65,12 +67,14 @@ pub enum Boot {
     Payload(String),
     /// A kernel from a file.
     Kernel {
-        /// A static PVH ELF.
+        /// A static ELF file or a bzImage.
         kernel: PathBuf,
         /// An initial RAM disk.
         initrd: Option<PathBuf>,
         /// The kernel's command line.
         cmdline: String,
+        /// Nothing is added to the command line: neither a console nor the virtio devices.
+        bare: bool,
     },
 }
 
@@ -90,6 +94,8 @@ pub struct MachineConfig {
     pub backend: Backend,
     /// What was booted.
     pub boot: Boot,
+    /// The processor of its vCPUs.
+    pub cpu: CpuConfig,
 }
 
 /// Entries of a dirty ring unless told otherwise: the most that KVM takes is 65,536.
@@ -98,7 +104,7 @@ pub const DEFAULT_RING_ENTRIES: u32 = 16_384;
 /// Where the first serial port's output goes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum SerialSink {
-    /// Standard output; standard input is not read.
+    /// Standard output; standard input, where it is a terminal, a pipe or a file, is COM1's input.
     #[default]
     Stdio,
     /// Nowhere.
@@ -123,7 +129,7 @@ impl FromStr for SerialSink {
 /// The part of a configuration that belongs to one host.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct HostConfig {
-    /// Where COM1 goes.
+    /// Where COM1 goes, and what it hears.
     pub serial: SerialSink,
     /// What holds guest memory.
     pub memory: MemoryOptions,

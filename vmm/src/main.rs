@@ -6,7 +6,8 @@ mod cli;
 mod demo;
 
 use std::process::ExitCode;
+use std::time::Instant;
 
 fn main() -> ExitCode {
-    cli::main()
+    cli::main(Instant::now())
 }

@@ -16,6 +16,8 @@ pub enum EndReason {
     PowerOff,
     /// The guest asked for a reset.
     Reset,
+    /// Its kernel has panicked, and said so.
+    Panicked,
     /// Someone stopped it; the text says who or why (an operator, a completed migration).
     Stopped(String),
     /// It cannot go on: a triple fault, an instruction that KVM cannot emulate, a failed ioctl.

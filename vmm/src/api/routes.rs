@@ -110,7 +110,7 @@ async fn vm_config(State(app): Shared) -> Answer<Value> {
         let config = jobs.vm().machine_config();
         let boot = match &config.boot {
             Boot::Payload(spec) => json!({ "guest": spec }),
-            Boot::Kernel { kernel, initrd, cmdline } => json!({
+            Boot::Kernel { kernel, initrd, cmdline, .. } => json!({
                 "kernel_image_path": kernel, "initrd_path": initrd, "boot_args": cmdline,
             }),
         };

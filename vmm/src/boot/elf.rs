@@ -1,4 +1,5 @@
-//! Reading a static ELF file, of either class, into guest memory, and finding its PVH note.
+//! Reading a static ELF file, of either class, into guest memory, and finding its entry: the PVH
+//! note's, else, of a 64-bit file, the one that its header names, for the Linux protocol.
 //!
 //! The structures are linux-loader's. Its loader is not used: it knows only 64-bit files, takes the
 //! answer of the last note segment (compilers add one after Xen's), and ignores segments that are
@@ -12,7 +13,8 @@ use linux_loader::elf::{
 };
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
-use super::{BootError, Taken};
+use super::kernel::{Loaded, Start};
+use super::{BootError, Taken, zero_page};
 use crate::memory::Memory;
 
 const CLASS_32: u8 = 1;
@@ -26,15 +28,6 @@ const MAX_NOTE_BYTES: u64 = 1 << 20;
 /// Nor more program headers: Linux has about five.
 const MAX_HEADERS: u16 = 256;
 
-/// A kernel in guest memory.
-#[derive(Debug)]
-pub(crate) struct Loaded {
-    /// Where the PVH note says that it begins.
-    pub(crate) entry: u64,
-    /// The memory of its segments.
-    pub(crate) segments: Vec<Taken>,
-}
-
 /// One program header of either class.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
@@ -46,7 +39,7 @@ struct Segment {
 }
 
 /// Reads the ELF file `from`, called `what` in errors, into `memory`.
-pub(crate) fn load<F: Read + Seek + ReadVolatile>(
+pub(super) fn load<F: Read + Seek + ReadVolatile>(
     what: &str,
     from: &mut F,
     memory: &Memory,
@@ -62,8 +55,15 @@ struct Reader<'a, F> {
 
 impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
     fn load(mut self, memory: &Memory) -> Result<Loaded, BootError> {
-        let segments = self.headers()?;
-        let entry = self.pvh_entry(&segments)?;
+        let (segments, entry_64) = self.headers()?;
+        let (kind, rip, start) = match (self.pvh_entry(&segments)?, entry_64) {
+            (Some(rip), _) => ("PVH entry", rip, Start::Pvh { rip }),
+            (None, Some(rip)) => {
+                let header = Box::new(zero_page::header_of_an_elf());
+                ("entry", rip, Start::Linux64 { rip, header })
+            }
+            (None, None) => return Err(BootError::NoPvhNote(self.what.to_owned())),
+        };
         let loads: Vec<Segment> =
             segments.into_iter().filter(|s| s.kind == PT_LOAD && s.mem_bytes > 0).collect();
         if loads.is_empty() {
@@ -74,8 +74,8 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
             taken.push(self.room_for(s, memory)?);
         }
         self.require_apart(&taken)?;
-        if !taken.iter().any(|&(start, end)| (start..end).contains(&entry)) {
-            return Err(self.damaged(format!("its PVH entry {entry:#x} lies in no segment")));
+        if !taken.iter().any(|&(start, end)| (start..end).contains(&rip)) {
+            return Err(self.damaged(format!("its {kind} {rip:#x} lies in no segment")));
         }
         for s in &loads {
             self.seek(s.offset)?;
@@ -85,7 +85,7 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
                 .read_exact_volatile_from(GuestAddress(s.paddr), self.from, len)
                 .map_err(|e| self.damaged(format!("a segment cannot be read: {e}")))?;
         }
-        Ok(Loaded { entry, segments: taken })
+        Ok(Loaded { start, segments: taken })
     }
 
     /// Checks that a segment lies in memory; gives its range.
@@ -117,12 +117,13 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         }
     }
 
-    fn headers(&mut self) -> Result<Vec<Segment>, BootError> {
+    /// The program headers, and where a 64-bit file says that it begins.
+    fn headers(&mut self) -> Result<(Vec<Segment>, Option<u64>), BootError> {
         let mut ident = [0; 64];
         let got = self.read_up_to(&mut ident)?;
         let magic = [ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3];
         if got < 20 || ident[..4] != magic {
-            return Err(BootError::NotElf(self.what.to_owned()));
+            return Err(BootError::NoKernel(self.what.to_owned()));
         }
         let class = ident[EI_CLASS];
         let wide = class == CLASS_64;
@@ -159,11 +160,11 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
             }
             headers.push(if wide { segment_64(&one) } else { segment_32(&one) });
         }
-        Ok(headers)
+        Ok((headers, wide.then(|| u64_at(&ident, 24))))
     }
 
-    /// The entry of the first Xen PHYS32_ENTRY note in any note segment.
-    fn pvh_entry(&mut self, segments: &[Segment]) -> Result<u64, BootError> {
+    /// The entry of the first Xen PHYS32_ENTRY note in any note segment, if there is one.
+    fn pvh_entry(&mut self, segments: &[Segment]) -> Result<Option<u64>, BootError> {
         let mut total = 0u64;
         for s in segments.iter().filter(|s| s.kind == PT_NOTE) {
             total = total.saturating_add(s.file_bytes);
@@ -177,10 +178,10 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
                 return Err(self.damaged("its notes are cut short"));
             }
             if let Some(entry) = find_note(&notes) {
-                return Ok(entry);
+                return Ok(Some(entry));
             }
         }
-        Err(BootError::NoPvhNote(self.what.to_owned()))
+        Ok(None)
     }
 
     fn seek(&mut self, offset: u64) -> Result<(), BootError> {
@@ -313,7 +314,8 @@ mod tests {
             file(&[notes, (PT_LOAD, second, 16, 16), (PT_LOAD, 1 << 20, 16, 4096)], 0)
         };
         let loaded = load_it(two((1 << 20) + 4096)).unwrap();
-        assert_eq!((loaded.entry, loaded.segments.len()), (1 << 20, 2));
+        assert!(matches!(loaded.start, Start::Pvh { rip: 0x10_0000 }), "{loaded:?}");
+        assert_eq!(loaded.segments.len(), 2);
         assert_eq!(
             load_it(two((1 << 20) + 4095)).unwrap_err(),
             "it is a damaged ELF file: its segments 0x100000..0x101000 and 0x100fff..0x10100f overlap"
@@ -331,7 +333,7 @@ mod tests {
         // The same notes, named again and again.
         let half = (PT_NOTE, 0, 1 << 19, 0);
         let zeros = |headers: &[(u32, u64, u64, u64)]| load_it(file(headers, 1 << 19)).unwrap_err();
-        assert!(zeros(&[code, half, half]).contains("no PVH note"), "1 MiB is allowed");
+        assert!(zeros(&[code, half, half]).contains("its entry 0x0 lies"), "1 MiB is allowed");
         assert_eq!(
             zeros(&[code, half, half, half]),
             "it is a damaged ELF file: it has 1572864 bytes of notes, more than 1048576"

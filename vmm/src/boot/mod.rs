@@ -1,10 +1,24 @@
-//! Putting a kernel into guest memory, by the PVH boot protocol: the ELF file, the initial RAM disk,
-//! the command line, what the guest is told of its memory and processors, and its first registers.
+//! Putting a kernel into guest memory and telling it of its machine.
+//!
+//! ```text
+//! file --kernel--> ELF with PVH note    start info   32 bits, no paging
+//!              --> ELF without, bzImage zero page    64 bits, identity tables
+//! ```
+//!
+//! Beside either lie the MP table, the ACPI tables and the generation ID (`firmware`), and the
+//! memory map says so.
 
+mod acpi;
+mod bzimage;
+mod cmdline;
 mod elf;
+mod firmware;
+mod kernel;
+mod map;
 mod mptable;
 mod pvh;
 mod registers;
+mod zero_page;
 
 use std::fs::File;
 use std::io::Cursor;
@@ -15,8 +29,19 @@ use images::PayloadSpec;
 
 use crate::config::{Boot, MachineConfig};
 use crate::memory::Memory;
+use kernel::{Loaded, Start};
 
+pub(crate) use firmware::renew_generation_id;
 pub use registers::set_registers;
+
+/// Where KVM's interrupt controllers lie.
+const LOCAL_APIC: u32 = 0xfee0_0000;
+const IOAPIC: u32 = 0xfec0_0000;
+
+/// The first APIC id that no vCPU has.
+const fn ioapic_id(vcpus: u8) -> u8 {
+    vcpus
+}
 
 /// Why a guest cannot be booted.
 #[derive(Debug, thiserror::Error)]
@@ -30,9 +55,9 @@ pub enum BootError {
         /// The system's answer.
         cause: std::io::Error,
     },
-    /// The kernel is no ELF file.
-    #[error("{0} is no ELF file")]
-    NotElf(String),
+    /// The file is no kernel.
+    #[error("{0} is neither an ELF file nor a bzImage")]
+    NoKernel(String),
     /// The kernel is for another processor.
     #[error("{what} is an ELF file for another architecture (machine {machine}), not for x86")]
     WrongArchitecture {
@@ -41,9 +66,19 @@ pub enum BootError {
         /// `e_machine`.
         machine: u16,
     },
-    /// The kernel does not say where PVH boot enters it.
-    #[error("{0} has no PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it")]
+    /// A 32-bit kernel does not say where PVH boot enters it.
+    #[error(
+        "{0} is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it"
+    )]
     NoPvhNote(String),
+    /// A bzImage's setup header asks for what cannot be given.
+    #[error("{what} cannot be booted: {why}")]
+    BadHeader {
+        /// The file, as the user knows it.
+        what: String,
+        /// The field and its value.
+        why: String,
+    },
     /// The kernel's headers contradict themselves or its length.
     #[error("{what} is a damaged ELF file: {why}")]
     Damaged {
@@ -77,36 +112,83 @@ impl BootError {
 /// A range of guest physical addresses that is taken: start and end.
 pub(crate) type Taken = (u64, u64);
 
-/// Where a loaded kernel begins.
+/// Where a virtio device is found: registers and interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Entry {
-    /// Its first instruction.
-    pub rip: u64,
-    /// Where the start info lies, for RBX.
-    pub start_info: u64,
+pub struct MmioSlot {
+    /// Guest physical address of its page of registers.
+    pub base: u64,
+    /// Pin of the IOAPIC.
+    pub gsi: u32,
 }
 
-/// Loads what `config` boots into `memory`.
-pub fn load(config: &MachineConfig, memory: &Memory) -> Result<Entry, BootError> {
-    let vcpus = config.vcpus;
+/// Where a loaded kernel begins, and what it is told; all are guest physical addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Entry {
+    /// 32-bit protected mode without paging.
+    Pvh {
+        /// Its first instruction.
+        rip: u64,
+        /// The start info, for RBX.
+        start_info: u64,
+    },
+    /// Long mode.
+    Linux64 {
+        /// Its first instruction.
+        rip: u64,
+        /// The zero page, for RSI.
+        zero_page: u64,
+        /// The identity tables, for CR3.
+        page_tables: u64,
+        /// The descriptor table.
+        gdt: u64,
+    },
+}
+
+/// Loads what `config` boots into `memory`, for a machine with virtio devices at `devices`.
+pub fn load(
+    config: &MachineConfig,
+    memory: &Memory,
+    devices: &[MmioSlot],
+) -> Result<Entry, BootError> {
     match &config.boot {
         Boot::Payload(spec) => {
             let spec: PayloadSpec = spec.parse().map_err(|e| BootError::Config(format!("{e}")))?;
             let mut elf = Cursor::new(images::PAYLOAD_ELF);
-            let loaded = elf::load("the payload", &mut elf, memory)?;
-            pvh::write(memory, &loaded, None, &spec.cmdline(vcpus.into()), vcpus)
+            let kernel = kernel::load("the payload", &mut elf, memory)?;
+            enter(config, memory, &kernel, None, &spec.cmdline(config.vcpus.into()), devices)
         }
-        Boot::Kernel { kernel, initrd, cmdline } => {
+        Boot::Kernel { kernel, initrd, cmdline, bare } => {
             let what = format!("kernel \"{}\"", kernel.display());
-            let loaded = elf::load(&what, &mut open(&what, kernel)?, memory)?;
+            let loaded = kernel::load(&what, &mut open(&what, kernel)?, memory)?;
             let initrd = match initrd {
                 Some(path) => {
                     let what = format!("initrd \"{}\"", path.display());
-                    Some(pvh::load_initrd(&what, open(&what, path)?, memory, &loaded)?)
+                    Some(kernel::load_initrd(&what, open(&what, path)?, memory, &loaded)?)
                 }
                 None => None,
             };
-            pvh::write(memory, &loaded, initrd, cmdline, vcpus)
+            let cmdline = cmdline::assemble(cmdline, *bare, devices)?;
+            enter(config, memory, &loaded, initrd, &cmdline, devices)
+        }
+    }
+}
+
+/// Writes what the kernel is told, by the protocol that it wants.
+fn enter(
+    config: &MachineConfig,
+    memory: &Memory,
+    kernel: &Loaded,
+    initrd: Option<Taken>,
+    cmdline: &str,
+    devices: &[MmioSlot],
+) -> Result<Entry, BootError> {
+    let rsdp = firmware::write(memory, kernel, config.vcpus, devices)?;
+    let segments = &kernel.segments;
+    match &kernel.start {
+        Start::Pvh { rip } => pvh::write(memory, *rip, segments, initrd, cmdline, rsdp),
+        Start::Linux64 { rip, header } => {
+            let given = zero_page::Given { header, segments, initrd, cmdline, rsdp };
+            zero_page::write(memory, *rip, &given)
         }
     }
 }

@@ -4,13 +4,11 @@
 //! and entries for each processor, one ISA bus, one IOAPIC, its 16 ISA interrupts one to one, and
 //! the two local interrupts.
 
-/// Where it lies: the last KiB of base memory, one of the three places where guests look.
-pub(crate) const ADDRESS: u64 = 0x9_fc00;
-/// Room for it.
-pub(crate) const ROOM: u64 = 0x400;
+use super::map;
+use super::{IOAPIC, LOCAL_APIC, ioapic_id};
 
-const LOCAL_APIC: u32 = 0xfee0_0000;
-const IOAPIC: u32 = 0xfec0_0000;
+const ADDRESS: u64 = map::MP_TABLE.0;
+
 /// Version of both kinds of APIC that KVM emulates: integrated.
 const APIC_VERSION: u8 = 0x14;
 const POINTER_BYTES: usize = 16;
@@ -27,9 +25,9 @@ const NMI: u8 = 1;
 const EXT_INT: u8 = 3;
 const ALL_APICS: u8 = 0xff;
 
-/// The bytes at [`ADDRESS`] for `vcpus` processors.
-pub(crate) fn build(vcpus: u8) -> Vec<u8> {
-    let ioapic_id = vcpus;
+/// The bytes at [`map::MP_TABLE`] for `vcpus` processors.
+pub(super) fn build(vcpus: u8) -> Vec<u8> {
+    let ioapic_id = ioapic_id(vcpus);
     let mut entries = Vec::new();
     let mut count: u16 = 0;
     let mut entry = |bytes: &[u8]| {
@@ -90,7 +88,11 @@ mod tests {
     fn both_checksums_hold_and_the_largest_table_fits() {
         for vcpus in [1, 2, crate::config::MAX_VCPUS] {
             let table = build(vcpus);
-            assert!(table.len() as u64 <= ROOM, "{} bytes", table.len());
+            assert!(
+                table.len() as u64 <= map::MP_TABLE.1 - map::MP_TABLE.0,
+                "{} bytes",
+                table.len()
+            );
             assert_eq!(checksum(table[..POINTER_BYTES].iter()), 0);
             assert_eq!(checksum(table[POINTER_BYTES..].iter()), 0);
             let entries = u16::from_le_bytes([table[16 + 34], table[16 + 35]]);

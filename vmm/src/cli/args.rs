@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand};
 use dirty_tracker::TrackingMode;
 use migrate::TimeoutStrategy;
-use vmm::config::{Backend, DEFAULT_RING_ENTRIES, MAX_VCPUS, SerialSink};
+use vmm::config::{Backend, CpuConfig, DEFAULT_RING_ENTRIES, MAX_VCPUS, SerialSink};
 use vmm::memory::{Backing, HugePages};
 
 use super::values;
@@ -90,6 +90,9 @@ pub(crate) struct QueryArgs {
 #[derive(Args)]
 pub(crate) struct HostArgs {
     /// Where the guest's first serial port goes: stdio, null or file:PATH
+    ///
+    /// With stdio, a terminal is the guest's until it ends (Ctrl-A x ends it), and what comes from a
+    /// pipe or a file is typed to it.
     #[arg(long, value_name = "SINK", default_value = "stdio")]
     pub(crate) serial: SerialSink,
     /// Listen for API requests on this unix socket
@@ -115,15 +118,19 @@ pub(crate) struct HostArgs {
 #[derive(Args)]
 #[command(group(ArgGroup::new("boot").required(true).args(["kernel", "guest"])))]
 pub(crate) struct RunArgs {
-    /// Boot this static PVH ELF
+    /// Boot this kernel: a static ELF file, by PVH where it has the note, or a bzImage
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
     /// Give the kernel this initial RAM disk
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub(crate) initrd: Option<PathBuf>,
-    /// The kernel's command line
+    /// The kernel's command line, to which console=ttyS0 panic=-1 reboot=k are added unless it has
+    /// them, and the virtio devices
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
+    /// Add nothing to the command line
+    #[arg(long, requires = "kernel")]
+    pub(crate) bare_cmdline: bool,
     /// Boot the embedded guest, such as payload,ws=64M,rate=320M,pattern=seq,seed=1
     ///
     /// Rates are bytes a second or max; patterns are seq, random, zipf, stride and once.
@@ -136,6 +143,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
     pub(crate) vcpus: u8,
+    /// The guest's processor: host, or baseline, with which it can move to unlike hosts; less
+    /// features by name, such as host,-cx16
+    #[arg(long, value_name = "MODEL", default_value_t)]
+    pub(crate) cpu: CpuConfig,
     /// How writes are tracked: dirty-ring, dirty-bitmap or none
     #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]
     pub(crate) tracking: TrackingMode,

@@ -1,14 +1,16 @@
 //! Owns a process that has a guest: from the start of its API to the guest's end.
 
+use std::io::{self, IsTerminal};
 use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Instant;
 
 use checkpoint::{Clock, GuestError, RestoreError, Store};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{ApiSocket, App, Server};
 use vmm::backend::{self, Factory, LaunchError};
-use vmm::config::{Boot, HostConfig, MachineConfig};
+use vmm::config::{Boot, HostConfig, MachineConfig, SerialSink};
 use vmm::jobs::Jobs;
 use vmm::memory::MemoryOptions;
 use vmm::vm::{EndReason, SharedVm};
@@ -17,8 +19,8 @@ use super::args::{HostArgs, ReceiveArgs, RestoreArgs, RunArgs};
 use super::failure::Failure;
 use super::output::say;
 
-/// `driftline run`.
-pub(super) fn run(args: RunArgs) -> Result<ExitCode, Failure> {
+/// `driftline run`, in a process that has `started` then.
+pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
     let socket = prepare(&args.host)?;
     let host = host_config(&args.host);
     let state_dir = args.host.state_dir.clone();
@@ -26,6 +28,9 @@ pub(super) fn run(args: RunArgs) -> Result<ExitCode, Failure> {
     let jobs = Jobs::new(vm.clone(), state_dir);
     let server = Server::start(socket, App::new(jobs.clone()))?;
     vm.resume()?;
+    // The vCPUs have just been told: what is left of the way to the guest's first instruction is one
+    // thread's waking up.
+    tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
     to_the_end(vm, jobs, server)
 }
 
@@ -101,6 +106,9 @@ fn prepare(host: &HostArgs) -> Result<Option<ApiSocket>, Failure> {
 }
 
 fn host_config(host: &HostArgs) -> HostConfig {
+    if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
+        say("the terminal is the guest's; Ctrl-A x ends it");
+    }
     let memory = MemoryOptions {
         backing: host.memory_backing,
         huge_pages: host.hugepages,
@@ -113,7 +121,8 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     let boot = match (args.guest, args.kernel) {
         (Some(spec), _) => Boot::Payload(spec),
         (None, Some(kernel)) => {
-            Boot::Kernel { kernel, initrd: args.initrd, cmdline: args.cmdline.unwrap_or_default() }
+            let (initrd, cmdline) = (args.initrd, args.cmdline.unwrap_or_default());
+            Boot::Kernel { kernel, initrd, cmdline, bare: args.bare_cmdline }
         }
         // clap has one of them required.
         (None, None) => return Err(Failure::error("neither --kernel nor --guest was given")),
@@ -125,6 +134,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
         ring_entries: args.ring_entries,
         backend: args.backend,
         boot,
+        cpu: args.cpu,
     })
 }
 
@@ -157,6 +167,9 @@ fn to_the_end(vm: SharedVm, jobs: Arc<Jobs>, server: Server) -> Result<ExitCode,
         Some(EndReason::PowerOff) => say("the guest powered itself off"),
         Some(EndReason::Reset) => say("the guest asked for a reset"),
         Some(EndReason::Stopped(why)) => say(format_args!("the guest was stopped: {why}")),
+        Some(EndReason::Panicked) => {
+            return Err(Failure::error("the guest's kernel has panicked; its console says why"));
+        }
         Some(EndReason::Crashed(why)) => {
             return Err(Failure::error(format_args!("the guest crashed: {why}")));
         }

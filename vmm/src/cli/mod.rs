@@ -14,6 +14,7 @@ mod values;
 
 use std::io;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
@@ -21,21 +22,21 @@ use tracing_subscriber::EnvFilter;
 use args::{Cli, Command, LogArgs};
 use failure::Failure;
 
-/// Reads the command line and does what it says.
-pub fn main() -> ExitCode {
+/// Reads the command line and does what it says, in a process that has `started` then.
+pub fn main(started: Instant) -> ExitCode {
     let cli = Cli::parse();
     if let Err(e) = start_log(&cli.log) {
         return e.report();
     }
-    match run(cli.command) {
+    match run(cli.command, started) {
         Ok(code) => code,
         Err(failure) => failure.report(),
     }
 }
 
-fn run(command: Command) -> Result<ExitCode, Failure> {
+fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
     match command {
-        Command::Run(args) => live::run(args),
+        Command::Run(args) => live::run(args, started),
         Command::Info(args) => client::info(&args),
         Command::Pause(args) => client::pause(&args),
         Command::Resume(args) => client::resume(&args),

@@ -1,14 +1,54 @@
 //! Owns the bytes of a configuration on wires and in stores: a version, then postcard. They come
 //! from strangers: nothing in them is believed before it is checked.
+//!
+//! | version | fields |
+//! | --- | --- |
+//! | 1 | memory, vCPUs, tracking, ring entries, backend, boot |
+//! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor |
+
+use std::path::PathBuf;
 
 use checkpoint::GuestError;
-use dirty_tracker::PAGE_SIZE;
+use dirty_tracker::{PAGE_SIZE, TrackingMode};
+use serde::Deserialize;
 
-use super::{Backend, Boot, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig};
+use super::{Backend, Boot, CpuConfig, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig};
 
-/// The encoding of all configurations so far.
-const VERSION: u16 = 1;
+/// What is written; older ones are read.
+const VERSION: u16 = 2;
 const WHAT: &str = "the guest's configuration";
+
+/// Version 1.
+#[derive(Deserialize)]
+struct V1 {
+    mem_bytes: u64,
+    vcpus: u8,
+    tracking: TrackingMode,
+    ring_entries: u32,
+    backend: Backend,
+    boot: BootV1,
+}
+
+#[derive(Deserialize)]
+enum BootV1 {
+    Payload(String),
+    Kernel { kernel: PathBuf, initrd: Option<PathBuf>, cmdline: String },
+}
+
+impl From<V1> for MachineConfig {
+    fn from(v1: V1) -> Self {
+        let V1 { mem_bytes, vcpus, tracking, ring_entries, backend, boot } = v1;
+        let boot = match boot {
+            BootV1::Payload(spec) => Boot::Payload(spec),
+            // Nothing was ever added.
+            BootV1::Kernel { kernel, initrd, cmdline } => {
+                Boot::Kernel { kernel, initrd, cmdline, bare: true }
+            }
+        };
+        let cpu = CpuConfig::default();
+        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu }
+    }
+}
 
 impl MachineConfig {
     /// The configuration as `Guest::config` hands it out. It must have passed [`Self::check`].
@@ -22,13 +62,16 @@ impl MachineConfig {
         let malformed = |why: String| GuestError::Malformed { what: WHAT.to_owned(), why };
         let (version, rest) =
             postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.to_string()))?;
-        if version != VERSION {
-            let why =
-                format!("it has version {version}, and this is written for version {VERSION}");
-            return Err(GuestError::Unsupported { what: WHAT.to_owned(), why });
-        }
-        let (config, rest) =
-            postcard::take_from_bytes::<Self>(rest).map_err(|e| malformed(e.to_string()))?;
+        let taken = match version {
+            1 => postcard::take_from_bytes::<V1>(rest).map(|(v1, rest)| (v1.into(), rest)),
+            VERSION => postcard::take_from_bytes::<Self>(rest),
+            _ => {
+                let why =
+                    format!("it has version {version}, and this is written for version {VERSION}");
+                return Err(GuestError::Unsupported { what: WHAT.to_owned(), why });
+            }
+        };
+        let (config, rest) = taken.map_err(|e| malformed(e.to_string()))?;
         if !rest.is_empty() {
             return Err(malformed(format!("{} bytes follow its end", rest.len())));
         }
@@ -61,14 +104,14 @@ impl MachineConfig {
         {
             return Err(format!("its file {path:?} has a name that is not UTF-8"));
         }
-        Ok(())
+        self.cpu.check()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::{CpuModel, CpuidWord};
     use super::*;
-    use dirty_tracker::TrackingMode;
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
@@ -81,11 +124,13 @@ mod tests {
             ring_entries: 16_384,
             backend: Backend::Kvm,
             boot: Boot::Payload("payload".to_owned()),
+            cpu: CpuConfig::default(),
         }
     }
 
     fn kernel(path: &OsStr) -> MachineConfig {
-        let boot = Boot::Kernel { kernel: path.into(), initrd: None, cmdline: "quiet".to_owned() };
+        let (kernel, cmdline) = (path.into(), "quiet".to_owned());
+        let boot = Boot::Kernel { kernel, initrd: None, cmdline, bare: true };
         let (backend, tracking) = (Backend::Threads, TrackingMode::None);
         MachineConfig { backend, tracking, boot, ..payload() }
     }
@@ -101,6 +146,26 @@ mod tests {
             ),
         ];
         for (config, bytes) in golden {
+            assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
+        }
+    }
+
+    /// The bytes of version 2, for ever: those of version 1, `bare`, model, what it is without, and
+    /// what it has shown.
+    #[test]
+    fn the_bytes_of_version_2_stay_as_they_are() {
+        let without = vec!["cx16".to_owned()];
+        let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
+        let cpu = CpuConfig { model: CpuModel::Baseline, without, shown };
+        let golden: &[(MachineConfig, &[u8])] = &[
+            (payload(), b"\x02\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00"),
+            (
+                MachineConfig { cpu, ..kernel(OsStr::new("/k")) },
+                b"\x02\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\
+                  \x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f",
+            ),
+        ];
+        for (config, bytes) in golden {
             assert_eq!(config.encode(), *bytes);
             assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
         }
@@ -112,8 +177,8 @@ mod tests {
         let mut bytes = payload().encode();
         bytes.extend([0; 3]);
         assert!(refused(&bytes).contains("3 bytes follow its end"));
-        bytes[0] = 2;
-        assert!(refused(&bytes).contains("it has version 2, and this is written for version 1"));
+        bytes[0] = 3;
+        assert!(refused(&bytes).contains("it has version 3, and this is written for version 2"));
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));
     }

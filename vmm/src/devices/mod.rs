@@ -1,39 +1,60 @@
 //! The few devices that the VMM itself emulates, and the ports at which the guest finds them.
 //!
 //! ```text
-//! 0x064          keyboard controller: 0xfe resets
+//! 0x064          keyboard controller: 0xfe resets; also ACPI's reset register
 //! 0x3f8..0x3ff   COM1, interrupt 4
-//! 0x604          power management: sleep enable ends the machine
+//! 0x505          pvpanic: the guest tells of its panic, which ends the machine
+//! 0x600..0x605   ACPI's PM1 registers: sleep enable ends the machine; interrupt 9, never raised
 //! ```
+//!
+//! Interrupt 13 tells an ACPI guest that its generation ID is new.
 //!
 //! Interrupt controllers, timer and local APICs are KVM's.
 
+mod input;
+mod power;
 mod serial;
 mod sink;
 
+pub(crate) use input::InputThread;
+pub use power::{PowerManagement, PowerState};
 pub use serial::{Com1, SerialPortState};
 pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};
 
 use crate::vm::EndReason;
 
-const KEYBOARD_COMMAND: u16 = 0x64;
-const KEYBOARD_RESET: u8 = 0xfe;
-const COM1: std::ops::RangeInclusive<u16> = 0x3f8..=0x3ff;
-const PM1A_CONTROL: u16 = 0x604;
-/// `SLP_EN` of the PM1a control register.
-const SLEEP_ENABLE: u16 = 1 << 13;
+pub(crate) const KEYBOARD_COMMAND: u16 = 0x64;
+pub(crate) const KEYBOARD_RESET: u8 = 0xfe;
+pub(crate) const COM1_PORTS: std::ops::RangeInclusive<u16> = 0x3f8..=0x3ff;
+pub(crate) use serial::IRQ as COM1_IRQ;
+pub(crate) const PVPANIC: u16 = 0x505;
+/// PM1a event block: status, then enable.
+pub(crate) const PM1A_EVENT: u16 = 0x600;
+/// PM1a control block.
+pub(crate) const PM1A_CONTROL: u16 = 0x604;
+/// ACPI's own interrupt: where all PCs have it. Nothing here raises it.
+pub(crate) const SCI: u8 = 9;
+/// The interrupt of the generation ID's event device: on PCs the coprocessor's, which none has any
+/// more.
+pub(crate) const GENERATION_EVENT: u8 = 13;
+
+const PM1: std::ops::Range<u16> = PM1A_EVENT..PM1A_CONTROL + 2;
+/// pvpanic events: a panic that ends the guest, and one after which its own crash kernel runs.
+const PANICKED: u8 = 1 << 0;
+const CRASH_LOADED: u8 = 1 << 1;
 
 /// The port bus. Shared by all vCPUs.
 #[derive(Debug)]
 pub struct Bus {
     com1: Com1,
+    power: PowerManagement,
 }
 
 impl Bus {
     /// A bus with these devices.
     pub fn new(com1: Com1) -> Self {
-        Self { com1 }
+        Self { com1, power: PowerManagement::default() }
     }
 
     /// The first serial port.
@@ -41,19 +62,30 @@ impl Bus {
         &self.com1
     }
 
+    /// ACPI's power management registers.
+    pub fn power(&self) -> &PowerManagement {
+        &self.power
+    }
+
     /// A guest's write: one access, or, from a string instruction, several of one byte each. Gives
     /// the reason if it ends the machine.
     pub fn write(&self, port: u16, data: &[u8]) -> Option<EndReason> {
         match (port, data) {
-            (PM1A_CONTROL, &[low, high]) => {
-                let sleep = u16::from_le_bytes([low, high]) & SLEEP_ENABLE != 0;
-                return sleep.then_some(EndReason::PowerOff);
+            (port, bytes) if PM1.contains(&port) => {
+                let off = self.power.write(port - PM1.start, bytes);
+                return off.then_some(EndReason::PowerOff);
+            }
+            (PVPANIC, bytes) if bytes.iter().any(|b| b & PANICKED != 0) => {
+                return Some(EndReason::Panicked);
+            }
+            (PVPANIC, bytes) if bytes.iter().any(|b| b & CRASH_LOADED != 0) => {
+                tracing::warn!("the guest has panicked, and its crash kernel runs");
             }
             (KEYBOARD_COMMAND, bytes) if bytes.contains(&KEYBOARD_RESET) => {
                 return Some(EndReason::Reset);
             }
-            (port, bytes) if COM1.contains(&port) => {
-                let register = (port - COM1.start()) as u8;
+            (port, bytes) if COM1_PORTS.contains(&port) => {
+                let register = (port - COM1_PORTS.start()) as u8;
                 bytes.iter().for_each(|byte| self.com1.write(register, *byte));
             }
             _ => {}
@@ -65,10 +97,12 @@ impl Bus {
     /// ones.
     pub fn read(&self, port: u16, data: &mut [u8]) {
         match port {
-            port if COM1.contains(&port) => {
-                let register = (port - COM1.start()) as u8;
+            port if COM1_PORTS.contains(&port) => {
+                let register = (port - COM1_PORTS.start()) as u8;
                 data.iter_mut().for_each(|byte| *byte = self.com1.read(register));
             }
+            port if PM1.contains(&port) => self.power.read(port - PM1.start, data),
+            PVPANIC => data.fill(PANICKED | CRASH_LOADED),
             // Status of the keyboard controller: nothing in either buffer.
             KEYBOARD_COMMAND => data.fill(0),
             _ => data.fill(0xff),

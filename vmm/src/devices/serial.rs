@@ -1,16 +1,22 @@
-//! COM1: vm-superio's 16550 with its interrupt line and its output.
+//! COM1: vm-superio's 16550 with its interrupt line, its output, and the way in for input.
 
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use vm_superio::Trigger;
-use vm_superio::serial::{NoEvents, Serial, SerialState};
+use vm_superio::serial::{Serial, SerialEvents, SerialState};
 
 use super::SinkWriter;
+use super::input::Bell;
 use crate::kvm::KvmVm;
 
 /// ISA interrupt of COM1.
-const IRQ: u32 = 4;
+pub(crate) const IRQ: u32 = 4;
+
+/// Interrupt enable register: data has been received.
+const RECEIVED_DATA: u8 = 1 << 0;
 
 /// Raises the interrupt through the VM, at once: an event file descriptor would raise it some time
 /// later, perhaps after the interrupt controllers were saved.
@@ -26,7 +32,20 @@ impl Trigger for IrqPulse {
     }
 }
 
-type Uart = Serial<IrqPulse, NoEvents, SinkWriter>;
+/// Says when the guest has read all there was.
+#[derive(Clone, Debug)]
+pub(crate) struct Drained(Arc<Bell>);
+
+impl SerialEvents for Drained {
+    fn buffer_read(&self) {}
+    fn out_byte(&self) {}
+    fn tx_lost_byte(&self) {}
+    fn in_buffer_empty(&self) {
+        self.0.ring();
+    }
+}
+
+type Uart = Serial<IrqPulse, Drained, SinkWriter>;
 
 /// The port, shared by the vCPUs.
 #[derive(Debug)]
@@ -34,13 +53,51 @@ pub struct Com1 {
     uart: Mutex<Uart>,
     vm: Arc<KvmVm>,
     sink: SinkWriter,
+    drained: Drained,
+    /// The guest runs: what stands still must not change.
+    takes_input: AtomicBool,
 }
 
 impl Com1 {
-    /// A port as it is after a reset, which writes to `sink`.
-    pub fn new(vm: Arc<KvmVm>, sink: SinkWriter) -> Self {
-        let uart = Serial::new(IrqPulse(vm.clone()), sink.clone());
-        Self { uart: Mutex::new(uart), vm, sink }
+    /// A port as it is after a reset, which writes to `sink`, and takes no input before
+    /// [`take_input`](Self::take_input).
+    pub fn new(vm: Arc<KvmVm>, sink: SinkWriter) -> io::Result<Self> {
+        let drained = Drained(Arc::new(Bell::new()?));
+        let uart = Serial::with_events(IrqPulse(vm.clone()), drained.clone(), sink.clone());
+        let takes_input = AtomicBool::new(false);
+        Ok(Self { uart: Mutex::new(uart), vm, sink, drained, takes_input })
+    }
+
+    /// Lets input in, or no more of it: once this has said no, nothing arrives.
+    pub(crate) fn take_input(&self, yes: bool) {
+        let _uart = self.uart();
+        self.takes_input.store(yes, Ordering::Relaxed);
+        if yes {
+            self.drained.in_buffer_empty();
+        }
+    }
+
+    /// Gives the guest as much of `input` as there is room for; how many bytes that was. With
+    /// `listening`, none before it wants to hear of them by interrupt.
+    pub(crate) fn feed(&self, input: &[u8], listening: bool) -> usize {
+        let mut uart = self.uart();
+        let deaf = || listening && uart.state().interrupt_enable & RECEIVED_DATA == 0;
+        if input.is_empty() || !self.takes_input.load(Ordering::Relaxed) || deaf() {
+            return 0;
+        }
+        // No room is no error: the guest says when it has read all.
+        if uart.fifo_capacity() == 0 {
+            return 0;
+        }
+        uart.enqueue_raw_bytes(input).unwrap_or_else(|e| {
+            tracing::debug!("COM1 input: {e}");
+            0
+        })
+    }
+
+    /// Rings once the guest has read all its input.
+    pub(super) fn drained(&self) -> &Bell {
+        &self.drained.0
     }
 
     fn uart(&self) -> MutexGuard<'_, Uart> {
@@ -95,7 +152,7 @@ impl Com1 {
             in_buffer: state.in_buffer,
         };
         let irq = IrqPulse(self.vm.clone());
-        let uart = Serial::from_state(&state, irq, NoEvents, self.sink.clone());
+        let uart = Serial::from_state(&state, irq, self.drained.clone(), self.sink.clone());
         *self.uart() = uart.map_err(|e| e.to_string())?;
         Ok(())
     }

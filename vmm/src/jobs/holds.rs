@@ -223,7 +223,7 @@ impl Guest for View {
 mod tests {
     use super::*;
     use crate::config::{
-        Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
     };
     use RunState::{Paused, Running};
     use dirty_tracker::TrackingMode;
@@ -236,6 +236,7 @@ mod tests {
             ring_entries: DEFAULT_RING_ENTRIES,
             backend: Backend::Threads,
             boot: Boot::Payload("payload,ws=1M".into()),
+            cpu: CpuConfig::default(),
         };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = crate::backend::launch(config, &host).unwrap();

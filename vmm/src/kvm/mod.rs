@@ -14,5 +14,5 @@ pub use exit::internal_error;
 pub use kick::{ImmediateExit, block_signals, kick, listen_for_kicks, register_kick_handler};
 pub use open::{Unusable, open, open_device};
 pub use ring::RingMap;
-pub use state::{get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
+pub use state::{get_pdptrs, get_xsave, ioapic_listens, set_sregs_with_pdptrs, set_xsave};
 pub use vm::KvmVm;

@@ -108,6 +108,18 @@ pub fn set_sregs_with_pdptrs(vcpu: &VcpuFd, s: &kvm_sregs, pdptrs: [u64; 4]) -> 
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Whether the guest has an ear for `pin` of this IOAPIC: its interrupt is not masked.
+pub fn ioapic_listens(chip: &kvm_irqchip, pin: u8) -> bool {
+    const MASKED: u64 = 1 << 16;
+    // SAFETY: every member of the union is plain data for which all bits are valid.
+    let ioapic = unsafe { chip.chip.ioapic };
+    ioapic.redirtbl.get(usize::from(pin)).is_some_and(|entry| {
+        // SAFETY: both members of the union are plain data for which all bits are valid.
+        let bits = unsafe { entry.bits };
+        bits & MASKED == 0
+    })
+}
+
 fn from_errno(e: kvm_ioctls::Error) -> io::Error {
     io::Error::from_raw_os_error(e.errno())
 }

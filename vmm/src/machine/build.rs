@@ -14,8 +14,8 @@ use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
 use super::{Machine, MachineError};
 use crate::boot::{self, Entry};
 use crate::collector::{Collector, Message};
-use crate::config::{Backend, HostConfig, MachineConfig};
-use crate::devices::{Bus, Com1, open_sink};
+use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
+use crate::devices::{Bus, Com1, InputThread, open_sink};
 use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
 use crate::sources::{BitmapSource, RingSource};
@@ -50,23 +50,29 @@ impl Machine {
 
     fn build(
         vm_id: VmId,
-        config: MachineConfig,
+        mut config: MachineConfig,
         host: &HostConfig,
         load: bool,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
         let (kvm, capabilities) = kvm::open()?;
+        let supported = supported_cpuid(&kvm)?;
+        let offered = offered_cpuid(&supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         let memory = Arc::new(Memory::new(config.mem_bytes, &host.memory)?);
-        let entry = if load { Some(boot::load(&config, &memory)?) } else { None };
+        let entry = if load { Some(boot::load(&config, &memory, &[])?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
-        let supported = supported_cpuid(&kvm)?;
-        let vcpus = create_vcpus(&kvm, &capabilities, &supported, &vm, &config, entry)?;
+        let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
+        if load && let Some((_, first)) = vcpus.first() {
+            config.cpu.shown = cpuid::shown(first.as_slice());
+        }
         let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
-        let bus = Arc::new(Bus::new(Com1::new(vm.clone(), sink)));
+        let com1 = Com1::new(vm.clone(), sink);
+        let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
+        let bus = Arc::new(Bus::new(com1));
 
         let collector_channel = mpsc::channel();
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new()));
@@ -74,6 +80,11 @@ impl Machine {
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
+        let input = match host.serial {
+            SerialSink::Stdio => InputThread::start(bus.clone()),
+            SerialSink::Null | SerialSink::File(_) => Ok(None),
+        };
+        let input = input.map_err(MachineError::system("reading the serial port's input"))?;
         // From here on the supervisor ends the threads if anything fails.
         let supervisor =
             Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox)?;
@@ -87,6 +98,7 @@ impl Machine {
             requests,
             supervisor: Some(supervisor),
             collector: None,
+            _input: input,
             _serial: serial,
         };
         machine.collector = start_collector(&vm, source, &machine.config, collector_channel)?;
@@ -145,7 +157,7 @@ fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), Mac
 fn create_vcpus(
     kvm: &Kvm,
     capabilities: &Capabilities,
-    supported: &CpuId,
+    offered: &CpuId,
     vm: &KvmVm,
     config: &MachineConfig,
     entry: Option<Entry>,
@@ -157,19 +169,20 @@ fn create_vcpus(
             why: format!("its KVM allows {most} a guest"),
         });
     }
-    let bits = cpuid::address_bits(supported.as_slice());
+    let bits = cpuid::address_bits(offered.as_slice());
     if vm.memory().layout().slots().any(|s| s.run().end().gpa() > 1 << bits) {
         return Err(MachineError::HostLacks {
             what: format!("guest addresses for {} bytes of memory", config.mem_bytes),
             why: format!("its processors have {bits} bits of physical address"),
         });
     }
-    let tsc_deadline = capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER);
+    let tsc_deadline =
+        capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER) && cpuid::may_have_tsc_deadline(&config.cpu);
     let mut vcpus = Vec::new();
     for id in 0..config.vcpus {
         let fd = vm.fd().create_vcpu(id.into());
         let fd = fd.map_err(MachineError::system("KVM_CREATE_VCPU"))?;
-        let cpuid = cpuid::for_vcpu(supported, id, config.vcpus, tsc_deadline);
+        let cpuid = cpuid::for_vcpu(offered, id, config.vcpus, tsc_deadline);
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
         vcpus.push((fd, cpuid));
     }
@@ -183,6 +196,21 @@ fn create_vcpus(
 fn supported_cpuid(kvm: &Kvm) -> Result<CpuId, MachineError> {
     kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(MachineError::system("KVM_GET_SUPPORTED_CPUID"))
+}
+
+/// Of what KVM supports, what the guest is to see; refused where it would miss what it has seen
+/// elsewhere.
+fn offered_cpuid(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MachineError> {
+    if let Some(lacks) = cpuid::missing(&cpu.shown, supported.as_slice()) {
+        return Err(MachineError::HostLacks {
+            what: lacks,
+            why: "the guest has seen it where it was started, and may rely on it".to_owned(),
+        });
+    }
+    cpuid::narrow(supported, cpu).map_err(|lacks| MachineError::HostLacks {
+        what: lacks,
+        why: format!("--cpu {cpu} needs it"),
+    })
 }
 
 /// What follows the guest's writes, and where each vCPU reports a full ring.

@@ -25,7 +25,7 @@ use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
-use crate::devices::SinkThread;
+use crate::devices::{InputThread, SinkThread};
 use crate::memory::Memory;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
@@ -47,6 +47,8 @@ pub struct Machine {
     supervisor: Option<JoinHandle<()>>,
     /// After the supervisor: vCPUs may wait for it until they are gone.
     collector: Option<Collector>,
+    /// Restores the terminal when it goes.
+    _input: Option<InputThread>,
     /// Last: what the guest said at its end is still to be written.
     _serial: SinkThread,
 }

@@ -1,4 +1,4 @@
-//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`. Each begins with a
+//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`, `PLATFORM`. Each begins with a
 //! version of its own; the rest is postcard. They come from files and wires: nothing in them is
 //! believed before it is checked, by us or by KVM.
 
@@ -7,8 +7,9 @@ use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::devices::SerialPortState;
-use crate::kvm::KvmVm;
+use crate::boot;
+use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState};
+use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{SavedVcpu, StateContext, away_ns, wall_ns};
 
 /// Of all sections so far.
@@ -22,6 +23,14 @@ pub(super) struct Saved {
     pub(super) vm: SavedVm,
     pub(super) vcpus: Vec<SavedVcpu>,
     pub(super) com1: SerialPortState,
+    /// Guests from before it was there have none, nor a generation ID.
+    pub(super) platform: Option<SavedPlatform>,
+}
+
+/// What the VMM emulates besides.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct SavedPlatform {
+    pub(super) power: PowerState,
 }
 
 /// What belongs to the VM and to no vCPU.
@@ -83,6 +92,23 @@ pub(super) fn restore_vm(
     Ok(())
 }
 
+/// Gives a restored guest a generation ID of its own and, if it listens, tells it. After
+/// [`restore_vm`], which would take the interrupt back.
+pub(super) fn renew_generation(vm: &KvmVm, saved: &SavedVm) -> Result<(), GuestError> {
+    boot::renew_generation_id(vm.memory()).map_err(|e| GuestError::System {
+        what: "writing the generation ID",
+        cause: Box::new(e),
+    })?;
+    // A guest without a driver for it may have put the pin, or an uninitialized 8259, to other use.
+    let listens = saved.irqchips.get(2).is_some_and(|c| ioapic_listens(c, GENERATION_EVENT));
+    if listens {
+        let pin = u32::from(GENERATION_EVENT);
+        got("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, true))?;
+        got("KVM_IRQ_LINE", vm.fd().set_irq_line(pin, false))?;
+    }
+    Ok(())
+}
+
 /// The clock to set, for one that read `then` at `wall_ns`.
 fn clock_now(
     context: &StateContext,
@@ -110,6 +136,9 @@ pub(super) fn encode(saved: &Saved) -> Result<Vec<Section>, GuestError> {
         sections.push(section(tags::KVM_VCPU, i, vcpu)?);
     }
     sections.push(section(tags::SERIAL, 0, &saved.com1)?);
+    if let Some(platform) = &saved.platform {
+        sections.push(section(tags::PLATFORM, 0, platform)?);
+    }
     Ok(sections)
 }
 
@@ -125,7 +154,7 @@ fn section<T: Serialize>(tag: SectionTag, instance: u16, value: &T) -> Result<Se
 pub(super) fn decode(sections: &[Section], vcpus: u8) -> Result<Saved, GuestError> {
     for s in sections {
         let known = match s.tag {
-            tags::KVM_VM | tags::SERIAL => s.instance == 0,
+            tags::KVM_VM | tags::SERIAL | tags::PLATFORM => s.instance == 0,
             tags::KVM_VCPU => s.instance < u16::from(vcpus),
             // What it says was used to make this machine.
             tags::CONFIG => true,
@@ -143,6 +172,10 @@ pub(super) fn decode(sections: &[Section], vcpus: u8) -> Result<Saved, GuestErro
         vm: read(sections, tags::KVM_VM, 0)?,
         vcpus: each.collect::<Result<_, GuestError>>()?,
         com1: read(sections, tags::SERIAL, 0)?,
+        platform: match sections.iter().any(|s| s.tag == tags::PLATFORM) {
+            true => Some(read(sections, tags::PLATFORM, 0)?),
+            false => None,
+        },
     })
 }
 

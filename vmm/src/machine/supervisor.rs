@@ -229,6 +229,7 @@ impl Supervisor {
         }
         drop(reply);
         let stood: Vec<Stood> = stood.iter().collect();
+        self.bus.com1().take_input(false);
         stood.len() == self.vcpus.len() && stood.iter().all(|s| *s == Stood::Paused)
     }
 
@@ -241,6 +242,7 @@ impl Supervisor {
         }
         self.has_run = true;
         self.status.set(RunState::Running);
+        self.bus.com1().take_input(true);
         for vcpu in &self.vcpus {
             vcpu.tell(Command::Resume);
         }
@@ -274,6 +276,7 @@ impl Supervisor {
             vm: state::save_vm(&self.vm, &self.context)?,
             vcpus,
             com1: self.bus.com1().state(),
+            platform: Some(state::SavedPlatform { power: self.bus.power().state() }),
         })
     }
 
@@ -304,7 +307,15 @@ impl Supervisor {
         }
         let malformed = |why| GuestError::Malformed { what: "the serial port's state".into(), why };
         self.bus.com1().restore(saved.com1).map_err(malformed)?;
-        state::restore_vm(&self.vm, &self.context, &saved.vm, clock)
+        state::restore_vm(&self.vm, &self.context, &saved.vm, clock)?;
+        if let Some(platform) = saved.platform {
+            self.bus.power().restore(platform.power);
+            // From one checkpoint many may go on; what migrates stays the one that it was.
+            if clock == Clock::Continue {
+                state::renew_generation(&self.vm, &saved.vm)?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -9,7 +9,7 @@ use dirty_tracker::{FrameRun, TrackingMode};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
-use crate::config::{Backend, DEFAULT_RING_ENTRIES, SerialSink};
+use crate::config::{Backend, CpuConfig, DEFAULT_RING_ENTRIES, SerialSink};
 
 fn config(spec: &str, vcpus: u8) -> MachineConfig {
     MachineConfig {
@@ -19,6 +19,7 @@ fn config(spec: &str, vcpus: u8) -> MachineConfig {
         ring_entries: DEFAULT_RING_ENTRIES,
         backend: Backend::Threads,
         boot: Boot::Payload(spec.into()),
+        cpu: CpuConfig::default(),
     }
 }
 

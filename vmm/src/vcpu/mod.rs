@@ -12,6 +12,7 @@
 //! the state were saved before.
 
 pub mod cpuid;
+pub mod features;
 mod state;
 
 use std::sync::Arc;

@@ -1,0 +1,278 @@
+//! Reading a bzImage: its setup header, checked, and its protected-mode part into guest memory.
+//!
+//! Only the 64-bit entry is used, which protocol 2.12 brought with Linux 3.8. linux-loader's own
+//! loader is not used: it enters at 32 bits and takes the header's word for most sizes.
+
+use std::io::{Read, Seek, SeekFrom};
+
+use linux_loader::loader::bootparam::{LOADED_HIGH, XLF_KERNEL_64, setup_header};
+use vm_memory::{ByteValued, Bytes, GuestAddress, ReadVolatile};
+
+use super::kernel::{Loaded, Start};
+use super::{BootError, Taken, map};
+use crate::memory::Memory;
+
+/// Bytes of the file in which the header lies.
+pub(super) const HEAD_BYTES: usize = 0x280;
+const BOOT_FLAG_AT: usize = 0x1fe;
+const BOOT_FLAG: [u8; 2] = [0x55, 0xaa];
+const MAGIC_AT: usize = 0x202;
+const MAGIC: &[u8; 4] = b"HdrS";
+/// The header begins at the byte that counts setup sectors.
+const HEADER_AT: usize = 0x1f1;
+/// The distance of the jump over the header, which says where it ends.
+const JUMP_AT: usize = 0x201;
+const SECTOR: u64 = 512;
+
+const OLDEST: u16 = 0x020c;
+/// Versions count within a major one; another one would be another protocol.
+const NEWEST: u16 = 0x02ff;
+const ENTRY_64: u64 = 0x200;
+
+/// Whether a file that begins with `head` is a bzImage, good or bad.
+pub(super) fn looks_like_one(head: &[u8]) -> bool {
+    head.get(BOOT_FLAG_AT..BOOT_FLAG_AT + 2) == Some(&BOOT_FLAG[..])
+        && head.get(MAGIC_AT..MAGIC_AT + 4) == Some(&MAGIC[..])
+}
+
+/// Reads the bzImage `from`, which begins with `head`, into `memory`.
+pub(super) fn load<F: Read + Seek + ReadVolatile>(
+    what: &str,
+    head: &[u8],
+    from: &mut F,
+    memory: &Memory,
+) -> Result<Loaded, BootError> {
+    let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
+    let header = read_header(what, head)?;
+    let file_bytes = from.seek(SeekFrom::End(0)).map_err(unreadable)?;
+    let place = Place::new(what, &header, file_bytes, memory)?;
+    from.seek(SeekFrom::Start(place.setup_bytes)).map_err(unreadable)?;
+    memory
+        .ram()
+        .read_exact_volatile_from(GuestAddress(place.load.0), from, place.bytes() as usize)
+        .map_err(|e| unreadable(std::io::Error::other(e)))?;
+    let rip = place.load.0 + ENTRY_64;
+    let start = Start::Linux64 { rip, header: Box::new(header) };
+    Ok(Loaded { start, segments: vec![place.load, place.run] })
+}
+
+/// The header as far as the file says that it has one; fields behind its end are 0.
+fn read_header(what: &str, head: &[u8]) -> Result<setup_header, BootError> {
+    let bad = |why: String| BootError::BadHeader { what: what.to_owned(), why };
+    let mut header = setup_header::default();
+    let claimed = MAGIC_AT + head.get(JUMP_AT).copied().map_or(0, usize::from);
+    let end = claimed.min(HEADER_AT + header.as_slice().len()).min(head.len());
+    let bytes = head.get(HEADER_AT..end).unwrap_or_default();
+    header.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
+
+    let version = header.version;
+    let spelled = format!("its boot protocol is {}.{:02}", version >> 8, version & 0xff);
+    if version < OLDEST {
+        return Err(bad(format!("{spelled}, and the 64-bit entry came with 2.12")));
+    }
+    if version > NEWEST {
+        return Err(bad(format!("{spelled}, and what comes after 2 is not known")));
+    }
+    if header.loadflags & LOADED_HIGH == 0 {
+        let flags = header.loadflags;
+        return Err(bad(format!("it wants to be loaded below 1 MiB (loadflags {flags:#x})")));
+    }
+    if header.xloadflags & XLF_KERNEL_64 == 0 {
+        let flags = header.xloadflags;
+        return Err(bad(format!("it has no 64-bit entry (xloadflags {flags:#x})")));
+    }
+    Ok(header)
+}
+
+/// What goes where.
+struct Place {
+    /// The real-mode part of the file, which is not used.
+    setup_bytes: u64,
+    /// Where the rest of the file is loaded.
+    load: Taken,
+    /// What the kernel uses until it knows its memory.
+    run: Taken,
+}
+
+impl Place {
+    fn bytes(&self) -> u64 {
+        self.load.1 - self.load.0
+    }
+
+    fn new(
+        what: &str,
+        header: &setup_header,
+        file_bytes: u64,
+        memory: &Memory,
+    ) -> Result<Self, BootError> {
+        let bad = |why: String| BootError::BadHeader { what: what.to_owned(), why };
+        let sectors = match header.setup_sects {
+            // Kernels from before the field have four.
+            0 => 4,
+            n => u64::from(n),
+        };
+        let setup_bytes = (sectors + 1) * SECTOR;
+        let (syssize, init_size) = (u64::from(header.syssize) * 16, u64::from(header.init_size));
+        let bytes = file_bytes.saturating_sub(setup_bytes);
+        if bytes == 0 || bytes < syssize {
+            return Err(bad(format!(
+                "it is cut short: it has {file_bytes} bytes, and its header asks for {}",
+                setup_bytes + syssize.max(1)
+            )));
+        }
+        let (wanted, alignment) = (header.pref_address, u64::from(header.kernel_alignment));
+        if wanted < map::ONE_MIB {
+            return Err(bad(format!("its preferred address {wanted:#x} lies below 1 MiB")));
+        }
+        let load = if header.relocatable_kernel == 0 {
+            // It moves itself to the preferred address.
+            map::ONE_MIB
+        } else if !alignment.is_power_of_two() {
+            return Err(bad(format!("its alignment {alignment:#x} is no power of two")));
+        } else {
+            wanted.checked_next_multiple_of(alignment).unwrap_or(u64::MAX)
+        };
+        let run = if header.relocatable_kernel == 0 { wanted } else { load };
+        let end = |start: u64, bytes| start.saturating_add(bytes);
+        let (load, run) = ((load, end(load, bytes)), (run, end(run, init_size.max(bytes))));
+        let low_end = map::low_end(memory);
+        for (start, end) in [load, run] {
+            if end > low_end {
+                let why = format!(
+                    "its {bytes} bytes, which become {init_size} (init_size), go to {start:#x}..{end:#x}, and \
+                     memory below 4 GiB ends at {low_end:#x}"
+                );
+                return Err(BootError::does_not_fit(what, memory.layout(), why));
+            }
+        }
+        Ok(Self { setup_bytes, load, run })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::MemoryOptions;
+    use proptest::prelude::*;
+    use std::io::Cursor;
+
+    /// A bzImage whose header passes: one setup sector, 4096 bytes of kernel, relocatable.
+    fn good() -> setup_header {
+        setup_header {
+            setup_sects: 1,
+            boot_flag: u16::from_le_bytes(BOOT_FLAG),
+            jump: 0x6aeb,
+            header: u32::from_le_bytes(*MAGIC),
+            version: 0x020f,
+            loadflags: LOADED_HIGH,
+            syssize: 256,
+            initrd_addr_max: 0x7fff_ffff,
+            kernel_alignment: 0x20_0000,
+            relocatable_kernel: 1,
+            xloadflags: XLF_KERNEL_64,
+            cmdline_size: 2047,
+            pref_address: 0x100_0000,
+            init_size: 0x10_0000,
+            ..Default::default()
+        }
+    }
+
+    fn file(header: &setup_header) -> Vec<u8> {
+        let mut file = vec![0; HEADER_AT];
+        file.extend_from_slice(header.as_slice());
+        file.resize(1024, 0);
+        file.resize(1024 + 4096, 0xab);
+        file
+    }
+
+    fn load_it(bytes: &[u8]) -> Result<Loaded, String> {
+        let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
+        super::super::kernel::load("it", &mut Cursor::new(bytes), &memory)
+            .map_err(|e| e.to_string())
+    }
+
+    fn refused(change: impl FnOnce(&mut setup_header)) -> String {
+        let mut header = good();
+        change(&mut header);
+        load_it(&file(&header)).unwrap_err()
+    }
+
+    #[test]
+    fn a_relocatable_kernel_goes_to_its_preferred_address() {
+        let loaded = load_it(&file(&good())).unwrap();
+        let Start::Linux64 { rip, header } = loaded.start else { panic!("{loaded:?}") };
+        assert_eq!((rip, *header), (0x100_0200, good()));
+        assert_eq!(loaded.segments, [(0x100_0000, 0x100_1000), (0x100_0000, 0x110_0000)]);
+        let fixed = setup_header { relocatable_kernel: 0, kernel_alignment: 0, ..good() };
+        let loaded = load_it(&file(&fixed)).unwrap();
+        assert_eq!(loaded.segments, [(0x10_0000, 0x10_1000), (0x100_0000, 0x110_0000)]);
+    }
+
+    #[test]
+    fn headers_that_cannot_boot_are_refused_with_the_value() {
+        let why = |s: &str| s.strip_prefix("it cannot be booted: ").unwrap_or(s).to_owned();
+        assert_eq!(
+            why(&refused(|h| h.version = 0x0205)),
+            "its boot protocol is 2.05, and the 64-bit entry came with 2.12"
+        );
+        assert_eq!(
+            why(&refused(|h| h.version = 0x0300)),
+            "its boot protocol is 3.00, and what comes after 2 is not known"
+        );
+        assert_eq!(
+            why(&refused(|h| h.xloadflags = 0x7e)),
+            "it has no 64-bit entry (xloadflags 0x7e)"
+        );
+        assert_eq!(
+            why(&refused(|h| h.loadflags = 0x80)),
+            "it wants to be loaded below 1 MiB (loadflags 0x80)"
+        );
+        assert_eq!(
+            why(&refused(|h| h.syssize = 257)),
+            "it is cut short: it has 5120 bytes, and its header asks for 5136"
+        );
+        assert_eq!(
+            why(&refused(|h| h.kernel_alignment = 3 << 20)),
+            "its alignment 0x300000 is no power of two"
+        );
+        assert_eq!(
+            why(&refused(|h| h.pref_address = 0x8000)),
+            "its preferred address 0x8000 lies below 1 MiB"
+        );
+        assert!(
+            refused(|h| h.init_size = 64 << 20).ends_with(
+                "its 4096 bytes, which become 67108864 (init_size), go to \
+                 0x1000000..0x5000000, and memory below 4 GiB ends at 0x4000000"
+            ),
+            "{}",
+            refused(|h| h.init_size = 64 << 20)
+        );
+        assert!(refused(|h| h.pref_address = u64::MAX - 1).contains("does not fit"));
+        assert!(refused(|h| h.setup_sects = 255).contains("cut short"));
+    }
+
+    #[test]
+    fn a_header_ends_where_its_jump_says() {
+        // What lies behind is code: xloadflags and all after it count as 0.
+        let short = refused(|h| h.jump = 0x30eb);
+        assert_eq!(short, "it cannot be booted: it has no 64-bit entry (xloadflags 0x0)");
+    }
+
+    proptest! {
+        #[test]
+        fn no_damage_to_a_header_makes_it_panic(
+            changes in proptest::collection::vec((HEADER_AT..HEAD_BYTES, any::<u8>()), 1..12),
+            cut in 0usize..5200,
+        ) {
+            let mut bytes = file(&good());
+            for (at, byte) in changes {
+                bytes[at] = byte;
+            }
+            bytes.truncate(cut.max(64));
+            if let Ok(loaded) = load_it(&bytes) {
+                let inside = |s: &Taken| s.0 >= map::ONE_MIB && s.1 <= 64 << 20 && s.0 < s.1;
+                prop_assert!(loaded.segments.iter().all(inside), "{:x?}", loaded.segments);
+            }
+        }
+    }
+}

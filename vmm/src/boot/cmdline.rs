@@ -1,0 +1,82 @@
+//! The kernel's command line: what the user gave, and what this machine adds to it.
+
+use linux_loader::cmdline::Cmdline;
+use vm_memory::GuestAddress;
+
+use super::{BootError, MmioSlot};
+
+/// Longer lines are refused before they are put together. Linux itself takes 2,047 bytes.
+const MOST_BYTES: usize = 1 << 20;
+/// `COMMAND_LINE_SIZE` of Linux on x86, with its terminator.
+const LINUX_BYTES: usize = 2048;
+/// What Linux should do unless the line says otherwise: talk to COM1, which is all there is; end
+/// after a panic; and reset by the keyboard controller, which cannot be mistaken for a crash.
+const DEFAULTS: [(&str, &str); 3] = [("console", "ttyS0"), ("panic", "-1"), ("reboot", "k")];
+const MMIO_BYTES: u64 = 4096;
+
+/// The whole line: `given`, the defaults whose keys it does not have, and each virtio device. A
+/// `bare` line is left as it is. Arguments for init, after ` -- `, stay last.
+pub(super) fn assemble(given: &str, bare: bool, devices: &[MmioSlot]) -> Result<String, BootError> {
+    if given.bytes().any(|b| b == 0) {
+        return Err(BootError::Config("the kernel's command line contains a NUL byte".to_owned()));
+    }
+    if bare {
+        return Ok(given.to_owned());
+    }
+    let refused =
+        |e| BootError::Config(format!("the kernel's command line cannot be extended: {e}"));
+    let mut line = Cmdline::try_from(given, MOST_BYTES).map_err(refused)?;
+    for (key, value) in DEFAULTS {
+        if !has_key(given, key) {
+            line.insert(key, value).map_err(refused)?;
+        }
+    }
+    for device in devices {
+        let base = GuestAddress(device.base);
+        line.add_virtio_mmio_device(MMIO_BYTES, base, device.gsi, None).map_err(refused)?;
+    }
+    let line = line.as_cstring().map_err(refused)?;
+    let line = line.into_string().map_err(|e| BootError::Config(e.to_string()))?;
+    if line.len() >= LINUX_BYTES {
+        let bytes = line.len();
+        tracing::warn!("the kernel's command line has {bytes} bytes; Linux cuts it at 2047");
+    }
+    Ok(line)
+}
+
+/// Whether the boot part of `line` sets `key`.
+fn has_key(line: &str, key: &str) -> bool {
+    let boot = line.split(" -- ").next().unwrap_or_default();
+    boot.split_whitespace().any(|word| word.split('=').next() == Some(key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_added_but_never_against_the_user() {
+        let line = |given| assemble(given, false, &[]).unwrap();
+        assert_eq!(line(""), "console=ttyS0 panic=-1 reboot=k");
+        assert_eq!(line("quiet panic=5"), "quiet panic=5 console=ttyS0 reboot=k");
+        assert_eq!(
+            line("console=hvc0 reboot=t panic=-1 -- console=x"),
+            "console=hvc0 reboot=t panic=-1 -- console=x"
+        );
+        assert_eq!(line("a -- b"), "a console=ttyS0 panic=-1 reboot=k -- b");
+        assert_eq!(assemble(" as it  is", true, &[]).unwrap(), " as it  is");
+        assert!(assemble("a\0b", true, &[]).unwrap_err().to_string().contains("NUL"));
+    }
+
+    #[test]
+    fn devices_are_named_before_inits_arguments() {
+        let slots =
+            [MmioSlot { base: 0xd000_0000, gsi: 5 }, MmioSlot { base: 0xd000_1000, gsi: 16 }];
+        assert_eq!(
+            assemble("console=x panic=1 reboot=k -- sh", false, &slots).unwrap(),
+            "console=x panic=1 reboot=k virtio_mmio.device=4K@0xd0000000:5 \
+             virtio_mmio.device=4K@0xd0001000:16 -- sh"
+        );
+        assert_eq!(assemble("x", true, &slots).unwrap(), "x");
+    }
+}

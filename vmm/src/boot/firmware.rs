@@ -1,0 +1,79 @@
+//! What a firmware would have left in memory: MP table, ACPI tables, generation ID.
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::kernel::Loaded;
+use super::{BootError, MmioSlot, acpi, map, mptable};
+use crate::memory::Memory;
+
+/// Writes all of it, beside the kernel; gives the address of the RSDP.
+pub(super) fn write(
+    memory: &Memory,
+    kernel: &Loaded,
+    vcpus: u8,
+    devices: &[MmioSlot],
+) -> Result<u64, BootError> {
+    let rsdp = map::ACPI_TABLES.0;
+    let parts = [
+        ("the MP table", map::MP_TABLE, mptable::build(vcpus)),
+        ("ACPI tables", map::ACPI_TABLES, {
+            acpi::build(rsdp, vcpus, devices, map::GENERATION_ID.0)
+        }),
+        ("the generation ID", map::GENERATION_ID, fresh_generation_id().to_vec()),
+    ];
+    for (what, place, bytes) in parts {
+        let misfit = |why| BootError::does_not_fit(what, memory.layout(), why);
+        if let Some(s) = kernel.segments.iter().find(|s| map::overlap(**s, place)) {
+            let why = format!(
+                "the kernel needs {:#x}..{:#x}, and {what} must lie in {:#x}..{:#x}",
+                s.0, s.1, place.0, place.1
+            );
+            return Err(misfit(why));
+        }
+        if bytes.len() as u64 > place.1 - place.0 {
+            return Err(misfit(format!(
+                "{} bytes must lie in {:#x}..{:#x}",
+                bytes.len(),
+                place.0,
+                place.1
+            )));
+        }
+        let written = memory.ram().write_slice(&bytes, GuestAddress(place.0));
+        written.map_err(|e| misfit(e.to_string()))?;
+    }
+    Ok(rsdp)
+}
+
+/// Gives the guest a new generation ID: it goes on from a state from which others may go on too, and
+/// must not draw the same random numbers. The frame is marked dirty like every other write.
+pub(crate) fn renew_generation_id(memory: &Memory) -> Result<(), vm_memory::GuestMemoryError> {
+    let at = GuestAddress(map::GENERATION_ID.0);
+    memory.ram().write_slice(&fresh_generation_id(), at)
+}
+
+fn fresh_generation_id() -> [u8; 16] {
+    uuid::Uuid::new_v4().into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::MemoryOptions;
+    use dirty_tracker::{FrameRun, Gfn};
+
+    #[test]
+    fn a_new_generation_id_differs_and_is_seen_by_the_tracker() {
+        let memory = Memory::new(16 << 20, &MemoryOptions::default()).unwrap();
+        let read = || {
+            let mut id = [0; 16];
+            memory.ram().read_slice(&mut id, GuestAddress(map::GENERATION_ID.0)).unwrap();
+            id
+        };
+        renew_generation_id(&memory).unwrap();
+        let (first, mut subscription) = (read(), memory.tracker().subscribe("test"));
+        renew_generation_id(&memory).unwrap();
+        assert_ne!(read(), first);
+        let frames: Vec<FrameRun> = subscription.drain().runs().collect();
+        assert_eq!(frames, [FrameRun { start: Gfn(0xff), count: 1 }]);
+    }
+}

@@ -1,0 +1,81 @@
+//! A kernel in guest memory, whatever file it came from, and the RAM disk that goes with it.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+
+use linux_loader::loader::bootparam::setup_header;
+use vm_memory::{Bytes, GuestAddress, ReadVolatile};
+
+use super::{BootError, Taken, bzimage, elf, map};
+use crate::memory::Memory;
+
+const PAGE: u64 = 4096;
+
+/// A kernel in guest memory.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub(super) start: Start,
+    /// The memory that it needs.
+    pub(super) segments: Vec<Taken>,
+}
+
+/// How a kernel wants to be entered.
+#[derive(Debug)]
+pub(super) enum Start {
+    /// By the PVH note, in 32-bit mode.
+    Pvh { rip: u64 },
+    /// By the 64-bit Linux boot protocol, in long mode with a zero page.
+    Linux64 { rip: u64, header: Box<setup_header> },
+}
+
+impl Start {
+    /// The highest address that the last byte of a RAM disk may have.
+    fn initrd_addr_max(&self) -> u64 {
+        match self {
+            Self::Pvh { .. } => u32::MAX.into(),
+            Self::Linux64 { header, .. } => header.initrd_addr_max.into(),
+        }
+    }
+}
+
+/// Reads the kernel `from`, called `what` in errors, into `memory`.
+pub(super) fn load<F: Read + Seek + ReadVolatile>(
+    what: &str,
+    from: &mut F,
+    memory: &Memory,
+) -> Result<Loaded, BootError> {
+    let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
+    let mut head = Vec::new();
+    from.by_ref().take(bzimage::HEAD_BYTES as u64).read_to_end(&mut head).map_err(unreadable)?;
+    from.seek(SeekFrom::Start(0)).map_err(unreadable)?;
+    if bzimage::looks_like_one(&head) {
+        bzimage::load(what, &head, from, memory)
+    } else {
+        elf::load(what, from, memory)
+    }
+}
+
+/// Reads a RAM disk to the end of low memory, or as high as the kernel takes it, above the kernel.
+pub(super) fn load_initrd(
+    what: &str,
+    mut file: File,
+    memory: &Memory,
+    kernel: &Loaded,
+) -> Result<Taken, BootError> {
+    let unreadable = |cause| BootError::Unreadable { what: what.to_owned(), cause };
+    let bytes = file.metadata().map_err(unreadable)?.len();
+    let low_end = map::low_end(memory);
+    let ceiling = low_end.min(kernel.start.initrd_addr_max() + 1);
+    let low_kernel_end = kernel.segments.iter().map(|s| s.1).filter(|e| *e <= low_end).max();
+    let floor = low_kernel_end.unwrap_or(0).max(map::ONE_MIB);
+    let start = ceiling.checked_sub(bytes).map(|s| s & !(PAGE - 1)).filter(|s| *s >= floor);
+    let Some(start) = start else {
+        let why = format!("its {bytes} bytes must lie between {floor:#x} and {ceiling:#x}");
+        return Err(BootError::does_not_fit(what, memory.layout(), why));
+    };
+    memory
+        .ram()
+        .read_exact_volatile_from(GuestAddress(start), &mut file, bytes as usize)
+        .map_err(|e| unreadable(std::io::Error::other(e)))?;
+    Ok((start, start + bytes))
+}

@@ -1,0 +1,117 @@
+//! The memory map, and what lies where below 1 MiB.
+//!
+//! ```text
+//! 0 .. 0x9fc00           RAM; boot information lies in it, from 0x6000 on, where the kernel leaves room
+//! 0x9fc00 .. 0xa0000     reserved: MP table
+//! 0xa0000 .. 0xe0000     reserved: where PCs have video memory and ROMs
+//! 0xe0000 .. 0xff000     reserved: ACPI tables, RSDP first
+//! 0xff000 .. 1 MiB       reserved: generation ID
+//! 1 MiB .. 3 GiB         RAM, as far as it goes; the RAM disk at its end
+//! 0xfec00000 .. 4 GiB    reserved: IOAPIC, local APICs, KVM's own pages
+//! 4 GiB ..               RAM, the rest
+//! ```
+
+use super::Taken;
+use crate::memory::{HOLE_END, Memory};
+
+/// First address of low memory that boot information may use: real-mode tables lie below.
+const LOW_FLOOR: u64 = 0x6000;
+const PAGE: u64 = 4096;
+pub(super) const ONE_MIB: u64 = 1 << 20;
+const CHIPSET_START: u64 = 0xfec0_0000;
+
+/// Room for the MP table: the last KiB of base memory, one of the three places where guests look.
+pub(super) const MP_TABLE: Taken = (0x9_fc00, 0xa_0000);
+/// Room for the ACPI tables. The RSDP comes first: guests that are not told look here.
+pub(super) const ACPI_TABLES: Taken = (0xe_0000, 0xf_f000);
+/// A page of its own for the generation ID.
+pub(super) const GENERATION_ID: Taken = (0xf_f000, ONE_MIB);
+
+/// What a range of guest physical addresses is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    Ram,
+    Reserved,
+}
+
+/// One range of the memory map.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Range {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) kind: Kind,
+}
+
+impl Range {
+    pub(super) fn bytes(&self) -> u64 {
+        self.end - self.start
+    }
+}
+
+/// The map as every boot protocol tells it: ascending, without overlaps.
+pub(super) fn memory_map(memory: &Memory) -> Vec<Range> {
+    let range = |start, end, kind| Range { start, end, kind };
+    let mut map = vec![range(0, MP_TABLE.0, Kind::Ram), range(MP_TABLE.0, ONE_MIB, Kind::Reserved)];
+    for slot in memory.layout().slots() {
+        let (start, end) = (slot.base.gpa(), slot.run().end().gpa());
+        if start == 0 {
+            map.push(range(ONE_MIB, end, Kind::Ram));
+            map.push(range(CHIPSET_START, HOLE_END, Kind::Reserved));
+        } else {
+            map.push(range(start, end, Kind::Ram));
+        }
+    }
+    map
+}
+
+/// End of the memory that lies below 4 GiB.
+pub(super) fn low_end(memory: &Memory) -> u64 {
+    memory.layout().slots().next().map_or(0, |s| s.run().end().gpa())
+}
+
+pub(super) fn overlap(a: Taken, b: Taken) -> bool {
+    a.0 < b.1 && b.0 < a.1
+}
+
+/// The lowest page-aligned range of `bytes` in low memory that no segment touches.
+pub(super) fn low_gap(bytes: u64, segments: &[Taken]) -> Option<u64> {
+    let mut start = LOW_FLOOR;
+    loop {
+        let end = start.checked_add(bytes)?;
+        if end > MP_TABLE.0 {
+            return None;
+        }
+        match segments.iter().find(|s| overlap(**s, (start, end))) {
+            Some(s) => start = s.1.checked_next_multiple_of(PAGE)?,
+            None => return Some(start),
+        }
+    }
+}
+
+/// Where [`low_gap`] has looked, for sentences.
+pub(super) const LOW: Taken = (LOW_FLOOR, MP_TABLE.0);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::MemoryOptions;
+
+    #[test]
+    fn boot_information_steps_over_what_the_kernel_takes() {
+        assert_eq!(low_gap(600, &[]), Some(0x6000));
+        assert_eq!(low_gap(600, &[(0x6100, 0x7001), (0x1000, 0x6001)]), Some(0x8000));
+        assert_eq!(low_gap(600, &[(0x5000, 0xa0000)]), None);
+        assert_eq!(low_gap(0x99c00, &[]), Some(0x6000), "exactly up to the MP table");
+        assert_eq!(low_gap(0x99c01, &[]), None);
+    }
+
+    #[test]
+    fn the_memory_map_is_the_layout() {
+        let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
+        let map = memory_map(&memory);
+        let ram: u64 = map.iter().filter(|r| r.kind == Kind::Ram).map(Range::bytes).sum();
+        assert_eq!(ram, (5 << 30) - (ONE_MIB - MP_TABLE.0));
+        assert!(map.windows(2).all(|w| w[0].end <= w[1].start), "ascending");
+        assert_eq!(low_end(&memory), 3 << 30);
+    }
+}

@@ -1,0 +1,254 @@
+//! COM1's input: standard input, read by a thread of its own, into the port's FIFO as far as there is
+//! room. No vCPU ever waits for it.
+//!
+//! | standard input | what happens |
+//! | --- | --- |
+//! | a terminal, in the foreground | raw while the machine lives; Ctrl-A x ends the machine, Ctrl-A Ctrl-A is one Ctrl-A |
+//! | a pipe, socket or file | its bytes, once the guest listens by interrupt: drivers throw away what came before |
+//! | anything else | not read |
+//!
+//! What the guest does not take waits: of a pipe by not being read, of a terminal in a small buffer,
+//! behind which keys are lost.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::{FileType, fstat};
+use rustix::process::{Signal, getpgrp, getpid, kill_process};
+use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetpgrp, tcsetattr};
+
+use super::Bus;
+
+/// Bytes that wait for a guest.
+const ROOM: usize = 4096;
+/// How often a guest that does not listen is asked again; one that reads says so.
+const RETRY: Duration = Duration::from_millis(50);
+
+const CTRL_A: u8 = 0x01;
+
+/// Rings until it is silenced, for whoever polls it.
+#[derive(Debug)]
+pub(super) struct Bell(OwnedFd);
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
+    }
+
+    pub(super) fn ring(&self) {
+        // Fails only where it rings very loudly already.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    fn silence(&self) {
+        // Fails only where it is silent.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
+}
+
+/// What standard input is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Source {
+    Terminal,
+    Stream,
+}
+
+fn source(stdin: BorrowedFd) -> Option<Source> {
+    if isatty(stdin) {
+        // Reading, or changing the terminal, from the background would stop the process.
+        let foreground = tcgetpgrp(stdin).is_ok_and(|group| group == getpgrp());
+        return foreground.then_some(Source::Terminal);
+    }
+    let mode = fstat(stdin).ok()?.st_mode;
+    match FileType::from_raw_mode(mode) {
+        FileType::Fifo | FileType::Socket | FileType::RegularFile => Some(Source::Stream),
+        _ => None,
+    }
+}
+
+/// The terminal's settings from before; dropping this brings them back.
+#[derive(Debug)]
+struct RawTerminal(Termios);
+
+impl RawTerminal {
+    fn new() -> io::Result<Self> {
+        let stdin = io::stdin();
+        let before = tcgetattr(&stdin)?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        // Our own lines, on the same terminal, end as they always do.
+        raw.output_modes = before.output_modes;
+        tcsetattr(&stdin, OptionalActions::Now, &raw)?;
+        Ok(Self(before))
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        if let Err(e) = tcsetattr(io::stdin(), OptionalActions::Now, &self.0) {
+            tracing::warn!("the terminal's settings cannot be restored: {e}");
+        }
+    }
+}
+
+/// The thread that reads standard input. Dropping it ends it, and restores the terminal.
+#[derive(Debug)]
+pub(crate) struct InputThread {
+    stop: Arc<Bell>,
+    thread: Option<JoinHandle<()>>,
+    _terminal: Option<RawTerminal>,
+}
+
+impl InputThread {
+    /// Starts to read for COM1 of `bus`, if standard input is anything to be read.
+    pub(crate) fn start(bus: Arc<Bus>) -> io::Result<Option<Self>> {
+        let Some(source) = source(io::stdin().as_fd()) else { return Ok(None) };
+        let terminal = match source {
+            Source::Terminal => Some(RawTerminal::new()?),
+            Source::Stream => None,
+        };
+        let stop = Arc::new(Bell::new()?);
+        let stopped = stop.clone();
+        let run = move || {
+            let reader = Reader { bus, source, waiting: Vec::new(), keys: Keys::default() };
+            if let Err(e) = reader.run(&stopped) {
+                tracing::warn!("serial input ends here: {e}");
+            }
+        };
+        let thread = std::thread::Builder::new().name("serial-input".to_owned()).spawn(run)?;
+        Ok(Some(Self { stop, thread: Some(thread), _terminal: terminal }))
+    }
+}
+
+impl Drop for InputThread {
+    fn drop(&mut self) {
+        self.stop.ring();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the thread owns.
+struct Reader {
+    bus: Arc<Bus>,
+    source: Source,
+    /// Read, and not yet taken by the guest.
+    waiting: Vec<u8>,
+    keys: Keys,
+}
+
+impl Reader {
+    fn run(mut self, stop: &Bell) -> io::Result<()> {
+        let stdin = io::stdin();
+        let mut ended = false;
+        loop {
+            let com1 = self.bus.com1();
+            let listen = self.source == Source::Stream;
+            let taken = com1.feed(&self.waiting, listen);
+            self.waiting.drain(..taken);
+            if ended && self.waiting.is_empty() {
+                return Ok(());
+            }
+            // A terminal is always read: its user may want to leave a guest that takes nothing.
+            let read = !ended && (self.source == Source::Terminal || self.waiting.is_empty());
+            // Borrowed anew each time: the descriptors live as long as the port and the process.
+            let fds = [stop.0.as_fd(), com1.drained().0.as_fd(), stdin.as_fd()];
+            let count = if read { 3 } else { 2 };
+            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            let retry = (!self.waiting.is_empty()).then_some(RETRY);
+            let retry = retry.and_then(|r| Timespec::try_from(r).ok());
+            match poll(&mut fds[..count], retry.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+            let ready = fds.map(|fd| !fd.revents().is_empty());
+            if ready[0] {
+                return Ok(());
+            }
+            if ready[1] {
+                com1.drained().silence();
+            }
+            if read && ready[2] {
+                ended = !self.read(stdin.as_fd())?;
+            }
+        }
+    }
+
+    /// Reads what there is; whether there may be more later.
+    fn read(&mut self, stdin: BorrowedFd) -> io::Result<bool> {
+        let mut buffer = [0; 512];
+        let read = match rustix::io::read(stdin, &mut buffer) {
+            Ok(read) => &buffer[..read],
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => return Ok(true),
+            Err(e) => return Err(e.into()),
+        };
+        if self.source == Source::Stream {
+            self.waiting.extend_from_slice(read);
+            return Ok(!read.is_empty());
+        }
+        let leave = self.keys.pass(read, &mut self.waiting);
+        self.waiting.truncate(ROOM);
+        if leave {
+            // As from any other place: a migration under way has a say in it.
+            kill_process(getpid(), Signal::TERM)?;
+        }
+        Ok(!read.is_empty())
+    }
+}
+
+/// Finds the keys that are ours in what a user types.
+#[derive(Default)]
+struct Keys {
+    /// The last one was Ctrl-A.
+    escaped: bool,
+}
+
+impl Keys {
+    /// Appends the guest's keys to `to`; whether the user wants to leave.
+    fn pass(&mut self, typed: &[u8], to: &mut Vec<u8>) -> bool {
+        let mut leave = false;
+        for &key in typed {
+            match (std::mem::take(&mut self.escaped), key) {
+                (false, CTRL_A) => self.escaped = true,
+                (true, b'x' | b'X') => leave = true,
+                // Ctrl-A twice is one; before other keys it was none of ours, and neither are they.
+                (true, CTRL_A) | (false, _) => to.push(key),
+                (true, _) => to.extend([CTRL_A, key]),
+            }
+        }
+        leave
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn our_keys_are_told_from_the_guests() {
+        let mut keys = Keys::default();
+        let mut to = Vec::new();
+        assert!(!keys.pass(b"ls\x01", &mut to));
+        assert!(!keys.pass(b"\x01-\x01b\x03", &mut to), "across reads");
+        assert_eq!(to, b"ls\x01-\x01b\x03");
+        assert!(keys.pass(b"ab\x01xcd", &mut to));
+        assert!(to.ends_with(b"abcd"));
+    }
+
+    #[test]
+    fn only_what_can_be_read_without_harm_is_read() {
+        let null = std::fs::File::open("/dev/null").unwrap();
+        assert_eq!(source(null.as_fd()), None);
+        let (reader, _writer) = std::io::pipe().unwrap();
+        assert_eq!(source(reader.as_fd()), Some(Source::Stream));
+        assert_eq!(
+            source(std::fs::File::open("Cargo.toml").unwrap().as_fd()),
+            Some(Source::Stream)
+        );
+    }
+}

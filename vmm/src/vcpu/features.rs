@@ -1,0 +1,330 @@
+//! The names of processor features: where CPUID has each, and which make up the baseline.
+//!
+//! Names are those of Linux's `/proc/cpuinfo`, KVM's own with `kvm` in front.
+
+/// Place of a feature: leaf, subleaf, register (EAX, EBX, ECX, EDX), bit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Place {
+    pub(super) function: u32,
+    pub(super) index: u32,
+    pub(super) register: usize,
+    pub(super) bit: u8,
+}
+
+const EAX: usize = 0;
+const EBX: usize = 1;
+const ECX: usize = 2;
+const EDX: usize = 3;
+
+/// One register's names.
+type Names = (u32, u32, usize, &'static [(u8, &'static str)]);
+
+const NAMES: &[Names] = &[
+    (
+        0x1,
+        0,
+        EDX,
+        &[
+            (0, "fpu"),
+            (1, "vme"),
+            (2, "de"),
+            (3, "pse"),
+            (4, "tsc"),
+            (5, "msr"),
+            (6, "pae"),
+            (7, "mce"),
+            (8, "cx8"),
+            (9, "apic"),
+            (11, "sep"),
+            (12, "mtrr"),
+            (13, "pge"),
+            (14, "mca"),
+            (15, "cmov"),
+            (16, "pat"),
+            (17, "pse36"),
+            (19, "clflush"),
+            (23, "mmx"),
+            (24, "fxsr"),
+            (25, "sse"),
+            (26, "sse2"),
+            (27, "ss"),
+        ],
+    ),
+    (
+        0x1,
+        0,
+        ECX,
+        &[
+            (0, "pni"),
+            (1, "pclmulqdq"),
+            (3, "monitor"),
+            (9, "ssse3"),
+            (12, "fma"),
+            (13, "cx16"),
+            (15, "pdcm"),
+            (17, "pcid"),
+            (19, "sse4_1"),
+            (20, "sse4_2"),
+            (21, "x2apic"),
+            (22, "movbe"),
+            (23, "popcnt"),
+            (24, "tsc_deadline_timer"),
+            (25, "aes"),
+            (26, "xsave"),
+            (28, "avx"),
+            (29, "f16c"),
+            (30, "rdrand"),
+        ],
+    ),
+    (
+        0x7,
+        0,
+        EBX,
+        &[
+            (0, "fsgsbase"),
+            (1, "tsc_adjust"),
+            (3, "bmi1"),
+            (4, "hle"),
+            (5, "avx2"),
+            (7, "smep"),
+            (8, "bmi2"),
+            (9, "erms"),
+            (10, "invpcid"),
+            (11, "rtm"),
+            (14, "mpx"),
+            (16, "avx512f"),
+            (17, "avx512dq"),
+            (18, "rdseed"),
+            (19, "adx"),
+            (20, "smap"),
+            (21, "avx512ifma"),
+            (23, "clflushopt"),
+            (24, "clwb"),
+            (28, "avx512cd"),
+            (29, "sha_ni"),
+            (30, "avx512bw"),
+            (31, "avx512vl"),
+        ],
+    ),
+    (
+        0x7,
+        0,
+        ECX,
+        &[
+            (1, "avx512vbmi"),
+            (2, "umip"),
+            (3, "pku"),
+            (5, "waitpkg"),
+            (6, "avx512_vbmi2"),
+            (7, "shstk"),
+            (8, "gfni"),
+            (9, "vaes"),
+            (10, "vpclmulqdq"),
+            (11, "avx512_vnni"),
+            (12, "avx512_bitalg"),
+            (14, "avx512_vpopcntdq"),
+            (16, "la57"),
+            (22, "rdpid"),
+            (24, "bus_lock_detect"),
+            (25, "cldemote"),
+            (27, "movdiri"),
+            (28, "movdir64b"),
+        ],
+    ),
+    (
+        0x7,
+        0,
+        EDX,
+        &[
+            (4, "fsrm"),
+            (8, "avx512_vp2intersect"),
+            (10, "md_clear"),
+            (14, "serialize"),
+            (16, "tsxldtrk"),
+            (20, "ibt"),
+            (22, "amx_bf16"),
+            (23, "avx512_fp16"),
+            (24, "amx_tile"),
+            (25, "amx_int8"),
+            (26, "spec_ctrl"),
+            (27, "intel_stibp"),
+            (28, "flush_l1d"),
+            (29, "arch_capabilities"),
+            (31, "ssbd"),
+        ],
+    ),
+    (
+        0x7,
+        1,
+        EAX,
+        &[
+            (4, "avx_vnni"),
+            (5, "avx512_bf16"),
+            (10, "fzrm"),
+            (11, "fsrs"),
+            (12, "fsrc"),
+            (21, "amx_fp16"),
+            (23, "avx_ifma"),
+        ],
+    ),
+    (0xd, 1, EAX, &[(0, "xsaveopt"), (1, "xsavec"), (2, "xgetbv1"), (3, "xsaves")]),
+    (
+        0x8000_0001,
+        0,
+        EDX,
+        &[
+            (11, "syscall"),
+            (20, "nx"),
+            (22, "mmxext"),
+            (25, "fxsr_opt"),
+            (26, "pdpe1gb"),
+            (27, "rdtscp"),
+            (29, "lm"),
+        ],
+    ),
+    (
+        0x8000_0001,
+        0,
+        ECX,
+        &[
+            (0, "lahf_lm"),
+            (2, "svm"),
+            (4, "cr8_legacy"),
+            (5, "abm"),
+            (6, "sse4a"),
+            (7, "misalignsse"),
+            (8, "3dnowprefetch"),
+            (9, "osvw"),
+            (11, "xop"),
+            (16, "fma4"),
+            (21, "tbm"),
+            (22, "topoext"),
+            (23, "perfctr_core"),
+        ],
+    ),
+    (
+        0x8000_0008,
+        0,
+        EBX,
+        &[
+            (0, "clzero"),
+            (2, "xsaveerptr"),
+            (9, "wbnoinvd"),
+            (12, "ibpb"),
+            (14, "ibrs"),
+            (15, "stibp"),
+            (24, "amd_ssbd"),
+            (25, "virt_ssbd"),
+        ],
+    ),
+    (
+        0x4000_0001,
+        0,
+        EAX,
+        &[
+            (0, "kvmclock"),
+            (1, "kvm_nopiodelay"),
+            (3, "kvmclock2"),
+            (4, "kvm_asyncpf"),
+            (5, "kvm_steal_time"),
+            (6, "kvm_pv_eoi"),
+            (7, "kvm_pv_unhalt"),
+            (9, "kvm_pv_tlb_flush"),
+            (10, "kvm_asyncpf_vmexit"),
+            (11, "kvm_pv_ipi"),
+            (12, "kvm_poll_control"),
+            (13, "kvm_pv_sched_yield"),
+            (14, "kvm_asyncpf_int"),
+            (15, "kvm_msi_ext_dest_id"),
+            (24, "kvmclock_stable"),
+        ],
+    ),
+];
+
+/// The baseline: what the psABI calls x86-64-v2, with what an operating system needs besides and
+/// KVM's clock. Every x86 server since 2011 has it, under any kernel that this VMM runs on.
+pub(super) const BASELINE: &[&str] = &[
+    "fpu",
+    "vme",
+    "de",
+    "pse",
+    "tsc",
+    "msr",
+    "pae",
+    "mce",
+    "cx8",
+    "apic",
+    "sep",
+    "mtrr",
+    "pge",
+    "mca",
+    "cmov",
+    "pat",
+    "pse36",
+    "clflush",
+    "mmx",
+    "fxsr",
+    "sse",
+    "sse2",
+    "pni",
+    "ssse3",
+    "cx16",
+    "sse4_1",
+    "sse4_2",
+    "x2apic",
+    "popcnt",
+    "syscall",
+    "nx",
+    "lm",
+    "lahf_lm",
+    "kvmclock",
+    "kvm_nopiodelay",
+    "kvmclock2",
+    "kvmclock_stable",
+];
+
+/// The place of the feature called `name`.
+pub fn find(name: &str) -> Option<Place> {
+    NAMES.iter().find_map(|&(function, index, register, names)| {
+        let (bit, _) = names.iter().find(|(_, n)| *n == name)?;
+        Some(Place { function, index, register, bit: *bit })
+    })
+}
+
+/// What the feature at `place` is called: its name, and where it is.
+pub(super) fn describe(place: Place) -> String {
+    let Place { function, index, register, bit } = place;
+    let found = NAMES.iter().find(|n| (n.0, n.1, n.2) == (function, index, register));
+    let name = found.and_then(|n| n.3.iter().find(|(b, _)| *b == bit)).map(|(_, name)| *name);
+    let leaf = if index == 0 { format!("{function:#x}") } else { format!("{function:#x}.{index}") };
+    let register = ["EAX", "EBX", "ECX", "EDX"].get(register).copied().unwrap_or("?");
+    let place = format!("CPUID leaf {leaf} {register} bit {bit}");
+    name.map_or(place.clone(), |name| format!("{name} ({place})"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn no_name_and_no_bit_is_there_twice() {
+        let all: Vec<&str> = NAMES.iter().flat_map(|n| n.3.iter().map(|(_, name)| *name)).collect();
+        assert_eq!(all.iter().collect::<HashSet<_>>().len(), all.len());
+        for (.., names) in NAMES {
+            let bits: HashSet<u8> = names.iter().map(|(bit, _)| *bit).collect();
+            assert_eq!(bits.len(), names.len());
+            assert!(bits.iter().all(|b| *b < 32));
+        }
+        assert!(BASELINE.iter().all(|name| find(name).is_some()));
+    }
+
+    #[test]
+    fn a_feature_is_described_by_name_and_place() {
+        let place = find("avx2").unwrap();
+        assert_eq!(describe(place), "avx2 (CPUID leaf 0x7 EBX bit 5)");
+        assert_eq!(describe(Place { bit: 2, ..place }), "CPUID leaf 0x7 EBX bit 2");
+        assert_eq!(describe(find("avx_vnni").unwrap()), "avx_vnni (CPUID leaf 0x7.1 EAX bit 4)");
+        assert_eq!(find("warp_drive"), None);
+    }
+}
