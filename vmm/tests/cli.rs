@@ -91,7 +91,17 @@ fn wrong_usage_is_2_and_says_what_is_right() {
     assert!(said.contains("colour"), "{said}");
     fail(2, &["run", "--guest", "payload", "--kernel", "vmlinux"]);
     fail(2, &["run", "--mem", "64M"]);
-    fail(2, &["run", "--guest", "payload", "--vcpus", "0"]);
+    for wrong in ["0", "33"] {
+        let said = fail(2, &["run", "--guest", "payload", "--vcpus", wrong]);
+        assert!(said.contains(&format!("'{wrong}'")) && said.contains("1..=32"), "{said}");
+    }
+    for (cpu, why) in [
+        ("max", "there is no processor \"max\"; there are host and baseline"),
+        ("host,-warp", "there is no processor feature \"warp\""),
+    ] {
+        let said = fail(2, &["run", "--guest", "payload", "--cpu", cpu]);
+        assert!(said.contains(why), "{said}");
+    }
     let said = fail(2, &["run", "--guest", "payload", "--tracking", "magic"]);
     assert!(said.contains("there is no tracking mode \"magic\""), "{said}");
     fail(2, &["run", "--guest", "payload", "--shiny"]);

@@ -84,15 +84,16 @@ fn files_that_cannot_boot_are_refused_in_a_sentence() {
         let error = error.to_string();
         assert_eq!(error.strip_prefix(&name), Some(sentence), "{error}");
     };
-    says(b"#!/bin/sh\n", " is no ELF file");
-    says(&[], " is no ELF file");
+    says(b"#!/bin/sh\n", " is neither an ELF file nor a bzImage");
+    says(&[], " is neither an ELF file nor a bzImage");
     says(
         &Elf { machine: 183, ..good.clone() }.bytes(),
         " is an ELF file for another architecture (machine 183), not for x86",
     );
-    let no_note = " has no PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it";
-    says(&Elf { notes: note(b"GNU\0", 18, &[0; 4]), ..good.clone() }.bytes(), no_note);
-    says(&Elf { notes: vec![0xff; 40], ..good.clone() }.bytes(), no_note);
+    let no_note = " is a 32-bit ELF file without a PVH note (XEN_ELFNOTE_PHYS32_ENTRY), so there is no way to enter it";
+    let narrow = Elf { class: 1, ..good.clone() };
+    says(&Elf { notes: note(b"GNU\0", 18, &[0; 4]), ..narrow.clone() }.bytes(), no_note);
+    says(&Elf { notes: vec![0xff; 40], ..narrow }.bytes(), no_note);
     says(
         &Elf { code_at: 63 << 20, mem_bytes: 2 << 20, ..good.clone() }.bytes(),
         " does not fit in guest memory of 67108864 bytes: a segment goes to 0x3f00000..0x4100000",
@@ -109,13 +110,16 @@ fn files_that_cannot_boot_are_refused_in_a_sentence() {
     says(cut, " is a damaged ELF file: program header 0 of 2 is cut short");
 
     let mut config = kernel(&good.bytes(), &dir);
-    let Boot::Kernel { kernel: file, initrd, cmdline } = &mut config.boot else { unreachable!() };
+    let Boot::Kernel { kernel: file, initrd, cmdline, .. } = &mut config.boot else {
+        unreachable!()
+    };
     let (file, initrd, cmdline) = (file.clone(), initrd.clone(), cmdline.clone());
     let with = |file: &std::path::Path, initrd: Option<&std::path::Path>, cmdline: &str| {
         let boot = Boot::Kernel {
             kernel: file.to_owned(),
             initrd: initrd.map(ToOwned::to_owned),
             cmdline: cmdline.to_owned(),
+            bare: true,
         };
         refused(MachineConfig { boot, ..payload("") }).to_string()
     };

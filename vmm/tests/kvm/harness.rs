@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use dirty_tracker::TrackingMode;
 use images::{Message, Report};
 use tempfile::TempDir;
-use vmm::config::{Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink};
+use vmm::config::{
+    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+};
 use vmm::machine::{Machine, MachineError};
 use vmm::vm::{EndReason, Vm};
 
@@ -24,6 +26,7 @@ pub fn payload(spec: &str) -> MachineConfig {
         ring_entries: DEFAULT_RING_ENTRIES,
         backend: Backend::Kvm,
         boot: Boot::Payload(spec.to_owned()),
+        cpu: CpuConfig::default(),
     }
 }
 
@@ -31,7 +34,7 @@ pub fn payload(spec: &str) -> MachineConfig {
 pub fn kernel(elf: &[u8], dir: &TempDir) -> MachineConfig {
     let kernel = dir.path().join("kernel.elf");
     std::fs::write(&kernel, elf).unwrap();
-    let boot = Boot::Kernel { kernel, initrd: None, cmdline: String::new() };
+    let boot = Boot::Kernel { kernel, initrd: None, cmdline: String::new(), bare: true };
     MachineConfig { boot, ..payload("") }
 }
 

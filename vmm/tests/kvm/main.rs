@@ -6,5 +6,7 @@ mod boot;
 mod elf;
 mod harness;
 mod lifecycle;
+mod linux_protocol;
+mod processor;
 mod state;
 mod tracking;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
-use dirty_tracker::{FrameRun, TrackingMode};
+use dirty_tracker::{FrameRun, Gfn, TrackingMode};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::{DEFAULT_RING_ENTRIES, MachineConfig};
 use vmm::machine::{Machine, MachineFactory};
@@ -117,7 +117,7 @@ fn a_state_is_only_taken_from_and_put_into_a_guest_that_stands() {
     }
     let machine = launch(payload("payload,ws=1M"), &Console::new());
     let sections = machine.save_state().unwrap();
-    assert_eq!(sections.len(), 3);
+    assert_eq!(sections.len(), 4);
     machine.restore_state(&sections, Clock::Continue).unwrap();
     machine.resume().unwrap();
     let running = machine.save_state().unwrap_err();
@@ -180,4 +180,33 @@ fn sections_are_not_believed() {
     machine.restore_state(&good, Clock::Continue).unwrap();
     machine.resume().unwrap();
     assert_eq!(machine.info().vcpus, 2);
+}
+
+#[test]
+fn a_restored_guest_has_a_generation_id_of_its_own_and_a_migrated_one_keeps_its() {
+    if !kvm_or_skip("a_restored_guest_has_a_generation_id_of_its_own") {
+        return;
+    }
+    let console = Console::new();
+    let machine = launch(payload("payload,ws=1M,rate=1M"), &console);
+    let sections = machine.save_state().unwrap();
+    let id = |machine: &Machine| {
+        let mut id = [0; 16];
+        machine.ram().read_slice(&mut id, GuestAddress(0xf_f000)).unwrap();
+        id
+    };
+    let factory = MachineFactory { host: console.host() };
+    let restored = |clock| {
+        let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
+        copy(&machine, &new, machine.populated().unwrap());
+        let mut subscription = new.subscribe("test").unwrap();
+        new.restore_state(&sections, clock).unwrap();
+        let dirty = subscription.drain().runs().any(|r| (r.start..r.end()).contains(&Gfn(0xff)));
+        (id(&new), dirty)
+    };
+    assert_ne!(id(&machine), [0; 16]);
+    assert_eq!(restored(Clock::Advance), (id(&machine), false));
+    let (first, second) = (restored(Clock::Continue), restored(Clock::Continue));
+    assert!(first.0 != id(&machine) && first.0 != second.0);
+    assert!(first.1, "the write is in the next epoch");
 }
