@@ -11,8 +11,8 @@ use std::str::FromStr;
 use dirty_tracker::TrackingMode;
 use serde::{Deserialize, Serialize};
 
-pub use cpu::{CpuConfig, CpuModel, CpuidWord};
 use crate::memory::MemoryOptions;
+pub use cpu::{CpuConfig, CpuModel, CpuidWord};
 
 /// Least guest memory: 16 MiB.
 pub const MIN_MEM_BYTES: u64 = 16 << 20;

@@ -1,4 +1,8 @@
 //! The kernel's command line: what the user gave, and what this machine adds to it.
+//!
+//! Virtio devices are named here for kernels without ACPI. One that has it finds them in the DSDT
+//! first; if it also reads them here (`VIRTIO_MMIO_CMDLINE_DEVICES`) it says of each once more that
+//! its registers are taken, which does no harm. A bare line avoids that.
 
 use linux_loader::cmdline::Cmdline;
 use vm_memory::GuestAddress;

@@ -12,7 +12,7 @@ use crate::elf::Elf;
 use crate::harness::*;
 
 fn silent() -> HostConfig {
-    HostConfig { serial: SerialSink::Null }
+    HostConfig { serial: SerialSink::Null, ..Default::default() }
 }
 
 fn supported(function: u32) -> [u32; 4] {
