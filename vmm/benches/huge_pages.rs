@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use checkpoint::Guest;
 use dirty_tracker::TrackingMode;
 use images::Report;
-use vmm::config::{Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink};
+use vmm::config::{
+    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+};
 use vmm::machine::Machine;
 use vmm::memory::{HugePages, MemoryOptions};
 
@@ -80,6 +82,7 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
         ring_entries: DEFAULT_RING_ENTRIES,
         backend: Backend::Kvm,
         boot: Boot::Payload("payload,ws=512M,rate=max,pattern=seq".to_owned()),
+        cpu: CpuConfig::default(),
     };
     let machine = Machine::launch(config, &host).map_err(|e| format!("{huge_pages}: {e}"))?;
     let start = Instant::now();

@@ -3,11 +3,14 @@
 use std::fs;
 use std::path::Path;
 
+use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
+use crate::config::{CpuConfig, CpuModel};
 use crate::kvm::{Capabilities, Need, Unusable, open_device};
 use crate::memory::meminfo_bytes;
+use crate::vcpu::cpuid;
 
 /// One thing that a host may offer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -64,6 +67,7 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
         Some((_, entries)) => present("dirty ring", format!("up to {entries} entries a vCPU"), ""),
         None => missing("dirty ring", "--tracking dirty-ring is refused; dirty-bitmap remains"),
     });
+    findings.push(baseline(kvm));
     for c in capabilities.iter() {
         let name = format!("KVM_CAP_{}", c.name);
         findings.push(match (c.value, c.need) {
@@ -71,6 +75,18 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
             (0, Need::Optional(cost)) => missing(&name, cost),
             (value, _) => present(&name, value.to_string(), ""),
         });
+    }
+}
+
+fn baseline(kvm: &Kvm) -> Finding {
+    const NAME: &str = "baseline processor";
+    let cpu = CpuConfig { model: CpuModel::Baseline, ..CpuConfig::default() };
+    match kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES) {
+        Err(e) => missing(NAME, &format!("KVM_GET_SUPPORTED_CPUID failed: {e}")),
+        Ok(supported) => match cpuid::narrow(&supported, &cpu) {
+            Ok(_) => present(NAME, "offered".into(), ""),
+            Err(lacks) => missing(NAME, &format!("--cpu baseline is refused for want of {lacks}")),
+        },
     }
 }
 
