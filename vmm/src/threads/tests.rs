@@ -74,7 +74,8 @@ fn a_restored_state_goes_on_without_errors() {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("serial");
     let spec = "payload,ws=4M,rate=max,pattern=zipf,passes=400";
-    let first = machine(spec, 3, SerialSink::Null);
+    let before = dir.path().join("before");
+    let first = machine(spec, 3, SerialSink::File(before.clone()));
     first.resume().unwrap();
     std::thread::sleep(Duration::from_millis(50));
     first.pause().unwrap();
@@ -95,7 +96,10 @@ fn a_restored_state_goes_on_without_errors() {
     assert_eq!(end, Some(EndReason::PowerOff), "{}", lines(&log));
     let log = lines(&log);
     assert!(!log.contains("payload ready"), "it had been ready before: {log}");
-    assert_eq!(log.matches(" done ").count(), 3, "{log}");
+    drop(first);
+    // On a busy host a worker may have been done before the pause.
+    let done = |log: &str| log.matches(" done ").count();
+    assert_eq!(done(&log) + done(&lines(&before)), 3, "{log}");
     assert_eq!(log.matches(" errors=0 ").count(), log.matches("errors=").count(), "{log}");
 }
 
