@@ -20,6 +20,8 @@ pub mod section_tags {
     pub const SERIAL: SectionTag = SectionTag(4);
     /// One worker of the threads backend; the instance is its index.
     pub const THREAD_WORKER: SectionTag = SectionTag(5);
+    /// One virtio device; the instance is its index.
+    pub const VIRTIO: SectionTag = SectionTag(6);
     /// What the VMM emulates beside the serial port: ACPI's registers, the generation ID.
     pub const PLATFORM: SectionTag = SectionTag(7);
 }
@@ -32,6 +34,7 @@ impl fmt::Display for SectionTag {
             section_tags::KVM_VCPU => "vCPU state",
             section_tags::SERIAL => "serial port",
             section_tags::THREAD_WORKER => "worker state",
+            section_tags::VIRTIO => "virtio device",
             section_tags::PLATFORM => "platform state",
             SectionTag(n) => return write!(f, "unknown section {n}"),
         };

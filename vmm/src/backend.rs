@@ -52,7 +52,7 @@ impl GuestFactory for Factory {
     type Guest = dyn Vm;
 
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<dyn Vm>, GuestError> {
-        let config = MachineConfig::decode(config)?;
+        let config = MachineConfig::decode(config)?.on_host(&self.host)?;
         Ok(match config.backend {
             Backend::Kvm => Machine::empty(vm_id, config, &self.host)?,
             Backend::Threads => ThreadMachine::new(vm_id, config, &self.host)?,

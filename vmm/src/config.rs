@@ -3,6 +3,7 @@
 
 mod codec;
 mod cpu;
+mod devices;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -13,6 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::memory::MemoryOptions;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord};
+pub use devices::{
+    DeviceConfig, DiskConfig, DiskSpec, MAX_DEVICES, MAX_SERIAL_BYTES, ReplaceError, disks,
+};
 
 /// Least guest memory: 16 MiB.
 pub const MIN_MEM_BYTES: u64 = 16 << 20;
@@ -96,6 +100,16 @@ pub struct MachineConfig {
     pub boot: Boot,
     /// The processor of its vCPUs.
     pub cpu: CpuConfig,
+    /// Its virtio devices, in the order of their places.
+    pub devices: Vec<DeviceConfig>,
+}
+
+impl MachineConfig {
+    /// The same machine with this host's files for its disks; the error is a sentence.
+    pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
+        devices::replace_disks(&mut self.devices, &host.disks)?;
+        Ok(self)
+    }
 }
 
 /// Entries of a dirty ring unless told otherwise: the most that KVM takes is 65,536.
@@ -133,4 +147,7 @@ pub struct HostConfig {
     pub serial: SerialSink,
     /// What holds guest memory.
     pub memory: MemoryOptions,
+    /// For a guest that comes with disks: files to use for them here, in the places of those that
+    /// it comes with. A named one goes to the disk of its name, the others to the rest in order.
+    pub disks: Vec<DiskSpec>,
 }

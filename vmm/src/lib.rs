@@ -8,7 +8,7 @@ pub mod backend;
 pub mod boot;
 mod collector;
 pub mod config;
-mod devices;
+pub mod devices;
 pub mod doctor;
 pub mod jobs;
 pub mod kvm;

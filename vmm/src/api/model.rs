@@ -172,6 +172,28 @@ pub struct CheckpointRequest {
     pub every_ms: Option<u64>,
     /// How many; without it, until told to stop.
     pub count: Option<u64>,
+    /// What becomes of disks that the guest can write to; needed if it has any.
+    #[serde(default)]
+    pub disks: Option<DisksPolicy>,
+}
+
+/// What becomes of a guest's disks when it is checkpointed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DisksPolicy {
+    /// They are not in the checkpoint: the operator keeps them as they were at its pause.
+    External,
+}
+
+impl std::str::FromStr for DisksPolicy {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "external" => Ok(Self::External),
+            _ => Err(format!("\"{s}\" is no policy for disks; there is external")),
+        }
+    }
 }
 
 /// The answer to `POST /checkpoint` and `POST /migration`: what has been begun.

@@ -1,8 +1,8 @@
 //! The MP table: how a guest without ACPI learns of its processors and interrupt wiring.
 //!
 //! Layout from the MultiProcessor Specification 1.4, chapter 4: a floating pointer, then a header
-//! and entries for each processor, one ISA bus, one IOAPIC, its 16 ISA interrupts one to one, and
-//! the two local interrupts.
+//! and entries for each processor, one ISA bus, one IOAPIC, its 24 pins one to one as interrupts of
+//! that bus (edge-triggered, like all there is here), and the two local interrupts.
 
 use super::map;
 use super::{IOAPIC, LOCAL_APIC, ioapic_id};
@@ -20,6 +20,8 @@ const ENTRY_IOAPIC: u8 = 2;
 const ENTRY_INTERRUPT: u8 = 3;
 const ENTRY_LOCAL: u8 = 4;
 
+/// Of the IOAPIC.
+const PINS: u8 = 24;
 const INT: u8 = 0;
 const NMI: u8 = 1;
 const EXT_INT: u8 = 3;
@@ -48,7 +50,7 @@ pub(super) fn build(vcpus: u8) -> Vec<u8> {
     let mut ioapic = [ENTRY_IOAPIC, ioapic_id, APIC_VERSION, 1, 0, 0, 0, 0];
     ioapic[4..].copy_from_slice(&IOAPIC.to_le_bytes());
     entry(&ioapic);
-    for irq in 0..16 {
+    for irq in 0..PINS {
         // KVM's default wiring has the timer on pin 0, unlike PCs, which have it on pin 2.
         entry(&[ENTRY_INTERRUPT, INT, 0, 0, 0, irq, ioapic_id, irq]);
     }
@@ -96,7 +98,7 @@ mod tests {
             assert_eq!(checksum(table[..POINTER_BYTES].iter()), 0);
             assert_eq!(checksum(table[POINTER_BYTES..].iter()), 0);
             let entries = u16::from_le_bytes([table[16 + 34], table[16 + 35]]);
-            assert_eq!(entries, u16::from(vcpus) + 20);
+            assert_eq!(entries, u16::from(vcpus) + 4 + u16::from(PINS));
         }
     }
 }

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand};
+use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use dirty_tracker::TrackingMode;
 use migrate::TimeoutStrategy;
-use vmm::config::{Backend, CpuConfig, DEFAULT_RING_ENTRIES, MAX_VCPUS, SerialSink};
+use vmm::api::model::DisksPolicy;
+use vmm::config::{Backend, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, SerialSink};
 use vmm::memory::{Backing, HugePages};
 
 use super::values;
@@ -147,6 +148,13 @@ pub(crate) struct RunArgs {
     /// features by name, such as host,-cx16
     #[arg(long, value_name = "MODEL", default_value_t)]
     pub(crate) cpu: CpuConfig,
+    /// Give the guest a disk: path=FILE[,readonly][,id=NAME][,serial=TEXT], a raw image or a block
+    /// device; one option for each
+    #[arg(long = "disk", value_name = "SPEC")]
+    pub(crate) disks: Vec<DiskSpec>,
+    /// Give a --kernel guest the host's randomness (virtio-rng)
+    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On)]
+    pub(crate) rng: OnOff,
     /// How writes are tracked: dirty-ring, dirty-bitmap or none
     #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]
     pub(crate) tracking: TrackingMode,
@@ -161,6 +169,26 @@ pub(crate) struct RunArgs {
     pub(crate) host: HostArgs,
 }
 
+/// Whether to have something.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum OnOff {
+    /// Have it
+    On,
+    /// Do without
+    Off,
+}
+
+/// Where a guest's disks are on the host that it comes to.
+#[derive(Args)]
+pub(crate) struct DiskArgs {
+    /// Use this file for one of the guest's disks: path=FILE[,readonly][,id=NAME]
+    ///
+    /// With id=NAME for the disk of that name, else for the next in the guest's order. Without any,
+    /// disks are where they were on the host that the guest comes from.
+    #[arg(long = "disk", value_name = "SPEC")]
+    pub(crate) disks: Vec<DiskSpec>,
+}
+
 #[derive(Args)]
 pub(crate) struct CheckpointArgs {
     #[command(flatten)]
@@ -171,6 +199,13 @@ pub(crate) struct CheckpointArgs {
     /// Take one at this interval until --count or Ctrl-C; without it, take one
     #[arg(long, value_name = "TIME", value_parser = values::duration)]
     pub(crate) every: Option<Duration>,
+    /// Checkpoint a guest with disks that it can write to: `external` says that you keep, for each
+    /// checkpoint, copies of the disks as they were then
+    ///
+    /// Checkpoints hold memory and devices, not disks. What the guest had flushed is in the files
+    /// at each pause; a checkpoint must be restored together with them as they were at that pause.
+    #[arg(long, value_name = "POLICY")]
+    pub(crate) disks: Option<DisksPolicy>,
     /// Stop after so many
     #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
@@ -187,6 +222,8 @@ pub(crate) struct RestoreArgs {
     /// The checkpoint's number; the latest by default
     #[arg(long, value_name = "N")]
     pub(crate) epoch: Option<u64>,
+    #[command(flatten)]
+    pub(crate) disk: DiskArgs,
     #[command(flatten)]
     pub(crate) host: HostArgs,
 }
@@ -217,6 +254,8 @@ pub(crate) struct ReceiveArgs {
     /// How long to stay, after a complete guest was thrown away for want of COMMIT, to tell its source
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
     pub(crate) linger: Duration,
+    #[command(flatten)]
+    pub(crate) disk: DiskArgs,
     #[command(flatten)]
     pub(crate) host: HostArgs,
 }

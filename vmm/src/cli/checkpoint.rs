@@ -26,6 +26,7 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         store: std::path::absolute(&args.store)?,
         every_ms: args.every.map(millis),
         count: args.count,
+        disks: args.disks,
     };
     let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {
         Ok(begun) => begun,

@@ -10,19 +10,23 @@ use checkpoint::{Clock, GuestError, RestoreError, Store};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{ApiSocket, App, Server};
 use vmm::backend::{self, Factory, LaunchError};
-use vmm::config::{Boot, HostConfig, MachineConfig, SerialSink};
+use vmm::config::{
+    Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MachineConfig,
+    SerialSink,
+};
+use vmm::devices::probe_disk;
 use vmm::jobs::Jobs;
 use vmm::memory::MemoryOptions;
 use vmm::vm::{EndReason, SharedVm};
 
-use super::args::{HostArgs, ReceiveArgs, RestoreArgs, RunArgs};
+use super::args::{HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
 use super::failure::Failure;
 use super::output::say;
 
 /// `driftline run`, in a process that has `started` then.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
     let socket = prepare(&args.host)?;
-    let host = host_config(&args.host);
+    let host = host_config(&args.host, Vec::new());
     let state_dir = args.host.state_dir.clone();
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
     let jobs = Jobs::new(vm.clone(), state_dir);
@@ -41,7 +45,7 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     if let Some(latest) = store.list()?.epochs.last() {
         super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
     }
-    let factory = Factory::new(host_config(&args.host));
+    let factory = Factory::new(host_config(&args.host, args.disk.disks));
     let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
     let (vm, report) = restored.map_err(restore_failure)?;
     // Of the guest that was built: the store may hold another since the first look.
@@ -76,7 +80,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         }
     });
     let server = Server::start(socket, app.clone())?;
-    let factory = Factory::new(host_config(&args.host));
+    let factory = Factory::new(host_config(&args.host, args.disk.disks));
     let options =
         ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
     let received = migrate::receive(listener, &factory, &options, &control);
@@ -105,7 +109,7 @@ fn prepare(host: &HostArgs) -> Result<Option<ApiSocket>, Failure> {
     Ok(host.api_sock.as_deref().map(ApiSocket::bind).transpose()?)
 }
 
-fn host_config(host: &HostArgs) -> HostConfig {
+fn host_config(host: &HostArgs, disks: Vec<DiskSpec>) -> HostConfig {
     if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
         say("the terminal is the guest's; Ctrl-A x ends it");
     }
@@ -114,7 +118,7 @@ fn host_config(host: &HostArgs) -> HostConfig {
         huge_pages: host.hugepages,
         prefault: host.prefault,
     };
-    HostConfig { serial: host.serial.clone(), memory }
+    HostConfig { serial: host.serial.clone(), memory, disks }
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -127,6 +131,14 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
         // clap has one of them required.
         (None, None) => return Err(Failure::error("neither --kernel nor --guest was given")),
     };
+    let mut devices = Vec::new();
+    for (disk, i) in args.disks.into_iter().zip(0..) {
+        devices.push(DeviceConfig::Disk(disk_config(disk, i)?));
+    }
+    // The payload has no drivers.
+    if args.rng == OnOff::On && matches!(boot, Boot::Kernel { .. }) {
+        devices.push(DeviceConfig::Rng);
+    }
     Ok(MachineConfig {
         mem_bytes: args.mem,
         vcpus: args.vcpus,
@@ -135,7 +147,29 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
         backend: args.backend,
         boot,
         cpu: args.cpu,
+        devices,
     })
+}
+
+/// The disk of a new guest, number `i` of its disks: as large as its file.
+fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
+    let DiskSpec { path, readonly, id, serial } = spec;
+    let bytes = probe_disk(&path, readonly).map_err(Failure::error)?;
+    // The file may be looked for from another working directory, after a restore.
+    let path = std::path::absolute(path)?;
+    let id = id.unwrap_or_else(|| format!("disk{i}"));
+    Ok(DiskConfig {
+        serial: serial.unwrap_or_else(|| default_serial(&id)),
+        id,
+        path,
+        readonly,
+        bytes,
+    })
+}
+
+/// A disk's name, as far as there is room for it.
+fn default_serial(id: &str) -> String {
+    id.chars().take(MAX_SERIAL_BYTES).collect()
 }
 
 fn launch_failure(e: LaunchError) -> Failure {

@@ -4,15 +4,18 @@
 //! | version | fields |
 //! | --- | --- |
 //! | 1 | memory, vCPUs, tracking, ring entries, backend, boot |
-//! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor |
+//! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor, then the virtio devices |
 
 use std::path::PathBuf;
 
 use checkpoint::GuestError;
 use dirty_tracker::{PAGE_SIZE, TrackingMode};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
-use super::{Backend, Boot, CpuConfig, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig};
+use super::{
+    Backend, Boot, CpuConfig, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, devices,
+};
 
 /// What is written; older ones are read.
 const VERSION: u16 = 2;
@@ -45,8 +48,17 @@ impl From<V1> for MachineConfig {
                 Boot::Kernel { kernel, initrd, cmdline, bare: true }
             }
         };
-        let cpu = CpuConfig::default();
-        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu }
+        let (cpu, devices) = (CpuConfig::default(), Vec::new());
+        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices }
+    }
+}
+
+/// Reads all of `bytes`, or says what is wrong.
+fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    let (value, rest) = postcard::take_from_bytes(bytes).map_err(|e| e.to_string())?;
+    match rest.len() {
+        0 => Ok(value),
+        left => Err(format!("{left} bytes follow its end")),
     }
 }
 
@@ -62,19 +74,16 @@ impl MachineConfig {
         let malformed = |why: String| GuestError::Malformed { what: WHAT.to_owned(), why };
         let (version, rest) =
             postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.to_string()))?;
-        let taken = match version {
-            1 => postcard::take_from_bytes::<V1>(rest).map(|(v1, rest)| (v1.into(), rest)),
-            VERSION => postcard::take_from_bytes::<Self>(rest),
+        let config = match version {
+            1 => whole::<V1>(rest).map(Self::from),
+            VERSION => whole(rest),
             _ => {
                 let why =
                     format!("it has version {version}, and this is written for version {VERSION}");
                 return Err(GuestError::Unsupported { what: WHAT.to_owned(), why });
             }
         };
-        let (config, rest) = taken.map_err(|e| malformed(e.to_string()))?;
-        if !rest.is_empty() {
-            return Err(malformed(format!("{} bytes follow its end", rest.len())));
-        }
+        let config = config.map_err(malformed)?;
         config.check().map_err(malformed)?;
         Ok(config)
     }
@@ -97,14 +106,22 @@ impl MachineConfig {
             return Err(format!("its rings have {ring_entries} entries, not a power of two"));
         }
         if let Boot::Kernel { kernel, initrd, .. } = &self.boot
-            && let Some(path) = [Some(kernel), initrd.as_ref()]
-                .into_iter()
-                .flatten()
-                .find(|path| path.to_str().is_none())
+            && let Some(path) =
+                [Some(kernel), initrd.as_ref()].into_iter().flatten().find(|p| p.to_str().is_none())
         {
             return Err(format!("its file {path:?} has a name that is not UTF-8"));
         }
-        self.cpu.check()
+        self.cpu.check()?;
+        if self.backend != Backend::Kvm && !self.devices.is_empty() {
+            let (backend, count) = (self.backend, self.devices.len());
+            return Err(format!(
+                "its backend is {backend}, which has no devices, and it has {count}"
+            ));
+        }
+        if let Some(path) = devices::paths(&self.devices).find(|p| p.to_str().is_none()) {
+            return Err(format!("its file {path:?} has a name that is not UTF-8"));
+        }
+        devices::check(&self.devices)
     }
 }
 
@@ -112,6 +129,7 @@ impl MachineConfig {
 mod tests {
     use super::super::{CpuModel, CpuidWord};
     use super::*;
+    use crate::config::{DeviceConfig, DiskConfig, MAX_DEVICES};
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
@@ -125,7 +143,18 @@ mod tests {
             backend: Backend::Kvm,
             boot: Boot::Payload("payload".to_owned()),
             cpu: CpuConfig::default(),
+            devices: Vec::new(),
         }
+    }
+
+    fn disk(id: &str) -> DeviceConfig {
+        DeviceConfig::Disk(DiskConfig {
+            id: id.to_owned(),
+            path: "/d".into(),
+            readonly: true,
+            serial: "s1".to_owned(),
+            bytes: 1 << 20,
+        })
     }
 
     fn kernel(path: &OsStr) -> MachineConfig {
@@ -151,24 +180,53 @@ mod tests {
     }
 
     /// The bytes of version 2, for ever: those of version 1, `bare`, model, what it is without, and
-    /// what it has shown.
+    /// what it has shown; then the devices.
     #[test]
     fn the_bytes_of_version_2_stay_as_they_are() {
         let without = vec!["cx16".to_owned()];
         let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
         let cpu = CpuConfig { model: CpuModel::Baseline, without, shown };
+        let devices = vec![DeviceConfig::Rng, disk("a")];
         let golden: &[(MachineConfig, &[u8])] = &[
-            (payload(), b"\x02\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00"),
+            (
+                MachineConfig { devices, ..payload() },
+                b"\x02\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\
+                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40",
+            ),
             (
                 MachineConfig { cpu, ..kernel(OsStr::new("/k")) },
                 b"\x02\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\
-                  \x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f",
+                  \x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\x00",
             ),
         ];
         for (config, bytes) in golden {
             assert_eq!(config.encode(), *bytes);
             assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
         }
+    }
+
+    #[test]
+    fn devices_are_checked_by_name() {
+        let refused = |devices: Vec<DeviceConfig>| {
+            MachineConfig { devices, ..payload() }.check().unwrap_err()
+        };
+        assert!(refused(vec![disk("a"), disk("b"), disk("a")]).contains("two devices"));
+        assert!(refused(vec![disk("a b")]).contains("\"a b\""));
+        assert!(refused(vec![disk("rng"), DeviceConfig::Rng]).contains("\"rng\""));
+        let many: Vec<_> = (0..=MAX_DEVICES).map(|i| disk(&i.to_string())).collect();
+        assert!(refused(many).contains("17 virtio devices"));
+        let odd = |bytes| match disk("a") {
+            DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { bytes, ..d }),
+            other => other,
+        };
+        assert!(refused(vec![odd(0)]).contains("0 bytes"));
+        assert!(refused(vec![odd(513)]).contains("513 bytes"));
+        let threads = MachineConfig {
+            backend: Backend::Threads,
+            devices: vec![DeviceConfig::Rng],
+            ..payload()
+        };
+        assert!(threads.check().unwrap_err().contains("no devices"));
     }
 
     #[test]

@@ -170,6 +170,7 @@ impl Demo<'_> {
             store: self.dir.join("store"),
             every_ms: Some(CHECKPOINT_EVERY_MS),
             count: Some(CHECKPOINTS),
+            disks: None,
         };
         let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);

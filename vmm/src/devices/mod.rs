@@ -7,20 +7,31 @@
 //! 0x600..0x605   ACPI's PM1 registers: sleep enable ends the machine; interrupt 9, never raised
 //! ```
 //!
+//! Above 0xd000_0000, in the hole of memory, are the registers of virtio devices, a page each.
 //! Interrupt 13 tells an ACPI guest that its generation ID is new.
 //!
 //! Interrupt controllers, timer and local APICs are KVM's.
 
+mod block;
 mod input;
+mod placement;
 mod power;
+mod rng;
 mod serial;
+mod set;
 mod sink;
+mod virtio;
 
+pub use block::{DiskError, probe as probe_disk};
 pub(crate) use input::InputThread;
+pub use placement::{Placement, placement};
 pub use power::{PowerManagement, PowerState};
 pub use serial::{Com1, SerialPortState};
+pub(crate) use set::DeviceSet;
+pub use set::{DeviceError, Drive};
 pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};
+pub(crate) use virtio::VirtioState;
 
 use crate::vm::EndReason;
 
@@ -44,17 +55,33 @@ const PM1: std::ops::Range<u16> = PM1A_EVENT..PM1A_CONTROL + 2;
 const PANICKED: u8 = 1 << 0;
 const CRASH_LOADED: u8 = 1 << 1;
 
-/// The port bus. Shared by all vCPUs.
+/// The ports and the device registers in memory. Shared by all vCPUs.
 #[derive(Debug)]
 pub struct Bus {
     com1: Com1,
     power: PowerManagement,
+    virtio: DeviceSet,
 }
 
 impl Bus {
     /// A bus with these devices.
-    pub fn new(com1: Com1) -> Self {
-        Self { com1, power: PowerManagement::default() }
+    pub(crate) fn new(com1: Com1, virtio: DeviceSet) -> Self {
+        Self { com1, power: PowerManagement::default(), virtio }
+    }
+
+    /// The virtio devices.
+    pub(crate) fn virtio(&self) -> &DeviceSet {
+        &self.virtio
+    }
+
+    /// A guest's write to an address where it has no memory.
+    pub fn write_mmio(&self, addr: u64, data: &[u8]) {
+        self.virtio.write(addr, data);
+    }
+
+    /// A guest's read of an address where it has no memory. Where nothing is, ones.
+    pub fn read_mmio(&self, addr: u64, data: &mut [u8]) {
+        self.virtio.read(addr, data);
     }
 
     /// The first serial port.

@@ -237,6 +237,7 @@ mod tests {
             backend: Backend::Threads,
             boot: Boot::Payload("payload,ws=1M".into()),
             cpu: CpuConfig::default(),
+            devices: Vec::new(),
         };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = crate::backend::launch(config, &host).unwrap();

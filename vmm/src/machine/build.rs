@@ -12,10 +12,10 @@ use kvm_ioctls::{Kvm, VcpuFd};
 
 use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
 use super::{Machine, MachineError};
-use crate::boot::{self, Entry};
+use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{Collector, Message};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
-use crate::devices::{Bus, Com1, InputThread, open_sink};
+use crate::devices::{Bus, Com1, DeviceSet, InputThread, open_sink, placement};
 use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
 use crate::sources::{BitmapSource, RingSource};
@@ -60,8 +60,12 @@ impl Machine {
         let offered = offered_cpuid(&supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         let memory = Arc::new(Memory::new(config.mem_bytes, &host.memory)?);
-        let entry = if load { Some(boot::load(&config, &memory, &[])?) } else { None };
+        let entry =
+            if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
+        // A new guest holds its disks before anything of it runs; one that arrives does when told.
+        let devices = DeviceSet::build(&config, memory.ram(), load)?;
+        let drives = devices.drives().to_vec();
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
@@ -72,7 +76,8 @@ impl Machine {
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
         let com1 = Com1::new(vm.clone(), sink);
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
-        let bus = Arc::new(Bus::new(com1));
+        devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
+        let bus = Arc::new(Bus::new(com1, devices));
 
         let collector_channel = mpsc::channel();
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new()));
@@ -87,11 +92,12 @@ impl Machine {
         let input = input.map_err(MachineError::system("reading the serial port's input"))?;
         // From here on the supervisor ends the threads if anything fails.
         let supervisor =
-            Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox)?;
+            Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox, load)?;
         let mut machine = Self {
             vm_id,
             config,
             memory,
+            drives,
             status,
             counters,
             started: Instant::now(),
@@ -104,6 +110,12 @@ impl Machine {
         machine.collector = start_collector(&vm, source, &machine.config, collector_channel)?;
         Ok(Arc::new(machine))
     }
+}
+
+/// Where the guest finds its virtio devices.
+fn mmio_slots(config: &MachineConfig) -> Vec<MmioSlot> {
+    let places = (0..config.devices.len()).filter_map(placement);
+    places.map(|place| MmioSlot { base: place.base, gsi: place.irq }).collect()
 }
 
 /// Whether `config` is one of a KVM machine.

@@ -6,7 +6,7 @@ use checkpoint::GuestError;
 use dirty_tracker::SourceError;
 
 use crate::boot::BootError;
-use crate::devices::SinkError;
+use crate::devices::{DeviceError, SinkError};
 use crate::kvm::Unusable;
 use crate::memory::MemoryError;
 
@@ -34,6 +34,9 @@ pub enum MachineError {
     /// Its serial output has nowhere to go.
     #[error(transparent)]
     Serial(#[from] SinkError),
+    /// A device cannot be had.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// Its writes cannot be followed.
     #[error(transparent)]
     Source(#[from] SourceError),

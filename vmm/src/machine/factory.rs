@@ -18,6 +18,7 @@ impl GuestFactory for MachineFactory {
     type Guest = Machine;
 
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<Machine>, GuestError> {
-        Ok(Machine::empty(vm_id, MachineConfig::decode(config)?, &self.host)?)
+        let config = MachineConfig::decode(config)?.on_host(&self.host)?;
+        Ok(Machine::empty(vm_id, config, &self.host)?)
     }
 }

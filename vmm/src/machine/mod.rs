@@ -3,11 +3,14 @@
 //! ```text
 //! API, jobs --Request--> supervisor --Command--> vCPU threads     pause, save, restore, end
 //!          \--Message--> collector  <--RingFull-- vCPU threads    who changed what
+//! supervisor --Command--> device threads                         quiesce, save, restore, locks
+//! vCPU threads --registers--> device threads
 //! vCPU threads --bytes--> serial thread --> the sink
 //! ```
 //!
-//! Each arrow is a channel. The supervisor waits for vCPUs, which wait for nobody but, with their
-//! ears open, the collector; the collector waits for nobody. So nothing here can deadlock.
+//! Each arrow is a channel. The supervisor waits for vCPUs and devices; vCPUs wait for the collector,
+//! with their ears open, and for a device whose registers they write; collector and devices wait for
+//! nobody here. So nothing here can deadlock.
 
 mod build;
 mod error;
@@ -25,7 +28,7 @@ use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
-use crate::devices::{InputThread, SinkThread};
+use crate::devices::{Drive, InputThread, SinkThread};
 use crate::memory::Memory;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
@@ -40,6 +43,7 @@ pub struct Machine {
     vm_id: VmId,
     config: MachineConfig,
     memory: Arc<Memory>,
+    drives: Vec<Drive>,
     status: Arc<Status>,
     counters: Vec<Arc<Counters>>,
     started: Instant,
@@ -70,12 +74,9 @@ impl Machine {
         self.collector.as_ref().ok_or(GuestError::NotTracked)
     }
 
-    /// Refuses a request that needs the guest to stand still, unless it does.
-    fn require_paused(&self, request: &'static str) -> Result<(), GuestError> {
-        match self.run_state() {
-            RunState::Paused => Ok(()),
-            state => Err(GuestError::State { request, state }),
-        }
+    /// The drives that the guest can write to, each with the tree of its blocks.
+    pub fn drives(&self) -> &[Drive] {
+        &self.drives
     }
 }
 
@@ -128,17 +129,16 @@ impl Guest for Machine {
     }
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
-        let saved = state::decode(sections, self.config.vcpus)?;
+        let saved = state::decode(sections, self.config.vcpus, self.config.devices.len())?;
         self.ask("restoring state", |reply| Request::Restore(Box::new(saved), clock, reply))
     }
 
-    // A machine has no drives or taps yet: there is nothing that only one host may hold.
     fn release(&self) -> Result<(), GuestError> {
-        self.require_paused("release")
+        self.ask("releasing devices", Request::Release)
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
-        self.require_paused("acquire")
+        self.ask("acquiring devices", Request::Acquire)
     }
 
     fn stop(&self, why: &str) {

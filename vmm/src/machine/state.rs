@@ -1,4 +1,5 @@
-//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`, `PLATFORM`. Each begins with a
+//! A machine's state as sections: `KVM_VM`, one `KVM_VCPU` a vCPU, `SERIAL`, `PLATFORM`, one `VIRTIO`
+//! a virtio device. Each begins with a
 //! version of its own; the rest is postcard. They come from files and wires: nothing in them is
 //! believed before it is checked, by us or by KVM.
 
@@ -8,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::boot;
-use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState};
+use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState};
 use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{SavedVcpu, StateContext, away_ns, wall_ns};
 
@@ -25,6 +26,7 @@ pub(super) struct Saved {
     pub(super) com1: SerialPortState,
     /// Guests from before it was there have none, nor a generation ID.
     pub(super) platform: Option<SavedPlatform>,
+    pub(super) virtio: Vec<VirtioState>,
 }
 
 /// What the VMM emulates besides.
@@ -139,6 +141,9 @@ pub(super) fn encode(saved: &Saved) -> Result<Vec<Section>, GuestError> {
     if let Some(platform) = &saved.platform {
         sections.push(section(tags::PLATFORM, 0, platform)?);
     }
+    for (device, i) in saved.virtio.iter().zip(0u16..) {
+        sections.push(section(tags::VIRTIO, i, device)?);
+    }
     Ok(sections)
 }
 
@@ -149,13 +154,14 @@ fn section<T: Serialize>(tag: SectionTag, instance: u16, value: &T) -> Result<Se
     Ok(Section::new(tag, instance, bytes))
 }
 
-/// Reads the sections of a machine with `vcpus` vCPUs: each once, none missing, none unknown that
+/// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices: each once, none missing, none unknown that
 /// must be understood.
-pub(super) fn decode(sections: &[Section], vcpus: u8) -> Result<Saved, GuestError> {
+pub(super) fn decode(sections: &[Section], vcpus: u8, devices: usize) -> Result<Saved, GuestError> {
     for s in sections {
         let known = match s.tag {
             tags::KVM_VM | tags::SERIAL | tags::PLATFORM => s.instance == 0,
             tags::KVM_VCPU => s.instance < u16::from(vcpus),
+            tags::VIRTIO => usize::from(s.instance) < devices,
             // What it says was used to make this machine.
             tags::CONFIG => true,
             _ => !s.must_understand,
@@ -163,11 +169,14 @@ pub(super) fn decode(sections: &[Section], vcpus: u8) -> Result<Saved, GuestErro
         if !known {
             return Err(GuestError::Unsupported {
                 what: format!("{} (instance {})", s.tag, s.instance),
-                why: format!("a KVM machine with {vcpus} vCPUs has no such part"),
+                why: format!(
+                    "a KVM machine with {vcpus} vCPUs and {devices} virtio devices has no such part"
+                ),
             });
         }
     }
     let each = (0..u16::from(vcpus)).map(|i| read(sections, tags::KVM_VCPU, i));
+    let virtio = (0..devices as u16).map(|i| read(sections, tags::VIRTIO, i));
     Ok(Saved {
         vm: read(sections, tags::KVM_VM, 0)?,
         vcpus: each.collect::<Result<_, GuestError>>()?,
@@ -176,6 +185,7 @@ pub(super) fn decode(sections: &[Section], vcpus: u8) -> Result<Saved, GuestErro
             true => Some(read(sections, tags::PLATFORM, 0)?),
             false => None,
         },
+        virtio: virtio.collect::<Result<_, GuestError>>()?,
     })
 }
 

@@ -22,6 +22,8 @@ pub(super) enum Request {
     Resume(Sender<Result<(), GuestError>>),
     Save(Sender<Result<Vec<Section>, GuestError>>),
     Restore(Box<Saved>, Clock, Sender<Result<(), GuestError>>),
+    Release(Sender<Result<(), GuestError>>),
+    Acquire(Sender<Result<(), GuestError>>),
     Stop(String, Sender<Result<(), GuestError>>),
     /// From a vCPU: the guest has ended.
     Ended(EndReason),
@@ -136,6 +138,8 @@ pub(super) struct Supervisor {
     has_run: bool,
     /// A restore failed half-way, and none has succeeded since.
     half_restored: bool,
+    /// It has what only one host may hold.
+    holds: bool,
 }
 
 impl Supervisor {
@@ -146,6 +150,7 @@ impl Supervisor {
         vcpus: Vec<VcpuHandle>,
         status: Arc<Status>,
         requests: Receiver<Request>,
+        holds: bool,
     ) -> Result<JoinHandle<()>, MachineError> {
         let supervisor = Self {
             vm,
@@ -156,6 +161,7 @@ impl Supervisor {
             requests,
             has_run: false,
             half_restored: false,
+            holds,
         };
         std::thread::Builder::new()
             .name("supervisor".to_owned())
@@ -172,6 +178,8 @@ impl Supervisor {
                 Request::Restore(saved, clock, reply) => {
                     answer(&reply, self.restore(*saved, clock));
                 }
+                Request::Release(reply) => answer(&reply, self.release()),
+                Request::Acquire(reply) => answer(&reply, self.acquire()),
                 Request::Stop(why, reply) => {
                     self.end(EndReason::Stopped(why));
                     answer(&reply, Ok(()));
@@ -204,6 +212,11 @@ impl Supervisor {
             RunState::Running => {}
         }
         if self.halt() {
+            if let Err(why) = self.bus.virtio().quiesce() {
+                // It goes on where it was, as if nobody had asked.
+                self.vcpus.iter().for_each(|vcpu| vcpu.tell(Command::Resume));
+                return Err(GuestError::System { what: "pausing the guest", cause: why.into() });
+            }
             self.status.set(RunState::Paused);
             return Ok(RunState::Running);
         }
@@ -240,8 +253,14 @@ impl Supervisor {
             let why = "restoring it failed half-way, so it cannot run".to_owned();
             return Err(GuestError::Unsupported { what, why });
         }
+        if !self.holds {
+            let what = "the guest".to_owned();
+            let why = "it has not taken hold of its devices' files".to_owned();
+            return Err(GuestError::Unsupported { what, why });
+        }
         self.has_run = true;
         self.status.set(RunState::Running);
+        self.bus.virtio().resume();
         self.bus.com1().take_input(true);
         for vcpu in &self.vcpus {
             vcpu.tell(Command::Resume);
@@ -255,6 +274,9 @@ impl Supervisor {
             return;
         }
         self.halt();
+        if let Err(why) = self.bus.virtio().quiesce() {
+            tracing::warn!("the guest has ended, and a device has not: {why}");
+        }
         self.bus.com1().settle();
         tracing::debug!("the guest has ended: {why:?}");
         self.status.end(why);
@@ -277,7 +299,27 @@ impl Supervisor {
             vcpus,
             com1: self.bus.com1().state(),
             platform: Some(state::SavedPlatform { power: self.bus.power().state() }),
+            virtio: self.bus.virtio().save().map_err(|why| GuestError::System {
+                what: "saving a virtio device",
+                cause: why.into(),
+            })?,
         })
+    }
+
+    /// Lets go of what only one host may hold.
+    fn release(&mut self) -> Result<(), GuestError> {
+        self.require("release", RunState::Paused)?;
+        // Whatever fails, part of it may be gone.
+        self.holds = false;
+        devices("releasing a device", self.bus.virtio().release())
+    }
+
+    /// Takes what only one host may hold.
+    fn acquire(&mut self) -> Result<(), GuestError> {
+        self.require("acquire", RunState::Paused)?;
+        devices("acquiring a device", self.bus.virtio().acquire())?;
+        self.holds = true;
+        Ok(())
     }
 
     /// vCPUs before interrupt controllers: an interrupt that those pass on would be overwritten
@@ -307,7 +349,16 @@ impl Supervisor {
         }
         let malformed = |why| GuestError::Malformed { what: "the serial port's state".into(), why };
         self.bus.com1().restore(saved.com1).map_err(malformed)?;
+        self.bus.virtio().restore(saved.virtio).map_err(|(i, why)| GuestError::Malformed {
+            what: format!("the state of virtio device {i}"),
+            why,
+        })?;
         state::restore_vm(&self.vm, &self.context, &saved.vm, clock)?;
+        // Not before the interrupt controllers' own state is in place.
+        self.bus.virtio().interrupt_again(&self.vm).map_err(|e| GuestError::System {
+            what: "interrupting for a virtio device",
+            cause: Box::new(e),
+        })?;
         if let Some(platform) = saved.platform {
             self.bus.power().restore(platform.power);
             // From one checkpoint many may go on; what migrates stays the one that it was.
@@ -317,6 +368,10 @@ impl Supervisor {
         }
         Ok(())
     }
+}
+
+fn devices(what: &'static str, r: Result<(), String>) -> Result<(), GuestError> {
+    r.map_err(|why| GuestError::System { what, cause: why.into() })
 }
 
 fn gone() -> GuestError {
@@ -331,6 +386,8 @@ fn refuse(request: Request) {
         Request::Resume(reply) => answer(&reply, Err(stopped("resume"))),
         Request::Save(reply) => answer(&reply, Err(stopped("save"))),
         Request::Restore(_, _, reply) => answer(&reply, Err(stopped("restore"))),
+        Request::Release(reply) => answer(&reply, Err(stopped("release"))),
+        Request::Acquire(reply) => answer(&reply, Err(stopped("acquire"))),
         Request::Stop(_, reply) => answer(&reply, Ok(())),
         Request::Ended(_) | Request::Quit => {}
     }

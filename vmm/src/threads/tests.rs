@@ -20,6 +20,7 @@ fn config(spec: &str, vcpus: u8) -> MachineConfig {
         backend: Backend::Threads,
         boot: Boot::Payload(spec.into()),
         cpu: CpuConfig::default(),
+        devices: Vec::new(),
     }
 }
 

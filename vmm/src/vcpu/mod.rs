@@ -267,12 +267,15 @@ impl<P: Peers> Vcpu<P> {
                 self.bus.read(port, data);
                 After::Run
             }
-            // No device is memory-mapped: reads float, writes go nowhere.
-            Ok(VcpuExit::MmioRead(_, data)) => {
-                data.fill(0xff);
+            Ok(VcpuExit::MmioRead(addr, data)) => {
+                self.bus.read_mmio(addr, data);
                 After::Run
             }
-            Ok(VcpuExit::MmioWrite(..) | VcpuExit::IoapicEoi(_)) => After::Run,
+            Ok(VcpuExit::MmioWrite(addr, data)) => {
+                self.bus.write_mmio(addr, data);
+                After::Run
+            }
+            Ok(VcpuExit::IoapicEoi(_)) => After::Run,
             Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => After::Interrupted,
             // HLT is KVM's business as long as it has the interrupt controllers.
             Ok(VcpuExit::Hlt) => After::Run,

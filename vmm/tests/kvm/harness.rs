@@ -27,6 +27,7 @@ pub fn payload(spec: &str) -> MachineConfig {
         backend: Backend::Kvm,
         boot: Boot::Payload(spec.to_owned()),
         cpu: CpuConfig::default(),
+        devices: Vec::new(),
     }
 }
 

@@ -1,0 +1,211 @@
+//! The devices of a machine, as its configuration has them and as the command line gives them.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use checkpoint::GuestError;
+use serde::{Deserialize, Serialize};
+
+/// Most virtio devices: there are no more interrupts for them.
+pub const MAX_DEVICES: usize = 16;
+/// Longest serial number of a drive, in bytes: what virtio has room for.
+pub const MAX_SERIAL_BYTES: usize = 20;
+/// Longest name of a device.
+const MAX_ID_BYTES: usize = 64;
+
+/// A virtio device. Where it is in the list decides its registers' place and its interrupt.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DeviceConfig {
+    /// A disk.
+    Disk(DiskConfig),
+    /// A source of randomness.
+    Rng,
+}
+
+impl DeviceConfig {
+    /// The name by which people know the device, one of its own in each machine.
+    pub fn id(&self) -> &str {
+        match self {
+            Self::Disk(disk) => &disk.id,
+            Self::Rng => "rng",
+        }
+    }
+}
+
+/// A disk backed by a file.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct DiskConfig {
+    /// Its name.
+    pub id: String,
+    /// A raw image or a block device; on another host perhaps another one, see
+    /// [`HostConfig::disks`](super::HostConfig::disks).
+    pub path: PathBuf,
+    /// The guest cannot write to it.
+    pub readonly: bool,
+    /// What the guest reads as its serial number.
+    pub serial: String,
+    /// What the guest sees of the file: whole sectors of 512 bytes.
+    pub bytes: u64,
+}
+
+/// A disk as asked for: `path=F[,readonly][,id=NAME][,serial=TEXT]`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DiskSpec {
+    /// A raw image or a block device.
+    pub path: PathBuf,
+    /// The guest shall not write to it.
+    pub readonly: bool,
+    /// Its name.
+    pub id: Option<String>,
+    /// What the guest reads as its serial number.
+    pub serial: Option<String>,
+}
+
+impl FromStr for DiskSpec {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let (mut path, mut readonly, mut id, mut serial) = (None, false, None, None);
+        for option in s.split(',') {
+            match option.split_once('=') {
+                Some(("path", value)) if !value.is_empty() => path = Some(PathBuf::from(value)),
+                Some(("id", value)) => id = Some(check_id(value)?),
+                Some(("serial", value)) => serial = Some(check_serial(value)?),
+                None if option == "readonly" => readonly = true,
+                _ => {
+                    return Err(format!(
+                        "\"{option}\" is no option of a disk: they are path=FILE, readonly, id=NAME and serial=TEXT"
+                    ));
+                }
+            }
+        }
+        let path = path.ok_or_else(|| format!("\"{s}\" names no file: path=FILE is missing"))?;
+        Ok(Self { path, readonly, id, serial })
+    }
+}
+
+fn check_id(id: &str) -> Result<String, String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    if id.is_empty() || id.len() > MAX_ID_BYTES || !id.chars().all(allowed) {
+        return Err(format!(
+            "\"{id}\" is no name of a device: it has 1 to {MAX_ID_BYTES} letters, digits, - and _"
+        ));
+    }
+    Ok(id.to_owned())
+}
+
+fn check_serial(serial: &str) -> Result<String, String> {
+    if serial.len() > MAX_SERIAL_BYTES || !serial.bytes().all(|b| b.is_ascii_graphic()) {
+        return Err(format!(
+            "\"{serial}\" is no serial number of a disk: it has at most {MAX_SERIAL_BYTES} printable ASCII characters"
+        ));
+    }
+    Ok(serial.to_owned())
+}
+
+/// Whether any host could have these devices; if not, why.
+pub(super) fn check(devices: &[DeviceConfig]) -> Result<(), String> {
+    if devices.len() > MAX_DEVICES {
+        return Err(format!("it has {} virtio devices, more than {MAX_DEVICES}", devices.len()));
+    }
+    let mut ids = HashSet::new();
+    for device in devices {
+        check_id(device.id())?;
+        if !ids.insert(device.id()) {
+            return Err(format!("it has two devices with the name \"{}\"", device.id()));
+        }
+        if let DeviceConfig::Disk(disk) = device {
+            check_serial(&disk.serial)?;
+            if disk.bytes == 0 || !disk.bytes.is_multiple_of(512) {
+                return Err(format!(
+                    "its disk \"{}\" has {} bytes, not whole sectors of 512",
+                    disk.id, disk.bytes
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The files of `devices`, for whom it matters what they are named.
+pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
+    devices.iter().filter_map(|device| match device {
+        DeviceConfig::Disk(disk) => Some(disk.path.as_path()),
+        DeviceConfig::Rng => None,
+    })
+}
+
+/// The disks of `devices`, in their order.
+pub fn disks(devices: &[DeviceConfig]) -> impl Iterator<Item = &DiskConfig> {
+    devices.iter().filter_map(|device| match device {
+        DeviceConfig::Disk(disk) => Some(disk),
+        DeviceConfig::Rng => None,
+    })
+}
+
+/// Puts the disks asked for on this host in the places of those that a guest came with: a named one
+/// in the place of its name, the others in the order of the guest's.
+pub(super) fn replace_disks(
+    devices: &mut [DeviceConfig],
+    with: &[DiskSpec],
+) -> Result<(), ReplaceError> {
+    let disks = devices.iter_mut().filter_map(|device| match device {
+        DeviceConfig::Disk(disk) => Some(disk),
+        DeviceConfig::Rng => None,
+    });
+    let (mut rest, mut found) = (Vec::new(), HashSet::new());
+    for disk in disks {
+        match with.iter().find(|spec| spec.id.as_deref() == Some(disk.id.as_str())) {
+            Some(spec) => {
+                replace(disk, spec)?;
+                found.insert(disk.id.clone());
+            }
+            None => rest.push(disk),
+        }
+    }
+    if let Some(id) = with.iter().filter_map(|s| s.id.as_ref()).find(|id| !found.contains(*id)) {
+        return Err(ReplaceError(format!("the guest has no disk \"{id}\"")));
+    }
+    let unnamed: Vec<_> = with.iter().filter(|spec| spec.id.is_none()).collect();
+    if unnamed.len() > rest.len() {
+        return Err(ReplaceError(format!(
+            "{} disks are given by their path alone, and the guest has {} for them",
+            unnamed.len(),
+            rest.len()
+        )));
+    }
+    for (place, spec) in rest.into_iter().zip(unnamed) {
+        replace(place, spec)?;
+    }
+    Ok(())
+}
+
+fn replace(disk: &mut DiskConfig, with: &DiskSpec) -> Result<(), ReplaceError> {
+    if with.readonly != disk.readonly || with.serial.is_some() {
+        return Err(ReplaceError(format!(
+            "disk \"{}\" is the guest's as it is: only its path can be another one here",
+            disk.id
+        )));
+    }
+    disk.path.clone_from(&with.path);
+    Ok(())
+}
+
+/// Disks do not fit the guest.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ReplaceError(String);
+
+impl fmt::Display for ReplaceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<ReplaceError> for GuestError {
+    fn from(ReplaceError(why): ReplaceError) -> Self {
+        Self::Unsupported { what: "the disks given".to_owned(), why }
+    }
+}

@@ -1,0 +1,117 @@
+//! What does a disk's work: io_uring, or where the kernel has none, plain reads and writes.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use checkpoint::GuestRam;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::file::DiskFile;
+use super::request::Range;
+use super::{plain, uring::Uring};
+use crate::devices::virtio::Buffers;
+
+/// What is to be done to a disk. Offsets are bytes, and all of it lies on the disk.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Work {
+    Read {
+        offset: u64,
+        to: Buffers,
+    },
+    Write {
+        offset: u64,
+        from: Buffers,
+    },
+    Flush,
+    /// Offset and length of each range.
+    Discard(Vec<(u64, u64)>),
+    WriteZeroes(Vec<Range>),
+    /// Not the engine's business: the disk's serial number goes there.
+    Identify(Buffers),
+}
+
+impl Work {
+    /// The part of the disk that it changes, or more: first byte, and bytes.
+    pub(super) fn writes(&self) -> Option<(u64, u64)> {
+        let hull = |ranges: &mut dyn Iterator<Item = (u64, u64)>| {
+            let hull = ranges.fold(None, |hull: Option<(u64, u64)>, (offset, len)| {
+                let (from, to) = hull.unwrap_or((offset, offset + len));
+                Some((from.min(offset), to.max(offset + len)))
+            });
+            hull.map(|(from, to)| (from, to - from))
+        };
+        match self {
+            Self::Write { offset, from } => Some((*offset, from.len().into())),
+            Self::Discard(ranges) => hull(&mut ranges.iter().copied()),
+            Self::WriteZeroes(ranges) => hull(&mut ranges.iter().map(|r| (r.offset, r.len))),
+            Self::Read { .. } | Self::Flush | Self::Identify(_) => None,
+        }
+    }
+}
+
+/// Work with the name by which its end is told.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Operation {
+    pub(super) token: u64,
+    pub(super) work: Work,
+}
+
+/// See the module.
+pub(super) enum Engine {
+    Uring(Box<Uring>),
+    Plain(Arc<DiskFile>),
+}
+
+impl Engine {
+    /// For at most `most` operations at a time on `file`; `id` is for messages.
+    pub(super) fn new(file: Arc<DiskFile>, most: usize, id: &str) -> Self {
+        match Uring::new(file.clone(), most) {
+            Ok(uring) => Self::Uring(Box::new(uring)),
+            Err(e) => {
+                tracing::info!("disk \"{id}\" does without io_uring: {e}");
+                Self::Plain(file)
+            }
+        }
+    }
+
+    /// What becomes readable when operations have ended, of an engine that works by itself.
+    pub(super) fn announcer(&self) -> Option<&EventFd> {
+        match self {
+            Self::Uring(uring) => Some(uring.announcer()),
+            Self::Plain(_) => None,
+        }
+    }
+
+    /// Begins an operation; its outcome, if it has one at once.
+    pub(super) fn submit(
+        &mut self,
+        operation: Operation,
+        ram: &GuestRam,
+    ) -> Option<io::Result<()>> {
+        let file = match self {
+            Self::Uring(uring) if uring.takes(&operation.work) => {
+                return uring.submit(operation, ram).err().map(Err);
+            }
+            Self::Uring(uring) => uring.file(),
+            Self::Plain(file) => file,
+        };
+        Some(plain::perform(file, &operation.work, ram))
+    }
+
+    /// Operations that have ended.
+    pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
+        match self {
+            Self::Uring(uring) => uring.completions(ram),
+            Self::Plain(_) => Vec::new(),
+        }
+    }
+
+    /// Waits for the end of an operation, until `deadline`; whether it was in time.
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> bool {
+        match self {
+            Self::Uring(uring) => uring.wait(deadline),
+            Self::Plain(_) => true,
+        }
+    }
+}

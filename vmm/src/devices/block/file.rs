@@ -1,0 +1,171 @@
+//! A disk's file: opened, measured, locked, made durable.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::lock::{self, Lock};
+use super::request::SECTOR;
+use crate::config::DiskConfig;
+
+/// Why a disk cannot be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DiskError {
+    /// Its file cannot be opened.
+    #[error("disk file \"{}\" cannot be opened{}: {cause}", path.display(), if *readonly { "" } else { " for writing" })]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Only for reading.
+        readonly: bool,
+        /// The system's answer.
+        cause: io::Error,
+    },
+    /// It is neither a regular file nor a block device.
+    #[error("disk file \"{}\" is neither a regular file nor a block device", path.display())]
+    Kind {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It has no whole sector.
+    #[error("disk file \"{}\" has {bytes} bytes: less than one sector of 512", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+    },
+    /// It is smaller than the disk that the guest knows.
+    #[error("disk \"{id}\" has {want} bytes, and its file \"{}\" on this host has only {has}", path.display())]
+    TooSmall {
+        /// The disk's name.
+        id: String,
+        /// The file.
+        path: PathBuf,
+        /// Bytes that the guest knows.
+        want: u64,
+        /// Bytes that the file has.
+        has: u64,
+    },
+    /// Its writes cannot be followed.
+    #[error("the writes to disk \"{id}\" cannot be followed: {cause}")]
+    Untracked {
+        /// The disk's name.
+        id: String,
+        /// What stands against it.
+        cause: dirty_tracker::LayoutError,
+    },
+    /// Another one may be using it.
+    #[error("{why}")]
+    InUse {
+        /// A sentence that names the file.
+        why: String,
+    },
+}
+
+/// An open disk.
+#[derive(Debug)]
+pub(super) struct DiskFile {
+    file: File,
+    path: PathBuf,
+    readonly: bool,
+}
+
+/// What `bytes` of [`DiskConfig`] are for the file at `path`: its whole sectors.
+pub fn probe(path: &Path, readonly: bool) -> Result<u64, DiskError> {
+    let bytes = size(&open(path, readonly)?, path, readonly)?;
+    match bytes - bytes % SECTOR {
+        0 => Err(DiskError::Empty { path: path.to_owned(), bytes }),
+        whole => Ok(whole),
+    }
+}
+
+fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
+    let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
+    // Looked at before it is opened: opening a FIFO would wait for its other end.
+    let kind = std::fs::metadata(path).map_err(failed)?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return Err(DiskError::Kind { path: path.to_owned() });
+    }
+    OpenOptions::new().read(true).write(!readonly).open(path).map_err(failed)
+}
+
+/// Bytes of a file or a block device, whose metadata has none.
+fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> {
+    let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
+    file.seek(SeekFrom::End(0)).map_err(failed)
+}
+
+impl DiskFile {
+    /// Opens the file of `disk`, which must have room for all that the guest knows of it.
+    pub(super) fn open(disk: &DiskConfig) -> Result<Self, DiskError> {
+        let DiskConfig { id, path, readonly, bytes, .. } = disk;
+        let file = open(path, *readonly)?;
+        let has = size(&file, path, *readonly)?;
+        if has < *bytes {
+            let (id, path, want) = (id.clone(), path.clone(), *bytes);
+            return Err(DiskError::TooSmall { id, path, want, has });
+        }
+        Ok(Self { file, path: path.clone(), readonly: *readonly })
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Locks the file against others: all of them, or if it is only read, those who write.
+    pub(super) fn lock(&self) -> Result<(), String> {
+        let lock = if self.readonly { Lock::Shared } else { Lock::Exclusive };
+        match lock::set(&self.file, lock) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(format!("disk file \"{}\" is in use by another", self.path.display())),
+            Err(e) => Err(format!("disk file \"{}\" cannot be locked: {e}", self.path.display())),
+        }
+    }
+
+    /// Makes durable what was written, and lets go of the lock.
+    pub(super) fn flush_and_unlock(&self) -> Result<(), String> {
+        let failed = |what: &str, e: io::Error| {
+            format!("disk file \"{}\" cannot be {what}: {e}", self.path.display())
+        };
+        if !self.readonly {
+            self.file.sync_data().map_err(|e| failed("flushed", e))?;
+        }
+        lock::set(&self.file, Lock::None).map_err(|e| failed("unlocked", e))?;
+        Ok(())
+    }
+
+    /// Gives the host back what `len` bytes from `offset` take. Advice: a file that cannot keeps
+    /// them.
+    pub(super) fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match fallocate(&self.file, flags, offset, len) {
+            Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
+            other => Ok(other?),
+        }
+    }
+
+    /// Makes `len` bytes from `offset` read as zeros; they keep their room unless `unmap`.
+    pub(super) fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        let how = if unmap { FallocateFlags::PUNCH_HOLE } else { FallocateFlags::ZERO_RANGE };
+        match fallocate(&self.file, how | FallocateFlags::KEEP_SIZE, offset, len) {
+            Err(rustix::io::Errno::OPNOTSUPP) => self.write_zeroes_plainly(offset, len),
+            other => Ok(other?),
+        }
+    }
+
+    fn write_zeroes_plainly(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
+        use std::os::unix::fs::FileExt;
+        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        while len > 0 {
+            let now = len.min(ZEROS.len() as u64);
+            self.file.write_all_at(&ZEROS[..now as usize], offset)?;
+            (offset, len) = (offset + now, len - now);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,313 @@
+//! virtio-blk: a disk backed by a raw file or a block device.
+//!
+//! ```text
+//! chain -> request (parsed, bounded) -> engine: io_uring, or plain reads and writes
+//!                                          |
+//!   used ring <- status byte <- completion +--> the drive's tree: blocks of 4 KiB written
+//! ```
+//!
+//! Errors of the file go to the guest as `VIRTIO_BLK_S_IOERR`; the first one is said, all are counted.
+
+mod engine;
+mod file;
+mod lock;
+mod plain;
+mod request;
+#[cfg(test)]
+mod tests;
+mod uring;
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SHIFT, PAGE_SIZE, Slot, SlotId, Tracker};
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_blk::*;
+use vmm_sys_util::epoll::EventSet;
+
+use self::engine::{Engine, Operation, Work};
+use self::request::Request;
+use super::virtio::{
+    Buffers, Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher, decode_state, encode_state,
+};
+use crate::config::DiskConfig;
+
+pub use self::file::DiskError;
+use self::file::DiskFile;
+pub use self::file::probe;
+
+const QUEUE_SIZE: u16 = 256;
+/// Queues at most; a guest has no use for more than it has vCPUs.
+const MAX_QUEUES: u8 = 4;
+/// Buffers of one request: what the queue has room for beside header and status.
+const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
+/// Where the engine's completions are announced.
+const COMPLETIONS: u32 = 0;
+
+/// The device.
+pub(super) struct Block {
+    disk: DiskConfig,
+    queues: u16,
+    file: Arc<DiskFile>,
+    engine: Engine,
+    /// What the guest has written; `None` for a drive that it cannot write to.
+    tracker: Option<Arc<Tracker>>,
+    /// Requests that the engine has, by their tokens.
+    under_way: HashMap<u64, UnderWay>,
+    next_token: u64,
+    state: BlockState,
+}
+
+/// The part of the device that moves with the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub(super) struct BlockState {
+    /// Requests that failed for the file's sake.
+    errors: u64,
+}
+
+/// A request that the engine has.
+struct UnderWay {
+    queue: usize,
+    head: u16,
+    /// One byte.
+    status: Buffers,
+    /// Bytes of data that the driver gets, if all goes well.
+    data_len: u32,
+    /// What it does to the disk: from, and bytes.
+    writes: Option<(u64, u64)>,
+}
+
+impl Block {
+    /// The drive of `disk`, whose file is opened, and not yet held.
+    pub(super) fn open(disk: &DiskConfig, vcpus: u8) -> Result<Self, DiskError> {
+        let file = Arc::new(DiskFile::open(disk)?);
+        let queues = vcpus.clamp(1, MAX_QUEUES).into();
+        let most = usize::from(queues) * usize::from(QUEUE_SIZE);
+        let engine = Engine::new(file.clone(), most, &disk.id);
+        Self::new(disk, queues, file, engine)
+    }
+
+    fn new(
+        disk: &DiskConfig,
+        queues: u16,
+        file: Arc<DiskFile>,
+        engine: Engine,
+    ) -> Result<Self, DiskError> {
+        let tracker = match disk.readonly {
+            true => None,
+            false => Some(Arc::new(Tracker::new(block_layout(disk)?))),
+        };
+        Ok(Self {
+            disk: disk.clone(),
+            queues,
+            file,
+            engine,
+            tracker,
+            under_way: HashMap::new(),
+            next_token: 0,
+            state: BlockState::default(),
+        })
+    }
+
+    /// What follows the guest's writes.
+    pub(super) fn tracker(&self) -> Option<&Arc<Tracker>> {
+        self.tracker.as_ref()
+    }
+
+    /// Begins a request, or completes it at once.
+    fn begin(&mut self, queue: usize, chain: &Chain, io: &mut Io<'_>) -> Result<(), Violation> {
+        let Request { work, status, data_len } =
+            Request::read(queue as u16, chain, &self.disk, io.ram)?;
+        let work = match work {
+            Ok(work) => work,
+            Err(code) => return finish(io, queue, chain.head, &status, 0, code),
+        };
+        let writes = work.writes();
+        let under_way = UnderWay { queue, head: chain.head, status, data_len, writes };
+        if let Work::Identify(to) = &work {
+            let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
+            let serial = self.disk.serial.as_bytes();
+            let len = serial.len().min(id.len());
+            id[..len].copy_from_slice(&serial[..len]);
+            to.write(io.ram, 0, &id)?;
+            return self.complete(under_way, Ok(()), io);
+        }
+        let token = self.next_token;
+        self.next_token += 1;
+        match self.engine.submit(Operation { token, work }, io.ram) {
+            Some(result) => self.complete(under_way, result, io),
+            None => {
+                self.under_way.insert(token, under_way);
+                Ok(())
+            }
+        }
+    }
+
+    /// Tells the driver how a request ended.
+    fn complete(
+        &mut self,
+        request: UnderWay,
+        result: io::Result<()>,
+        io: &mut Io<'_>,
+    ) -> Result<(), Violation> {
+        if let Some((from, bytes)) = request.writes {
+            // Also if it failed: part of it may be written.
+            self.mark(from, bytes);
+        }
+        let (len, code) = match result {
+            Ok(()) => (request.data_len, VIRTIO_BLK_S_OK),
+            Err(e) => {
+                self.note_error(&e);
+                (0, VIRTIO_BLK_S_IOERR)
+            }
+        };
+        finish(io, request.queue, request.head, &request.status, len, code)
+    }
+
+    /// Takes what the engine has finished. All of it, whatever the driver did: memory and disk are
+    /// what they are.
+    fn take_completions(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+        let mut all = Ok(());
+        for (token, result) in self.engine.completions(io.ram) {
+            if let Some(request) = self.under_way.remove(&token) {
+                all = all.and(self.complete(request, result, io));
+            }
+        }
+        all
+    }
+
+    fn mark(&self, from: u64, bytes: u64) {
+        let Some(tracker) = self.tracker.as_ref().filter(|_| bytes > 0) else { return };
+        let start = Gfn::containing(from);
+        let count = ((from + bytes - 1) >> PAGE_SHIFT) - start.0 + 1;
+        if let Err(e) = tracker.mark(FrameRun { start, count }) {
+            // Requests were bounded by the drive's size.
+            debug_assert!(false, "{e}");
+            tracker.mark_all();
+        }
+    }
+
+    fn note_error(&mut self, e: &io::Error) {
+        self.state.errors += 1;
+        let (id, path) = (&self.disk.id, self.disk.path.display());
+        match self.state.errors {
+            1 => tracing::error!(
+                "disk \"{id}\": a request of the guest fails on {path}: {e}; later failures are only counted"
+            ),
+            n => tracing::debug!("disk \"{id}\": failure {n} on {path}: {e}"),
+        }
+    }
+
+    /// Waits until nothing is under way, or `deadline`.
+    fn drain(&mut self, deadline: Option<Instant>, io: &mut Io<'_>) -> Result<(), Stall> {
+        let mut all = Ok(());
+        while !self.under_way.is_empty() {
+            let in_time = self.engine.wait(deadline);
+            all = all.and(self.take_completions(io));
+            if !in_time && !self.under_way.is_empty() {
+                return Err(Stall::UnderWay(self.under_way.len()));
+            }
+        }
+        Ok(all?)
+    }
+}
+
+/// Status byte, then the used ring.
+fn finish(
+    io: &mut Io<'_>,
+    queue: usize,
+    head: u16,
+    status: &Buffers,
+    data_len: u32,
+    code: u32,
+) -> Result<(), Violation> {
+    status.write(io.ram, 0, &[code as u8])?;
+    let ring: Option<&mut Ring> = io.rings.get_mut(queue);
+    ring.map_or(Ok(()), |ring| ring.push(io.ram, head, data_len + 1))
+}
+
+/// A drive's blocks, as if they were the frames of one slot.
+fn block_layout(disk: &DiskConfig) -> Result<Layout, DiskError> {
+    let frames = disk.bytes.div_ceil(PAGE_SIZE);
+    let slot = Slot { id: SlotId(0), base: Gfn(0), frames };
+    Layout::new([slot]).map_err(|cause| DiskError::Untracked { id: disk.id.clone(), cause })
+}
+
+impl Device for Block {
+    fn kind(&self) -> Kind {
+        Kind::Block
+    }
+
+    fn features(&self) -> u64 {
+        let writable = [VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES];
+        let mode: &[u32] = if self.disk.readonly { &[VIRTIO_BLK_F_RO] } else { &writable };
+        let always =
+            [VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_MQ];
+        mode.iter().chain(&always).fold(0, |bits, bit| bits | 1 << bit)
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE; self.queues.into()]
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        request::config_space(&self.disk, self.queues, SEG_MAX)
+    }
+
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+
+    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        match self.engine.announcer() {
+            Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
+            None => Ok(()),
+        }
+    }
+
+    fn activate(&mut self, _: u64) {}
+
+    fn reset(&mut self, io: &mut Io<'_>) {
+        // The rings are gone: nothing that ends now can break their rules.
+        let _ = self.drain(None, io);
+    }
+
+    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        while let Some(chain) = match io.rings.get_mut(queue) {
+            Some(ring) => ring.pop(io.ram)?,
+            None => None,
+        } {
+            self.begin(queue, &chain, io)?;
+        }
+        Ok(())
+    }
+
+    fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
+        self.take_completions(io)
+    }
+
+    fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall> {
+        self.drain(Some(deadline), io)
+    }
+
+    fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        encode_state(&self.state)
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+        self.state = decode_state(state)?;
+        Ok(())
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        self.file.lock()
+    }
+
+    fn release(&mut self) -> Result<(), String> {
+        self.file.flush_and_unlock()
+    }
+}

@@ -1,0 +1,49 @@
+//! A disk's work by ordinary system calls, on the device's own thread.
+
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+
+use checkpoint::GuestRam;
+use vm_memory::{Bytes, GuestMemoryError};
+
+use super::engine::Work;
+use super::file::DiskFile;
+
+/// Does `work` and waits for its end.
+pub(super) fn perform(disk: &DiskFile, work: &Work, ram: &GuestRam) -> io::Result<()> {
+    // The file position is this device's alone: the file was opened for it.
+    let mut file: &File = disk.file();
+    match work {
+        Work::Read { offset, to } => {
+            file.seek(SeekFrom::Start(*offset))?;
+            for piece in to.pieces() {
+                ram.read_exact_volatile_from(piece.addr, &mut file, piece.len as usize)
+                    .map_err(system)?;
+            }
+            Ok(())
+        }
+        Work::Write { offset, from } => {
+            file.seek(SeekFrom::Start(*offset))?;
+            for piece in from.pieces() {
+                ram.write_all_volatile_to(piece.addr, &mut file, piece.len as usize)
+                    .map_err(system)?;
+            }
+            Ok(())
+        }
+        Work::Flush => file.sync_data(),
+        Work::Discard(ranges) => {
+            ranges.iter().try_for_each(|(offset, len)| disk.discard(*offset, *len))
+        }
+        Work::WriteZeroes(ranges) => {
+            ranges.iter().try_for_each(|r| disk.write_zeroes(r.offset, r.len, r.unmap))
+        }
+        Work::Identify(_) => Ok(()),
+    }
+}
+
+fn system(e: GuestMemoryError) -> io::Error {
+    match e {
+        GuestMemoryError::IOError(e) => e,
+        e => io::Error::other(e),
+    }
+}

@@ -1,0 +1,170 @@
+//! What a chain asks of a disk, read from guest memory and bounded; and what the disk says of itself.
+
+use checkpoint::GuestRam;
+use virtio_bindings::virtio_blk::*;
+
+use super::engine::Work;
+use crate::config::DiskConfig;
+use crate::devices::virtio::{Buffers, Chain, Violation};
+
+/// Bytes of a sector, in which virtio counts.
+pub(super) const SECTOR: u64 = 512;
+/// Sectors to which discarding is best aligned: a block of 4 KiB, as most file systems have.
+const DISCARD_ALIGNMENT: u32 = 8;
+/// Type, a reserved word, the first sector.
+const HEADER_BYTES: u32 = 16;
+/// Bytes of one range of a discard or write-zeroes request.
+const RANGE_BYTES: u32 = 16;
+/// Ranges in one such request.
+const MAX_RANGES: u32 = 16;
+/// Sectors of one range to discard: 1 GiB.
+const MAX_DISCARD_SECTORS: u32 = 1 << 21;
+/// Sectors of one range of zeros: 16 MiB, for files where they must be written.
+const MAX_ZERO_SECTORS: u32 = 1 << 15;
+
+/// A request that has the form of one.
+pub(super) struct Request {
+    /// What to do, or the status with which it is refused.
+    pub(super) work: Result<Work, u32>,
+    /// The byte for the status.
+    pub(super) status: Buffers,
+    /// Bytes of data that the driver gets, without the status.
+    pub(super) data_len: u32,
+}
+
+impl Request {
+    /// Reads the request that `chain` of queue `queue` makes of `disk`.
+    pub(super) fn read(
+        queue: u16,
+        chain: &Chain,
+        disk: &DiskConfig,
+        ram: &GuestRam,
+    ) -> Result<Self, Violation> {
+        let Chain { head, readable, writable } = chain;
+        let broken = |why: &str| {
+            let why = format!("the request from {head} {why}");
+            Violation::Request { queue, why }
+        };
+        let mut header = [0; HEADER_BYTES as usize];
+        if readable.read(ram, 0, &mut header)? < header.len() {
+            return Err(broken("has no whole header"));
+        }
+        let Some(data_len) = writable.len().checked_sub(1) else {
+            return Err(broken("has no room for a status"));
+        };
+        let status = writable.part(data_len, 1);
+        let [kind, _, low, high] = words(&header);
+        let sector = u64::from(high) << 32 | u64::from(low);
+        let given = readable.part(HEADER_BYTES, u32::MAX);
+        let wanted = writable.part(0, data_len);
+        let work = match kind {
+            VIRTIO_BLK_T_IN => {
+                span(disk, sector, wanted.len()).map(|offset| Work::Read { offset, to: wanted })
+            }
+            _ if disk.readonly && writes(kind) => Err(VIRTIO_BLK_S_IOERR),
+            VIRTIO_BLK_T_OUT => {
+                span(disk, sector, given.len()).map(|offset| Work::Write { offset, from: given })
+            }
+            VIRTIO_BLK_T_FLUSH => Ok(Work::Flush),
+            VIRTIO_BLK_T_GET_ID if data_len >= VIRTIO_BLK_ID_BYTES => {
+                Ok(Work::Identify(writable.part(0, VIRTIO_BLK_ID_BYTES)))
+            }
+            VIRTIO_BLK_T_DISCARD => ranges(disk, &given, ram, MAX_DISCARD_SECTORS, 0)?
+                .map(|ranges| Work::Discard(ranges.iter().map(|r| (r.offset, r.len)).collect())),
+            VIRTIO_BLK_T_WRITE_ZEROES => {
+                let unmap = VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
+                ranges(disk, &given, ram, MAX_ZERO_SECTORS, unmap)?.map(Work::WriteZeroes)
+            }
+            _ => Err(VIRTIO_BLK_S_UNSUPP),
+        };
+        let data_len = match (&work, kind) {
+            (Ok(_), VIRTIO_BLK_T_IN | VIRTIO_BLK_T_GET_ID) => data_len,
+            _ => 0,
+        };
+        Ok(Self { work, status, data_len })
+    }
+}
+
+fn writes(kind: u32) -> bool {
+    matches!(kind, VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES)
+}
+
+fn words(bytes: &[u8; 16]) -> [u32; 4] {
+    let word = |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
+    [word(0), word(4), word(8), word(12)]
+}
+
+/// Where `len` bytes from `sector` on are, if the disk has them all.
+fn span(disk: &DiskConfig, sector: u64, len: u32) -> Result<u64, u32> {
+    let len = u64::from(len);
+    let offset = sector.checked_mul(SECTOR).ok_or(VIRTIO_BLK_S_IOERR)?;
+    let end = offset.checked_add(len).ok_or(VIRTIO_BLK_S_IOERR)?;
+    match len > 0 && len.is_multiple_of(SECTOR) && end <= disk.bytes {
+        true => Ok(offset),
+        false => Err(VIRTIO_BLK_S_IOERR),
+    }
+}
+
+/// A range of a disk, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Range {
+    pub(super) offset: u64,
+    pub(super) len: u64,
+    /// Its room may be given back.
+    pub(super) unmap: bool,
+}
+
+/// The ranges of a discard or write-zeroes request; `flags` are those that may be set.
+fn ranges(
+    disk: &DiskConfig,
+    given: &Buffers,
+    ram: &GuestRam,
+    most_sectors: u32,
+    flags: u32,
+) -> Result<Result<Vec<Range>, u32>, Violation> {
+    let count = given.len() / RANGE_BYTES;
+    if !given.len().is_multiple_of(RANGE_BYTES) || !(1..=MAX_RANGES).contains(&count) {
+        return Ok(Err(VIRTIO_BLK_S_IOERR));
+    }
+    let mut ranges = Vec::new();
+    for i in 0..count {
+        let mut bytes = [0; RANGE_BYTES as usize];
+        given.read(ram, i * RANGE_BYTES, &mut bytes)?;
+        let [low, high, sectors, has] = words(&bytes);
+        if has & !flags != 0 {
+            return Ok(Err(VIRTIO_BLK_S_UNSUPP));
+        }
+        let sector = u64::from(high) << 32 | u64::from(low);
+        if sectors > most_sectors {
+            return Ok(Err(VIRTIO_BLK_S_IOERR));
+        }
+        match span(disk, sector, sectors * SECTOR as u32) {
+            Ok(offset) => {
+                let len = u64::from(sectors) * SECTOR;
+                ranges.push(Range { offset, len, unmap: has & flags != 0 });
+            }
+            Err(code) => return Ok(Err(code)),
+        }
+    }
+    Ok(Ok(ranges))
+}
+
+/// The configuration space: `struct virtio_blk_config` up to the fields of write-zeroes.
+pub(super) fn config_space(disk: &DiskConfig, queues: u16, seg_max: u32) -> Vec<u8> {
+    let mut bytes = vec![0; 60];
+    let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+    put(0, &(disk.bytes / SECTOR).to_le_bytes());
+    put(12, &seg_max.to_le_bytes());
+    // A disk of any number of sectors keeps its last one: the block is no larger than a sector.
+    put(20, &(SECTOR as u32).to_le_bytes());
+    put(34, &queues.to_le_bytes());
+    if !disk.readonly {
+        put(36, &MAX_DISCARD_SECTORS.to_le_bytes());
+        put(40, &MAX_RANGES.to_le_bytes());
+        put(44, &DISCARD_ALIGNMENT.to_le_bytes());
+        put(48, &MAX_ZERO_SECTORS.to_le_bytes());
+        put(52, &MAX_RANGES.to_le_bytes());
+        put(56, &[1]);
+    }
+    bytes
+}

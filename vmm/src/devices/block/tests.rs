@@ -1,0 +1,363 @@
+//! The block device driven through its queues, over real files, with io_uring and without.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use dirty_tracker::{FrameRun, Gfn, Subscription};
+use tempfile::NamedTempFile;
+use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
+
+use super::*;
+use crate::devices::virtio::conformance::{self, Subject};
+use crate::devices::virtio::driver::{Driver, Piece};
+
+const BYTES: u64 = 4 << 20;
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
+const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum With {
+    Uring,
+    Plain,
+}
+
+struct Disk {
+    file: NamedTempFile,
+    config: DiskConfig,
+}
+
+impl Disk {
+    fn new() -> Self {
+        let file = NamedTempFile::new().unwrap();
+        file.as_file().set_len(BYTES).unwrap();
+        let config = DiskConfig {
+            id: "d".to_owned(),
+            path: file.path().to_owned(),
+            readonly: false,
+            serial: "serial-1".to_owned(),
+            bytes: BYTES,
+        };
+        Self { file, config }
+    }
+
+    fn block(&self, with: With) -> Block {
+        let file = Arc::new(DiskFile::open(&self.config).unwrap());
+        let engine = match with {
+            With::Uring => Engine::Uring(Box::new(uring::Uring::new(file.clone(), 512).unwrap())),
+            With::Plain => Engine::Plain(file.clone()),
+        };
+        Block::new(&self.config, 2, file, engine).unwrap()
+    }
+
+    fn driver(&self, with: With) -> (Driver, Option<Subscription>) {
+        let block = self.block(with);
+        let writes = block.tracker().map(|tracker| tracker.subscribe("test"));
+        (Driver::started(Box::new(block)), writes)
+    }
+
+    fn contents(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.file.as_file().read_exact_at(&mut bytes, offset).unwrap();
+        bytes
+    }
+}
+
+/// The engines that this host has; the tests of io_uring say so if it is none of them.
+fn engines() -> Vec<With> {
+    let disk = Disk::new();
+    let file = Arc::new(DiskFile::open(&disk.config).unwrap());
+    match uring::Uring::new(file, 8) {
+        Ok(_) => vec![With::Uring, With::Plain],
+        Err(e) => {
+            eprintln!("SKIPPED: io_uring, which this host lacks: {e}");
+            vec![With::Plain]
+        }
+    }
+}
+
+fn header(driver: &mut Driver, kind: u32, sector: u64) -> Piece {
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&kind.to_le_bytes());
+    bytes[8..].copy_from_slice(&sector.to_le_bytes());
+    driver.given(&bytes)
+}
+
+/// Makes a request; its status.
+#[track_caller]
+fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
+    let status = driver.wanted(1);
+    let header = header(driver, kind, sector);
+    let pieces: Vec<Piece> = [&[header], data, &[status]].concat();
+    driver.request(0, &pieces);
+    driver.bytes(status)[0]
+}
+
+#[track_caller]
+fn write(driver: &mut Driver, sector: u64, bytes: &[u8]) -> u8 {
+    let data = driver.given(bytes);
+    request(driver, VIRTIO_BLK_T_OUT, sector, &[data])
+}
+
+#[track_caller]
+fn read(driver: &mut Driver, sector: u64, len: u32) -> (u8, Vec<u8>) {
+    let data = driver.wanted(len);
+    let status = request(driver, VIRTIO_BLK_T_IN, sector, &[data]);
+    (status, driver.bytes(data))
+}
+
+fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
+    [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+}
+
+fn pattern(n: u64, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i as u64 * 7 + n * 31 + 1) as u8).collect()
+}
+
+fn marked(writes: &mut Subscription) -> Vec<FrameRun> {
+    let epoch = writes.drain();
+    let runs = epoch.runs().collect();
+    epoch.commit();
+    runs
+}
+
+#[test]
+fn it_keeps_the_laws_of_devices() {
+    for with in engines() {
+        let disk = Disk::new();
+        for (sector, n) in (0..BYTES / SECTOR_BYTES).step_by(8).zip(0..) {
+            let bytes = pattern(n, 4096);
+            disk.file.as_file().write_all_at(&bytes, sector * SECTOR_BYTES).unwrap();
+        }
+        conformance::check(&Subject {
+            make: &|| Box::new(disk.block(with)),
+            queue: 1,
+            // Reads and writes by turns, in several pieces.
+            request: &|driver, n| {
+                let (kind, sector) = (n as u32 % 2, n * 8 % 1000);
+                let status = driver.wanted(1);
+                let data = match kind {
+                    VIRTIO_BLK_T_IN => [driver.wanted(1024), driver.wanted(3072)],
+                    _ => [driver.given(&pattern(n, 512)), driver.given(&pattern(n, 1024))],
+                };
+                [&[header(driver, kind, sector)], &data[..], &[status]].concat()
+            },
+        });
+    }
+}
+
+const SECTOR_BYTES: u64 = request::SECTOR;
+
+#[test]
+fn what_is_written_is_read_and_in_the_file() {
+    for with in engines() {
+        let disk = Disk::new();
+        let (mut driver, _) = disk.driver(with);
+        for (n, len) in [(0, 512), (1, 4096), (2, 65536)] {
+            let (sector, bytes) = (n * 1000 + 3, pattern(n, len));
+            assert_eq!(write(&mut driver, sector, &bytes), OK);
+            assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+            assert_eq!(disk.contents(sector * 512, len), bytes);
+            assert_eq!(read(&mut driver, sector, len as u32), (OK, bytes));
+        }
+        let id = driver.wanted(20);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_GET_ID, 0, &[id]), OK);
+        assert_eq!(driver.bytes(id), b"serial-1\0\0\0\0\0\0\0\0\0\0\0\0");
+    }
+}
+
+#[test]
+fn zeroes_and_discards_do_what_they_say() {
+    for with in engines() {
+        let disk = Disk::new();
+        let (mut driver, _) = disk.driver(with);
+        assert_eq!(write(&mut driver, 0, &pattern(9, 65536)), OK);
+        let zeros = driver.given(&[range(8, 8, 0), range(24, 16, 1)].concat());
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_WRITE_ZEROES, 0, &[zeros]), OK);
+        let mut want = pattern(9, 65536);
+        want[4096..8192].fill(0);
+        want[24 * 512..40 * 512].fill(0);
+        assert_eq!(disk.contents(0, 65536), want);
+        assert_eq!(disk.file.as_file().metadata().unwrap().len(), BYTES, "it keeps its size");
+        let discard = driver.given(&range(64, 8, 0));
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[discard]), OK);
+        for bad in [range(0, 8, 2), range(0, 8, 1)] {
+            let bad = driver.given(&bad);
+            assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[bad]), UNSUPP);
+        }
+        for bad in
+            [range(BYTES / 512 - 7, 8, 0), range(u64::MAX, 8, 0), range(0, 0, 0), vec![0; 15]]
+        {
+            let bad = driver.given(&bad);
+            assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[bad]), IOERR);
+        }
+    }
+}
+
+#[test]
+fn the_drives_tree_has_the_blocks_that_were_written_and_no_others() {
+    for with in engines() {
+        let disk = Disk::new();
+        let (mut driver, writes) = disk.driver(with);
+        let mut writes = writes.unwrap();
+        assert_eq!(read(&mut driver, 0, 65536).0, OK);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        assert_eq!(marked(&mut writes), [], "nothing was written");
+        let run = |start, count| FrameRun { start: Gfn(start), count };
+        assert_eq!(write(&mut driver, 15, &pattern(1, 1024)), OK);
+        assert_eq!(marked(&mut writes), [run(1, 2)], "it crosses into the third block");
+        assert_eq!(write(&mut driver, BYTES / 512 - 1, &pattern(1, 512)), OK);
+        assert_eq!(marked(&mut writes), [run(BYTES / 4096 - 1, 1)]);
+        let zeros = driver.given(&range(80, 8, 0));
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_WRITE_ZEROES, 0, &[zeros]), OK);
+        assert_eq!(marked(&mut writes), [run(10, 1)]);
+        let discard = driver.given(&range(160, 16, 0));
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_DISCARD, 0, &[discard]), OK);
+        assert_eq!(marked(&mut writes), [run(20, 2)]);
+    }
+}
+
+#[test]
+fn requests_past_the_end_or_of_no_form_fail_alone() {
+    for with in engines() {
+        let disk = Disk::new();
+        let (mut driver, writes) = disk.driver(with);
+        let last = BYTES / 512 - 1;
+        for (sector, len) in
+            [(last, 1024), (last + 1, 512), (u64::MAX, 512), (1 << 55, 512), (0, 100)]
+        {
+            assert_eq!(read(&mut driver, sector, len).0, IOERR, "read {len} at {sector}");
+            assert_eq!(write(&mut driver, sector, &vec![1; len as usize]), IOERR);
+        }
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_IN, 0, &[]), IOERR, "of nothing");
+        for kind in [2, 3, 14, 15, 99, u32::MAX] {
+            assert_eq!(request(&mut driver, kind, 0, &[]), UNSUPP, "kind {kind}");
+        }
+        assert_eq!(marked(&mut writes.unwrap()), []);
+        assert!(!driver.is_stopped());
+        // No room for a status, or half a header: no answer is possible.
+        let half = driver.given(&[0; 15]);
+        let status = driver.wanted(1);
+        for pieces in [vec![half, status], vec![header(&mut driver, 0, 0)]] {
+            driver.post(0, &pieces);
+            driver.kick(0);
+            driver.wait_stopped("a request of no form");
+            driver.start(!0);
+        }
+        assert_eq!(read(&mut driver, 0, 512).0, OK);
+    }
+}
+
+#[test]
+fn a_drive_for_reading_is_not_written() {
+    for with in engines() {
+        let mut disk = Disk::new();
+        disk.file.as_file().write_all_at(&pattern(5, 4096), 0).unwrap();
+        disk.config.readonly = true;
+        let (mut driver, writes) = disk.driver(with);
+        assert!(writes.is_none());
+        assert_ne!(driver.offered() & 1 << VIRTIO_BLK_F_RO, 0);
+        assert_eq!(driver.offered() & 1 << VIRTIO_BLK_F_DISCARD, 0);
+        assert_eq!(write(&mut driver, 0, &[0; 512]), IOERR);
+        let zeros = driver.given(&range(0, 8, 0));
+        for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
+            assert_eq!(request(&mut driver, kind, 0, &[zeros]), IOERR);
+        }
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        assert_eq!(read(&mut driver, 0, 4096), (OK, pattern(5, 4096)));
+        assert_eq!(disk.contents(0, 4096), pattern(5, 4096));
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_fails_requests_not_the_device() {
+    for with in engines() {
+        let disk = Disk::new();
+        let (mut driver, _) = disk.driver(with);
+        disk.file.as_file().set_len(4096).unwrap();
+        assert_eq!(read(&mut driver, 100, 4096).0, IOERR);
+        assert_eq!(read(&mut driver, 7, 1024).0, IOERR, "half of it is there");
+        assert_eq!(read(&mut driver, 0, 4096).0, OK);
+        driver.quiesce();
+        let saved = driver.transport.save().unwrap();
+        let bytes = postcard::to_stdvec(&BlockState { errors: 2 }).unwrap();
+        assert!(saved_device(&saved).ends_with(&bytes), "failures are counted");
+    }
+}
+
+fn saved_device(state: &crate::devices::VirtioState) -> Vec<u8> {
+    postcard::to_stdvec(state).unwrap()
+}
+
+#[test]
+fn many_requests_at_once_on_all_queues_all_end() {
+    for with in engines() {
+        let disk = Disk::new();
+        let (mut driver, _) = disk.driver(with);
+        let size = u64::from(driver.queue_size(0));
+        let mut sent = Vec::new();
+        for round in 0..3u64 {
+            for n in 0..size / 3 {
+                for queue in 0..2usize {
+                    let sector = (n * 2 + queue as u64) * 8;
+                    let bytes = pattern(round * 1000 + sector, 512);
+                    let pieces =
+                        [header(&mut driver, VIRTIO_BLK_T_OUT, sector), driver.given(&bytes)];
+                    let status = driver.wanted(1);
+                    let head = driver.post(queue, &[&pieces[..], &[status]].concat());
+                    sent.push((queue, head, sector, bytes, status));
+                }
+            }
+            // While they are under way the device is brought to a stand: then all have ended.
+            driver.kick(0);
+            driver.kick(1);
+            driver.quiesce();
+            driver.transport.resume();
+            for (queue, head, sector, bytes, status) in sent.drain(..) {
+                driver.wait_used(queue, head);
+                assert_eq!(driver.bytes(status), [OK]);
+                assert_eq!(disk.contents(sector * 512, 512), bytes);
+            }
+            driver.forget_buffers();
+        }
+        driver.write(VIRTIO_MMIO_STATUS, 0);
+    }
+}
+
+#[test]
+fn a_disk_in_use_is_not_acquired_by_another() {
+    let disk = Disk::new();
+    let (mut a, mut b) = (disk.block(With::Plain), disk.block(With::Plain));
+    a.acquire().unwrap();
+    let error = b.acquire().unwrap_err();
+    assert!(error.contains("in use") && error.contains(&*disk.config.path.to_string_lossy()));
+    a.release().unwrap();
+    b.acquire().unwrap();
+    assert!(a.acquire().is_err());
+    drop(b);
+    a.acquire().unwrap();
+    a.release().unwrap();
+    let readonly = Disk { config: DiskConfig { readonly: true, ..disk.config.clone() }, ..disk };
+    let (mut c, mut d) = (readonly.block(With::Plain), readonly.block(With::Plain));
+    c.acquire().unwrap();
+    d.acquire().unwrap();
+    assert!(a.acquire().is_err(), "others read it");
+}
+
+#[test]
+fn files_that_are_no_disks_are_refused_in_a_sentence() {
+    let dir = tempfile::tempdir().unwrap();
+    let small = dir.path().join("small");
+    File::create(&small).unwrap().set_len(511).unwrap();
+    let said = |path: &std::path::Path| probe(path, false).unwrap_err().to_string();
+    assert!(said(&small).contains("511 bytes"));
+    assert!(said(dir.path()).contains("neither a regular file nor a block device"));
+    assert!(said(&dir.path().join("none")).contains("cannot be opened for writing"));
+    let disk = Disk::new();
+    assert_eq!(probe(disk.file.path(), false).unwrap(), BYTES);
+    disk.file.as_file().set_len(BYTES + 100).unwrap();
+    assert_eq!(probe(disk.file.path(), true).unwrap(), BYTES, "whole sectors");
+    disk.file.as_file().set_len(BYTES - 1).unwrap();
+    let error = DiskFile::open(&disk.config).unwrap_err().to_string();
+    assert!(error.contains("4194304 bytes") && error.contains("only 4194303"), "{error}");
+}

@@ -1,0 +1,221 @@
+//! A disk's reads, writes and flushes by io_uring: many at a time, and the thread is free meanwhile.
+//!
+//! The only unsafe code of the block device besides its locks: the kernel reads and writes guest
+//! memory at addresses that it is given here, until it has said that it is done.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::GuestRam;
+use io_uring::{IoUring, Probe, opcode, squeue, types};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vm_memory::GuestMemoryBackend;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::engine::{Operation, Work};
+use super::file::DiskFile;
+use crate::devices::virtio::Buffers;
+
+/// Submission entries: the kernel takes them at each submit, so few are enough.
+const ENTRIES: u32 = 128;
+
+/// See the module.
+pub(super) struct Uring {
+    ring: IoUring,
+    file: Arc<DiskFile>,
+    announcer: EventFd,
+    under_way: HashMap<u64, UnderWay>,
+    /// Keeps the mapping that the kernel writes to; set by the first operation.
+    ram: Option<GuestRam>,
+}
+
+/// An operation that the kernel has.
+struct UnderWay {
+    work: Work,
+    /// What the kernel was given; it reads them until the operation has ended.
+    iovecs: Vec<libc::iovec>,
+    /// Bytes that earlier rounds have moved: the kernel may do less than it is told.
+    done: u32,
+}
+
+// SAFETY: the pointers in `iovecs` are addresses of guest memory, which `ram` keeps mapped and which
+// belongs to no thread; nobody but the kernel follows them.
+unsafe impl Send for UnderWay {}
+
+impl Uring {
+    /// A ring for at most `most` operations at a time on `file`.
+    pub(super) fn new(file: Arc<DiskFile>, most: usize) -> io::Result<Self> {
+        let completions = u32::try_from(most).unwrap_or(u32::MAX).next_power_of_two();
+        let ring: IoUring =
+            IoUring::builder().setup_cqsize(completions.max(ENTRIES * 2)).build(ENTRIES)?;
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe)?;
+        for code in [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE] {
+            if !probe.is_supported(code) {
+                return Err(io::Error::other(format!("its operation {code} is missing")));
+            }
+        }
+        let announcer = EventFd::new(EFD_NONBLOCK)?;
+        ring.submitter().register_eventfd(announcer.as_raw_fd())?;
+        Ok(Self { ring, file, announcer, under_way: HashMap::new(), ram: None })
+    }
+
+    pub(super) fn file(&self) -> &DiskFile {
+        &self.file
+    }
+
+    pub(super) fn announcer(&self) -> &EventFd {
+        &self.announcer
+    }
+
+    /// Whether this kind of work is done by the ring.
+    pub(super) fn takes(&self, work: &Work) -> bool {
+        matches!(work, Work::Read { .. } | Work::Write { .. } | Work::Flush)
+    }
+
+    /// Gives an operation to the kernel. An error is its outcome.
+    pub(super) fn submit(&mut self, operation: Operation, ram: &GuestRam) -> io::Result<()> {
+        let Operation { token, work } = operation;
+        self.ram.get_or_insert_with(|| ram.clone());
+        self.give(token, UnderWay { work, iovecs: Vec::new(), done: 0 }, ram)
+    }
+
+    fn give(&mut self, token: u64, mut op: UnderWay, ram: &GuestRam) -> io::Result<()> {
+        let fd = types::Fd(self.file.file().as_raw_fd());
+        op.iovecs = match &op.work {
+            Work::Read { to, .. } => iovecs(to, op.done, ram)?,
+            Work::Write { from, .. } => iovecs(from, op.done, ram)?,
+            _ => Vec::new(),
+        };
+        let (pointer, count) = (op.iovecs.as_ptr(), op.iovecs.len() as u32);
+        let done = u64::from(op.done);
+        let entry = match &op.work {
+            Work::Read { offset, .. } => {
+                opcode::Readv::new(fd, pointer, count).offset(offset + done).build()
+            }
+            Work::Write { offset, .. } => {
+                opcode::Writev::new(fd, pointer, count).offset(offset + done).build()
+            }
+            _ => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+        };
+        // The vector's content stays where it is when the vector is moved.
+        self.under_way.insert(token, op);
+        let pushed = self.push(&entry.user_data(token));
+        if pushed.is_err() {
+            self.under_way.remove(&token);
+        }
+        pushed
+    }
+
+    /// An error means that the kernel will never see the entry.
+    fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        // SAFETY: file and iovecs are kept in `self` until the operation has ended (`under_way`; a
+        // Uring that is dropped waits for it), and they point to mappings that `ram` keeps.
+        let pushed = unsafe { self.ring.submission().push(entry) };
+        if pushed.is_err() {
+            return Err(io::Error::other("io_uring has no room for a request"));
+        }
+        loop {
+            match self.ring.submit() {
+                Ok(_) => return Ok(()),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                // Completions are in the way, or memory is short: they come, then this goes.
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN)) => {
+                    self.wait(Some(Instant::now() + Duration::from_millis(1)));
+                }
+                // The entry stays in the ring, and goes with the next one.
+                Err(e) => {
+                    tracing::error!("io_uring takes no requests: {e}");
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Operations that have ended. What the kernel wrote to guest memory is marked.
+    pub(super) fn completions(&mut self, ram: &GuestRam) -> Vec<(u64, io::Result<()>)> {
+        // Before the completions are looked at, or one could be missed.
+        let _ = self.announcer.read();
+        let ended: Vec<(u64, i32)> =
+            self.ring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
+        ended.into_iter().filter_map(|(token, result)| self.ended(token, result, ram)).collect()
+    }
+
+    fn ended(&mut self, token: u64, result: i32, ram: &GuestRam) -> Option<(u64, io::Result<()>)> {
+        let mut op = self.under_way.remove(&token)?;
+        let whole = match &op.work {
+            Work::Read { to, .. } => {
+                // Also if it failed: part of it may be there.
+                to.mark_dirty(ram);
+                to.len()
+            }
+            Work::Write { from, .. } => from.len(),
+            _ => 0,
+        };
+        let outcome = match u32::try_from(result) {
+            Err(_) if matches!(-result, libc::EINTR | libc::EAGAIN) => None,
+            Err(_) => Some(Err(io::Error::from_raw_os_error(-result))),
+            Ok(0) if whole > op.done => Some(Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the file is shorter than the disk",
+            ))),
+            Ok(moved) => {
+                op.done = op.done.saturating_add(moved);
+                (op.done >= whole).then_some(Ok(()))
+            }
+        };
+        match outcome {
+            Some(outcome) => Some((token, outcome)),
+            // The rest of it.
+            None => self.give(token, op, ram).err().map(|e| (token, Err(e))),
+        }
+    }
+
+    /// Waits for a completion, until `deadline`; whether it was in time.
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> bool {
+        loop {
+            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+            let left = left
+                .map(|d| Timespec { tv_sec: d.as_secs() as i64, tv_nsec: d.subsec_nanos().into() });
+            let mut fds = [PollFd::new(&self.ring, PollFlags::IN)];
+            match poll(&mut fds, left.as_ref()) {
+                Ok(0) => return false,
+                Err(rustix::io::Errno::INTR) => {}
+                // A poll that fails is no reason to wait no more: the caller looks and comes back.
+                Ok(_) | Err(_) => return true,
+            }
+        }
+    }
+
+    /// Waits until the kernel has nothing more, as long as it takes.
+    fn finish(&mut self) {
+        let Some(ram) = self.ram.clone() else { return };
+        while !self.under_way.is_empty() {
+            // For entries that the kernel did not take at first.
+            let _ = self.ring.submit();
+            self.wait(None);
+            self.completions(&ram);
+        }
+    }
+}
+
+impl Drop for Uring {
+    /// The kernel may be writing to guest memory: not before it has ended may that go.
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// The addresses in this process of `buffers`, without the first `skip` bytes.
+fn iovecs(buffers: &Buffers, skip: u32, ram: &GuestRam) -> io::Result<Vec<libc::iovec>> {
+    let part = buffers.part(skip, u32::MAX);
+    let iovec = |piece: &crate::devices::virtio::Buffer| {
+        let slice = ram.get_slice(piece.addr, piece.len as usize).map_err(io::Error::other)?;
+        let iov_base = slice.ptr_guard_mut().as_ptr().cast();
+        Ok(libc::iovec { iov_base, iov_len: slice.len() })
+    };
+    part.pieces().iter().map(iovec).collect()
+}

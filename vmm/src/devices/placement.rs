@@ -1,0 +1,54 @@
+//! Where virtio devices are in the machine.
+
+/// Registers of the first device: in the hole below 4 GiB, far from the interrupt controllers.
+const BASE: u64 = 0xd000_0000;
+use super::virtio::REGISTERS_LEN;
+
+/// The pins of the IOAPIC that have no other use: ISA interrupts that PCs leave to the user, then
+/// those beyond ISA. All edge-triggered.
+const PINS: [u32; crate::config::MAX_DEVICES] =
+    [5, 6, 7, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
+
+/// A device's registers and interrupt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Placement {
+    /// Guest address of its registers.
+    pub base: u64,
+    /// Bytes of them.
+    pub len: u64,
+    /// Its interrupt: a GSI, and in a guest the number that the pin has.
+    pub irq: u32,
+}
+
+/// Where device number `index` is; `None` past the last one that has an interrupt.
+pub fn placement(index: usize) -> Option<Placement> {
+    let irq = *PINS.get(index)?;
+    Some(Placement { base: BASE + index as u64 * REGISTERS_LEN, len: REGISTERS_LEN, irq })
+}
+
+/// The number of the device whose registers hold `addr`, and the offset in them.
+pub(super) fn device_at(addr: u64) -> Option<(usize, u64)> {
+    let offset = addr.checked_sub(BASE)?;
+    let index = usize::try_from(offset / REGISTERS_LEN).ok()?;
+    (index < PINS.len()).then_some((index, offset % REGISTERS_LEN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{HOLE_END, HOLE_START};
+
+    #[test]
+    fn places_are_in_the_hole_apart_and_found_again() {
+        for i in 0..PINS.len() {
+            let Placement { base, len, irq } = placement(i).unwrap();
+            assert!(base >= HOLE_START && base + len < HOLE_END - (64 << 20), "{base:#x}");
+            assert!((5..24).contains(&irq) && ![8, 9, 13].contains(&irq));
+            assert_eq!(device_at(base), Some((i, 0)));
+            assert_eq!(device_at(base + len - 1), Some((i, len - 1)));
+        }
+        assert_eq!(placement(PINS.len()), None);
+        assert_eq!(device_at(BASE - 1), None);
+        assert_eq!(device_at(BASE + 16 * REGISTERS_LEN), None);
+    }
+}

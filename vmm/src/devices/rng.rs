@@ -1,0 +1,128 @@
+//! virtio-rng: randomness of the host's kernel.
+
+use std::io;
+use std::time::Instant;
+
+use rustix::rand::{GetRandomFlags, getrandom};
+use vmm_sys_util::epoll::EventSet;
+
+use super::virtio::{Device, Io, Kind, Stall, Violation, Watcher};
+
+const QUEUE_SIZE: u16 = 64;
+/// Bytes given for one chain at most: a driver may ask for 4 GiB, and asks again for more.
+const MOST: u32 = 4096;
+
+/// The device. It has no state: what it gave is the guest's, and what it gives next is nobody's yet.
+#[derive(Debug, Default)]
+pub(super) struct Rng;
+
+impl Device for Rng {
+    fn kind(&self) -> Kind {
+        Kind::Rng
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE]
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+
+    fn start(&mut self, _: &Watcher) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn activate(&mut self, _: u64) {}
+
+    fn reset(&mut self, _: &mut Io<'_>) {}
+
+    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
+        let mut bytes = [0; MOST as usize];
+        while let Some(chain) = ring.pop(io.ram)? {
+            let wanted = chain.writable.len().min(MOST) as usize;
+            if wanted == 0 {
+                let why = format!("the chain from {} has no room for randomness", chain.head);
+                return Err(Violation::Request { queue: 0, why });
+            }
+            let given = match getrandom(&mut bytes[..wanted], GetRandomFlags::empty()) {
+                Ok(given) => given,
+                Err(e) => {
+                    // The driver asks again; a host's kernel that has none soon has.
+                    tracing::warn!("the host has no randomness for the guest: {e}");
+                    0
+                }
+            };
+            let written = chain.writable.write(io.ram, 0, &bytes[..given])?;
+            ring.push(io.ram, chain.head, written as u32)?;
+        }
+        Ok(())
+    }
+
+    fn backend_ready(&mut self, _: u32, _: EventSet, _: &mut Io<'_>) -> Result<(), Violation> {
+        Ok(())
+    }
+
+    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+        Ok(())
+    }
+
+    fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        Ok(Vec::new())
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+        match state.len() {
+            0 => Ok(()),
+            bytes => Err(format!("it has {bytes} bytes of state, and a virtio-rng has none")),
+        }
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn release(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::devices::virtio::conformance::{self, Subject};
+    use crate::devices::virtio::driver::Driver;
+
+    #[test]
+    fn it_keeps_the_laws_of_devices() {
+        conformance::check(&Subject {
+            make: &|| Box::new(Rng),
+            queue: 0,
+            request: &|driver, n| vec![driver.wanted(16 + n as u32)],
+        });
+    }
+
+    #[test]
+    fn what_it_gives_is_never_the_same() {
+        let mut driver = Driver::started(Box::new(Rng));
+        let mut seen = std::collections::HashSet::new();
+        for _ in 0..50 {
+            let piece = driver.wanted(32);
+            assert_eq!(driver.request(0, &[piece]), 32);
+            assert!(seen.insert(driver.bytes(piece)));
+        }
+        let large = driver.wanted(1 << 20);
+        assert_eq!(driver.request(0, &[large]), MOST, "bounded");
+    }
+}

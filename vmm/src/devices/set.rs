@@ -1,0 +1,218 @@
+//! All virtio devices of a machine: built from its configuration, connected to KVM, and paused,
+//! saved and handed over together.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use checkpoint::GuestRam;
+use dirty_tracker::Tracker;
+use kvm_ioctls::IoEventAddress;
+
+use super::block::{Block, DiskError};
+use super::placement::{device_at, placement};
+use super::rng::Rng;
+use super::virtio::{Device, Transport, VirtioState};
+use crate::config::{DeviceConfig, MachineConfig};
+use crate::kvm::KvmVm;
+
+/// How long a pause waits for requests that are under way in a device.
+const STALL_LIMIT: Duration = Duration::from_secs(10);
+/// How much longer than a device itself whoever asked it waits.
+const GRACE: Duration = Duration::from_secs(1);
+/// Offset of `QueueNotify`, where ioeventfds listen.
+const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
+
+/// Why a device cannot be had on this host.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// A disk's file cannot be used.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// The system refused.
+    #[error("device \"{id}\" cannot be started: {cause}")]
+    System {
+        /// The device's name.
+        id: String,
+        /// The answer.
+        cause: io::Error,
+    },
+}
+
+/// A drive that the guest can write to, with the tree of what it writes.
+#[derive(Clone, Debug)]
+pub struct Drive {
+    /// The device's name.
+    pub id: String,
+    /// Follows writes by blocks of 4 KiB, as if they were frames from 0 on.
+    pub tracker: Arc<Tracker>,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct DeviceSet {
+    devices: Vec<Transport>,
+    drives: Vec<Drive>,
+}
+
+impl DeviceSet {
+    /// The devices of `config`, standing. With `acquire` they hold what only one host may hold.
+    pub(crate) fn build(
+        config: &MachineConfig,
+        ram: &GuestRam,
+        acquire: bool,
+    ) -> Result<Self, DeviceError> {
+        let mut set = Self::default();
+        for device in &config.devices {
+            let id = device.id();
+            let mut built = set.create(device, config.vcpus)?;
+            if acquire {
+                built.acquire().map_err(|why| DiskError::InUse { why })?;
+            }
+            let system = |cause| DeviceError::System { id: id.to_owned(), cause };
+            set.devices.push(Transport::spawn(id, built, ram.clone()).map_err(system)?);
+        }
+        Ok(set)
+    }
+
+    fn create(&mut self, device: &DeviceConfig, vcpus: u8) -> Result<Box<dyn Device>, DeviceError> {
+        Ok(match device {
+            DeviceConfig::Disk(disk) => {
+                let block = Block::open(disk, vcpus)?;
+                if let Some(tracker) = block.tracker() {
+                    let (id, tracker) = (disk.id.clone(), tracker.clone());
+                    self.drives.push(Drive { id, tracker });
+                }
+                Box::new(block)
+            }
+            DeviceConfig::Rng => Box::new(Rng),
+        })
+    }
+
+    /// Connects interrupts and notifications to `vm`.
+    pub(crate) fn connect(&self, vm: &KvmVm) -> io::Result<()> {
+        for (i, device) in self.devices.iter().enumerate() {
+            let place = placement(i).ok_or_else(|| io::Error::other("no interrupt is left"))?;
+            vm.fd().register_irqfd(device.line(), place.irq)?;
+            let notify = IoEventAddress::Mmio(place.base + QUEUE_NOTIFY);
+            for (kick, queue) in device.kicks().zip(0u32..) {
+                vm.fd().register_ioevent(kick, &notify, queue)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The drives that the guest can write to.
+    pub(crate) fn drives(&self) -> &[Drive] {
+        &self.drives
+    }
+
+    /// A guest's read of an address where no memory is: ones where no device is either.
+    pub(crate) fn read(&self, addr: u64, data: &mut [u8]) {
+        match self.at(addr) {
+            Some((device, offset)) => device.read(offset, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    /// A guest's write to an address where no memory is.
+    pub(crate) fn write(&self, addr: u64, data: &[u8]) {
+        if let Some((device, offset)) = self.at(addr) {
+            device.write(offset, data);
+        }
+    }
+
+    fn at(&self, addr: u64) -> Option<(&Transport, u64)> {
+        let (index, offset) = device_at(addr)?;
+        Some((self.devices.get(index)?, offset))
+    }
+
+    /// Brings all devices to a stand, all at once, once no vCPU runs. If one cannot be, those that
+    /// were go on, and the error says which and why.
+    pub(crate) fn quiesce(&self) -> Result<(), String> {
+        let deadline = Instant::now() + STALL_LIMIT;
+        let waiting: Vec<_> = self.devices.iter().map(|d| (d, d.quiesce(deadline))).collect();
+        let mut stands = Ok(());
+        for (device, answer) in waiting {
+            if let Err(why) = wait(device, &answer, deadline) {
+                stands = stands.and(Err(why));
+            }
+        }
+        if stands.is_err() {
+            // Also a device that will come to a stand later: it then finds this in its channel.
+            self.resume();
+        }
+        stands
+    }
+
+    /// Lets all devices work.
+    pub(crate) fn resume(&self) {
+        self.devices.iter().rev().for_each(Transport::resume);
+    }
+
+    /// Takes what only one host may hold. If one device cannot, those that did let go of it again.
+    pub(crate) fn acquire(&self) -> Result<(), String> {
+        for (i, device) in self.devices.iter().enumerate() {
+            if let Err(why) = device.acquire() {
+                for earlier in &self.devices[..i] {
+                    if let Err(e) = earlier.release() {
+                        tracing::error!("{e}");
+                    }
+                }
+                return Err(why);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes durable what the guest wrote and lets go of what only one host may hold. All devices
+    /// are tried; if one fails, what the others let go of is to be acquired again.
+    pub(crate) fn release(&self) -> Result<(), String> {
+        self.devices.iter().map(Transport::release).fold(Ok(()), Result::and)
+    }
+
+    /// The states of all devices, which stand.
+    pub(crate) fn save(&self) -> Result<Vec<VirtioState>, String> {
+        self.devices.iter().map(Transport::save).collect()
+    }
+
+    /// Puts saved states into devices that have never worked.
+    pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, String)> {
+        for (i, (device, state)) in self.devices.iter().zip(states).enumerate() {
+            device.restore(state).map_err(|why| (i, why))?;
+        }
+        Ok(())
+    }
+
+    /// Interrupts again for whatever a driver was told and has not acknowledged. An irqfd's
+    /// interrupt is on its way for a while; one that was when the interrupt controllers were saved
+    /// is in no state. Drivers take one too many as spurious.
+    pub(crate) fn interrupt_again(&self, vm: &KvmVm) -> io::Result<()> {
+        for (i, device) in self.devices.iter().enumerate() {
+            if let Some(place) = placement(i).filter(|_| device.interrupt_pending()) {
+                tracing::trace!("{} interrupts again", device.label());
+                vm.fd().set_irq_line(place.irq, true)?;
+                vm.fd().set_irq_line(place.irq, false)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn wait(
+    device: &Transport,
+    answer: &Receiver<Result<(), String>>,
+    deadline: Instant,
+) -> Result<(), String> {
+    let left = (deadline + GRACE).saturating_duration_since(Instant::now());
+    answer.recv_timeout(left).unwrap_or_else(|e| {
+        Err(match e {
+            RecvTimeoutError::Timeout => {
+                format!("{} did not come to a stand in {} s", device.label(), STALL_LIMIT.as_secs())
+            }
+            RecvTimeoutError::Disconnected => format!("{}'s thread has ended", device.label()),
+        })
+    })
+}

@@ -1,0 +1,182 @@
+//! One request of a driver: a descriptor chain, read once and checked whole.
+//!
+//! The driver may change the descriptors while the device looks at them; what is in a [`Chain`] was
+//! read once, lies in guest memory, and does not change any more. The bytes that it points to may.
+
+use std::ops::Deref;
+
+use checkpoint::GuestRam;
+use virtio_queue::DescriptorChain;
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+use super::Violation;
+
+/// A piece of guest memory, which lies in one region of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Buffer {
+    pub(crate) addr: GuestAddress,
+    pub(crate) len: u32,
+}
+
+/// Pieces of guest memory, one after the other.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Buffers {
+    pieces: Vec<Buffer>,
+    len: u32,
+}
+
+/// What a driver gave to a device, until the device gives it back with [`Ring::push`].
+///
+/// [`Ring::push`]: super::Ring::push
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Chain {
+    /// Its name in the ring.
+    pub(crate) head: u16,
+    /// What the device may read.
+    pub(crate) readable: Buffers,
+    /// What the device may write.
+    pub(crate) writable: Buffers,
+}
+
+impl Chain {
+    /// Reads the chain from the descriptors of queue `queue`, of at most `most` of them.
+    pub(super) fn read<M>(
+        chain: DescriptorChain<M>,
+        queue: u16,
+        most: u16,
+    ) -> Result<Self, Violation>
+    where
+        M: Deref<Target = GuestRam> + Clone,
+    {
+        let ram = chain.memory().clone();
+        let head = chain.head_index();
+        let mut read = Self { head, readable: Buffers::default(), writable: Buffers::default() };
+        let broken = |why| Violation::Chain { queue, head, why };
+        // The iterator ends at whatever it cannot follow: then the last descriptor names a next one.
+        let mut goes_on = true;
+        let mut descriptors = 0;
+        for descriptor in chain {
+            let buffer = Buffer { addr: descriptor.addr(), len: descriptor.len() };
+            goes_on = descriptor.has_next();
+            descriptors += 1;
+            if descriptors > most {
+                return Err(broken("it has more descriptors than its queue"));
+            }
+            if buffer.len == 0 {
+                continue;
+            }
+            if ram.get_slice(buffer.addr, buffer.len as usize).is_err() {
+                return Err(Violation::Outside { queue, addr: buffer.addr.0, len: buffer.len });
+            }
+            let to = match descriptor.is_write_only() {
+                true => &mut read.writable,
+                false if read.writable.len > 0 => {
+                    return Err(broken("a buffer to read follows one to write"));
+                }
+                false => &mut read.readable,
+            };
+            if !to.add(buffer) {
+                return Err(broken("it is longer than 4 GiB"));
+            }
+        }
+        match goes_on {
+            true => Err(broken("it loops, leaves its table, or its table cannot be read")),
+            false => Ok(read),
+        }
+    }
+}
+
+impl Buffers {
+    fn add(&mut self, buffer: Buffer) -> bool {
+        let Some(len) = self.len.checked_add(buffer.len) else { return false };
+        self.len = len;
+        self.pieces.push(buffer);
+        true
+    }
+
+    /// Bytes in all.
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The pieces, none of them empty.
+    pub(crate) fn pieces(&self) -> &[Buffer] {
+        &self.pieces
+    }
+
+    /// The `len` bytes from `at` on, or as many of them as there are.
+    pub(crate) fn part(&self, at: u32, len: u32) -> Self {
+        let mut part = Self::default();
+        let (mut skip, mut left) = (at, len);
+        for piece in &self.pieces {
+            let skipped = skip.min(piece.len);
+            skip -= skipped;
+            let taken = (piece.len - skipped).min(left);
+            if taken > 0 {
+                left -= taken;
+                let addr = GuestAddress(piece.addr.0 + u64::from(skipped));
+                part.add(Buffer { addr, len: taken });
+            }
+        }
+        part
+    }
+
+    /// Copies the bytes from `at` on into `to`; how many there were.
+    pub(crate) fn read(&self, ram: &GuestRam, at: u32, to: &mut [u8]) -> Result<usize, Violation> {
+        let most = u32::try_from(to.len()).unwrap_or(u32::MAX);
+        let mut done = 0;
+        for piece in self.part(at, most).pieces {
+            let end = done + piece.len as usize;
+            ram.read_slice(&mut to[done..end], piece.addr)?;
+            done = end;
+        }
+        Ok(done)
+    }
+
+    /// Copies `from` to the bytes from `at` on, which marks them dirty; how many had room.
+    pub(crate) fn write(&self, ram: &GuestRam, at: u32, from: &[u8]) -> Result<usize, Violation> {
+        let most = u32::try_from(from.len()).unwrap_or(u32::MAX);
+        let mut done = 0;
+        for piece in self.part(at, most).pieces {
+            let end = done + piece.len as usize;
+            ram.write_slice(&from[done..end], piece.addr)?;
+            done = end;
+        }
+        Ok(done)
+    }
+
+    /// Marks all of it dirty: someone else, such as the kernel, has written to it.
+    pub(crate) fn mark_dirty(&self, ram: &GuestRam) {
+        for piece in &self.pieces {
+            // They were looked up when the chain was read, and guest memory does not shrink.
+            if let Ok(slice) = ram.get_slice(piece.addr, piece.len as usize) {
+                slice.bitmap().mark_dirty(0, slice.len());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn buffers(pieces: &[(u64, u32)]) -> Buffers {
+        let mut all = Buffers::default();
+        for &(addr, len) in pieces {
+            assert!(all.add(Buffer { addr: GuestAddress(addr), len }));
+        }
+        all
+    }
+
+    #[test]
+    fn a_part_is_the_bytes_that_it_names() {
+        let all = buffers(&[(0x1000, 10), (0x5000, 1), (0x3000, 100)]);
+        assert_eq!(all.part(0, 111), all);
+        assert_eq!(all.part(0, u32::MAX), all);
+        assert_eq!(all.part(9, 3), buffers(&[(0x1009, 1), (0x5000, 1), (0x3000, 1)]));
+        assert_eq!(all.part(11, 5), buffers(&[(0x3000, 5)]));
+        assert_eq!(all.part(110, 9), buffers(&[(0x3063, 1)]));
+        assert_eq!(all.part(111, 1), Buffers::default());
+    }
+}

@@ -1,0 +1,348 @@
+//! The laws of all virtio devices, as one test that each device's tests call with the device and a
+//! request that it answers:
+//!
+//! - save, restore, save gives the same bytes, also while requests wait in its queues, and the
+//!   restored device answers them;
+//! - every byte that the device writes to guest memory is in the dirty tree;
+//! - a driver that breaks the rules stops the device, which says so, and works again after a reset.
+
+use std::collections::BTreeSet;
+
+use dirty_tracker::{Gfn, PAGE_SIZE};
+use virtio_bindings::virtio_config::*;
+use virtio_bindings::virtio_mmio::*;
+use virtio_bindings::virtio_ring::*;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::driver::{Driver, MEM_BYTES, Piece};
+use super::{Device, Transport, VirtioState};
+
+/// A device, and how to have it do something.
+pub(crate) struct Subject<'s> {
+    /// Makes the device, each time over the same backend.
+    pub(crate) make: &'s dyn Fn() -> Box<dyn Device>,
+    /// A queue that the device answers by itself.
+    pub(crate) queue: usize,
+    /// The `n`th request for that queue, which the device completes.
+    pub(crate) request: &'s dyn Fn(&mut Driver, u64) -> Vec<Piece>,
+}
+
+/// All laws.
+pub(crate) fn check(subject: &Subject<'_>) {
+    for without in [0, 1 << VIRTIO_RING_F_EVENT_IDX] {
+        save_restore_save_is_save(subject, without);
+        what_the_device_writes_is_marked(subject, without);
+    }
+    indirect_chains_are_chains(subject);
+    a_reset_forgets_the_driver(subject);
+    a_queue_reset_forgets_the_queue(subject);
+    notifications_are_not_lost_to_a_stand(subject);
+    drivers_that_break_the_rules_stop_their_device(subject);
+    states_that_do_not_fit_are_refused(subject);
+}
+
+fn post(driver: &mut Driver, subject: &Subject<'_>, n: u64) -> u16 {
+    let pieces = (subject.request)(driver, n);
+    driver.post(subject.queue, &pieces)
+}
+
+fn answers(driver: &mut Driver, subject: &Subject<'_>, n: u64) {
+    let head = post(driver, subject, n);
+    driver.kick(subject.queue);
+    driver.wait_used(subject.queue, head);
+}
+
+fn encoded(transport: &Transport) -> Vec<u8> {
+    postcard::to_stdvec(&transport.save().unwrap()).unwrap()
+}
+
+fn save_restore_save_is_save(subject: &Subject<'_>, without: u64) {
+    let fresh = Driver::new((subject.make)());
+    fresh.quiesce();
+    let never_used = encoded(&fresh.transport);
+    drop(fresh);
+
+    let mut driver = Driver::started_without((subject.make)(), without);
+    (0..3).for_each(|n| answers(&mut driver, subject, n));
+    driver.quiesce();
+    // Requests that the device has not seen when it is saved.
+    let waiting: Vec<u16> = (3..5).map(|n| post(&mut driver, subject, n)).collect();
+    let used = encoded(&driver.transport);
+    for bytes in [&never_used, &used] {
+        let state: VirtioState = postcard::from_bytes(bytes).unwrap();
+        let ram = driver.memory.ram().clone();
+        let restored = Transport::spawn("restored", (subject.make)(), ram).unwrap();
+        restored.restore(state).unwrap();
+        assert_eq!(&encoded(&restored), bytes, "what is saved again is the same");
+        if bytes != &used {
+            continue;
+        }
+        assert!(restored.interrupt_pending(), "nobody has acknowledged an interrupt");
+        driver = driver.moved_to(restored);
+        driver.transport.resume();
+        for head in &waiting {
+            driver.wait_used(subject.queue, *head);
+        }
+        answers(&mut driver, subject, 5);
+        return;
+    }
+}
+
+fn contents(driver: &Driver) -> Vec<u8> {
+    let mut bytes = vec![0; MEM_BYTES as usize];
+    driver.memory.ram().read_slice(&mut bytes, GuestAddress(0)).unwrap();
+    bytes
+}
+
+fn what_the_device_writes_is_marked(subject: &Subject<'_>, without: u64) {
+    let mut driver = Driver::started_without((subject.make)(), without);
+    let mut writes = driver.memory.tracker().subscribe("conformance");
+    for round in 0..3 {
+        // A standing device does not see the requests before the driver's own writes, which are not
+        // what this is about, are out of the tree.
+        driver.quiesce();
+        let heads: Vec<u16> = (0..3).map(|n| post(&mut driver, subject, 3 * round + n)).collect();
+        writes.drain().commit();
+        let before = contents(&driver);
+        driver.transport.resume();
+        driver.kick(subject.queue);
+        for head in heads {
+            driver.wait_used(subject.queue, head);
+        }
+        driver.quiesce();
+        let after = contents(&driver);
+        let epoch = writes.drain();
+        let marked: BTreeSet<u64> = epoch.runs().flat_map(|r| r.start.0..r.end().0).collect();
+        epoch.commit();
+        let frame = PAGE_SIZE as usize;
+        let frames = before.chunks(frame).zip(after.chunks(frame)).zip(0u64..);
+        let changed: Vec<u64> = frames.filter(|((b, a), _)| b != a).map(|(_, i)| i).collect();
+        assert!(!changed.is_empty(), "the device has written at least to the used ring");
+        for gfn in changed {
+            assert!(marked.contains(&gfn), "{} was written and not marked", Gfn(gfn).0);
+        }
+        driver.transport.resume();
+    }
+}
+
+fn indirect_chains_are_chains(subject: &Subject<'_>) {
+    let mut driver = Driver::started((subject.make)());
+    let pieces = (subject.request)(&mut driver, 0);
+    let head = driver.post_indirect(subject.queue, &pieces);
+    driver.kick(subject.queue);
+    driver.wait_used(subject.queue, head);
+}
+
+fn a_reset_forgets_the_driver(subject: &Subject<'_>) {
+    let mut driver = Driver::started((subject.make)());
+    answers(&mut driver, subject, 0);
+    assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
+    assert_ne!(driver.transport.line().read().unwrap(), 0, "the interrupt was raised");
+    driver.write(VIRTIO_MMIO_STATUS, 0);
+    assert_eq!(driver.read(VIRTIO_MMIO_STATUS), 0);
+    assert_eq!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS), 0);
+    driver.write(VIRTIO_MMIO_QUEUE_SEL, subject.queue as u32);
+    assert_eq!(driver.read(VIRTIO_MMIO_QUEUE_READY), 0);
+    driver.start(!0);
+    answers(&mut driver, subject, 1);
+}
+
+fn a_queue_reset_forgets_the_queue(subject: &Subject<'_>) {
+    let mut driver = Driver::started((subject.make)());
+    answers(&mut driver, subject, 0);
+    for queue in 0..driver.queue_count() {
+        driver.write(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
+        driver.write(0xc0, 1);
+        assert_eq!(driver.read(0xc0), 0, "the reset is complete");
+        assert_eq!(driver.read(VIRTIO_MMIO_QUEUE_READY), 0);
+    }
+    driver.set_up_queues();
+    answers(&mut driver, subject, 1);
+}
+
+fn notifications_are_not_lost_to_a_stand(subject: &Subject<'_>) {
+    let mut driver = Driver::started((subject.make)());
+    for n in 0..20 {
+        let head = post(&mut driver, subject, n);
+        driver.kick(subject.queue);
+        driver.quiesce();
+        driver.transport.resume();
+        driver.wait_used(subject.queue, head);
+    }
+}
+
+fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
+    let mut driver = Driver::started((subject.make)());
+    let q = subject.queue;
+    let size = driver.queue_size(q);
+    let good = |writable| Piece { addr: 0x20_0000, len: 64, writable };
+    const NEXT: u16 = VRING_DESC_F_NEXT as u16;
+    const INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
+    type Crime<'c> = (&'c str, Box<dyn Fn(&mut Driver) + 'c>);
+    let chain = |what, f: Box<dyn Fn(&mut Driver)>| -> Crime<'_> {
+        let crime = move |driver: &mut Driver| {
+            f(driver);
+            driver.offer(q, 0);
+            driver.kick(q);
+        };
+        (what, Box::new(crime))
+    };
+    let crimes: Vec<Crime<'_>> = vec![
+        chain(
+            "a loop",
+            Box::new(move |d| {
+                d.describe(q, 0, good(true), NEXT, 1);
+                d.describe(q, 1, good(true), NEXT, 0);
+            }),
+        ),
+        chain(
+            "a next descriptor that does not exist",
+            Box::new(move |d| {
+                d.describe(q, 0, good(true), NEXT, size);
+            }),
+        ),
+        chain(
+            "a length past memory",
+            Box::new(move |d| {
+                d.describe(q, 0, Piece { addr: MEM_BYTES - 4096, len: 8192, writable: true }, 0, 0);
+            }),
+        ),
+        chain(
+            "an address past memory",
+            Box::new(move |d| {
+                d.describe(q, 0, Piece { addr: u64::MAX - 16, len: 4096, writable: true }, 0, 0);
+            }),
+        ),
+        chain(
+            "registers as a buffer",
+            Box::new(move |d| {
+                d.describe(q, 0, Piece { addr: 0xd000_0000, len: 16, writable: true }, 0, 0);
+            }),
+        ),
+        chain(
+            "buffers to write before buffers to read",
+            Box::new(move |d| {
+                d.describe(q, 0, good(true), NEXT, 1);
+                d.describe(q, 1, good(false), 0, 0);
+            }),
+        ),
+        chain(
+            "4 GiB and more",
+            Box::new(move |d| {
+                for i in 0..size - 1 {
+                    let piece = Piece { addr: 0, len: MEM_BYTES as u32, writable: true };
+                    d.describe(q, i, piece, if i == size - 2 { 0 } else { NEXT }, i + 1);
+                }
+                // Where a queue is too short for it, the last one is too long.
+                let piece = Piece { addr: 0, len: u32::MAX, writable: true };
+                d.describe(q, size - 2, piece, 0, 0);
+            }),
+        ),
+        chain(
+            "an indirect table that is no table",
+            Box::new(move |d| {
+                let table = Piece { addr: 0x20_0000, len: 17, writable: false };
+                d.describe(q, 0, table, INDIRECT, 0);
+            }),
+        ),
+        chain(
+            "an indirect table in no memory",
+            Box::new(move |d| {
+                let table = Piece { addr: MEM_BYTES, len: 32, writable: false };
+                d.describe(q, 0, table, INDIRECT, 0);
+            }),
+        ),
+        chain(
+            "an indirect table in an indirect table",
+            Box::new(move |d| {
+                let table = Piece { addr: 0x20_0000, len: 16, writable: false };
+                d.memory.ram().write_obj(0x20_0000u64, GuestAddress(0x20_0000)).unwrap();
+                let rest = u64::from(16u32) | u64::from(INDIRECT) << 32;
+                d.memory.ram().write_obj(rest, GuestAddress(0x20_0008)).unwrap();
+                d.describe(q, 0, table, INDIRECT, 0);
+            }),
+        ),
+        (
+            "a head that does not exist",
+            Box::new(|d| {
+                d.offer(q, size);
+                d.kick(q);
+            }),
+        ),
+        (
+            "an available index that runs away",
+            Box::new(|d| {
+                d.set_available(q, d.available(q).wrapping_add(size + 1));
+                d.kick(q);
+            }),
+        ),
+        ("a queue that is moved while in use", Box::new(|d| d.place(q as u32, 0x30_0000))),
+        (
+            "a queue that does not exist, set up",
+            Box::new(|d| {
+                d.write(VIRTIO_MMIO_QUEUE_SEL, 1000);
+                d.write(VIRTIO_MMIO_QUEUE_READY, 1);
+            }),
+        ),
+        ("a queue that does not exist, notified", Box::new(|d| d.kick(1000))),
+        (
+            "rings in no memory",
+            Box::new(|d| {
+                d.negotiate(!0);
+                d.place(q as u32, MEM_BYTES - 0x8000 - 64);
+                d.write(VIRTIO_MMIO_QUEUE_READY, 1);
+                d.write(VIRTIO_MMIO_STATUS, 15);
+            }),
+        ),
+        (
+            "a start without features",
+            Box::new(|d| {
+                d.write(VIRTIO_MMIO_STATUS, 0);
+                d.write(VIRTIO_MMIO_STATUS, 3);
+                d.write(VIRTIO_MMIO_STATUS, 3 | VIRTIO_CONFIG_S_DRIVER_OK);
+            }),
+        ),
+    ];
+    for (i, (what, commit)) in crimes.iter().enumerate() {
+        commit(&mut driver);
+        driver.wait_stopped(what);
+        assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0, "{what}");
+        // A stopped device does nothing, can be paused, and saved.
+        driver.kick(q);
+        driver.quiesce();
+        let state = driver.transport.save().unwrap();
+        let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
+        other.restore(state.clone()).unwrap();
+        assert_eq!(other.save().unwrap(), state, "{what}");
+        driver.transport.resume();
+        driver.start(!0);
+        answers(&mut driver, subject, 100 + i as u64);
+        assert!(!driver.is_stopped(), "{what}: it works again after a reset");
+    }
+}
+
+fn states_that_do_not_fit_are_refused(subject: &Subject<'_>) {
+    let mut driver = Driver::started((subject.make)());
+    answers(&mut driver, subject, 0);
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    let refused = |change: &dyn Fn(&mut VirtioState)| {
+        let mut state = state.clone();
+        change(&mut state);
+        let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
+        other.restore(state).unwrap_err()
+    };
+    let alien = refused(&|s| s.device_id = 63);
+    assert!(alien.contains("virtio device 63"), "{alien}");
+    let features = refused(&|s| s.registers.driver_features |= 1 << 63);
+    assert!(features.contains("0x8"), "{features}");
+    refused(&|s| s.positions.truncate(driver.queue_count() - 1));
+    refused(&|s| s.registers.queues.truncate(driver.queue_count() - 1));
+    for queue in 0..driver.queue_count() {
+        let outside =
+            refused(&|s| s.registers.queues[queue].setup = super::ring::RingSetup::default());
+        assert!(outside.contains(&format!("queue {queue}")), "{outside}");
+    }
+    refused(&|s| s.device.push(0xff));
+    refused(&|s| s.device = vec![0xff; 3]);
+}

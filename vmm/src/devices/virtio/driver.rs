@@ -1,0 +1,319 @@
+//! A driver for tests: it speaks to a device as a guest would, through registers and guest memory.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use virtio_bindings::virtio_config::*;
+use virtio_bindings::virtio_mmio::*;
+use virtio_bindings::virtio_ring::*;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::{Device, Transport};
+use crate::memory::Memory;
+
+/// Longer than anything here takes, on the slowest host.
+const LONG: Duration = Duration::from_secs(20);
+/// Guest addresses: rings of queue `i` at `RINGS + i * RINGS_STEP`, buffers from `BUFFERS` on.
+const RINGS: u64 = 0x10_0000;
+const RINGS_STEP: u64 = 0x1_0000;
+const AVAILABLE: u64 = 0x4000;
+const USED: u64 = 0x8000;
+const BUFFERS: u64 = 0x40_0000;
+pub(crate) const MEM_BYTES: u64 = 16 << 20;
+
+/// A descriptor: what of guest memory, and whether the device writes to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) addr: u64,
+    pub(crate) len: u32,
+    pub(crate) writable: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Queue {
+    size: u16,
+    rings: u64,
+    available: u16,
+    used: u16,
+    next_descriptor: u16,
+}
+
+pub(crate) struct Driver {
+    pub(crate) transport: Transport,
+    pub(crate) memory: Arc<Memory>,
+    queues: Vec<Queue>,
+    next_buffer: u64,
+    early: HashMap<(usize, u16), u32>,
+}
+
+impl Driver {
+    /// A device on a thread of its own that works, with a driver that has done nothing yet.
+    pub(crate) fn new(device: Box<dyn Device>) -> Self {
+        let memory = Arc::new(Memory::new(MEM_BYTES, &Default::default()).unwrap());
+        let transport = Transport::spawn("test", device, memory.ram().clone()).unwrap();
+        transport.resume();
+        Self { transport, memory, queues: Vec::new(), next_buffer: BUFFERS, early: HashMap::new() }
+    }
+
+    /// As [`new`](Self::new), and the driver uses all features and queues.
+    pub(crate) fn started(device: Box<dyn Device>) -> Self {
+        Self::started_without(device, 0)
+    }
+
+    /// As [`started`](Self::started), but for some features.
+    pub(crate) fn started_without(device: Box<dyn Device>, features: u64) -> Self {
+        let mut driver = Self::new(device);
+        driver.start(!features);
+        driver
+    }
+
+    /// Goes through the driver's part of a start, with the offered ones of `features`.
+    pub(crate) fn start(&mut self, features: u64) {
+        self.negotiate(features);
+        self.set_up_queues();
+        self.write(VIRTIO_MMIO_STATUS, 15);
+    }
+
+    pub(crate) fn negotiate(&self, features: u64) {
+        self.write(VIRTIO_MMIO_STATUS, 0);
+        self.write(VIRTIO_MMIO_STATUS, 1);
+        self.write(VIRTIO_MMIO_STATUS, 3);
+        let chosen = self.offered() & features;
+        for select in [0, 1] {
+            self.write(VIRTIO_MMIO_DRIVER_FEATURES_SEL, select);
+            self.write(VIRTIO_MMIO_DRIVER_FEATURES, (chosen >> (32 * select)) as u32);
+        }
+        self.write(VIRTIO_MMIO_STATUS, 11);
+        assert_eq!(self.read(VIRTIO_MMIO_STATUS), 11, "features {chosen:#x} are accepted");
+    }
+
+    pub(crate) fn offered(&self) -> u64 {
+        let half = |select| {
+            self.write(VIRTIO_MMIO_DEVICE_FEATURES_SEL, select);
+            u64::from(self.read(VIRTIO_MMIO_DEVICE_FEATURES))
+        };
+        half(0) | half(1) << 32
+    }
+
+    pub(crate) fn set_up_queues(&mut self) {
+        self.queues.clear();
+        for i in 0.. {
+            self.write(VIRTIO_MMIO_QUEUE_SEL, i);
+            let size = self.read(VIRTIO_MMIO_QUEUE_NUM_MAX) as u16;
+            if size == 0 {
+                break;
+            }
+            let rings = RINGS + u64::from(i) * RINGS_STEP;
+            // A driver hands over rings of zeros.
+            self.memory.ram().write_slice(&[0; RINGS_STEP as usize], GuestAddress(rings)).unwrap();
+            self.queues.push(Queue { size, rings, ..Default::default() });
+            self.write(VIRTIO_MMIO_QUEUE_NUM, size.into());
+            self.place(i, rings);
+            self.write(VIRTIO_MMIO_QUEUE_READY, 1);
+        }
+    }
+
+    /// Says where queue `queue` is.
+    pub(crate) fn place(&self, queue: u32, rings: u64) {
+        self.write(VIRTIO_MMIO_QUEUE_SEL, queue);
+        let areas = [
+            (VIRTIO_MMIO_QUEUE_DESC_LOW, rings),
+            (VIRTIO_MMIO_QUEUE_AVAIL_LOW, rings + AVAILABLE),
+            (VIRTIO_MMIO_QUEUE_USED_LOW, rings + USED),
+        ];
+        for (register, addr) in areas {
+            self.write(register, addr as u32);
+            self.write(register + 4, (addr >> 32) as u32);
+        }
+    }
+
+    /// The same driver for another device over the same memory, as after a move.
+    pub(crate) fn moved_to(self, transport: Transport) -> Self {
+        Self { transport, ..self }
+    }
+
+    pub(crate) fn read(&self, register: u32) -> u32 {
+        let mut bytes = [0; 4];
+        self.transport.read(register.into(), &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    pub(crate) fn write(&self, register: u32, value: u32) {
+        self.transport.write(register.into(), &value.to_le_bytes());
+    }
+
+    pub(crate) fn queue_count(&self) -> usize {
+        self.queues.len()
+    }
+
+    pub(crate) fn queue_size(&self, queue: usize) -> u16 {
+        self.queues[queue].size
+    }
+
+    /// Room in guest memory, on frames of its own.
+    pub(crate) fn room(&mut self, len: u32) -> u64 {
+        let addr = self.next_buffer;
+        self.next_buffer += u64::from(len).next_multiple_of(4096).max(4096);
+        assert!(self.next_buffer < MEM_BYTES, "the test's guest has no more memory");
+        addr
+    }
+
+    /// Buffers so far are not needed any more: their room is used again.
+    pub(crate) fn forget_buffers(&mut self) {
+        self.next_buffer = BUFFERS;
+    }
+
+    /// Bytes for the device to read.
+    pub(crate) fn given(&mut self, bytes: &[u8]) -> Piece {
+        let addr = self.room(bytes.len() as u32);
+        self.memory.ram().write_slice(bytes, GuestAddress(addr)).unwrap();
+        Piece { addr, len: bytes.len() as u32, writable: false }
+    }
+
+    /// Room for the device to write.
+    pub(crate) fn wanted(&mut self, len: u32) -> Piece {
+        Piece { addr: self.room(len), len, writable: true }
+    }
+
+    pub(crate) fn bytes(&self, piece: Piece) -> Vec<u8> {
+        let mut bytes = vec![0; piece.len as usize];
+        self.memory.ram().read_slice(&mut bytes, GuestAddress(piece.addr)).unwrap();
+        bytes
+    }
+
+    /// Writes a descriptor as it is.
+    pub(crate) fn describe(&self, queue: usize, index: u16, piece: Piece, flags: u16, next: u16) {
+        let at = self.queues[queue].rings + 16 * u64::from(index);
+        let flags = flags | if piece.writable { VRING_DESC_F_WRITE as u16 } else { 0 };
+        write_descriptor(&self.memory, at, piece, flags, next);
+    }
+
+    /// Makes the chain from `head` available, without a notification.
+    pub(crate) fn offer(&mut self, queue: usize, head: u16) {
+        let Queue { size, rings, available, .. } = self.queues[queue];
+        let slot = rings + AVAILABLE + 4 + 2 * u64::from(available % size);
+        self.memory.ram().write_obj(head, GuestAddress(slot)).unwrap();
+        self.set_available(queue, available.wrapping_add(1));
+    }
+
+    /// The available index.
+    pub(crate) fn available(&self, queue: usize) -> u16 {
+        self.queues[queue].available
+    }
+
+    /// Writes the available index as it is.
+    pub(crate) fn set_available(&mut self, queue: usize, index: u16) {
+        let at = GuestAddress(self.queues[queue].rings + AVAILABLE + 2);
+        self.memory.ram().store(index, at, std::sync::atomic::Ordering::SeqCst).unwrap();
+        self.queues[queue].available = index;
+    }
+
+    /// Makes a chain of `pieces` available, without a notification; its head.
+    pub(crate) fn post(&mut self, queue: usize, pieces: &[Piece]) -> u16 {
+        let size = self.queues[queue].size;
+        let head = self.queues[queue].next_descriptor;
+        for (i, piece) in pieces.iter().enumerate() {
+            let index = self.queues[queue].next_descriptor;
+            let next = (index + 1) % size;
+            let last = i + 1 == pieces.len();
+            let flags = if last { 0 } else { VRING_DESC_F_NEXT as u16 };
+            self.describe(queue, index, *piece, flags, next);
+            self.queues[queue].next_descriptor = next;
+        }
+        self.offer(queue, head);
+        head
+    }
+
+    /// As [`post`](Self::post), through a table of its own.
+    pub(crate) fn post_indirect(&mut self, queue: usize, pieces: &[Piece]) -> u16 {
+        let table = self.room(16 * pieces.len() as u32);
+        for (i, piece) in pieces.iter().enumerate() {
+            let last = i + 1 == pieces.len();
+            let flags = if last { 0 } else { VRING_DESC_F_NEXT as u16 };
+            let flags = flags | if piece.writable { VRING_DESC_F_WRITE as u16 } else { 0 };
+            write_descriptor(&self.memory, table + 16 * i as u64, *piece, flags, i as u16 + 1);
+        }
+        let head = self.queues[queue].next_descriptor;
+        self.queues[queue].next_descriptor = (head + 1) % self.queues[queue].size;
+        let piece = Piece { addr: table, len: 16 * pieces.len() as u32, writable: false };
+        self.describe(queue, head, piece, VRING_DESC_F_INDIRECT as u16, 0);
+        self.offer(queue, head);
+        head
+    }
+
+    pub(crate) fn kick(&self, queue: usize) {
+        self.write(VIRTIO_MMIO_QUEUE_NOTIFY, queue as u32);
+    }
+
+    /// Waits until the device gives the chain from `head` back; the bytes that it says it wrote.
+    #[track_caller]
+    pub(crate) fn wait_used(&mut self, queue: usize, head: u16) -> u32 {
+        let end = Instant::now() + LONG;
+        loop {
+            if let Some(len) = self.early.remove(&(queue, head)) {
+                return len;
+            }
+            match self.take_used(queue) {
+                Some((id, len)) => drop(self.early.insert((queue, id), len)),
+                None => {
+                    assert!(!self.is_stopped(), "the device has stopped");
+                    assert!(Instant::now() < end, "chain {head} of queue {queue} never came back");
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            }
+        }
+    }
+
+    fn take_used(&mut self, queue: usize) -> Option<(u16, u32)> {
+        let Queue { size, rings, used, .. } = self.queues[queue];
+        let index = GuestAddress(rings + USED + 2);
+        let index: u16 =
+            self.memory.ram().load(index, std::sync::atomic::Ordering::SeqCst).unwrap();
+        if index == used {
+            return None;
+        }
+        let entry = GuestAddress(rings + USED + 4 + 8 * u64::from(used % size));
+        let [id, len]: [u32; 2] = self.memory.ram().read_obj(entry).unwrap();
+        self.queues[queue].used = used.wrapping_add(1);
+        Some((id as u16, len))
+    }
+
+    /// Posts, notifies and waits.
+    #[track_caller]
+    pub(crate) fn request(&mut self, queue: usize, pieces: &[Piece]) -> u32 {
+        let head = self.post(queue, pieces);
+        self.kick(queue);
+        self.wait_used(queue, head)
+    }
+
+    /// Whether the device has asked for a reset.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.read(VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET != 0
+    }
+
+    /// Waits until the device asks for a reset, for `what`.
+    #[track_caller]
+    pub(crate) fn wait_stopped(&self, what: &str) {
+        let end = Instant::now() + LONG;
+        while !self.is_stopped() {
+            assert!(Instant::now() < end, "{what}: the device works on");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// Brings the device to a stand.
+    #[track_caller]
+    pub(crate) fn quiesce(&self) {
+        self.transport.quiesce(Instant::now() + LONG).recv().unwrap().unwrap();
+    }
+}
+
+fn write_descriptor(memory: &Memory, at: u64, piece: Piece, flags: u16, next: u16) {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&piece.addr.to_le_bytes());
+    bytes[8..12].copy_from_slice(&piece.len.to_le_bytes());
+    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+    bytes[14..].copy_from_slice(&next.to_le_bytes());
+    memory.ram().write_slice(&bytes, GuestAddress(at)).unwrap();
+}

@@ -1,0 +1,39 @@
+//! Virtio 1.x devices over MMIO (register layout 2): what all of them share.
+//!
+//! ```text
+//!            vCPU threads                          the device's thread, `virtio-<id>`
+//!  registers ----------> Transport --Command--> Worker -----> Device, its Rings
+//!                            |     <--reply---     |  ^            |
+//!                            +------ Shared -------+  |            v
+//!  QueueNotify ~~ ioeventfd ~~~~~~~~~~~~~~~~~~~~~~~~~~+       guest memory
+//!  interrupt   <~ irqfd ~~~~~~~~~ Shared
+//! ```
+//!
+//! A [`Device`] is what it does with the chains of its [`Ring`]s; everything else is here: feature
+//! negotiation, queue set-up and reset, the thread, interrupts, quiescing, saving and restoring. The
+//! driver is hostile: a [`Violation`] stops its device until the driver resets it, and nothing else.
+
+mod chain;
+#[cfg(test)]
+pub(crate) mod conformance;
+mod device;
+#[cfg(test)]
+pub(crate) mod driver;
+mod registers;
+mod ring;
+mod shared;
+mod state;
+mod transport;
+mod watcher;
+mod worker;
+
+pub(crate) use chain::{Buffer, Buffers, Chain};
+pub(crate) use device::{Device, Io, Kind, Stall};
+pub(crate) use ring::{Ring, Violation};
+pub(crate) use shared::Shared;
+pub(crate) use state::{VirtioState, decode_state, encode_state};
+pub(crate) use transport::Transport;
+pub(crate) use watcher::Watcher;
+
+/// Bytes of address space that a device's registers take.
+pub(crate) const REGISTERS_LEN: u64 = 0x1000;

@@ -1,0 +1,391 @@
+//! The registers of one device, without what they set in motion: a write gives an [`Effect`].
+//!
+//! Interrupt status, configuration space and notifications are not here: they cost no lock.
+
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_config::{
+    VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK,
+    VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_RING_RESET, VIRTIO_F_VERSION_1,
+};
+use virtio_bindings::virtio_mmio::*;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+use super::ring::RingSetup;
+
+/// `QueueReset`, which the bindings lack.
+const VIRTIO_MMIO_QUEUE_RESET: u32 = 0xc0;
+const MAGIC: u32 = u32::from_le_bytes(*b"virt");
+const LAYOUT: u32 = 2;
+/// Who made the device: "DRFT".
+const VENDOR: u32 = u32::from_le_bytes(*b"DRFT");
+
+/// What every device here offers.
+pub(super) const COMMON_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
+    | 1 << VIRTIO_F_RING_RESET
+    | 1 << VIRTIO_RING_F_EVENT_IDX
+    | 1 << VIRTIO_RING_F_INDIRECT_DESC;
+
+/// What follows from a write.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Effect {
+    Nothing,
+    /// The device is to be reset, and then these registers.
+    Reset,
+    /// The driver is ready: the device may use its queues.
+    Activate,
+    /// One more queue may be used, of an active device.
+    StartQueue(usize),
+    /// One queue may not be used any more, of an active device.
+    StopQueue(usize),
+    /// The driver did what it must not.
+    Violation(String),
+}
+
+/// One queue's registers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub(super) struct QueueRegisters {
+    pub(super) ready: bool,
+    pub(super) setup: RingSetup,
+}
+
+/// What the driver has written.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub(super) struct RegisterState {
+    pub(super) status: u32,
+    device_features_select: u32,
+    driver_features_select: u32,
+    pub(super) driver_features: u64,
+    queue_select: u32,
+    pub(super) queues: Vec<QueueRegisters>,
+}
+
+impl RegisterState {
+    /// Whether the driver is ready.
+    pub(super) fn is_active(&self) -> bool {
+        self.status & VIRTIO_CONFIG_S_DRIVER_OK != 0
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Registers {
+    device_id: u32,
+    offered: u64,
+    queue_sizes: Vec<u16>,
+    state: RegisterState,
+}
+
+impl Registers {
+    pub(super) fn new(device_id: u32, features: u64, queue_sizes: Vec<u16>) -> Self {
+        let offered = features | COMMON_FEATURES;
+        let mut registers =
+            Self { device_id, offered, queue_sizes, state: RegisterState::default() };
+        registers.reset();
+        registers
+    }
+
+    pub(super) fn state(&self) -> &RegisterState {
+        &self.state
+    }
+
+    /// As after power-on.
+    pub(super) fn reset(&mut self) {
+        let queue = |&size: &u16| self.empty_queue(size);
+        let queues = self.queue_sizes.iter().map(queue).collect();
+        self.state = RegisterState { queues, ..Default::default() };
+    }
+
+    fn empty_queue(&self, size: u16) -> QueueRegisters {
+        QueueRegisters { ready: false, setup: RingSetup { size, ..Default::default() } }
+    }
+
+    /// Takes saved registers, which are hostile.
+    pub(super) fn restore(&mut self, state: RegisterState) -> Result<(), String> {
+        if state.queues.len() != self.queue_sizes.len() {
+            return Err(format!(
+                "it has {} queues, and the device here has {}",
+                state.queues.len(),
+                self.queue_sizes.len()
+            ));
+        }
+        let unknown = state.driver_features & !self.offered;
+        if unknown != 0 {
+            return Err(format!(
+                "its driver uses features {unknown:#x}, which are not offered here"
+            ));
+        }
+        let sizes = state.queues.iter().zip(&self.queue_sizes);
+        if let Some((queue, most)) = sizes.clone().find(|(q, most)| q.setup.size > **most) {
+            let size = queue.setup.size;
+            return Err(format!("it has a queue of {size} entries, of which {most} are possible"));
+        }
+        self.state = state;
+        Ok(())
+    }
+
+    fn queue(&self) -> Option<(usize, &QueueRegisters)> {
+        let index = self.state.queue_select as usize;
+        self.state.queues.get(index).map(|q| (index, q))
+    }
+
+    pub(super) fn read(&self, register: u32) -> u32 {
+        let queue = self.queue().map(|(_, q)| q);
+        match register {
+            VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
+            VIRTIO_MMIO_VERSION => LAYOUT,
+            VIRTIO_MMIO_DEVICE_ID => self.device_id,
+            VIRTIO_MMIO_VENDOR_ID => VENDOR,
+            VIRTIO_MMIO_DEVICE_FEATURES => half(self.offered, self.state.device_features_select),
+            VIRTIO_MMIO_QUEUE_NUM_MAX => {
+                let max = self.queue_sizes.get(self.state.queue_select as usize);
+                max.copied().unwrap_or(0).into()
+            }
+            VIRTIO_MMIO_QUEUE_READY => queue.is_some_and(|q| q.ready).into(),
+            VIRTIO_MMIO_STATUS => self.state.status,
+            // There is no shared memory: its length is -1, and so is its address.
+            VIRTIO_MMIO_SHM_LEN_LOW
+            | VIRTIO_MMIO_SHM_LEN_HIGH
+            | VIRTIO_MMIO_SHM_BASE_LOW
+            | VIRTIO_MMIO_SHM_BASE_HIGH => u32::MAX,
+            // Also QueueReset: it is complete when the write has returned.
+            _ => 0,
+        }
+    }
+
+    pub(super) fn write(&mut self, register: u32, value: u32) -> Effect {
+        match register {
+            VIRTIO_MMIO_DEVICE_FEATURES_SEL => self.state.device_features_select = value,
+            VIRTIO_MMIO_DRIVER_FEATURES_SEL => self.state.driver_features_select = value,
+            VIRTIO_MMIO_DRIVER_FEATURES => self.write_features(value),
+            VIRTIO_MMIO_QUEUE_SEL => self.state.queue_select = value,
+            VIRTIO_MMIO_STATUS => return self.write_status(value),
+            VIRTIO_MMIO_QUEUE_READY => return self.write_ready(value),
+            VIRTIO_MMIO_QUEUE_RESET => return self.write_queue_reset(value),
+            VIRTIO_MMIO_QUEUE_NUM
+            | VIRTIO_MMIO_QUEUE_DESC_LOW
+            | VIRTIO_MMIO_QUEUE_DESC_HIGH
+            | VIRTIO_MMIO_QUEUE_AVAIL_LOW
+            | VIRTIO_MMIO_QUEUE_AVAIL_HIGH
+            | VIRTIO_MMIO_QUEUE_USED_LOW
+            | VIRTIO_MMIO_QUEUE_USED_HIGH => return self.write_setup(register, value),
+            _ => tracing::debug!("a driver wrote {value:#x} to virtio register {register:#x}"),
+        }
+        Effect::Nothing
+    }
+
+    fn write_features(&mut self, value: u32) {
+        if self.state.status & VIRTIO_CONFIG_S_FEATURES_OK != 0 {
+            tracing::debug!("a driver chose features {value:#x} when they were settled");
+            return;
+        }
+        let shift = match self.state.driver_features_select {
+            0 => 0,
+            1 => 32,
+            _ => return,
+        };
+        let kept = self.state.driver_features & !(u64::from(u32::MAX) << shift);
+        self.state.driver_features = kept | u64::from(value) << shift;
+    }
+
+    fn write_status(&mut self, value: u32) -> Effect {
+        if value == 0 {
+            return Effect::Reset;
+        }
+        // Only a reset takes bits away, and only the device asks for one.
+        let mut new = value & !self.state.status & !VIRTIO_CONFIG_S_NEEDS_RESET;
+        let features = self.state.driver_features;
+        let agreed = features & !self.offered == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0;
+        if new & VIRTIO_CONFIG_S_FEATURES_OK != 0 && !agreed {
+            tracing::debug!("features {features:#x} are refused; {:#x} are offered", self.offered);
+            new &= !VIRTIO_CONFIG_S_FEATURES_OK;
+        }
+        let settled = (self.state.status | new) & VIRTIO_CONFIG_S_FEATURES_OK != 0;
+        if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !settled {
+            return Effect::Violation("its driver starts it before features are agreed".to_owned());
+        }
+        if new & VIRTIO_CONFIG_S_FAILED != 0 {
+            tracing::info!("a driver has given its virtio device up");
+        }
+        self.state.status |= new;
+        if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 { Effect::Activate } else { Effect::Nothing }
+    }
+
+    fn write_ready(&mut self, value: u32) -> Effect {
+        let active = self.state.is_active();
+        let index = self.state.queue_select as usize;
+        let Some(queue) = self.state.queues.get_mut(index) else {
+            return no_such_queue(index);
+        };
+        let was = std::mem::replace(&mut queue.ready, value == 1);
+        match (was, value == 1) {
+            (false, true) if active => Effect::StartQueue(index),
+            (true, false) if active => Effect::StopQueue(index),
+            _ => Effect::Nothing,
+        }
+    }
+
+    fn write_queue_reset(&mut self, value: u32) -> Effect {
+        let (active, index) = (self.state.is_active(), self.state.queue_select as usize);
+        let Some(size) = self.queue_sizes.get(index).copied() else {
+            return no_such_queue(index);
+        };
+        if value != 1 || self.state.driver_features & 1 << VIRTIO_F_RING_RESET == 0 {
+            return Effect::Nothing;
+        }
+        let empty = self.empty_queue(size);
+        let was = self.state.queues.get_mut(index).map(|q| std::mem::replace(q, empty));
+        match was {
+            Some(was) if active && was.ready => Effect::StopQueue(index),
+            _ => Effect::Nothing,
+        }
+    }
+
+    fn write_setup(&mut self, register: u32, value: u32) -> Effect {
+        let index = self.state.queue_select as usize;
+        let most = self.queue_sizes.get(index).copied().unwrap_or(0);
+        let Some(queue) = self.state.queues.get_mut(index) else {
+            return no_such_queue(index);
+        };
+        if queue.ready {
+            return Effect::Violation(format!(
+                "its driver changes queue {index} (register {register:#x}) while it is in use"
+            ));
+        }
+        let setup = &mut queue.setup;
+        match register {
+            VIRTIO_MMIO_QUEUE_NUM => match u16::try_from(value) {
+                Ok(size) if size <= most && size.is_power_of_two() => setup.size = size,
+                _ => {
+                    return Effect::Violation(format!(
+                        "its driver gives queue {index} {value} entries, not a power of two up to {most}"
+                    ));
+                }
+            },
+            VIRTIO_MMIO_QUEUE_DESC_LOW => set_low(&mut setup.descriptors, value),
+            VIRTIO_MMIO_QUEUE_DESC_HIGH => set_high(&mut setup.descriptors, value),
+            VIRTIO_MMIO_QUEUE_AVAIL_LOW => set_low(&mut setup.available, value),
+            VIRTIO_MMIO_QUEUE_AVAIL_HIGH => set_high(&mut setup.available, value),
+            VIRTIO_MMIO_QUEUE_USED_LOW => set_low(&mut setup.used, value),
+            _ => set_high(&mut setup.used, value),
+        }
+        Effect::Nothing
+    }
+}
+
+fn no_such_queue(index: usize) -> Effect {
+    Effect::Violation(format!("its driver sets up queue {index}, which does not exist"))
+}
+
+fn half(value: u64, select: u32) -> u32 {
+    match select {
+        0 => value as u32,
+        1 => (value >> 32) as u32,
+        _ => 0,
+    }
+}
+
+fn set_low(to: &mut u64, value: u32) {
+    *to = *to & !u64::from(u32::MAX) | u64::from(value);
+}
+
+fn set_high(to: &mut u64, value: u32) {
+    *to = *to & u64::from(u32::MAX) | u64::from(value) << 32;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ACKNOWLEDGED: u32 = 3;
+
+    fn registers() -> Registers {
+        Registers::new(4, 1 << 5, vec![64, 8])
+    }
+
+    fn choose(r: &mut Registers, features: u64) {
+        for (select, value) in [(0, features as u32), (1, (features >> 32) as u32)] {
+            r.write(VIRTIO_MMIO_DRIVER_FEATURES_SEL, select);
+            r.write(VIRTIO_MMIO_DRIVER_FEATURES, value);
+        }
+        r.write(VIRTIO_MMIO_STATUS, ACKNOWLEDGED | VIRTIO_CONFIG_S_FEATURES_OK);
+    }
+
+    fn features_ok(r: &Registers) -> bool {
+        r.read(VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_FEATURES_OK != 0
+    }
+
+    #[test]
+    fn features_need_version_1_and_an_offer() {
+        for (features, agreed) in [
+            (1 << 32, true),
+            (1 << 32 | 1 << 5, true),
+            (1 << 5, false),
+            (1 << 32 | 1 << 6, false),
+            (0, false),
+        ] {
+            let mut r = registers();
+            choose(&mut r, features);
+            assert_eq!(features_ok(&r), agreed, "{features:#x}");
+        }
+        let mut r = registers();
+        choose(&mut r, 1 << 32);
+        choose(&mut r, 1 << 32 | 1 << 5);
+        assert_eq!(r.state().driver_features, 1 << 32, "what is settled stays");
+    }
+
+    #[test]
+    fn a_driver_that_is_not_ready_is_told() {
+        let mut r = registers();
+        let start = ACKNOWLEDGED | VIRTIO_CONFIG_S_DRIVER_OK;
+        assert!(matches!(r.write(VIRTIO_MMIO_STATUS, start), Effect::Violation(_)));
+        choose(&mut r, 1 << 32);
+        assert_eq!(r.write(VIRTIO_MMIO_STATUS, start), Effect::Activate);
+        assert_eq!(r.write(VIRTIO_MMIO_STATUS, start), Effect::Nothing, "once");
+        assert_eq!(r.write(VIRTIO_MMIO_STATUS, 0), Effect::Reset);
+    }
+
+    #[test]
+    fn a_queue_in_use_is_not_moved_and_not_resized() {
+        for register in
+            [VIRTIO_MMIO_QUEUE_NUM, VIRTIO_MMIO_QUEUE_DESC_LOW, VIRTIO_MMIO_QUEUE_USED_HIGH]
+        {
+            let mut r = registers();
+            assert_eq!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), Effect::Nothing);
+            assert!(matches!(r.write(register, 8), Effect::Violation(_)), "{register:#x}");
+        }
+        for size in [0, 3, 128, 1 << 16, u32::MAX] {
+            let mut r = registers();
+            assert!(matches!(r.write(VIRTIO_MMIO_QUEUE_NUM, size), Effect::Violation(_)), "{size}");
+        }
+        let mut r = registers();
+        r.write(VIRTIO_MMIO_QUEUE_SEL, 2);
+        assert_eq!(r.read(VIRTIO_MMIO_QUEUE_NUM_MAX), 0, "there is no third queue");
+        assert!(matches!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), Effect::Violation(_)));
+    }
+
+    #[test]
+    fn a_queue_of_an_active_device_starts_and_stops() {
+        let mut r = registers();
+        choose(&mut r, 1 << 32 | 1 << VIRTIO_F_RING_RESET);
+        r.write(VIRTIO_MMIO_STATUS, ACKNOWLEDGED | VIRTIO_CONFIG_S_DRIVER_OK);
+        r.write(VIRTIO_MMIO_QUEUE_SEL, 1);
+        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_READY, 1), Effect::StartQueue(1));
+        assert_eq!(r.read(VIRTIO_MMIO_QUEUE_READY), 1);
+        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_RESET, 1), Effect::StopQueue(1));
+        assert_eq!(r.read(VIRTIO_MMIO_QUEUE_READY), 0);
+        assert_eq!(r.write(VIRTIO_MMIO_QUEUE_DESC_LOW, 0x1000), Effect::Nothing);
+    }
+
+    #[test]
+    fn saved_registers_are_checked() {
+        let fits = registers().state().clone();
+        let refused = |state: RegisterState| registers().restore(state).unwrap_err();
+        assert_eq!(registers().restore(fits.clone()), Ok(()));
+        assert!(refused(RegisterState { queues: vec![], ..fits.clone() }).contains("0 queues"));
+        let alien = RegisterState { driver_features: 1 << 60, ..fits.clone() };
+        assert!(refused(alien).contains("0x1000000000000000"));
+        let mut large = fits;
+        large.queues[1].setup.size = 16;
+        assert!(refused(large).contains("16 entries"));
+    }
+}

@@ -1,0 +1,280 @@
+//! A virtqueue as a device uses it: chains taken, chains given back, the driver told.
+//!
+//! Over rust-vmm's `Queue`, with what that leaves to its user: chains are checked whole, a turn is
+//! bounded (a driver could add chains for ever), and so is what is under way.
+
+use std::fmt;
+
+use checkpoint::GuestRam;
+use serde::{Deserialize, Serialize};
+use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryError};
+
+use super::Chain;
+
+/// What a driver did against the rules of virtio. It ends its device's work until the driver resets
+/// it.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub(crate) enum Violation {
+    /// A queue cannot be where the driver says.
+    #[error("queue {queue} cannot be used: {why}")]
+    Queue {
+        /// Its number.
+        queue: u16,
+        /// What is wrong.
+        why: String,
+    },
+    /// The available ring contradicts itself.
+    #[error("queue {queue} of {size} entries: {why}")]
+    Available {
+        /// Its number.
+        queue: u16,
+        /// Its entries.
+        size: u16,
+        /// What is wrong.
+        why: String,
+    },
+    /// A descriptor chain is none.
+    #[error("queue {queue}: the descriptor chain from {head} is broken: {why}")]
+    Chain {
+        /// The queue's number.
+        queue: u16,
+        /// Its first descriptor.
+        head: u16,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// A buffer is not guest memory.
+    #[error("queue {queue}: a buffer of {len} bytes at {addr:#x} does not lie in guest memory")]
+    Outside {
+        /// The queue's number.
+        queue: u16,
+        /// Its address.
+        addr: u64,
+        /// Its length.
+        len: u32,
+    },
+    /// A request has not the form that the device's requests have.
+    #[error("queue {queue}: {why}")]
+    Request {
+        /// The queue's number.
+        queue: u16,
+        /// What is wrong.
+        why: String,
+    },
+    /// Registers were written at a time at which they must not be.
+    #[error("{0}")]
+    Registers(String),
+    /// Guest memory cannot be reached; the checks before leave no way to this.
+    #[error("guest memory cannot be reached: {0}")]
+    Memory(String),
+}
+
+impl From<GuestMemoryError> for Violation {
+    fn from(e: GuestMemoryError) -> Self {
+        Self::Memory(e.to_string())
+    }
+}
+
+/// Where a driver has put a queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct RingSetup {
+    /// Entries.
+    pub(super) size: u16,
+    /// Guest address of the descriptor table.
+    pub(super) descriptors: u64,
+    /// Guest address of the available ring.
+    pub(super) available: u64,
+    /// Guest address of the used ring.
+    pub(super) used: u64,
+}
+
+/// How far a device has come in a queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct RingPosition {
+    next_available: u16,
+    next_used: u16,
+}
+
+/// One queue of a device.
+pub(crate) struct Ring {
+    number: u16,
+    queue: Queue,
+    /// Chains that may still be taken in this turn.
+    budget: u16,
+    /// The turn ended for want of budget.
+    more: bool,
+    /// Chains were given back that the driver was not told of.
+    pushed: bool,
+    /// Notifications are, or may be, switched off.
+    quiet: bool,
+    /// Chains taken and not given back.
+    under_way: u16,
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Ring({}: {:?})", self.number, self.queue.state())
+    }
+}
+
+impl Ring {
+    /// A queue that is not set up.
+    pub(super) fn idle(number: u16, max_size: u16) -> Result<Self, Violation> {
+        let queue = Queue::new(max_size).map_err(|e| queue_error(number, &e))?;
+        let ring = Self {
+            number,
+            queue,
+            budget: 0,
+            more: false,
+            pushed: false,
+            quiet: false,
+            under_way: 0,
+        };
+        Ok(ring)
+    }
+
+    /// Sets the queue up as the driver says, at `position`.
+    pub(super) fn set_up(
+        &mut self,
+        setup: RingSetup,
+        position: RingPosition,
+        event_idx: bool,
+        ram: &GuestRam,
+    ) -> Result<(), Violation> {
+        let RingSetup { size, descriptors, available, used } = setup;
+        let unusable = |why| Violation::Queue { queue: self.number, why };
+        let areas = [
+            ("descriptor table", descriptors, 16 * u64::from(size)),
+            ("available ring", available, 6 + 2 * u64::from(size)),
+            ("used ring", used, 6 + 8 * u64::from(size)),
+        ];
+        for (what, addr, len) in areas {
+            // One slot of memory has it whole: then no access to it can fail.
+            if ram.get_slice(GuestAddress(addr), len as usize).is_err() {
+                let why = format!("its {what} of {len} bytes at {addr:#x} is not in guest memory");
+                return Err(unusable(why));
+            }
+        }
+        let state = QueueState {
+            max_size: self.queue.max_size(),
+            next_avail: position.next_available,
+            next_used: position.next_used,
+            event_idx_enabled: event_idx,
+            size,
+            ready: true,
+            desc_table: descriptors,
+            avail_ring: available,
+            used_ring: used,
+        };
+        self.queue = Queue::try_from(state).map_err(|e| queue_error(self.number, &e))?;
+        // Who used it before may have left notifications off.
+        (self.quiet, self.under_way, self.pushed) = (true, 0, false);
+        Ok(())
+    }
+
+    /// Forgets the driver's queue.
+    pub(super) fn tear_down(&mut self) {
+        self.queue.reset();
+        (self.quiet, self.under_way, self.pushed, self.more) = (false, 0, false, false);
+    }
+
+    /// Whether the driver has set the queue up.
+    pub(crate) fn is_set_up(&self) -> bool {
+        self.queue.ready()
+    }
+
+    pub(super) fn position(&self) -> RingPosition {
+        RingPosition { next_available: self.queue.next_avail(), next_used: self.queue.next_used() }
+    }
+
+    /// Begins a turn of the device: it may take as many chains as the queue has entries.
+    pub(super) fn begin_turn(&mut self) {
+        self.budget = self.queue.size();
+        self.more = false;
+    }
+
+    /// Ends a turn; whether the driver wants an interrupt for what was pushed.
+    pub(super) fn end_turn(&mut self, ram: &GuestRam) -> Result<bool, Violation> {
+        let pushed = std::mem::take(&mut self.pushed);
+        if !pushed || !self.is_set_up() {
+            return Ok(false);
+        }
+        self.queue.needs_notification(ram).map_err(|e| queue_error(self.number, &e))
+    }
+
+    /// Whether the turn ended with chains left that would have been taken.
+    pub(super) fn has_more(&self) -> bool {
+        self.more
+    }
+
+    /// Takes the next chain, or `None`, after which the driver notifies the queue once it has added
+    /// one.
+    pub(crate) fn pop(&mut self, ram: &GuestRam) -> Result<Option<Chain>, Violation> {
+        if !self.is_set_up() {
+            return Ok(None);
+        }
+        let size = self.queue.size();
+        loop {
+            if self.budget == 0 {
+                self.more = true;
+                return Ok(None);
+            }
+            // Also for rounds without a chain: a driver that moves its index to and fro.
+            self.budget -= 1;
+            let broken = |e: virtio_queue::Error| Violation::Available {
+                queue: self.number,
+                size,
+                why: e.to_string(),
+            };
+            let available = self.queue.iter(ram).map_err(broken)?.next();
+            if let Some(chain) = available {
+                if self.under_way >= size {
+                    let why = "the driver gives more chains than it has got back".to_owned();
+                    return Err(Violation::Available { queue: self.number, size, why });
+                }
+                if !self.quiet {
+                    self.queue
+                        .disable_notification(ram)
+                        .map_err(|e| queue_error(self.number, &e))?;
+                    self.quiet = true;
+                }
+                let chain = Chain::read(chain, self.number, size)?;
+                self.under_way += 1;
+                return Ok(Some(chain));
+            }
+            let again = self.queue.enable_notification(ram);
+            self.quiet = false;
+            if !again.map_err(|e| queue_error(self.number, &e))? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Undoes the last [`pop`](Self::pop).
+    #[allow(dead_code, reason = "devices that find no use for a buffer yet use it")]
+    pub(crate) fn unpop(&mut self) {
+        self.queue.go_to_previous_position();
+        self.under_way = self.under_way.saturating_sub(1);
+    }
+
+    /// Gives a chain back, with `written` bytes written to it. If the driver has taken the queue
+    /// back meanwhile, or has broken the rules, nobody wants it any more.
+    pub(crate) fn push(
+        &mut self,
+        ram: &GuestRam,
+        head: u16,
+        written: u32,
+    ) -> Result<(), Violation> {
+        if !self.is_set_up() {
+            return Ok(());
+        }
+        self.under_way = self.under_way.saturating_sub(1);
+        self.pushed = true;
+        self.queue.add_used(ram, head, written).map_err(|e| queue_error(self.number, &e))
+    }
+}
+
+fn queue_error(queue: u16, e: &virtio_queue::Error) -> Violation {
+    Violation::Queue { queue, why: e.to_string() }
+}

@@ -1,0 +1,128 @@
+//! The little that a device's registers and its thread share without a message: the interrupt with
+//! its status, the configuration space, and whether the device was stopped.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// `InterruptStatus`. Bits come before the interrupt that tells of them, so an interrupt that is
+    /// lost on the way (to a saved interrupt controller) leaves a bit that tells of it.
+    interrupt_status: AtomicU32,
+    /// Raises the interrupt.
+    line: EventFd,
+    needs_reset: AtomicBool,
+    config: Mutex<ConfigSpace>,
+}
+
+#[derive(Debug)]
+struct ConfigSpace {
+    generation: u32,
+    bytes: Vec<u8>,
+}
+
+impl Shared {
+    pub(super) fn new(config: Vec<u8>) -> io::Result<Self> {
+        Ok(Self {
+            interrupt_status: AtomicU32::new(0),
+            line: EventFd::new(EFD_NONBLOCK)?,
+            needs_reset: AtomicBool::new(false),
+            config: Mutex::new(ConfigSpace { generation: 0, bytes: config }),
+        })
+    }
+
+    /// What raises the interrupt, to be connected to an interrupt controller.
+    pub(crate) fn line(&self) -> &EventFd {
+        &self.line
+    }
+
+    /// Interrupts for buffers that have been used.
+    pub(super) fn interrupt_used(&self) {
+        self.interrupt(VIRTIO_MMIO_INT_VRING);
+    }
+
+    /// Interrupts for a configuration or status that has changed.
+    fn interrupt_config(&self) {
+        self.interrupt(VIRTIO_MMIO_INT_CONFIG);
+    }
+
+    fn interrupt(&self, bit: u32) {
+        // SeqCst: the bit, and before it what it tells of, comes before the interrupt.
+        self.interrupt_status.fetch_or(bit, Ordering::SeqCst);
+        // It fails only at 2^64 - 1 interrupts that nobody took, which is interrupt enough.
+        let _ = self.line.write(1);
+    }
+
+    pub(crate) fn interrupt_status(&self) -> u32 {
+        self.interrupt_status.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn acknowledge(&self, bits: u32) {
+        self.interrupt_status.fetch_and(!bits, Ordering::SeqCst);
+    }
+
+    pub(super) fn needs_reset(&self) -> bool {
+        self.needs_reset.load(Ordering::SeqCst)
+    }
+
+    /// The device has stopped: tells the driver.
+    pub(super) fn ask_for_reset(&self) {
+        self.needs_reset.store(true, Ordering::SeqCst);
+        self.interrupt_config();
+    }
+
+    /// As after a reset; the configuration space stays.
+    pub(super) fn reset(&self) {
+        self.needs_reset.store(false, Ordering::SeqCst);
+        self.interrupt_status.store(0, Ordering::SeqCst);
+    }
+
+    /// Puts saved values in place, without an interrupt.
+    pub(super) fn restore(&self, interrupt_status: u32, needs_reset: bool, generation: u32) {
+        self.interrupt_status.store(interrupt_status, Ordering::SeqCst);
+        self.needs_reset.store(needs_reset, Ordering::SeqCst);
+        self.config().generation = generation;
+    }
+
+    fn config(&self) -> MutexGuard<'_, ConfigSpace> {
+        self.config.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn config_generation(&self) -> u32 {
+        self.config().generation
+    }
+
+    /// Reads the configuration space; zeros past its end.
+    pub(super) fn read_config(&self, offset: usize, data: &mut [u8]) {
+        data.fill(0);
+        let config = self.config();
+        if let Some(bytes) = config.bytes.get(offset..) {
+            let len = bytes.len().min(data.len());
+            data[..len].copy_from_slice(&bytes[..len]);
+        }
+    }
+
+    /// Changes the configuration space and tells the driver, if `bytes` are other ones.
+    #[allow(dead_code, reason = "devices whose configuration space changes use it")]
+    pub(crate) fn change_config(&self, bytes: Vec<u8>) {
+        if self.put_config(bytes) {
+            self.interrupt_config();
+        }
+    }
+
+    /// Changes the configuration space without telling the driver; whether it has changed.
+    pub(crate) fn put_config(&self, bytes: Vec<u8>) -> bool {
+        let mut config = self.config();
+        let changed = config.bytes != bytes;
+        if changed {
+            config.bytes = bytes;
+            config.generation = config.generation.wrapping_add(1);
+        }
+        changed
+    }
+}

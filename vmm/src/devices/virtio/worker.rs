@@ -1,0 +1,380 @@
+//! A device's thread: it owns the device and its queues, and obeys commands.
+//!
+//! ```text
+//!            Resume
+//! standing ---------> working       a new one stands
+//!          <---------
+//!           Quiesce
+//! ```
+//!
+//! A standing thread waits for commands alone. Notifications that come meanwhile are not lost: going
+//! on, it looks at all queues.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::time::Instant;
+
+use checkpoint::GuestRam;
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::device::Stall;
+use super::ring::{RingPosition, RingSetup};
+use super::watcher::Event;
+use super::{Device, Io, Ring, Shared, Violation, Watcher};
+
+/// A queue that a driver has made ready, by its number.
+pub(super) type ReadyRing = (usize, RingSetup);
+
+/// What a device's thread is told. Answers come once it is done.
+pub(super) enum Command {
+    /// The driver wrote to registers.
+    Driver(Written, Sender<()>),
+    /// Come to a stand, until this moment; the error says why not.
+    Quiesce(Instant, Sender<Result<(), String>>),
+    Resume,
+    Save(Sender<Result<SavedWorker, String>>),
+    Restore(Box<RestoredWorker>, Sender<Result<(), String>>),
+    Acquire(Sender<Result<(), String>>),
+    Release(Sender<Result<(), String>>),
+    Quit,
+}
+
+/// What a driver's writes to registers mean for the thread.
+pub(super) enum Written {
+    /// The driver is ready, with these features and queues.
+    Activate(u64, Vec<ReadyRing>),
+    StartQueue(ReadyRing),
+    StopQueue(usize),
+    Reset,
+    /// The driver did what it must not.
+    Stop(Violation),
+    /// Bytes at this offset of the configuration space.
+    Config(usize, Vec<u8>),
+}
+
+/// The thread's part of a state.
+pub(super) struct SavedWorker {
+    pub(super) positions: Vec<RingPosition>,
+    pub(super) device: Vec<u8>,
+}
+
+/// What the thread needs of a saved state.
+pub(super) struct RestoredWorker {
+    /// Features and ready queues, if a driver is active and did not break the rules.
+    pub(super) active: Option<(u64, Vec<ReadyRing>)>,
+    pub(super) positions: Vec<RingPosition>,
+    pub(super) device: Vec<u8>,
+}
+
+/// All that the thread owns.
+pub(super) struct Worker {
+    /// Kind and name, for messages.
+    pub(super) label: String,
+    pub(super) device: Box<dyn Device>,
+    pub(super) ram: GuestRam,
+    pub(super) rings: Vec<Ring>,
+    /// The queues' notifications.
+    pub(super) kicks: Vec<Arc<EventFd>>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) watcher: Watcher,
+    pub(super) commands: Receiver<Command>,
+    /// Says that there are commands.
+    pub(super) wake: Arc<EventFd>,
+    /// A driver is ready, and has not broken the rules.
+    pub(super) active: bool,
+    pub(super) standing: bool,
+    /// A state was put in place, and the device has not worked since.
+    pub(super) moved: bool,
+    /// The driver's features.
+    pub(super) features: u64,
+    /// How often the device was stopped.
+    pub(super) stops: u64,
+}
+
+impl Worker {
+    /// The thread's life.
+    pub(super) fn live(mut self) {
+        loop {
+            let goes_on = match self.standing {
+                true => self.commands.recv().is_ok_and(|c| self.obey(c)),
+                false => self.work(),
+            };
+            if !goes_on {
+                return;
+            }
+        }
+    }
+
+    /// Waits for something to do and does it; whether the thread goes on.
+    fn work(&mut self) -> bool {
+        let events = match self.watcher.wait() {
+            Ok(events) => events,
+            Err(e) => {
+                tracing::error!("{} ends: waiting for events failed: {e}", self.label);
+                return false;
+            }
+        };
+        for event in events {
+            match event {
+                Event::Command => {
+                    // What is read here is the count of commands in the channel, or more.
+                    let _ = self.wake.read();
+                    if !self.obey_all() {
+                        return false;
+                    }
+                    if self.standing {
+                        // What else has happened will be seen again.
+                        return true;
+                    }
+                }
+                Event::Queue(queue) => {
+                    if let Some(kick) = self.kicks.get(queue) {
+                        // Empty if the event was overtaken by a command.
+                        let _ = kick.read();
+                    }
+                    self.turn(|device, io| device.process(queue, io));
+                }
+                Event::Backend(token, ready) => {
+                    self.turn_always(|device, io| device.backend_ready(token, ready, io));
+                }
+            }
+        }
+        true
+    }
+
+    fn obey_all(&mut self) -> bool {
+        while !self.standing {
+            match self.commands.try_recv() {
+                Ok(command) => {
+                    if !self.obey(command) {
+                        return false;
+                    }
+                }
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+        true
+    }
+
+    fn obey(&mut self, command: Command) -> bool {
+        match command {
+            Command::Driver(written, reply) => {
+                self.obey_driver(written);
+                answer(&reply, ());
+            }
+            Command::Quiesce(deadline, reply) => answer(&reply, self.quiesce(deadline)),
+            Command::Resume => self.resume(),
+            Command::Save(reply) => answer(&reply, self.save()),
+            Command::Restore(state, reply) => answer(&reply, self.restore(*state)),
+            Command::Acquire(reply) => answer(&reply, self.device.acquire()),
+            Command::Release(reply) => answer(&reply, self.device.release()),
+            Command::Quit => return false,
+        }
+        true
+    }
+
+    fn obey_driver(&mut self, written: Written) {
+        match written {
+            Written::Activate(features, rings) => self.activate(features, &rings),
+            Written::StartQueue(ring) => self.start_queue(ring),
+            Written::StopQueue(queue) => self.stop_queue(queue),
+            Written::Reset => self.reset(),
+            Written::Stop(violation) => self.stop(&violation),
+            Written::Config(offset, data) => self.turn_always(|device, io| {
+                device.write_config(offset, &data, io);
+                Ok(())
+            }),
+        }
+    }
+
+    /// Lets the device work, if a driver is active.
+    fn turn(&mut self, f: impl FnOnce(&mut dyn Device, &mut Io<'_>) -> Result<(), Violation>) {
+        if self.active {
+            self.turn_always(f);
+        }
+    }
+
+    /// Lets the device work, then tells the driver what it has done.
+    fn turn_always(
+        &mut self,
+        f: impl FnOnce(&mut dyn Device, &mut Io<'_>) -> Result<(), Violation>,
+    ) {
+        self.rings.iter_mut().for_each(Ring::begin_turn);
+        let mut io = Io {
+            ram: &self.ram,
+            rings: &mut self.rings,
+            shared: &self.shared,
+            watcher: &self.watcher,
+        };
+        let mut done = f(&mut *self.device, &mut io);
+        let mut interrupt = false;
+        for (ring, kick) in self.rings.iter_mut().zip(&self.kicks) {
+            match ring.end_turn(&self.ram) {
+                Ok(wanted) => interrupt |= wanted,
+                Err(e) => done = done.and(Err(e)),
+            }
+            if ring.has_more() {
+                // After others have had their turn.
+                let _ = kick.write(1);
+            }
+        }
+        if interrupt {
+            self.shared.interrupt_used();
+        }
+        if let Err(violation) = done {
+            self.stop(&violation);
+        }
+    }
+
+    fn event_idx(&self) -> bool {
+        self.features & 1 << VIRTIO_RING_F_EVENT_IDX != 0
+    }
+
+    fn activate(&mut self, features: u64, rings: &[ReadyRing]) {
+        if let Err(violation) = self.try_activate(features, rings, &[]) {
+            self.stop(&violation);
+        } else if !self.standing {
+            self.look_at_all();
+        }
+    }
+
+    fn try_activate(
+        &mut self,
+        features: u64,
+        rings: &[ReadyRing],
+        positions: &[RingPosition],
+    ) -> Result<(), Violation> {
+        self.features = features;
+        let event_idx = self.event_idx();
+        for &(queue, setup) in rings {
+            let position = positions.get(queue).copied().unwrap_or_default();
+            if let Some(ring) = self.rings.get_mut(queue) {
+                ring.set_up(setup, position, event_idx, &self.ram)?;
+            }
+        }
+        self.device.activate(features);
+        self.active = true;
+        tracing::debug!("{} is active, features {features:#x}", self.label);
+        Ok(())
+    }
+
+    fn start_queue(&mut self, (queue, setup): ReadyRing) {
+        let event_idx = self.event_idx();
+        let Some(ring) = self.rings.get_mut(queue).filter(|_| self.active) else { return };
+        match ring.set_up(setup, RingPosition::default(), event_idx, &self.ram) {
+            Ok(()) if !self.standing => self.turn(|device, io| device.process(queue, io)),
+            Ok(()) => {}
+            Err(violation) => self.stop(&violation),
+        }
+    }
+
+    /// What is under way is finished first: its chains are the driver's again.
+    fn stop_queue(&mut self, queue: usize) {
+        // No other deadline than that of the requests: the driver waits for this.
+        self.settle(None);
+        if let Some(ring) = self.rings.get_mut(queue) {
+            ring.tear_down();
+        }
+    }
+
+    fn reset(&mut self) {
+        self.active = false;
+        self.rings.iter_mut().for_each(Ring::tear_down);
+        self.turn_always(|device, io| {
+            device.reset(io);
+            Ok(())
+        });
+        self.features = 0;
+        self.shared.put_config(self.device.config_space());
+        self.shared.reset();
+    }
+
+    /// The driver broke the rules: nothing more is done for it until it resets the device.
+    fn stop(&mut self, violation: &Violation) {
+        self.active = false;
+        self.rings.iter_mut().for_each(Ring::tear_down);
+        self.stops += 1;
+        let label = &self.label;
+        match self.stops {
+            1 => tracing::error!("{label} is stopped until its driver resets it: {violation}"),
+            n => tracing::debug!("{label} is stopped, for the {n}th time: {violation}"),
+        }
+        self.shared.ask_for_reset();
+    }
+
+    fn quiesce(&mut self, deadline: Instant) -> Result<(), String> {
+        if self.standing {
+            return Ok(());
+        }
+        match self.settle(Some(deadline)) {
+            0 => {
+                self.standing = true;
+                Ok(())
+            }
+            under_way => Err(format!("{} still has {under_way} requests under way", self.label)),
+        }
+    }
+
+    /// Lets the device finish what is under way; how many requests still are at the deadline.
+    fn settle(&mut self, deadline: Option<Instant>) -> usize {
+        let mut under_way = 0;
+        let left = || deadline.unwrap_or_else(far_away);
+        self.turn_always(|device, io| match device.quiesce(left(), io) {
+            Ok(()) => Ok(()),
+            Err(Stall::Violation(violation)) => Err(violation),
+            Err(Stall::UnderWay(count)) => {
+                under_way = count;
+                Ok(())
+            }
+        });
+        under_way
+    }
+
+    fn resume(&mut self) {
+        if !std::mem::take(&mut self.standing) {
+            return;
+        }
+        let moved = std::mem::take(&mut self.moved);
+        self.turn_always(|device, io| device.resume(moved, io));
+        self.look_at_all();
+    }
+
+    /// Of what happened while the device stood there may be no notification.
+    fn look_at_all(&mut self) {
+        for queue in 0..self.rings.len() {
+            self.turn(|device, io| device.process(queue, io));
+        }
+    }
+
+    fn save(&self) -> Result<SavedWorker, String> {
+        if !self.standing {
+            return Err(format!("{} works, and can be saved only standing", self.label));
+        }
+        Ok(SavedWorker {
+            positions: self.rings.iter().map(Ring::position).collect(),
+            device: self.device.save()?,
+        })
+    }
+
+    fn restore(&mut self, state: RestoredWorker) -> Result<(), String> {
+        if let Some((features, rings)) = &state.active {
+            self.try_activate(*features, rings, &state.positions).map_err(|v| v.to_string())?;
+        }
+        self.device.restore(&state.device)?;
+        self.shared.put_config(self.device.config_space());
+        self.moved = true;
+        Ok(())
+    }
+}
+
+/// For those who wait as long as it takes.
+fn far_away() -> Instant {
+    Instant::now() + std::time::Duration::from_secs(3600)
+}
+
+/// Sends a reply; whoever asked may have gone meanwhile.
+fn answer<T>(reply: &Sender<T>, with: T) {
+    let _ = reply.send(with);
+}

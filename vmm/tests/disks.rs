@@ -1,0 +1,106 @@
+//! Disks from the command line: refused in a sentence before anything runs, locked by whoever may run
+//! the guest, taken along.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::fs::File;
+
+use common::{Place, Vmm, fail};
+use vmm::testing::kvm_or_skip;
+
+const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
+
+fn disk(place: &Place, name: &str, bytes: u64) -> String {
+    let path = place.path(name);
+    File::create(&path).unwrap().set_len(bytes).unwrap();
+    format!("path={}", path.display())
+}
+
+fn run<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&["run", "--serial", "null"], GUEST, more].concat()
+}
+
+#[test]
+fn a_disk_that_cannot_be_is_refused_in_a_sentence() {
+    let place = Place::new();
+    let none = format!("path={}", place.text("none"));
+    let said = fail(1, &run(&["--disk", &none]));
+    assert!(said.contains("none\" cannot be opened for writing"), "{said}");
+    let directory = format!("path={},readonly", place.text("."));
+    let said = fail(1, &run(&["--disk", &directory]));
+    assert!(said.contains("neither a regular file nor a block device"), "{said}");
+    let small = disk(&place, "small", 511);
+    let said = fail(1, &run(&["--disk", &small]));
+    assert!(said.contains("has 511 bytes: less than one sector"), "{said}");
+    let good = disk(&place, "good", 1 << 20);
+    let twice = format!("{good},id=disk0");
+    let said = fail(1, &run(&["--disk", &good, "--disk", &twice]));
+    assert!(said.contains("two devices with the name \"disk0\""), "{said}");
+    let said = fail(1, &run(&["--backend", "threads", "--disk", &good]));
+    assert!(said.contains("threads, which has no devices"), "{said}");
+    for bad in [
+        "good",
+        "path=",
+        "path=/d,size=1",
+        "path=/d,id=a b",
+        "path=/d,serial=123456789012345678901",
+    ] {
+        let said = fail(2, &run(&["--disk", bad]));
+        assert!(said.contains("--disk"), "{said}");
+    }
+}
+
+#[test]
+fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
+    if !kvm_or_skip("a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold") {
+        return;
+    }
+    let place = Place::new();
+    let spec = disk(&place, "disk", 1 << 20);
+    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let said = fail(1, &run(&["--disk", &spec]));
+    assert!(said.contains("disk\" is in use by another"), "{said}");
+    let said = fail(1, &run(&["--disk", &format!("{spec},readonly")]));
+    assert!(said.contains("disk\" is in use by another"), "{said}");
+
+    let store = place.text("store");
+    let said = first.refuse(4, &["checkpoint", "--store", &store]);
+    assert!(said.contains("\"disk0\"") && said.contains("--disks=external"), "{said}");
+    first.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
+    let before = first.await_progress(1, &[]);
+
+    // The guest that has the disk still runs: a restored one must not.
+    let restore = |more: &[&str]| {
+        let args = ["restore", "--store", &store, "--serial", "null"];
+        let state = place.text("state");
+        fail(1, &[&args[..], &["--state-dir", &state], more].concat())
+    };
+    let said = restore(&[]);
+    assert!(said.contains("in use by another"), "{said}");
+    first.kill();
+
+    let small = disk(&place, "small", 4096);
+    let wrong = format!("{spec},id=disk7");
+    let readonly = format!("{spec},readonly");
+    for (disks, why) in [
+        (vec!["--disk", &small], "has 1048576 bytes, and its file"),
+        (vec!["--disk", &wrong], "the guest has no disk \"disk7\""),
+        (vec!["--disk", &readonly], "only its path can be another one"),
+        (vec!["--disk", &spec, "--disk", &small], "2 disks are given"),
+    ] {
+        let args = ["restore", "--store", &store, "--serial", "null"];
+        let state = place.text("state");
+        let out = common::output(&[&args[..], &["--state-dir", &state], &disks].concat());
+        let said = common::text(&out.stderr);
+        assert!(!out.status.success() && said.contains(why), "{said}");
+    }
+    let moved = format!("path={},id=disk0", place.text("moved"));
+    std::fs::rename(place.path("disk"), place.path("moved")).unwrap();
+    let args = ["restore", "--store", &store, "--disk", &moved];
+    let mut second = Vmm::start(&place, "second", &args);
+    second.await_api();
+    second.await_progress(1, &before);
+    second.tell(&["stop"]);
+    assert_eq!(second.wait(), Some(0));
+}
