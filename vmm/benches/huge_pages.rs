@@ -74,7 +74,7 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
     let dir = tempfile::tempdir().unwrap();
     let serial = dir.path().join("serial");
     let memory = MemoryOptions { huge_pages: Some(huge_pages), ..MemoryOptions::default() };
-    let host = HostConfig { serial: SerialSink::File(serial.clone()), memory };
+    let host = HostConfig { serial: SerialSink::File(serial.clone()), memory, ..Default::default() };
     let config = MachineConfig {
         mem_bytes: 1 << 30,
         vcpus: 1,
@@ -83,6 +83,7 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
         backend: Backend::Kvm,
         boot: Boot::Payload("payload,ws=512M,rate=max,pattern=seq".to_owned()),
         cpu: CpuConfig::default(),
+        devices: Vec::new(),
     };
     let machine = Machine::launch(config, &host).map_err(|e| format!("{huge_pages}: {e}"))?;
     let start = Instant::now();

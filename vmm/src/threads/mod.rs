@@ -71,6 +71,8 @@ impl ThreadMachine {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<Arc<Self>, GuestError> {
+        let unusable = |why| GuestError::Malformed { what: "the configuration".to_owned(), why };
+        config.check().map_err(unusable)?;
         let spec = payload_spec(&config)?;
         let memory = Memory::new(config.mem_bytes, &host.memory)
             .map_err(|e| misfit(&config, e.to_string()))?;
