@@ -74,7 +74,8 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
     let dir = tempfile::tempdir().unwrap();
     let serial = dir.path().join("serial");
     let memory = MemoryOptions { huge_pages: Some(huge_pages), ..MemoryOptions::default() };
-    let host = HostConfig { serial: SerialSink::File(serial.clone()), memory, ..Default::default() };
+    let host =
+        HostConfig { serial: SerialSink::File(serial.clone()), memory, ..Default::default() };
     let config = MachineConfig {
         mem_bytes: 1 << 30,
         vcpus: 1,

@@ -11,7 +11,7 @@ use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{ApiSocket, App, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
-    Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MachineConfig,
+    Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MachineConfig,
     SerialSink,
 };
 use vmm::devices::probe_disk;
@@ -135,8 +135,9 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     for (disk, i) in args.disks.into_iter().zip(0..) {
         devices.push(DeviceConfig::Disk(disk_config(disk, i)?));
     }
-    // The payload has no drivers.
-    if args.rng == OnOff::On && matches!(boot, Boot::Kernel { .. }) {
+    // The payload has no drivers, and the threads backend no devices.
+    let has_drivers = args.backend == Backend::Kvm && matches!(boot, Boot::Kernel { .. });
+    if args.rng == OnOff::On && has_drivers {
         devices.push(DeviceConfig::Rng);
     }
     Ok(MachineConfig {

@@ -64,6 +64,7 @@ impl Machine {
             if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
         // A new guest holds its disks before anything of it runs; one that arrives does when told.
+        let holds = load || config.devices.is_empty();
         let devices = DeviceSet::build(&config, memory.ram(), load)?;
         let drives = devices.drives().to_vec();
 
@@ -92,7 +93,7 @@ impl Machine {
         let input = input.map_err(MachineError::system("reading the serial port's input"))?;
         // From here on the supervisor ends the threads if anything fails.
         let supervisor =
-            Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox, load)?;
+            Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox, holds)?;
         let mut machine = Self {
             vm_id,
             config,

@@ -151,7 +151,7 @@ fn sections_are_not_believed() {
     machine.restore_state(&unknown, Clock::Continue).unwrap();
     let mut third = good.clone();
     third.push(Section { instance: 2, ..good[1].clone() });
-    assert!(refused(&third).contains("2 vCPUs has no such part"));
+    assert!(refused(&third).contains("2 vCPUs and 0 virtio devices has no such part"));
     let mut version = good.clone();
     version[0].bytes[0] = 2;
     assert!(refused(&version).contains("version 2"));
