@@ -4,6 +4,7 @@
 mod codec;
 mod cpu;
 mod devices;
+mod net;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ pub use cpu::{CpuConfig, CpuModel, CpuidWord};
 pub use devices::{
     DeviceConfig, DiskConfig, DiskSpec, MAX_DEVICES, MAX_SERIAL_BYTES, ReplaceError, disks,
 };
+pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 
 /// Least guest memory: 16 MiB.
 pub const MIN_MEM_BYTES: u64 = 16 << 20;
@@ -105,9 +107,9 @@ pub struct MachineConfig {
 }
 
 impl MachineConfig {
-    /// The same machine with this host's files for its disks; the error is a sentence.
+    /// The same machine with this host's files, taps and sockets; the error is a sentence.
     pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
-        devices::replace_disks(&mut self.devices, &host.disks)?;
+        devices::replace(&mut self.devices, host)?;
         Ok(self)
     }
 }
@@ -150,4 +152,8 @@ pub struct HostConfig {
     /// For a guest that comes with disks: files to use for them here, in the places of those that
     /// it comes with. A named one goes to the disk of its name, the others to the rest in order.
     pub disks: Vec<DiskSpec>,
+    /// Likewise for its network interfaces.
+    pub nets: Vec<NetSpec>,
+    /// Likewise for its vsock.
+    pub vsock: Option<VsockSpec>,
 }

@@ -60,7 +60,7 @@ impl ApiSocket {
     }
 
     /// The listener, for the runtime that serves it.
-    pub(super) fn listener(&self) -> io::Result<UnixListener> {
+    pub(crate) fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()
     }
 }

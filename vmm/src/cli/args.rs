@@ -7,7 +7,9 @@ use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use dirty_tracker::TrackingMode;
 use migrate::TimeoutStrategy;
 use vmm::api::model::DisksPolicy;
-use vmm::config::{Backend, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, SerialSink};
+use vmm::config::{
+    Backend, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, NetSpec, SerialSink, VsockSpec,
+};
 use vmm::memory::{Backing, HugePages};
 
 use super::values;
@@ -152,6 +154,16 @@ pub(crate) struct RunArgs {
     /// device; one option for each
     #[arg(long = "disk", value_name = "SPEC")]
     pub(crate) disks: Vec<DiskSpec>,
+    /// Give the guest a network interface: tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N], over a tap
+    /// that exists; one option for each
+    #[arg(long = "net", value_name = "SPEC")]
+    pub(crate) nets: Vec<NetSpec>,
+    /// Give the guest a socket device: cid=N,uds=PATH
+    ///
+    /// Programs of the host connect to PATH and say "CONNECT port"; those that the guest connects to
+    /// listen at PATH_port.
+    #[arg(long, value_name = "SPEC")]
+    pub(crate) vsock: Option<VsockSpec>,
     /// Give a --kernel guest the host's randomness (virtio-rng)
     #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On)]
     pub(crate) rng: OnOff,
@@ -178,15 +190,24 @@ pub(crate) enum OnOff {
     Off,
 }
 
-/// Where a guest's disks are on the host that it comes to.
-#[derive(Args)]
-pub(crate) struct DiskArgs {
+/// What a guest's devices are on the host that it comes to.
+#[derive(Args, Default)]
+pub(crate) struct DeviceArgs {
     /// Use this file for one of the guest's disks: path=FILE[,readonly][,id=NAME]
     ///
     /// With id=NAME for the disk of that name, else for the next in the guest's order. Without any,
     /// disks are where they were on the host that the guest comes from.
     #[arg(long = "disk", value_name = "SPEC")]
     pub(crate) disks: Vec<DiskSpec>,
+    /// Use this tap for one of the guest's network interfaces: tap=NAME[,id=NAME]
+    ///
+    /// With id=NAME for the interface of that name, else for the next in the guest's order. Without
+    /// any, taps have the names that they had on the host that the guest comes from.
+    #[arg(long = "net", value_name = "SPEC")]
+    pub(crate) nets: Vec<NetSpec>,
+    /// Use this unix socket for the guest's socket device: uds=PATH
+    #[arg(long, value_name = "SPEC")]
+    pub(crate) vsock: Option<VsockSpec>,
 }
 
 #[derive(Args)]
@@ -223,7 +244,7 @@ pub(crate) struct RestoreArgs {
     #[arg(long, value_name = "N")]
     pub(crate) epoch: Option<u64>,
     #[command(flatten)]
-    pub(crate) disk: DiskArgs,
+    pub(crate) devices: DeviceArgs,
     #[command(flatten)]
     pub(crate) host: HostArgs,
 }
@@ -255,7 +276,7 @@ pub(crate) struct ReceiveArgs {
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
     pub(crate) linger: Duration,
     #[command(flatten)]
-    pub(crate) disk: DiskArgs,
+    pub(crate) devices: DeviceArgs,
     #[command(flatten)]
     pub(crate) host: HostArgs,
 }

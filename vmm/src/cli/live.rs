@@ -11,22 +11,22 @@ use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{ApiSocket, App, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
-    Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MachineConfig,
-    SerialSink,
+    Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MacAddr,
+    MachineConfig, NetConfig, NetSpec, SerialSink, VsockConfig, VsockSpec,
 };
 use vmm::devices::probe_disk;
 use vmm::jobs::Jobs;
 use vmm::memory::MemoryOptions;
 use vmm::vm::{EndReason, SharedVm};
 
-use super::args::{HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
+use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
 use super::failure::Failure;
 use super::output::say;
 
 /// `driftline run`, in a process that has `started` then.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
     let socket = prepare(&args.host)?;
-    let host = host_config(&args.host, Vec::new());
+    let host = host_config(&args.host, DeviceArgs::default());
     let state_dir = args.host.state_dir.clone();
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
     let jobs = Jobs::new(vm.clone(), state_dir);
@@ -45,7 +45,7 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     if let Some(latest) = store.list()?.epochs.last() {
         super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
     }
-    let factory = Factory::new(host_config(&args.host, args.disk.disks));
+    let factory = Factory::new(host_config(&args.host, args.devices));
     let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
     let (vm, report) = restored.map_err(restore_failure)?;
     // Of the guest that was built: the store may hold another since the first look.
@@ -80,7 +80,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         }
     });
     let server = Server::start(socket, app.clone())?;
-    let factory = Factory::new(host_config(&args.host, args.disk.disks));
+    let factory = Factory::new(host_config(&args.host, args.devices));
     let options =
         ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
     let received = migrate::receive(listener, &factory, &options, &control);
@@ -109,7 +109,7 @@ fn prepare(host: &HostArgs) -> Result<Option<ApiSocket>, Failure> {
     Ok(host.api_sock.as_deref().map(ApiSocket::bind).transpose()?)
 }
 
-fn host_config(host: &HostArgs, disks: Vec<DiskSpec>) -> HostConfig {
+fn host_config(host: &HostArgs, devices: DeviceArgs) -> HostConfig {
     if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
         say("the terminal is the guest's; Ctrl-A x ends it");
     }
@@ -118,7 +118,8 @@ fn host_config(host: &HostArgs, disks: Vec<DiskSpec>) -> HostConfig {
         huge_pages: host.hugepages,
         prefault: host.prefault,
     };
-    HostConfig { serial: host.serial.clone(), memory, disks }
+    let DeviceArgs { disks, nets, vsock } = devices;
+    HostConfig { serial: host.serial.clone(), memory, disks, nets, vsock }
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -134,6 +135,12 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     let mut devices = Vec::new();
     for (disk, i) in args.disks.into_iter().zip(0..) {
         devices.push(DeviceConfig::Disk(disk_config(disk, i)?));
+    }
+    for (net, i) in args.nets.into_iter().zip(0..) {
+        devices.push(DeviceConfig::Net(net_config(net, i)));
+    }
+    if let Some(vsock) = args.vsock {
+        devices.push(DeviceConfig::Vsock(vsock_config(vsock)?));
     }
     // The payload has no drivers, and the threads backend no devices.
     let has_drivers = args.backend == Backend::Kvm && matches!(boot, Boot::Kernel { .. });
@@ -166,6 +173,24 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
         readonly,
         bytes,
     })
+}
+
+/// The network interface of a new guest, number `i` of them.
+fn net_config(spec: NetSpec, i: u32) -> NetConfig {
+    let NetSpec { tap, mac, id, queues } = spec;
+    NetConfig {
+        id: id.unwrap_or_else(|| format!("net{i}")),
+        tap,
+        mac: mac.unwrap_or_else(MacAddr::random),
+        queues: queues.unwrap_or(1),
+    }
+}
+
+fn vsock_config(spec: VsockSpec) -> Result<VsockConfig, Failure> {
+    let cid = spec.cid.ok_or_else(|| {
+        Failure::error("the vsock of a new guest needs a context ID: cid=N is missing")
+    })?;
+    Ok(VsockConfig { cid, uds: std::path::absolute(spec.uds)? })
 }
 
 /// A disk's name, as far as there is room for it.

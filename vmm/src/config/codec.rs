@@ -129,7 +129,7 @@ impl MachineConfig {
 mod tests {
     use super::super::{CpuModel, CpuidWord};
     use super::*;
-    use crate::config::{DeviceConfig, DiskConfig, MAX_DEVICES};
+    use crate::config::{DeviceConfig, DiskConfig, MAX_DEVICES, MacAddr, NetConfig, VsockConfig};
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
@@ -155,6 +155,15 @@ mod tests {
             serial: "s1".to_owned(),
             bytes: 1 << 20,
         })
+    }
+
+    fn net(tap: &str, queues: u8) -> DeviceConfig {
+        let mac = MacAddr([2, 0, 0, 0, 0, 9]);
+        DeviceConfig::Net(NetConfig { id: "n".to_owned(), tap: tap.to_owned(), mac, queues })
+    }
+
+    fn vsock(cid: u32) -> DeviceConfig {
+        DeviceConfig::Vsock(VsockConfig { cid, uds: "/v".into() })
     }
 
     fn kernel(path: &OsStr) -> MachineConfig {
@@ -198,6 +207,11 @@ mod tests {
                 b"\x02\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\
                   \x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\x00",
             ),
+            (
+                MachineConfig { devices: vec![net("t0", 2), vsock(300)], ..payload() },
+                b"\x02\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\
+                  \x02\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02\x03\xac\x02\x02/v",
+            ),
         ];
         for (config, bytes) in golden {
             assert_eq!(config.encode(), *bytes);
@@ -219,6 +233,10 @@ mod tests {
             DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { bytes, ..d }),
             other => other,
         };
+        assert!(refused(vec![net("a b", 1)]).contains("\"a b\""));
+        assert!(refused(vec![net("t", 0)]).contains("0 pairs"));
+        assert!(refused(vec![vsock(1)]).contains("1 is no context ID"));
+        assert!(refused(vec![vsock(3), vsock(4)]).contains("\"vsock\""));
         assert!(refused(vec![odd(0)]).contains("0 bytes"));
         assert!(refused(vec![odd(513)]).contains("513 bytes"));
         let threads = MachineConfig {

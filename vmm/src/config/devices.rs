@@ -8,6 +8,8 @@ use std::str::FromStr;
 use checkpoint::GuestError;
 use serde::{Deserialize, Serialize};
 
+use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replace_vsock};
+
 /// Most virtio devices: there are no more interrupts for them.
 pub const MAX_DEVICES: usize = 16;
 /// Longest serial number of a drive, in bytes: what virtio has room for.
@@ -23,6 +25,10 @@ pub enum DeviceConfig {
     Disk(DiskConfig),
     /// A source of randomness.
     Rng,
+    /// A network interface.
+    Net(NetConfig),
+    /// A socket device; a machine has one at most.
+    Vsock(VsockConfig),
 }
 
 impl DeviceConfig {
@@ -31,6 +37,8 @@ impl DeviceConfig {
         match self {
             Self::Disk(disk) => &disk.id,
             Self::Rng => "rng",
+            Self::Net(net) => &net.id,
+            Self::Vsock(_) => "vsock",
         }
     }
 }
@@ -87,7 +95,7 @@ impl FromStr for DiskSpec {
     }
 }
 
-fn check_id(id: &str) -> Result<String, String> {
+pub(super) fn check_id(id: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     if id.is_empty() || id.len() > MAX_ID_BYTES || !id.chars().all(allowed) {
         return Err(format!(
@@ -117,14 +125,19 @@ pub(super) fn check(devices: &[DeviceConfig]) -> Result<(), String> {
         if !ids.insert(device.id()) {
             return Err(format!("it has two devices with the name \"{}\"", device.id()));
         }
-        if let DeviceConfig::Disk(disk) = device {
-            check_serial(&disk.serial)?;
-            if disk.bytes == 0 || !disk.bytes.is_multiple_of(512) {
-                return Err(format!(
-                    "its disk \"{}\" has {} bytes, not whole sectors of 512",
-                    disk.id, disk.bytes
-                ));
+        match device {
+            DeviceConfig::Disk(disk) => {
+                check_serial(&disk.serial)?;
+                if disk.bytes == 0 || !disk.bytes.is_multiple_of(512) {
+                    return Err(format!(
+                        "its disk \"{}\" has {} bytes, not whole sectors of 512",
+                        disk.id, disk.bytes
+                    ));
+                }
             }
+            DeviceConfig::Net(net) => net.check()?,
+            DeviceConfig::Vsock(vsock) => vsock.check()?,
+            DeviceConfig::Rng => {}
         }
     }
     Ok(())
@@ -134,7 +147,8 @@ pub(super) fn check(devices: &[DeviceConfig]) -> Result<(), String> {
 pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
     devices.iter().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk.path.as_path()),
-        DeviceConfig::Rng => None,
+        DeviceConfig::Vsock(vsock) => Some(vsock.uds.as_path()),
+        DeviceConfig::Net(_) | DeviceConfig::Rng => None,
     })
 }
 
@@ -142,48 +156,70 @@ pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
 pub fn disks(devices: &[DeviceConfig]) -> impl Iterator<Item = &DiskConfig> {
     devices.iter().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk),
-        DeviceConfig::Rng => None,
+        _ => None,
     })
 }
 
-/// Puts the disks asked for on this host in the places of those that a guest came with: a named one
-/// in the place of its name, the others in the order of the guest's.
-pub(super) fn replace_disks(
+/// Puts what is asked for on this host in the place of what a guest came with.
+pub(super) fn replace(
     devices: &mut [DeviceConfig],
-    with: &[DiskSpec],
+    host: &super::HostConfig,
 ) -> Result<(), ReplaceError> {
-    let disks = devices.iter_mut().filter_map(|device| match device {
-        DeviceConfig::Disk(disk) => Some(disk),
-        DeviceConfig::Rng => None,
-    });
-    let (mut rest, mut found) = (Vec::new(), HashSet::new());
-    for disk in disks {
-        match with.iter().find(|spec| spec.id.as_deref() == Some(disk.id.as_str())) {
-            Some(spec) => {
-                replace(disk, spec)?;
-                found.insert(disk.id.clone());
-            }
-            None => rest.push(disk),
+    let (mut disks, mut nets, mut vsock) = (Vec::new(), Vec::new(), None);
+    for device in devices {
+        match device {
+            DeviceConfig::Disk(disk) => disks.push((disk.id.clone(), disk)),
+            DeviceConfig::Net(net) => nets.push((net.id.clone(), net)),
+            DeviceConfig::Vsock(v) => vsock = Some(v),
+            DeviceConfig::Rng => {}
         }
     }
-    if let Some(id) = with.iter().filter_map(|s| s.id.as_ref()).find(|id| !found.contains(*id)) {
-        return Err(ReplaceError(format!("the guest has no disk \"{id}\"")));
+    let disk_specs = host.disks.iter().map(|spec| (spec.id.as_deref(), spec)).collect();
+    replace_each(("disk", "path"), disks, disk_specs, replace_disk)?;
+    let net_specs = host.nets.iter().map(|spec: &NetSpec| (spec.id.as_deref(), spec)).collect();
+    replace_each(("network interface", "tap"), nets, net_specs, replace_net)?;
+    host.vsock.as_ref().map_or(Ok(()), |with: &VsockSpec| replace_vsock(vsock, with))
+}
+
+/// Things of a kind that a guest has, or that are given for it, with their names.
+type Named<N, T> = Vec<(N, T)>;
+
+/// Puts the named ones of `with` in the places of their names, the others in the order of the rest.
+/// `what` is the kind, and the part of it that is always given.
+fn replace_each<P, S>(
+    what: (&str, &str),
+    places: Named<String, &mut P>,
+    with: Named<Option<&str>, &S>,
+    replace: impl Fn(&mut P, &S) -> Result<(), ReplaceError>,
+) -> Result<(), ReplaceError> {
+    let (kind, part) = what;
+    let (mut rest, mut found) = (Vec::new(), HashSet::new());
+    for (id, place) in places {
+        match with.iter().find(|(name, _)| *name == Some(id.as_str())) {
+            Some((_, spec)) => {
+                replace(place, spec)?;
+                found.insert(id);
+            }
+            None => rest.push(place),
+        }
     }
-    let unnamed: Vec<_> = with.iter().filter(|spec| spec.id.is_none()).collect();
+    if let Some(id) = with.iter().filter_map(|(name, _)| *name).find(|id| !found.contains(*id)) {
+        return Err(ReplaceError(format!("the guest has no {kind} \"{id}\"")));
+    }
+    let unnamed: Vec<_> = with.iter().filter(|(name, _)| name.is_none()).collect();
     if unnamed.len() > rest.len() {
+        let (given, has) = (unnamed.len(), rest.len());
         return Err(ReplaceError(format!(
-            "{} disks are given by their path alone, and the guest has {} for them",
-            unnamed.len(),
-            rest.len()
+            "{given} {kind}s are given by their {part} alone, and the guest has {has} for them"
         )));
     }
-    for (place, spec) in rest.into_iter().zip(unnamed) {
+    for (place, (_, spec)) in rest.into_iter().zip(unnamed) {
         replace(place, spec)?;
     }
     Ok(())
 }
 
-fn replace(disk: &mut DiskConfig, with: &DiskSpec) -> Result<(), ReplaceError> {
+fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec) -> Result<(), ReplaceError> {
     if with.readonly != disk.readonly || with.serial.is_some() {
         return Err(ReplaceError(format!(
             "disk \"{}\" is the guest's as it is: only its path can be another one here",
@@ -194,9 +230,9 @@ fn replace(disk: &mut DiskConfig, with: &DiskSpec) -> Result<(), ReplaceError> {
     Ok(())
 }
 
-/// Disks do not fit the guest.
+/// What is given on this host does not fit the guest.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ReplaceError(String);
+pub struct ReplaceError(pub(super) String);
 
 impl fmt::Display for ReplaceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -206,6 +242,6 @@ impl fmt::Display for ReplaceError {
 
 impl From<ReplaceError> for GuestError {
     fn from(ReplaceError(why): ReplaceError) -> Self {
-        Self::Unsupported { what: "the disks given".to_owned(), why }
+        Self::Unsupported { what: "the devices given".to_owned(), why }
     }
 }

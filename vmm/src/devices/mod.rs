@@ -14,6 +14,7 @@
 
 mod block;
 mod input;
+mod net;
 mod placement;
 mod power;
 mod rng;
@@ -21,9 +22,11 @@ mod serial;
 mod set;
 mod sink;
 mod virtio;
+mod vsock;
 
 pub use block::{DiskError, probe as probe_disk};
 pub(crate) use input::InputThread;
+pub use net::TapError;
 pub use placement::{Placement, placement};
 pub use power::{PowerManagement, PowerState};
 pub use serial::{Com1, SerialPortState};
@@ -32,6 +35,7 @@ pub use set::{DeviceError, Drive};
 pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};
 pub(crate) use virtio::VirtioState;
+pub use vsock::VsockError;
 
 use crate::vm::EndReason;
 

@@ -11,9 +11,11 @@ use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
 use super::block::{Block, DiskError};
+use super::net::{Net, TapError};
 use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::virtio::{Device, Transport, VirtioState};
+use super::vsock::{Vsock, VsockError};
 use crate::config::{DeviceConfig, MachineConfig};
 use crate::kvm::KvmVm;
 
@@ -31,6 +33,18 @@ pub enum DeviceError {
     /// A disk's file cannot be used.
     #[error(transparent)]
     Disk(#[from] DiskError),
+    /// A network interface's tap cannot be used.
+    #[error(transparent)]
+    Tap(#[from] TapError),
+    /// The socket device's socket cannot be used.
+    #[error(transparent)]
+    Vsock(#[from] VsockError),
+    /// Another one may be using what the device needs.
+    #[error("{why}")]
+    InUse {
+        /// A sentence that names it.
+        why: String,
+    },
     /// The system refused.
     #[error("device \"{id}\" cannot be started: {cause}")]
     System {
@@ -69,7 +83,7 @@ impl DeviceSet {
             let id = device.id();
             let mut built = set.create(device, config.vcpus)?;
             if acquire {
-                built.acquire().map_err(|why| DiskError::InUse { why })?;
+                built.acquire().map_err(|why| DeviceError::InUse { why })?;
             }
             let system = |cause| DeviceError::System { id: id.to_owned(), cause };
             set.devices.push(Transport::spawn(id, built, ram.clone()).map_err(system)?);
@@ -88,6 +102,8 @@ impl DeviceSet {
                 Box::new(block)
             }
             DeviceConfig::Rng => Box::new(Rng),
+            DeviceConfig::Net(net) => Box::new(Net::open(net)?),
+            DeviceConfig::Vsock(vsock) => Box::new(Vsock::open(vsock)?),
         })
     }
 

@@ -59,12 +59,6 @@ pub enum DiskError {
         /// What stands against it.
         cause: dirty_tracker::LayoutError,
     },
-    /// Another one may be using it.
-    #[error("{why}")]
-    InUse {
-        /// A sentence that names the file.
-        why: String,
-    },
 }
 
 /// An open disk.

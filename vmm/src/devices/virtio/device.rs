@@ -56,10 +56,8 @@ pub(crate) struct Io<'w> {
     /// set up has no chains.
     pub(crate) rings: &'w mut [Ring],
     /// For changes of the configuration space.
-    #[allow(dead_code, reason = "devices whose configuration space changes use it")]
     pub(crate) shared: &'w Shared,
     /// For files that come and go.
-    #[allow(dead_code, reason = "devices whose files come and go use it")]
     pub(crate) watcher: &'w Watcher,
 }
 

@@ -4,11 +4,12 @@
 //! bounded (a driver could add chains for ever), and so is what is under way.
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 
 use checkpoint::GuestRam;
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
-use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryError};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use super::Chain;
 
@@ -110,6 +111,10 @@ pub(crate) struct Ring {
     quiet: bool,
     /// Chains taken and not given back.
     under_way: u16,
+    /// In this turn chains were given back several at once.
+    batched: bool,
+    /// How far the used ring was when the turn began.
+    began_at: u16,
 }
 
 impl fmt::Debug for Ring {
@@ -130,6 +135,8 @@ impl Ring {
             pushed: false,
             quiet: false,
             under_way: 0,
+            batched: false,
+            began_at: 0,
         };
         Ok(ring)
     }
@@ -192,6 +199,8 @@ impl Ring {
     pub(super) fn begin_turn(&mut self) {
         self.budget = self.queue.size();
         self.more = false;
+        self.batched = false;
+        self.began_at = self.queue.next_used();
     }
 
     /// Ends a turn; whether the driver wants an interrupt for what was pushed.
@@ -200,7 +209,23 @@ impl Ring {
         if !pushed || !self.is_set_up() {
             return Ok(false);
         }
-        self.queue.needs_notification(ram).map_err(|e| queue_error(self.number, &e))
+        let wanted =
+            self.queue.needs_notification(ram).map_err(|e| queue_error(self.number, &e))?;
+        Ok(wanted || self.batch_crossed_event(ram)?)
+    }
+
+    /// Whether a batch has gone past the used index at which the driver wants an interrupt: the
+    /// queue counts only the last chain of each.
+    fn batch_crossed_event(&self, ram: &GuestRam) -> Result<bool, Violation> {
+        if !self.batched || !self.queue.event_idx_enabled() {
+            return Ok(false);
+        }
+        let at = self.queue.avail_ring() + 4 + 2 * u64::from(self.queue.size());
+        let event = u16::from_le(ram.load(GuestAddress(at), Ordering::Acquire)?);
+        let next = self.queue.next_used();
+        let (since, all) =
+            (next.wrapping_sub(event).wrapping_sub(1), next.wrapping_sub(self.began_at));
+        Ok(since < all)
     }
 
     /// Whether the turn ended with chains left that would have been taken.
@@ -252,10 +277,39 @@ impl Ring {
     }
 
     /// Undoes the last [`pop`](Self::pop).
-    #[allow(dead_code, reason = "devices that find no use for a buffer yet use it")]
     pub(crate) fn unpop(&mut self) {
         self.queue.go_to_previous_position();
         self.under_way = self.under_way.saturating_sub(1);
+    }
+
+    /// Entries of the queue, as the driver has set it up.
+    pub(crate) fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
+    /// Gives chains back all at once, each with the bytes written to it: the driver sees none of
+    /// them before it sees all.
+    pub(crate) fn push_all(
+        &mut self,
+        ram: &GuestRam,
+        chains: &[(u16, u32)],
+    ) -> Result<(), Violation> {
+        let Some(((last, written), others)) = chains.split_last() else { return Ok(()) };
+        if !self.is_set_up() {
+            return Ok(());
+        }
+        // Entries past the used index are nobody's yet; giving back the last one publishes all.
+        let (ring, size) = (self.queue.used_ring(), u64::from(self.queue.size()));
+        let mut next = self.queue.next_used();
+        for (head, written) in others {
+            let entry = GuestAddress(ring + 4 + 8 * (u64::from(next) % size));
+            ram.write_obj([u32::from(*head).to_le(), written.to_le()], entry)?;
+            next = next.wrapping_add(1);
+            self.under_way = self.under_way.saturating_sub(1);
+            self.batched = true;
+        }
+        self.queue.set_next_used(next);
+        self.push(ram, *last, *written)
     }
 
     /// Gives a chain back, with `written` bytes written to it. If the driver has taken the queue

@@ -108,7 +108,6 @@ impl Shared {
     }
 
     /// Changes the configuration space and tells the driver, if `bytes` are other ones.
-    #[allow(dead_code, reason = "devices whose configuration space changes use it")]
     pub(crate) fn change_config(&self, bytes: Vec<u8>) {
         if self.put_config(bytes) {
             self.interrupt_config();

@@ -1,0 +1,289 @@
+//! Network interfaces and the vsock, as a configuration has them and as the command line gives them.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::devices::{ReplaceError, check_id};
+
+/// Most queue pairs of a network interface.
+pub const MAX_QUEUE_PAIRS: u8 = 8;
+/// Longest name of a network device of Linux, in bytes.
+const MAX_TAP_BYTES: usize = 15;
+/// The least context ID that a guest may have; those below are the hypervisor's and the host's.
+const MIN_CID: u32 = 3;
+/// Longest path of a vsock's unix socket: to it is added `_` and a port, and Linux takes 107 bytes.
+const MAX_SOCKET_BYTES: usize = 96;
+
+/// An Ethernet address.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct MacAddr(pub [u8; 6]);
+
+impl MacAddr {
+    /// An address that nobody else has, by all odds: unicast, locally administered.
+    pub fn random() -> Self {
+        let [b0, b1, b2, b3, b4, b5, ..] = uuid::Uuid::new_v4().into_bytes();
+        Self([b0 & 0xfc | 0x02, b1, b2, b3, b4, b5])
+    }
+
+    fn check(self) -> Result<Self, String> {
+        let Self(bytes) = self;
+        if bytes == [0; 6] || bytes[0] & 1 != 0 {
+            return Err(format!("{self} is no address of one interface: it is zero or multicast"));
+        }
+        Ok(self)
+    }
+}
+
+impl fmt::Display for MacAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl FromStr for MacAddr {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let byte = |part: &str| match part.len() {
+            2 if part.bytes().all(|b| b.is_ascii_hexdigit()) => u8::from_str_radix(part, 16).ok(),
+            _ => None,
+        };
+        let bytes: Option<Vec<u8>> = s.split(':').map(byte).collect();
+        let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
+        let none = || format!("\"{s}\" is no Ethernet address such as 52:54:00:12:34:56");
+        Self(bytes.ok_or_else(none)?).check()
+    }
+}
+
+/// A network interface over a tap.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NetConfig {
+    /// Its name.
+    pub id: String,
+    /// The tap; on another host perhaps another one, see
+    /// [`HostConfig::nets`](super::HostConfig::nets).
+    pub tap: String,
+    /// Its address.
+    pub mac: MacAddr,
+    /// Pairs of queues, 1..=[`MAX_QUEUE_PAIRS`].
+    pub queues: u8,
+}
+
+impl NetConfig {
+    pub(super) fn check(&self) -> Result<(), String> {
+        check_tap(&self.tap)?;
+        self.mac.check()?;
+        check_queues(self.queues)?;
+        Ok(())
+    }
+}
+
+fn check_tap(name: &str) -> Result<String, String> {
+    let allowed = |b: u8| b.is_ascii_graphic() && b != b'/' && b != b':' && b != b'%';
+    if name.is_empty()
+        || name.len() > MAX_TAP_BYTES
+        || !name.bytes().all(allowed)
+        || [".", ".."].contains(&name)
+    {
+        return Err(format!(
+            "\"{name}\" is no name of a tap: it has 1 to {MAX_TAP_BYTES} characters, without / and :"
+        ));
+    }
+    Ok(name.to_owned())
+}
+
+fn check_queues(queues: u8) -> Result<u8, String> {
+    match queues {
+        1..=MAX_QUEUE_PAIRS => Ok(queues),
+        _ => Err(format!(
+            "{queues} pairs of queues are not 1 to {MAX_QUEUE_PAIRS}, as network interfaces have them"
+        )),
+    }
+}
+
+/// A network interface as asked for: `tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N]`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NetSpec {
+    /// The tap.
+    pub tap: String,
+    /// The address that the guest sees.
+    pub mac: Option<MacAddr>,
+    /// Its name.
+    pub id: Option<String>,
+    /// Pairs of queues.
+    pub queues: Option<u8>,
+}
+
+impl FromStr for NetSpec {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let (mut tap, mut mac, mut id, mut queues) = (None, None, None, None);
+        for option in s.split(',') {
+            match option.split_once('=') {
+                Some(("tap", value)) => tap = Some(check_tap(value)?),
+                Some(("mac", value)) => mac = Some(value.parse()?),
+                Some(("id", value)) => id = Some(check_id(value)?),
+                Some(("queues", value)) => {
+                    let number = value.parse().map_err(|_| {
+                        format!("queues={value}: that is no number of pairs of queues")
+                    })?;
+                    queues = Some(check_queues(number)?);
+                }
+                _ => {
+                    return Err(format!(
+                        "\"{option}\" is no option of a network interface: they are tap=NAME, mac=ADDRESS, id=NAME and queues=N"
+                    ));
+                }
+            }
+        }
+        let tap = tap.ok_or_else(|| format!("\"{s}\" names no tap: tap=NAME is missing"))?;
+        Ok(Self { tap, mac, id, queues })
+    }
+}
+
+pub(super) fn replace_net(net: &mut NetConfig, with: &NetSpec) -> Result<(), ReplaceError> {
+    if with.mac.is_some_and(|mac| mac != net.mac) || with.queues.is_some_and(|q| q != net.queues) {
+        return Err(ReplaceError(format!(
+            "network interface \"{}\" is the guest's as it is: only its tap can be another one here",
+            net.id
+        )));
+    }
+    net.tap.clone_from(&with.tap);
+    Ok(())
+}
+
+/// The socket device: streams between the guest and unix sockets of the host.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct VsockConfig {
+    /// The guest's address.
+    pub cid: u32,
+    /// Where the host's programs connect; those that the guest connects to listen at this with `_`
+    /// and the port added.
+    pub uds: PathBuf,
+}
+
+impl VsockConfig {
+    pub(super) fn check(&self) -> Result<(), String> {
+        check_cid(self.cid)?;
+        check_uds(&self.uds)
+    }
+}
+
+fn check_cid(cid: u32) -> Result<u32, String> {
+    match (MIN_CID..u32::MAX).contains(&cid) {
+        true => Ok(cid),
+        false => {
+            Err(format!("{cid} is no context ID of a guest: they are {MIN_CID} to 4294967294"))
+        }
+    }
+}
+
+fn check_uds(path: &std::path::Path) -> Result<(), String> {
+    match path.as_os_str().len() {
+        1..=MAX_SOCKET_BYTES => Ok(()),
+        len => Err(format!(
+            "the vsock's unix socket {path:?} has a path of {len} bytes, not 1 to {MAX_SOCKET_BYTES}"
+        )),
+    }
+}
+
+/// The socket device as asked for: `cid=N,uds=PATH`; on another host `uds=PATH` alone.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct VsockSpec {
+    /// The guest's address.
+    pub cid: Option<u32>,
+    /// The unix socket.
+    pub uds: PathBuf,
+}
+
+impl FromStr for VsockSpec {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let (mut cid, mut uds) = (None, None);
+        for option in s.split(',') {
+            match option.split_once('=') {
+                Some(("cid", value)) => {
+                    let number = value.parse();
+                    let number = number.map_err(|_| format!("cid={value}: that is no number"))?;
+                    cid = Some(check_cid(number)?);
+                }
+                Some(("uds", value)) => {
+                    let path = PathBuf::from(value);
+                    check_uds(&path)?;
+                    uds = Some(path);
+                }
+                _ => {
+                    return Err(format!(
+                        "\"{option}\" is no option of a vsock: they are cid=N and uds=PATH"
+                    ));
+                }
+            }
+        }
+        let uds =
+            uds.ok_or_else(|| format!("\"{s}\" names no unix socket: uds=PATH is missing"))?;
+        Ok(Self { cid, uds })
+    }
+}
+
+pub(super) fn replace_vsock(
+    vsock: Option<&mut VsockConfig>,
+    with: &VsockSpec,
+) -> Result<(), ReplaceError> {
+    let none = || ReplaceError("the guest has no vsock, and one is given".to_owned());
+    let vsock = vsock.ok_or_else(none)?;
+    if let Some(cid) = with.cid.filter(|cid| *cid != vsock.cid) {
+        return Err(ReplaceError(format!(
+            "the guest's vsock has context ID {}, which cannot be {cid} here",
+            vsock.cid
+        )));
+    }
+    vsock.uds.clone_from(&with.uds);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_as_they_are_written() {
+        let mac: MacAddr = "52:54:00:12:aB:0f".parse().unwrap();
+        assert_eq!(mac, MacAddr([0x52, 0x54, 0, 0x12, 0xab, 0x0f]));
+        assert_eq!(mac.to_string().parse(), Ok(mac));
+        for bad in
+            ["", "52:54:00:12:34", "52:54:00:12:34:5", "52:54:00:12:34:56:78", "+2:54:0:1:2:3"]
+        {
+            assert!(bad.parse::<MacAddr>().unwrap_err().contains(bad));
+        }
+        assert!("01:00:00:00:00:01".parse::<MacAddr>().unwrap_err().contains("multicast"));
+        for _ in 0..100 {
+            assert_eq!(MacAddr::random().check().unwrap().0[0] & 3, 2);
+        }
+    }
+
+    #[test]
+    fn options_are_read_and_refused_by_name() {
+        let spec: NetSpec = "tap=t0,mac=02:00:00:00:00:01,id=wan,queues=4".parse().unwrap();
+        assert_eq!((spec.tap.as_str(), spec.queues), ("t0", Some(4)));
+        assert_eq!(spec.id.as_deref(), Some("wan"));
+        let refused = |s: &str| s.parse::<NetSpec>().unwrap_err();
+        assert!(refused("mac=02:00:00:00:00:01").contains("tap=NAME is missing"));
+        assert!(refused("tap=a/b").contains("a/b"));
+        assert!(refused("tap=1234567890123456").contains("1234567890123456"));
+        assert!(refused("tap=t,queues=9").contains("9 pairs"));
+        assert!(refused("tap=t,queues=0").contains("0 pairs"));
+        assert!(refused("tap=t,fast").contains("\"fast\""));
+        let spec: VsockSpec = "cid=3,uds=/tmp/v".parse().unwrap();
+        assert_eq!(spec, VsockSpec { cid: Some(3), uds: "/tmp/v".into() });
+        let refused = |s: &str| s.parse::<VsockSpec>().unwrap_err();
+        assert!(refused("cid=2,uds=/v").contains("2 is no context ID"));
+        assert!(refused("cid=3").contains("uds=PATH is missing"));
+        assert!(refused(&format!("uds={}", "x".repeat(97))).contains("97 bytes"));
+    }
+}

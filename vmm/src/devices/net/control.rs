@@ -1,0 +1,42 @@
+//! The control queue: what a driver asks of the interface itself.
+
+use checkpoint::GuestRam;
+use virtio_bindings::virtio_net::*;
+
+use crate::devices::virtio::{Chain, Violation};
+
+/// What a driver asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Control {
+    /// Use so many pairs of queues.
+    Pairs(u16),
+    /// The driver has announced itself.
+    Announced,
+    /// Something that was not offered.
+    Unknown { class: u8, command: u8 },
+}
+
+impl Control {
+    /// Reads what `chain` of queue `queue` asks for; it has room for the answer.
+    pub(super) fn read(chain: &Chain, queue: u16, ram: &GuestRam) -> Result<Self, Violation> {
+        let mut bytes = [0; 4];
+        let len = chain.readable.read(ram, 0, &mut bytes)?;
+        if len < 2 || chain.writable.len() == 0 {
+            let why = format!(
+                "the request from {} has {} bytes and room for {} of an answer, and needs 2 and 1",
+                chain.head,
+                chain.readable.len(),
+                chain.writable.len()
+            );
+            return Err(Violation::Request { queue, why });
+        }
+        let [class, command, low, high] = bytes;
+        Ok(match (u32::from(class), u32::from(command), len) {
+            (VIRTIO_NET_CTRL_MQ, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET, 4) => {
+                Self::Pairs(u16::from_le_bytes([low, high]))
+            }
+            (VIRTIO_NET_CTRL_ANNOUNCE, VIRTIO_NET_CTRL_ANNOUNCE_ACK, _) => Self::Announced,
+            _ => Self::Unknown { class, command },
+        })
+    }
+}

@@ -1,0 +1,494 @@
+//! virtio-net: a network interface over a tap.
+//!
+//! ```text
+//! receive queues  <- room first, then a frame is read <- tap       what has no room stays in the tap
+//! transmit queues -> one copy -> tap                               what the tap does not take is lost
+//! control queue   -> pairs of queues, "announced"
+//! ```
+//!
+//! Frames go through a buffer of the device's, with one copy more than they need: what the guest
+//! changes meanwhile can then confuse nobody. One thread serves all queues.
+//!
+//! The tap is attached to while this host has the guest. After a move the interface says where it is
+//! now: by itself, for switches to learn, and through its driver, which knows its IP addresses.
+
+mod announce;
+mod control;
+mod frame;
+mod tap;
+#[cfg(test)]
+mod tests;
+mod tun;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Instant;
+
+use checkpoint::GuestRam;
+use serde::{Deserialize, Serialize};
+use virtio_bindings::virtio_net::*;
+use vmm_sys_util::epoll::EventSet;
+
+use self::announce::Announcements;
+use self::control::Control;
+use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
+use self::tap::Tap;
+pub use self::tap::TapError;
+use super::virtio::{Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher};
+use crate::config::NetConfig;
+
+const QUEUE_SIZE: u16 = 256;
+/// Where a series of announcements is told to go on; below it are the tap's queues.
+const ANNOUNCE: u32 = 1 << 16;
+
+/// The device.
+pub(super) struct Net {
+    config: NetConfig,
+    /// Attaches to the tap.
+    open: Box<dyn Fn() -> Result<Tap, String> + Send>,
+    /// While this host has the guest.
+    tap: Option<Tap>,
+    /// The tap's files are watched.
+    watched: bool,
+    /// The tap was let go of and taken again since the device last worked.
+    retaken: bool,
+    announcements: Announcements,
+    /// What the driver negotiated, if it is ready.
+    features: Option<u64>,
+    /// One frame with its header.
+    buffer: Box<[u8]>,
+    /// Frames that were neither given to the driver nor to the tap.
+    lost: u64,
+    state: NetState,
+}
+
+/// The part of the device that moves with the guest.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+struct NetState {
+    /// Pairs of queues that the driver uses.
+    pairs: u8,
+    /// The driver was asked to announce itself, and has not said that it did.
+    announce: bool,
+    /// By pair, a frame read from the tap that had no room in the queue. With its header.
+    waiting: BTreeMap<u8, Vec<u8>>,
+}
+
+/// What a queue is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Role {
+    Receive(u8),
+    Transmit(u8),
+    Control,
+}
+
+impl Net {
+    /// The interface of `config`. Its tap is attached to by [`Device::acquire`], and was found fit
+    /// for it: only another owner may stand against that.
+    pub(super) fn open(config: &NetConfig) -> Result<Self, TapError> {
+        let NetConfig { tap: name, queues, .. } = config.clone();
+        match Tap::open(&name, queues) {
+            // Perhaps the one that the guest comes from.
+            Ok(_) | Err(TapError::InUse { .. }) => {}
+            Err(e) => return Err(e),
+        }
+        let cannot = |cause| TapError::System { name: name.clone(), what: "making a timer", cause };
+        let announcements = Announcements::new().map_err(cannot)?;
+        let open = move || Tap::open(&name, queues).map_err(|e| e.to_string());
+        Ok(Self::new(config, announcements, Box::new(open)))
+    }
+
+    fn new(
+        config: &NetConfig,
+        announcements: Announcements,
+        open: Box<dyn Fn() -> Result<Tap, String> + Send>,
+    ) -> Self {
+        Self {
+            config: config.clone(),
+            open,
+            tap: None,
+            watched: false,
+            retaken: false,
+            announcements,
+            features: None,
+            buffer: vec![0; MAX_FRAME].into(),
+            lost: 0,
+            state: NetState { pairs: 1, ..NetState::default() },
+        }
+    }
+
+    fn has(&self, feature: u32) -> bool {
+        self.features.is_some_and(|features| features & 1 << feature != 0)
+    }
+
+    /// What queue `queue` is for. Without several pairs the control queue follows the first one.
+    fn role(&self, queue: usize) -> Option<Role> {
+        let pairs = if self.has(VIRTIO_NET_F_MQ) { self.config.queues.into() } else { 1 };
+        let pair = (queue / 2) as u8;
+        match queue {
+            _ if queue < 2 * pairs && queue % 2 == 0 => Some(Role::Receive(pair)),
+            _ if queue < 2 * pairs => Some(Role::Transmit(pair)),
+            _ if queue == 2 * pairs && self.has(VIRTIO_NET_F_CTRL_VQ) => Some(Role::Control),
+            _ => None,
+        }
+    }
+
+    /// Brings what the driver wants to the tap.
+    fn tell_tap(&mut self) -> io::Result<()> {
+        let (features, pairs) = (self.features.unwrap_or(0), self.state.pairs);
+        let Some(tap) = &mut self.tap else { return Ok(()) };
+        tap.set_offloads(features)?;
+        tap.enable(pairs)
+    }
+
+    fn try_tell_tap(&mut self) {
+        if let Err(e) = self.tell_tap() {
+            let name = &self.config.tap;
+            tracing::error!("tap \"{name}\" does not do what the guest's driver needs: {e}");
+        }
+    }
+
+    /// Watches the tap, if there is one and it is not watched yet. Edge-triggered: a frame that has
+    /// no room is looked for again when the driver has made some.
+    fn watch(&mut self, watcher: &Watcher) -> io::Result<()> {
+        let Some(tap) = self.tap.as_ref().filter(|_| !self.watched) else { return Ok(()) };
+        for (file, pair) in tap.files().iter().zip(0..) {
+            watcher.watch(file, EventSet::IN | EventSet::EDGE_TRIGGERED, pair)?;
+        }
+        self.watched = true;
+        Ok(())
+    }
+
+    /// Lets the driver have what comes from the tap, as long as there is room.
+    fn receive(&mut self, pair: u8, io: &mut Io<'_>) -> Result<(), Violation> {
+        let queue = 2 * usize::from(pair);
+        let Some(ring) = io.rings.get_mut(queue).filter(|_| pair < self.state.pairs) else {
+            return Ok(());
+        };
+        // Room first: a frame that has none stays in the tap, and on this host if the guest moves.
+        while let Some(first) = ring.pop(io.ram)? {
+            if first.writable.len() < HEADER as u32 {
+                let why = format!(
+                    "the buffer from {} has room for {} bytes, less than a frame's header",
+                    first.head,
+                    first.writable.len()
+                );
+                return Err(Violation::Request { queue: queue as u16, why });
+            }
+            let Some(len) = self.next_frame(pair) else {
+                ring.unpop();
+                return Ok(());
+            };
+            let chains = self.room_for(len, first, ring, io.ram)?;
+            if room(&chains) >= len as u64 {
+                let given = self.give(&chains, len, io.ram)?;
+                ring.push_all(io.ram, &given)?;
+                continue;
+            }
+            chains.iter().for_each(|_| ring.unpop());
+            if self.has(VIRTIO_NET_F_MRG_RXBUF) && chains.len() < usize::from(ring.size()) {
+                // The driver will add to it.
+                self.state.waiting.insert(pair, self.buffer[..len].to_vec());
+                return Ok(());
+            }
+            self.lose("a frame for the guest is larger than its driver's buffers");
+        }
+        Ok(())
+    }
+
+    /// Puts the next frame for the driver into the buffer; its length with the header.
+    fn next_frame(&mut self, pair: u8) -> Option<usize> {
+        if let Some(frame) = self.state.waiting.remove(&pair) {
+            // Bounded when it was restored.
+            self.buffer[..frame.len()].copy_from_slice(&frame);
+            return Some(frame.len());
+        }
+        match self.tap.as_ref()?.read(pair, &mut self.buffer) {
+            Ok(len) => len.filter(|len| *len >= HEADER),
+            Err(e) => {
+                self.lose(&format!("reading the tap fails: {e}"));
+                None
+            }
+        }
+    }
+
+    /// Chains with room for a frame of `len` bytes, from `first` on; too few if there are no more.
+    fn room_for(
+        &self,
+        len: usize,
+        first: Chain,
+        ring: &mut Ring,
+        ram: &GuestRam,
+    ) -> Result<Vec<Chain>, Violation> {
+        let mut chains = vec![first];
+        while self.has(VIRTIO_NET_F_MRG_RXBUF) && room(&chains) < len as u64 {
+            match ring.pop(ram)? {
+                Some(chain) => chains.push(chain),
+                None => break,
+            }
+        }
+        Ok(chains)
+    }
+
+    /// Writes the frame in the buffer to `chains`, which have room for it; what was written to each.
+    fn give(
+        &mut self,
+        chains: &[Chain],
+        len: usize,
+        ram: &GuestRam,
+    ) -> Result<Vec<(u16, u32)>, Violation> {
+        self.buffer[NUM_BUFFERS].copy_from_slice(&(chains.len() as u16).to_le_bytes());
+        let mut rest = &self.buffer[..len];
+        let mut given = Vec::with_capacity(chains.len());
+        for chain in chains {
+            let written = chain.writable.write(ram, 0, rest)?;
+            given.push((chain.head, written as u32));
+            rest = &rest[written..];
+        }
+        Ok(given)
+    }
+
+    /// Gives the tap what the driver sends.
+    fn transmit(&mut self, pair: u8, io: &mut Io<'_>) -> Result<(), Violation> {
+        let queue = 2 * usize::from(pair) + 1;
+        let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
+        while let Some(chain) = ring.pop(io.ram)? {
+            let len = chain.readable.len() as usize;
+            if len < HEADER {
+                let why =
+                    format!("the frame from {} has {len} bytes, less than its header", chain.head);
+                return Err(Violation::Request { queue: queue as u16, why });
+            }
+            if len <= self.buffer.len() {
+                chain.readable.read(io.ram, 0, &mut self.buffer[..len])?;
+                self.send(pair, len);
+            } else {
+                self.lose(&format!("a frame of the guest has {len} bytes, more than {MAX_FRAME}"));
+            }
+            ring.push(io.ram, chain.head, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Sends the frame in the buffer.
+    fn send(&mut self, pair: u8, len: usize) {
+        let Some(tap) = &self.tap else { return };
+        // The kernel takes nothing from a queue that it does not use.
+        let pair = pair.min(tap.enabled() - 1);
+        if let Err(e) = tap.write(pair, &self.buffer[..len]) {
+            self.lose(&format!("the tap does not take a frame of the guest: {e}"));
+        }
+    }
+
+    /// Networks lose frames; the first one is said, all are counted.
+    fn lose(&mut self, why: &str) {
+        self.lost += 1;
+        let id = &self.config.id;
+        match self.lost {
+            1 => tracing::warn!("network interface \"{id}\": {why}; more are only counted"),
+            n => tracing::debug!("network interface \"{id}\": {n} frames lost: {why}"),
+        }
+    }
+
+    fn obey(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        while let Some(chain) = match io.rings.get_mut(queue) {
+            Some(ring) => ring.pop(io.ram)?,
+            None => None,
+        } {
+            let done = match Control::read(&chain, queue as u16, io.ram)? {
+                Control::Pairs(pairs) => self.use_pairs(pairs, io)?,
+                Control::Announced => {
+                    self.state.announce = false;
+                    // It knows.
+                    io.shared.put_config(self.config_space());
+                    true
+                }
+                Control::Unknown { class, command } => {
+                    let id = &self.config.id;
+                    tracing::debug!("network interface \"{id}\": no command {class}, {command}");
+                    false
+                }
+            };
+            let answer = if done { VIRTIO_NET_OK } else { VIRTIO_NET_ERR };
+            chain.writable.write(io.ram, 0, &[answer as u8])?;
+            if let Some(ring) = io.rings.get_mut(queue) {
+                ring.push(io.ram, chain.head, 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Uses so many pairs of queues; whether that can be.
+    fn use_pairs(&mut self, pairs: u16, io: &mut Io<'_>) -> Result<bool, Violation> {
+        let most = if self.has(VIRTIO_NET_F_MQ) { self.config.queues } else { 1 };
+        let Some(pairs) = u8::try_from(pairs).ok().filter(|pairs| (1..=most).contains(pairs))
+        else {
+            return Ok(false);
+        };
+        self.state.pairs = pairs;
+        self.state.waiting.retain(|pair, _| *pair < pairs);
+        if let Err(e) = self.tell_tap() {
+            tracing::error!("tap \"{}\" cannot use {pairs} queues: {e}", self.config.tap);
+            return Ok(false);
+        }
+        // What the kernel put into them before anyone looked is not announced again.
+        (0..pairs).try_for_each(|pair| self.receive(pair, io))?;
+        Ok(true)
+    }
+
+    /// Says where the interface is: to switches now, and if the driver knows how, through it.
+    fn announce(&mut self, ask_driver: bool, io: &mut Io<'_>) {
+        let frame = frame::announcement(self.config.mac);
+        self.buffer[..frame.len()].copy_from_slice(&frame);
+        self.send(0, frame.len());
+        if ask_driver && self.has(VIRTIO_NET_F_GUEST_ANNOUNCE) {
+            self.state.announce = true;
+            io.shared.change_config(self.config_space());
+        }
+    }
+}
+
+/// Bytes that `chains` have room for.
+fn room(chains: &[Chain]) -> u64 {
+    chains.iter().map(|chain| u64::from(chain.writable.len())).sum()
+}
+
+impl Device for Net {
+    fn kind(&self) -> Kind {
+        Kind::Net
+    }
+
+    fn features(&self) -> u64 {
+        let several = (self.config.queues > 1).then_some(VIRTIO_NET_F_MQ);
+        let always = [
+            VIRTIO_NET_F_CSUM,
+            VIRTIO_NET_F_GUEST_CSUM,
+            VIRTIO_NET_F_MAC,
+            VIRTIO_NET_F_GUEST_TSO4,
+            VIRTIO_NET_F_GUEST_TSO6,
+            VIRTIO_NET_F_HOST_TSO4,
+            VIRTIO_NET_F_HOST_TSO6,
+            VIRTIO_NET_F_MRG_RXBUF,
+            VIRTIO_NET_F_STATUS,
+            VIRTIO_NET_F_CTRL_VQ,
+            VIRTIO_NET_F_GUEST_ANNOUNCE,
+        ];
+        always.into_iter().chain(several).fold(0, |bits, bit| bits | 1 << bit)
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE; 2 * usize::from(self.config.queues) + 1]
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        let announce = if self.state.announce { VIRTIO_NET_S_ANNOUNCE } else { 0 };
+        let status = (VIRTIO_NET_S_LINK_UP | announce) as u16;
+        let pairs = u16::from(self.config.queues);
+        [&self.config.mac.0[..], &status.to_le_bytes(), &pairs.to_le_bytes()].concat()
+    }
+
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+
+    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        watcher.watch(self.announcements.timer(), EventSet::IN, ANNOUNCE)?;
+        self.watch(watcher)
+    }
+
+    fn activate(&mut self, features: u64) {
+        self.features = Some(features);
+        self.try_tell_tap();
+    }
+
+    fn reset(&mut self, _: &mut Io<'_>) {
+        self.features = None;
+        self.announcements.end();
+        self.state = NetState { pairs: 1, ..NetState::default() };
+        self.try_tell_tap();
+    }
+
+    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        match self.role(queue) {
+            Some(Role::Receive(pair)) => self.receive(pair, io),
+            Some(Role::Transmit(pair)) => self.transmit(pair, io),
+            Some(Role::Control) => self.obey(queue, io),
+            None => Ok(()),
+        }
+    }
+
+    fn backend_ready(&mut self, token: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
+        if let Ok(pair) = u8::try_from(token) {
+            return self.receive(pair, io);
+        }
+        match self.announcements.tick() {
+            // The first one told the driver; the last one does again, should that have been lost.
+            Ok(Some(last)) => self.announce(last, io),
+            Ok(None) => {}
+            Err(e) => tracing::warn!("the announcements of a network interface end: {e}"),
+        }
+        Ok(())
+    }
+
+    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+        // Nothing is under way between two calls: frames are in the tap, or with the driver.
+        Ok(())
+    }
+
+    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+        if let Err(e) = self.watch(io.watcher) {
+            tracing::error!("tap \"{}\" cannot be watched: {e}", self.config.tap);
+        }
+        let retaken = std::mem::take(&mut self.retaken);
+        if self.features.is_some() && (moved || retaken) {
+            self.announce(true, io);
+            if let Err(e) = self.announcements.begin() {
+                tracing::warn!("a network interface announces itself only once: {e}");
+            }
+        }
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        postcard::to_stdvec(&self.state).map_err(|e| e.to_string())
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+        let (state, rest): (NetState, _) =
+            postcard::take_from_bytes(state).map_err(|e| e.to_string())?;
+        if !rest.is_empty() {
+            return Err(format!("{} bytes follow the end of its state", rest.len()));
+        }
+        let NetState { pairs, ref waiting, .. } = state;
+        let most = if self.has(VIRTIO_NET_F_MQ) { self.config.queues } else { 1 };
+        if !(1..=most).contains(&pairs) {
+            return Err(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
+        }
+        for (pair, frame) in waiting {
+            if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&frame.len()) {
+                let len = frame.len();
+                return Err(format!("a frame of {len} bytes waits for pair {pair} of {pairs}"));
+            }
+        }
+        self.state = state;
+        self.try_tell_tap();
+        Ok(())
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        if self.tap.is_some() {
+            return Ok(());
+        }
+        self.tap = Some((self.open)()?);
+        (self.watched, self.retaken) = (false, true);
+        self.tell_tap().map_err(|e| {
+            self.tap = None;
+            let name = &self.config.tap;
+            format!("tap \"{name}\" does not do what the guest's driver needs: {e}")
+        })
+    }
+
+    fn release(&mut self) -> Result<(), String> {
+        self.announcements.end();
+        self.tap = None;
+        self.watched = false;
+        Ok(())
+    }
+}

@@ -1,0 +1,194 @@
+//! A tap of the host: found, attached to, read and written a frame at a time.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+use rustix::net::{AddressFamily, SocketType};
+use virtio_bindings::virtio_net::*;
+
+use super::frame::HEADER;
+use super::tun;
+
+/// Why a tap cannot be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TapError {
+    /// There is none of that name.
+    #[error(
+        "tap \"{name}\" does not exist on this host; `ip tuntap add {name} mode tap` makes one"
+    )]
+    Missing {
+        /// The tap.
+        name: String,
+    },
+    /// A tap has one owner.
+    #[error("tap \"{name}\" is in use by another")]
+    InUse {
+        /// The tap.
+        name: String,
+    },
+    /// It is no tap, or not one for as many queues.
+    #[error("\"{name}\" cannot be used as a tap with {queues} pair{} of queues: it is none, or was made {} `multi_queue` ({cause})", if *queues == 1 { "" } else { "s" }, if *queues == 1 { "with" } else { "without" })]
+    Kind {
+        /// The tap.
+        name: String,
+        /// Pairs of queues.
+        queues: u8,
+        /// The system's answer.
+        cause: io::Error,
+    },
+    /// The system refused.
+    #[error("tap \"{name}\": {what} failed: {cause}")]
+    System {
+        /// The tap.
+        name: String,
+        /// The operation.
+        what: &'static str,
+        /// The system's answer.
+        cause: io::Error,
+    },
+}
+
+/// A tap that is ours. Dropping it lets go of it.
+#[derive(Debug)]
+pub(super) struct Tap {
+    /// One a queue pair. In tests, sockets of datagrams, which keep frames apart as well.
+    queues: Vec<File>,
+    /// It is a tap, which knows the ioctls of one.
+    is_tap: bool,
+    /// Queues that the kernel uses.
+    enabled: u8,
+    /// A tap with several queues can be attached to by several processes; one of ours then has this.
+    _claim: Option<UnixDatagram>,
+}
+
+impl Tap {
+    /// Attaches to the tap `name` of this network namespace with `queues` queues; the first one is
+    /// enabled.
+    pub(super) fn open(name: &str, queues: u8) -> Result<Self, TapError> {
+        let failed = |what: &'static str| {
+            move |cause: io::Error| TapError::System { name: name.to_owned(), what, cause }
+        };
+        // Attaching to one that does not exist would create it.
+        if !exists(name).map_err(failed("looking it up"))? {
+            return Err(TapError::Missing { name: name.to_owned() });
+        }
+        let claim = match queues {
+            1 => None,
+            _ => Some(claim(name)?),
+        };
+        let mut flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+        if queues > 1 {
+            flags |= libc::IFF_MULTI_QUEUE;
+        }
+        let mut files = Vec::new();
+        for _ in 0..queues {
+            let file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .custom_flags(libc::O_NONBLOCK)
+                .open("/dev/net/tun")
+                .map_err(failed("opening /dev/net/tun"))?;
+            tun::attach(&file, name, flags).map_err(|cause| match cause.raw_os_error() {
+                Some(libc::EBUSY) => TapError::InUse { name: name.to_owned() },
+                Some(libc::EINVAL) => TapError::Kind { name: name.to_owned(), queues, cause },
+                _ => failed("attaching to it")(cause),
+            })?;
+            tun::set_header_size(&file, HEADER as i32)
+                .map_err(failed("setting the header size"))?;
+            files.push(file);
+        }
+        let mut tap = Self { queues: files, is_tap: true, enabled: queues, _claim: claim };
+        tap.set_offloads(0).map_err(failed("setting offloads"))?;
+        tap.enable(1).map_err(failed("choosing a queue"))?;
+        Ok(tap)
+    }
+
+    /// Sockets of datagrams in the place of a tap.
+    #[cfg(test)]
+    pub(super) fn of_sockets(queues: Vec<File>) -> Self {
+        Self { queues, is_tap: false, enabled: 1, _claim: None }
+    }
+
+    /// The files, whose readiness says that there are frames.
+    pub(super) fn files(&self) -> &[File] {
+        &self.queues
+    }
+
+    /// Pairs of queues that are in use.
+    pub(super) fn enabled(&self) -> u8 {
+        self.enabled
+    }
+
+    /// Tells the kernel what a driver with these virtio features does with frames by itself.
+    pub(super) fn set_offloads(&self, features: u64) -> io::Result<()> {
+        let pairs = [
+            (VIRTIO_NET_F_GUEST_CSUM, libc::TUN_F_CSUM),
+            (VIRTIO_NET_F_GUEST_TSO4, libc::TUN_F_TSO4),
+            (VIRTIO_NET_F_GUEST_TSO6, libc::TUN_F_TSO6),
+        ];
+        let chosen = pairs.iter().filter(|(feature, _)| features & 1 << feature != 0);
+        let offloads = chosen.fold(0, |bits, (_, bit)| bits | bit);
+        // Without checksums of its own a driver can do nothing else.
+        let offloads = if offloads & libc::TUN_F_CSUM == 0 { 0 } else { offloads };
+        match self.queues.first().filter(|_| self.is_tap) {
+            Some(file) => tun::set_offloads(file, offloads),
+            None => Ok(()),
+        }
+    }
+
+    /// Has the kernel use the first `pairs` queues.
+    pub(super) fn enable(&mut self, pairs: u8) -> io::Result<()> {
+        for (file, i) in self.queues.iter().zip(0..) {
+            let (is, shall) = (i < self.enabled, i < pairs);
+            if is != shall && self.is_tap {
+                tun::enable_queue(file, shall)?;
+            }
+        }
+        self.enabled = pairs.min(self.queues.len() as u8);
+        Ok(())
+    }
+
+    /// Reads a frame with its header; `None` if there is none.
+    pub(super) fn read(&self, pair: u8, to: &mut [u8]) -> io::Result<Option<usize>> {
+        let Some(mut file) = self.queues.get(usize::from(pair)) else { return Ok(None) };
+        match file.read(to) {
+            Ok(0) => Ok(None),
+            Ok(len) => Ok(Some(len)),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Writes a frame with its header.
+    pub(super) fn write(&self, pair: u8, frame: &[u8]) -> io::Result<()> {
+        let Some(mut file) = self.queues.get(usize::from(pair)) else { return Ok(()) };
+        file.write(frame).map(drop)
+    }
+}
+
+/// Whether this network namespace has a device of that name.
+fn exists(name: &str) -> io::Result<bool> {
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::DGRAM, None)?;
+    match rustix::net::netdevice::name_to_index(&socket, name) {
+        Ok(_) => Ok(true),
+        Err(rustix::io::Errno::NODEV) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// A name that one process of the tap's network namespace can have: abstract sockets' names are
+/// each namespace's own, and go with their process.
+fn claim(name: &str) -> Result<UnixDatagram, TapError> {
+    let address = SocketAddr::from_abstract_name(format!("driftline/tap/{name}"));
+    address.and_then(|address| UnixDatagram::bind_addr(&address)).map_err(|cause| {
+        let name = name.to_owned();
+        match cause.kind() {
+            io::ErrorKind::AddrInUse => TapError::InUse { name },
+            _ => TapError::System { name, what: "claiming it", cause },
+        }
+    })
+}

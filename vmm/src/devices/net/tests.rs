@@ -1,0 +1,317 @@
+//! The interface driven through its queues, over sockets in the place of a tap.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+use virtio_bindings::virtio_mmio::*;
+
+use super::*;
+use crate::config::MacAddr;
+use crate::devices::virtio::conformance::{self, Subject};
+use crate::devices::virtio::driver::{Driver, Piece};
+use crate::devices::virtio::{Transport, VirtioState};
+
+const MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 7]);
+
+/// The world behind the tap: a socket for each queue.
+struct World {
+    ours: Vec<UnixDatagram>,
+    taps: Vec<File>,
+}
+
+impl World {
+    fn new(queues: u8) -> Self {
+        let pair = |_| {
+            let (ours, tap) = UnixDatagram::pair().unwrap();
+            ours.set_nonblocking(true).unwrap();
+            tap.set_nonblocking(true).unwrap();
+            (ours, File::from(OwnedFd::from(tap)))
+        };
+        let (ours, taps) = (0..queues).map(pair).unzip();
+        Self { ours, taps }
+    }
+
+    /// An interface that this world is behind.
+    fn net(&self) -> Net {
+        let queues = self.taps.len() as u8;
+        let config = NetConfig { id: "n".to_owned(), tap: "t".to_owned(), mac: MAC, queues };
+        let taps: Vec<File> = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
+        let open =
+            move || Ok(Tap::of_sockets(taps.iter().map(|t| t.try_clone().unwrap()).collect()));
+        let mut net = Net::new(&config, Announcements::new().unwrap(), Box::new(open));
+        net.acquire().unwrap();
+        net
+    }
+
+    fn send(&self, queue: usize, frame: &[u8]) {
+        self.ours[queue].send(&[&[0; HEADER], frame].concat()).unwrap();
+    }
+
+    /// What came from the guest until now, without headers.
+    fn frames(&self) -> Vec<Vec<u8>> {
+        let mut buffer = vec![0; MAX_FRAME];
+        let mut frames = Vec::new();
+        for socket in &self.ours {
+            while let Ok(len) = socket.recv(&mut buffer) {
+                frames.push(buffer[HEADER..len].to_vec());
+            }
+        }
+        frames
+    }
+}
+
+fn frame(n: u64, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i as u64 * 13 + n * 5 + 3) as u8).collect()
+}
+
+fn sent(driver: &mut Driver, frame: &[u8]) -> Piece {
+    driver.given(&[&[0; HEADER], frame].concat())
+}
+
+fn num_buffers(bytes: &[u8]) -> u16 {
+    u16::from_le_bytes([bytes[NUM_BUFFERS.start], bytes[NUM_BUFFERS.start + 1]])
+}
+
+fn status(driver: &Driver) -> u16 {
+    let mut bytes = [0; 2];
+    driver.transport.read(u64::from(VIRTIO_MMIO_CONFIG) + 6, &mut bytes);
+    u16::from_le_bytes(bytes)
+}
+
+/// Makes a request at the control queue; the answer.
+#[track_caller]
+fn control(driver: &mut Driver, queue: usize, bytes: &[u8]) -> u8 {
+    let answer = driver.wanted(1);
+    let asked = driver.given(bytes);
+    driver.request(queue, &[asked, answer]);
+    driver.bytes(answer)[0]
+}
+
+fn restored(world: &World, driver: &Driver, state: VirtioState) -> Transport {
+    let ram = driver.memory.ram().clone();
+    let transport = Transport::spawn("moved", Box::new(world.net()), ram).unwrap();
+    transport.restore(state).unwrap();
+    transport
+}
+
+#[test]
+fn it_keeps_the_laws_of_devices_sending() {
+    let world = World::new(2);
+    conformance::check(&Subject {
+        make: &|| Box::new(world.net()),
+        queue: 1,
+        request: &|driver, n| {
+            let bytes = [&[0; HEADER][..], &frame(n, 100)].concat();
+            vec![driver.given(&bytes[..20]), driver.given(&bytes[20..])]
+        },
+    });
+}
+
+#[test]
+fn it_keeps_the_laws_of_devices_receiving() {
+    let world = World::new(1);
+    conformance::check(&Subject {
+        make: &|| Box::new(world.net()),
+        queue: 0,
+        request: &|driver, n| {
+            world.send(0, &frame(n, 1000));
+            vec![driver.wanted(12), driver.wanted(700), driver.wanted(700)]
+        },
+    });
+}
+
+#[test]
+fn frames_arrive_as_they_were_sent() {
+    let world = World::new(1);
+    let mut driver = Driver::started(Box::new(world.net()));
+    for (n, len) in [(0, 60), (1, 1514), (2, 65_549), (3, 14)] {
+        let piece = sent(&mut driver, &frame(n, len));
+        assert_eq!(driver.request(1, &[piece]), 0);
+        assert_eq!(world.frames(), [frame(n, len)]);
+        let room = driver.wanted(MAX_FRAME as u32);
+        let head = driver.post(0, &[room]);
+        driver.kick(0);
+        world.send(0, &frame(n + 9, len));
+        assert_eq!(driver.wait_used(0, head) as usize, HEADER + len);
+        let bytes = driver.bytes(room);
+        assert_eq!(bytes[HEADER..HEADER + len], frame(n + 9, len));
+        assert_eq!(num_buffers(&bytes), 1);
+    }
+}
+
+#[test]
+fn a_large_frame_is_given_in_several_buffers_or_waits_for_them() {
+    let world = World::new(1);
+    for without in [0, 1 << virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX] {
+        let mut driver = Driver::started_without(Box::new(world.net()), without);
+        let large = frame(1, 5000);
+        let rooms: Vec<Piece> = (0..3).map(|_| driver.wanted(2000)).collect();
+        let first = driver.post(0, &[rooms[0]]);
+        driver.kick(0);
+        world.send(0, &large);
+        // It has been read, and has no room: it is part of the state.
+        std::thread::sleep(Duration::from_millis(50));
+        driver.quiesce();
+        let state = driver.transport.save().unwrap();
+        let moved = restored(&world, &driver, state.clone());
+        assert_eq!(moved.save().unwrap(), state);
+        let mut driver = driver.moved_to(moved);
+        let more: Vec<u16> = rooms[1..].iter().map(|room| driver.post(0, &[*room])).collect();
+        let _ = driver.transport.line().read();
+        driver.transport.resume();
+        let heads = [&[first][..], &more].concat();
+        let lens: Vec<u32> = heads.iter().map(|head| driver.wait_used(0, *head)).collect();
+        assert_eq!(lens, [2000, 2000, 1012]);
+        let bytes: Vec<u8> = rooms.iter().flat_map(|room| driver.bytes(*room)).collect();
+        assert_eq!(num_buffers(&bytes), 3);
+        assert_eq!(bytes[HEADER..HEADER + 5000], large);
+        assert_ne!(driver.transport.line().read().unwrap(), 0, "the driver was told");
+        driver.quiesce();
+    }
+}
+
+#[test]
+fn without_merged_buffers_a_frame_too_large_is_lost_alone() {
+    let world = World::new(1);
+    let mut driver = Driver::started_without(Box::new(world.net()), 1 << VIRTIO_NET_F_MRG_RXBUF);
+    let room = driver.wanted(1526);
+    world.send(0, &frame(1, 5000));
+    world.send(0, &frame(2, 1514));
+    assert_eq!(driver.request(0, &[room]), 1526);
+    assert_eq!(driver.bytes(room)[HEADER..], frame(2, 1514));
+    // So is one that all buffers of a queue together have no room for.
+    let mut driver = Driver::started(Box::new(world.net()));
+    let size = driver.queue_size(0);
+    world.send(0, &frame(3, 40_000));
+    world.send(0, &frame(4, 60));
+    let head = driver.post(0, &[Piece { len: 100, ..room }]);
+    for _ in 1..size {
+        driver.post(0, &[Piece { len: 100, ..room }]);
+    }
+    driver.kick(0);
+    assert_eq!(driver.wait_used(0, head), 72);
+}
+
+#[test]
+fn buffers_too_small_for_a_header_stop_the_interface() {
+    let world = World::new(1);
+    let mut driver = Driver::started(Box::new(world.net()));
+    let (short, small) = (driver.given(&[0; 11]), driver.wanted(11));
+    let (asked, answer) = (driver.given(&[4]), driver.wanted(1));
+    let wrong: [(usize, &[Piece]); 5] =
+        [(0, &[small]), (1, &[short]), (1, &[small]), (2, &[asked, answer]), (2, &[short])];
+    for (queue, pieces) in wrong {
+        driver.post(queue, pieces);
+        driver.kick(queue);
+        driver.wait_stopped("a buffer too small");
+        driver.start(!0);
+    }
+    let huge = Piece { addr: 0, len: 1 << 20, writable: false };
+    driver.request(1, &[huge]);
+    let good = sent(&mut driver, &frame(1, 60));
+    driver.request(1, &[good]);
+    assert_eq!(world.frames(), [frame(1, 60)], "one that is too long is lost alone");
+}
+
+#[test]
+fn a_driver_uses_as_many_queues_as_there_are() {
+    let world = World::new(3);
+    let mut driver = Driver::started(Box::new(world.net()));
+    assert_eq!(driver.queue_count(), 7);
+    let pairs = |n: u16| [&[4, 0][..], &n.to_le_bytes()].concat();
+    assert_eq!(control(&mut driver, 6, &pairs(3)), 0);
+    for queue in 0..3 {
+        let room = driver.wanted(200);
+        world.send(queue, &frame(queue as u64, 100));
+        assert_eq!(driver.request(2 * queue, &[room]), 112);
+        assert_eq!(driver.bytes(room)[HEADER..112], frame(queue as u64, 100));
+        let piece = sent(&mut driver, &frame(9, 60));
+        driver.request(2 * queue + 1, &[piece]);
+        assert_eq!(world.frames(), [frame(9, 60)]);
+    }
+    for wrong in [pairs(0), pairs(4), pairs(0x101), vec![4, 0, 1], vec![4, 9, 1, 0], vec![77, 0]] {
+        assert_eq!(control(&mut driver, 6, &wrong), 1, "{wrong:?}");
+    }
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    let driver = driver_after(&world, driver, state);
+    // Without several pairs, the control queue is the third.
+    drop(driver);
+    let mut driver = Driver::started_without(Box::new(world.net()), 1 << VIRTIO_NET_F_MQ);
+    assert_eq!(control(&mut driver, 2, &pairs(1)), 0);
+    assert_eq!(control(&mut driver, 2, &pairs(2)), 1);
+}
+
+fn driver_after(world: &World, driver: Driver, state: VirtioState) -> Driver {
+    let moved = restored(world, &driver, state);
+    let mut driver = driver.moved_to(moved);
+    driver.transport.resume();
+    let room = driver.wanted(200);
+    world.send(2, &frame(7, 100));
+    assert_eq!(driver.request(4, &[room]), 112, "the third pair is in use after a move");
+    driver
+}
+
+#[test]
+fn after_a_move_it_says_where_it_is() {
+    let world = World::new(1);
+    let mut driver = Driver::started(Box::new(world.net()));
+    let piece = sent(&mut driver, &frame(1, 60));
+    driver.request(1, &[piece]);
+    driver.quiesce();
+    driver.transport.resume();
+    assert_eq!(world.frames(), [frame(1, 60)], "not after a pause");
+    assert_eq!(status(&driver), 1);
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    let moved = restored(&world, &driver, state);
+    let mut driver = driver.moved_to(moved);
+    driver.write(VIRTIO_MMIO_INTERRUPT_ACK, 3);
+    driver.transport.resume();
+    let want = frame::announcement(MAC)[HEADER..].to_vec();
+    let mut seen = Vec::new();
+    let end = Instant::now() + Duration::from_secs(20);
+    while seen.len() < 6 {
+        assert!(Instant::now() < end, "it announced itself {} times", seen.len());
+        seen.extend(world.frames());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(seen.iter().all(|frame| *frame == want));
+    assert_eq!(status(&driver), 3, "and asks its driver to");
+    assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
+    driver.write(VIRTIO_MMIO_INTERRUPT_ACK, 3);
+    assert_eq!(control(&mut driver, 2, &[3, 0]), 0);
+    assert_eq!(status(&driver), 1, "which has done so");
+    assert_eq!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
+    assert_eq!(world.frames(), Vec::<Vec<u8>>::new());
+}
+
+#[test]
+fn hostile_states_are_refused() {
+    let world = World::new(2);
+    let refused = |state: NetState| {
+        let mut net = world.net();
+        net.activate(1 << VIRTIO_NET_F_MQ);
+        net.restore(&postcard::to_stdvec(&state).unwrap()).unwrap_err()
+    };
+    let state = |pairs, waiting: &[(u8, usize)]| NetState {
+        pairs,
+        announce: false,
+        waiting: waiting.iter().map(|(pair, len)| (*pair, vec![0; *len])).collect(),
+    };
+    assert!(refused(state(0, &[])).contains("0 pairs"));
+    assert!(refused(state(3, &[])).contains("3 pairs"));
+    assert!(refused(state(2, &[(0, 5)])).contains("5 bytes"));
+    assert!(refused(state(2, &[(1, MAX_FRAME + 1)])).contains("waits for pair 1"));
+    assert!(refused(state(1, &[(1, 100)])).contains("waits for pair 1"));
+}
+
+#[test]
+fn a_tap_that_is_not_there_is_named() {
+    let config =
+        NetConfig { id: "n".to_owned(), tap: "dl-none-dl".to_owned(), mac: MAC, queues: 1 };
+    let said = Net::open(&config).err().unwrap().to_string();
+    assert!(said.contains("tap \"dl-none-dl\" does not exist"), "{said}");
+}

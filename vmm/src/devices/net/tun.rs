@@ -1,0 +1,59 @@
+//! The ioctls of `/dev/net/tun`: the one place in the network device with unsafe code.
+
+use std::fs::File;
+use std::io;
+
+use libc::{c_int, c_short, c_uint};
+use vmm_sys_util::ioctl::{ioctl_with_ref, ioctl_with_val};
+
+/// `struct ifreq`, as far as taps use it.
+#[repr(C)]
+struct InterfaceRequest {
+    name: [u8; libc::IFNAMSIZ],
+    flags: c_short,
+    rest: [u8; 22],
+}
+
+const _: () = assert!(size_of::<InterfaceRequest>() == size_of::<libc::ifreq>());
+
+impl InterfaceRequest {
+    /// Of a name that is too long the kernel sees the beginning.
+    fn new(name: &str, flags: c_int) -> Self {
+        let mut request =
+            Self { name: [0; libc::IFNAMSIZ], flags: flags as c_short, rest: [0; 22] };
+        let len = name.len().min(libc::IFNAMSIZ - 1);
+        request.name[..len].copy_from_slice(&name.as_bytes()[..len]);
+        request
+    }
+}
+
+fn check(result: c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Attaches `file`, an open `/dev/net/tun`, to the tap `name` as one of its queues.
+pub(super) fn attach(file: &File, name: &str, flags: c_int) -> io::Result<()> {
+    let request = InterfaceRequest::new(name, flags);
+    // SAFETY: the kernel reads and writes one `ifreq`, whose size `request` has, and keeps nothing of it.
+    check(unsafe { ioctl_with_ref(file, libc::TUNSETIFF, &request) })
+}
+
+/// Lets the kernel use a queue that is attached, or not.
+pub(super) fn enable_queue(file: &File, enable: bool) -> io::Result<()> {
+    let flags = if enable { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
+    let request = InterfaceRequest::new("", flags);
+    // SAFETY: as above; the kernel only reads it.
+    check(unsafe { ioctl_with_ref(file, libc::TUNSETQUEUE, &request) })
+}
+
+/// Says how many bytes are before each frame.
+pub(super) fn set_header_size(file: &File, bytes: c_int) -> io::Result<()> {
+    // SAFETY: the kernel reads one int.
+    check(unsafe { ioctl_with_ref(file, libc::TUNSETVNETHDRSZ, &bytes) })
+}
+
+/// Says what the reader of the tap can do with frames by itself: bits `TUN_F_*`.
+pub(super) fn set_offloads(file: &File, offloads: c_uint) -> io::Result<()> {
+    // SAFETY: the argument is a number; no memory is involved.
+    check(unsafe { ioctl_with_val(file, libc::TUNSETOFFLOAD, offloads.into()) })
+}

@@ -1,0 +1,314 @@
+//! One stream between a program of the guest and one of the host, with the credit of both sides.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+
+use super::packet::{HOST_CID, Header, NO_RECEIVE, NO_SEND, STREAM, op};
+
+/// Bytes from the guest that wait for the host's program at most: the credit that the guest has.
+pub(super) const ROOM: u32 = 64 << 10;
+/// Bytes that have left that room before the guest is told.
+const TELL_AFTER: u32 = ROOM / 4;
+
+/// The ports of a connection, which are its name.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Ports {
+    pub(super) guest: u32,
+    pub(super) host: u32,
+}
+
+/// How far a connection has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// The host's program asked for it, and the guest has not answered.
+    Requested,
+    Open,
+}
+
+/// Control packets that the guest is to get.
+#[derive(Clone, Copy, Debug, Default)]
+struct Due {
+    request: bool,
+    response: bool,
+    credit: bool,
+    ask_credit: bool,
+    shutdown: bool,
+}
+
+impl Due {
+    /// The next one, but for the shutdown, which comes after the data.
+    fn take(&mut self) -> Option<u16> {
+        let control = [
+            (&mut self.request, op::REQUEST),
+            (&mut self.response, op::RESPONSE),
+            (&mut self.credit, op::CREDIT_UPDATE),
+            (&mut self.ask_credit, op::CREDIT_REQUEST),
+        ];
+        control.into_iter().find_map(|(due, op)| std::mem::take(due).then_some(op))
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) ports: Ports,
+    guest_cid: u64,
+    stream: UnixStream,
+    phase: Phase,
+    due: Due,
+    /// It waits for its turn to send to the guest.
+    pub(super) queued: bool,
+    /// The stream may have something to read.
+    readable: bool,
+    /// The other side of the stream is gone altogether.
+    hung_up: bool,
+    /// From the guest, and not yet taken by the stream. At most [`ROOM`].
+    backlog: VecDeque<u8>,
+    /// Bytes that the stream took, ever; and as the guest was last told.
+    forwarded: u32,
+    told: u32,
+    /// The guest's room, what it has taken from it ever, and what was sent to it ever.
+    guest_room: u32,
+    guest_forwarded: u32,
+    sent: u32,
+    credit_asked: bool,
+    /// What the guest said that it does no more, and what we said: `NO_RECEIVE`, `NO_SEND`.
+    guest_shut: u32,
+    host_shut: u32,
+}
+
+/// What becomes of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    Lives,
+    /// The guest is told that it is over.
+    Reset,
+    /// The guest knows that it is over.
+    Gone,
+}
+
+impl Connection {
+    fn new(ports: Ports, guest_cid: u32, stream: UnixStream, phase: Phase, due: Due) -> Self {
+        Self {
+            ports,
+            guest_cid: guest_cid.into(),
+            stream,
+            phase,
+            due,
+            queued: false,
+            readable: true,
+            hung_up: false,
+            backlog: VecDeque::new(),
+            forwarded: 0,
+            told: 0,
+            guest_room: 0,
+            guest_forwarded: 0,
+            sent: 0,
+            credit_asked: false,
+            guest_shut: 0,
+            host_shut: 0,
+        }
+    }
+
+    /// One that a program of the host asks for, over `stream`.
+    pub(super) fn to_guest(ports: Ports, guest_cid: u32, stream: UnixStream) -> Self {
+        let due = Due { request: true, ..Due::default() };
+        Self::new(ports, guest_cid, stream, Phase::Requested, due)
+    }
+
+    /// One that the guest asks for with `header`, over `stream`, which leads where it wants to.
+    pub(super) fn from_guest(ports: Ports, header: &Header, cid: u32, stream: UnixStream) -> Self {
+        let due = Due { response: true, ..Due::default() };
+        let mut new = Self::new(ports, cid, stream, Phase::Open, due);
+        new.note_credit(header);
+        new
+    }
+
+    fn note_credit(&mut self, header: &Header) {
+        self.guest_room = header.buf_alloc.get();
+        self.guest_forwarded = header.fwd_cnt.get();
+    }
+
+    /// Bytes that the guest has room for.
+    fn credit(&self) -> u32 {
+        self.guest_room.saturating_sub(self.sent.wrapping_sub(self.guest_forwarded))
+    }
+
+    /// Takes a packet of the guest, whose data is `data`.
+    pub(super) fn take(&mut self, header: &Header, data: &[u8]) -> Fate {
+        self.note_credit(header);
+        if self.credit() > 0 {
+            self.credit_asked = false;
+        }
+        match (header.op.get(), self.phase) {
+            (op::RST, _) => return Fate::Gone,
+            (op::RESPONSE, Phase::Requested) => {
+                self.phase = Phase::Open;
+                let greeting = format!("OK {}\n", self.ports.host);
+                // A new stream has room for a line.
+                if self.stream.write_all(greeting.as_bytes()).is_err() {
+                    return Fate::Reset;
+                }
+            }
+            (_, Phase::Requested) => return Fate::Reset,
+            (op::RW, _) => {
+                let full = self.backlog.len() + data.len() > ROOM as usize;
+                if full || self.guest_shut & NO_SEND != 0 {
+                    return Fate::Reset;
+                }
+                self.forward(data);
+            }
+            (op::SHUTDOWN, _) => {
+                self.guest_shut |= header.flags.get() & (NO_RECEIVE | NO_SEND);
+                self.shut_stream();
+            }
+            (op::CREDIT_REQUEST, _) => self.due.credit = true,
+            (op::CREDIT_UPDATE, _) => {}
+            _ => return Fate::Reset,
+        }
+        self.fate()
+    }
+
+    fn fate(&self) -> Fate {
+        let both = NO_RECEIVE | NO_SEND;
+        match self.guest_shut == both && self.backlog.is_empty() {
+            true => Fate::Reset,
+            false => Fate::Lives,
+        }
+    }
+
+    /// Gives `data` to the stream, and keeps what that does not take.
+    fn forward(&mut self, data: &[u8]) {
+        self.backlog.extend(data);
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        while !self.backlog.is_empty() {
+            match self.stream.write(self.backlog.as_slices().0) {
+                Ok(written) => {
+                    self.backlog.drain(..written);
+                    self.forwarded = self.forwarded.wrapping_add(written as u32);
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => {
+                    // Nobody reads it any more.
+                    self.forwarded = self.forwarded.wrapping_add(self.backlog.len() as u32);
+                    self.backlog.clear();
+                    self.shut(NO_RECEIVE);
+                }
+            }
+        }
+        if self.forwarded.wrapping_sub(self.told) >= TELL_AFTER {
+            self.due.credit = true;
+        }
+        self.shut_stream();
+    }
+
+    /// Passes on what the guest said that it does no more, once all that it sent is through. That
+    /// the stream is closed already is no error.
+    fn shut_stream(&self) {
+        if self.guest_shut & NO_SEND != 0 && self.backlog.is_empty() {
+            let _ = self.stream.shutdown(Shutdown::Write);
+        }
+        if self.guest_shut & NO_RECEIVE != 0 {
+            let _ = self.stream.shutdown(Shutdown::Read);
+        }
+    }
+
+    /// Tells the guest what the host's program does no more.
+    fn shut(&mut self, flags: u32) {
+        if self.host_shut | flags != self.host_shut {
+            self.host_shut |= flags;
+            self.due.shutdown = true;
+        }
+    }
+
+    /// The stream is ready for something.
+    pub(super) fn stream_ready(&mut self, hung_up: bool) -> Fate {
+        self.readable = true;
+        self.hung_up |= hung_up;
+        if self.phase == Phase::Open {
+            self.flush();
+        }
+        self.fate()
+    }
+
+    /// Whether there may be something for the guest.
+    pub(super) fn wants_turn(&self) -> bool {
+        let Due { request, response, credit, ask_credit, shutdown } = self.due;
+        let control = request || response || credit || ask_credit || shutdown;
+        control || self.may_read() && (self.credit() > 0 || !self.credit_asked)
+    }
+
+    fn may_read(&self) -> bool {
+        self.readable
+            && self.phase == Phase::Open
+            && self.host_shut & NO_SEND == 0
+            && self.guest_shut & NO_RECEIVE == 0
+    }
+
+    /// The next packet for the guest, with its data in `data`, if there is one.
+    pub(super) fn next_packet(&mut self, data: &mut [u8]) -> Option<Header> {
+        if let Some(op) = self.due.take() {
+            return Some(self.header(op, 0));
+        }
+        if self.may_read() {
+            match self.read(data) {
+                Some(len) if len > 0 => return Some(self.header(op::RW, len)),
+                _ if std::mem::take(&mut self.due.ask_credit) => {
+                    return Some(self.header(op::CREDIT_REQUEST, 0));
+                }
+                _ => {}
+            }
+        }
+        // After all that the program has sent.
+        let shutdown = std::mem::take(&mut self.due.shutdown);
+        shutdown.then(|| Header { flags: self.host_shut.into(), ..self.header(op::SHUTDOWN, 0) })
+    }
+
+    /// Reads from the stream what the guest has room for.
+    fn read(&mut self, data: &mut [u8]) -> Option<u32> {
+        let most = data.len().min(self.credit() as usize);
+        if most == 0 {
+            self.due.ask_credit = !std::mem::replace(&mut self.credit_asked, true);
+            return None;
+        }
+        loop {
+            match self.stream.read(&mut data[..most]) {
+                Ok(0) => {}
+                Ok(len) => {
+                    self.sent = self.sent.wrapping_add(len as u32);
+                    return Some(len as u32);
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.readable = false;
+                    return None;
+                }
+                Err(_) => self.hung_up = true,
+            }
+            self.shut(if self.hung_up { NO_SEND | NO_RECEIVE } else { NO_SEND });
+            return None;
+        }
+    }
+
+    fn header(&mut self, op: u16, len: u32) -> Header {
+        self.told = self.forwarded;
+        Header {
+            src_cid: HOST_CID.into(),
+            dst_cid: self.guest_cid.into(),
+            src_port: self.ports.host.into(),
+            dst_port: self.ports.guest.into(),
+            len: len.into(),
+            kind: STREAM.into(),
+            op: op.into(),
+            flags: 0.into(),
+            buf_alloc: ROOM.into(),
+            fwd_cnt: self.forwarded.into(),
+        }
+    }
+}

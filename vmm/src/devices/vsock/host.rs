@@ -1,0 +1,139 @@
+//! The host's side: the unix socket at which programs ask for connections, and the sockets to which
+//! the guest's connections lead. The convention is Firecracker's.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::api::{ApiSocket, SocketError};
+
+/// Longest greeting: "CONNECT 4294967295\n" is shorter.
+const MOST: usize = 32;
+
+/// Why a vsock's unix socket cannot be had.
+#[derive(Debug, thiserror::Error)]
+#[error("the vsock's unix socket: {0}")]
+pub struct VsockError(#[from] pub(super) SocketError);
+
+impl VsockError {
+    /// Somebody listens there already.
+    pub(super) fn is_in_use(&self) -> bool {
+        matches!(self.0, SocketError::InUse(_))
+    }
+}
+
+/// The socket at which programs of the host ask for connections. Its file goes with it.
+#[derive(Debug)]
+pub(super) struct Door {
+    listener: UnixListener,
+    _file: ApiSocket,
+}
+
+impl Door {
+    pub(super) fn open(path: &Path) -> Result<Self, VsockError> {
+        let file = ApiSocket::bind(path)?;
+        let listener = file
+            .listener()
+            .map_err(|cause| SocketError::System { path: path.to_owned(), cause })?;
+        Ok(Self { listener, _file: file })
+    }
+
+    pub(super) fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// The next program that wants something.
+    pub(super) fn accept(&self) -> Option<UnixStream> {
+        let (stream, _) = self.listener.accept().ok()?;
+        stream.set_nonblocking(true).ok()?;
+        Some(stream)
+    }
+}
+
+/// What a program has said so far.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Greeting {
+    /// It wants this port of the guest.
+    Connect(u32),
+    /// The line is not complete.
+    Unfinished,
+    /// It is something else, or the program has gone.
+    Wrong,
+}
+
+/// Reads a program's greeting from `stream`, and nothing of what follows.
+pub(super) fn greeting(stream: &UnixStream) -> Greeting {
+    let mut bytes = [0; MOST];
+    let len = match rustix::net::recv(stream, &mut bytes[..], RecvFlags::PEEK) {
+        Ok((len, _)) if len > 0 => len,
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Greeting::Unfinished,
+        _ => return Greeting::Wrong,
+    };
+    let Some(line) = bytes[..len].iter().position(|b| *b == b'\n') else {
+        return if len < MOST { Greeting::Unfinished } else { Greeting::Wrong };
+    };
+    let port = std::str::from_utf8(&bytes[..line]).ok().and_then(parse);
+    let mut rest = &mut bytes[..=line];
+    while !rest.is_empty() {
+        // All of it was there a moment ago, and nobody else reads.
+        match rustix::net::recv(stream, &mut *rest, RecvFlags::empty()) {
+            Ok((len, _)) if len > 0 => rest = &mut rest[len..],
+            _ => return Greeting::Wrong,
+        }
+    }
+    port.map_or(Greeting::Wrong, Greeting::Connect)
+}
+
+fn parse(line: &str) -> Option<u32> {
+    let (word, port) = line.strip_suffix('\r').unwrap_or(line).split_once(' ')?;
+    if !word.eq_ignore_ascii_case("connect") { None } else { port.trim().parse().ok() }
+}
+
+/// Connects to the program that listens for the guest at `port`. It does not wait.
+pub(super) fn connect(uds: &Path, port: u32) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path_of(uds, port))?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&fd, &address)?;
+    Ok(fd.into())
+}
+
+fn path_of(uds: &Path, port: u32) -> PathBuf {
+    let mut path = OsString::from(uds);
+    path.push(format!("_{port}"));
+    path.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+
+    #[test]
+    fn greetings_are_read_to_their_end_and_no_further() {
+        let said = |bytes: &[u8]| {
+            let (mut program, ours) = UnixStream::pair().unwrap();
+            ours.set_nonblocking(true).unwrap();
+            program.write_all(bytes).unwrap();
+            (greeting(&ours), program, ours)
+        };
+        let (connect, _program, mut ours) = said(b"CONNECT 52\nfirst words");
+        assert_eq!(connect, Greeting::Connect(52));
+        let mut rest = [0; 20];
+        let len = ours.read(&mut rest).unwrap();
+        assert_eq!(&rest[..len], b"first words");
+        assert_eq!(said(b"connect 4294967295\r\n").0, Greeting::Connect(u32::MAX));
+        assert_eq!(said(b"").0, Greeting::Unfinished);
+        assert_eq!(said(b"CONN").0, Greeting::Unfinished);
+        for wrong in [&b"\n"[..], b"CONNECT\n", b"CONNECT 4294967296\n", b"HELLO 3\n", &[b'x'; 40]]
+        {
+            assert_eq!(said(wrong).0, Greeting::Wrong, "{wrong:?}");
+        }
+        let (_, program, ours) = said(b"");
+        drop(program);
+        assert_eq!(greeting(&ours), Greeting::Wrong, "gone");
+    }
+}

@@ -1,0 +1,462 @@
+//! virtio-vsock: streams between programs of the guest and unix sockets of the host.
+//!
+//! ```text
+//! guest: connect to (2, port)  ->  PATH_port, where a program of the host listens
+//! host:  connect to PATH, say "CONNECT port\n", read "OK number\n"  ->  who listens in the guest
+//! ```
+//!
+//! Connections end at this host: after a move the guest is told that all of them are gone
+//! (`TRANSPORT_RESET`). All that a guest or a program can make the device keep is bounded: the number
+//! of connections, each one's bytes, and the refusals that wait for the guest.
+
+mod connection;
+mod host;
+mod packet;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+use vmm_sys_util::epoll::EventSet;
+use zerocopy::IntoBytes;
+
+use self::connection::{Connection, Fate, Ports};
+pub use self::host::VsockError;
+use self::host::{Door, Greeting};
+use self::packet::{HEADER, HOST_CID, Header, STREAM, op};
+use super::virtio::{Chain, Device, Io, Kind, Stall, Violation, Watcher};
+use crate::config::VsockConfig;
+
+const QUEUE_SIZE: u16 = 256;
+const RECEIVE: usize = 0;
+const TRANSMIT: usize = 1;
+const EVENT: usize = 2;
+/// Connections at most.
+const MAX_CONNECTIONS: usize = 1024;
+/// Programs that have not yet said what they want; beyond that the first of them gives way.
+const MAX_CALLERS: usize = 64;
+/// Refusals that wait for room in the guest, after which no more packets are taken.
+const MAX_REFUSALS: usize = 256;
+/// Most bytes of data in a packet.
+const MAX_DATA: usize = 64 << 10;
+/// Where programs knock; tokens above are those of streams.
+const DOOR: u32 = 0;
+/// The first port that the host's end of a connection gets.
+const FIRST_PORT: u32 = 1 << 30;
+/// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`.
+const TRANSPORT_RESET: u32 = 0;
+
+/// The device.
+pub(super) struct Vsock {
+    config: VsockConfig,
+    /// While this host has the guest.
+    door: Option<Door>,
+    door_watched: bool,
+    /// A driver is ready.
+    active: bool,
+    /// By their tokens.
+    connections: HashMap<u32, Connection>,
+    tokens: HashMap<Ports, u32>,
+    callers: VecDeque<(u32, UnixStream)>,
+    next_token: u32,
+    next_port: u32,
+    refusals: VecDeque<Header>,
+    /// Connections that may have something for the guest, each once.
+    turns: VecDeque<u32>,
+    /// Packets of the guest were left in their queue for want of room for refusals.
+    stalled: bool,
+    buffer: Box<[u8]>,
+    state: VsockState,
+}
+
+/// The part of the device that moves with the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+struct VsockState {
+    /// The guest is to be told that its connections are gone.
+    reset_due: bool,
+}
+
+impl Vsock {
+    /// The device of `config`. Its socket was found fit for use: only another one that listens there
+    /// may stand against [`Device::acquire`].
+    pub(super) fn open(config: &VsockConfig) -> Result<Self, VsockError> {
+        match Door::open(&config.uds) {
+            Ok(_) => {}
+            // Perhaps the one that the guest comes from.
+            Err(e) if e.is_in_use() => {}
+            Err(e) => return Err(e),
+        }
+        Ok(Self {
+            config: config.clone(),
+            door: None,
+            door_watched: false,
+            active: false,
+            connections: HashMap::new(),
+            tokens: HashMap::new(),
+            callers: VecDeque::new(),
+            next_token: DOOR + 1,
+            next_port: FIRST_PORT,
+            refusals: VecDeque::new(),
+            turns: VecDeque::new(),
+            stalled: false,
+            buffer: vec![0; MAX_DATA].into(),
+            state: VsockState::default(),
+        })
+    }
+
+    fn watch_door(&mut self, watcher: &Watcher) -> io::Result<()> {
+        if let Some(door) = self.door.as_ref().filter(|_| !self.door_watched) {
+            watcher.watch(door.listener(), EventSet::IN, DOOR)?;
+            self.door_watched = true;
+        }
+        Ok(())
+    }
+
+    /// A token for a stream, which is watched with it from now on.
+    fn watch(&mut self, stream: &UnixStream, watcher: &Watcher) -> io::Result<u32> {
+        let token = self.next_token;
+        // After four thousand million streams the first ones are gone, but for one that is older.
+        self.next_token = token.checked_add(1).unwrap_or(DOOR + 1);
+        let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
+        watcher.watch(stream, events | EventSet::EDGE_TRIGGERED, token)?;
+        Ok(token)
+    }
+
+    fn insert(&mut self, token: u32, connection: Connection) {
+        self.tokens.insert(connection.ports, token);
+        self.connections.insert(token, connection);
+        self.queue_turn(token);
+    }
+
+    fn queue_turn(&mut self, token: u32) {
+        if let Some(connection) = self.connections.get_mut(&token)
+            && connection.wants_turn()
+            && !std::mem::replace(&mut connection.queued, true)
+        {
+            self.turns.push_back(token);
+        }
+    }
+
+    /// Ends a connection or not. Closing its stream ends the watch as well.
+    fn settle(&mut self, token: u32, fate: Fate) {
+        if fate == Fate::Lives {
+            return self.queue_turn(token);
+        }
+        let Some(connection) = self.connections.remove(&token) else { return };
+        self.tokens.remove(&connection.ports);
+        if fate == Fate::Reset {
+            let Ports { guest, host } = connection.ports;
+            self.refusals.push_back(Header {
+                src_cid: HOST_CID.into(),
+                dst_cid: u64::from(self.config.cid).into(),
+                src_port: host.into(),
+                dst_port: guest.into(),
+                kind: STREAM.into(),
+                op: op::RST.into(),
+                ..Header::default()
+            });
+        }
+    }
+
+    /// Ends all connections. The guest is told by other means, or knows.
+    fn clear(&mut self) {
+        self.connections.clear();
+        self.tokens.clear();
+        self.callers.clear();
+        self.refusals.clear();
+        self.turns.clear();
+        self.stalled = false;
+    }
+
+    /// Takes what the guest sends.
+    fn take(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+        let Some(ring) = io.rings.get_mut(TRANSMIT) else { return Ok(()) };
+        loop {
+            // Each packet makes one refusal at most.
+            self.stalled = self.refusals.len() >= MAX_REFUSALS;
+            if self.stalled {
+                return Ok(());
+            }
+            let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
+            let header = Header::read(&chain, TRANSMIT as u16, io.ram)?;
+            self.take_packet(&header, &chain, io.ram, io.watcher)?;
+            ring.push(io.ram, chain.head, 0)?;
+        }
+    }
+
+    fn take_packet(
+        &mut self,
+        header: &Header,
+        chain: &Chain,
+        ram: &checkpoint::GuestRam,
+        watcher: &Watcher,
+    ) -> Result<(), Violation> {
+        if header.src_cid.get() != u64::from(self.config.cid) {
+            tracing::debug!("vsock: a packet that says it is from {}", header.src_cid);
+            return Ok(());
+        }
+        let ports = Ports { guest: header.src_port.get(), host: header.dst_port.get() };
+        let ours = header.dst_cid.get() == HOST_CID && header.kind.get() == STREAM;
+        let known = self.tokens.get(&ports).copied().filter(|_| ours);
+        match (known, header.op.get()) {
+            (Some(token), _) => {
+                let len = (header.len.get() as usize).min(self.buffer.len());
+                chain.readable.read(ram, HEADER as u32, &mut self.buffer[..len])?;
+                // More than a packet may have is more than there is credit for.
+                let too_long = header.len.get() as usize > len;
+                let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
+                let fate = match too_long {
+                    true => Fate::Reset,
+                    false => connection.take(header, &self.buffer[..len]),
+                };
+                self.settle(token, fate);
+            }
+            (None, op::REQUEST) if ours => self.connect(ports, header, watcher),
+            (None, op::RST) => {}
+            (None, _) => self.refusals.push_back(header.refusal()),
+        }
+        Ok(())
+    }
+
+    /// The guest wants to be connected to a program of the host.
+    fn connect(&mut self, ports: Ports, header: &Header, watcher: &Watcher) {
+        let connected = match self.connections.len() < MAX_CONNECTIONS {
+            true => host::connect(&self.config.uds, ports.host),
+            false => Err(io::Error::other("there are too many connections")),
+        };
+        let watched = connected.and_then(|stream| Ok((self.watch(&stream, watcher)?, stream)));
+        match watched {
+            Ok((token, stream)) => {
+                let connection = Connection::from_guest(ports, header, self.config.cid, stream);
+                self.insert(token, connection);
+            }
+            Err(e) => {
+                tracing::debug!("vsock: the guest is not connected to port {}: {e}", ports.host);
+                self.refusals.push_back(header.refusal());
+            }
+        }
+    }
+
+    /// Lets in programs that want to be connected.
+    fn let_in(&mut self, watcher: &Watcher) {
+        // As many as may wait: a program that comes in a loop does not hold up the rest.
+        for _ in 0..MAX_CALLERS {
+            let Some(stream) = self.door.as_ref().and_then(Door::accept) else { return };
+            if self.callers.len() >= MAX_CALLERS {
+                self.callers.pop_front();
+            }
+            if let Ok(token) = self.watch(&stream, watcher) {
+                self.callers.push_back((token, stream));
+            }
+        }
+    }
+
+    /// A program that was let in has said something, or gone.
+    fn hear(&mut self, token: u32) {
+        let Some(at) = self.callers.iter().position(|(of, _)| *of == token) else { return };
+        let Some((_, stream)) = self.callers.get(at) else { return };
+        let said = host::greeting(stream);
+        if said == Greeting::Unfinished {
+            return;
+        }
+        // From here on it is a connection, or closed.
+        let Some((_, stream)) = self.callers.remove(at) else { return };
+        if let Greeting::Connect(port) = said
+            && self.active
+            && self.connections.len() < MAX_CONNECTIONS
+        {
+            let ports = Ports { guest: port, host: self.free_port(port) };
+            self.insert(token, Connection::to_guest(ports, self.config.cid, stream));
+        }
+    }
+
+    fn free_port(&mut self, guest: u32) -> u32 {
+        loop {
+            let host = self.next_port;
+            self.next_port = host.checked_add(1).unwrap_or(FIRST_PORT);
+            if !self.tokens.contains_key(&Ports { guest, host }) {
+                return host;
+            }
+        }
+    }
+
+    /// Gives the guest what there is for it, as long as it has room.
+    fn give(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+        loop {
+            self.give_packets(io)?;
+            if !self.stalled || self.refusals.len() >= MAX_REFUSALS {
+                return Ok(());
+            }
+            self.take(io)?;
+        }
+    }
+
+    fn give_packets(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+        let Some(ring) = io.rings.get_mut(RECEIVE) else { return Ok(()) };
+        while !self.refusals.is_empty() || !self.turns.is_empty() {
+            let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
+            let Some(room) = (chain.writable.len() as usize).checked_sub(HEADER) else {
+                let why = format!(
+                    "the buffer from {} has room for {} bytes, less than a packet's header",
+                    chain.head,
+                    chain.writable.len()
+                );
+                return Err(Violation::Request { queue: RECEIVE as u16, why });
+            };
+            let Some(header) = self.next_packet(room.min(MAX_DATA)) else {
+                ring.unpop();
+                return Ok(());
+            };
+            let len = header.len.get() as usize;
+            chain.writable.write(io.ram, 0, header.as_bytes())?;
+            chain.writable.write(io.ram, HEADER as u32, &self.buffer[..len])?;
+            ring.push(io.ram, chain.head, (HEADER + len) as u32)?;
+        }
+        Ok(())
+    }
+
+    /// The next packet for the guest, its data of at most `room` bytes in the buffer.
+    fn next_packet(&mut self, room: usize) -> Option<Header> {
+        if let Some(header) = self.refusals.pop_front() {
+            return Some(header);
+        }
+        while let Some(token) = self.turns.pop_front() {
+            let Some(connection) = self.connections.get_mut(&token) else { continue };
+            connection.queued = false;
+            let packet = connection.next_packet(&mut self.buffer[..room]);
+            // Behind the others.
+            self.queue_turn(token);
+            if packet.is_some() {
+                return packet;
+            }
+        }
+        None
+    }
+
+    /// Tells the guest that its connections are gone, if that is due and it has room.
+    fn tell_reset(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
+        let Some(ring) = io.rings.get_mut(EVENT).filter(|_| self.state.reset_due) else {
+            return Ok(());
+        };
+        let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
+        let event = TRANSPORT_RESET.to_le_bytes();
+        let written = chain.writable.write(io.ram, 0, &event)?;
+        if written < event.len() {
+            let why = format!("the buffer from {} has room for {written} bytes", chain.head);
+            return Err(Violation::Request { queue: EVENT as u16, why });
+        }
+        ring.push(io.ram, chain.head, written as u32)?;
+        self.state.reset_due = false;
+        Ok(())
+    }
+}
+
+impl Device for Vsock {
+    fn kind(&self) -> Kind {
+        Kind::Vsock
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE; 3]
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        u64::from(self.config.cid).to_le_bytes().to_vec()
+    }
+
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+
+    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        self.watch_door(watcher)
+    }
+
+    fn activate(&mut self, _: u64) {
+        self.active = true;
+    }
+
+    fn reset(&mut self, _: &mut Io<'_>) {
+        self.active = false;
+        self.state = VsockState::default();
+        self.clear();
+    }
+
+    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        match queue {
+            TRANSMIT => self.take(io)?,
+            EVENT => self.tell_reset(io)?,
+            _ => {}
+        }
+        self.give(io)
+    }
+
+    fn backend_ready(
+        &mut self,
+        token: u32,
+        events: EventSet,
+        io: &mut Io<'_>,
+    ) -> Result<(), Violation> {
+        if token == DOOR {
+            self.let_in(io.watcher);
+            return Ok(());
+        }
+        match self.connections.get_mut(&token) {
+            Some(connection) => {
+                let gone = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
+                let fate = connection.stream_ready(gone);
+                self.settle(token, fate);
+            }
+            None => self.hear(token),
+        }
+        if self.active { self.give(io) } else { Ok(()) }
+    }
+
+    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+        // What is under way between two calls is in the streams, which wait.
+        Ok(())
+    }
+
+    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+        if let Err(e) = self.watch_door(io.watcher) {
+            tracing::error!("the vsock's unix socket cannot be watched: {e}");
+        }
+        self.state.reset_due |= moved && self.active;
+        // The event queue is looked at after this.
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        postcard::to_stdvec(&self.state).map_err(|e| e.to_string())
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+        let (state, rest) = postcard::take_from_bytes(state).map_err(|e| e.to_string())?;
+        if !rest.is_empty() {
+            return Err(format!("{} bytes follow the end of its state", rest.len()));
+        }
+        self.state = state;
+        Ok(())
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        if self.door.is_none() {
+            self.door = Some(Door::open(&self.config.uds).map_err(|e| e.to_string())?);
+            self.door_watched = false;
+        }
+        Ok(())
+    }
+
+    fn release(&mut self) -> Result<(), String> {
+        // Connections stay: should the guest go on here, so do they.
+        self.door = None;
+        self.callers.clear();
+        Ok(())
+    }
+}

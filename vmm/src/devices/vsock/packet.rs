@@ -1,0 +1,84 @@
+//! Packets: the header, and what its numbers mean.
+//!
+//! Chains are read and checked by the queue, as every device's are, which is why rust-vmm's packet
+//! parser, which reads descriptors itself, is not used here.
+
+use checkpoint::GuestRam;
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::devices::virtio::{Chain, Violation};
+
+/// Bytes of a header.
+pub(super) const HEADER: usize = size_of::<Header>();
+/// The host's context ID.
+pub(super) const HOST_CID: u64 = 2;
+/// A stream of bytes, the one type of socket here.
+pub(super) const STREAM: u16 = 1;
+/// In the flags of [`op::SHUTDOWN`]: the sender receives no more.
+pub(super) const NO_RECEIVE: u32 = 1;
+/// In the flags of [`op::SHUTDOWN`]: the sender sends no more.
+pub(super) const NO_SEND: u32 = 2;
+
+/// What a packet is for.
+pub(super) mod op {
+    pub(in super::super) const REQUEST: u16 = 1;
+    pub(in super::super) const RESPONSE: u16 = 2;
+    pub(in super::super) const RST: u16 = 3;
+    pub(in super::super) const SHUTDOWN: u16 = 4;
+    pub(in super::super) const RW: u16 = 5;
+    pub(in super::super) const CREDIT_UPDATE: u16 = 6;
+    pub(in super::super) const CREDIT_REQUEST: u16 = 7;
+}
+
+/// `struct virtio_vsock_hdr`.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(super) struct Header {
+    pub(super) src_cid: U64,
+    pub(super) dst_cid: U64,
+    pub(super) src_port: U32,
+    pub(super) dst_port: U32,
+    /// Bytes of data that follow.
+    pub(super) len: U32,
+    pub(super) kind: U16,
+    pub(super) op: U16,
+    pub(super) flags: U32,
+    /// Bytes of data that the sender has room for in all.
+    pub(super) buf_alloc: U32,
+    /// Bytes of data that the sender has taken out of that, ever.
+    pub(super) fwd_cnt: U32,
+}
+
+const _: () = assert!(HEADER == 44);
+
+impl Header {
+    /// Reads the header of a packet that the driver sends, whose data is in the chain, too.
+    pub(super) fn read(chain: &Chain, queue: u16, ram: &GuestRam) -> Result<Self, Violation> {
+        let mut header = Self::default();
+        let len = chain.readable.read(ram, 0, header.as_mut_bytes())?;
+        let has = u64::from(chain.readable.len());
+        if len < HEADER || has < HEADER as u64 + u64::from(header.len.get()) {
+            let why = format!(
+                "the packet from {} has {has} bytes, and says that {} follow its header of {HEADER}",
+                chain.head,
+                if len < HEADER { 0 } else { header.len.get() },
+            );
+            return Err(Violation::Request { queue, why });
+        }
+        Ok(header)
+    }
+
+    /// What says to the sender of this packet that there is no such connection.
+    pub(super) fn refusal(&self) -> Self {
+        Self {
+            src_cid: self.dst_cid,
+            dst_cid: self.src_cid,
+            src_port: self.dst_port,
+            dst_port: self.src_port,
+            kind: self.kind,
+            op: op::RST.into(),
+            ..Self::default()
+        }
+    }
+}

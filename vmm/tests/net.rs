@@ -1,0 +1,328 @@
+//! Linux guests with a network: hosts are network namespaces, with a tap and a bridge each, joined by
+//! a third one, where the peer is. Needs KVM, the right to make namespaces, and the Linux image that
+//! `images/linux/build.sh` makes; what is missing is said.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{Place, driftline, fail, succeed, text, wait_for};
+use serde_json::Value;
+use vmm::testing::{kvm_or_skip, skip};
+
+/// A guest boots in seconds where its ring 0 is not emulated.
+const BOOT: Duration = Duration::from_secs(180);
+const PEER: &str = "10.77.0.1/24";
+const GUEST: &str = "10.77.0.2";
+const SILENCE_MS: u64 = 200;
+const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
+     clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp driftline.ip=10.77.0.2/24 driftline.check=tcp";
+
+/// The folder of the Linux image.
+fn image() -> PathBuf {
+    let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache");
+    let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
+    std::env::var_os("DRIFTLINE_LINUX_GUEST")
+        .map_or_else(|| cache.join("driftline/linux-guest"), PathBuf::from)
+}
+
+fn try_ip(args: &[&str]) -> Result<(), String> {
+    let out = Command::new("ip").args(args).output().map_err(|e| format!("ip: {e}"))?;
+    match out.status.success() {
+        true => Ok(()),
+        false => Err(format!("ip {}: {}", args.join(" "), text(&out.stderr).trim())),
+    }
+}
+
+fn ip(args: &[&str]) {
+    try_ip(args).unwrap();
+}
+
+/// A network namespace, which goes with this.
+struct Namespace(String);
+
+impl Namespace {
+    fn new(name: &str) -> Result<Self, String> {
+        let name = format!("dl{}{name}", std::process::id());
+        try_ip(&["netns", "add", &name])?;
+        let new = Self(name);
+        new.ip(&["link", "set", "lo", "up"]);
+        new.ip(&["link", "add", "br0", "type", "bridge"]);
+        new.ip(&["link", "set", "br0", "up"]);
+        Ok(new)
+    }
+
+    fn ip(&self, args: &[&str]) {
+        ip(&[&["-n", &self.0], args].concat());
+    }
+
+    fn command(&self, program: &str, args: &[&str]) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.0, program]).args(args);
+        command.env_remove("RUST_LOG").stdin(Stdio::null());
+        command
+    }
+
+    fn add_tap(&self, name: &str, more: &[&str]) {
+        self.ip(&[&["tuntap", "add", "dev", name, "mode", "tap"], more].concat());
+        self.ip(&["link", "set", name, "master", "br0", "up"]);
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        if let Err(e) = try_ip(&["netns", "del", &self.0]) {
+            eprintln!("{e}");
+        }
+    }
+}
+
+/// Two hosts and the network between them, with the peer.
+struct Network {
+    source: Namespace,
+    destination: Namespace,
+    peer: Namespace,
+}
+
+impl Network {
+    fn new() -> Result<Self, String> {
+        let peer = Namespace::new("p")?;
+        peer.ip(&["addr", "add", PEER, "dev", "br0"]);
+        let host = |name: &str, address: &str| {
+            let host = Namespace::new(name)?;
+            let port =
+                ["link", "add", name, "type", "veth", "peer", "name", "up0", "netns", &host.0];
+            peer.ip(&port);
+            peer.ip(&["link", "set", name, "master", "br0", "up"]);
+            host.ip(&["link", "set", "up0", "master", "br0", "up"]);
+            host.ip(&["addr", "add", address, "dev", "br0"]);
+            host.add_tap("tap0", &[]);
+            Ok::<_, String>(host)
+        };
+        let (source, destination) = (host("s", "10.77.0.11/24")?, host("d", "10.77.0.12/24")?);
+        Ok(Self { source, destination, peer })
+    }
+}
+
+/// What these tests need; if something is missing, says so for `test`.
+fn network_or_skip(test: &str) -> Option<Network> {
+    if !kvm_or_skip(test) {
+        return None;
+    }
+    if !image().join("vmlinux").exists() {
+        let image = image();
+        skip(test, &format!("no Linux image in {}: images/linux/build.sh", image.display()));
+        return None;
+    }
+    Network::new().map_err(|why| skip(test, &why)).ok()
+}
+
+/// A process of a test, killed when dropped; `name.out` and `name.err` in the test's directory.
+struct Process<'p> {
+    place: &'p Place,
+    name: &'static str,
+    child: Child,
+}
+
+impl<'p> Process<'p> {
+    fn start(place: &'p Place, name: &'static str, mut command: Command) -> Self {
+        let file = |ending: &str| File::create(place.path(&format!("{name}.{ending}"))).unwrap();
+        let child = command.stdout(file("out")).stderr(file("err")).spawn().unwrap();
+        Self { place, name, child }
+    }
+
+    /// A driftline of `host`, with a socket, a serial file and a directory of its own.
+    fn driftline(place: &'p Place, name: &'static str, host: &Namespace, args: &[&str]) -> Self {
+        let (socket, state) = (socket(place, name), place.text(&format!("{name}.state")));
+        let serial = format!("file:{}", place.text(&format!("{name}.serial")));
+        let own = ["--api-sock", &socket, "--serial", &serial, "--state-dir", &state];
+        let all = [args, &own].concat();
+        Self::start(place, name, host.command(env!("CARGO_BIN_EXE_driftline"), &all))
+    }
+
+    /// A guest that has booted to its shell.
+    fn linux(place: &'p Place, name: &'static str, host: &Namespace, more: &[&str]) -> Self {
+        let file = |name: &str| image().join(name).to_str().unwrap().to_owned();
+        let (kernel, initrd) = (file("vmlinux"), file("initramfs.cpio"));
+        let boot = ["run", "--kernel", &kernel, "--initrd", &initrd, "--mem", "128M"];
+        let args = [&boot[..], &["--cmdline", CMDLINE], more].concat();
+        let mut guest = Self::driftline(place, name, host, &args);
+        let begun = Instant::now();
+        while !guest.serial().contains("driftline-linux: shell") {
+            guest.must_live();
+            assert!(begun.elapsed() < BOOT, "the guest does not boot: {}", guest.serial());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        eprintln!("{name}: booted in {:.1} s", begun.elapsed().as_secs_f64());
+        guest
+    }
+
+    fn serial(&self) -> String {
+        self.place.read(&format!("{}.serial", self.name))
+    }
+
+    fn printed(&self) -> String {
+        self.place.read(&format!("{}.out", self.name))
+    }
+
+    fn must_live(&mut self) {
+        let ended = self.child.try_wait().unwrap();
+        let said = self.place.read(&format!("{}.err", self.name));
+        assert!(ended.is_none(), "{} ended: {ended:?}: {said}", self.name);
+    }
+
+    /// The last number that it has printed as `key=number`.
+    fn figure(&self, key: &str) -> Option<u64> {
+        let printed = self.printed();
+        let key = format!(" {key}=");
+        let value = printed.rsplit_once(&key)?.1;
+        value.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    }
+
+    fn interrupt(&mut self) -> Option<i32> {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+        let child = &mut self.child;
+        wait_for(self.name, || child.try_wait().unwrap()).code()
+    }
+}
+
+impl Drop for Process<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            let said = self.place.read(&format!("{}.err", self.name));
+            eprintln!("{} printed: {}\nand said: {said}", self.name, self.printed());
+        }
+    }
+}
+
+fn socket(place: &Place, name: &str) -> String {
+    place.text(&format!("{name}.sock"))
+}
+
+/// Sends numbered messages to the guest's echo every 20 ms, and checks what comes back.
+fn echo<'p>(place: &'p Place, name: &'static str, host: &Namespace, to: &str) -> Process<'p> {
+    let check = image().join("driftline-check");
+    let args = ["echo", to, "port=7", "interval=20ms", "run=300s"];
+    let mut process = Process::start(place, name, host.command(check.to_str().unwrap(), &args));
+    wait_for("answers of the guest's echo", || {
+        process.must_live();
+        process.figure("received").filter(|n| *n > 50)
+    });
+    process
+}
+
+fn await_answers(echo: &mut Process<'_>, more: u64) {
+    let before = echo.figure("received").unwrap();
+    wait_for("more answers of the guest's echo", || {
+        echo.must_live();
+        echo.figure("received").filter(|n| *n > before + more)
+    });
+}
+
+#[test]
+fn a_tap_that_cannot_be_used_is_refused_in_a_sentence() {
+    const TEST: &str = "a_tap_that_cannot_be_used_is_refused_in_a_sentence";
+    if !kvm_or_skip(TEST) {
+        return;
+    }
+    let run = |net: &str| {
+        let guest = ["--serial", "null", "--mem", "32M", "--guest", "payload,ws=1M"];
+        [&["run", "--net", net], &guest[..]].concat().iter().map(|s| (*s).to_owned()).collect()
+    };
+    let refused = |code, net: &str| {
+        let args: Vec<String> = run(net);
+        fail(code, &args.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let said = refused(1, "tap=dl-nowhere");
+    assert!(said.contains("tap \"dl-nowhere\" does not exist on this host"), "{said}");
+    for bad in ["dl0", "tap=", "tap=a/b", "tap=t,mac=1", "tap=t,queues=100"] {
+        assert!(refused(2, bad).contains("--net"), "{bad}");
+    }
+    let host = match Namespace::new("t") {
+        Ok(host) => host,
+        Err(why) => return skip(TEST, &why),
+    };
+    host.add_tap("one", &[]);
+    host.add_tap("many", &["multi_queue"]);
+    let place = Place::new();
+    let there = |net: &str| {
+        let args: Vec<String> = run(net);
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let out = host.command(env!("CARGO_BIN_EXE_driftline"), &args).output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{net}: {}", text(&out.stderr));
+        text(&out.stderr)
+    };
+    let said = there("tap=one,queues=2");
+    assert!(said.contains("\"one\"") && said.contains("without `multi_queue`"), "{said}");
+    let said = there("tap=many");
+    assert!(said.contains("\"many\"") && said.contains("with `multi_queue`"), "{said}");
+    let said = there("tap=br0");
+    assert!(said.contains("\"br0\" cannot be used as a tap"), "{said}");
+    // A tap has one owner, with one queue or several.
+    let nets = ["--net", "tap=one", "--net", "tap=many,queues=2"];
+    let guest = ["run", "--mem", "32M", "--guest", "payload,ws=1M"];
+    let mut owner = Process::driftline(&place, "owner", &host, &[&guest[..], &nets].concat());
+    wait_for("the guest", || {
+        owner.must_live();
+        let out = driftline(&["info", "--api-sock", &socket(&place, "owner")]).output().unwrap();
+        out.status.success().then_some(())
+    });
+    assert!(there("tap=one").contains("tap \"one\" is in use by another"));
+    assert!(there("tap=many,queues=2").contains("tap \"many\" is in use by another"));
+}
+
+#[test]
+fn a_connection_survives_a_migration_between_two_hosts() {
+    let Some(network) = network_or_skip("a_connection_survives_a_migration_between_two_hosts")
+    else {
+        return;
+    };
+    let place = Place::new();
+    let vsock = |name: &str| format!("uds={}", place.text(&format!("{name}.vsock")));
+    let at_source = format!("cid=5,{}", vsock("source"));
+    let devices = ["--net", "tap=tap0", "--vsock", &at_source];
+    let _source = Process::linux(&place, "source", &network.source, &devices);
+    let to = format!("addr={GUEST}");
+    let mut tcp = echo(&place, "tcp", &network.peer, &to);
+    let through = format!("vsock={}", place.text("source.vsock"));
+    let vsock_echo = echo(&place, "vsock", &network.source, &through);
+
+    let there = vsock("destination");
+    let address = "tcp:10.77.0.12:7999";
+    let args = ["receive-migration", address, "--net", "tap=tap0", "--vsock", &there];
+    let mut destination = Process::driftline(&place, "destination", &network.destination, &args);
+    wait_for("the destination's socket", || {
+        destination.must_live();
+        place.path("destination.sock").exists().then_some(())
+    });
+    let before_ms = tcp.figure("longest_silence_ms").unwrap();
+    let sent = ["send-migration", address, "--json", "--api-sock", &socket(&place, "source")];
+    let report: Value = serde_json::from_str(&succeed(&sent)).unwrap();
+    assert_eq!(report["status"], "completed", "{report}");
+    await_answers(&mut tcp, 100);
+    assert_eq!(tcp.interrupt(), Some(0), "{}", tcp.printed());
+    let printed = tcp.printed();
+    assert!(printed.contains("held=yes"), "{printed}");
+    let silence_ms = tcp.figure("longest_silence_ms").unwrap();
+    eprintln!(
+        "downtime {} ms of {} ms in all; the peer's longest silence {silence_ms} ms, {before_ms} ms before",
+        report["downtime_ms"], report["total_time_ms"]
+    );
+    assert!(silence_ms <= SILENCE_MS.max(2 * before_ms), "{silence_ms} ms: {printed}");
+
+    // Connections of the vsock end with the host, and new ones can be made at the new one.
+    drop(vsock_echo);
+    let through = format!("vsock={}", place.text("destination.vsock"));
+    let mut again = echo(&place, "again", &network.destination, &through);
+    assert_eq!(again.interrupt(), Some(0), "{}", again.printed());
+    destination.must_live();
+    let serial = destination.serial();
+    assert!(!serial.contains("BUG") && !serial.contains("Oops"), "{serial}");
+}
