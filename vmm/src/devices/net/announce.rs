@@ -6,20 +6,23 @@ use std::time::Duration;
 
 use vmm_sys_util::timerfd::TimerFd;
 
-/// Waits between the announcements; the first one is made at once.
-const WAITS: [Duration; 5] = [
-    Duration::from_millis(10),
-    Duration::from_millis(40),
-    Duration::from_millis(100),
-    Duration::from_millis(250),
-    Duration::from_millis(600),
+/// Waits before the announcements that follow the first one, which is made at once, and whether the
+/// driver is asked to announce itself, too. Not at first: it has packets to answer that waited for
+/// the move, and its address, which is what switches need, is in ours. At last again, should an answer
+/// to the first time have been lost.
+const STEPS: [(Duration, bool); 5] = [
+    (Duration::from_millis(10), false),
+    (Duration::from_millis(40), false),
+    (Duration::from_millis(100), true),
+    (Duration::from_millis(250), false),
+    (Duration::from_millis(600), true),
 ];
 
 /// A series of announcements.
 #[derive(Debug)]
 pub(super) struct Announcements {
     timer: TimerFd,
-    /// The waits that are behind; `None` if nothing is to be announced.
+    /// The step that is waited for; `None` if nothing is to be announced.
     step: Option<usize>,
 }
 
@@ -36,7 +39,7 @@ impl Announcements {
     /// Begins a series: the first announcement is due now.
     pub(super) fn begin(&mut self) -> io::Result<()> {
         self.step = Some(0);
-        self.timer.reset(WAITS[0], None)?;
+        self.timer.reset(STEPS[0].0, None)?;
         Ok(())
     }
 
@@ -46,18 +49,17 @@ impl Announcements {
         let _ = self.timer.clear();
     }
 
-    /// The timer is ready: whether an announcement is due, and is the last one.
+    /// The timer is ready: if an announcement is due, whether the driver is asked for one, too.
     pub(super) fn tick(&mut self) -> io::Result<Option<bool>> {
         self.timer.wait()?;
-        let Some(step) = self.step else { return Ok(None) };
-        let next = WAITS.get(step + 1);
-        match next {
-            Some(wait) => {
-                self.step = Some(step + 1);
+        let Some(now) = self.step else { return Ok(None) };
+        match STEPS.get(now + 1) {
+            Some((wait, _)) => {
+                self.step = Some(now + 1);
                 self.timer.reset(*wait, None)?;
             }
             None => self.end(),
         }
-        Ok(Some(next.is_none()))
+        Ok(STEPS.get(now).map(|(_, ask_driver)| *ask_driver))
     }
 }

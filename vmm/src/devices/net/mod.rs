@@ -419,8 +419,7 @@ impl Device for Net {
             return self.receive(pair, io);
         }
         match self.announcements.tick() {
-            // The first one told the driver; the last one does again, should that have been lost.
-            Ok(Some(last)) => self.announce(last, io),
+            Ok(Some(ask_driver)) => self.announce(ask_driver, io),
             Ok(None) => {}
             Err(e) => tracing::warn!("the announcements of a network interface end: {e}"),
         }
@@ -438,7 +437,7 @@ impl Device for Net {
         }
         let retaken = std::mem::take(&mut self.retaken);
         if self.features.is_some() && (moved || retaken) {
-            self.announce(true, io);
+            self.announce(false, io);
             if let Err(e) = self.announcements.begin() {
                 tracing::warn!("a network interface announces itself only once: {e}");
             }
