@@ -112,7 +112,8 @@ pub(crate) trait Device: Send {
     fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall>;
 
     /// The device goes on after a stand, and the machine with it; `moved` the first time after a
-    /// [`restore`](Self::restore). All queues are looked at after this.
+    /// [`restore`](Self::restore). All queues are looked at after this. Whoever watches files for
+    /// edges looks at them here: those that came just before the stand may have gone unseen.
     fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation>;
 
     /// The state of a device that stands, encoded; its rings and what the driver negotiated are

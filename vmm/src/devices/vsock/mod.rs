@@ -141,6 +141,14 @@ impl Vsock {
         }
     }
 
+    /// The stream of a connection is ready for something, or may be.
+    fn stream_ready(&mut self, token: u32, hung_up: bool) {
+        if let Some(connection) = self.connections.get_mut(&token) {
+            let fate = connection.stream_ready(hung_up);
+            self.settle(token, fate);
+        }
+    }
+
     /// Ends a connection or not. Closing its stream ends the watch as well.
     fn settle(&mut self, token: u32, fate: Fate) {
         if fate == Fate::Lives {
@@ -407,13 +415,12 @@ impl Device for Vsock {
             self.let_in(io.watcher);
             return Ok(());
         }
-        match self.connections.get_mut(&token) {
-            Some(connection) => {
+        match self.connections.contains_key(&token) {
+            true => {
                 let gone = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
-                let fate = connection.stream_ready(gone);
-                self.settle(token, fate);
+                self.stream_ready(token, gone);
             }
-            None => self.hear(token),
+            false => self.hear(token),
         }
         if self.active { self.give(io) } else { Ok(()) }
     }
@@ -427,8 +434,15 @@ impl Device for Vsock {
         if let Err(e) = self.watch_door(io.watcher) {
             tracing::error!("the vsock's unix socket cannot be watched: {e}");
         }
+        // Edges that came while the device stood may have gone unseen.
+        let tokens: Vec<u32> = self.connections.keys().copied().collect();
+        for token in tokens {
+            self.stream_ready(token, false);
+        }
+        let callers: Vec<u32> = self.callers.iter().map(|(token, _)| *token).collect();
+        callers.into_iter().for_each(|token| self.hear(token));
         self.state.reset_due |= moved && self.active;
-        // The event queue is looked at after this.
+        // The queues are looked at after this.
         Ok(())
     }
 

@@ -356,6 +356,28 @@ fn after_a_move_the_guest_hears_that_its_connections_are_gone() {
 }
 
 #[test]
+fn nothing_is_lost_to_a_pause() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    for n in 0..100 {
+        program.write_all(&[n]).unwrap();
+        guest.driver.quiesce();
+        guest.driver.transport.resume();
+        assert_eq!(guest.expect(op::RW, ports).1, [n]);
+        guest.driver.forget_buffers();
+    }
+    let mut caller = UnixStream::connect(place.uds()).unwrap();
+    for byte in b"CONNECT 9\n" {
+        caller.write_all(&[*byte]).unwrap();
+        guest.driver.quiesce();
+        guest.driver.transport.resume();
+    }
+    assert_eq!(guest.next().0.op.get(), op::REQUEST);
+}
+
+#[test]
 fn the_socket_is_one_devices_and_goes_with_it() {
     let place = Place::new();
     let (mut a, mut b) = (place.vsock(), place.vsock());
