@@ -101,10 +101,10 @@ impl Network {
         peer.ip(&["addr", "add", PEER, "dev", "br0"]);
         let host = |name: &str, address: &str| {
             let host = Namespace::new(name)?;
-            let port =
-                ["link", "add", name, "type", "veth", "peer", "name", "up0", "netns", &host.0];
-            peer.ip(&port);
-            peer.ip(&["link", "set", name, "master", "br0", "up"]);
+            let port = format!("to-{name}");
+            let ends = ["name", &port, "type", "veth", "peer", "name", "up0", "netns", &host.0];
+            peer.ip(&[&["link", "add"], &ends[..]].concat());
+            peer.ip(&["link", "set", &port, "master", "br0", "up"]);
             host.ip(&["link", "set", "up0", "master", "br0", "up"]);
             host.ip(&["addr", "add", address, "dev", "br0"]);
             host.add_tap("tap0", &[]);

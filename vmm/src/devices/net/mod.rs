@@ -125,7 +125,7 @@ impl Net {
         let pairs = if self.has(VIRTIO_NET_F_MQ) { self.config.queues.into() } else { 1 };
         let pair = (queue / 2) as u8;
         match queue {
-            _ if queue < 2 * pairs && queue % 2 == 0 => Some(Role::Receive(pair)),
+            _ if queue < 2 * pairs && queue.is_multiple_of(2) => Some(Role::Receive(pair)),
             _ if queue < 2 * pairs => Some(Role::Transmit(pair)),
             _ if queue == 2 * pairs && self.has(VIRTIO_NET_F_CTRL_VQ) => Some(Role::Control),
             _ => None,
