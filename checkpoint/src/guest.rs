@@ -122,8 +122,11 @@ pub trait Guest: Send + Sync {
     /// The guest's memory. Writing to it marks the written frames in every subscriber's tree.
     fn ram(&self) -> &GuestRam;
 
-    /// Runs of frames, ascending, outside of which memory was never written and reads as zeros. May
-    /// include frames that are zero too. Costs one look at the host's page tables.
+    /// Runs of frames, ascending, that a copy of all memory has to take. All others were never written
+    /// and read as zeros, or have a content that is of no use to the guest: a running guest may be
+    /// asked, for a second at most, what of its memory is free. What such a frame is written with after
+    /// this call is found by whoever has [subscribed](Self::subscribe) before it, and by nobody else.
+    /// May include frames that are zero too. Costs one look at the host's page tables.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
 
     /// Begins to follow writes for one more subscriber. When this returns, every later write will

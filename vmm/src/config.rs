@@ -1,6 +1,7 @@
 //! What a machine is made of: the part of its configuration that moves with it, and the part that
 //! belongs to one host.
 
+mod balloon;
 mod codec;
 mod cpu;
 mod devices;
@@ -14,6 +15,7 @@ use dirty_tracker::TrackingMode;
 use serde::{Deserialize, Serialize};
 
 use crate::memory::MemoryOptions;
+pub use balloon::BalloonConfig;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord};
 pub use devices::{
     DeviceConfig, DiskConfig, DiskSpec, MAX_DEVICES, MAX_SERIAL_BYTES, ReplaceError, disks,

@@ -7,6 +7,7 @@ use checkpoint::{Guest, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::MachineConfig;
+use crate::devices::BalloonControl;
 
 /// Why a guest ended.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -67,6 +68,9 @@ pub trait Vm: Guest {
 
     /// A snapshot of its figures.
     fn info(&self) -> VmInfo;
+
+    /// Its balloon, if it has one.
+    fn balloon(&self) -> Option<&BalloonControl>;
 
     /// Blocks until the guest has ended, or `timeout` has passed (`None`).
     fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason>;

@@ -136,6 +136,35 @@ pub struct ActionRequest {
     pub action_type: String,
 }
 
+/// `GET /balloon`, as Firecracker has it, and our own beside it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct BalloonView {
+    /// What shall be in it, in MiB, rounded down.
+    pub amount_mib: u64,
+    /// The guest may take memory back from it rather than kill a program.
+    pub deflate_on_oom: bool,
+    /// Statistics are not polled: 0.
+    pub stats_polling_interval_s: u16,
+    /// The guest says which frames are free when all memory is to be copied.
+    pub free_page_hinting: bool,
+    /// The guest reports what it has freed.
+    pub free_page_reporting: bool,
+    /// What shall be in it.
+    pub target_bytes: u64,
+    /// What the guest says is in it.
+    pub actual_bytes: u64,
+    /// What has been given back to this host so far, memory given back again counted again.
+    pub discarded_bytes: u64,
+}
+
+/// `PATCH /balloon`, as Firecracker has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BalloonRequest {
+    /// What shall be in it, in MiB: at most the guest's memory.
+    pub amount_mib: u64,
+}
+
 /// `GET /machine-config`, as Firecracker has it, and our own beside it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MachineConfigView {

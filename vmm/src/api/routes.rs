@@ -14,6 +14,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::app::App;
+use super::balloon;
 use super::fault::{Fault, Input};
 use super::model::{
     ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo, JobBegun,
@@ -22,8 +23,8 @@ use super::model::{
 use crate::config::{Boot, MachineConfig};
 use crate::jobs::Jobs;
 
-type Shared = State<Arc<App>>;
-type Answer<T> = Result<Json<T>, Fault>;
+pub(super) type Shared = State<Arc<App>>;
+pub(super) type Answer<T> = Result<Json<T>, Fault>;
 
 pub(super) fn all(app: Arc<App>) -> Router {
     Router::new()
@@ -38,6 +39,7 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
         .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
         .route("/migration/resolve", post(resolve_migration))
+        .route("/balloon", get(balloon::show).patch(balloon::change))
         .route("/dirty", get(dirty))
         .route("/metrics", get(metrics))
         .fallback(unknown)

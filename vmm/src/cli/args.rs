@@ -8,7 +8,8 @@ use dirty_tracker::TrackingMode;
 use migrate::TimeoutStrategy;
 use vmm::api::model::DisksPolicy;
 use vmm::config::{
-    Backend, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, NetSpec, SerialSink, VsockSpec,
+    Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, NetSpec,
+    SerialSink, VsockSpec,
 };
 use vmm::memory::{Backing, HugePages};
 
@@ -46,6 +47,8 @@ pub(crate) enum Command {
     Run(RunArgs),
     /// Show a guest's state and figures
     Info(QueryArgs),
+    /// Show a guest's balloon, or change its size
+    Balloon(BalloonArgs),
     /// Stop a guest's vCPUs
     Pause(ApiArgs),
     /// Let a paused guest run
@@ -87,6 +90,15 @@ pub(crate) struct QueryArgs {
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Args)]
+pub(crate) struct BalloonArgs {
+    #[command(flatten)]
+    pub(crate) query: QueryArgs,
+    /// Want this much of the guest's memory back: whole MiB
+    #[arg(long, value_name = "SIZE", value_parser = values::size)]
+    pub(crate) size: Option<u64>,
 }
 
 /// How a process that has a guest behaves on its host.
@@ -167,6 +179,13 @@ pub(crate) struct RunArgs {
     /// Give a --kernel guest the host's randomness (virtio-rng)
     #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On)]
     pub(crate) rng: OnOff,
+    /// Give a --kernel guest a memory balloon (virtio-balloon):
+    /// [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off], where all is on by default
+    ///
+    /// With reporting the host gets memory back that the guest has freed; with hinting, a migration's
+    /// first pass and a full checkpoint leave out what is free.
+    #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "", requires = "kernel")]
+    pub(crate) balloon: Option<BalloonConfig>,
     /// How writes are tracked: dirty-ring, dirty-bitmap or none
     #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]
     pub(crate) tracking: TrackingMode,

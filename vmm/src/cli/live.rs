@@ -147,6 +147,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     if args.rng == OnOff::On && has_drivers {
         devices.push(DeviceConfig::Rng);
     }
+    devices.extend(args.balloon.map(DeviceConfig::Balloon));
     Ok(MachineConfig {
         mem_bytes: args.mem,
         vcpus: args.vcpus,

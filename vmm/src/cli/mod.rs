@@ -1,6 +1,7 @@
 //! The command line: options in, a job done by the library, results on stdout, all else on stderr.
 
 pub(crate) mod args;
+mod balloon;
 mod checkpoint;
 mod client;
 mod doctor;
@@ -38,6 +39,7 @@ fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
     match command {
         Command::Run(args) => live::run(args, started),
         Command::Info(args) => client::info(&args),
+        Command::Balloon(args) => balloon::balloon(&args),
         Command::Pause(args) => client::pause(&args),
         Command::Resume(args) => client::resume(&args),
         Command::Stop(args) => client::stop(&args),

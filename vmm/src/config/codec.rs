@@ -121,7 +121,7 @@ impl MachineConfig {
         if let Some(path) = devices::paths(&self.devices).find(|p| p.to_str().is_none()) {
             return Err(format!("its file {path:?} has a name that is not UTF-8"));
         }
-        devices::check(&self.devices)
+        devices::check(&self.devices, self.mem_bytes)
     }
 }
 

@@ -8,6 +8,7 @@ use std::str::FromStr;
 use checkpoint::GuestError;
 use serde::{Deserialize, Serialize};
 
+use super::balloon::{self, BalloonConfig};
 use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replace_vsock};
 
 /// Most virtio devices: there are no more interrupts for them.
@@ -29,6 +30,8 @@ pub enum DeviceConfig {
     Net(NetConfig),
     /// A socket device; a machine has one at most.
     Vsock(VsockConfig),
+    /// A balloon.
+    Balloon(BalloonConfig),
 }
 
 impl DeviceConfig {
@@ -39,6 +42,7 @@ impl DeviceConfig {
             Self::Rng => "rng",
             Self::Net(net) => &net.id,
             Self::Vsock(_) => "vsock",
+            Self::Balloon(_) => "balloon",
         }
     }
 }
@@ -114,8 +118,8 @@ fn check_serial(serial: &str) -> Result<String, String> {
     Ok(serial.to_owned())
 }
 
-/// Whether any host could have these devices; if not, why.
-pub(super) fn check(devices: &[DeviceConfig]) -> Result<(), String> {
+/// Whether any host could have a guest of this memory with these devices; if not, why.
+pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), String> {
     if devices.len() > MAX_DEVICES {
         return Err(format!("it has {} virtio devices, more than {MAX_DEVICES}", devices.len()));
     }
@@ -137,6 +141,7 @@ pub(super) fn check(devices: &[DeviceConfig]) -> Result<(), String> {
             }
             DeviceConfig::Net(net) => net.check()?,
             DeviceConfig::Vsock(vsock) => vsock.check()?,
+            DeviceConfig::Balloon(config) => balloon::check(config, mem_bytes)?,
             DeviceConfig::Rng => {}
         }
     }
@@ -148,7 +153,7 @@ pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
     devices.iter().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk.path.as_path()),
         DeviceConfig::Vsock(vsock) => Some(vsock.uds.as_path()),
-        DeviceConfig::Net(_) | DeviceConfig::Rng => None,
+        DeviceConfig::Net(_) | DeviceConfig::Rng | DeviceConfig::Balloon(_) => None,
     })
 }
 
@@ -171,7 +176,7 @@ pub(super) fn replace(
             DeviceConfig::Disk(disk) => disks.push((disk.id.clone(), disk)),
             DeviceConfig::Net(net) => nets.push((net.id.clone(), net)),
             DeviceConfig::Vsock(v) => vsock = Some(v),
-            DeviceConfig::Rng => {}
+            DeviceConfig::Rng | DeviceConfig::Balloon(_) => {}
         }
     }
     let disk_specs = host.disks.iter().map(|spec| (spec.id.as_deref(), spec)).collect();

@@ -12,6 +12,7 @@
 //!
 //! Interrupt controllers, timer and local APICs are KVM's.
 
+mod balloon;
 mod block;
 mod input;
 mod net;
@@ -24,6 +25,7 @@ mod sink;
 mod virtio;
 mod vsock;
 
+pub use balloon::{BalloonControl, BalloonFigures};
 pub use block::{DiskError, probe as probe_disk};
 pub(crate) use input::InputThread;
 pub use net::TapError;

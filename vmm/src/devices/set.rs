@@ -10,6 +10,7 @@ use checkpoint::GuestRam;
 use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
+use super::balloon::{Balloon, BalloonControl};
 use super::block::{Block, DiskError};
 use super::net::{Net, TapError};
 use super::placement::{device_at, placement};
@@ -69,6 +70,7 @@ pub struct Drive {
 pub(crate) struct DeviceSet {
     devices: Vec<Transport>,
     drives: Vec<Drive>,
+    balloon: Option<BalloonControl>,
 }
 
 impl DeviceSet {
@@ -104,6 +106,12 @@ impl DeviceSet {
             DeviceConfig::Rng => Box::new(Rng),
             DeviceConfig::Net(net) => Box::new(Net::open(net)?),
             DeviceConfig::Vsock(vsock) => Box::new(Vsock::open(vsock)?),
+            DeviceConfig::Balloon(config) => {
+                let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
+                let (balloon, control) = Balloon::new(config).map_err(system)?;
+                self.balloon = Some(control);
+                Box::new(balloon)
+            }
         })
     }
 
@@ -123,6 +131,11 @@ impl DeviceSet {
     /// The drives that the guest can write to.
     pub(crate) fn drives(&self) -> &[Drive] {
         &self.drives
+    }
+
+    /// The balloon, if there is one.
+    pub(crate) fn balloon(&self) -> Option<&BalloonControl> {
+        self.balloon.as_ref()
     }
 
     /// A guest's read of an address where no memory is: ones where no device is either.

@@ -67,6 +67,7 @@ impl Machine {
         let holds = load || config.devices.is_empty();
         let devices = DeviceSet::build(&config, memory.ram(), load)?;
         let drives = devices.drives().to_vec();
+        let balloon = devices.balloon().cloned();
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
@@ -99,6 +100,7 @@ impl Machine {
             config,
             memory,
             drives,
+            balloon,
             status,
             counters,
             started: Instant::now(),

@@ -24,11 +24,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
-use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
-use crate::devices::{Drive, InputThread, SinkThread};
+use crate::devices::{BalloonControl, Drive, InputThread, SinkThread};
 use crate::memory::Memory;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
@@ -37,6 +37,9 @@ pub use error::MachineError;
 pub use factory::MachineFactory;
 use supervisor::{Request, Status};
 
+/// How long a copy of all memory waits for the guest to say what of it is free.
+const HINTS_LIMIT: Duration = Duration::from_secs(1);
+
 /// A KVM virtual machine. Dropping it ends the guest and joins all its threads.
 #[derive(Debug)]
 pub struct Machine {
@@ -44,6 +47,7 @@ pub struct Machine {
     config: MachineConfig,
     memory: Arc<Memory>,
     drives: Vec<Drive>,
+    balloon: Option<BalloonControl>,
     status: Arc<Status>,
     counters: Vec<Arc<Counters>>,
     started: Instant,
@@ -74,6 +78,13 @@ impl Machine {
         self.collector.as_ref().ok_or(GuestError::NotTracked)
     }
 
+    /// Frames of which the guest says that their content is of no use.
+    fn free_frames(&self) -> FrameSet {
+        // A guest that stands cannot say it.
+        let balloon = self.balloon.as_ref().filter(|_| self.run_state() == RunState::Running);
+        balloon.map(|b| b.free_frames(HINTS_LIMIT)).unwrap_or_default()
+    }
+
     /// The drives that the guest can write to, each with the tree of its blocks.
     pub fn drives(&self) -> &[Drive] {
         &self.drives
@@ -98,10 +109,16 @@ impl Guest for Machine {
     }
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
-        self.memory.populated().map_err(|e| GuestError::System {
+        let free = self.free_frames();
+        let populated = self.memory.populated().map_err(|e| GuestError::System {
             what: "reading /proc/self/pagemap",
             cause: Box::new(e),
-        })
+        })?;
+        if free.is_empty() {
+            return Ok(populated);
+        }
+        tracing::debug!(frames = free.frames(), "the guest hints free frames");
+        Ok(populated.into_iter().flat_map(|run| free.gaps(run)).collect())
     }
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
@@ -165,6 +182,10 @@ impl Vm for Machine {
             vcpu: self.counters.iter().map(|c| c.read()).collect(),
             dirty: self.memory.tracker().stats(),
         }
+    }
+
+    fn balloon(&self) -> Option<&BalloonControl> {
+        self.balloon.as_ref()
     }
 
     fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {

@@ -122,7 +122,8 @@ impl MemoryOptions {
         };
         let builder = MmapRegionBuilder::new_with_bitmap(len, bitmap)
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
-            .with_mmap_flags(flags);
+            .with_mmap_flags(flags)
+            .with_hugetlbfs(self.is_pooled());
         match self.backing {
             Backing::Anon => builder.build(),
             Backing::Memfd => {

@@ -2,21 +2,21 @@
 //! that the VMM's own writes mark.
 
 mod backing;
+mod discard;
 mod map;
+mod populated;
 
-use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use checkpoint::GuestRam;
-use dirty_tracker::{FrameRun, Gfn, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
-use rustix::fs::SeekFrom;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
+use dirty_tracker::{FrameRun, Layout, LayoutError, TrackedBitmap, Tracker};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};
+pub(crate) use discard::Discarder;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
+use populated::Populated;
 
 /// Why there is no guest memory.
 #[derive(Debug, thiserror::Error)]
@@ -62,8 +62,6 @@ pub enum MemoryError {
 pub struct Memory {
     ram: GuestRam,
     tracker: Arc<Tracker>,
-    /// Huge pages of the pool: never swapped, and their file knows nothing of its holes.
-    from_pool: bool,
 }
 
 impl Memory {
@@ -99,7 +97,7 @@ impl Memory {
             regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
         }
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker, from_pool: options.is_pooled() })
+        Ok(Self { ram, tracker })
     }
 
     /// The mappings.
@@ -121,82 +119,15 @@ impl Memory {
     /// written and read as zeros. Reads eight bytes a frame from the kernel, or, of a memory file,
     /// asks for the bounds of each run.
     pub fn populated(&self) -> io::Result<Vec<FrameRun>> {
-        let mut pagemap = None;
-        let mut runs = Vec::new();
+        let (mut populated, mut runs) = (Populated::default(), Vec::new());
         for region in self.ram.iter() {
-            match region.file_offset().filter(|_| !self.from_pool) {
-                Some(file) => populated_file(region, file, &mut runs)?,
-                None => {
-                    if pagemap.is_none() {
-                        pagemap = Some(Pagemap::open()?);
-                    }
-                    if let Some(pagemap) = &mut pagemap {
-                        pagemap.populated(region, &mut runs)?;
-                    }
-                }
-            }
+            populated.find(region, populated::all(region), &mut runs)?;
         }
         Ok(runs)
     }
 }
 
 type Region = GuestRegionMmap<TrackedBitmap>;
-
-/// The data of a memory file, swapped out or not. Its page tables would not tell: a page of a file
-/// that is swapped out is not in them.
-fn populated_file(region: &Region, file: &FileOffset, runs: &mut Vec<FrameRun>) -> io::Result<()> {
-    let base = region.start_addr().0 / PAGE_SIZE;
-    let mut at = 0;
-    loop {
-        let start = match rustix::fs::seek(file.file().as_fd(), SeekFrom::Data(at)) {
-            Ok(start) => start,
-            // No data follows.
-            Err(rustix::io::Errno::NXIO) => return Ok(()),
-            Err(e) => return Err(e.into()),
-        };
-        at = rustix::fs::seek(file.file().as_fd(), SeekFrom::Hole(start))?;
-        let (first, end) = (start / PAGE_SIZE, at.div_ceil(PAGE_SIZE));
-        runs.push(FrameRun { start: Gfn(base + first), count: end - first });
-    }
-}
-
-/// What the kernel says about this process's pages.
-struct Pagemap {
-    file: File,
-    buffer: Vec<u8>,
-}
-
-const ENTRIES_PER_CHUNK: u64 = 64 << 10;
-
-impl Pagemap {
-    fn open() -> io::Result<Self> {
-        let buffer = vec![0; ENTRIES_PER_CHUNK as usize * 8];
-        Ok(Self { file: File::open("/proc/self/pagemap")?, buffer })
-    }
-
-    fn populated(&mut self, region: &Region, runs: &mut Vec<FrameRun>) -> io::Result<()> {
-        let first = region.as_ptr() as u64 / PAGE_SIZE;
-        let base = Gfn::containing(region.start_addr().0);
-        let frames = region.len() / PAGE_SIZE;
-        let region_floor = runs.len();
-        for chunk in (FrameRun { start: Gfn(0), count: frames }).chunks(ENTRIES_PER_CHUNK) {
-            let bytes = &mut self.buffer[..chunk.count as usize * 8];
-            self.file.read_exact_at(bytes, (first + chunk.start.0) * 8)?;
-            for (i, entry) in bytes.chunks_exact(8).enumerate() {
-                // The top byte has both bits that matter: 63 present, 62 swapped.
-                if entry[7] & 0xc0 == 0 {
-                    continue;
-                }
-                let gfn = Gfn(base.0 + chunk.start.0 + i as u64);
-                match runs[region_floor..].last_mut() {
-                    Some(run) if run.end() == gfn => run.count += 1,
-                    _ => runs.push(FrameRun { start: gfn, count: 1 }),
-                }
-            }
-        }
-        Ok(())
-    }
-}
 
 /// Refuses a guest that the pool of huge pages has no room for: the kernel would say "out of memory".
 fn check_pool(bytes: u64) -> Result<(), MemoryError> {
@@ -238,6 +169,7 @@ pub(crate) fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dirty_tracker::Gfn;
     use vm_memory::Bytes;
 
     #[test]

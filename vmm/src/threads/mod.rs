@@ -27,7 +27,7 @@ use images::PayloadSpec;
 use images::workload::{Placement, ready_line};
 
 use crate::config::{Boot, HostConfig, MachineConfig};
-use crate::devices::{SinkThread, SinkWriter, open_sink};
+use crate::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
 use crate::memory::Memory;
 use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
 use clock::GuestClock;
@@ -321,6 +321,10 @@ impl Vm for ThreadMachine {
             vcpu: vec![VcpuInfo::default(); usize::from(self.config.vcpus)],
             dirty: self.memory.tracker().stats(),
         }
+    }
+
+    fn balloon(&self) -> Option<&BalloonControl> {
+        None
     }
 
     fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {

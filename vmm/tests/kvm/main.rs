@@ -2,6 +2,7 @@
 // A helper that fails fails its test.
 #![allow(clippy::unwrap_used)]
 
+mod balloon;
 mod boot;
 mod elf;
 mod harness;

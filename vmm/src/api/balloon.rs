@@ -1,0 +1,55 @@
+//! The requests about a guest's balloon.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+
+use super::fault::{Fault, Input};
+use super::model::{BalloonRequest, BalloonView};
+use super::routes::{Answer, Shared, blocking};
+use crate::devices::BalloonControl;
+use crate::jobs::Jobs;
+
+/// `GET /balloon`.
+pub(super) async fn show(State(app): Shared) -> Answer<BalloonView> {
+    blocking(app, |jobs| Ok(Json(view(balloon(jobs)?)))).await
+}
+
+/// `PATCH /balloon`.
+pub(super) async fn change(
+    State(app): Shared,
+    Input(request): Input<BalloonRequest>,
+) -> Result<StatusCode, Fault> {
+    blocking(app, move |jobs| {
+        let balloon = balloon(jobs)?;
+        let most = jobs.vm().machine_config().mem_bytes >> 20;
+        if request.amount_mib > most {
+            let asked = request.amount_mib;
+            return Err(Fault::new(format!(
+                "a balloon of {asked} MiB is more than the guest's memory of {most} MiB"
+            )));
+        }
+        balloon.set_target(request.amount_mib << 20);
+        Ok(StatusCode::NO_CONTENT)
+    })
+    .await
+}
+
+fn balloon(jobs: &Jobs) -> Result<&BalloonControl, Fault> {
+    let none = || Fault::new("the guest has no balloon; `driftline run --balloon` gives it one");
+    jobs.vm().balloon().ok_or_else(none)
+}
+
+fn view(balloon: &BalloonControl) -> BalloonView {
+    let (config, figures) = (balloon.config(), balloon.figures());
+    BalloonView {
+        amount_mib: figures.target_bytes >> 20,
+        deflate_on_oom: config.deflate_on_oom,
+        stats_polling_interval_s: 0,
+        free_page_hinting: config.hinting,
+        free_page_reporting: config.reporting,
+        target_bytes: figures.target_bytes,
+        actual_bytes: figures.actual_bytes,
+        discarded_bytes: figures.discarded_bytes,
+    }
+}

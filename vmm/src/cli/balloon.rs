@@ -1,0 +1,36 @@
+//! `driftline balloon`.
+
+use std::process::ExitCode;
+
+use hyper::Method;
+use vmm::api::model::{BalloonRequest, BalloonView};
+
+use super::args::BalloonArgs;
+use super::client::ask;
+use super::failure::Failure;
+use super::output::{self, print, print_json};
+
+/// Changes the balloon's size if that is asked for, then shows it.
+pub(super) fn balloon(args: &BalloonArgs) -> Result<ExitCode, Failure> {
+    let api = &args.query.api;
+    if let Some(bytes) = args.size {
+        if !bytes.is_multiple_of(1 << 20) {
+            return Err(Failure::error(format_args!(
+                "a balloon of {bytes} bytes is not whole MiB"
+            )));
+        }
+        let request = BalloonRequest { amount_mib: bytes >> 20 };
+        ask::<()>(api, Method::PATCH, "/balloon", Some(&request))?;
+    }
+    let view: BalloonView = ask(api, Method::GET, "/balloon", None::<&()>)?;
+    if args.query.json {
+        print_json(&view)?;
+    } else {
+        print(output::table(&[
+            ("wanted", output::bytes(view.target_bytes)),
+            ("in it", output::bytes(view.actual_bytes)),
+            ("given back so far", output::bytes(view.discarded_bytes)),
+        ]))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}

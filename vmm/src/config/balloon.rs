@@ -1,0 +1,93 @@
+//! A balloon as a configuration has it and as the command line gives it.
+
+use std::str::FromStr;
+
+use dirty_tracker::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+
+/// A memory balloon: what is asked for as `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct BalloonConfig {
+    /// What shall be in it at first: whole frames, at most the guest's memory.
+    pub bytes: u64,
+    /// The guest may take memory back from it rather than kill a program.
+    pub deflate_on_oom: bool,
+    /// The guest reports memory that it has freed, which the host gets back until it is used again.
+    pub reporting: bool,
+    /// The guest is asked, when all memory is to be copied, what of it is free.
+    pub hinting: bool,
+}
+
+impl Default for BalloonConfig {
+    fn default() -> Self {
+        Self { bytes: 0, deflate_on_oom: true, reporting: true, hinting: true }
+    }
+}
+
+impl FromStr for BalloonConfig {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let mut balloon = Self::default();
+        for option in s.split(',').filter(|_| !s.is_empty()) {
+            match option.split_once('=') {
+                Some(("size", size)) => balloon.bytes = parse_size(size)?,
+                Some(("deflate-on-oom", value)) => balloon.deflate_on_oom = on_off(option, value)?,
+                Some(("reporting", value)) => balloon.reporting = on_off(option, value)?,
+                Some(("hinting", value)) => balloon.hinting = on_off(option, value)?,
+                _ => {
+                    return Err(format!(
+                        "\"{option}\" is no option of a balloon: they are size=SIZE, \
+                         deflate-on-oom=on|off, reporting=on|off and hinting=on|off"
+                    ));
+                }
+            }
+        }
+        Ok(balloon)
+    }
+}
+
+fn parse_size(size: &str) -> Result<u64, String> {
+    let bytes = images::workload::parse_size(size.as_bytes());
+    bytes.filter(|bytes| bytes.is_multiple_of(PAGE_SIZE)).ok_or_else(|| {
+        format!("\"{size}\" is no size of a balloon: digits and K, M or G, whole frames of 4K")
+    })
+}
+
+fn on_off(option: &str, value: &str) -> Result<bool, String> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(format!("\"{option}\" is neither on nor off")),
+    }
+}
+
+/// Whether a guest with `mem_bytes` of memory could have the balloon.
+pub(super) fn check(balloon: &BalloonConfig, mem_bytes: u64) -> Result<(), String> {
+    let BalloonConfig { bytes, .. } = balloon;
+    if *bytes > mem_bytes || !bytes.is_multiple_of(PAGE_SIZE) {
+        return Err(format!(
+            "its balloon of {bytes} bytes is not whole frames of its {mem_bytes} bytes of memory"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn balloons_are_read_as_they_are_given() {
+        let parsed = |s: &str| s.parse::<BalloonConfig>();
+        assert_eq!(parsed(""), Ok(BalloonConfig::default()));
+        let balloon = parsed("size=64M,reporting=off,deflate-on-oom=off").unwrap();
+        assert!(balloon.bytes == 64 << 20 && balloon.hinting);
+        assert!(!balloon.reporting && !balloon.deflate_on_oom);
+        for wrong in ["size=1", "size=", "64M", "reporting", "hinting=yes", ",", "size=1M,"] {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
+        assert!(check(&balloon, 64 << 20).is_ok());
+        assert!(check(&balloon, 32 << 20).unwrap_err().contains("67108864 bytes"));
+    }
+}

@@ -1,0 +1,356 @@
+//! virtio-balloon: memory that the guest gives back, for good, for a while, or as a hint.
+//!
+//! - Inflating: the guest gives up the frames that it puts into the balloon, whose size the operator
+//!   asks for. They are discarded.
+//! - Reporting: the guest tells which frames it has no use for at the moment. They are discarded too.
+//! - Hinting: asked to, when a copy of all memory is to begin, the guest tells which frames are free. They
+//!   stay as they are, and the copy leaves them out ([`hints`]).
+//!
+//! A guest that expects freed frames to hold another value than zero (page poisoning) gets to keep
+//! what it reports and hints.
+
+mod control;
+mod hints;
+mod space;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Instant;
+
+use checkpoint::GuestRam;
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use serde::{Deserialize, Serialize};
+use vm_memory::{GuestAddress, GuestMemoryBackend};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::virtio::{Buffer, Chain, Device, Io, Kind, Shared, Stall, Violation, Watcher};
+use crate::config::BalloonConfig;
+use crate::memory::Discarder;
+use control::{Ask, Figures};
+pub use control::{BalloonControl, BalloonFigures};
+use hints::{Hints, STOP};
+use space::Space;
+
+const QUEUE_SIZE: u16 = 128;
+/// Most frame numbers in one chain; Linux gives 256. More would let a driver hold up a pause.
+const MOST_NUMBERS: u32 = 4096;
+/// Token of the event that says that there are requests.
+const ASKED: u32 = 0;
+
+/// Feature bits.
+const FREE_PAGE_HINT: u64 = 1 << 3;
+const DEFLATE_ON_OOM: u64 = 1 << 2;
+const PAGE_POISON: u64 = 1 << 4;
+const REPORTING: u64 = 1 << 5;
+
+/// What a queue is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Role {
+    Inflate,
+    Deflate,
+    Hint,
+    Report,
+}
+
+/// The device.
+pub(super) struct Balloon {
+    config: BalloonConfig,
+    space: Space,
+    /// What the driver negotiated.
+    features: u64,
+    /// Of the queues, in their order: those of features that were not negotiated are not counted.
+    roles: Vec<Role>,
+    hints: Hints,
+    discarder: Discarder,
+    runs: Vec<FrameRun>,
+    figures: Arc<Figures>,
+    asks: Receiver<Ask>,
+    wake: Arc<EventFd>,
+    failures: u64,
+}
+
+/// What of the device moves with the guest.
+#[derive(Serialize, Deserialize)]
+struct State {
+    /// What the operator wants; the driver may not have been told.
+    target_frames: u32,
+    space: Space,
+    last_command: u32,
+}
+
+impl Balloon {
+    /// The device, and what the rest of the machine asks it by.
+    pub(super) fn new(config: &BalloonConfig) -> io::Result<(Self, BalloonControl)> {
+        let (control, asks) = BalloonControl::new(config)?;
+        let balloon = Self {
+            config: config.clone(),
+            space: Space::new(control.shared_figures().target()),
+            features: 0,
+            roles: Vec::new(),
+            hints: Hints::default(),
+            discarder: Discarder::open()?,
+            runs: Vec::new(),
+            figures: control.shared_figures(),
+            wake: control.wake(),
+            asks,
+            failures: 0,
+        };
+        Ok((balloon, control))
+    }
+
+    /// Shows the driver what has changed.
+    fn publish(&mut self, shared: &Shared) {
+        self.space.target = self.figures.target();
+        shared.change_config(self.config_space());
+    }
+
+    /// Whether freed frames may become zero.
+    fn zero_is_fine(&self) -> bool {
+        self.features & PAGE_POISON == 0 || self.space.poison == 0
+    }
+
+    /// Discards the frames whose numbers the chain has.
+    fn inflate(&mut self, queue: usize, chain: &Chain, ram: &GuestRam) -> Result<(), Violation> {
+        let wrong = |why| Violation::Request { queue: queue as u16, why };
+        let len = chain.readable.len();
+        if !len.is_multiple_of(4) || len > 4 * MOST_NUMBERS {
+            return Err(wrong(format!(
+                "{len} bytes are not up to {MOST_NUMBERS} frame numbers of 4 bytes"
+            )));
+        }
+        let mut bytes = vec![0; len as usize];
+        chain.readable.read(ram, 0, &mut bytes)?;
+        let mut numbers: Vec<u32> = Vec::with_capacity(bytes.len() / 4);
+        for number in bytes.chunks_exact(4) {
+            let number = u32::from_le_bytes([number[0], number[1], number[2], number[3]]);
+            let addr = GuestAddress(Gfn(number.into()).gpa());
+            if ram.get_slice(addr, PAGE_SIZE as usize).is_err() {
+                return Err(wrong(format!("frame {number:#x} is not guest memory")));
+            }
+            numbers.push(number);
+        }
+        numbers.sort_unstable();
+        numbers.dedup();
+        self.runs.clear();
+        for gfn in numbers.into_iter().map(|number| Gfn(number.into())) {
+            match self.runs.last_mut() {
+                Some(run) if run.end() == gfn => run.count += 1,
+                _ => self.runs.push(FrameRun { start: gfn, count: 1 }),
+            }
+        }
+        self.discard(ram);
+        Ok(())
+    }
+
+    /// Discards the frames that the chain's buffers are.
+    fn report(&mut self, chain: &Chain, ram: &GuestRam) {
+        if self.zero_is_fine() {
+            self.runs.clear();
+            self.runs.extend(chain.writable.pieces().iter().filter_map(whole_frames));
+            self.discard(ram);
+        }
+    }
+
+    /// Discards `runs`, each of which lies in one slot.
+    fn discard(&mut self, ram: &GuestRam) {
+        for run in &self.runs {
+            match self.discarder.discard(ram, *run) {
+                Ok(frames) => self.figures.discarded(frames),
+                Err(e) => {
+                    self.failures += 1;
+                    match self.failures {
+                        // The guest does not care: it has no use for the content.
+                        1 => tracing::warn!("memory that the guest gave up cannot be freed: {e}"),
+                        n => tracing::debug!("freeing memory failed, for the {n}th time: {e}"),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes a command's number, or frames that are free.
+    fn hint(
+        &mut self,
+        queue: usize,
+        chain: &Chain,
+        ram: &GuestRam,
+        shared: &Shared,
+    ) -> Result<(), Violation> {
+        let mut id = [0; 4];
+        match chain.readable.read(ram, 0, &mut id)? {
+            0 => {}
+            4 => match u32::from_le_bytes(id) {
+                STOP => self.end_hints(shared, true),
+                id => self.hints.driver_begins(id),
+            },
+            bytes => {
+                let why = format!("{bytes} bytes are no number of a hinting command");
+                return Err(Violation::Request { queue: queue as u16, why });
+            }
+        }
+        if self.zero_is_fine() {
+            let free = chain.writable.pieces().iter().filter_map(whole_frames);
+            free.for_each(|run| self.hints.add(run));
+        }
+        Ok(())
+    }
+
+    /// Ends the run of hints under way. The driver may have its frames back.
+    fn end_hints(&mut self, shared: &Shared, by_driver: bool) {
+        if self.hints.end(by_driver) {
+            self.space.command = hints::DONE;
+            self.publish(shared);
+        }
+    }
+
+    fn obey(&mut self, ask: Ask, shared: &Shared) {
+        match ask {
+            Ask::Publish => self.publish(shared),
+            Ask::BeginHints(reply) => {
+                self.end_hints(shared, false);
+                if self.features & FREE_PAGE_HINT != 0 && self.zero_is_fine() {
+                    self.space.command = self.hints.begin(reply);
+                    self.publish(shared);
+                }
+            }
+            Ask::EndHints => self.end_hints(shared, false),
+        }
+    }
+}
+
+/// The frames that lie whole in a buffer.
+fn whole_frames(buffer: &Buffer) -> Option<FrameRun> {
+    let start = buffer.addr.0.div_ceil(PAGE_SIZE);
+    let end = (buffer.addr.0 + u64::from(buffer.len)) / PAGE_SIZE;
+    (end > start).then(|| FrameRun { start: Gfn(start), count: end - start })
+}
+
+impl Device for Balloon {
+    fn kind(&self) -> Kind {
+        Kind::Balloon
+    }
+
+    fn features(&self) -> u64 {
+        let optional = [
+            (self.config.deflate_on_oom, DEFLATE_ON_OOM),
+            (self.config.hinting, FREE_PAGE_HINT),
+            (self.config.reporting, REPORTING),
+        ];
+        let chosen = optional.iter().filter(|(wanted, _)| *wanted).map(|(_, bit)| bit);
+        chosen.fold(PAGE_POISON, |all, bit| all | bit)
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        let optional = usize::from(self.config.hinting) + usize::from(self.config.reporting);
+        vec![QUEUE_SIZE; 2 + optional]
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        self.space.bytes()
+    }
+
+    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>) {
+        self.space.write(offset, data);
+        self.figures.set_actual(self.space.actual);
+        io.shared.put_config(self.config_space());
+    }
+
+    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        watcher.watch(&*self.wake, EventSet::IN, ASKED)
+    }
+
+    fn activate(&mut self, features: u64) {
+        self.features = features;
+        self.roles = vec![Role::Inflate, Role::Deflate];
+        // Drivers number the queues of the features that they have, one after the other.
+        for (feature, role) in [(FREE_PAGE_HINT, Role::Hint), (REPORTING, Role::Report)] {
+            if features & feature != 0 {
+                self.roles.push(role);
+            }
+        }
+        self.figures.set_hinting(features & FREE_PAGE_HINT != 0);
+    }
+
+    fn reset(&mut self, _: &mut Io<'_>) {
+        self.hints.end(false);
+        (self.space, self.features) = (Space::new(self.figures.target()), 0);
+        self.roles.clear();
+        self.figures.set_actual(0);
+        self.figures.set_hinting(false);
+    }
+
+    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        let (ram, shared) = (io.ram, io.shared);
+        let Some(role) = self.roles.get(queue).copied() else { return Ok(()) };
+        let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
+        while let Some(chain) = ring.pop(ram)? {
+            match role {
+                Role::Inflate => self.inflate(queue, &chain, ram)?,
+                // Frames get memory again when the guest writes to them.
+                Role::Deflate => {}
+                Role::Hint => self.hint(queue, &chain, ram, shared)?,
+                Role::Report => self.report(&chain, ram),
+            }
+            ring.push(ram, chain.head, 0)?;
+        }
+        Ok(())
+    }
+
+    fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
+        // What is read here is the count of requests in the channel, or more.
+        let _ = self.wake.read();
+        loop {
+            match self.asks.try_recv() {
+                Ok(ask) => self.obey(ask, io.shared),
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+        Ok(())
+    }
+
+    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+        if moved {
+            // Whoever wanted hints is on the host that the guest came from; and the driver may not
+            // have been told there what the operator wants.
+            self.space.command = hints::DONE;
+            self.publish(io.shared);
+        }
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        let state = State {
+            target_frames: self.figures.target(),
+            space: self.space,
+            last_command: self.hints.last_command(),
+        };
+        postcard::to_stdvec(&state).map_err(|e| format!("its state cannot be encoded: {e}"))
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+        let (state, rest) = postcard::take_from_bytes::<State>(state).map_err(|e| e.to_string())?;
+        if !rest.is_empty() {
+            return Err(format!("{} bytes follow its state", rest.len()));
+        }
+        self.figures.set_target(state.target_frames);
+        self.figures.set_actual(state.space.actual);
+        self.hints.restore(state.last_command);
+        self.space = state.space;
+        Ok(())
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn release(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+}

@@ -1,0 +1,69 @@
+//! A balloon's configuration space.
+//!
+//! ```text
+//!  0  num_pages              frames that shall be in the balloon         the operator's
+//!  4  actual                 frames that are                             the driver's
+//!  8  free_page_hint_cmd_id  the hinting command, or that there is none  the device's
+//! 12  poison_val             what freed frames hold                      the driver's
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use super::hints::DONE;
+
+const LEN: usize = 16;
+
+/// The fields as the driver last saw them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) struct Space {
+    pub(super) target: u32,
+    pub(super) actual: u32,
+    pub(super) command: u32,
+    pub(super) poison: u32,
+}
+
+impl Space {
+    /// For a driver that has done nothing yet.
+    pub(super) fn new(target: u32) -> Self {
+        Self { target, actual: 0, command: DONE, poison: 0 }
+    }
+
+    /// As the driver reads it.
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        [self.target, self.actual, self.command, self.poison].map(u32::to_le_bytes).concat()
+    }
+
+    /// The driver writes. What is not the driver's, or no field, stays.
+    pub(super) fn write(&mut self, offset: usize, data: &[u8]) {
+        let mut bytes = self.bytes();
+        for (place, byte) in bytes.iter_mut().skip(offset).zip(data) {
+            *place = *byte;
+        }
+        debug_assert_eq!(bytes.len(), LEN);
+        let field = |at: usize| bytes.get(at..at + 4).and_then(|b| b.try_into().ok());
+        self.actual = field(4).map_or(self.actual, u32::from_le_bytes);
+        self.poison = field(12).map_or(self.poison, u32::from_le_bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_writes_its_own_fields_alone() {
+        let mut space = Space { target: 9, actual: 1, command: 7, poison: 0 };
+        space.write(0, &[0xff; 16]);
+        assert_eq!(space, Space { target: 9, actual: !0, command: 7, poison: !0 });
+        space.write(5, &[0]);
+        assert_eq!(space.actual, 0xffff_00ff);
+        for (offset, len) in [(16, 4), (15, 9), (usize::MAX, 1), (4, 0)] {
+            space.write(offset, &vec![0; len]);
+        }
+        assert_eq!(
+            space,
+            Space { target: 9, actual: 0xffff_00ff, command: 7, poison: 0x00ff_ffff }
+        );
+        assert_eq!(space.bytes()[..4], [9, 0, 0, 0]);
+    }
+}

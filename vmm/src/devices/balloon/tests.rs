@@ -1,0 +1,267 @@
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dirty_tracker::FrameSet;
+use virtio_bindings::virtio_mmio::*;
+use vm_memory::Bytes;
+
+use super::*;
+use crate::devices::virtio::Transport;
+use crate::devices::virtio::conformance::{self, Subject};
+use crate::devices::virtio::driver::{Driver, MEM_BYTES, Piece};
+
+const INFLATE: usize = 0;
+const DEFLATE: usize = 1;
+const HINT: usize = 2;
+const REPORT: usize = 3;
+const LONG: Duration = Duration::from_secs(20);
+const POISON: u32 = VIRTIO_MMIO_CONFIG + 12;
+const COMMAND: u32 = VIRTIO_MMIO_CONFIG + 8;
+
+fn make() -> (Box<dyn Device>, BalloonControl) {
+    let (balloon, control) = Balloon::new(&BalloonConfig::default()).unwrap();
+    (Box::new(balloon), control)
+}
+
+fn started() -> (Driver, BalloonControl) {
+    let (balloon, control) = make();
+    (Driver::started(balloon), control)
+}
+
+/// Memory with content, for the device to take.
+fn filled(driver: &mut Driver, frames: u32) -> Piece {
+    let piece = driver.wanted(frames * 4096);
+    driver
+        .memory
+        .ram()
+        .write_slice(&vec![0xa5; piece.len as usize], GuestAddress(piece.addr))
+        .unwrap();
+    piece
+}
+
+fn numbers(driver: &mut Driver, frames: &[u32]) -> Piece {
+    let bytes: Vec<u8> = frames.iter().flat_map(|f| f.to_le_bytes()).collect();
+    driver.given(&bytes)
+}
+
+fn gfn(piece: Piece) -> u32 {
+    (piece.addr / PAGE_SIZE) as u32
+}
+
+fn is(driver: &Driver, piece: Piece, byte: u8) -> bool {
+    driver.bytes(piece).iter().all(|b| *b == byte)
+}
+
+#[test]
+fn it_keeps_the_laws_of_devices() {
+    let inflate = |driver: &mut Driver, _| {
+        let frame = gfn(filled(driver, 1));
+        vec![numbers(driver, &[frame])]
+    };
+    let wanted = |driver: &mut Driver, _| vec![filled(driver, 1)];
+    type Request<'r> = &'r dyn Fn(&mut Driver, u64) -> Vec<Piece>;
+    let requests: [(usize, Request<'_>); 4] =
+        [(INFLATE, &inflate), (DEFLATE, &inflate), (HINT, &wanted), (REPORT, &wanted)];
+    for (queue, request) in requests {
+        conformance::check(&Subject { make: &|| make().0, queue, request });
+    }
+}
+
+#[test]
+fn inflating_takes_the_frames_that_are_named_and_no_others() {
+    let (mut driver, control) = started();
+    let piece = filled(&mut driver, 8);
+    let first = gfn(piece);
+    // In any order, and one twice.
+    let named = numbers(&mut driver, &[first + 5, first + 1, first + 2, first + 5]);
+    driver.request(INFLATE, &[named]);
+    for i in 0..8 {
+        let frame = Piece { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
+        assert!(is(&driver, frame, if [1, 2, 5].contains(&i) { 0 } else { 0xa5 }), "frame {i}");
+    }
+    assert_eq!(control.figures().discarded_bytes, 3 * PAGE_SIZE);
+    // Again: there is nothing to take any more.
+    driver.request(DEFLATE, &[named]);
+    let one = numbers(&mut driver, &[first + 1]);
+    driver.memory.ram().write_obj(1u8, GuestAddress(piece.addr + 5 * PAGE_SIZE)).unwrap();
+    driver.request(INFLATE, &[one]);
+    assert_eq!(
+        driver.memory.ram().read_obj::<u8>(GuestAddress(piece.addr + 5 * PAGE_SIZE)).unwrap(),
+        1
+    );
+}
+
+#[test]
+fn frames_that_are_no_memory_stop_the_device() {
+    let (mut driver, _) = started();
+    let piece = filled(&mut driver, 1);
+    let frames = (MEM_BYTES / PAGE_SIZE) as u32;
+    for outside in [frames, 0xc_0000, 0xd_0000, 0x10_0000, u32::MAX] {
+        let named = numbers(&mut driver, &[gfn(piece), outside]);
+        driver.post(INFLATE, &[named]);
+        driver.kick(INFLATE);
+        driver.wait_stopped("a frame that is no memory");
+        assert!(is(&driver, piece, 0xa5), "nothing was done");
+        driver.start(!0);
+    }
+    let odd = driver.given(&[0; 6]);
+    let many = driver.given(&vec![0; 4 * MOST_NUMBERS as usize + 4]);
+    for wrong in [odd, many] {
+        driver.post(INFLATE, &[wrong]);
+        driver.kick(INFLATE);
+        driver.wait_stopped("no frame numbers");
+        driver.start(!0);
+    }
+    let no_id = driver.given(&[0; 2]);
+    driver.post(HINT, &[no_id]);
+    driver.kick(HINT);
+    driver.wait_stopped("no command's number");
+}
+
+#[test]
+fn of_what_is_reported_whole_frames_are_taken() {
+    let (mut driver, control) = started();
+    let piece = filled(&mut driver, 4);
+    let part = Piece { addr: piece.addr + 100, len: 3 * 4096, writable: true };
+    driver.request(REPORT, &[part]);
+    let at = |i: u64| Piece { addr: piece.addr + i * PAGE_SIZE, len: 4096, writable: false };
+    assert!(is(&driver, at(0), 0xa5) && is(&driver, at(3), 0xa5));
+    assert!(is(&driver, at(1), 0) && is(&driver, at(2), 0));
+    assert_eq!(control.figures().discarded_bytes, 2 * PAGE_SIZE);
+}
+
+#[test]
+fn a_guest_that_poisons_freed_frames_keeps_them() {
+    for (poison, kept) in [(0, 0), (0xaaaa_aaaa, 0xa5)] {
+        let (mut driver, control) = started();
+        driver.write(POISON, poison);
+        assert_eq!(driver.read(POISON), poison);
+        let piece = filled(&mut driver, 1);
+        driver.request(REPORT, &[piece]);
+        assert!(is(&driver, piece, kept), "poison {poison:#x}");
+        if poison != 0 {
+            assert!(control.free_frames(LONG).is_empty());
+            // What is in the balloon nobody reads before writing it.
+            let named = numbers(&mut driver, &[gfn(piece)]);
+            driver.request(INFLATE, &[named]);
+            assert!(is(&driver, piece, 0));
+        }
+    }
+}
+
+#[track_caller]
+fn wait_command(driver: &Driver, than: u32) -> u32 {
+    let end = Instant::now() + LONG;
+    loop {
+        match driver.read(COMMAND) {
+            command if command != than => return command,
+            _ => assert!(Instant::now() < end, "the command stays {than}"),
+        }
+        thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// The driver's part of a run of hints.
+fn hint(driver: &mut Driver, command: u32, free: &[Piece], stop: bool) {
+    let id = driver.given(&command.to_le_bytes());
+    driver.request(HINT, &[id]);
+    for piece in free {
+        driver.request(HINT, &[*piece]);
+    }
+    if stop {
+        let stop = driver.given(&STOP.to_le_bytes());
+        driver.request(HINT, &[stop]);
+    }
+}
+
+fn frames_of(pieces: &[Piece]) -> Vec<FrameRun> {
+    let mut set = FrameSet::new();
+    for p in pieces {
+        set.insert(FrameRun { start: Gfn(gfn(*p).into()), count: u64::from(p.len) / PAGE_SIZE });
+    }
+    set.iter().collect()
+}
+
+#[test]
+fn hints_are_those_of_the_command_and_change_nothing() {
+    let (mut driver, control) = started();
+    let free = [filled(&mut driver, 3), filled(&mut driver, 1), filled(&mut driver, 7)];
+    assert_eq!(driver.read(COMMAND), hints::DONE);
+    let mut last = hints::DONE;
+    for round in 0..3 {
+        // Nobody asked.
+        hint(&mut driver, last, &free[..1], true);
+        let asked = thread::spawn({
+            let control = control.clone();
+            move || control.free_frames(LONG)
+        });
+        let command = wait_command(&driver, hints::DONE);
+        assert!(command > last, "a number of its own");
+        // First the rest of what was begun before.
+        hint(&mut driver, last, &free[1..2], true);
+        hint(&mut driver, command, &free[round..], true);
+        let heard: Vec<FrameRun> = asked.join().unwrap().iter().collect();
+        assert_eq!(heard, frames_of(&free[round..]));
+        assert_eq!(driver.read(COMMAND), hints::DONE, "the driver may have its frames back");
+        assert!(free.iter().all(|piece| is(&driver, *piece, 0xa5)));
+        last = command;
+    }
+}
+
+#[test]
+fn hints_that_do_not_end_are_as_many_as_came() {
+    let (mut driver, control) = started();
+    let free = filled(&mut driver, 5);
+    let asked = thread::spawn({
+        let control = control.clone();
+        move || control.free_frames(Duration::from_secs(2))
+    });
+    let command = wait_command(&driver, hints::DONE);
+    hint(&mut driver, command, &[free], false);
+    let heard: Vec<FrameRun> = asked.join().unwrap().iter().collect();
+    assert_eq!(heard, frames_of(&[free]));
+    assert_eq!(driver.read(COMMAND), hints::DONE);
+    // A driver that is not there, or does not hint, is not waited for.
+    driver.start(!FREE_PAGE_HINT);
+    let since = Instant::now();
+    assert!(control.free_frames(LONG).is_empty());
+    assert!(since.elapsed() < LONG);
+}
+
+#[test]
+fn what_the_operator_wants_reaches_the_driver_also_elsewhere() {
+    let (driver, control) = started();
+    let target = |driver: &Driver| driver.read(VIRTIO_MMIO_CONFIG);
+    assert_eq!(target(&driver), 0);
+    control.set_target(3 << 20);
+    let end = Instant::now() + LONG;
+    while target(&driver) != 768 {
+        assert!(Instant::now() < end, "the driver never hears of it");
+        thread::sleep(Duration::from_micros(200));
+    }
+    let interrupts =
+        |driver: &Driver| driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG;
+    assert_ne!(interrupts(&driver), 0);
+    driver.write(VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INT_CONFIG);
+    driver.write(VIRTIO_MMIO_CONFIG + 4, 700);
+    assert_eq!(control.figures().actual_bytes, 700 * PAGE_SIZE);
+
+    // The guest stands, moves, and only then can be told.
+    driver.quiesce();
+    control.set_target(2 << 20);
+    let state = driver.transport.save().unwrap();
+    let (balloon, elsewhere) = make();
+    let ram = driver.memory.ram().clone();
+    let moved = Transport::spawn("moved", balloon, ram).unwrap();
+    moved.restore(state).unwrap();
+    let figures = elsewhere.figures();
+    assert_eq!((figures.target_bytes, figures.actual_bytes), (2 << 20, 700 * PAGE_SIZE));
+    let driver = driver.moved_to(moved);
+    assert_eq!((target(&driver), interrupts(&driver)), (768, 0));
+    driver.transport.resume();
+    while target(&driver) != 512 {
+        assert!(Instant::now() < end, "the driver never hears of it");
+        thread::sleep(Duration::from_micros(200));
+    }
+    assert_ne!(interrupts(&driver), 0);
+}

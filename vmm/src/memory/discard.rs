@@ -1,0 +1,181 @@
+//! Owns giving frames back to the host.
+//!
+//! A frame that is discarded costs no memory and reads as zeros until it is written again. That
+//! changes its content like a write of zeros, and is followed like one: the tree is marked *after* the
+//! content has changed, as for every write of the VMM. Who copies the frame meanwhile copies the old
+//! content or zeros, and either way finds it in the next epoch and reads zeros then (I3, I4). Frames
+//! that had no memory read as zeros before and after, and are not marked.
+//!
+//! The guest's next write is followed too: with the host's page goes KVM's mapping of it, so that
+//! the write faults and is reported, whether or not the frame was reported before.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use checkpoint::GuestRam;
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use rustix::fs::{FallocateFlags, fallocate};
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{GuestAddress, GuestMemoryBackend};
+
+use super::Region;
+use super::backing::HUGE_PAGE;
+use super::populated::{Populated, all, is_pooled};
+
+/// Gives frames back. What it keeps between calls only saves time.
+#[derive(Debug, Default)]
+pub(crate) struct Discarder {
+    populated: Populated,
+    runs: Vec<FrameRun>,
+}
+
+impl Discarder {
+    /// Opens all that it needs of the system.
+    pub(crate) fn open() -> io::Result<Self> {
+        Ok(Self { populated: Populated::open()?, runs: Vec::new() })
+    }
+
+    /// Discards the frames of `run`, which lie in one slot of `ram`, and returns how many of them had
+    /// memory: those read as zeros now, and are marked. Of huge pages from the pool only whole ones
+    /// are discarded; what the pool gets back so is promised to nobody, this guest included.
+    ///
+    /// An error leaves the content of each frame as it was, or zero and marked.
+    pub(crate) fn discard(&mut self, ram: &GuestRam, run: FrameRun) -> io::Result<u64> {
+        let region = ram.find_region(GuestAddress(run.start.gpa()));
+        let region = region.filter(|region| run.end() <= all(region).end());
+        let Some(region) = region else {
+            let message = format!("{} frames from {:#x} are no memory", run.count, run.start.0);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        };
+        let run = if is_pooled(region) { whole_huge_pages(region, run) } else { run };
+        if run.count == 0 {
+            return Ok(0);
+        }
+        self.runs.clear();
+        self.populated.find(region, run, &mut self.runs)?;
+        if self.runs.is_empty() {
+            return Ok(0);
+        }
+        let discarded = discard_in(region, run);
+        // Also after an error: part of it may be done.
+        for run in &self.runs {
+            if let Ok(slice) = ram.get_slice(GuestAddress(run.start.gpa()), run.bytes() as usize) {
+                slice.bitmap().mark_dirty(0, slice.len());
+            }
+        }
+        discarded.map(|()| self.runs.iter().map(|run| run.count).sum())
+    }
+}
+
+/// The part of `run` that is whole pages of 2 MiB of the mapping.
+fn whole_huge_pages(region: &Region, run: FrameRun) -> FrameRun {
+    const FRAMES: u64 = HUGE_PAGE / PAGE_SIZE;
+    let base = all(region).start.0;
+    let first = (run.start.0 - base).next_multiple_of(FRAMES);
+    let end = (run.end().0 - base) / FRAMES * FRAMES;
+    FrameRun { start: Gfn(base + first), count: end.saturating_sub(first) }
+}
+
+/// Discards frames that lie in `region`.
+fn discard_in(region: &Region, run: FrameRun) -> io::Result<()> {
+    let offset = run.start.gpa() - all(region).start.gpa();
+    if let Some(file) = region.file_offset() {
+        // Takes the pages out of every mapping of the file too.
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        return Ok(fallocate(file.file().as_fd(), flags, file.start() + offset, run.bytes())?);
+    }
+    // SAFETY: the frames lie in the region, which is a mapping that lives as long as it is borrowed
+    // here. It is anonymous: its pages read as zeros afterwards. No reference into guest memory
+    // exists whose content could change under it: all access goes through vm-memory's volatile
+    // slices, because the guest changes it at any time too.
+    let ret = unsafe {
+        let start = region.as_ptr().add(offset as usize);
+        libc::madvise(start.cast(), run.bytes() as usize, libc::MADV_DONTNEED)
+    };
+    if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::Bytes;
+
+    use super::*;
+    use crate::memory::{Backing, HugePages, Memory, MemoryOptions};
+
+    const FIRST: u64 = 0x1000;
+
+    fn run(start: u64, count: u64) -> FrameRun {
+        FrameRun { start: Gfn(start), count }
+    }
+
+    fn fill(memory: &Memory, run: FrameRun) {
+        let bytes = vec![0xa5; run.bytes() as usize];
+        memory.ram().write_slice(&bytes, GuestAddress(run.start.gpa())).unwrap();
+    }
+
+    fn byte(memory: &Memory, gfn: u64) -> u8 {
+        memory.ram().read_obj(GuestAddress(Gfn(gfn).gpa() + 77)).unwrap()
+    }
+
+    #[test]
+    fn a_discarded_frame_is_zero_marked_and_not_there() {
+        for backing in [Backing::Anon, Backing::Memfd] {
+            let huge_pages = Some(HugePages::None);
+            let options = MemoryOptions { backing, huge_pages, prefault: false };
+            let memory = Memory::new(64 << 20, &options).unwrap();
+            let mut writes = memory.tracker().subscribe("test");
+            let (mut discarder, full) = (Discarder::default(), run(FIRST, 64));
+            fill(&memory, full);
+            writes.drain().commit();
+
+            assert_eq!(discarder.discard(memory.ram(), run(FIRST + 10, 5)).unwrap(), 5);
+            let there = memory.populated().unwrap();
+            assert_eq!(there, [run(FIRST, 10), run(FIRST + 15, 49)], "{backing}");
+            let epoch = writes.drain();
+            assert_eq!(epoch.runs().collect::<Vec<_>>(), [run(FIRST + 10, 5)], "{backing}");
+            epoch.commit();
+            assert_eq!(byte(&memory, FIRST + 9), 0xa5);
+            assert!((10..15).all(|i| byte(&memory, FIRST + i) == 0), "{backing}");
+            assert_eq!(byte(&memory, FIRST + 15), 0xa5);
+
+            // What has no memory is as it was.
+            assert_eq!(discarder.discard(memory.ram(), run(FIRST + 100, 50)).unwrap(), 0);
+            assert_eq!(writes.drain().frames(), 0, "{backing}");
+            fill(&memory, run(FIRST + 12, 1));
+            assert_eq!(byte(&memory, FIRST + 12), 0xa5, "it is memory again when it is written");
+        }
+    }
+
+    #[test]
+    fn what_is_no_memory_is_refused() {
+        let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
+        let mut discarder = Discarder::default();
+        for outside in [run(0xbffff, 2), run(0xc0000, 1), run(0x180000, 1), run(0, 0xc0001)] {
+            let error = discarder.discard(memory.ram(), outside).unwrap_err().to_string();
+            assert!(error.contains("are no memory"), "{error}");
+        }
+        assert_eq!(discarder.discard(memory.ram(), run(0x17ffff, 1)).unwrap(), 0);
+    }
+
+    #[test]
+    fn the_pool_gets_whole_pages_back() {
+        for backing in [Backing::Anon, Backing::Memfd] {
+            let huge_pages = Some(HugePages::Hugetlbfs);
+            let options = MemoryOptions { backing, huge_pages, prefault: false };
+            let memory = match Memory::new(64 << 20, &options) {
+                Ok(memory) => memory,
+                Err(e) => {
+                    return crate::testing::skip("the_pool_gets_whole_pages_back", &e.to_string());
+                }
+            };
+            let mut discarder = Discarder::default();
+            fill(&memory, run(0, 1536));
+            // Two parts of pages, and one whole.
+            assert_eq!(discarder.discard(memory.ram(), run(1, 1534)).unwrap(), 512);
+            assert_eq!(memory.populated().unwrap(), [run(0, 512), run(1024, 512)]);
+            assert_eq!(discarder.discard(memory.ram(), run(1, 511)).unwrap(), 0);
+            assert_eq!(byte(&memory, 511), 0xa5);
+            assert_eq!(byte(&memory, 512), 0);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Owns the question which frames have memory on this host: all others read as zeros.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use rustix::fs::SeekFrom;
+use vm_memory::{FileOffset, GuestMemoryRegion};
+
+use super::Region;
+
+/// Asks the kernel. What it keeps between questions is a file and a buffer.
+#[derive(Debug, Default)]
+pub(super) struct Populated {
+    pagemap: Option<Pagemap>,
+}
+
+impl Populated {
+    /// With what it may need of the system opened now: later it may not be allowed to.
+    pub(super) fn open() -> io::Result<Self> {
+        Ok(Self { pagemap: Some(Pagemap::open()?) })
+    }
+
+    /// Adds those of `frames` that have host memory or are swapped out, as ascending runs. `frames`
+    /// lie in `region`. Reads eight bytes a frame from the kernel, or, of a memory file, asks for the
+    /// bounds of each run.
+    pub(super) fn find(
+        &mut self,
+        region: &Region,
+        frames: FrameRun,
+        runs: &mut Vec<FrameRun>,
+    ) -> io::Result<()> {
+        // The file of a pool's pages knows nothing of its holes.
+        match region.file_offset().filter(|_| !is_pooled(region)) {
+            Some(file) => in_file(region, file, frames, runs),
+            None => self.pagemap()?.find(region, frames, runs),
+        }
+    }
+
+    fn pagemap(&mut self) -> io::Result<&mut Pagemap> {
+        let opened = match self.pagemap.take() {
+            Some(pagemap) => pagemap,
+            None => Pagemap::open()?,
+        };
+        Ok(self.pagemap.insert(opened))
+    }
+}
+
+/// Whether the region's pages are huge ones from the pool.
+pub(super) fn is_pooled(region: &Region) -> bool {
+    region.is_hugetlbfs() == Some(true)
+}
+
+/// All frames of a region.
+pub(super) fn all(region: &Region) -> FrameRun {
+    let start = Gfn::containing(region.start_addr().0);
+    FrameRun { start, count: region.len() / PAGE_SIZE }
+}
+
+/// The data of a memory file, swapped out or not. Its page tables would not tell: a page of a file
+/// that is swapped out is not in them.
+fn in_file(
+    region: &Region,
+    file: &FileOffset,
+    frames: FrameRun,
+    runs: &mut Vec<FrameRun>,
+) -> io::Result<()> {
+    let base = all(region).start.0;
+    let end = (frames.end().0 - base) * PAGE_SIZE;
+    let mut at = (frames.start.0 - base) * PAGE_SIZE;
+    while at < end {
+        let start = match rustix::fs::seek(file.file().as_fd(), SeekFrom::Data(at)) {
+            Ok(start) if start < end => start,
+            // No data follows, or none that was asked about.
+            Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(()),
+            Err(e) => return Err(e.into()),
+        };
+        at = rustix::fs::seek(file.file().as_fd(), SeekFrom::Hole(start))?;
+        let (first, last) = (start / PAGE_SIZE, at.min(end).div_ceil(PAGE_SIZE));
+        runs.push(FrameRun { start: Gfn(base + first), count: last - first });
+    }
+    Ok(())
+}
+
+/// What the kernel says about this process's pages.
+#[derive(Debug)]
+struct Pagemap {
+    file: File,
+    buffer: Vec<u8>,
+}
+
+const ENTRIES_PER_CHUNK: u64 = 64 << 10;
+
+impl Pagemap {
+    fn open() -> io::Result<Self> {
+        Ok(Self { file: File::open("/proc/self/pagemap")?, buffer: Vec::new() })
+    }
+
+    fn find(
+        &mut self,
+        region: &Region,
+        frames: FrameRun,
+        runs: &mut Vec<FrameRun>,
+    ) -> io::Result<()> {
+        let page = region.as_ptr() as u64 / PAGE_SIZE;
+        let base = all(region).start.0;
+        let floor = runs.len();
+        for chunk in frames.chunks(ENTRIES_PER_CHUNK) {
+            self.buffer.resize(chunk.count as usize * 8, 0);
+            self.file.read_exact_at(&mut self.buffer, (page + chunk.start.0 - base) * 8)?;
+            for (gfn, entry) in chunk.frames().zip(self.buffer.chunks_exact(8)) {
+                // The top byte has both bits that matter: 63 present, 62 swapped.
+                if entry[7] & 0xc0 == 0 {
+                    continue;
+                }
+                match runs[floor..].last_mut() {
+                    Some(run) if run.end() == gfn => run.count += 1,
+                    _ => runs.push(FrameRun { start: gfn, count: 1 }),
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,192 @@
+//! A Linux guest that frees memory: what it has freed is neither stored nor held by this host. Needs
+//! the Linux image that `images/linux/build.sh` makes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use checkpoint::{Checkpointer, Clock, EpochReport, Guest, Store, restore};
+use tempfile::TempDir;
+use vmm::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
+use vmm::machine::{Machine, MachineFactory};
+use vmm::testing::{kvm_or_skip, skip};
+use vmm::vm::Vm;
+
+use crate::harness::*;
+
+const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
+     clearcpuid=popcnt,smap,erms,fsrm noreplace-smp rdinit=/frees \
+     GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW";
+
+/// Fills files in memory, and removes them once some of its memory is in the balloon.
+const FREES: &str = r#"#!/bin/busybox sh
+/bin/busybox mkdir /proc /files
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t tmpfs files /files
+total() {
+    while read -r key value unit; do
+        if [ "$key" = MemTotal: ]; then total=$value; fi
+    done </proc/meminfo
+}
+for i in 1 2 3 4 5 6 7 8 9 10 11 12; do
+    /bin/busybox cat /bin/busybox >/files/$i
+done
+total
+first=$total
+echo "guest: holds"
+while [ "$total" = "$first" ]; do
+    /bin/busybox sleep 0.2
+    total
+done
+/bin/busybox rm /files/1 /files/2 /files/3 /files/4 /files/5 /files/6
+/bin/busybox rm /files/7 /files/8 /files/9 /files/10 /files/11 /files/12
+echo "guest: freed"
+while :; do
+    /bin/busybox sleep 0.5
+    echo "guest: alive"
+done
+"#;
+
+/// The least that it frees: a static busybox has nearly two MiB. Linux reports and hints blocks of
+/// megabytes, so not all of it.
+const FREED: u64 = 12 * MIB;
+
+/// The folder of the Linux image, or why there is none.
+fn image() -> Result<PathBuf, String> {
+    let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache");
+    let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
+    let folder = std::env::var_os("DRIFTLINE_LINUX_GUEST")
+        .map_or_else(|| cache.join("driftline/linux-guest"), PathBuf::from);
+    match folder.join("vmlinux").exists() {
+        true => Ok(folder),
+        false => Err(format!("no Linux image in {}: images/linux/build.sh", folder.display())),
+    }
+}
+
+/// The image's initramfs with one more file, an executable.
+fn initramfs(image: &Path, dir: &TempDir, name: &str, content: &str) -> PathBuf {
+    let mut archive = fs::read(image.join("initramfs.cpio")).unwrap();
+    let mut entry = |name: &str, mode: u32, content: &str| {
+        archive.resize(archive.len().next_multiple_of(4), 0);
+        let (size, len) = (content.len(), name.len() + 1);
+        let fields = [1, mode as usize, 0, 0, 1, 0, size, 0, 0, 0, 0, len, 0];
+        let fields: String = fields.iter().map(|f| format!("{f:08X}")).collect();
+        archive.extend(format!("070701{fields}{name}\0").bytes());
+        archive.resize(archive.len().next_multiple_of(4), 0);
+        archive.extend(content.bytes());
+    };
+    entry(name, 0o100_755, content);
+    entry("TRAILER!!!", 0, "");
+    let path = dir.path().join("initramfs.cpio");
+    fs::write(&path, archive).unwrap();
+    path
+}
+
+struct Frees {
+    machine: Arc<Machine>,
+    console: Console,
+    dir: TempDir,
+}
+
+impl Frees {
+    /// A guest that holds its files.
+    fn boot(image: &Path, balloon: BalloonConfig) -> Self {
+        let (console, dir) = (Console::new(), tempfile::tempdir().unwrap());
+        let initrd = Some(initramfs(image, &dir, "frees", FREES));
+        let kernel = image.join("vmlinux");
+        let boot = Boot::Kernel { kernel, initrd, cmdline: CMDLINE.to_owned() };
+        let devices = vec![DeviceConfig::Balloon(balloon)];
+        let config = MachineConfig { mem_bytes: 128 * MIB, boot, devices, ..payload("") };
+        let machine = launch(config, &console);
+        machine.resume().unwrap();
+        console.wait_for("memory held", |text| text.contains("guest: holds"));
+        Self { machine, console, dir }
+    }
+
+    /// Has it free them.
+    fn free(&self) {
+        self.machine.balloon().unwrap().set_target(MIB);
+        self.console.wait_for("memory freed", |text| text.contains("guest: freed"));
+    }
+
+    fn checkpointer(&self, store: &str) -> Checkpointer {
+        let store = Store::create_or_open(&self.dir.path().join(store)).unwrap();
+        Checkpointer::new(self.machine.clone(), store).unwrap()
+    }
+
+    fn discarded(&self) -> u64 {
+        self.machine.balloon().unwrap().figures().discarded_bytes
+    }
+
+    /// The guest goes on from the newest epoch of the store.
+    fn goes_on(&self, store: &str) {
+        self.machine.stop("it is restored");
+        let store = Store::open(&self.dir.path().join(store)).unwrap();
+        let console = Console::new();
+        let factory = MachineFactory { host: console.host() };
+        let (restored, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
+        restored.acquire().unwrap();
+        restored.resume().unwrap();
+        console.wait_for("a sign of life", |text| text.matches("guest: alive").count() > 2);
+        assert_eq!(restored.balloon().unwrap().figures().actual_bytes, MIB);
+        let said = console.text();
+        assert!(!said.contains("BUG") && !said.contains("Oops"), "{said}");
+    }
+}
+
+fn bytes(report: &EpochReport) -> u64 {
+    report.frames * 4096
+}
+
+#[test]
+fn what_a_guest_reports_as_free_is_neither_held_nor_stored() {
+    const NAME: &str = "what_a_guest_reports_as_free_is_neither_held_nor_stored";
+    if !kvm_or_skip(NAME) {
+        return;
+    }
+    let image = match image() {
+        Ok(image) => image,
+        Err(why) => return skip(NAME, &why),
+    };
+    let config = BalloonConfig { deflate_on_oom: false, hinting: false, ..Default::default() };
+    let guest = Frees::boot(&image, config);
+    let mut first = guest.checkpointer("first");
+    let held = first.take().unwrap();
+    let before = guest.discarded();
+    guest.free();
+    let end = Instant::now() + LONG;
+    while guest.discarded() - before < FREED {
+        assert!(Instant::now() < end, "{} bytes are reported", guest.discarded() - before);
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let after = first.take().unwrap();
+    assert!(bytes(&after) >= FREED, "what was freed has changed: {after:?}");
+    assert!(after.written_bytes < FREED / 2, "its content is not stored: {after:?}");
+    drop(first);
+    let full = guest.checkpointer("second").take().unwrap();
+    eprintln!("held {held:?}\nafter {after:?}\nfull {full:?}");
+    assert!(bytes(&held) - bytes(&full) >= FREED, "held {held:?}, freed {full:?}");
+    guest.goes_on("first");
+}
+
+#[test]
+fn what_a_guest_hints_as_free_is_not_stored() {
+    const NAME: &str = "what_a_guest_hints_as_free_is_not_stored";
+    if !kvm_or_skip(NAME) {
+        return;
+    }
+    let image = match image() {
+        Ok(image) => image,
+        Err(why) => return skip(NAME, &why),
+    };
+    let config = BalloonConfig { deflate_on_oom: false, reporting: false, ..Default::default() };
+    let guest = Frees::boot(&image, config);
+    let held = guest.checkpointer("first").take().unwrap();
+    guest.free();
+    let full = guest.checkpointer("second").take().unwrap();
+    eprintln!("held {held:?}\nfull {full:?}");
+    assert!(guest.discarded() <= MIB, "a hint takes nothing from the guest");
+    assert!(bytes(&held) - bytes(&full) >= FREED, "held {held:?}, freed {full:?}");
+    guest.goes_on("second");
+}
