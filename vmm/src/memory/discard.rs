@@ -79,19 +79,18 @@ fn whole_huge_pages(region: &Region, run: FrameRun) -> FrameRun {
 /// Discards frames that lie in `region`.
 fn discard_in(region: &Region, run: FrameRun) -> io::Result<()> {
     let offset = run.start.gpa() - all(region).start.gpa();
+    let bytes = run.bytes() as usize;
     if let Some(file) = region.file_offset() {
         // Takes the pages out of every mapping of the file too.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         return Ok(fallocate(file.file().as_fd(), flags, file.start() + offset, run.bytes())?);
     }
+    let start = region.as_ptr().wrapping_add(offset as usize);
     // SAFETY: the frames lie in the region, which is a mapping that lives as long as it is borrowed
     // here. It is anonymous: its pages read as zeros afterwards. No reference into guest memory
     // exists whose content could change under it: all access goes through vm-memory's volatile
     // slices, because the guest changes it at any time too.
-    let ret = unsafe {
-        let start = region.as_ptr().add(offset as usize);
-        libc::madvise(start.cast(), run.bytes() as usize, libc::MADV_DONTNEED)
-    };
+    let ret = unsafe { libc::madvise(start.cast(), bytes, libc::MADV_DONTNEED) };
     if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
