@@ -19,7 +19,8 @@ const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliabl
      clearcpuid=popcnt,smap,erms,fsrm noreplace-smp rdinit=/frees \
      GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW";
 
-/// Fills files in memory, and removes them once some of its memory is in the balloon.
+/// Fills files in memory, and removes them once some of its memory is in the balloon. What is still used
+/// then is moved together, so that what is free lies in large blocks.
 const FREES: &str = r#"#!/bin/busybox sh
 /bin/busybox mkdir /proc /files
 /bin/busybox mount -t proc proc /proc
@@ -29,7 +30,7 @@ total() {
         if [ "$key" = MemTotal: ]; then total=$value; fi
     done </proc/meminfo
 }
-for i in 1 2 3 4 5 6 7 8 9 10 11 12; do
+for i in 0 1 2 3 4 5 6 7 8 9 a b c d e f g h i j; do
     /bin/busybox cat /bin/busybox >/files/$i
 done
 total
@@ -39,8 +40,8 @@ while [ "$total" = "$first" ]; do
     /bin/busybox sleep 0.2
     total
 done
-/bin/busybox rm /files/1 /files/2 /files/3 /files/4 /files/5 /files/6
-/bin/busybox rm /files/7 /files/8 /files/9 /files/10 /files/11 /files/12
+/bin/busybox rm /files/?
+echo 1 >/proc/sys/vm/compact_memory
 echo "guest: freed"
 while :; do
     /bin/busybox sleep 0.5
@@ -48,8 +49,8 @@ while :; do
 done
 "#;
 
-/// The least that it frees: a static busybox has nearly two MiB. Linux reports and hints blocks of
-/// megabytes, so not all of it.
+/// The least that the host hears of: the guest frees twenty times a static busybox, nearly 40 MiB, but
+/// Linux reports blocks of 2 MiB and hints blocks of 4 MiB, which have to be free as a whole.
 const FREED: u64 = 12 * MIB;
 
 /// The folder of the Linux image, or why there is none.
@@ -156,13 +157,14 @@ fn what_a_guest_reports_as_free_is_neither_held_nor_stored() {
     let before = guest.discarded();
     guest.free();
     let end = Instant::now() + LONG;
-    while guest.discarded() - before < FREED {
+    // Somewhat more: the guest goes on using memory.
+    while guest.discarded() - before < FREED + 4 * MIB {
         assert!(Instant::now() < end, "{} bytes are reported", guest.discarded() - before);
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     let after = first.take().unwrap();
-    assert!(bytes(&after) >= FREED, "what was freed has changed: {after:?}");
-    assert!(after.written_bytes < FREED / 2, "its content is not stored: {after:?}");
+    // What was freed has changed, and is in the epoch without content.
+    assert!(bytes(&after) - after.written_bytes >= FREED, "{after:?}");
     drop(first);
     let full = guest.checkpointer("second").take().unwrap();
     eprintln!("held {held:?}\nafter {after:?}\nfull {full:?}");
