@@ -27,7 +27,9 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::virtio::{Buffer, Chain, Device, Io, Kind, Shared, Stall, Violation, Watcher};
+use super::virtio::{
+    Buffer, Chain, Device, Io, Kind, Shared, Stall, Violation, Watcher, decode_state, encode_state,
+};
 use crate::config::BalloonConfig;
 use crate::memory::Discarder;
 use control::{Ask, Figures};
@@ -331,14 +333,11 @@ impl Device for Balloon {
             space: self.space,
             last_command: self.hints.last_command(),
         };
-        postcard::to_stdvec(&state).map_err(|e| format!("its state cannot be encoded: {e}"))
+        encode_state(&state)
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<(), String> {
-        let (state, rest) = postcard::take_from_bytes::<State>(state).map_err(|e| e.to_string())?;
-        if !rest.is_empty() {
-            return Err(format!("{} bytes follow its state", rest.len()));
-        }
+        let state: State = decode_state(state)?;
         self.figures.set_target(state.target_frames);
         self.figures.set_actual(state.space.actual);
         self.hints.restore(state.last_command);
