@@ -96,7 +96,7 @@ impl Frees {
         let (console, dir) = (Console::new(), tempfile::tempdir().unwrap());
         let initrd = Some(initramfs(image, &dir, "frees", FREES));
         let kernel = image.join("vmlinux");
-        let boot = Boot::Kernel { kernel, initrd, cmdline: CMDLINE.to_owned() };
+        let boot = Boot::Kernel { kernel, initrd, cmdline: CMDLINE.to_owned(), bare: false };
         let devices = vec![DeviceConfig::Balloon(balloon)];
         let config = MachineConfig { mem_bytes: 128 * MIB, boot, devices, ..payload("") };
         let machine = launch(config, &console);
