@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::kvm;
 
@@ -40,6 +40,21 @@ pub fn skip(test: &str, why: &str) {
         if let Err(e) = log.and_then(|mut f| f.write_all(line.as_bytes())) {
             let _ = writeln!(std::io::stderr(), "the skip log cannot be written: {e}");
         }
+    }
+}
+
+/// Names the folder of the Linux guest, for the tests that boot one.
+pub const LINUX_GUEST: &str = "DRIFTLINE_LINUX_GUEST";
+
+/// The folder that [`LINUX_GUEST`] names, with a `vmlinux` in it. They are asked for and not searched: tests
+/// that boot Linux take minutes where KVM emulates kernels.
+pub fn linux_guest() -> Result<PathBuf, String> {
+    let folder = std::env::var_os(LINUX_GUEST)
+        .map(PathBuf::from)
+        .ok_or_else(|| format!("{LINUX_GUEST} names no folder; images/linux/build.sh makes one"))?;
+    match folder.join("vmlinux").exists() {
+        true => Ok(folder),
+        false => Err(format!("there is no vmlinux in {LINUX_GUEST}={}", folder.display())),
     }
 }
 

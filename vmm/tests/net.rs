@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::{Place, driftline, fail, succeed, text, wait_for};
 use serde_json::Value;
-use vmm::testing::{kvm_or_skip, skip};
+use vmm::testing::{kvm_or_skip, linux_guest, skip};
 
 /// A guest boots in seconds where its ring 0 is not emulated.
 const BOOT: Duration = Duration::from_secs(180);
@@ -27,10 +27,7 @@ const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliabl
 
 /// The folder of the Linux image.
 fn image() -> PathBuf {
-    let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache");
-    let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
-    std::env::var_os("DRIFTLINE_LINUX_GUEST")
-        .map_or_else(|| cache.join("driftline/linux-guest"), PathBuf::from)
+    linux_guest().unwrap()
 }
 
 fn try_ip(args: &[&str]) -> Result<(), String> {
@@ -120,9 +117,8 @@ fn network_or_skip(test: &str) -> Option<Network> {
     if !kvm_or_skip(test) {
         return None;
     }
-    if !image().join("vmlinux").exists() {
-        let image = image();
-        skip(test, &format!("no Linux image in {}: images/linux/build.sh", image.display()));
+    if let Err(why) = linux_guest() {
+        skip(test, &why);
         return None;
     }
     Network::new().map_err(|why| skip(test, &why)).ok()

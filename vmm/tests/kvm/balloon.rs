@@ -10,7 +10,7 @@ use checkpoint::{Checkpointer, Clock, EpochReport, Guest, Store, restore};
 use tempfile::TempDir;
 use vmm::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
 use vmm::machine::{Machine, MachineFactory};
-use vmm::testing::{kvm_or_skip, skip};
+use vmm::testing::{kvm_or_skip, linux_guest, skip};
 use vmm::vm::Vm;
 
 use crate::harness::*;
@@ -52,18 +52,6 @@ done
 /// The least that the host hears of: the guest frees twenty times a static busybox, nearly 40 MiB, but
 /// Linux reports blocks of 2 MiB and hints blocks of 4 MiB, which have to be free as a whole.
 const FREED: u64 = 12 * MIB;
-
-/// The folder of the Linux image, or why there is none.
-fn image() -> Result<PathBuf, String> {
-    let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache");
-    let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
-    let folder = std::env::var_os("DRIFTLINE_LINUX_GUEST")
-        .map_or_else(|| cache.join("driftline/linux-guest"), PathBuf::from);
-    match folder.join("vmlinux").exists() {
-        true => Ok(folder),
-        false => Err(format!("no Linux image in {}: images/linux/build.sh", folder.display())),
-    }
-}
 
 /// The image's initramfs with one more file, an executable.
 fn initramfs(image: &Path, dir: &TempDir, name: &str, content: &str) -> PathBuf {
@@ -146,7 +134,7 @@ fn what_a_guest_reports_as_free_is_neither_held_nor_stored() {
     if !kvm_or_skip(NAME) {
         return;
     }
-    let image = match image() {
+    let image = match linux_guest() {
         Ok(image) => image,
         Err(why) => return skip(NAME, &why),
     };
@@ -178,7 +166,7 @@ fn what_a_guest_hints_as_free_is_not_stored() {
     if !kvm_or_skip(NAME) {
         return;
     }
-    let image = match image() {
+    let image = match linux_guest() {
         Ok(image) => image,
         Err(why) => return skip(NAME, &why),
     };
