@@ -60,7 +60,7 @@ pub struct Com1 {
 
 impl Com1 {
     /// A port as it is after a reset, which writes to `sink`, and takes no input before
-    /// [`take_input`](Self::take_input).
+    /// `take_input`.
     pub fn new(vm: Arc<KvmVm>, sink: SinkWriter) -> io::Result<Self> {
         let drained = Drained(Arc::new(Bell::new()?));
         let uart = Serial::with_events(IrqPulse(vm.clone()), drained.clone(), sink.clone());
