@@ -1,4 +1,5 @@
 //! Owns the options of every command.
+#![allow(rustdoc::broken_intra_doc_links, reason = "help texts: brackets are what can be left out")]
 
 use std::path::PathBuf;
 use std::time::Duration;
