@@ -6,7 +6,7 @@ mod common;
 
 use std::fs::File;
 
-use common::{Place, Vmm, fail};
+use common::{Place, Vmm, fail, receiver};
 use vmm::testing::kvm_or_skip;
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
@@ -23,6 +23,9 @@ fn run<'a>(more: &[&'a str]) -> Vec<&'a str> {
 
 #[test]
 fn a_disk_that_cannot_be_is_refused_in_a_sentence() {
+    if !kvm_or_skip("a_disk_that_cannot_be_is_refused_in_a_sentence") {
+        return;
+    }
     let place = Place::new();
     let none = format!("path={}", place.text("none"));
     let said = fail(1, &run(&["--disk", &none]));
@@ -103,4 +106,39 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     second.await_progress(1, &before);
     second.tell(&["stop"]);
     assert_eq!(second.wait(), Some(0));
+}
+
+/// Two hosts that share a disk: it is locked by the one that may run the guest.
+#[test]
+fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
+    if !kvm_or_skip("a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go") {
+        return;
+    }
+    let place = Place::new();
+    let spec = disk(&place, "disk", 1 << 20);
+    let small = disk(&place, "small", 4096);
+    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let before = first.await_progress(1, &[]);
+    let in_use = || {
+        let said = fail(1, &run(&["--disk", &spec]));
+        assert!(said.contains("disk\" is in use by another"), "{said}");
+    };
+
+    let (mut unfit, to) = receiver(&place, "unfit", &["--disk", &small]);
+    let said = first.refuse(4, &["send-migration", &to]);
+    assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
+    unfit.kill();
+    let between = first.await_progress(1, &before);
+    in_use();
+
+    let (mut second, to) = receiver(&place, "second", &[]);
+    first.tell(&["send-migration", &to]);
+    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    second.await_api();
+    second.await_progress(1, &between);
+    in_use();
+    second.tell(&["stop"]);
+    assert_eq!(second.wait(), Some(0));
+    let mut free = Vmm::run(&place, "free", &[GUEST, &["--disk", &spec]].concat());
+    free.kill();
 }

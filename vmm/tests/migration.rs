@@ -8,24 +8,13 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 
-use common::{Place, Vmm, fail, wait_for};
+use common::{Place, Vmm, fail, receiver, wait_for};
 use serde_json::Value;
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
 const BITMAP: &[&str] =
     &["--backend", "kvm", "--mem", "64M", "--vcpus", "2", "--tracking", "dirty-bitmap"];
-
-/// A process that waits for a guest, and where.
-fn receiver<'p>(place: &'p Place, name: &'static str) -> (Vmm<'p>, String) {
-    let vmm = Vmm::start(place, name, &["receive-migration", "tcp:127.0.0.1:0"]);
-    let address = wait_for("the receiver to listen", || {
-        let said = vmm.said();
-        let (_, rest) = said.split_once("waiting for a migration on ")?;
-        Some(rest.split_once('\n')?.0.to_owned())
-    });
-    (vmm, address)
-}
 
 fn there_and_back(machine: &[&str]) {
     let place = Place::new();
@@ -34,7 +23,7 @@ fn there_and_back(machine: &[&str]) {
     let id = first.info().unwrap()["vm_id"].clone();
     let before = first.await_progress(2, &[]);
 
-    let (mut second, to) = receiver(&place, "second");
+    let (mut second, to) = receiver(&place, "second", &[]);
     let report = first.tell(&["send-migration", &to, "--json"]);
     let report: Value = serde_json::from_str(&report).unwrap();
     assert_eq!(report["status"], "completed", "{report}");
@@ -57,7 +46,7 @@ fn there_and_back(machine: &[&str]) {
     assert_eq!((&second.info().unwrap()["vm_id"], second.state()), (&id, "running".to_owned()));
     let between = second.await_progress(2, &before);
 
-    let (mut third, to) = receiver(&place, "third");
+    let (mut third, to) = receiver(&place, "third", &[]);
     let table = second.tell(&["send-migration", &to, "--downtime-ms", "500"]);
     assert!(table.contains("\ndowntime ") && table.contains("\npasses "), "{table}");
     assert_eq!(second.wait(), Some(0));
@@ -121,7 +110,7 @@ fn a_paused_guest_stays_paused_and_checkpoints_go_on_until_it_leaves() {
     });
     wait_for("checkpoints", || (first.info()?["checkpointing"] == true).then_some(()));
     first.tell(&["pause"]);
-    let (mut second, to) = receiver(&place, "second");
+    let (mut second, to) = receiver(&place, "second", &[]);
     first.tell(&["send-migration", &to]);
     assert_eq!(first.wait(), Some(0));
     let followed = follower.join().unwrap();
@@ -152,7 +141,7 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     let guest = ["--backend", "threads", "--vcpus", "2", "--mem", "1G"];
     let guest = [&guest[..], &["--guest", "payload,ws=512M,rate=max"]].concat();
     let mut first = Vmm::run(&place, "first", &guest);
-    let (mut second, to) = receiver(&place, "second");
+    let (mut second, to) = receiver(&place, "second", &[]);
     let sender = std::thread::spawn({
         let (socket, to) = (first.socket(), to.clone());
         move || {
@@ -181,7 +170,7 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     assert!(said.contains("no migration is under way"), "{said}");
     assert_eq!(second.wait(), Some(1), "{}", second.said());
 
-    let (third, to) = receiver(&place, "third");
+    let (third, to) = receiver(&place, "third", &[]);
     let pid = third.pid();
     first.tell(&["send-migration", &to, "--timeout-s", "1", "--timeout-strategy", "switchover"]);
     assert_eq!(first.wait(), Some(0));
@@ -229,7 +218,7 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
     let mut first = Vmm::run(&place, "first", &[THREADS, &guest].concat());
     let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
     first.tell(&["checkpoint", "--store", &store]);
-    let (_second, to) = receiver(&place, "second");
+    let (_second, to) = receiver(&place, "second", &[]);
     let to = proxy_that_keeps_commit(&to, place.path("state"));
     let sender = std::thread::spawn({
         let (socket, to) = (first.socket(), to.clone());
@@ -319,7 +308,7 @@ fn nobody_there_is_4_and_wrong_addresses_are_usage() {
 #[test]
 fn a_waiting_receiver_answers_and_can_be_interrupted() {
     let place = Place::new();
-    let (mut vmm, _) = receiver(&place, "a");
+    let (mut vmm, _) = receiver(&place, "a", &[]);
     let said = vmm.refuse(1, &["info"]);
     assert!(said.contains("there is no guest yet: waiting for a migration on tcp:"), "{said}");
     let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();

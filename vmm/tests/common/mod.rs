@@ -188,6 +188,17 @@ impl<'p> Vmm<'p> {
     }
 }
 
+/// A process that waits for a guest, and where.
+pub fn receiver<'p>(place: &'p Place, name: &'static str, more: &[&str]) -> (Vmm<'p>, String) {
+    let vmm = Vmm::start(place, name, &[&["receive-migration", "tcp:127.0.0.1:0"], more].concat());
+    let address = wait_for("the receiver to listen", || {
+        let said = vmm.said();
+        let (_, rest) = said.split_once("waiting for a migration on ")?;
+        Some(rest.split_once('\n')?.0.to_owned())
+    });
+    (vmm, address)
+}
+
 impl Drop for Vmm<'_> {
     fn drop(&mut self) {
         let _ = self.child.kill();
