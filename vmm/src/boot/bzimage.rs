@@ -210,35 +210,28 @@ mod tests {
 
     #[test]
     fn headers_that_cannot_boot_are_refused_with_the_value() {
-        let why = |s: &str| s.strip_prefix("it cannot be booted: ").unwrap_or(s).to_owned();
-        assert_eq!(
-            why(&refused(|h| h.version = 0x0205)),
-            "its boot protocol is 2.05, and the 64-bit entry came with 2.12"
-        );
-        assert_eq!(
-            why(&refused(|h| h.version = 0x0300)),
-            "its boot protocol is 3.00, and what comes after 2 is not known"
-        );
-        assert_eq!(
-            why(&refused(|h| h.xloadflags = 0x7e)),
-            "it has no 64-bit entry (xloadflags 0x7e)"
-        );
-        assert_eq!(
-            why(&refused(|h| h.loadflags = 0x80)),
-            "it wants to be loaded below 1 MiB (loadflags 0x80)"
-        );
-        assert_eq!(
-            why(&refused(|h| h.syssize = 257)),
-            "it is cut short: it has 5120 bytes, and its header asks for 5136"
-        );
-        assert_eq!(
-            why(&refused(|h| h.kernel_alignment = 3 << 20)),
-            "its alignment 0x300000 is no power of two"
-        );
-        assert_eq!(
-            why(&refused(|h| h.pref_address = 0x8000)),
-            "its preferred address 0x8000 lies below 1 MiB"
-        );
+        let cases: [(fn(&mut setup_header), &str); 7] = [
+            (
+                |h| h.version = 0x0205,
+                "its boot protocol is 2.05, and the 64-bit entry came with 2.12",
+            ),
+            (
+                |h| h.version = 0x0300,
+                "its boot protocol is 3.00, and what comes after 2 is not known",
+            ),
+            (|h| h.xloadflags = 0x7e, "it has no 64-bit entry (xloadflags 0x7e)"),
+            (|h| h.loadflags = 0x80, "it wants to be loaded below 1 MiB (loadflags 0x80)"),
+            (
+                |h| h.syssize = 257,
+                "it is cut short: it has 5120 bytes, and its header asks for 5136",
+            ),
+            (|h| h.kernel_alignment = 3 << 20, "its alignment 0x300000 is no power of two"),
+            (|h| h.pref_address = 0x8000, "its preferred address 0x8000 lies below 1 MiB"),
+        ];
+        for (change, why) in cases {
+            let said = refused(change);
+            assert_eq!(said.strip_prefix("it cannot be booted: ").unwrap_or(&said), why);
+        }
         assert!(
             refused(|h| h.init_size = 64 << 20).ends_with(
                 "its 4096 bytes, which become 67108864 (init_size), go to \

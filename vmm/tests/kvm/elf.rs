@@ -54,12 +54,11 @@ impl Elf {
             for v in [offset, paddr, paddr, file, mem] {
                 word(out, v);
             }
-            if wide {
-                word(out, 4096);
-            } else {
+            if !wide {
                 out.extend(7u32.to_le_bytes());
-                word(out, 4096);
             }
+            // QEMU pads notes to their segment's alignment.
+            word(out, if kind == 4 { 4 } else { 4096 });
         };
         let code = self.code.len() as u64;
         segment(&mut out, 1, code_offset, self.code_at, code, self.mem_bytes);
