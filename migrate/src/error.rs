@@ -256,7 +256,10 @@ impl fmt::Display for GuestPlace {
             Self::Here => f.write_str("the guest goes on here"),
             Self::Ended => f.write_str("the guest has ended here"),
             Self::PausedHere { why } => {
-                write!(f, "the guest is here, paused, and did not go on: {why}")
+                write!(
+                    f,
+                    "the guest is here, paused, and did not go on: {why}; resume it once that is mended"
+                )
             }
         }
     }

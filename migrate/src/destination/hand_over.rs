@@ -52,6 +52,8 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             if let Some(fault) = fault {
                 tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
             }
+            // With its files, and so with locks that could not be let go of.
+            drop(guest);
             return Err(self.tell(&mut wire, token, e.into()));
         }
         let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);

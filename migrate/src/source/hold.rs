@@ -51,9 +51,9 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
 
     /// Lets go of what only one host may hold.
     pub(super) fn release(&mut self) -> Result<(), GuestError> {
-        self.guest.release()?;
+        // Before it is tried: of a guest with two drives one may be gone when the other fails.
         self.released = true;
-        Ok(())
+        self.guest.release()
     }
 
     /// Takes everything back and lets the guest run, if it ran before.

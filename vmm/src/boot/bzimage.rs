@@ -210,7 +210,8 @@ mod tests {
 
     #[test]
     fn headers_that_cannot_boot_are_refused_with_the_value() {
-        let cases: [(fn(&mut setup_header), &str); 7] = [
+        type Change = fn(&mut setup_header);
+        let cases: [(Change, &str); 7] = [
             (
                 |h| h.version = 0x0205,
                 "its boot protocol is 2.05, and the 64-bit entry came with 2.12",

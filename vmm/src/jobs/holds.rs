@@ -29,6 +29,16 @@ struct State {
     migrating: bool,
 }
 
+impl State {
+    /// A checkpoint that copies at this moment keeps its hold, and leaves the guest paused at its end.
+    fn drop_migrations_hold(&mut self) {
+        if std::mem::take(&mut self.migration_holds) {
+            self.holders = self.holders.saturating_sub(1);
+            self.wanted = RunState::Paused;
+        }
+    }
+}
+
 /// Why the operator cannot pause or resume.
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {
@@ -80,6 +90,10 @@ impl Holds {
             return Err(OperatorError::Migrating("resume"));
         }
         if state.holders == 0 {
+            if self.vm.run_state() == RunState::Paused {
+                // A migration may have let go of the drives and failed to take them back.
+                self.vm.acquire()?;
+            }
             self.vm.resume()?;
         } else if state.wanted == RunState::Running {
             let refused = GuestError::State { request: "resume", state: RunState::Running };
@@ -89,19 +103,24 @@ impl Holds {
         Ok(())
     }
 
-    /// A migration begins or ends.
-    pub(super) fn set_migrating(&self, migrating: bool) {
-        self.lock().migrating = migrating;
+    /// A migration begins.
+    pub(super) fn begin_migration(&self) {
+        self.lock().migrating = true;
+    }
+
+    /// A migration has ended. If it still holds the guest, it could not give it back: it stays paused, and is
+    /// the operator's to resume.
+    pub(super) fn end_migration(&self) {
+        let mut state = self.lock();
+        state.migrating = false;
+        state.drop_migrations_hold();
     }
 
     /// A guest whose migration died is this host's again: paused, until the operator resumes it.
     pub(super) fn take_back(&self) -> Result<(), GuestError> {
         let mut state = self.lock();
         self.vm.acquire()?;
-        // A checkpoint that copies at this moment keeps its hold.
-        if std::mem::take(&mut state.migration_holds) {
-            state.holders = state.holders.saturating_sub(1);
-        }
+        state.drop_migrations_hold();
         state.wanted = RunState::Paused;
         Ok(())
     }
@@ -223,21 +242,27 @@ impl Guest for View {
 mod tests {
     use super::*;
     use crate::config::{
-        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, HostConfig,
+        MachineConfig, SerialSink,
     };
+    use crate::testing::kvm_or_skip;
     use RunState::{Paused, Running};
     use dirty_tracker::TrackingMode;
 
     fn running() -> (SharedVm, Arc<Holds>) {
+        launch(Backend::Threads, Vec::new())
+    }
+
+    fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<Holds>) {
         let config = MachineConfig {
             mem_bytes: 32 << 20,
             vcpus: 1,
             tracking: TrackingMode::DirtyRing,
             ring_entries: DEFAULT_RING_ENTRIES,
-            backend: Backend::Threads,
+            backend,
             boot: Boot::Payload("payload,ws=1M".into()),
             cpu: CpuConfig::default(),
-            devices: Vec::new(),
+            devices,
         };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = crate::backend::launch(config, &host).unwrap();
@@ -278,12 +303,12 @@ mod tests {
     #[test]
     fn the_guest_of_a_dead_migration_comes_back_paused_and_a_checkpoint_keeps_its_hold() {
         let (vm, holds) = running();
-        holds.set_migrating(true);
+        holds.begin_migration();
         let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
         migration.pause().unwrap();
         checkpoint.pause().unwrap();
         holds.take_back().unwrap();
-        holds.set_migrating(false);
+        holds.end_migration();
         holds.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
         checkpoint.resume().unwrap();
@@ -294,7 +319,7 @@ mod tests {
     fn a_migrating_guest_is_not_the_operators() {
         let (vm, holds) = running();
         holds.operator_pause().unwrap();
-        holds.set_migrating(true);
+        holds.begin_migration();
         let migration = holds.view(Role::Migration);
         assert_eq!(migration.pause().unwrap(), Paused, "it is to stay paused over there");
         let e = holds.operator_resume().unwrap_err().to_string();
@@ -303,8 +328,43 @@ mod tests {
         checkpoint.pause().unwrap();
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused);
-        holds.set_migrating(false);
+        holds.end_migration();
         holds.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Running);
+    }
+
+    #[test]
+    fn a_guest_whose_disk_was_taken_meanwhile_is_paused_and_resumes_once_it_is_free() {
+        use rustix::fs::{FlockOperation, fcntl_lock};
+        if !kvm_or_skip(
+            "a_guest_whose_disk_was_taken_meanwhile_is_paused_and_resumes_once_it_is_free",
+        ) {
+            return;
+        }
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let disk = DiskConfig {
+            id: "disk0".into(),
+            path: file.path().to_owned(),
+            readonly: false,
+            serial: String::new(),
+            bytes: 1 << 20,
+        };
+        let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);
+        holds.begin_migration();
+        let migration = holds.view(Role::Migration);
+        assert_eq!(migration.pause().unwrap(), Running);
+        migration.release().unwrap();
+        let thief = file.reopen().unwrap();
+        fcntl_lock(&thief, FlockOperation::NonBlockingLockExclusive).unwrap();
+        migration.acquire().unwrap_err();
+        holds.end_migration();
+        assert_eq!((vm.run_state(), holds.operator_state()), (Paused, Paused));
+        let why = holds.operator_resume().unwrap_err().to_string();
+        assert!(why.contains("in use by another"), "{why}");
+        fcntl_lock(&thief, FlockOperation::NonBlockingUnlock).unwrap();
+        holds.operator_resume().unwrap();
+        assert_eq!(vm.run_state(), Running);
+        fcntl_lock(&thief, FlockOperation::NonBlockingLockExclusive).unwrap_err();
     }
 }

@@ -53,7 +53,7 @@ impl MigrationJob {
             ..SendOptions::new(records)
         };
         let (worker, held) = (job.clone(), holds.clone());
-        holds.set_migrating(true);
+        holds.begin_migration();
         let spawned = thread::Builder::new().name("migration".into()).spawn(move || {
             let _end = EndGuard { job: &worker, holds: &held };
             let guest = held.view(Role::Migration);
@@ -61,7 +61,7 @@ impl MigrationJob {
             worker.conclude(sent.map_err(|e| failure(&e)));
         });
         if let Err(e) = spawned {
-            holds.set_migrating(false);
+            holds.end_migration();
             return Err(format!("cannot start a thread for the migration: {e}"));
         }
         Ok(job)
@@ -86,7 +86,7 @@ impl MigrationJob {
     /// Ends a lost migration, whose guest the operator has settled.
     pub(super) fn end_lost(&self, holds: &Holds) {
         self.lost.store(false, Ordering::Relaxed);
-        holds.set_migrating(false);
+        holds.end_migration();
         self.over.send_replace(true);
     }
 
@@ -171,7 +171,7 @@ impl Drop for EndGuard<'_> {
             self.job.lost.store(true, Ordering::Relaxed);
             return;
         }
-        self.holds.set_migrating(false);
+        self.holds.end_migration();
         self.job.over.send_replace(true);
     }
 }

@@ -214,6 +214,7 @@ impl Supervisor {
         if self.halt() {
             if let Err(why) = self.bus.virtio().quiesce() {
                 // It goes on where it was, as if nobody had asked.
+                self.bus.com1().take_input(true);
                 self.vcpus.iter().for_each(|vcpu| vcpu.tell(Command::Resume));
                 return Err(GuestError::System { what: "pausing the guest", cause: why.into() });
             }
