@@ -45,6 +45,7 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     if let Some(latest) = store.list()?.epochs.last() {
         super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
     }
+    let copies = !args.devices.disks.is_empty();
     let factory = Factory::new(host_config(&args.host, args.devices));
     let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
     let (vm, report) = restored.map_err(restore_failure)?;
@@ -52,6 +53,16 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     if let Err(e) = super::pending::refuse_if_pending(&args.host.state_dir, report.vm_id) {
         vm.stop("it may be running elsewhere");
         return Err(Failure::error(format_args!("nothing was started: {}", e.message())));
+    }
+    for disk in vmm::config::disks(&vm.machine_config().devices).filter(|d| !copies && !d.readonly)
+    {
+        tracing::warn!(
+            "disk \"{}\" is {} as it is now; if it has been written to since epoch {}, give its copy of then \
+             (--disk path=COPY), or the guest will damage it",
+            disk.id,
+            disk.path.display(),
+            report.epoch
+        );
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
     let server = Server::start(socket, App::new(jobs.clone()))?;

@@ -116,9 +116,9 @@ impl Jobs {
             return Ok(());
         }
         Err(format!(
-            "the guest writes to disks ({}), which checkpoints do not hold; with --disks=external you \
-             say that you copy their files while the guest is paused, and restore each checkpoint \
-             together with the files as they were at its pause",
+            "the guest writes to disks ({}), which checkpoints do not hold. With --disks=external you \
+             keep them: driftline pause, checkpoint --disks=external, copy their files, driftline resume; \
+             and restore each checkpoint with its copies (--disk path=COPY)",
             names.join(", ")
         ))
     }
