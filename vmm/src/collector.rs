@@ -15,6 +15,7 @@ use std::time::Duration;
 use checkpoint::GuestError;
 use dirty_tracker::{Collected, DirtySource, SourceError, Subscription, Tracker};
 
+use crate::sandbox::{self, Class};
 use crate::vcpu::Command;
 
 /// Between two collections of its own: at least, and at most.
@@ -61,8 +62,7 @@ impl Collector {
             period: PERIOD_MOST,
             overruns: overruns.clone(),
         };
-        let thread = std::thread::Builder::new().name("collector".to_owned());
-        let thread = Some(thread.spawn(move || work.run())?);
+        let thread = Some(sandbox::spawn(Class::Collector, "collector", move || work.run())?);
         Ok(Self { inbox, overruns, thread })
     }
 

@@ -56,6 +56,8 @@ pub fn diagnose() -> Diagnosis {
         pagemap(),
         userfaultfd(),
         clock_source(),
+        seccomp(),
+        landlock(),
     ]);
     Diagnosis { kvm: usable_kvm().is_ok(), findings }
 }
@@ -161,6 +163,27 @@ fn clock_source() -> Finding {
             let cost = "guests' kvmclock needs a host clock on the TSC to be cheap and exact";
             present("clock source", source, cost)
         }
+    }
+}
+
+fn seccomp() -> Finding {
+    let actions = read("/proc/sys/kernel/seccomp/actions_avail");
+    match actions.split_ascii_whitespace().any(|a| a == "trap") {
+        true => present("seccomp filters", "yes".into(), ""),
+        false => missing(
+            "seccomp filters",
+            "guests run with --no-seccomp only: system calls are not filtered",
+        ),
+    }
+}
+
+fn landlock() -> Finding {
+    match crate::sandbox::landlock_offered() {
+        true => present("landlock", "yes".into(), ""),
+        false => missing(
+            "landlock",
+            "a guest that breaks out reaches the user's files; Linux 5.13 has it where lsm= names it",
+        ),
     }
 }
 

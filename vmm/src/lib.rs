@@ -14,6 +14,7 @@ pub mod jobs;
 pub mod kvm;
 pub mod machine;
 pub mod memory;
+pub mod sandbox;
 mod sources;
 pub mod testing;
 pub mod threads;

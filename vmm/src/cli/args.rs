@@ -126,6 +126,16 @@ pub(crate) struct HostArgs {
     /// Keep this host's records of hand-overs in this directory; all driftlines of a host share one
     #[arg(long, value_name = "DIR", default_value_os_t = values::state_dir())]
     pub(crate) state_dir: PathBuf,
+    /// Let this process use files of this directory, and of others given so, but no more than those and what
+    /// else was named at its start; without, all but the system's own directories
+    #[arg(long, value_name = "DIR")]
+    pub(crate) allow_path: Vec<PathBuf>,
+    /// Do not filter system calls: a guest that breaks out may make any
+    #[arg(long)]
+    pub(crate) no_seccomp: bool,
+    /// Do not restrict files: a guest that breaks out may reach all of the user's
+    #[arg(long, conflicts_with = "allow_path")]
+    pub(crate) no_landlock: bool,
     /// End at once when the process that started this one ends
     #[arg(long, hide = true)]
     pub(crate) die_with_parent: bool,

@@ -1,11 +1,14 @@
 //! Owns a process that has a guest: from the start of its API to the guest's end.
 
+use std::fs::OpenOptions;
 use std::io::{self, IsTerminal};
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
+use checkpoint::durable::create_dir;
 use checkpoint::{Clock, GuestError, RestoreError, Store};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{ApiSocket, App, Server};
@@ -17,6 +20,7 @@ use vmm::config::{
 use vmm::devices::probe_disk;
 use vmm::jobs::Jobs;
 use vmm::memory::MemoryOptions;
+use vmm::sandbox;
 use vmm::vm::{EndReason, SharedVm};
 
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
@@ -25,7 +29,8 @@ use super::output::say;
 
 /// `driftline run`, in a process that has `started` then.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
-    let socket = prepare(&args.host)?;
+    let read = args.kernel.iter().chain(&args.initrd).cloned().collect();
+    let socket = prepare(&args.host, Named { read, ..Named::default() })?;
     let host = host_config(&args.host, DeviceArgs::default());
     let state_dir = args.host.state_dir.clone();
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
@@ -40,7 +45,8 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
 
 /// `driftline restore`.
 pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
-    let socket = prepare(&args.host)?;
+    let read = vec![args.store.clone()];
+    let socket = prepare(&args.host, Named { read, ..Named::default() })?;
     let store = Store::open(&args.store)?;
     if let Some(latest) = store.list()?.epochs.last() {
         super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
@@ -77,7 +83,7 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
 
 /// `driftline receive-migration`.
 pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
-    let socket = prepare(&args.host)?;
+    let socket = prepare(&args.host, Named::default())?;
     let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
     let (address, listener) = listening
         .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
@@ -111,13 +117,55 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     to_the_end(vm, jobs, server)
 }
 
-/// What comes before any guest: the tie to the parent, and the socket, whose name may be taken.
-fn prepare(host: &HostArgs) -> Result<Option<ApiSocket>, Failure> {
+/// Files that a command names besides those that all have.
+#[derive(Default)]
+struct Named {
+    /// To be read.
+    read: Vec<PathBuf>,
+    /// To be written to.
+    write: Vec<PathBuf>,
+}
+
+/// What comes before any guest: the tie to the parent, the socket, whose name may be taken, and the sandbox,
+/// before there are threads.
+fn prepare(host: &HostArgs, named: Named) -> Result<Option<ApiSocket>, Failure> {
     if host.die_with_parent {
         let kill = Some(rustix::process::Signal::KILL);
         rustix::process::set_parent_process_death_signal(kill)?;
     }
-    Ok(host.api_sock.as_deref().map(ApiSocket::bind).transpose()?)
+    let socket = host.api_sock.as_deref().map(ApiSocket::bind).transpose()?;
+    sandbox::start(&restrictions(host, named)?).map_err(sandbox_failure)?;
+    Ok(socket)
+}
+
+/// What the process is to be restricted to.
+fn restrictions(host: &HostArgs, named: Named) -> Result<sandbox::Options, Failure> {
+    let Named { read, mut write } = named;
+    // Only what is there can be let through.
+    if let SerialSink::File(path) = &host.serial {
+        // Its own error is said where it is opened to be used.
+        let _ = OpenOptions::new().create(true).append(true).open(path);
+        write.push(path.clone());
+    }
+    if !host.allow_path.is_empty() {
+        create_dir(&host.state_dir)?;
+    }
+    write.push(host.state_dir.clone());
+    Ok(sandbox::Options {
+        seccomp: !host.no_seccomp,
+        landlock: !host.no_landlock,
+        read,
+        write,
+        sockets: host.api_sock.iter().cloned().collect(),
+        allowed: host.allow_path.clone(),
+    })
+}
+
+fn sandbox_failure(e: sandbox::StartError) -> Failure {
+    match e {
+        sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),
+        _ => Failure::error(e),
+    }
 }
 
 fn host_config(host: &HostArgs, devices: DeviceArgs) -> HostConfig {

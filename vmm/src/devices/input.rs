@@ -22,6 +22,7 @@ use rustix::process::{Signal, getpgrp, getpid, kill_process};
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetpgrp, tcsetattr};
 
 use super::Bus;
+use crate::sandbox::{self, Class};
 
 /// Bytes that wait for a guest.
 const ROOM: usize = 4096;
@@ -119,7 +120,7 @@ impl InputThread {
                 tracing::warn!("serial input ends here: {e}");
             }
         };
-        let thread = std::thread::Builder::new().name("serial-input".to_owned()).spawn(run)?;
+        let thread = sandbox::spawn(Class::Serial, "serial-input", run)?;
         Ok(Some(Self { stop, thread: Some(thread), _terminal: terminal }))
     }
 }

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::config::SerialSink;
+use crate::sandbox::{self, Class};
 
 /// Bytes that wait for a slow reader before output is dropped.
 const ROOM: usize = 256 << 10;
@@ -119,7 +120,7 @@ pub(crate) fn open(sink: &SerialSink) -> Result<(SinkWriter, SinkThread), SinkEr
         theirs.changed.notify_all();
     };
     let failed = |cause| SinkError { path: "a new thread".to_owned(), cause };
-    let thread = std::thread::Builder::new().name("serial".to_owned()).spawn(run);
+    let thread = sandbox::spawn(Class::Serial, "serial", run);
     let thread = Some(thread.map_err(failed)?);
     Ok((SinkWriter(shared.clone()), SinkThread { shared, thread }))
 }

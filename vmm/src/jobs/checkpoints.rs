@@ -13,6 +13,7 @@ use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
 use crate::api::model::{CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome};
+use crate::sandbox::check_allowed;
 
 /// Reports kept for a reader that comes late: hours of them.
 const KEPT_REPORTS: usize = 65_536;
@@ -47,6 +48,7 @@ impl CheckpointJob {
         holds: &Arc<Holds>,
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, String> {
+        check_allowed(&request.store)?;
         let store = Store::create_or_open(&request.store).map_err(|e| e.to_string())?;
         let guest = holds.view(Role::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store).map_err(|e| e.to_string())?;

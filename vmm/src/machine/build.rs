@@ -18,6 +18,7 @@ use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{Bus, Com1, DeviceSet, InputThread, open_sink, placement};
 use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
+use crate::sandbox::{self, Class};
 use crate::sources::{BitmapSource, RingSource};
 use crate::vcpu::{Counters, StateContext, Vcpu, cpuid};
 
@@ -29,6 +30,9 @@ const _: () = assert!(IDENTITY_MAP > HOLE_START && TSS + 0x3000 <= 1 << 32);
 
 /// A collection of this many frames, or a quarter of a ring, calls for another one soon.
 const MANY_FRAMES: u64 = 4096;
+
+/// From so much guest memory on a bitmap is absorbed by several threads, those of rayon's pool.
+const SHARED_OUT: u64 = 32 << 30;
 
 impl Machine {
     /// Boots what `config` says; the machine stands at the guest's first instruction.
@@ -300,8 +304,7 @@ fn start_vcpus(
             stands_since: None,
             _vm: vm.clone(),
         };
-        let thread = std::thread::Builder::new().name(format!("vcpu{id}"));
-        let thread = thread.spawn(move || vcpu.live());
+        let thread = sandbox::spawn(Class::Vcpu, format!("vcpu{id}"), move || vcpu.live());
         let thread = thread.map_err(MachineError::system("starting a vCPU thread"))?;
         handles.push(VcpuHandle::new(inbox, immediate_exit, counters, thread));
     }
@@ -315,6 +318,10 @@ fn start_collector(
     channel: (Sender<Message>, Receiver<Message>),
 ) -> Result<Option<Collector>, MachineError> {
     let Some(source) = source else { return Ok(None) };
+    if config.mem_bytes >= SHARED_OUT {
+        // Made here and not by the collector, whose filter allows no new threads.
+        rayon::current_num_threads();
+    }
     let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
     Collector::spawn(source, vm.memory().tracker().clone(), many, channel)
         .map(Some)

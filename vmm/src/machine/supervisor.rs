@@ -13,6 +13,7 @@ use super::state::{self, Saved};
 use crate::collector;
 use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm, kick};
+use crate::sandbox::{self, Class};
 use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood};
 use crate::vm::EndReason;
 
@@ -163,9 +164,7 @@ impl Supervisor {
             half_restored: false,
             holds,
         };
-        std::thread::Builder::new()
-            .name("supervisor".to_owned())
-            .spawn(move || supervisor.run())
+        sandbox::spawn(Class::Supervisor, "supervisor", move || supervisor.run())
             .map_err(MachineError::system("starting the supervisor"))
     }
 

@@ -29,6 +29,7 @@ use images::workload::{Placement, ready_line};
 use crate::config::{Boot, HostConfig, MachineConfig};
 use crate::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
 use crate::memory::Memory;
+use crate::sandbox::{self, Class};
 use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
 use clock::GuestClock;
 use end::End;
@@ -129,9 +130,8 @@ impl ThreadMachine {
                 end: self.end.clone(),
                 commands,
             };
-            let thread = std::thread::Builder::new()
-                .name(format!("worker-{index}"))
-                .spawn(move || worker.run())
+            let name = format!("worker-{index}");
+            let thread = sandbox::spawn(Class::Worker, name, move || worker.run())
                 .map_err(|e| GuestError::System { what: "starting a worker", cause: e.into() })?;
             control.workers.push((sender, thread));
         }

@@ -1,0 +1,271 @@
+//! The tables: which system calls each class of threads makes, and with which arguments where that is
+//! cheap to look at.
+
+use std::collections::BTreeMap;
+
+use seccompiler::{BackendError, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompRule};
+use syscalls::Sysno::{self, *};
+
+use super::Class;
+use super::calls::*;
+
+/// System calls by number; one without rules is allowed with any arguments.
+pub(super) type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+/// What threads of `class` may do.
+pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
+    let mut table = Table::default();
+    table.every_thread()?;
+    match class {
+        Class::Worker | Class::Serial => {}
+        Class::Vcpu => table.kvm(VCPU_IOCTLS)?,
+        Class::Collector => table.kvm(DIRTY_IOCTLS)?,
+        Class::Supervisor => table.kvm(VM_IOCTLS)?,
+        Class::Device => table.device()?,
+        Class::Block => {
+            table.device()?;
+            table.block()?;
+        }
+        Class::Net => {
+            table.device()?;
+            table.ioctls(TUN_IOCTLS)?;
+        }
+        Class::Vsock => {
+            table.device()?;
+            table.sockets(&[libc::AF_UNIX])?;
+        }
+    }
+    Ok(table.0)
+}
+
+/// What threads may do that answer the operator: main, the API's, those of checkpoints and migrations.
+/// All others descend from them, so it holds what every class needs.
+pub(super) fn of_process() -> Result<Rules, BackendError> {
+    let mut table = Table::default();
+    table.process()?;
+    table.device()?;
+    table.block()?;
+    table.every_thread()?;
+    Ok(table.0)
+}
+
+/// Refused with `ENOSYS`, whatever else is said: its flags lie in memory, where no filter sees them, and
+/// C libraries then take `clone`, of which only threads are allowed.
+pub(super) fn refused() -> Rules {
+    BTreeMap::from([(clone3.id().into(), Vec::new())])
+}
+
+#[derive(Default)]
+struct Table(Rules);
+
+impl Table {
+    /// Memory, time, waiting, reading and writing what is open, ending.
+    fn every_thread(&mut self) -> Result<(), BackendError> {
+        self.allow(EVERY_THREAD);
+        self.allow_masked(mmap, 2, libc::PROT_EXEC as u64, 0)?;
+        self.allow_masked(mprotect, 2, libc::PROT_EXEC as u64, 0)?;
+        // What an open descriptor is.
+        self.allow_masked(newfstatat, 3, libc::AT_EMPTY_PATH as u64, libc::AT_EMPTY_PATH as u64)?;
+        self.allow_masked(statx, 2, libc::AT_EMPTY_PATH as u64, libc::AT_EMPTY_PATH as u64)?;
+        self.allow_values(fcntl, 1, DESCRIPTOR_COMMANDS.iter().map(|c| *c as u64))?;
+        // Signals to this process: kicks, aborts.
+        let own = u64::from(std::process::id());
+        self.allow_values(tgkill, 0, [own])?;
+        self.allow_values(kill, 0, [own])?;
+        self.allow_values(prlimit64, 2, [0])?;
+        let names = [libc::PR_GET_NAME, libc::PR_SET_NAME, libc::PR_SET_VMA];
+        self.allow_values(prctl, 0, names.map(|n| n as u64))
+    }
+
+    /// A virtio device's thread: events, and data of files that are open.
+    fn device(&mut self) -> Result<(), BackendError> {
+        self.allow(DEVICE);
+        self.ioctls(PLAIN_IOCTLS)?;
+        // Of an irqfd or an ioeventfd, and a line that is raised by hand.
+        self.kvm(&[0x61, 0x67, 0x76, 0x79])
+    }
+
+    fn block(&mut self) -> Result<(), BackendError> {
+        self.allow(BLOCK);
+        let locks = [libc::F_OFD_SETLK, libc::F_OFD_SETLKW, libc::F_OFD_GETLK].map(|c| c as u64);
+        self.allow_values(fcntl, 1, locks)?;
+        self.ioctls(BLOCK_IOCTLS)
+    }
+
+    /// Sockets of these families.
+    fn sockets(&mut self, families: &[i32]) -> Result<(), BackendError> {
+        self.allow(SOCKETS);
+        self.allow_values(socket, 0, families.iter().map(|f| *f as u64))?;
+        self.allow_values(socketpair, 0, [libc::AF_UNIX as u64])
+    }
+
+    /// What nobody needs but those who answer the operator.
+    fn process(&mut self) -> Result<(), BackendError> {
+        self.allow(PROCESS);
+        let thread = libc::CLONE_THREAD as u64;
+        self.allow_masked(clone, 0, thread, thread)?;
+        self.allow_values(seccomp, 0, [u64::from(libc::SECCOMP_SET_MODE_FILTER)])?;
+        let about = [libc::PR_SET_NO_NEW_PRIVS, libc::PR_GET_NO_NEW_PRIVS, libc::PR_SET_PDEATHSIG];
+        self.allow_values(prctl, 0, about.map(|p| p as u64))?;
+        // Which processor features a guest may use: ARCH_GET_XCOMP_SUPP to REQ_XCOMP_GUEST_PERM.
+        self.allow_values(arch_prctl, 0, 0x1021..=0x1025)?;
+        // Name services are libraries that are loaded when they are needed. Nothing is both writable and code.
+        self.allow_masked(mmap, 2, libc::PROT_WRITE as u64, 0)?;
+        self.sockets(&[libc::AF_UNIX, libc::AF_INET, libc::AF_INET6, libc::AF_NETLINK])?;
+        // Any of KVM's: machines are built here.
+        self.allow_masked(ioctl, 1, 0xff00, KVMIO << 8)?;
+        self.allow_masked(ioctl, 1, 0xff00, UFFDIO << 8)?;
+        for known in [TERMINAL_IOCTLS, TUN_IOCTLS, INTERFACE_IOCTLS, PAGEMAP_IOCTLS] {
+            self.ioctls(known)?;
+        }
+        Ok(())
+    }
+
+    /// KVM's ioctls of these numbers.
+    fn kvm(&mut self, numbers: &[u8]) -> Result<(), BackendError> {
+        numbers
+            .iter()
+            .try_for_each(|n| self.allow_masked(ioctl, 1, 0xffff, KVMIO << 8 | u64::from(*n)))
+    }
+
+    /// These ioctls.
+    fn ioctls(&mut self, requests: &[u32]) -> Result<(), BackendError> {
+        self.allow_values(ioctl, 1, requests.iter().map(|r| u64::from(*r)))
+    }
+
+    fn allow(&mut self, calls: &[Sysno]) {
+        for call in calls {
+            self.0.insert(call.id().into(), Vec::new());
+        }
+    }
+
+    /// `call`, if its argument `index` is one of `values`; 32 bits are compared.
+    fn allow_values(
+        &mut self,
+        call: Sysno,
+        index: u8,
+        values: impl IntoIterator<Item = u64>,
+    ) -> Result<(), BackendError> {
+        values.into_iter().try_for_each(|v| self.allow_if(call, index, SeccompCmpOp::Eq, v))
+    }
+
+    /// `call`, if the bits `mask` of its argument `index` are `value`.
+    fn allow_masked(
+        &mut self,
+        call: Sysno,
+        index: u8,
+        mask: u64,
+        value: u64,
+    ) -> Result<(), BackendError> {
+        self.allow_if(call, index, SeccompCmpOp::MaskedEq(mask), value)
+    }
+
+    fn allow_if(
+        &mut self,
+        call: Sysno,
+        index: u8,
+        op: SeccompCmpOp,
+        value: u64,
+    ) -> Result<(), BackendError> {
+        let low = value & u64::from(u32::MAX);
+        let condition = SeccompCondition::new(index, SeccompCmpArgLen::Dword, op, low)?;
+        let rule = SeccompRule::new(vec![condition])?;
+        match self.0.entry(call.id().into()) {
+            std::collections::btree_map::Entry::Vacant(new) => {
+                new.insert(vec![rule]);
+            }
+            // Without rules it is allowed already, whatever its arguments.
+            std::collections::btree_map::Entry::Occupied(mut known) => {
+                if !known.get().is_empty() {
+                    known.get_mut().push(rule);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEVER: &[Sysno] = &[
+        execve,
+        execveat,
+        fork,
+        vfork,
+        ptrace,
+        process_vm_readv,
+        process_vm_writev,
+        mount,
+        umount2,
+        pivot_root,
+        chroot,
+        kexec_load,
+        kexec_file_load,
+        bpf,
+        init_module,
+        finit_module,
+        delete_module,
+        reboot,
+        setuid,
+        setgid,
+        setns,
+        unshare,
+        open_by_handle_at,
+        perf_event_open,
+        add_key,
+        keyctl,
+        iopl,
+        ioperm,
+        modify_ldt,
+        personality,
+        mknod,
+        mknodat,
+        fsopen,
+        move_mount,
+        pidfd_getfd,
+        process_madvise,
+        quotactl,
+        swapon,
+        settimeofday,
+        clock_settime,
+        acct,
+        syslog,
+    ];
+
+    fn all_tables() -> impl Iterator<Item = Rules> {
+        let classes = Class::ALL.into_iter().map(|class| of(class).unwrap());
+        classes.chain([of_process().unwrap()])
+    }
+
+    #[test]
+    fn nobody_starts_programs_or_governs_the_host() {
+        for table in all_tables() {
+            assert!(NEVER.iter().all(|call| !table.contains_key(&i64::from(call.id()))));
+        }
+    }
+
+    #[test]
+    fn only_the_operators_threads_know_files_by_name() {
+        let names = [open, openat, openat2, creat, unlink, unlinkat, rename, mkdir, bind, listen];
+        for class in Class::ALL {
+            let table = of(class).unwrap();
+            assert!(names.iter().all(|call| !table.contains_key(&i64::from(call.id()))));
+            let sockets = table.contains_key(&i64::from(socket.id()));
+            assert_eq!(sockets, class == Class::Vsock, "{class:?}");
+        }
+    }
+
+    #[test]
+    fn the_process_may_whatever_a_class_may() {
+        let process = of_process().unwrap();
+        for class in Class::ALL {
+            for (call, rules) in of(class).unwrap() {
+                let wide = process.get(&call);
+                let covers = |wide: &Vec<SeccompRule>| wide.is_empty() || !rules.is_empty();
+                assert!(wide.is_some_and(covers), "{class:?}: {call}");
+            }
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The sandbox: what the process, and each of its threads, may ask of the kernel once it has a guest.
+//!
+//! A guest that breaks out of a device runs on a thread of this process. What it finds there:
+//!
+//! | thread | system calls | files by name, TCP |
+//! | --- | --- | --- |
+//! | main, `control`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
+//! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU | none |
+//! | `collector`, `supervisor` | the same with their own ioctls of KVM | none |
+//! | `serial`, workers of the threads backend | memory, waiting, what is open | none |
+//! | `virtio-*` | events and data of open files; sockets for vsock alone | none |
+//!
+//! Threads inherit filters and domains and can only narrow them. So the widest ones go on main, before
+//! it starts anything, and each thread narrows itself before its first own step: [`spawn`]. All threads share one memory:
+//! whoever takes over a thread can try to have another one act for it, which may do what the first row says.
+//!
+//! A forbidden call ends the process with `SIGSYS` and a line that names thread and call. Filters are
+//! seccomp's ([`seccomp`](self::seccomp)), domains landlock's ([`landlock`](self::landlock)), which older kernels lack:
+//! a warning says so. A process that has not called [`start`], such as a test, is not restricted at all.
+
+mod calls;
+mod filters;
+mod landlock;
+mod native;
+mod seccomp;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::thread::{Builder, JoinHandle};
+
+pub(crate) use self::landlock::offered as landlock_offered;
+use seccomp::Filters;
+
+/// Kinds of threads that serve the guest.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Class {
+    /// Runs a vCPU.
+    Vcpu,
+    /// Runs a vCPU's share of the threads backend.
+    Worker,
+    /// Owns the dirty source.
+    Collector,
+    /// Decides whether the machine runs.
+    Supervisor,
+    /// Copies serial output or input.
+    Serial,
+    /// A device without files or sockets of its own: rng, balloon.
+    Device,
+    /// A disk.
+    Block,
+    /// A network interface.
+    Net,
+    /// A socket device.
+    Vsock,
+}
+
+impl Class {
+    /// All of them.
+    pub const ALL: [Class; 9] = [
+        Self::Vcpu,
+        Self::Worker,
+        Self::Collector,
+        Self::Supervisor,
+        Self::Serial,
+        Self::Device,
+        Self::Block,
+        Self::Net,
+        Self::Vsock,
+    ];
+}
+
+/// How a process is to be restricted. By default not at all.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Filter system calls.
+    pub seccomp: bool,
+    /// Restrict files.
+    pub landlock: bool,
+    /// Files and directories to read.
+    pub read: Vec<PathBuf>,
+    /// Files and directories to write to.
+    pub write: Vec<PathBuf>,
+    /// Sockets that are bound, to be removed at the end.
+    pub sockets: Vec<PathBuf>,
+    /// Directories for whatever the operator names later; if there are none, all but the system's own.
+    /// They are there already, as is all else: only what exists can be let through.
+    pub allowed: Vec<PathBuf>,
+}
+
+/// Why a process is not restricted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// The kernel takes no filters.
+    #[error("this host lacks seccomp filters: {0}; --no-seccomp runs without")]
+    Seccomp(seccompiler::Error),
+    /// A defect of the tables.
+    #[error("the filters of system calls do not compile: {0}")]
+    Filters(#[from] seccompiler::BackendError),
+    /// The kernel has landlock, and refuses.
+    #[error("the files of this process cannot be restricted: {0}; --no-landlock runs without")]
+    Landlock(::landlock::RulesetError),
+    /// An allowed directory that is not there.
+    #[error("{} cannot be allowed: {why}", path.display())]
+    Given {
+        /// The directory.
+        path: PathBuf,
+        /// The system's answer.
+        why: String,
+    },
+}
+
+/// What this process has been restricted to.
+#[derive(Debug)]
+struct Started {
+    filters: Option<Filters>,
+    landlock: bool,
+    allowed: Vec<PathBuf>,
+}
+
+/// Set once, by main, before any thread that serves a guest exists.
+static STARTED: OnceLock<Started> = OnceLock::new();
+
+/// Restricts the calling thread and all that it starts from now on: to be called once, by main, before
+/// there are others. Warns about what is switched off or missing.
+pub fn start(options: &Options) -> Result<(), StartError> {
+    native::fix_arenas();
+    let landlock = options.landlock && landlock::enter_process(options)?;
+    match (options.landlock, landlock) {
+        (false, _) => tracing::warn!("--no-landlock: every file of the user's can be reached"),
+        (true, false) => tracing::warn!(
+            "this kernel has no landlock: every file of the user's can be reached; `driftline doctor` says more"
+        ),
+        (true, true) => {}
+    }
+    let filters = if options.seccomp { Some(Filters::compile()?) } else { None };
+    match &filters {
+        Some(filters) => filters.enter_process().map_err(StartError::Seccomp)?,
+        None => tracing::warn!("--no-seccomp: every system call can be made"),
+    }
+    // As they are in full: what is asked for later may be named from another directory.
+    let places = landlock::places(options).into_iter();
+    let allowed = places.filter_map(|path| path.canonicalize().ok()).collect();
+    // A second start narrows main again, and its threads as the first one said.
+    let _ = STARTED.set(Started { filters, landlock, allowed });
+    Ok(())
+}
+
+/// Starts a thread of `class`, which is restricted before it does anything, if the process is.
+pub fn spawn<T: Send + 'static>(
+    class: Class,
+    name: impl Into<String>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    Builder::new().name(name.into()).spawn(move || {
+        enter(class);
+        work()
+    })
+}
+
+/// Restricts the calling thread to `class`. A thread that cannot be restricted does not go on, nor
+/// does the process: half a sandbox is none.
+fn enter(class: Class) {
+    let Some(started) = STARTED.get() else { return };
+    let failed = |why: String| {
+        tracing::error!("a thread of class {class:?} cannot be restricted: {why}");
+        std::process::exit(1);
+    };
+    if started.landlock
+        && let Err(e) = landlock::enter_nowhere()
+    {
+        failed(e.to_string());
+    }
+    if let Some(filters) = &started.filters
+        && let Err(e) = filters.enter(class)
+    {
+        failed(e.to_string());
+    }
+}
+
+/// Whether landlock lets this process write to `path`; the error is a sentence.
+pub fn check_allowed(path: &Path) -> Result<(), String> {
+    let Some(Started { landlock: true, allowed, .. }) = STARTED.get() else { return Ok(()) };
+    // What does not exist yet will lie where its nearest directory is.
+    let known = path.ancestors().find_map(|p| p.canonicalize().ok());
+    if known.is_none_or(|p| allowed.iter().any(|a| p.starts_with(a))) {
+        return Ok(());
+    }
+    let places: Vec<String> = allowed.iter().map(|a| a.display().to_string()).collect();
+    Err(format!(
+        "{} lies outside of where this driftline may write, which was settled at its start ({}): \
+         --allow-path says otherwise",
+        path.display(),
+        places.join(", ")
+    ))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+//! What only the C library offers: the handler that reports a forbidden system call, and a setting of
+//! its allocator. The unsafe code of the sandbox.
+
+use std::ffi::CStr;
+use std::fmt::Write;
+use std::io;
+use std::mem::MaybeUninit;
+
+use libc::{c_int, c_void, siginfo_t};
+use syscalls::Sysno;
+
+/// `si_code` of a signal that a filter raised.
+const SYS_SECCOMP: c_int = 1;
+
+/// The kernel's view of `siginfo_t` for `SIGSYS`.
+#[repr(C)]
+struct SigsysInfo {
+    signo: c_int,
+    errno: c_int,
+    code: c_int,
+    call_address: *const c_void,
+    syscall: c_int,
+    arch: u32,
+}
+const _: () = assert!(size_of::<SigsysInfo>() <= size_of::<siginfo_t>());
+
+/// From now on a forbidden system call ends the process with a line on standard error that names it.
+pub(super) fn report_violations() -> io::Result<()> {
+    // SAFETY: all of sigaction may be zero: no flags, no signals blocked, no handler.
+    let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+    let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_violation;
+    action.sa_sigaction = handler as usize;
+    action.sa_flags = libc::SA_SIGINFO;
+    // SAFETY: the handler does only what is safe in one, and the old action is not asked for.
+    let ret = unsafe { libc::sigaction(libc::SIGSYS, &action, std::ptr::null_mut()) };
+    if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+extern "C" fn on_violation(_: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: the kernel gives a handler with SA_SIGINFO a whole siginfo_t, laid out like this.
+    let info = unsafe { &*info.cast::<SigsysInfo>() };
+    if info.code == SYS_SECCOMP {
+        report(info.syscall, context.cast());
+    }
+    // SIGSYS is blocked here, so that this call, which no filter allows, ends the process by it.
+    // SAFETY: a call without arguments, of a number that no kernel has given a meaning.
+    unsafe { libc::syscall(libc::SYS_afs_syscall) };
+    // Without a filter, by a SIGSYS from elsewhere.
+    // SAFETY: ends the process, without touching its memory.
+    unsafe { libc::_exit(128 + libc::SIGSYS) };
+}
+
+/// One line about it. Nothing here allocates or takes a lock: the thread may be in the middle of both.
+fn report(number: c_int, context: *const libc::ucontext_t) {
+    let mut name = [0u8; 16];
+    // SAFETY: the kernel writes at most 16 bytes there, a terminated string.
+    unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+    let thread = CStr::from_bytes_until_nul(&name).ok().and_then(|n| n.to_str().ok());
+    let thread = thread.unwrap_or("?");
+    let call = usize::try_from(number).ok().and_then(Sysno::new);
+    let call_name = call.map_or("unknown", |c| c.name());
+    let mut line = Line { bytes: [0; 320], len: 0 };
+    let _ = write!(line, "driftline: thread {thread} made system call {number} ({call_name}");
+    if call == Some(Sysno::ioctl) && !context.is_null() {
+        // SAFETY: the kernel gives a handler the whole context of the thread.
+        let request = unsafe { (*context).uc_mcontext.gregs[libc::REG_RSI as usize] };
+        let _ = write!(line, " of request {:#x}", request as u32);
+    }
+    let _ = writeln!(
+        line,
+        "), which it never should: the process ends here (SIGSYS). Either the guest has broken out of \
+         its devices, or the filter is too narrow for this host; --no-seccomp runs without"
+    );
+    // SAFETY: the bytes are initialized.
+    unsafe { libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.len) };
+}
+
+/// Text on the stack; what does not fit is left out.
+struct Line {
+    bytes: [u8; 320],
+    len: usize,
+}
+
+impl Write for Line {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        let room = self.bytes.get_mut(self.len..).unwrap_or_default();
+        for (to, from) in room.iter_mut().zip(text.bytes()) {
+            *to = from;
+            self.len += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Fixes the number of the allocator's arenas at what it would be anyway, so that no thread has to
+/// count processors later: some C libraries do that by opening a file.
+pub(super) fn fix_arenas() {
+    #[cfg(target_env = "gnu")]
+    {
+        let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let arenas = c_int::try_from(processors.saturating_mul(8)).unwrap_or(c_int::MAX);
+        // SAFETY: sets a number; a refusal changes nothing.
+        unsafe { libc::mallopt(libc::M_ARENA_MAX, arenas) };
+    }
+}
+
+/// Makes a system call as it is: what the tests of the filters forbid.
+#[cfg(test)]
+pub(super) fn call(number: Sysno, arguments: [i64; 3]) -> io::Result<i64> {
+    let [a, b, c] = arguments;
+    // SAFETY: the tests pass no pointers but null ones.
+    let ret = unsafe { libc::syscall(number.id().into(), a, b, c) };
+    if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(ret) }
+}
