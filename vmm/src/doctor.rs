@@ -177,14 +177,24 @@ fn seccomp() -> Finding {
     }
 }
 
+/// What versions of landlock before this one lack, and the kernel that has it.
+const LANDLOCK: [(i32, &str); 3] =
+    [(3, "truncating files (Linux 6.2)"), (4, "TCP ports (6.7)"), (5, "ioctls of devices (6.10)")];
+
 fn landlock() -> Finding {
-    match crate::sandbox::landlock_offered() {
-        true => present("landlock", "yes".into(), ""),
-        false => missing(
+    let Some(version) = crate::sandbox::landlock_offered() else {
+        return missing(
             "landlock",
             "a guest that breaks out reaches the user's files; Linux 5.13 has it where lsm= names it",
-        ),
-    }
+        );
+    };
+    let lacks = LANDLOCK.iter().filter(|(has, _)| version < *has).map(|(_, what)| *what);
+    let lacks: Vec<_> = lacks.collect();
+    let cost = match lacks.is_empty() {
+        true => String::new(),
+        false => format!("not restricted are {}", lacks.join(", ")),
+    };
+    present("landlock", format!("ABI {version}"), &cost)
 }
 
 fn read(path: &str) -> String {

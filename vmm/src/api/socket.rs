@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use crate::sandbox::hint;
+
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 16;
 
@@ -33,7 +35,7 @@ pub enum SocketError {
     #[error("{} exists and is no socket", .0.display())]
     NotASocket(PathBuf),
     /// The system refused.
-    #[error("cannot listen on {}: {cause}", path.display())]
+    #[error("cannot listen on {}: {cause}{}", path.display(), hint(path, cause))]
     System {
         /// The socket's path.
         path: PathBuf,

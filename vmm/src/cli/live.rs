@@ -29,8 +29,9 @@ use super::output::say;
 
 /// `driftline run`, in a process that has `started` then.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
-    let read = args.kernel.iter().chain(&args.initrd).cloned().collect();
-    let socket = prepare(&args.host, Named { read, ..Named::default() })?;
+    let mut named = Named::of_devices(&args.disks, args.vsock.as_ref());
+    named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
+    let socket = prepare(&args.host, named)?;
     let host = host_config(&args.host, DeviceArgs::default());
     let state_dir = args.host.state_dir.clone();
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
@@ -45,8 +46,9 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
 
 /// `driftline restore`.
 pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
-    let read = vec![args.store.clone()];
-    let socket = prepare(&args.host, Named { read, ..Named::default() })?;
+    let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    named.read.push(args.store.clone());
+    let socket = prepare(&args.host, named)?;
     let store = Store::open(&args.store)?;
     if let Some(latest) = store.list()?.epochs.last() {
         super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
@@ -83,7 +85,8 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
 
 /// `driftline receive-migration`.
 pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
-    let socket = prepare(&args.host, Named::default())?;
+    let named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    let socket = prepare(&args.host, named)?;
     let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
     let (address, listener) = listening
         .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
@@ -118,12 +121,22 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
 }
 
 /// Files that a command names besides those that all have.
-#[derive(Default)]
 struct Named {
     /// To be read.
     read: Vec<PathBuf>,
     /// To be written to.
     write: Vec<PathBuf>,
+    /// Sockets to listen at.
+    sockets: Vec<PathBuf>,
+}
+
+impl Named {
+    fn of_devices(disks: &[DiskSpec], vsock: Option<&VsockSpec>) -> Self {
+        let (read, write): (Vec<_>, Vec<_>) = disks.iter().partition(|disk| disk.readonly);
+        let paths = |disks: Vec<&DiskSpec>| disks.into_iter().map(|d| d.path.clone()).collect();
+        let sockets = vsock.iter().map(|vsock| vsock.uds.clone()).collect();
+        Self { read: paths(read), write: paths(write), sockets }
+    }
 }
 
 /// What comes before any guest: the tie to the parent, the socket, whose name may be taken, and the sandbox,
@@ -140,7 +153,8 @@ fn prepare(host: &HostArgs, named: Named) -> Result<Option<ApiSocket>, Failure> 
 
 /// What the process is to be restricted to.
 fn restrictions(host: &HostArgs, named: Named) -> Result<sandbox::Options, Failure> {
-    let Named { read, mut write } = named;
+    let Named { read, mut write, mut sockets } = named;
+    sockets.extend(host.api_sock.clone());
     // Only what is there can be let through.
     if let SerialSink::File(path) = &host.serial {
         // Its own error is said where it is opened to be used.
@@ -156,7 +170,7 @@ fn restrictions(host: &HostArgs, named: Named) -> Result<sandbox::Options, Failu
         landlock: !host.no_landlock,
         read,
         write,
-        sockets: host.api_sock.iter().cloned().collect(),
+        sockets,
         allowed: host.allow_path.clone(),
     })
 }

@@ -16,6 +16,7 @@ mod balloon;
 mod block;
 mod input;
 mod net;
+mod opener;
 mod placement;
 mod power;
 mod rng;

@@ -13,6 +13,7 @@ use kvm_ioctls::IoEventAddress;
 use super::balloon::{Balloon, BalloonControl};
 use super::block::{Block, DiskError};
 use super::net::{Net, TapError};
+use super::opener::Opener;
 use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::virtio::{Device, Transport, VirtioState};
@@ -71,6 +72,7 @@ pub(crate) struct DeviceSet {
     devices: Vec<Transport>,
     drives: Vec<Drive>,
     balloon: Option<BalloonControl>,
+    opener: Option<Opener>,
 }
 
 impl DeviceSet {
@@ -94,6 +96,7 @@ impl DeviceSet {
     }
 
     fn create(&mut self, device: &DeviceConfig, vcpus: u8) -> Result<Box<dyn Device>, DeviceError> {
+        let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
         Ok(match device {
             DeviceConfig::Disk(disk) => {
                 let block = Block::open(disk, vcpus)?;
@@ -104,15 +107,25 @@ impl DeviceSet {
                 Box::new(block)
             }
             DeviceConfig::Rng => Box::new(Rng),
-            DeviceConfig::Net(net) => Box::new(Net::open(net)?),
-            DeviceConfig::Vsock(vsock) => Box::new(Vsock::open(vsock)?),
+            DeviceConfig::Net(net) => Box::new(Net::open(net, self.opener().map_err(system)?)?),
+            DeviceConfig::Vsock(vsock) => {
+                Box::new(Vsock::open(vsock, self.opener().map_err(system)?)?)
+            }
             DeviceConfig::Balloon(config) => {
-                let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
                 let (balloon, control) = Balloon::new(config).map_err(system)?;
                 self.balloon = Some(control);
                 Box::new(balloon)
             }
         })
+    }
+
+    /// The thread that opens by name, started for the first device that needs it.
+    fn opener(&mut self) -> io::Result<&Opener> {
+        let opener = match self.opener.take() {
+            Some(opener) => opener,
+            None => Opener::start()?,
+        };
+        Ok(self.opener.insert(opener))
     }
 
     /// Connects interrupts and notifications to `vm`.

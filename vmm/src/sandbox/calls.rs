@@ -20,26 +20,34 @@ pub(super) const EVERY_THREAD: &[Sysno] = &[
     getrusage, sysinfo, uname, getuid, geteuid, getgid, getegid, exit, exit_group,
 ];
 
-/// Events, and data of files that are open.
+/// Of every virtio device: waiting for events.
 #[rustfmt::skip]
 pub(super) const DEVICE: &[Sysno] = &[
-    epoll_create1, epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2, eventfd2, timerfd_create,
-    timerfd_settime, timerfd_gettime, pipe2, dup, dup3, pread64, pwrite64, preadv, pwritev,
-    preadv2, pwritev2, lseek, mincore,
+    epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2,
 ];
 
-/// Disks: durable data, space, io_uring.
+/// Of a disk: its data, durable data and space, by itself or by the io_uring that it has.
 #[rustfmt::skip]
 pub(super) const BLOCK: &[Sysno] = &[
-    fsync, fdatasync, sync_file_range, fallocate, ftruncate, fadvise64, copy_file_range,
-    io_uring_setup, io_uring_enter, io_uring_register, flock,
+    lseek, pread64, pwrite64, fdatasync, fallocate, io_uring_enter,
 ];
 
-/// Sockets, once made.
+/// Of a balloon: the space of a memory file, and which frames have any.
 #[rustfmt::skip]
-pub(super) const SOCKETS: &[Sysno] = &[
-    connect, accept, accept4, shutdown, sendto, sendmsg, sendmmsg, recvfrom, recvmsg, recvmmsg,
-    getsockopt, setsockopt, getsockname, getpeername,
+pub(super) const BALLOON: &[Sysno] = &[
+    lseek, pread64, fallocate,
+];
+
+/// Of a network interface: when it announces itself again.
+#[rustfmt::skip]
+pub(super) const NET: &[Sysno] = &[
+    timerfd_settime,
+];
+
+/// Of a socket device: callers of a socket that listens, and data of streams.
+#[rustfmt::skip]
+pub(super) const VSOCK: &[Sysno] = &[
+    accept4, recvfrom, sendto, shutdown,
 ];
 
 /// What nobody needs but those who answer the operator.
@@ -50,10 +58,19 @@ pub(super) const PROCESS: &[Sysno] = &[
     readlink, readlinkat, getdents, getdents64, getcwd, mkdir, mkdirat, rmdir, unlink, unlinkat,
     rename, renameat, renameat2, link, linkat, truncate, statfs, fstatfs, fchmod, umask, fcntl,
     syncfs, sendfile, splice, readahead,
+    // Data of files, and disks, which are opened here.
+    pread64, pwrite64, preadv, pwritev, preadv2, pwritev2, lseek, fsync, fdatasync,
+    sync_file_range, fallocate, ftruncate, fadvise64, copy_file_range, flock, dup, dup3, pipe2,
+    io_uring_setup, io_uring_enter, io_uring_register,
+    // Sockets.
+    connect, accept, accept4, shutdown, sendto, sendmsg, sendmmsg, recvfrom, recvmsg, recvmmsg,
+    getsockopt, setsockopt, getsockname, getpeername,
     // Memory.
-    memfd_create, msync, mlock, mlock2, munlock, userfaultfd, mbind, set_mempolicy, get_mempolicy,
+    memfd_create, mincore, msync, mlock, mlock2, munlock, userfaultfd, mbind, set_mempolicy, get_mempolicy,
     // Events.
-    epoll_create, select, pselect6, eventfd, signalfd4, pipe, dup2, bind, listen,
+    epoll_create, epoll_create1, epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2, select,
+    pselect6, eventfd, eventfd2, timerfd_create, timerfd_settime, timerfd_gettime, signalfd4, pipe,
+    dup2, bind, listen,
     // Signals and threads.
     rt_sigaction, rt_sigpending, rt_sigtimedwait, rt_sigsuspend, clone3, set_tid_address,
     sched_setaffinity, sched_getparam, sched_getscheduler, sched_get_priority_max,
@@ -89,17 +106,21 @@ pub(super) const VM_IOCTLS: &[u8] =
     0x61, 0x67, 0xa5, 0x62, 0x63, 0x7b, 0x7c, 0x9f, 0xa0, 0x03, 0x6a, 0x76, 0x79, 0x46, 0x49,
 ];
 
-/// Of a tap: interface, offloads, queues, header sizes, features.
+/// Of a tap when it is attached to: interface, queues, header size, offloads, features.
 #[rustfmt::skip]
 pub(super) const TUN_IOCTLS: &[u32] = &[
     0x4004_54ca, 0x4004_54d0, 0x4004_54d9, 0x4004_54d8, 0x4004_54dc, 0x4004_54d4, 0x8004_54cf,
     0x8004_54d2, 0x8004_54d7, 0x8004_54d3,
 ];
-/// Of a block device: sizes, whether it is read only, flushing, discarding.
+/// Of a tap that is attached to: `TUNSETOFFLOAD`, `TUNSETQUEUE`.
 #[rustfmt::skip]
-pub(super) const BLOCK_IOCTLS: &[u32] = &[
-    0x8008_1272, 0x8008_1270, 0x1260, 0x1268, 0x127b, 0x125e, 0x1261, 0x1277, 0x127f, 0x127c,
-    0x1278, 0x1279, 0x127a,
+pub(super) const TAP_IOCTLS: &[u32] = &[
+    0x4004_54d0, 0x4004_54d9,
+];
+/// `FIONBIO`: of a stream, not to wait for it.
+#[rustfmt::skip]
+pub(super) const STREAM_IOCTLS: &[u32] = &[
+    0x5421,
 ];
 /// Of terminals: settings, sizes, the foreground. Never TIOCSTI or TIOCLINUX, which type into them.
 #[rustfmt::skip]

@@ -9,8 +9,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, PathFd, Ruleset, RulesetAttr, RulesetCreated,
-    RulesetCreatedAttr, RulesetError, RulesetStatus, path_beneath_rules,
+    ABI, Access, AccessFs, AccessNet, BitFlags, LandlockStatus, PathFd, RestrictionStatus, Ruleset,
+    RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus,
+    path_beneath_rules,
 };
 
 use super::{Options, StartError};
@@ -29,7 +30,6 @@ const SCRATCH: &[&str] = &["/dev/shm", "/run/user"];
 const DEVICES: &[&str] = &[
     "/dev/kvm",
     "/dev/net/tun",
-    "/dev/vhost-net",
     "/dev/userfaultfd",
     "/dev/null",
     "/dev/zero",
@@ -90,7 +90,7 @@ pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
             .add_rules(path_beneath_rules(&options.write, writable() | AccessFs::IoctlDev))?
             .add_rules(path_beneath_rules(
                 options.sockets.iter().map(|socket| parent(socket)),
-                AccessFs::RemoveFile,
+                AccessFs::MakeSock | AccessFs::RemoveFile,
             ))?;
         if options.allowed.is_empty() {
             rules
@@ -112,12 +112,12 @@ pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
 }
 
 /// Takes all files and TCP ports from the calling thread; what is open stays open.
-pub(super) fn enter_nowhere() -> Result<(), RulesetError> {
+pub(super) fn enter_nowhere() -> Result<RestrictionStatus, RulesetError> {
     let rules = Ruleset::default()
         .handle_access(AccessFs::from_all(KNOWN))?
         .handle_access(AccessNet::from_all(KNOWN))?
         .create()?;
-    rules.restrict_self().map(drop)
+    rules.restrict_self()
 }
 
 /// Where something can be written that the operator names.
@@ -141,12 +141,14 @@ fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Whether this kernel enforces landlock, told by making a domain that is not entered.
-pub(crate) fn offered() -> bool {
-    use landlock::{CompatLevel, Compatible};
-    Ruleset::default()
-        .set_compatibility(CompatLevel::HardRequirement)
-        .handle_access(AccessFs::Execute)
-        .and_then(Ruleset::create)
-        .is_ok()
+/// The version of landlock that this kernel enforces, as far as it is known here; told by a thread that
+/// is restricted, and ends.
+pub(crate) fn offered() -> Option<i32> {
+    let restricted = std::thread::spawn(enter_nowhere).join().ok()?.ok()?;
+    match restricted.landlock {
+        LandlockStatus::Available { effective_abi, kernel_abi } => {
+            Some(kernel_abi.unwrap_or(effective_abi as i32))
+        }
+        LandlockStatus::NotEnabled | LandlockStatus::NotImplemented => None,
+    }
 }

@@ -4,11 +4,11 @@
 //!
 //! | thread | system calls | files by name, TCP |
 //! | --- | --- | --- |
-//! | main, `control`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
+//! | main, `control`, `opener`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
 //! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU | none |
 //! | `collector`, `supervisor` | the same with their own ioctls of KVM | none |
 //! | `serial`, workers of the threads backend | memory, waiting, what is open | none |
-//! | `virtio-*` | events and data of open files; sockets for vsock alone | none |
+//! | `virtio-*` | events, and data of what is open: each kind of device its own few | none |
 //!
 //! Threads inherit filters and domains and can only narrow them. So the widest ones go on main, before
 //! it starts anything, and each thread narrows itself before its first own step: [`spawn`]. All threads share one memory:
@@ -28,6 +28,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
 
 pub(crate) use self::landlock::offered as landlock_offered;
 use seccomp::Filters;
@@ -45,8 +46,10 @@ pub enum Class {
     Supervisor,
     /// Copies serial output or input.
     Serial,
-    /// A device without files or sockets of its own: rng, balloon.
-    Device,
+    /// A virtio device of randomness.
+    Rng,
+    /// A balloon.
+    Balloon,
     /// A disk.
     Block,
     /// A network interface.
@@ -57,13 +60,14 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 9] = [
+    pub const ALL: [Class; 10] = [
         Self::Vcpu,
         Self::Worker,
         Self::Collector,
         Self::Supervisor,
         Self::Serial,
-        Self::Device,
+        Self::Rng,
+        Self::Balloon,
         Self::Block,
         Self::Net,
         Self::Vsock,
@@ -81,7 +85,7 @@ pub struct Options {
     pub read: Vec<PathBuf>,
     /// Files and directories to write to.
     pub write: Vec<PathBuf>,
-    /// Sockets that are bound, to be removed at the end.
+    /// Sockets that are bound, now or later, and removed at the end.
     pub sockets: Vec<PathBuf>,
     /// Directories for whatever the operator names later; if there are none, all but the system's own.
     /// They are there already, as is all else: only what exists can be let through.
@@ -125,7 +129,8 @@ static STARTED: OnceLock<Started> = OnceLock::new();
 /// Restricts the calling thread and all that it starts from now on: to be called once, by main, before
 /// there are others. Warns about what is switched off or missing.
 pub fn start(options: &Options) -> Result<(), StartError> {
-    native::fix_arenas();
+    let begun = Instant::now();
+    native::one_arena();
     let landlock = options.landlock && landlock::enter_process(options)?;
     match (options.landlock, landlock) {
         (false, _) => tracing::warn!("--no-landlock: every file of the user's can be reached"),
@@ -134,11 +139,19 @@ pub fn start(options: &Options) -> Result<(), StartError> {
         ),
         (true, true) => {}
     }
+    let in_landlock = begun.elapsed();
     let filters = if options.seccomp { Some(Filters::compile()?) } else { None };
+    let compiled = begun.elapsed();
     match &filters {
         Some(filters) => filters.enter_process().map_err(StartError::Seccomp)?,
         None => tracing::warn!("--no-seccomp: every system call can be made"),
     }
+    tracing::debug!(
+        landlock_us = in_landlock.as_micros(),
+        compile_us = (compiled - in_landlock).as_micros(),
+        seccomp_us = (begun.elapsed() - compiled).as_micros(),
+        "the process is restricted"
+    );
     // As they are in full: what is asked for later may be named from another directory.
     let places = landlock::places(options).into_iter();
     let allowed = places.filter_map(|path| path.canonicalize().ok()).collect();
@@ -162,6 +175,8 @@ pub fn spawn<T: Send + 'static>(
 /// Restricts the calling thread to `class`. A thread that cannot be restricted does not go on, nor
 /// does the process: half a sandbox is none.
 fn enter(class: Class) {
+    #[cfg(test)]
+    tests::start_everywhere();
     let Some(started) = STARTED.get() else { return };
     let failed = |why: String| {
         tracing::error!("a thread of class {class:?} cannot be restricted: {why}");
@@ -194,6 +209,18 @@ pub fn check_allowed(path: &Path) -> Result<(), String> {
         path.display(),
         places.join(", ")
     ))
+}
+
+/// What follows `cause`, an error at `path`, if it may be this sandbox that stands behind it.
+pub(crate) fn hint(path: &Path, cause: &io::Error) -> &'static str {
+    match cause.kind() == io::ErrorKind::PermissionDenied && check_allowed(path).is_err() {
+        true => {
+            "; unless its permissions are the reason, it is the sandbox, which was settled at the start of \
+             this driftline: the option that names it there (--disk, --vsock) lets it through, or \
+             --allow-path"
+        }
+        false => "",
+    }
 }
 
 #[cfg(test)]

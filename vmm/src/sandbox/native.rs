@@ -92,15 +92,14 @@ impl Write for Line {
     }
 }
 
-/// Fixes the number of the allocator's arenas at what it would be anyway, so that no thread has to
-/// count processors later: some C libraries do that by opening a file.
-pub(super) fn fix_arenas() {
+/// Has all threads allocate from one arena. With several, the GNU library opens files: to count
+/// processors when a thread comes, and on whatever thread first gives memory back. Threads here allocate
+/// little, or large blocks that are mappings of their own.
+pub(super) fn one_arena() {
     #[cfg(target_env = "gnu")]
     {
-        let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let arenas = c_int::try_from(processors.saturating_mul(8)).unwrap_or(c_int::MAX);
         // SAFETY: sets a number; a refusal changes nothing.
-        unsafe { libc::mallopt(libc::M_ARENA_MAX, arenas) };
+        unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     }
 }
 

@@ -6,15 +6,42 @@ use std::process::{Command, Output};
 use syscalls::Sysno;
 
 use super::*;
+use crate::config::{
+    Backend, BalloonConfig, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, MacAddr,
+    MachineConfig, NetConfig, VsockConfig,
+};
+use crate::devices::DeviceSet;
 
 /// Tells a copy of this test binary which act to perform: `<class>:<act>`.
 const ACT: &str = "DRIFTLINE_SANDBOX_ACT";
 
+/// Has every thread that is started with a class in this test binary restricted to it.
+const EVERYWHERE: &str = "DRIFTLINE_SANDBOX_EVERYWHERE";
+/// A tap for the act that needs one.
+const TAP: &str = "DRIFTLINE_SANDBOX_TAP";
+
+/// What [`EVERYWHERE`] says, before the first thread that is to be restricted.
+pub(super) fn start_everywhere() {
+    if std::env::var_os(EVERYWHERE).is_some() {
+        STARTED.get_or_init(|| {
+            native::one_arena();
+            native::report_violations().unwrap();
+            let filters = Some(Filters::compile().unwrap());
+            Started { filters, landlock: landlock_offered().is_some(), allowed: Vec::new() }
+        });
+    }
+}
+
 /// Runs one act, on a thread of `class` of a process that has a sandbox.
 fn act(class: &str, act: &str) -> Output {
+    child_of(class, act).output().unwrap()
+}
+
+fn child_of(class: &str, act: &str) -> Command {
     let mut me = Command::new(std::env::current_exe().unwrap());
     me.args(["--exact", "sandbox::tests::child", "--nocapture", "--test-threads=1"]);
-    me.env(ACT, format!("{class}:{act}")).output().unwrap()
+    me.env(ACT, format!("{class}:{act}"));
+    me
 }
 
 #[track_caller]
@@ -29,10 +56,14 @@ fn killed(class: &str, name: &str, call: Sysno) {
 
 #[track_caller]
 fn done(class: &str, name: &str) {
-    let out = act(class, name);
+    did(&act(class, name), &format!("{class}: {name}"));
+}
+
+#[track_caller]
+fn did(out: &Output, what: &str) {
     let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success(), "{class}: {name}: {} {said}", out.status);
-    assert!(String::from_utf8_lossy(&out.stdout).contains("did it"), "{class}: {name}: {said}");
+    assert!(out.status.success(), "{what}: {} {said}", out.status);
+    assert!(String::from_utf8_lossy(&out.stdout).contains("did it"), "{what}: {said}");
 }
 
 /// Performs what the environment says, or nothing.
@@ -53,6 +84,11 @@ fn child() {
     // As main does: whatever is started from here on inherits it.
     let thread = std::thread::Builder::new().name("process".to_owned());
     let thread = thread.spawn(move || {
+        if name.ends_with("without-landlock") {
+            take_landlock_away();
+        }
+        // What it warns about, on standard output.
+        tracing_subscriber::fmt().init();
         start(&options).unwrap();
         match Class::ALL.into_iter().find(|c| format!("{c:?}") == class) {
             None => perform(&name),
@@ -61,6 +97,17 @@ fn child() {
     });
     thread.unwrap().join().unwrap();
     println!("did it");
+}
+
+/// Makes this thread's kernel one that has none.
+fn take_landlock_away() {
+    use seccompiler::{SeccompAction, SeccompFilter, TargetArch};
+    let call = (Sysno::landlock_create_ruleset.id().into(), Vec::new());
+    let none = SeccompAction::Errno(libc::ENOSYS as u32);
+    let rules = [call].into_iter().collect();
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, none, TargetArch::x86_64);
+    let program: seccompiler::BpfProgram = filter.unwrap().try_into().unwrap();
+    seccompiler::apply_filter(&program).unwrap();
 }
 
 fn perform(name: &str) {
@@ -86,8 +133,18 @@ fn perform(name: &str) {
         "type" => forbidden(ioctl, [0, 0x5412, 0]),
         "handler" => forbidden(rt_sigaction, [libc::SIGSYS.into(), 0, 0]),
         "uring" => forbidden(io_uring_setup, [1, 0, 0]),
+        "uring-register" => forbidden(io_uring_register, [-1, 0, 0]),
+        "connect" => forbidden(connect, [-1, 0, 0]),
+        "accept" => forbidden(accept4, [-1, 0, 0]),
+        "timer" => forbidden(timerfd_settime, [-1, 0, 0]),
+        "space" => forbidden(fallocate, [-1, 0, 0]),
+        "data" => forbidden(pread64, [-1, 0, 0]),
+        // TUNSETIFF.
+        "attach" => forbidden(ioctl, [-1, 0x4004_54ca, 0]),
+        "lock" => forbidden(fcntl, [-1, libc::F_SETLK.into(), 0]),
+        "devices" => devices(),
         "work" => work(),
-        "run" => {
+        "run" | "run-without-landlock" => {
             // KVM_RUN, of no vCPU.
             let answer = native::call(ioctl, [-1, 0xae80, 0]).unwrap_err();
             assert_eq!(answer.raw_os_error(), Some(libc::EBADF));
@@ -99,7 +156,7 @@ fn perform(name: &str) {
             assert_eq!(std::fs::read(dir.path().join("b")).unwrap(), b"text");
             std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         }
-        "system" | "no-file-by-landlock" if !landlock_offered() => {}
+        "system" | "no-file-by-landlock" if landlock_offered().is_none() => {}
         "system" => {
             let e = std::fs::write("/etc/driftline-was-here", "").unwrap_err();
             assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);
@@ -117,7 +174,7 @@ fn perform(name: &str) {
             let allowed = tmp.join("driftline-sandbox-allowed");
             std::fs::write(allowed.join("in"), "").unwrap();
             assert_eq!(check_allowed(&allowed.join("deeper/in")), Ok(()));
-            if landlock_offered() {
+            if landlock_offered().is_some() {
                 let e = std::fs::write(tmp.join("driftline-was-here"), "").unwrap_err();
                 assert_eq!(e.kind(), io::ErrorKind::PermissionDenied);
                 std::fs::read(std::env::current_exe().unwrap()).unwrap_err();
@@ -138,6 +195,8 @@ fn work() {
     }
     std::thread::sleep(std::time::Duration::from_millis(1));
     assert!(from.recv_timeout(std::time::Duration::from_millis(1)).is_err());
+    // Much in small pieces, given back at once: the allocator gives it back, too.
+    drop((0..1000).map(|n| vec![n as u8; 20_000]).collect::<Vec<_>>());
     let table: std::collections::HashMap<u32, u32> = (0..1000).map(|n| (n, n)).collect();
     eprintln!("{} {:?}", table.len(), std::time::SystemTime::now());
 }
@@ -162,7 +221,126 @@ fn a_vcpu_has_its_own_ioctls_and_no_others() {
     killed("Vcpu", "unix", Sysno::socket);
     killed("Vcpu", "uring", Sysno::io_uring_setup);
     killed("Collector", "create-vm", Sysno::ioctl);
-    killed("Net", "uring", Sysno::io_uring_setup);
+}
+
+#[test]
+fn a_device_has_the_calls_of_its_own_kind_and_no_others() {
+    let all = [
+        ("uring", Sysno::io_uring_setup, &[][..]),
+        ("uring-register", Sysno::io_uring_register, &[]),
+        ("connect", Sysno::connect, &[]),
+        ("accept", Sysno::accept4, &["Vsock"]),
+        ("timer", Sysno::timerfd_settime, &["Net"]),
+        ("space", Sysno::fallocate, &["Block", "Balloon"]),
+        ("data", Sysno::pread64, &["Block", "Balloon"]),
+        ("attach", Sysno::ioctl, &[]),
+        ("lock", Sysno::fcntl, &[]),
+    ];
+    for class in ["Rng", "Balloon", "Block", "Net", "Vsock"] {
+        for (name, call, of) in all {
+            if !of.contains(&class) {
+                killed(class, name, call);
+            }
+        }
+    }
+}
+
+/// What threads of devices and others do in their own tests they may do: those pass restricted as well.
+#[test]
+fn what_threads_do_is_what_they_may() {
+    let mut me = Command::new(std::env::current_exe().unwrap());
+    let out = me.args(["devices::", "collector::", "threads::"]).env(EVERYWHERE, "1").output();
+    let out = out.unwrap();
+    let said = [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(out.status.success(), "{} {}", out.status, said.concat());
+    assert!(!said[0].contains(" 0 passed"), "{}", said[0]);
+}
+
+/// A tap, if this user can make one; gone with this.
+struct HostTap(String);
+
+impl HostTap {
+    fn new() -> Result<Self, String> {
+        let name = format!("dlsb{}", std::process::id());
+        Self::ip(&["tuntap", "add", "dev", &name, "mode", "tap"])?;
+        Ok(Self(name))
+    }
+
+    fn ip(args: &[&str]) -> Result<(), String> {
+        let out = Command::new("ip").args(args).output().map_err(|e| format!("ip: {e}"))?;
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        if out.status.success() { Ok(()) } else { Err(format!("ip {}: {said}", args.join(" "))) }
+    }
+}
+
+impl Drop for HostTap {
+    fn drop(&mut self) {
+        let _ = Self::ip(&["link", "del", &self.0]);
+    }
+}
+
+#[test]
+fn devices_let_go_of_what_they_have_and_take_it_again() {
+    let tap = HostTap::new();
+    if let Err(why) = &tap {
+        let without = format!("a network interface is left out: {why}");
+        crate::testing::skip("devices_let_go_of_what_they_have_and_take_it_again", &without);
+    }
+    let mut child = child_of("process", "devices");
+    if let Ok(HostTap(name)) = &tap {
+        child.env(TAP, name);
+    }
+    did(&child.output().unwrap(), "process: devices");
+}
+
+/// All kinds of devices, built as a machine does it and handed over and back.
+fn devices() {
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, uds) = (dir.path().join("disk"), dir.path().join("vsock"));
+    std::fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
+    let id = "d".to_owned();
+    let disk =
+        DiskConfig { id, path: disk, readonly: false, serial: String::new(), bytes: 1 << 20 };
+    let mut devices = vec![
+        DeviceConfig::Disk(disk),
+        DeviceConfig::Vsock(VsockConfig { cid: 3, uds: uds.clone() }),
+        DeviceConfig::Rng,
+        DeviceConfig::Balloon(BalloonConfig::default()),
+    ];
+    if let Ok(tap) = std::env::var(TAP) {
+        let (id, mac) = ("n".to_owned(), MacAddr([2, 0, 0, 0, 0, 9]));
+        devices.push(DeviceConfig::Net(NetConfig { id, tap, mac, queues: 1 }));
+    }
+    let config = MachineConfig {
+        mem_bytes: 64 << 20,
+        vcpus: 2,
+        tracking: dirty_tracker::TrackingMode::None,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Kvm,
+        boot: Boot::Payload("payload".to_owned()),
+        cpu: Default::default(),
+        devices,
+    };
+    let memory = crate::memory::Memory::new(64 << 20, &Default::default()).unwrap();
+    let set = DeviceSet::build(&config, memory.ram(), true).unwrap();
+    for _ in 0..3 {
+        set.resume();
+        std::os::unix::net::UnixStream::connect(&uds).unwrap();
+        set.quiesce().unwrap();
+        set.release().unwrap();
+        assert!(!uds.exists(), "whoever has the guest now may listen there");
+        set.acquire().unwrap();
+    }
+    drop(set);
+    assert!(!uds.exists());
+}
+
+#[test]
+fn a_host_without_landlock_is_warned_about_and_goes_on() {
+    done("Vcpu", "run-without-landlock");
+    let out = act("Vcpu", "run-without-landlock");
+    let said = String::from_utf8_lossy(&out.stdout);
+    assert!(said.contains("this kernel has no landlock"), "{said}");
 }
 
 #[test]

@@ -10,13 +10,14 @@ use rustix::fs::{FallocateFlags, fallocate};
 use super::lock::{self, Lock};
 use super::request::SECTOR;
 use crate::config::DiskConfig;
+use crate::sandbox::hint;
 
 /// Why a disk cannot be had.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
     /// Its file cannot be opened.
-    #[error("disk file \"{}\" cannot be opened{}: {cause}", path.display(), if *readonly { "" } else { " for writing" })]
+    #[error("disk file \"{}\" cannot be opened{}: {cause}{}", path.display(), if *readonly { "" } else { " for writing" }, hint(path, cause))]
     Open {
         /// The file.
         path: PathBuf,

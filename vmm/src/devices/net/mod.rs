@@ -34,6 +34,7 @@ use self::control::Control;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
 use self::tap::Tap;
 pub use self::tap::TapError;
+use super::opener::Opener;
 use super::virtio::{Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher};
 use crate::config::NetConfig;
 
@@ -84,7 +85,7 @@ enum Role {
 impl Net {
     /// The interface of `config`. Its tap is attached to by [`Device::acquire`], and was found fit
     /// for it: only another owner may stand against that.
-    pub(super) fn open(config: &NetConfig) -> Result<Self, TapError> {
+    pub(super) fn open(config: &NetConfig, opener: &Opener) -> Result<Self, TapError> {
         let NetConfig { tap: name, queues, .. } = config.clone();
         match Tap::open(&name, queues) {
             // Perhaps the one that the guest comes from.
@@ -93,7 +94,12 @@ impl Net {
         }
         let cannot = |cause| TapError::System { name: name.clone(), what: "making a timer", cause };
         let announcements = Announcements::new().map_err(cannot)?;
-        let open = move || Tap::open(&name, queues).map_err(|e| e.to_string());
+        let opener = opener.clone();
+        let open = move || {
+            let name = name.clone();
+            let opened = opener.run(move || Tap::open(&name, queues)).map_err(|e| e.to_string())?;
+            opened.map_err(|e| e.to_string())
+        };
         Ok(Self::new(config, announcements, Box::new(open)))
     }
 

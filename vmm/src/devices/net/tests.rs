@@ -312,6 +312,6 @@ fn hostile_states_are_refused() {
 fn a_tap_that_is_not_there_is_named() {
     let config =
         NetConfig { id: "n".to_owned(), tap: "dl-none-dl".to_owned(), mac: MAC, queues: 1 };
-    let said = Net::open(&config).err().unwrap().to_string();
+    let said = Net::open(&config, &Opener::start().unwrap()).err().unwrap().to_string();
     assert!(said.contains("tap \"dl-none-dl\" does not exist"), "{said}");
 }

@@ -11,6 +11,7 @@ use virtio_bindings::virtio_ids::{
 use vmm_sys_util::epoll::EventSet;
 
 use super::{Ring, Shared, Violation, Watcher};
+use crate::sandbox::Class;
 
 /// What kind of device it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,6 +33,17 @@ impl Kind {
             Self::Rng => VIRTIO_ID_RNG,
             Self::Balloon => VIRTIO_ID_BALLOON,
             Self::Vsock => VIRTIO_ID_VSOCK,
+        }
+    }
+
+    /// What its thread may do.
+    pub(super) fn class(self) -> Class {
+        match self {
+            Self::Net => Class::Net,
+            Self::Block => Class::Block,
+            Self::Rng => Class::Rng,
+            Self::Balloon => Class::Balloon,
+            Self::Vsock => Class::Vsock,
         }
     }
 }
@@ -61,7 +73,9 @@ pub(crate) struct Io<'w> {
     pub(crate) watcher: &'w Watcher,
 }
 
-/// A virtio device without its transport. It lives on a thread of its own, which calls all of this.
+/// A virtio device without its transport. It lives on a thread of its own, which calls all of this but
+/// the first `acquire` and `start`. What that thread may ask of the kernel is settled by its
+/// [class](Kind::class): files and sockets are made before, or by the `opener`.
 ///
 /// The driver is hostile. Whatever breaks the rules of virtio is a [`Violation`], which stops the
 /// device until the driver resets it; a request that can be refused in its own terms (a status byte)
@@ -83,7 +97,7 @@ pub(crate) trait Device: Send {
     /// The driver has written to the configuration space.
     fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>);
 
-    /// First call on the thread, once: watches the device's files. Their tokens are its own.
+    /// First call, once, before the thread exists: watches the device's files. Their tokens are its own.
     fn start(&mut self, watcher: &Watcher) -> io::Result<()>;
 
     /// The driver is ready, with these of the offered features.

@@ -17,6 +17,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::registers::{Effect, RegisterState, Registers};
 use super::worker::{Command, ReadyRing, RestoredWorker, Worker, Written};
 use super::{Device, Kind, REGISTERS_LEN, Ring, Shared, Violation, VirtioState, Watcher};
+use crate::sandbox;
 
 /// How long a machine that ends waits for a device whose backend is stuck.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -104,7 +105,7 @@ impl Transport {
         worker.device.start(&worker.watcher)?;
         let (end, ended) = mpsc::channel();
         // The kernel keeps 15 bytes of a name.
-        let thread = std::thread::Builder::new().name(format!("virtio-{id}")).spawn(move || {
+        let thread = sandbox::spawn(kind.class(), format!("virtio-{id}"), move || {
             worker.live();
             let _ = end.send(());
         })?;

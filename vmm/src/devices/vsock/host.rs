@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::api::{ApiSocket, SocketError};
+use crate::devices::opener::{Kept, Opener};
 
 /// Longest greeting: "CONNECT 4294967295\n" is shorter.
 const MOST: usize = 32;
@@ -29,16 +30,16 @@ impl VsockError {
 #[derive(Debug)]
 pub(super) struct Door {
     listener: UnixListener,
-    _file: ApiSocket,
+    _file: Kept<ApiSocket>,
 }
 
 impl Door {
-    pub(super) fn open(path: &Path) -> Result<Self, VsockError> {
-        let file = ApiSocket::bind(path)?;
-        let listener = file
-            .listener()
-            .map_err(|cause| SocketError::System { path: path.to_owned(), cause })?;
-        Ok(Self { listener, _file: file })
+    pub(super) fn open(path: &Path, opener: &Opener) -> Result<Self, VsockError> {
+        let system = |cause| SocketError::System { path: path.to_owned(), cause };
+        let name = path.to_owned();
+        let file = opener.run(move || ApiSocket::bind(&name)).map_err(system)??;
+        let listener = file.listener().map_err(system)?;
+        Ok(Self { listener, _file: opener.keep(file) })
     }
 
     pub(super) fn listener(&self) -> &UnixListener {
@@ -93,12 +94,14 @@ fn parse(line: &str) -> Option<u32> {
 }
 
 /// Connects to the program that listens for the guest at `port`. It does not wait.
-pub(super) fn connect(uds: &Path, port: u32) -> io::Result<UnixStream> {
+pub(super) fn connect(uds: &Path, port: u32, opener: &Opener) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path_of(uds, port))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    rustix::net::connect(&fd, &address)?;
-    Ok(fd.into())
+    opener.run(move || {
+        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        rustix::net::connect(&fd, &address)?;
+        Ok(fd.into())
+    })?
 }
 
 fn path_of(uds: &Path, port: u32) -> PathBuf {

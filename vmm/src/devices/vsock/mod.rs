@@ -28,6 +28,7 @@ use self::connection::{Connection, Fate, Ports};
 pub use self::host::VsockError;
 use self::host::{Door, Greeting};
 use self::packet::{HEADER, HOST_CID, Header, STREAM, op};
+use super::opener::Opener;
 use super::virtio::{Chain, Device, Io, Kind, Stall, Violation, Watcher};
 use crate::config::VsockConfig;
 
@@ -53,6 +54,7 @@ const TRANSPORT_RESET: u32 = 0;
 /// The device.
 pub(super) struct Vsock {
     config: VsockConfig,
+    opener: Opener,
     /// While this host has the guest.
     door: Option<Door>,
     door_watched: bool,
@@ -83,8 +85,8 @@ struct VsockState {
 impl Vsock {
     /// The device of `config`. Its socket was found fit for use: only another one that listens there
     /// may stand against [`Device::acquire`].
-    pub(super) fn open(config: &VsockConfig) -> Result<Self, VsockError> {
-        match Door::open(&config.uds) {
+    pub(super) fn open(config: &VsockConfig, opener: &Opener) -> Result<Self, VsockError> {
+        match Door::open(&config.uds, opener) {
             Ok(_) => {}
             // Perhaps the one that the guest comes from.
             Err(e) if e.is_in_use() => {}
@@ -92,6 +94,7 @@ impl Vsock {
         }
         Ok(Self {
             config: config.clone(),
+            opener: opener.clone(),
             door: None,
             door_watched: false,
             active: false,
@@ -233,7 +236,7 @@ impl Vsock {
     /// The guest wants to be connected to a program of the host.
     fn connect(&mut self, ports: Ports, header: &Header, watcher: &Watcher) {
         let connected = match self.connections.len() < MAX_CONNECTIONS {
-            true => host::connect(&self.config.uds, ports.host),
+            true => host::connect(&self.config.uds, ports.host, &self.opener),
             false => Err(io::Error::other("there are too many connections")),
         };
         let watched = connected.and_then(|stream| Ok((self.watch(&stream, watcher)?, stream)));
@@ -461,7 +464,8 @@ impl Device for Vsock {
 
     fn acquire(&mut self) -> Result<(), String> {
         if self.door.is_none() {
-            self.door = Some(Door::open(&self.config.uds).map_err(|e| e.to_string())?);
+            let door = Door::open(&self.config.uds, &self.opener);
+            self.door = Some(door.map_err(|e| e.to_string())?);
             self.door_watched = false;
         }
         Ok(())

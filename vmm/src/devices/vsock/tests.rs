@@ -32,7 +32,8 @@ impl Place {
     }
 
     fn vsock(&self) -> Vsock {
-        Vsock::open(&VsockConfig { cid: CID, uds: self.uds() }).unwrap()
+        let config = VsockConfig { cid: CID, uds: self.uds() };
+        Vsock::open(&config, &Opener::start().unwrap()).unwrap()
     }
 
     fn guest(&self) -> Guest {
@@ -388,6 +389,6 @@ fn the_socket_is_one_devices_and_goes_with_it() {
     assert!(!place.uds().exists());
     b.acquire().unwrap();
     let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
-    let said = Vsock::open(&nowhere).err().unwrap().to_string();
+    let said = Vsock::open(&nowhere, &Opener::start().unwrap()).err().unwrap().to_string();
     assert!(said.contains("/nonexistent-dl/v"), "{said}");
 }

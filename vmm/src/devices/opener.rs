@@ -1,0 +1,98 @@
+//! Opens by name what devices need while their guest lives: a tap that is attached to again, a program's
+//! socket that the guest asks for. The devices' own threads know no files by their names and make no
+//! sockets (see [`sandbox`](crate::sandbox)).
+//!
+//! One thread does it for all devices of a machine, with the rights of whoever built the machine. A device waits
+//! for it; it waits for nobody, and is asked for nothing that blocks.
+
+use std::io;
+use std::sync::mpsc::{self, Sender};
+
+/// The way to that thread, which ends with the last of these.
+#[derive(Clone, Debug)]
+pub(crate) struct Opener {
+    jobs: Sender<Job>,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+impl Opener {
+    pub(crate) fn start() -> io::Result<Self> {
+        let (jobs, inbox) = mpsc::channel::<Job>();
+        let run = move || inbox.into_iter().for_each(|job| job());
+        std::thread::Builder::new().name("opener".to_owned()).spawn(run)?;
+        Ok(Self { jobs })
+    }
+
+    /// Has `job` done there, and waits for what it gives.
+    pub(crate) fn run<T: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let (reply, answer) = mpsc::channel();
+        let job = move || {
+            // Whoever asked may have gone meanwhile.
+            let _ = reply.send(job());
+        };
+        let told = self.jobs.send(Box::new(job)).ok();
+        let answered = told.and_then(|()| answer.recv().ok());
+        answered.ok_or_else(|| io::Error::other("the thread that opens files has ended"))
+    }
+
+    /// Keeps `thing` for its owner: when that is dropped, `thing` is dropped there, and the drop waits
+    /// for it. For what is taken down by name.
+    pub(crate) fn keep<T: Send + 'static>(&self, thing: T) -> Kept<T> {
+        Kept { thing: Some(thing), opener: self.clone() }
+    }
+}
+
+/// See [`Opener::keep`].
+#[derive(Debug)]
+pub(crate) struct Kept<T: Send + 'static> {
+    /// `None` only while it is dropped.
+    thing: Option<T>,
+    opener: Opener,
+}
+
+impl<T: Send + 'static> Drop for Kept<T> {
+    fn drop(&mut self) {
+        let thing = self.thing.take();
+        // If that thread has ended, the thing is dropped with the job.
+        let _ = self.opener.run(move || drop(thing));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread::current;
+
+    use super::*;
+
+    struct Named(Sender<Option<String>>);
+
+    impl Drop for Named {
+        fn drop(&mut self) {
+            self.0.send(current().name().map(str::to_owned)).unwrap();
+        }
+    }
+
+    #[test]
+    fn it_opens_and_drops_on_a_thread_of_its_own() {
+        let opener = Opener::start().unwrap();
+        let name = opener.run(|| current().name().map(str::to_owned)).unwrap();
+        assert_eq!(name.as_deref(), Some("opener"));
+        let (to, dropped) = mpsc::channel();
+        let kept = opener.keep(Named(to));
+        drop(opener);
+        assert!(dropped.try_recv().is_err());
+        drop(kept);
+        assert_eq!(dropped.try_recv().unwrap().as_deref(), Some("opener"), "the drop has waited");
+    }
+
+    #[test]
+    fn a_job_that_panics_is_an_error_now_and_later() {
+        let opener = Opener::start().unwrap();
+        assert!(opener.run(|| panic!("of a test")).is_err());
+        assert!(opener.run(|| ()).unwrap_err().to_string().contains("has ended"));
+    }
+}
