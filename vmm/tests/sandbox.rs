@@ -6,9 +6,11 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::{Place, Vmm, fail};
+use common::{Place, Vmm, fail, output, receiver, text};
+use vmm::testing::kvm_or_skip;
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
+const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M"];
 
 /// The number of filters on each thread of `vmm`, by the threads' names.
 fn filters(vmm: &Vmm) -> BTreeMap<String, u32> {
@@ -70,4 +72,74 @@ fn the_systems_directories_hold_no_stores() {
     let said = vmm.refuse(4, &["checkpoint", "--store", "/etc/driftline-store"]);
     assert!(said.contains("--allow-path says otherwise"), "{said}");
     vmm.tell(&["checkpoint", "--store", &place.text("store")]);
+}
+
+/// A guest with a disk and a socket in `place`.
+fn with_devices<'p>(place: &'p Place, more: &[&str]) -> Vmm<'p> {
+    std::fs::File::create(place.path("disk")).unwrap().set_len(1 << 20).unwrap();
+    let disk = format!("path={}", place.text("disk"));
+    let vsock = format!("cid=3,uds={}", place.text("vsock"));
+    Vmm::run(place, "a", &[KVM_GUEST, &["--disk", &disk, "--vsock", &vsock], more].concat())
+}
+
+#[test]
+fn threads_of_devices_have_more_filters_than_the_one_that_opens_for_them() {
+    if !kvm_or_skip("threads_of_devices_have_more_filters_than_the_one_that_opens_for_them") {
+        return;
+    }
+    let place = Place::new();
+    let mut vmm = with_devices(&place, &[]);
+    let filters = filters(&vmm);
+    for narrow in ["vcpu0", "supervisor", "collector", "serial", "virtio-disk0", "virtio-vsock"] {
+        assert_eq!(filters.get(narrow), Some(&3), "{narrow}: {filters:?}");
+    }
+    for wide in ["driftline", "control", "opener"] {
+        assert_eq!(filters.get(wide), Some(&2), "{wide}: {filters:?}");
+    }
+    std::os::unix::net::UnixStream::connect(place.path("vsock")).unwrap();
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0));
+    assert!(!place.path("vsock").exists(), "it removes the sockets that it made");
+}
+
+#[test]
+fn a_guest_that_arrives_has_the_files_that_were_named_before() {
+    if !kvm_or_skip("a_guest_that_arrives_has_the_files_that_were_named_before") {
+        return;
+    }
+    let place = Place::new();
+    std::fs::create_dir(place.path("stores")).unwrap();
+    let (stores, store) = (place.text("stores"), place.text("stores/one"));
+    let allow = ["--allow-path", &stores];
+    let mut source = with_devices(&place, &allow);
+    source.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
+
+    let (mut narrow, to) = receiver(&place, "narrow", &allow);
+    let said = source.refuse(4, &["send-migration", &to]);
+    assert!(said.contains("disk\" cannot be opened") && said.contains("--allow-path"), "{said}");
+    narrow.kill();
+    source.await_progress(1, &[]);
+
+    let disk = format!("path={}", place.text("disk"));
+    let vsock = format!("uds={}", place.text("vsock"));
+    let named = ["--disk", &disk, "--vsock", &vsock];
+    let (mut destination, to) = receiver(&place, "destination", &[&allow[..], &named].concat());
+    source.tell(&["send-migration", &to]);
+    assert_eq!(source.wait(), Some(0), "{}", source.said());
+    destination.await_api();
+    destination.await_progress(1, &[]);
+    destination.kill();
+
+    let state = place.text("state");
+    let restore = ["restore", "--store", &store, "--state-dir", &state, "--allow-path"];
+    let out = output(&[&restore[..], &[&place.text("state"), "--serial", "null"]].concat());
+    let said = text(&out.stderr);
+    assert!(!out.status.success() && said.contains("(--disk, --vsock) lets it through"), "{said}");
+    let restore = ["restore", "--store", &store, "--allow-path", &place.text("state")];
+    let mut restored = Vmm::start(&place, "restored", &[&restore[..], &named].concat());
+    restored.await_api();
+    restored.await_progress(1, &[]);
+    let two = place.text("two");
+    let said = restored.refuse(4, &["checkpoint", "--store", &two, "--disks", "external"]);
+    assert!(said.contains("lies outside of where this driftline may write"), "{said}");
 }
