@@ -11,9 +11,7 @@ mod fault;
 pub mod model;
 mod routes;
 mod server;
-mod socket;
 
 pub use app::App;
 pub use client::{Client, ClientError};
 pub use server::Server;
-pub use socket::{ApiSocket, SocketError};

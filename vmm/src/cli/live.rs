@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use checkpoint::{Clock, GuestError, RestoreError, Store};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
-use vmm::api::{ApiSocket, App, Server};
+use vmm::api::{App, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
     Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MacAddr,
@@ -17,6 +17,7 @@ use vmm::config::{
 use vmm::devices::probe_disk;
 use vmm::jobs::Jobs;
 use vmm::memory::MemoryOptions;
+use vmm::socket::ListeningSocket;
 use vmm::vm::{EndReason, SharedVm};
 
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
@@ -112,12 +113,12 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
 }
 
 /// What comes before any guest: the tie to the parent, and the socket, whose name may be taken.
-fn prepare(host: &HostArgs) -> Result<Option<ApiSocket>, Failure> {
+fn prepare(host: &HostArgs) -> Result<Option<ListeningSocket>, Failure> {
     if host.die_with_parent {
         let kill = Some(rustix::process::Signal::KILL);
         rustix::process::set_parent_process_death_signal(kill)?;
     }
-    Ok(host.api_sock.as_deref().map(ApiSocket::bind).transpose()?)
+    Ok(host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?)
 }
 
 fn host_config(host: &HostArgs, devices: DeviceArgs) -> HostConfig {

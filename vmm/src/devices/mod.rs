@@ -14,6 +14,8 @@
 
 mod balloon;
 mod block;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod input;
 mod net;
 mod placement;
@@ -31,6 +33,8 @@ pub(crate) use input::InputThread;
 pub use net::TapError;
 pub use placement::{Placement, placement};
 pub use power::{PowerManagement, PowerState};
+#[cfg(any(test, fuzzing))]
+pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
 pub(crate) use set::DeviceSet;
 pub use set::{DeviceError, Drive};

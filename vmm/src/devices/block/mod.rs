@@ -89,6 +89,13 @@ impl Block {
         Self::new(disk, queues, file, engine)
     }
 
+    /// As [`open`](Self::open), without io_uring.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn open_plain(disk: &DiskConfig, queues: u16) -> Result<Self, DiskError> {
+        let file = Arc::new(DiskFile::open(disk)?);
+        Self::new(disk, queues, file.clone(), Engine::Plain(file))
+    }
+
     fn new(
         disk: &DiskConfig,
         queues: u16,

@@ -21,6 +21,8 @@ mod tests;
 mod tun;
 
 use std::collections::BTreeMap;
+#[cfg(any(test, fuzzing))]
+use std::fs::File;
 use std::io;
 use std::time::Instant;
 
@@ -95,6 +97,16 @@ impl Net {
         let announcements = Announcements::new().map_err(cannot)?;
         let open = move || Tap::open(&name, queues).map_err(|e| e.to_string());
         Ok(Self::new(config, announcements, Box::new(open)))
+    }
+
+    /// An interface over sockets of datagrams in the place of a tap's queues.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn over_sockets(config: &NetConfig, taps: Vec<File>) -> io::Result<Self> {
+        let open = move || {
+            let taps = taps.iter().map(File::try_clone).collect::<io::Result<_>>();
+            taps.map(Tap::of_sockets).map_err(|e| e.to_string())
+        };
+        Ok(Self::new(config, Announcements::new()?, Box::new(open)))
     }
 
     fn new(

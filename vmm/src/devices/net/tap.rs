@@ -55,7 +55,7 @@ pub enum TapError {
 /// A tap that is ours. Dropping it lets go of it.
 #[derive(Debug)]
 pub(super) struct Tap {
-    /// One a queue pair. In tests, sockets of datagrams, which keep frames apart as well.
+    /// One a queue pair. In tests and fuzzing, sockets of datagrams, which keep frames apart as well.
     queues: Vec<File>,
     /// It is a tap, which knows the ioctls of one.
     is_tap: bool,
@@ -108,7 +108,7 @@ impl Tap {
     }
 
     /// Sockets of datagrams in the place of a tap.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(super) fn of_sockets(queues: Vec<File>) -> Self {
         Self { queues, is_tap: false, enabled: 1, _claim: None }
     }

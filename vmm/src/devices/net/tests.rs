@@ -38,9 +38,7 @@ impl World {
         let queues = self.taps.len() as u8;
         let config = NetConfig { id: "n".to_owned(), tap: "t".to_owned(), mac: MAC, queues };
         let taps: Vec<File> = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
-        let open =
-            move || Ok(Tap::of_sockets(taps.iter().map(|t| t.try_clone().unwrap()).collect()));
-        let mut net = Net::new(&config, Announcements::new().unwrap(), Box::new(open));
+        let mut net = Net::over_sockets(&config, taps).unwrap();
         net.acquire().unwrap();
         net
     }

@@ -19,6 +19,9 @@ pub(crate) mod conformance;
 mod device;
 #[cfg(test)]
 pub(crate) mod driver;
+mod front;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod inline;
 mod registers;
 mod ring;
 mod shared;

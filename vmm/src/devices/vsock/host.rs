@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
-use crate::api::{ApiSocket, SocketError};
+use crate::socket::{ListeningSocket, SocketError};
 
 /// Longest greeting: "CONNECT 4294967295\n" is shorter.
 const MOST: usize = 32;
@@ -29,12 +29,12 @@ impl VsockError {
 #[derive(Debug)]
 pub(super) struct Door {
     listener: UnixListener,
-    _file: ApiSocket,
+    _file: ListeningSocket,
 }
 
 impl Door {
     pub(super) fn open(path: &Path) -> Result<Self, VsockError> {
-        let file = ApiSocket::bind(path)?;
+        let file = ListeningSocket::bind(path)?;
         let listener = file
             .listener()
             .map_err(|cause| SocketError::System { path: path.to_owned(), cause })?;

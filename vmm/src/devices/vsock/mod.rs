@@ -90,7 +90,12 @@ impl Vsock {
             Err(e) if e.is_in_use() => {}
             Err(e) => return Err(e),
         }
-        Ok(Self {
+        Ok(Self::new(config))
+    }
+
+    /// As [`open`](Self::open), without a look at the socket.
+    pub(super) fn new(config: &VsockConfig) -> Self {
+        Self {
             config: config.clone(),
             door: None,
             door_watched: false,
@@ -105,7 +110,7 @@ impl Vsock {
             stalled: false,
             buffer: vec![0; MAX_DATA].into(),
             state: VsockState::default(),
-        })
+        }
     }
 
     fn watch_door(&mut self, watcher: &Watcher) -> io::Result<()> {
