@@ -43,6 +43,8 @@ pub(crate) use sink::{SinkThread, open as open_sink};
 pub(crate) use virtio::VirtioState;
 pub use vsock::VsockError;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use crate::vm::EndReason;
 
 pub(crate) const KEYBOARD_COMMAND: u16 = 0x64;
@@ -71,12 +73,15 @@ pub struct Bus {
     com1: Com1,
     power: PowerManagement,
     virtio: DeviceSet,
+    /// The guest has told of a crash kernel.
+    crash_said: AtomicBool,
 }
 
 impl Bus {
     /// A bus with these devices.
     pub(crate) fn new(com1: Com1, virtio: DeviceSet) -> Self {
-        Self { com1, power: PowerManagement::default(), virtio }
+        let power = PowerManagement::default();
+        Self { com1, power, virtio, crash_said: AtomicBool::new(false) }
     }
 
     /// The virtio devices.
@@ -115,7 +120,11 @@ impl Bus {
             (PVPANIC, bytes) if bytes.iter().any(|b| b & PANICKED != 0) => {
                 return Some(EndReason::Panicked);
             }
-            (PVPANIC, bytes) if bytes.iter().any(|b| b & CRASH_LOADED != 0) => {
+            // Said once: a guest can tell it again and again.
+            (PVPANIC, bytes)
+                if bytes.iter().any(|b| b & CRASH_LOADED != 0)
+                    && !self.crash_said.swap(true, Ordering::Relaxed) =>
+            {
                 tracing::warn!("the guest has panicked, and its crash kernel runs");
             }
             (KEYBOARD_COMMAND, bytes) if bytes.contains(&KEYBOARD_RESET) => {

@@ -211,5 +211,8 @@ pub(super) fn read<T: DeserializeOwned>(
         let why = format!("it has version {version}, and this is written for version {VERSION}");
         return Err(GuestError::Unsupported { what: what(), why });
     }
-    postcard::from_bytes(rest).map_err(|e| malformed(e.to_string()))
+    match postcard::take_from_bytes(rest).map_err(|e| malformed(e.to_string()))? {
+        (value, []) => Ok(value),
+        (_, rest) => Err(malformed(format!("{} bytes follow its end", rest.len()))),
+    }
 }

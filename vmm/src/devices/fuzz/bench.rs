@@ -57,6 +57,8 @@ pub(super) struct Bench<'s> {
     guest: Guest,
     device: Inline,
     queues: Vec<Queue>,
+    /// Since memory was last looked at, the device was in a state in which it may write.
+    may_write: bool,
 }
 
 impl<'s> Bench<'s> {
@@ -65,7 +67,7 @@ impl<'s> Bench<'s> {
         let device = Inline::new("fuzz", subject.make(), guest.memory().ram().clone()).unwrap();
         device.acquire().unwrap();
         device.resume();
-        let mut bench = Self { subject, guest, device, queues: Vec::new() };
+        let mut bench = Self { subject, guest, device, queues: Vec::new(), may_write: false };
         bench.queues = vec![Queue::default(); bench.queue_count()];
         bench
     }
@@ -86,6 +88,7 @@ impl<'s> Bench<'s> {
                 break;
             }
             self.operate(from);
+            self.look_over();
         }
         self.stand_and_go_on();
     }
@@ -126,6 +129,16 @@ impl<'s> Bench<'s> {
         self.get(VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET != 0
     }
 
+    /// Memory, and what is behind the device, unless something is under way.
+    fn look_over(&mut self) {
+        if !self.subject.works_meanwhile() {
+            let wrote = self.guest.check();
+            assert!(!wrote || self.may_write, "a stopped device writes");
+            self.may_write = false;
+            self.subject.check(self.guest.memory());
+        }
+    }
+
     /// Lets the device do something, and all that follows; what has to hold then. A stopped device does
     /// nothing at `nothing_new`: no reset is in it.
     fn step(&mut self, nothing_new: bool, f: impl FnOnce(&Inline)) {
@@ -140,17 +153,14 @@ impl<'s> Bench<'s> {
             let told = self.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG != 0;
             assert!(told || stopped, "the driver of a stopped device is told");
         }
-        if !self.subject.works_meanwhile() {
-            let wrote = self.guest.check();
-            assert!(!(wrote && nothing_new && stopped), "a stopped device writes");
-            self.subject.check(self.guest.memory());
-        }
+        self.may_write |= !(stopped && nothing_new);
     }
 
     /// A pause, at which nothing is under way.
     fn stand_and_go_on(&mut self) {
         self.device.quiesce().unwrap();
         self.guest.check();
+        self.may_write = false;
         self.subject.check(self.guest.memory());
         self.step(true, Inline::resume);
     }
@@ -381,6 +391,7 @@ impl<'s> Bench<'s> {
     fn go(&mut self, from: &mut Source<'_>, damaged: bool) {
         self.device.quiesce().unwrap();
         self.guest.check();
+        self.may_write = false;
         self.subject.check(self.guest.memory());
         let state = self.device.save().unwrap();
         let mut bytes = postcard::to_stdvec(&state).unwrap();

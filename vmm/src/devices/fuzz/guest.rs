@@ -10,6 +10,35 @@ use crate::memory::{Backing, HugePages, Memory, MemoryOptions};
 /// First byte and bytes of the two slots, with nothing between them.
 const SLOTS: [(u64, u64); 2] = [(0, 0x4_0000), (0x10_0000, 0x1_0000)];
 
+thread_local! {
+    /// Made once: mapping costs more than all that one run does.
+    static ANON: Arc<Memory> = Arc::new(map(Backing::Anon));
+    static MEMFD: Arc<Memory> = Arc::new(map(Backing::Memfd));
+}
+
+fn map(backing: Backing) -> Memory {
+    let slot = |(i, (base, bytes)): (u32, (u64, u64))| Slot {
+        id: SlotId(i),
+        base: Gfn::containing(base),
+        frames: bytes / PAGE_SIZE,
+    };
+    let layout = Layout::new((0..).zip(SLOTS).map(slot)).unwrap();
+    let options = MemoryOptions { backing, huge_pages: Some(HugePages::None), prefault: false };
+    Memory::of_layout(layout, &options).unwrap()
+}
+
+/// Puts zeros where something was left; the zeros.
+fn clear(memory: &Memory, base: u64, bytes: u64) -> Vec<u8> {
+    let mut frame = [0; PAGE_SIZE as usize];
+    for at in (base..base + bytes).step_by(frame.len()) {
+        memory.ram().read_slice(&mut frame, GuestAddress(at)).unwrap();
+        if frame.iter().any(|b| *b != 0) {
+            memory.ram().write_slice(&[0; PAGE_SIZE as usize], GuestAddress(at)).unwrap();
+        }
+    }
+    vec![0; bytes as usize]
+}
+
 /// See the module.
 pub(super) struct Guest {
     memory: Arc<Memory>,
@@ -21,17 +50,14 @@ pub(super) struct Guest {
 }
 
 impl Guest {
+    /// Memory of zeros.
     pub(super) fn new(backing: Backing) -> Self {
-        let slot = |(i, (base, bytes)): (u32, (u64, u64))| Slot {
-            id: SlotId(i),
-            base: Gfn::containing(base),
-            frames: bytes / PAGE_SIZE,
+        let memory = match backing {
+            Backing::Anon => ANON.with(Arc::clone),
+            Backing::Memfd => MEMFD.with(Arc::clone),
         };
-        let layout = Layout::new((0..).zip(SLOTS).map(slot)).unwrap();
-        let options = MemoryOptions { backing, huge_pages: Some(HugePages::None), prefault: false };
-        let memory = Arc::new(Memory::of_layout(layout, &options).unwrap());
+        let before = SLOTS.iter().map(|(base, bytes)| clear(&memory, *base, *bytes)).collect();
         let writes = memory.tracker().subscribe("fuzz");
-        let before = SLOTS.iter().map(|(_, bytes)| vec![0; *bytes as usize]).collect();
         Self { memory, before, writes, marked: Vec::new() }
     }
 

@@ -7,9 +7,10 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::mpsc::Receiver;
 
+use checkpoint::VmId;
 use dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
 use tempfile::{NamedTempFile, TempDir};
 
@@ -80,9 +81,18 @@ impl Subject for Randomness {
     }
 }
 
+thread_local! {
+    /// Made once, as memory is; what earlier runs left in it is as good as anything.
+    static FILE: Rc<NamedTempFile> = {
+        let file = NamedTempFile::new().unwrap();
+        file.as_file().set_len(Disk::BYTES as u64).unwrap();
+        Rc::new(file)
+    };
+}
+
 /// A disk of 16 blocks, which are followed.
 pub(super) struct Disk {
-    file: NamedTempFile,
+    file: Rc<NamedTempFile>,
     config: DiskConfig,
     uring: bool,
     before: Vec<u8>,
@@ -94,8 +104,9 @@ impl Disk {
     const BYTES: usize = 64 << 10;
 
     pub(super) fn new(from: &mut Source<'_>, uring: bool) -> Self {
-        let file = NamedTempFile::new().unwrap();
-        file.as_file().set_len(Self::BYTES as u64).unwrap();
+        let file = FILE.with(Rc::clone);
+        let mut before = vec![0; Self::BYTES];
+        file.as_file().read_exact_at(&mut before, 0).unwrap();
         let config = DiskConfig {
             id: "d".to_owned(),
             path: file.path().to_owned(),
@@ -103,14 +114,14 @@ impl Disk {
             serial: "s".to_owned(),
             bytes: Self::BYTES as u64,
         };
-        Self { file, config, uring, before: vec![0; Self::BYTES], writes: Vec::new() }
+        Self { file, config, uring, before, writes: Vec::new() }
     }
 }
 
 impl Subject for Disk {
     fn make(&mut self) -> Box<dyn Device> {
         let block = match self.uring {
-            true => Block::open(&self.config, 2),
+            true => Block::open(&self.config, 2, VmId::random()),
             false => Block::open_plain(&self.config, 2),
         };
         let block = block.unwrap();
@@ -250,13 +261,28 @@ impl Subject for Interface {
     }
 }
 
+/// Where unix sockets are, with a program that listens for the guest.
+struct Place {
+    dir: TempDir,
+    listener: UnixListener,
+}
+
+thread_local! {
+    static PLACE: Rc<Place> = {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(format!("v_{}", Sockets::LISTENS));
+        let listener = UnixListener::bind(path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        Rc::new(Place { dir, listener })
+    };
+}
+
 /// The socket device, with programs on both sides.
 pub(super) struct Sockets {
     queue: usize,
     config: VsockConfig,
-    listener: UnixListener,
+    place: Rc<Place>,
     programs: Vec<UnixStream>,
-    _place: TempDir,
 }
 
 impl Sockets {
@@ -264,13 +290,11 @@ impl Sockets {
     const LISTENS: u32 = 1;
 
     pub(super) fn new(queue: usize) -> Self {
-        let place = tempfile::tempdir().unwrap();
-        let uds: PathBuf = place.path().join("v");
-        let listener =
-            UnixListener::bind(place.path().join(format!("v_{}", Self::LISTENS))).unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let config = VsockConfig { cid: Self::CID, uds };
-        Self { queue, config, listener, programs: Vec::new(), _place: place }
+        let place = PLACE.with(Rc::clone);
+        // Those of an earlier run.
+        while place.listener.accept().is_ok() {}
+        let config = VsockConfig { cid: Self::CID, uds: place.dir.path().join("v") };
+        Self { queue, config, place, programs: Vec::new() }
     }
 
     fn program(&mut self, from: &mut Source<'_>) -> Option<&mut UnixStream> {
@@ -335,7 +359,7 @@ impl Subject for Sockets {
                 self.programs.push(program);
             }
             1 => {
-                if let Ok((program, _)) = self.listener.accept() {
+                if let Ok((program, _)) = self.place.listener.accept() {
                     program.set_nonblocking(true).unwrap();
                     self.programs.push(program);
                 }

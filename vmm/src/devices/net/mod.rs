@@ -26,7 +26,7 @@ use std::fs::File;
 use std::io;
 use std::time::Instant;
 
-use checkpoint::GuestRam;
+use checkpoint::{GuestRam, VmId};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
@@ -84,18 +84,18 @@ enum Role {
 }
 
 impl Net {
-    /// The interface of `config`. Its tap is attached to by [`Device::acquire`], and was found fit
-    /// for it: only another owner may stand against that.
-    pub(super) fn open(config: &NetConfig) -> Result<Self, TapError> {
+    /// The interface of `config`, of the guest `holder`. Its tap is attached to by [`Device::acquire`], and
+    /// was found fit for it: only the host that the guest comes from may stand against that.
+    pub(super) fn open(config: &NetConfig, holder: VmId) -> Result<Self, TapError> {
         let NetConfig { tap: name, queues, .. } = config.clone();
-        match Tap::open(&name, queues) {
-            // Perhaps the one that the guest comes from.
-            Ok(_) | Err(TapError::InUse { .. }) => {}
+        match Tap::open(&name, queues, holder) {
+            Ok(_) => {}
+            Err(TapError::InUse { .. }) if tap::is_held_for(&name, holder) => {}
             Err(e) => return Err(e),
         }
         let cannot = |cause| TapError::System { name: name.clone(), what: "making a timer", cause };
         let announcements = Announcements::new().map_err(cannot)?;
-        let open = move || Tap::open(&name, queues).map_err(|e| e.to_string());
+        let open = move || Tap::open(&name, queues, holder).map_err(|e| e.to_string());
         Ok(Self::new(config, announcements, Box::new(open)))
     }
 
@@ -468,7 +468,9 @@ impl Device for Net {
             return Err(format!("{} bytes follow the end of its state", rest.len()));
         }
         let NetState { pairs, ref waiting, .. } = state;
-        let most = if self.has(VIRTIO_NET_F_MQ) { self.config.queues } else { 1 };
+        // What a driver negotiated that has broken the rules since is not told here.
+        let many = self.features.is_none() || self.has(VIRTIO_NET_F_MQ);
+        let most = if many { self.config.queues } else { 1 };
         if !(1..=most).contains(&pairs) {
             return Err(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
         }

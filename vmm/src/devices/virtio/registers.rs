@@ -204,7 +204,8 @@ impl Registers {
             return Effect::Violation("its driver starts it before features are agreed".to_owned());
         }
         if new & VIRTIO_CONFIG_S_FAILED != 0 {
-            tracing::info!("a driver has given its virtio device up");
+            // No louder: a driver can do it again and again.
+            tracing::debug!("a driver has given its virtio device up");
         }
         self.state.status |= new;
         if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 { Effect::Activate } else { Effect::Nothing }
