@@ -93,8 +93,12 @@ impl Block {
 
     /// As [`open`](Self::open), without io_uring.
     #[cfg(any(test, fuzzing))]
-    pub(super) fn open_plain(disk: &DiskConfig, queues: u16) -> Result<Self, DiskError> {
-        let file = Arc::new(DiskFile::open(disk, VmId::random())?);
+    pub(super) fn open_plain(
+        disk: &DiskConfig,
+        queues: u16,
+        holder: VmId,
+    ) -> Result<Self, DiskError> {
+        let file = Arc::new(DiskFile::open(disk, holder)?);
         Self::new(disk, queues, file.clone(), Engine::Plain(file))
     }
 

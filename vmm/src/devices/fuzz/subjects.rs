@@ -94,6 +94,7 @@ thread_local! {
 pub(super) struct Disk {
     file: Rc<NamedTempFile>,
     config: DiskConfig,
+    guest: VmId,
     uring: bool,
     before: Vec<u8>,
     /// One for each device made.
@@ -114,15 +115,15 @@ impl Disk {
             serial: "s".to_owned(),
             bytes: Self::BYTES as u64,
         };
-        Self { file, config, uring, before, writes: Vec::new() }
+        Self { file, config, guest: VmId::random(), uring, before, writes: Vec::new() }
     }
 }
 
 impl Subject for Disk {
     fn make(&mut self) -> Box<dyn Device> {
         let block = match self.uring {
-            true => Block::open(&self.config, 2, VmId::random()),
-            false => Block::open_plain(&self.config, 2),
+            true => Block::open(&self.config, 2, self.guest),
+            false => Block::open_plain(&self.config, 2, self.guest),
         };
         let block = block.unwrap();
         self.writes.extend(block.tracker().map(|tracker| tracker.subscribe("fuzz")));

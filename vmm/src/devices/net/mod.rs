@@ -407,6 +407,9 @@ impl Device for Net {
 
     fn activate(&mut self, features: u64) {
         self.features = Some(features);
+        // Until the driver asks for more; a state that is restored says it after this.
+        self.state.pairs = 1;
+        self.state.waiting.retain(|pair, _| *pair == 0);
         self.try_tell_tap();
     }
 
