@@ -10,11 +10,15 @@ mod collector;
 pub mod config;
 pub mod devices;
 pub mod doctor;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod jobs;
 pub mod kvm;
 pub mod machine;
 pub mod memory;
 pub mod sandbox;
+pub mod socket;
 mod sources;
 pub mod testing;
 pub mod threads;

@@ -91,6 +91,18 @@ fn wrong_usage_is_2_and_says_what_is_right() {
     assert!(said.contains("colour"), "{said}");
     fail(2, &["run", "--guest", "payload", "--kernel", "vmlinux"]);
     fail(2, &["run", "--mem", "64M"]);
+    for (option, value) in [
+        ("--initrd", Some("initrd")),
+        ("--cmdline", Some("quiet")),
+        ("--bare-cmdline", None),
+        ("--balloon", None),
+    ] {
+        let beside = ["run", "--guest", "payload", option];
+        let said = fail(2, &[&beside[..], value.as_slice()].concat());
+        assert!(said.contains("cannot be used with") && said.contains(option), "{said}");
+        let alone = ["run", option];
+        fail(2, &[&alone[..], value.as_slice()].concat());
+    }
     for wrong in ["0", "33"] {
         let said = fail(2, &["run", "--guest", "payload", "--vcpus", wrong]);
         assert!(said.contains(&format!("'{wrong}'")) && said.contains("1..=32"), "{said}");
@@ -204,6 +216,9 @@ fn the_api_speaks_firecrackers_json() {
         ("PATCH", "/vm", r#"{"state":"Paused","hard":true}"#, "unknown field"),
         ("PATCH", "/vm", "", "the body is not what this request takes"),
         ("GET", "/nowhere", "", "there is no request GET /nowhere"),
+        ("GET", "/drives/root", "", "the guest has no disk \\\"root\\\""),
+        ("GET", "/network-interfaces/e", "", "the guest has no network interface"),
+        ("GET", "/vsock", "", "the guest has no vsock"),
         ("DELETE", "/vm", "", "there is no request DELETE /vm"),
         (
             "POST",

@@ -5,6 +5,8 @@
 mod common;
 
 use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 
 use common::{Place, Vmm, fail, receiver};
 use vmm::testing::kvm_or_skip;
@@ -21,6 +23,16 @@ fn run<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&["run", "--serial", "null"], GUEST, more].concat()
 }
 
+/// What a request about a guest is answered.
+fn ask(socket: &str, path: &str) -> String {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
 #[test]
 fn a_disk_that_cannot_be_is_refused_in_a_sentence() {
     if !kvm_or_skip("a_disk_that_cannot_be_is_refused_in_a_sentence") {
@@ -33,9 +45,15 @@ fn a_disk_that_cannot_be_is_refused_in_a_sentence() {
     let directory = format!("path={},readonly", place.text("."));
     let said = fail(1, &run(&["--disk", &directory]));
     assert!(said.contains("neither a regular file nor a block device"), "{said}");
-    let small = disk(&place, "small", 511);
-    let said = fail(1, &run(&["--disk", &small]));
-    assert!(said.contains("has 511 bytes: less than one sector"), "{said}");
+    for bytes in [511, 513, (1 << 20) - 1] {
+        let odd = disk(&place, "odd", bytes);
+        let said = fail(1, &run(&["--disk", &odd]));
+        let why = format!("has {bytes} bytes, which are not whole sectors of 512");
+        assert!(said.contains(&why), "{said}");
+    }
+    let empty = disk(&place, "empty", 0);
+    let said = fail(1, &run(&["--disk", &empty]));
+    assert!(said.contains("has 0 bytes: a disk has at least one sector"), "{said}");
     let good = disk(&place, "good", 1 << 20);
     let twice = format!("{good},id=disk0");
     let said = fail(1, &run(&["--disk", &good, "--disk", &twice]));
@@ -72,6 +90,11 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     assert!(said.contains("\"disk0\"") && said.contains("--disks=external"), "{said}");
     first.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
     let before = first.await_progress(1, &[]);
+    let drive = ask(&first.socket(), "/drives/disk0");
+    let told = "\"bytes\":1048576,\"drive_id\":\"disk0\",\"is_read_only\":false";
+    assert!(drive.starts_with("HTTP/1.1 200") && drive.contains(told), "{drive}");
+    let all = ask(&first.socket(), "/vm/config");
+    assert!(all.contains(&format!("\"drives\":[{{{told}")), "{all}");
 
     // The guest that has the disk still runs: a restored one must not.
     let restore = |more: &[&str]| {

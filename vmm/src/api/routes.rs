@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::balloon;
+use super::devices;
 use super::fault::{Fault, Input};
 use super::model::{
     ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo, JobBegun,
@@ -39,6 +40,9 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
         .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
         .route("/migration/resolve", post(resolve_migration))
+        .route("/drives/{id}", get(devices::drive))
+        .route("/network-interfaces/{id}", get(devices::interface))
+        .route("/vsock", get(devices::vsock))
         .route("/balloon", get(balloon::show).patch(balloon::change))
         .route("/dirty", get(dirty))
         .route("/metrics", get(metrics))
@@ -116,7 +120,10 @@ async fn vm_config(State(app): Shared) -> Answer<Value> {
                 "kernel_image_path": kernel, "initrd_path": initrd, "boot_args": cmdline,
             }),
         };
-        Ok(Json(json!({ "machine-config": view(config), "boot-source": boot })))
+        let mut all = devices::all(&config.devices);
+        all.insert("machine-config".into(), json!(view(config)));
+        all.insert("boot-source".into(), boot);
+        Ok(Json(Value::Object(all)))
     })
     .await
 }

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use super::app::App;
 use super::routes;
-use super::socket::ApiSocket;
+use crate::socket::ListeningSocket;
 
 /// How long requests under way may take to finish once the guest has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -26,12 +26,12 @@ pub struct Server {
 
 impl Server {
     /// Serves `app` on `socket`, if there is one, and passes it SIGINT and SIGTERM.
-    pub fn start(socket: Option<ApiSocket>, app: Arc<App>) -> io::Result<Self> {
+    pub fn start(socket: Option<ListeningSocket>, app: Arc<App>) -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         // Both before the thread starts, so that no signal and no early client is missed.
         let (interrupt, terminate, listener) = {
             let _entered = runtime.enter();
-            let listen = |s: &ApiSocket| UnixListener::from_std(s.listener()?);
+            let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);
             let listener = socket.as_ref().map(listen).transpose()?;
             (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?, listener)
         };

@@ -13,6 +13,8 @@ mod bzimage;
 mod cmdline;
 mod elf;
 mod firmware;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod kernel;
 mod map;
 mod mptable;

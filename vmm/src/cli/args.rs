@@ -148,14 +148,14 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
     /// Give the kernel this initial RAM disk
-    #[arg(long, value_name = "FILE", requires = "kernel")]
+    #[arg(long, value_name = "FILE", requires = "kernel", conflicts_with = "guest")]
     pub(crate) initrd: Option<PathBuf>,
     /// The kernel's command line, to which console=ttyS0 panic=-1 reboot=k are added unless it has
     /// them, and the virtio devices
-    #[arg(long, value_name = "TEXT", requires = "kernel")]
+    #[arg(long, value_name = "TEXT", requires = "kernel", conflicts_with = "guest")]
     pub(crate) cmdline: Option<String>,
     /// Add nothing to the command line
-    #[arg(long, requires = "kernel")]
+    #[arg(long, requires = "kernel", conflicts_with = "guest")]
     pub(crate) bare_cmdline: bool,
     /// Boot the embedded guest, such as payload,ws=64M,rate=320M,pattern=seq,seed=1
     ///
@@ -195,7 +195,8 @@ pub(crate) struct RunArgs {
     ///
     /// With reporting the host gets memory back that the guest has freed; with hinting, a migration's
     /// first pass and a full checkpoint leave out what is free.
-    #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "", requires = "kernel")]
+    #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "", requires = "kernel",
+          conflicts_with = "guest")]
     pub(crate) balloon: Option<BalloonConfig>,
     /// How writes are tracked: dirty-ring, dirty-bitmap or none
     #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]

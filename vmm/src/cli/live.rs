@@ -11,7 +11,7 @@ use std::time::Instant;
 use checkpoint::durable::create_dir;
 use checkpoint::{Clock, GuestError, RestoreError, Store};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
-use vmm::api::{ApiSocket, App, Server};
+use vmm::api::{App, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
     Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MacAddr,
@@ -21,6 +21,7 @@ use vmm::devices::probe_disk;
 use vmm::jobs::Jobs;
 use vmm::memory::MemoryOptions;
 use vmm::sandbox;
+use vmm::socket::ListeningSocket;
 use vmm::vm::{EndReason, SharedVm};
 
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
@@ -141,12 +142,12 @@ impl Named {
 
 /// What comes before any guest: the tie to the parent, the socket, whose name may be taken, and the sandbox,
 /// before there are threads.
-fn prepare(host: &HostArgs, named: Named) -> Result<Option<ApiSocket>, Failure> {
+fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Failure> {
     if host.die_with_parent {
         let kill = Some(rustix::process::Signal::KILL);
         rustix::process::set_parent_process_death_signal(kill)?;
     }
-    let socket = host.api_sock.as_deref().map(ApiSocket::bind).transpose()?;
+    let socket = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
     sandbox::start(&restrictions(host, named)?).map_err(sandbox_failure)?;
     Ok(socket)
 }

@@ -235,6 +235,11 @@ mod tests {
         };
         assert!(refused(vec![net("a b", 1)]).contains("\"a b\""));
         assert!(refused(vec![net("t", 0)]).contains("0 pairs"));
+        let named = |id: &str| match net("t", 1) {
+            DeviceConfig::Net(n) => DeviceConfig::Net(NetConfig { id: id.to_owned(), ..n }),
+            other => other,
+        };
+        assert!(refused(vec![named("a"), named("b")]).contains("over the tap \"t\""));
         assert!(refused(vec![vsock(1)]).contains("1 is no context ID"));
         assert!(refused(vec![vsock(3), vsock(4)]).contains("\"vsock\""));
         assert!(refused(vec![odd(0)]).contains("0 bytes"));

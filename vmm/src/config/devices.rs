@@ -123,7 +123,7 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Stri
     if devices.len() > MAX_DEVICES {
         return Err(format!("it has {} virtio devices, more than {MAX_DEVICES}", devices.len()));
     }
-    let mut ids = HashSet::new();
+    let (mut ids, mut taps) = (HashSet::new(), HashSet::new());
     for device in devices {
         check_id(device.id())?;
         if !ids.insert(device.id()) {
@@ -139,7 +139,15 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Stri
                     ));
                 }
             }
-            DeviceConfig::Net(net) => net.check()?,
+            DeviceConfig::Net(net) => {
+                net.check()?;
+                if !taps.insert(&net.tap) {
+                    return Err(format!(
+                        "it has two network interfaces over the tap \"{}\"",
+                        net.tap
+                    ));
+                }
+            }
             DeviceConfig::Vsock(vsock) => vsock.check()?,
             DeviceConfig::Balloon(config) => balloon::check(config, mem_bytes)?,
             DeviceConfig::Rng => {}

@@ -14,6 +14,8 @@
 
 mod balloon;
 mod block;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod input;
 mod net;
 mod opener;
@@ -32,6 +34,8 @@ pub(crate) use input::InputThread;
 pub use net::TapError;
 pub use placement::{Placement, placement};
 pub use power::{PowerManagement, PowerState};
+#[cfg(any(test, fuzzing))]
+pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
 pub(crate) use set::DeviceSet;
 pub use set::{DeviceError, Drive};
@@ -39,6 +43,8 @@ pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};
 pub(crate) use virtio::VirtioState;
 pub use vsock::VsockError;
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::vm::EndReason;
 
@@ -68,12 +74,15 @@ pub struct Bus {
     com1: Com1,
     power: PowerManagement,
     virtio: DeviceSet,
+    /// The guest has told of a crash kernel.
+    crash_said: AtomicBool,
 }
 
 impl Bus {
     /// A bus with these devices.
     pub(crate) fn new(com1: Com1, virtio: DeviceSet) -> Self {
-        Self { com1, power: PowerManagement::default(), virtio }
+        let power = PowerManagement::default();
+        Self { com1, power, virtio, crash_said: AtomicBool::new(false) }
     }
 
     /// The virtio devices.
@@ -112,7 +121,11 @@ impl Bus {
             (PVPANIC, bytes) if bytes.iter().any(|b| b & PANICKED != 0) => {
                 return Some(EndReason::Panicked);
             }
-            (PVPANIC, bytes) if bytes.iter().any(|b| b & CRASH_LOADED != 0) => {
+            // Said once: a guest can tell it again and again.
+            (PVPANIC, bytes)
+                if bytes.iter().any(|b| b & CRASH_LOADED != 0)
+                    && !self.crash_said.swap(true, Ordering::Relaxed) =>
+            {
                 tracing::warn!("the guest has panicked, and its crash kernel runs");
             }
             (KEYBOARD_COMMAND, bytes) if bytes.contains(&KEYBOARD_RESET) => {

@@ -138,21 +138,8 @@ impl Com1 {
     /// Puts saved registers into the port. May raise its interrupt, which a driver takes as
     /// spurious.
     pub fn restore(&self, state: SerialPortState) -> Result<(), String> {
-        let [baud_divisor_low, baud_divisor_high] = state.baud_divisor.to_le_bytes();
-        let state = SerialState {
-            baud_divisor_low,
-            baud_divisor_high,
-            interrupt_enable: state.interrupt_enable,
-            interrupt_identification: state.interrupt_identification,
-            line_control: state.line_control,
-            line_status: state.line_status,
-            modem_control: state.modem_control,
-            modem_status: state.modem_status,
-            scratch: state.scratch,
-            in_buffer: state.in_buffer,
-        };
         let irq = IrqPulse(self.vm.clone());
-        let uart = Serial::from_state(&state, irq, self.drained.clone(), self.sink.clone());
+        let uart = Serial::from_state(&state.into(), irq, self.drained.clone(), self.sink.clone());
         *self.uart() = uart.map_err(|e| e.to_string())?;
         Ok(())
     }
@@ -170,4 +157,43 @@ pub struct SerialPortState {
     modem_status: u8,
     scratch: u8,
     in_buffer: Vec<u8>,
+}
+
+impl From<SerialPortState> for SerialState {
+    fn from(state: SerialPortState) -> Self {
+        let [baud_divisor_low, baud_divisor_high] = state.baud_divisor.to_le_bytes();
+        Self {
+            baud_divisor_low,
+            baud_divisor_high,
+            interrupt_enable: state.interrupt_enable,
+            interrupt_identification: state.interrupt_identification,
+            line_control: state.line_control,
+            line_status: state.line_status,
+            modem_control: state.modem_control,
+            modem_status: state.modem_status,
+            scratch: state.scratch,
+            in_buffer: state.in_buffer,
+        }
+    }
+}
+
+/// Has a port go on from `state`, which is hostile, and its driver use all of it.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn fuzz(state: SerialPortState) {
+    struct Nobody;
+    impl Trigger for Nobody {
+        type E = io::Error;
+        fn trigger(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let uart = Serial::from_state(&state.into(), Nobody, vm_superio::serial::NoEvents, io::sink());
+    let Ok(mut uart) = uart else { return };
+    for register in 0..8 {
+        uart.read(register);
+        // Whatever it says to this, it goes on.
+        let _ = uart.write(register, 0xa5);
+        let _ = uart.enqueue_raw_bytes(&[register; 9]);
+        uart.read(register);
+    }
 }

@@ -6,19 +6,19 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use checkpoint::GuestRam;
+use checkpoint::{GuestRam, VmId};
 use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{Balloon, BalloonControl};
-use super::block::{Block, DiskError};
+use super::block::{Block, DiskError, FileIdentity};
 use super::net::{Net, TapError};
 use super::opener::Opener;
 use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::virtio::{Device, Transport, VirtioState};
 use super::vsock::{Vsock, VsockError};
-use crate::config::{DeviceConfig, MachineConfig};
+use crate::config::{DeviceConfig, DiskConfig, MachineConfig};
 use crate::kvm::KvmVm;
 
 /// How long a pause waits for requests that are under way in a device.
@@ -71,21 +71,32 @@ pub struct Drive {
 pub(crate) struct DeviceSet {
     devices: Vec<Transport>,
     drives: Vec<Drive>,
+    files: Vec<OpenFile>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
 }
 
+/// The file of a disk.
+#[derive(Debug)]
+struct OpenFile {
+    disk: String,
+    file: FileIdentity,
+    readonly: bool,
+}
+
 impl DeviceSet {
-    /// The devices of `config`, standing. With `acquire` they hold what only one host may hold.
+    /// The devices of `config`, the configuration of `guest`, standing. With `acquire` they hold what only
+    /// one host may hold; else nobody else holds it, but for the host that the guest comes from.
     pub(crate) fn build(
         config: &MachineConfig,
         ram: &GuestRam,
+        guest: VmId,
         acquire: bool,
     ) -> Result<Self, DeviceError> {
         let mut set = Self::default();
         for device in &config.devices {
             let id = device.id();
-            let mut built = set.create(device, config.vcpus)?;
+            let mut built = set.create(device, config.vcpus, guest)?;
             if acquire {
                 built.acquire().map_err(|why| DeviceError::InUse { why })?;
             }
@@ -95,11 +106,17 @@ impl DeviceSet {
         Ok(set)
     }
 
-    fn create(&mut self, device: &DeviceConfig, vcpus: u8) -> Result<Box<dyn Device>, DeviceError> {
+    fn create(
+        &mut self,
+        device: &DeviceConfig,
+        vcpus: u8,
+        guest: VmId,
+    ) -> Result<Box<dyn Device>, DeviceError> {
         let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
         Ok(match device {
             DeviceConfig::Disk(disk) => {
-                let block = Block::open(disk, vcpus)?;
+                let block = Block::open(disk, vcpus, guest)?;
+                self.require_its_own_file(disk, block.file_identity().map_err(system)?)?;
                 if let Some(tracker) = block.tracker() {
                     let (id, tracker) = (disk.id.clone(), tracker.clone());
                     self.drives.push(Drive { id, tracker });
@@ -107,7 +124,9 @@ impl DeviceSet {
                 Box::new(block)
             }
             DeviceConfig::Rng => Box::new(Rng),
-            DeviceConfig::Net(net) => Box::new(Net::open(net, self.opener().map_err(system)?)?),
+            DeviceConfig::Net(net) => {
+                Box::new(Net::open(net, guest, self.opener().map_err(system)?)?)
+            }
             DeviceConfig::Vsock(vsock) => {
                 Box::new(Vsock::open(vsock, self.opener().map_err(system)?)?)
             }
@@ -126,6 +145,21 @@ impl DeviceSet {
             None => Opener::start()?,
         };
         Ok(self.opener.insert(opener))
+    }
+
+    /// Refuses a disk whose file is another disk's, too, and written to through one of them.
+    fn require_its_own_file(
+        &mut self,
+        disk: &DiskConfig,
+        file: FileIdentity,
+    ) -> Result<(), DiskError> {
+        let clashes = |other: &&OpenFile| other.file == file && !(other.readonly && disk.readonly);
+        if let Some(other) = self.files.iter().find(clashes) {
+            let (first, second) = (other.disk.clone(), disk.id.clone());
+            return Err(DiskError::Twice { first, second, path: disk.path.clone() });
+        }
+        self.files.push(OpenFile { disk: disk.id.clone(), file, readonly: disk.readonly });
+        Ok(())
     }
 
     /// Connects interrupts and notifications to `vm`.

@@ -69,7 +69,7 @@ impl Machine {
         let (sink, serial) = open_sink(&host.serial)?;
         // A new guest holds its disks before anything of it runs; one that arrives does when told.
         let holds = load || config.devices.is_empty();
-        let devices = DeviceSet::build(&config, memory.ram(), load)?;
+        let devices = DeviceSet::build(&config, memory.ram(), vm_id, load)?;
         let drives = devices.drives().to_vec();
         let balloon = devices.balloon().cloned();
 

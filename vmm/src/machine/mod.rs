@@ -15,6 +15,8 @@
 mod build;
 mod error;
 mod factory;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod state;
 mod supervisor;
 

@@ -147,7 +147,11 @@ pub(super) fn encode(saved: &Saved) -> Result<Vec<Section>, GuestError> {
     Ok(sections)
 }
 
-fn section<T: Serialize>(tag: SectionTag, instance: u16, value: &T) -> Result<Section, GuestError> {
+pub(super) fn section<T: Serialize>(
+    tag: SectionTag,
+    instance: u16,
+    value: &T,
+) -> Result<Section, GuestError> {
     let bytes = postcard::to_stdvec(&(VERSION, value));
     let bytes =
         bytes.map_err(|e| GuestError::System { what: "encoding state", cause: e.into() })?;
@@ -189,7 +193,7 @@ pub(super) fn decode(sections: &[Section], vcpus: u8, devices: usize) -> Result<
     })
 }
 
-fn read<T: DeserializeOwned>(
+pub(super) fn read<T: DeserializeOwned>(
     sections: &[Section],
     tag: SectionTag,
     instance: u16,
@@ -207,5 +211,8 @@ fn read<T: DeserializeOwned>(
         let why = format!("it has version {version}, and this is written for version {VERSION}");
         return Err(GuestError::Unsupported { what: what(), why });
     }
-    postcard::from_bytes(rest).map_err(|e| malformed(e.to_string()))
+    match postcard::take_from_bytes(rest).map_err(|e| malformed(e.to_string()))? {
+        (value, []) => Ok(value),
+        (_, rest) => Err(malformed(format!("{} bytes follow its end", rest.len()))),
+    }
 }

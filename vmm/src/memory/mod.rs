@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 
 use checkpoint::GuestRam;
-use dirty_tracker::{FrameRun, Layout, LayoutError, TrackedBitmap, Tracker};
+use dirty_tracker::{FrameRun, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};
@@ -71,7 +71,12 @@ impl Memory {
     /// touched, and a guest may be larger than what the host has free; larger than all it has only
     /// where the administrator has asked for that (`vm.overcommit_memory` 1).
     pub fn new(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
-        let layout = layout(bytes)?;
+        Self::of_layout(layout(bytes)?, options)
+    }
+
+    /// As [`new`](Self::new), of any shape.
+    pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
+        let bytes = layout.frames() * PAGE_SIZE;
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let does_not_fit = |cause: String| MemoryError::DoesNotFit { bytes, cause };
         if options.is_pooled() {

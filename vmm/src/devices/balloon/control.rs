@@ -121,6 +121,13 @@ impl BalloonControl {
         self.ask(Ask::Publish);
     }
 
+    /// Asks the driver for hints; they come when it has said all, or someone else asks.
+    pub(in crate::devices) fn begin_hints(&self) -> Receiver<FrameSet> {
+        let (reply, free) = mpsc::channel();
+        self.ask(Ask::BeginHints(reply));
+        free
+    }
+
     /// Frames that the running guest has no use for now: their content may be left out of a copy of
     /// all memory by whoever has followed the guest's writes since before this call. None if the guest
     /// does not say within `limit`, or a part of them.
@@ -128,8 +135,7 @@ impl BalloonControl {
         if !self.figures.hinting.load(Relaxed) {
             return FrameSet::new();
         }
-        let (reply, free) = mpsc::channel();
-        self.ask(Ask::BeginHints(reply));
+        let free = self.begin_hints();
         let heard = free.recv_timeout(limit).or_else(|_| {
             self.ask(Ask::EndHints);
             free.recv_timeout(GRACE)

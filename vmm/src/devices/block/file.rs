@@ -2,9 +2,10 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use checkpoint::VmId;
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::lock::{self, Lock};
@@ -32,14 +33,36 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
-    /// It has no whole sector.
-    #[error("disk file \"{}\" has {bytes} bytes: less than one sector of 512", path.display())]
+    /// It has nothing in it.
+    #[error("disk file \"{}\" has 0 bytes: a disk has at least one sector of 512", path.display())]
     Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Its end would be lost on the guest.
+    #[error(
+        "disk file \"{}\" has {bytes} bytes, which are not whole sectors of 512: `truncate -s %512` rounds it up",
+        path.display()
+    )]
+    Partial {
         /// The file.
         path: PathBuf,
         /// Its size.
         bytes: u64,
     },
+    /// Two disks would overwrite each other's blocks.
+    #[error("disks \"{first}\" and \"{second}\" are the same file \"{}\", which only disks that are not written to can share", path.display())]
+    Twice {
+        /// A disk's name.
+        first: String,
+        /// Another disk's name.
+        second: String,
+        /// The file.
+        path: PathBuf,
+    },
+    /// Another guest has it.
+    #[error("{0}")]
+    InUse(String),
     /// It is smaller than the disk that the guest knows.
     #[error("disk \"{id}\" has {want} bytes, and its file \"{}\" on this host has only {has}", path.display())]
     TooSmall {
@@ -68,14 +91,26 @@ pub(super) struct DiskFile {
     file: File,
     path: PathBuf,
     readonly: bool,
+    /// The guest for which it is locked.
+    holder: VmId,
 }
 
-/// What `bytes` of [`DiskConfig`] are for the file at `path`: its whole sectors.
+/// Which file it is, by whatever name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::devices) enum FileIdentity {
+    /// Device and inode.
+    Regular(u64, u64),
+    /// The number of the block device.
+    BlockDevice(u64),
+}
+
+/// What `bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole sectors.
 pub fn probe(path: &Path, readonly: bool) -> Result<u64, DiskError> {
     let bytes = size(&open(path, readonly)?, path, readonly)?;
-    match bytes - bytes % SECTOR {
-        0 => Err(DiskError::Empty { path: path.to_owned(), bytes }),
-        whole => Ok(whole),
+    match bytes {
+        0 => Err(DiskError::Empty { path: path.to_owned() }),
+        bytes if bytes.is_multiple_of(SECTOR) => Ok(bytes),
+        bytes => Err(DiskError::Partial { path: path.to_owned(), bytes }),
     }
 }
 
@@ -96,8 +131,9 @@ fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> 
 }
 
 impl DiskFile {
-    /// Opens the file of `disk`, which must have room for all that the guest knows of it.
-    pub(super) fn open(disk: &DiskConfig) -> Result<Self, DiskError> {
+    /// Opens the file of `disk` of the guest `holder`, which must have room for all that the guest knows
+    /// of it, and be in no other guest's use.
+    pub(super) fn open(disk: &DiskConfig, holder: VmId) -> Result<Self, DiskError> {
         let DiskConfig { id, path, readonly, bytes, .. } = disk;
         let file = open(path, *readonly)?;
         let has = size(&file, path, *readonly)?;
@@ -105,21 +141,46 @@ impl DiskFile {
             let (id, path, want) = (id.clone(), path.clone(), *bytes);
             return Err(DiskError::TooSmall { id, path, want, has });
         }
-        Ok(Self { file, path: path.clone(), readonly: *readonly })
+        let file = Self { file, path: path.clone(), readonly: *readonly, holder };
+        match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
+            Ok(false) => Ok(file),
+            Ok(true) => Err(DiskError::InUse(file.in_use())),
+            Err(e) => Err(DiskError::InUse(file.cannot_lock(&e))),
+        }
     }
 
     pub(super) fn file(&self) -> &File {
         &self.file
     }
 
+    /// Which file it is.
+    pub(super) fn identity(&self) -> io::Result<FileIdentity> {
+        let metadata = self.file.metadata()?;
+        Ok(match metadata.file_type().is_block_device() {
+            true => FileIdentity::BlockDevice(metadata.rdev()),
+            false => FileIdentity::Regular(metadata.dev(), metadata.ino()),
+        })
+    }
+
+    fn kind_of_lock(&self) -> Lock {
+        if self.readonly { Lock::Shared } else { Lock::Exclusive }
+    }
+
     /// Locks the file against others: all of them, or if it is only read, those who write.
     pub(super) fn lock(&self) -> Result<(), String> {
-        let lock = if self.readonly { Lock::Shared } else { Lock::Exclusive };
-        match lock::set(&self.file, lock) {
+        match lock::set(&self.file, self.kind_of_lock(), self.holder) {
             Ok(true) => Ok(()),
-            Ok(false) => Err(format!("disk file \"{}\" is in use by another", self.path.display())),
-            Err(e) => Err(format!("disk file \"{}\" cannot be locked: {e}", self.path.display())),
+            Ok(false) => Err(self.in_use()),
+            Err(e) => Err(self.cannot_lock(&e)),
         }
+    }
+
+    fn in_use(&self) -> String {
+        format!("disk file \"{}\" is in use by another", self.path.display())
+    }
+
+    fn cannot_lock(&self, e: &io::Error) -> String {
+        format!("disk file \"{}\" cannot be locked: {e}", self.path.display())
     }
 
     /// Makes durable what was written, and lets go of the lock.
@@ -130,7 +191,7 @@ impl DiskFile {
         if !self.readonly {
             self.file.sync_data().map_err(|e| failed("flushed", e))?;
         }
-        lock::set(&self.file, Lock::None).map_err(|e| failed("unlocked", e))?;
+        lock::set(&self.file, Lock::None, self.holder).map_err(|e| failed("unlocked", e))?;
         Ok(())
     }
 

@@ -2,10 +2,25 @@
 //!
 //! A lock belongs to the open file, not to the process, and is gone with it, however it goes. Other
 //! VMMs that lock their disks (QEMU among them) use the same kind, so they are seen too.
+//!
+//! ```text
+//! 0                                     2^40 + part of the guest's id                    infinity
+//! +-------------------------------------+---+-----------------------------------------------+
+//! | locked                              |   | locked                                        |
+//! +-------------------------------------+---+-----------------------------------------------+
+//! ```
+//!
+//! The byte that is left out, far behind any data, says which guest the lock is for: where a guest
+//! arrives, its disk may still be locked by the host that it comes from, but by nobody else.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+
+use checkpoint::VmId;
+
+/// Where the bytes are that tell guests apart. No lock of a file server ends below.
+const HOLDERS: u64 = 1 << 40;
 
 /// What a lock keeps others from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -18,31 +33,69 @@ pub(super) enum Lock {
     None,
 }
 
-/// Sets the lock on all of `file` without waiting; whether nobody else's stands against it.
-pub(super) fn set(file: &File, lock: Lock) -> io::Result<bool> {
+/// Sets the lock on all of `file`, for `holder`, without waiting; whether nobody else's stands against
+/// it.
+pub(super) fn set(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
+    if lock == Lock::None {
+        return call(file, libc::F_OFD_SETLK, Lock::None, 0, 0).map(|_| true);
+    }
+    let left_out = byte_of(holder);
+    for (start, len) in [(0, left_out), (left_out + 1, 0)] {
+        if let Some(refused) = refusal(call(file, libc::F_OFD_SETLK, lock, start, len)) {
+            // Half a lock is none.
+            call(file, libc::F_OFD_SETLK, Lock::None, 0, 0)?;
+            return refused.map(|()| false);
+        }
+    }
+    Ok(true)
+}
+
+/// Whether another guest than `holder`, or another program, has a lock that stands against this one.
+pub(super) fn is_anothers(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
+    let found = call(file, libc::F_OFD_GETLK, lock, byte_of(holder), 1)?;
+    Ok(found != libc::F_UNLCK)
+}
+
+fn byte_of(holder: VmId) -> u64 {
+    let [a, b, c, d, ..] = holder.0.into_bytes();
+    HOLDERS + u64::from(u32::from_le_bytes([a, b, c, d]))
+}
+
+/// `Some` if the lock was not given: because of another's, or for another reason.
+fn refusal(result: io::Result<libc::c_int>) -> Option<io::Result<()>> {
+    let e = result.err()?;
+    match e.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Some(Ok(())),
+        _ => Some(Err(e)),
+    }
+}
+
+/// Sets or looks for a lock on `len` bytes from `start`, 0 being all that follow; the kind of lock that
+/// was found.
+fn call(
+    file: &File,
+    command: libc::c_int,
+    lock: Lock,
+    start: u64,
+    len: u64,
+) -> io::Result<libc::c_int> {
     let kind = match lock {
         Lock::Shared => libc::F_RDLCK,
         Lock::Exclusive => libc::F_WRLCK,
         Lock::None => libc::F_UNLCK,
     };
-    let range = libc::flock {
+    let mut range = libc::flock {
         l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: 0,
-        l_len: 0,
+        l_start: start as libc::off_t,
+        l_len: len as libc::off_t,
         // The kernel wants zero here for locks of this kind.
         l_pid: 0,
     };
-    // SAFETY: the descriptor is open as long as `file` is, and the kernel only reads `range`.
-    let ret = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &range) };
-    if ret == 0 {
-        return Ok(true);
-    }
-    let e = io::Error::last_os_error();
-    match e.raw_os_error() {
-        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
-        _ => Err(e),
-    }
+    // SAFETY: the descriptor is open as long as `file` is, and the kernel reads and writes `range`
+    // alone, during the call.
+    let ret = unsafe { libc::fcntl(file.as_raw_fd(), command, &mut range) };
+    if ret == 0 { Ok(range.l_type.into()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -54,15 +107,41 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let open = || File::options().read(true).write(true).open(file.path()).unwrap();
         let (a, b, c) = (open(), open(), open());
-        assert!(set(&a, Lock::Exclusive).unwrap());
-        assert!(set(&a, Lock::Exclusive).unwrap(), "again, by whoever has it");
-        assert!(!set(&b, Lock::Exclusive).unwrap());
-        assert!(!set(&b, Lock::Shared).unwrap());
-        assert!(set(&a, Lock::None).unwrap());
-        assert!(set(&b, Lock::Shared).unwrap());
-        assert!(set(&c, Lock::Shared).unwrap());
-        assert!(!set(&a, Lock::Exclusive).unwrap());
-        drop((b, c));
-        assert!(set(&a, Lock::Exclusive).unwrap(), "a closed file holds nothing");
+        // Also for one guest: on two hosts, it runs on one.
+        let (one, other) = (VmId::random(), VmId::random());
+        for holder in [one, other] {
+            assert!(set(&a, Lock::Exclusive, one).unwrap());
+            assert!(set(&a, Lock::Exclusive, one).unwrap(), "again, by whoever has it");
+            assert!(!set(&b, Lock::Exclusive, holder).unwrap());
+            assert!(!set(&b, Lock::Shared, holder).unwrap());
+            assert!(set(&a, Lock::None, one).unwrap());
+            assert!(set(&b, Lock::Shared, holder).unwrap());
+            assert!(set(&c, Lock::Shared, one).unwrap());
+            assert!(!set(&a, Lock::Exclusive, one).unwrap());
+            assert!(set(&b, Lock::None, holder).unwrap());
+            assert!(set(&c, Lock::None, one).unwrap());
+        }
+        assert!(set(&b, Lock::Exclusive, other).unwrap());
+        drop(b);
+        assert!(set(&a, Lock::Exclusive, one).unwrap(), "a closed file holds nothing");
+    }
+
+    #[test]
+    fn a_lock_is_known_for_its_guests() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::options().read(true).write(true).open(file.path()).unwrap();
+        let (held, looks) = (open(), open());
+        let (one, other) = (VmId::random(), VmId::random());
+        let anothers = |lock, holder| is_anothers(&looks, lock, holder).unwrap();
+        assert!(!anothers(Lock::Exclusive, one), "nobody has it");
+        assert!(set(&held, Lock::Exclusive, one).unwrap());
+        assert!(!anothers(Lock::Exclusive, one));
+        assert!(anothers(Lock::Exclusive, other) && anothers(Lock::Shared, other));
+        assert!(set(&held, Lock::None, one).unwrap() && set(&held, Lock::Shared, one).unwrap());
+        assert!(anothers(Lock::Exclusive, other) && !anothers(Lock::Shared, other));
+        // A program that knows nothing of guests locks the whole file.
+        call(&held, libc::F_OFD_SETLK, Lock::None, 0, 0).unwrap();
+        call(&held, libc::F_OFD_SETLK, Lock::Exclusive, 0, 0).unwrap();
+        assert!(anothers(Lock::Exclusive, one) && anothers(Lock::Shared, other));
     }
 }

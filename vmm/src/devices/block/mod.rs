@@ -22,6 +22,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+use checkpoint::VmId;
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SHIFT, PAGE_SIZE, Slot, SlotId, Tracker};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
@@ -36,6 +37,7 @@ use crate::config::DiskConfig;
 
 pub use self::file::DiskError;
 use self::file::DiskFile;
+pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
 
 const QUEUE_SIZE: u16 = 256;
@@ -80,13 +82,24 @@ struct UnderWay {
 }
 
 impl Block {
-    /// The drive of `disk`, whose file is opened, and not yet held.
-    pub(super) fn open(disk: &DiskConfig, vcpus: u8) -> Result<Self, DiskError> {
-        let file = Arc::new(DiskFile::open(disk)?);
+    /// The drive of `disk` of the guest `holder`, whose file is opened, and not yet held.
+    pub(super) fn open(disk: &DiskConfig, vcpus: u8, holder: VmId) -> Result<Self, DiskError> {
+        let file = Arc::new(DiskFile::open(disk, holder)?);
         let queues = vcpus.clamp(1, MAX_QUEUES).into();
         let most = usize::from(queues) * usize::from(QUEUE_SIZE);
         let engine = Engine::new(file.clone(), most, &disk.id);
         Self::new(disk, queues, file, engine)
+    }
+
+    /// As [`open`](Self::open), without io_uring.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn open_plain(
+        disk: &DiskConfig,
+        queues: u16,
+        holder: VmId,
+    ) -> Result<Self, DiskError> {
+        let file = Arc::new(DiskFile::open(disk, holder)?);
+        Self::new(disk, queues, file.clone(), Engine::Plain(file))
     }
 
     fn new(
@@ -114,6 +127,11 @@ impl Block {
     /// What follows the guest's writes.
     pub(super) fn tracker(&self) -> Option<&Arc<Tracker>> {
         self.tracker.as_ref()
+    }
+
+    /// Which file is behind it.
+    pub(super) fn file_identity(&self) -> io::Result<FileIdentity> {
+        self.file.identity()
     }
 
     /// Begins a request, or completes it at once.

@@ -25,6 +25,7 @@ enum With {
 struct Disk {
     file: NamedTempFile,
     config: DiskConfig,
+    guest: VmId,
 }
 
 impl Disk {
@@ -38,11 +39,11 @@ impl Disk {
             serial: "serial-1".to_owned(),
             bytes: BYTES,
         };
-        Self { file, config }
+        Self { file, config, guest: VmId::random() }
     }
 
     fn block(&self, with: With) -> Block {
-        let file = Arc::new(DiskFile::open(&self.config).unwrap());
+        let file = Arc::new(DiskFile::open(&self.config, self.guest).unwrap());
         let engine = match with {
             With::Uring => Engine::Uring(Box::new(uring::Uring::new(file.clone(), 512).unwrap())),
             With::Plain => Engine::Plain(file.clone()),
@@ -66,7 +67,7 @@ impl Disk {
 /// The engines that this host has; the tests of io_uring say so if it is none of them.
 fn engines() -> Vec<With> {
     let disk = Disk::new();
-    let file = Arc::new(DiskFile::open(&disk.config).unwrap());
+    let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
     match uring::Uring::new(file, 8) {
         Ok(_) => vec![With::Uring, With::Plain],
         Err(e) => {
@@ -334,6 +335,10 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     a.release().unwrap();
     b.acquire().unwrap();
     assert!(a.acquire().is_err());
+    // The same guest's, on the host that it comes from; another's is not even opened.
+    drop(disk.block(With::Plain));
+    let error = DiskFile::open(&disk.config, VmId::random()).unwrap_err();
+    assert!(error.to_string().contains("is in use by another"), "{error}");
     drop(b);
     a.acquire().unwrap();
     a.release().unwrap();
@@ -350,14 +355,17 @@ fn files_that_are_no_disks_are_refused_in_a_sentence() {
     let small = dir.path().join("small");
     File::create(&small).unwrap().set_len(511).unwrap();
     let said = |path: &std::path::Path| probe(path, false).unwrap_err().to_string();
-    assert!(said(&small).contains("511 bytes"));
+    assert!(said(&small).contains("511 bytes, which are not whole sectors"));
+    let empty = dir.path().join("empty");
+    File::create(&empty).unwrap();
+    assert!(said(&empty).contains("0 bytes"));
     assert!(said(dir.path()).contains("neither a regular file nor a block device"));
     assert!(said(&dir.path().join("none")).contains("cannot be opened for writing"));
     let disk = Disk::new();
     assert_eq!(probe(disk.file.path(), false).unwrap(), BYTES);
     disk.file.as_file().set_len(BYTES + 100).unwrap();
-    assert_eq!(probe(disk.file.path(), true).unwrap(), BYTES, "whole sectors");
+    assert!(said(disk.file.path()).contains("4194404 bytes, which are not whole sectors"));
     disk.file.as_file().set_len(BYTES - 1).unwrap();
-    let error = DiskFile::open(&disk.config).unwrap_err().to_string();
+    let error = DiskFile::open(&disk.config, disk.guest).unwrap_err().to_string();
     assert!(error.contains("4194304 bytes") && error.contains("only 4194303"), "{error}");
 }

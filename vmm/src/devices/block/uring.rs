@@ -233,6 +233,7 @@ fn iovecs(buffers: &Buffers, skip: u32, ram: &GuestRam) -> io::Result<Vec<libc::
 mod tests {
     use super::*;
     use crate::config::DiskConfig;
+    use checkpoint::VmId;
 
     #[test]
     fn the_ring_does_nothing_else() {
@@ -245,10 +246,13 @@ mod tests {
             serial: String::new(),
             bytes: 4096,
         };
-        let mut uring = match Uring::new(Arc::new(DiskFile::open(&disk).unwrap()), 8) {
-            Ok(uring) => uring,
-            Err(e) => return crate::testing::skip("the_ring_does_nothing_else", &e.to_string()),
-        };
+        let mut uring =
+            match Uring::new(Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), 8) {
+                Ok(uring) => uring,
+                Err(e) => {
+                    return crate::testing::skip("the_ring_does_nothing_else", &e.to_string());
+                }
+            };
         let here = types::Fd(libc::AT_FDCWD);
         let path = c"/etc/hosts";
         let forbidden = [

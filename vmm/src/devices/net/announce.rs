@@ -2,9 +2,13 @@
 //! yet forward what comes from a port that was only now connected.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use vmm_sys_util::timerfd::TimerFd;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
 
 /// Waits before the announcements that follow the first one, which is made at once, and whether the
 /// driver is asked to announce itself, too. Not at first: it has packets to answer that waited for
@@ -21,45 +25,85 @@ const STEPS: [(Duration, bool); 5] = [
 /// A series of announcements.
 #[derive(Debug)]
 pub(super) struct Announcements {
-    timer: TimerFd,
+    /// A read of it never waits: what said that it is ready may be older than its last setting.
+    timer: OwnedFd,
     /// The step that is waited for; `None` if nothing is to be announced.
     step: Option<usize>,
 }
 
 impl Announcements {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { timer: TimerFd::new()?, step: None })
+        let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
+        Ok(Self { timer: timerfd_create(TimerfdClockId::Monotonic, flags)?, step: None })
     }
 
     /// What is ready when another one is due.
-    pub(super) fn timer(&self) -> &TimerFd {
+    pub(super) fn timer(&self) -> &OwnedFd {
         &self.timer
     }
 
     /// Begins a series: the first announcement is due now.
     pub(super) fn begin(&mut self) -> io::Result<()> {
         self.step = Some(0);
-        self.timer.reset(STEPS[0].0, None)?;
-        Ok(())
+        self.set(STEPS[0].0)
     }
 
     pub(super) fn end(&mut self) {
         self.step = None;
         // A timer that cannot be stopped finds nothing to announce.
-        let _ = self.timer.clear();
+        let _ = self.set(Duration::ZERO);
     }
 
-    /// The timer is ready: if an announcement is due, whether the driver is asked for one, too.
+    /// Has the timer be ready once, after this; zero is never.
+    fn set(&self, after: Duration) -> io::Result<()> {
+        let never = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let once =
+            Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() };
+        let setting = Itimerspec { it_interval: never, it_value: once };
+        timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &setting)?;
+        Ok(())
+    }
+
+    /// The timer is ready, or was: if an announcement is due, whether the driver is asked for one, too.
     pub(super) fn tick(&mut self) -> io::Result<Option<bool>> {
-        self.timer.wait()?;
+        match rustix::io::read(&self.timer, &mut [0; 8]) {
+            Err(rustix::io::Errno::AGAIN) => return Ok(None),
+            read => read.map(drop)?,
+        }
         let Some(now) = self.step else { return Ok(None) };
         match STEPS.get(now + 1) {
             Some((wait, _)) => {
                 self.step = Some(now + 1);
-                self.timer.reset(*wait, None)?;
+                self.set(*wait)?;
             }
             None => self.end(),
         }
         Ok(STEPS.get(now).map(|(_, ask_driver)| *ask_driver))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pass(more: Duration) {
+        std::thread::sleep(more + Duration::from_millis(5));
+    }
+
+    #[test]
+    fn a_series_that_has_ended_is_not_waited_for() {
+        let mut announcements = Announcements::new().unwrap();
+        announcements.begin().unwrap();
+        pass(STEPS[0].0);
+        // It is ready, which is heard of only after a reset of the device, or after another move.
+        announcements.end();
+        assert_eq!(announcements.tick().unwrap(), None);
+        announcements.begin().unwrap();
+        assert_eq!(announcements.tick().unwrap(), None);
+        pass(STEPS[0].0);
+        assert_eq!(announcements.tick().unwrap(), Some(STEPS[0].1));
+        assert_eq!(announcements.tick().unwrap(), None);
+        pass(STEPS[1].0);
+        assert_eq!(announcements.tick().unwrap(), Some(STEPS[1].1));
     }
 }

@@ -21,10 +21,12 @@ mod tests;
 mod tun;
 
 use std::collections::BTreeMap;
+#[cfg(any(test, fuzzing))]
+use std::fs::File;
 use std::io;
 use std::time::Instant;
 
-use checkpoint::GuestRam;
+use checkpoint::{GuestRam, VmId};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;
@@ -83,13 +85,17 @@ enum Role {
 }
 
 impl Net {
-    /// The interface of `config`. Its tap is attached to by [`Device::acquire`], and was found fit
-    /// for it: only another owner may stand against that.
-    pub(super) fn open(config: &NetConfig, opener: &Opener) -> Result<Self, TapError> {
+    /// The interface of `config`, of the guest `holder`. Its tap is attached to by [`Device::acquire`], and
+    /// was found fit for it: only the host that the guest comes from may stand against that.
+    pub(super) fn open(
+        config: &NetConfig,
+        holder: VmId,
+        opener: &Opener,
+    ) -> Result<Self, TapError> {
         let NetConfig { tap: name, queues, .. } = config.clone();
-        match Tap::open(&name, queues) {
-            // Perhaps the one that the guest comes from.
-            Ok(_) | Err(TapError::InUse { .. }) => {}
+        match Tap::open(&name, queues, holder) {
+            Ok(_) => {}
+            Err(TapError::InUse { .. }) if tap::is_held_for(&name, holder) => {}
             Err(e) => return Err(e),
         }
         let cannot = |cause| TapError::System { name: name.clone(), what: "making a timer", cause };
@@ -97,10 +103,20 @@ impl Net {
         let opener = opener.clone();
         let open = move || {
             let name = name.clone();
-            let opened = opener.run(move || Tap::open(&name, queues)).map_err(|e| e.to_string())?;
-            opened.map_err(|e| e.to_string())
+            let opened = opener.run(move || Tap::open(&name, queues, holder));
+            opened.map_err(|e| e.to_string())?.map_err(|e| e.to_string())
         };
         Ok(Self::new(config, announcements, Box::new(open)))
+    }
+
+    /// An interface over sockets of datagrams in the place of a tap's queues.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn over_sockets(config: &NetConfig, taps: Vec<File>) -> io::Result<Self> {
+        let open = move || {
+            let taps = taps.iter().map(File::try_clone).collect::<io::Result<_>>();
+            taps.map(Tap::of_sockets).map_err(|e| e.to_string())
+        };
+        Ok(Self::new(config, Announcements::new()?, Box::new(open)))
     }
 
     fn new(
@@ -401,6 +417,9 @@ impl Device for Net {
 
     fn activate(&mut self, features: u64) {
         self.features = Some(features);
+        // Until the driver asks for more; a state that is restored says it after this.
+        self.state.pairs = 1;
+        self.state.waiting.retain(|pair, _| *pair == 0);
         self.try_tell_tap();
     }
 
@@ -462,7 +481,9 @@ impl Device for Net {
             return Err(format!("{} bytes follow the end of its state", rest.len()));
         }
         let NetState { pairs, ref waiting, .. } = state;
-        let most = if self.has(VIRTIO_NET_F_MQ) { self.config.queues } else { 1 };
+        // What a driver negotiated that has broken the rules since is not told here.
+        let many = self.features.is_none() || self.has(VIRTIO_NET_F_MQ);
+        let most = if many { self.config.queues } else { 1 };
         if !(1..=most).contains(&pairs) {
             return Err(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
         }

@@ -6,6 +6,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
+use checkpoint::VmId;
 use rustix::net::{AddressFamily, SocketType};
 use virtio_bindings::virtio_net::*;
 
@@ -55,20 +56,20 @@ pub enum TapError {
 /// A tap that is ours. Dropping it lets go of it.
 #[derive(Debug)]
 pub(super) struct Tap {
-    /// One a queue pair. In tests, sockets of datagrams, which keep frames apart as well.
+    /// One a queue pair. In tests and fuzzing, sockets of datagrams, which keep frames apart as well.
     queues: Vec<File>,
     /// It is a tap, which knows the ioctls of one.
     is_tap: bool,
     /// Queues that the kernel uses.
     enabled: u8,
-    /// A tap with several queues can be attached to by several processes; one of ours then has this.
-    _claim: Option<UnixDatagram>,
+    /// What others of this host see of whoever has it.
+    _claims: Vec<UnixDatagram>,
 }
 
 impl Tap {
-    /// Attaches to the tap `name` of this network namespace with `queues` queues; the first one is
-    /// enabled.
-    pub(super) fn open(name: &str, queues: u8) -> Result<Self, TapError> {
+    /// Attaches to the tap `name` of this network namespace with `queues` queues, for the guest `holder`;
+    /// the first one is enabled.
+    pub(super) fn open(name: &str, queues: u8, holder: VmId) -> Result<Self, TapError> {
         let failed = |what: &'static str| {
             move |cause: io::Error| TapError::System { name: name.to_owned(), what, cause }
         };
@@ -76,10 +77,8 @@ impl Tap {
         if !exists(name).map_err(failed("looking it up"))? {
             return Err(TapError::Missing { name: name.to_owned() });
         }
-        let claim = match queues {
-            1 => None,
-            _ => Some(claim(name)?),
-        };
+        // A tap with several queues can be attached to by several processes; one of ours has this.
+        let claims = vec![claim(name, &sole(name))?, claim(name, &held_for(name, holder))?];
         let mut flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
         if queues > 1 {
             flags |= libc::IFF_MULTI_QUEUE;
@@ -101,16 +100,16 @@ impl Tap {
                 .map_err(failed("setting the header size"))?;
             files.push(file);
         }
-        let mut tap = Self { queues: files, is_tap: true, enabled: queues, _claim: claim };
+        let mut tap = Self { queues: files, is_tap: true, enabled: queues, _claims: claims };
         tap.set_offloads(0).map_err(failed("setting offloads"))?;
         tap.enable(1).map_err(failed("choosing a queue"))?;
         Ok(tap)
     }
 
     /// Sockets of datagrams in the place of a tap.
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(super) fn of_sockets(queues: Vec<File>) -> Self {
-        Self { queues, is_tap: false, enabled: 1, _claim: None }
+        Self { queues, is_tap: false, enabled: 1, _claims: Vec::new() }
     }
 
     /// The files, whose readiness says that there are frames.
@@ -180,10 +179,23 @@ fn exists(name: &str) -> io::Result<bool> {
     }
 }
 
-/// A name that one process of the tap's network namespace can have: abstract sockets' names are
-/// each namespace's own, and go with their process.
-fn claim(name: &str) -> Result<UnixDatagram, TapError> {
-    let address = SocketAddr::from_abstract_name(format!("driftline/tap/{name}"));
+/// Whether a driftline of this host has the tap `name` for the guest `holder`.
+pub(super) fn is_held_for(name: &str, holder: VmId) -> bool {
+    matches!(claim(name, &held_for(name, holder)), Err(TapError::InUse { .. }))
+}
+
+fn sole(name: &str) -> String {
+    format!("driftline/tap/{name}")
+}
+
+fn held_for(name: &str, holder: VmId) -> String {
+    format!("driftline/tap/{name}/{holder}")
+}
+
+/// Claims the tap `name` by a name that one process of its network namespace can have: abstract
+/// sockets' names are each namespace's own, and go with their process.
+fn claim(name: &str, by: &str) -> Result<UnixDatagram, TapError> {
+    let address = SocketAddr::from_abstract_name(by);
     address.and_then(|address| UnixDatagram::bind_addr(&address)).map_err(|cause| {
         let name = name.to_owned();
         match cause.kind() {

@@ -38,9 +38,7 @@ impl World {
         let queues = self.taps.len() as u8;
         let config = NetConfig { id: "n".to_owned(), tap: "t".to_owned(), mac: MAC, queues };
         let taps: Vec<File> = self.taps.iter().map(|tap| tap.try_clone().unwrap()).collect();
-        let open =
-            move || Ok(Tap::of_sockets(taps.iter().map(|t| t.try_clone().unwrap()).collect()));
-        let mut net = Net::new(&config, Announcements::new().unwrap(), Box::new(open));
+        let mut net = Net::over_sockets(&config, taps).unwrap();
         net.acquire().unwrap();
         net
     }
@@ -312,6 +310,27 @@ fn hostile_states_are_refused() {
 fn a_tap_that_is_not_there_is_named() {
     let config =
         NetConfig { id: "n".to_owned(), tap: "dl-none-dl".to_owned(), mac: MAC, queues: 1 };
-    let said = Net::open(&config, &Opener::start().unwrap()).err().unwrap().to_string();
+    let opener = Opener::start().unwrap();
+    let said = Net::open(&config, VmId::random(), &opener).err().unwrap().to_string();
     assert!(said.contains("tap \"dl-none-dl\" does not exist"), "{said}");
+}
+
+#[test]
+fn a_stopped_interface_with_several_queues_moves() {
+    let world = World::new(2);
+    let mut driver = Driver::started(Box::new(world.net()));
+    let control_queue = driver.queue_count() - 1;
+    let pairs = [VIRTIO_NET_CTRL_MQ as u8, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET as u8, 2, 0];
+    assert_eq!(control(&mut driver, control_queue, &pairs), VIRTIO_NET_OK as u8);
+    driver.kick(1000);
+    driver.wait_stopped("a queue that does not exist, notified");
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    let there = restored(&world, &driver, state.clone());
+    let mut moved = driver.moved_to(there);
+    assert_eq!(moved.transport.save().unwrap(), state);
+    moved.transport.resume();
+    moved.start(!0);
+    let piece = sent(&mut moved, &frame(0, 64));
+    moved.request(1, &[piece]);
 }

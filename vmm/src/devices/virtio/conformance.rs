@@ -4,9 +4,11 @@
 //! - save, restore, save gives the same bytes, also while requests wait in its queues, and the
 //!   restored device answers them;
 //! - every byte that the device writes to guest memory is in the dirty tree;
-//! - a driver that breaks the rules stops the device, which says so, and works again after a reset.
+//! - a driver that breaks the rules stops the device, which says so, and works again after a reset;
+//! - rings that change while the device reads them do no harm beyond that.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dirty_tracker::{Gfn, PAGE_SIZE};
 use virtio_bindings::virtio_config::*;
@@ -14,7 +16,7 @@ use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::driver::{Driver, MEM_BYTES, Piece};
+use super::driver::{Driver, MEM_BYTES, Piece, RINGS, RINGS_STEP};
 use super::{Device, Transport, VirtioState};
 
 /// A device, and how to have it do something.
@@ -38,6 +40,7 @@ pub(crate) fn check(subject: &Subject<'_>) {
     a_queue_reset_forgets_the_queue(subject);
     notifications_are_not_lost_to_a_stand(subject);
     drivers_that_break_the_rules_stop_their_device(subject);
+    rings_that_change_while_they_are_read_do_no_harm(subject);
     states_that_do_not_fit_are_refused(subject);
 }
 
@@ -319,6 +322,46 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
         answers(&mut driver, subject, 100 + i as u64);
         assert!(!driver.is_stopped(), "{what}: it works again after a reset");
     }
+}
+
+/// Says that it is over when it goes.
+struct Ending<'e>(&'e AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn rings_that_change_while_they_are_read_do_no_harm(subject: &Subject<'_>) {
+    let mut driver = Driver::started((subject.make)());
+    let ram = driver.memory.ram().clone();
+    // One request again and again: what comes of it is anything.
+    let pieces = (subject.request)(&mut driver, 0);
+    let end = AtomicBool::new(false);
+    let bytes = RINGS_STEP * driver.queue_count() as u64;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Any sequence that does not repeat soon.
+            let mut n = 1u64;
+            while !end.load(Ordering::Relaxed) {
+                n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let at = RINGS + (n >> 33) % (bytes - 2);
+                ram.write_obj((n >> 20) as u16 & 0x1f, GuestAddress(at)).unwrap();
+            }
+        });
+        // Also if something below fails, or the other thread would go on for ever.
+        let _ending = Ending(&end);
+        for _ in 0..200 {
+            driver.post(subject.queue, &pieces);
+            driver.kick(subject.queue);
+            if driver.is_stopped() {
+                driver.start(!0);
+            }
+        }
+    });
+    driver.start(!0);
+    answers(&mut driver, subject, 1000);
 }
 
 fn states_that_do_not_fit_are_refused(subject: &Subject<'_>) {

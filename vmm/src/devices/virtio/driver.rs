@@ -15,8 +15,8 @@ use crate::memory::Memory;
 /// Longer than anything here takes, on the slowest host.
 const LONG: Duration = Duration::from_secs(20);
 /// Guest addresses: rings of queue `i` at `RINGS + i * RINGS_STEP`, buffers from `BUFFERS` on.
-const RINGS: u64 = 0x10_0000;
-const RINGS_STEP: u64 = 0x1_0000;
+pub(super) const RINGS: u64 = 0x10_0000;
+pub(super) const RINGS_STEP: u64 = 0x1_0000;
 const AVAILABLE: u64 = 0x4000;
 const USED: u64 = 0x8000;
 const BUFFERS: u64 = 0x40_0000;

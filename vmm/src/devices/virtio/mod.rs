@@ -12,6 +12,8 @@
 //! A [`Device`] is what it does with the chains of its [`Ring`]s; everything else is here: feature
 //! negotiation, queue set-up and reset, the thread, interrupts, quiescing, saving and restoring. The
 //! driver is hostile: a [`Violation`] stops its device until the driver resets it, and nothing else.
+//!
+//! The transport's registers, `Front`, know nothing of threads: fuzzing has them, and the worker, without.
 
 mod chain;
 #[cfg(test)]
@@ -19,6 +21,9 @@ pub(crate) mod conformance;
 mod device;
 #[cfg(test)]
 pub(crate) mod driver;
+mod front;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod inline;
 mod registers;
 mod ring;
 mod shared;

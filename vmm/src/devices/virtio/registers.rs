@@ -114,6 +114,12 @@ impl Registers {
                 "its driver uses features {unknown:#x}, which are not offered here"
             ));
         }
+        if state.status & VIRTIO_CONFIG_S_NEEDS_RESET != 0 {
+            let status = state.status;
+            return Err(format!(
+                "its driver's status is {status:#x}, of which a bit is the device's"
+            ));
+        }
         let sizes = state.queues.iter().zip(&self.queue_sizes);
         if let Some((queue, most)) = sizes.clone().find(|(q, most)| q.setup.size > **most) {
             let size = queue.setup.size;
@@ -204,7 +210,8 @@ impl Registers {
             return Effect::Violation("its driver starts it before features are agreed".to_owned());
         }
         if new & VIRTIO_CONFIG_S_FAILED != 0 {
-            tracing::info!("a driver has given its virtio device up");
+            // No louder: a driver can do it again and again.
+            tracing::debug!("a driver has given its virtio device up");
         }
         self.state.status |= new;
         if new & VIRTIO_CONFIG_S_DRIVER_OK != 0 { Effect::Activate } else { Effect::Nothing }
@@ -384,6 +391,8 @@ mod tests {
         assert!(refused(RegisterState { queues: vec![], ..fits.clone() }).contains("0 queues"));
         let alien = RegisterState { driver_features: 1 << 60, ..fits.clone() };
         assert!(refused(alien).contains("0x1000000000000000"));
+        let stopped = RegisterState { status: 0x4f, ..fits.clone() };
+        assert!(refused(stopped).contains("status is 0x4f"));
         let mut large = fits;
         large.queues[1].setup.size = 16;
         assert!(refused(large).contains("16 entries"));

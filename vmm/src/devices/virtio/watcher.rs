@@ -78,9 +78,20 @@ impl Watcher {
 
     /// Waits for events.
     pub(super) fn wait(&self) -> io::Result<Vec<Event>> {
+        self.wait_at_most(-1)
+    }
+
+    /// The events that there are now.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn look(&self) -> io::Result<Vec<Event>> {
+        self.wait_at_most(0)
+    }
+
+    /// Waits for events, as many milliseconds; a negative number is for ever.
+    fn wait_at_most(&self, ms: i32) -> io::Result<Vec<Event>> {
         let mut events = [EpollEvent::default(); MOST];
         let count = loop {
-            match self.epoll.wait(-1, &mut events) {
+            match self.epoll.wait(ms, &mut events) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 other => break other?,
             }

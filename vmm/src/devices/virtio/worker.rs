@@ -10,6 +10,7 @@
 //! A standing thread waits for commands alone. Notifications that come meanwhile are not lost: going
 //! on, it looks at all queues.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Instant;
@@ -19,6 +20,7 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Stall;
+use super::front::Front;
 use super::ring::{RingPosition, RingSetup};
 use super::watcher::Event;
 use super::{Device, Io, Ring, Shared, Violation, Watcher};
@@ -70,29 +72,64 @@ pub(super) struct RestoredWorker {
 /// All that the thread owns.
 pub(super) struct Worker {
     /// Kind and name, for messages.
-    pub(super) label: String,
-    pub(super) device: Box<dyn Device>,
-    pub(super) ram: GuestRam,
-    pub(super) rings: Vec<Ring>,
+    label: String,
+    device: Box<dyn Device>,
+    ram: GuestRam,
+    rings: Vec<Ring>,
     /// The queues' notifications.
-    pub(super) kicks: Vec<Arc<EventFd>>,
-    pub(super) shared: Arc<Shared>,
-    pub(super) watcher: Watcher,
-    pub(super) commands: Receiver<Command>,
+    kicks: Vec<Arc<EventFd>>,
+    shared: Arc<Shared>,
+    watcher: Watcher,
+    commands: Receiver<Command>,
     /// Says that there are commands.
-    pub(super) wake: Arc<EventFd>,
+    wake: Arc<EventFd>,
     /// A driver is ready, and has not broken the rules.
-    pub(super) active: bool,
-    pub(super) standing: bool,
+    active: bool,
+    standing: bool,
     /// A state was put in place, and the device has not worked since.
-    pub(super) moved: bool,
+    moved: bool,
     /// The driver's features.
-    pub(super) features: u64,
+    features: u64,
     /// How often the device was stopped.
-    pub(super) stops: u64,
+    stops: u64,
 }
 
 impl Worker {
+    /// What works behind `front`. It stands.
+    pub(super) fn new(
+        front: &Front,
+        mut device: Box<dyn Device>,
+        ram: GuestRam,
+        commands: Receiver<Command>,
+        wake: Arc<EventFd>,
+    ) -> io::Result<Self> {
+        let sizes = device.queue_sizes();
+        let rings = sizes.iter().zip(0..).map(|(size, i)| Ring::idle(i, *size));
+        let rings = rings.collect::<Result<_, _>>().map_err(io::Error::other)?;
+        let watcher = Watcher::new()?;
+        watcher.watch_commands(&*wake)?;
+        for (queue, kick) in front.kicks.iter().enumerate() {
+            watcher.watch_queue(&**kick, queue)?;
+        }
+        device.start(&watcher)?;
+        Ok(Self {
+            label: front.label().to_owned(),
+            device,
+            ram,
+            rings,
+            kicks: front.kicks.clone(),
+            shared: front.shared.clone(),
+            watcher,
+            commands,
+            wake,
+            active: false,
+            standing: true,
+            moved: false,
+            features: 0,
+            stops: 0,
+        })
+    }
+
     /// The thread's life.
     pub(super) fn live(mut self) {
         loop {
@@ -108,13 +145,17 @@ impl Worker {
 
     /// Waits for something to do and does it; whether the thread goes on.
     fn work(&mut self) -> bool {
-        let events = match self.watcher.wait() {
-            Ok(events) => events,
+        match self.watcher.wait() {
+            Ok(events) => self.take(events),
             Err(e) => {
                 tracing::error!("{} ends: waiting for events failed: {e}", self.label);
-                return false;
+                false
             }
-        };
+        }
+    }
+
+    /// Does what has happened; whether the thread goes on.
+    fn take(&mut self, events: Vec<Event>) -> bool {
         for event in events {
             match event {
                 Event::Command => {
@@ -143,6 +184,23 @@ impl Worker {
         true
     }
 
+    /// Does what has happened, without waiting; whether there was anything.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn look(&mut self) -> bool {
+        let events = self.watcher.look().unwrap_or_default();
+        let any = !events.is_empty() && !self.standing;
+        if any {
+            self.take(events);
+        }
+        any
+    }
+
+    /// Whether a driver is ready, and has not broken the rules.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn is_active(&self) -> bool {
+        self.active
+    }
+
     fn obey_all(&mut self) -> bool {
         while !self.standing {
             match self.commands.try_recv() {
@@ -168,14 +226,14 @@ impl Worker {
             Command::Resume => self.resume(),
             Command::Save(reply) => answer(&reply, self.save()),
             Command::Restore(state, reply) => answer(&reply, self.restore(*state)),
-            Command::Acquire(reply) => answer(&reply, self.device.acquire()),
-            Command::Release(reply) => answer(&reply, self.device.release()),
+            Command::Acquire(reply) => answer(&reply, self.acquire()),
+            Command::Release(reply) => answer(&reply, self.release()),
             Command::Quit => return false,
         }
         true
     }
 
-    fn obey_driver(&mut self, written: Written) {
+    pub(super) fn obey_driver(&mut self, written: Written) {
         match written {
             Written::Activate(features, rings) => self.activate(features, &rings),
             Written::StartQueue(ring) => self.start_queue(ring),
@@ -304,7 +362,7 @@ impl Worker {
         self.shared.ask_for_reset();
     }
 
-    fn quiesce(&mut self, deadline: Instant) -> Result<(), String> {
+    pub(super) fn quiesce(&mut self, deadline: Instant) -> Result<(), String> {
         if self.standing {
             return Ok(());
         }
@@ -332,7 +390,7 @@ impl Worker {
         under_way
     }
 
-    fn resume(&mut self) {
+    pub(super) fn resume(&mut self) {
         if !std::mem::take(&mut self.standing) {
             return;
         }
@@ -348,7 +406,7 @@ impl Worker {
         }
     }
 
-    fn save(&self) -> Result<SavedWorker, String> {
+    pub(super) fn save(&self) -> Result<SavedWorker, String> {
         if !self.standing {
             return Err(format!("{} works, and can be saved only standing", self.label));
         }
@@ -358,7 +416,7 @@ impl Worker {
         })
     }
 
-    fn restore(&mut self, state: RestoredWorker) -> Result<(), String> {
+    pub(super) fn restore(&mut self, state: RestoredWorker) -> Result<(), String> {
         if let Some((features, rings)) = &state.active {
             self.try_activate(*features, rings, &state.positions).map_err(|v| v.to_string())?;
         }
@@ -366,6 +424,14 @@ impl Worker {
         self.shared.put_config(self.device.config_space());
         self.moved = true;
         Ok(())
+    }
+
+    pub(super) fn acquire(&mut self) -> Result<(), String> {
+        self.device.acquire()
+    }
+
+    pub(super) fn release(&mut self) -> Result<(), String> {
+        self.device.release()
     }
 }
 

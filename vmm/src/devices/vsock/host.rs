@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
-use crate::api::{ApiSocket, SocketError};
 use crate::devices::opener::{Kept, Opener};
+use crate::socket::{ListeningSocket, SocketError};
 
 /// Longest greeting: "CONNECT 4294967295\n" is shorter.
 const MOST: usize = 32;
@@ -30,14 +30,14 @@ impl VsockError {
 #[derive(Debug)]
 pub(super) struct Door {
     listener: UnixListener,
-    _file: Kept<ApiSocket>,
+    _file: Kept<ListeningSocket>,
 }
 
 impl Door {
     pub(super) fn open(path: &Path, opener: &Opener) -> Result<Self, VsockError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
         let name = path.to_owned();
-        let file = opener.run(move || ApiSocket::bind(&name)).map_err(system)??;
+        let file = opener.run(move || ListeningSocket::bind(&name)).map_err(system)??;
         let listener = file.listener().map_err(system)?;
         Ok(Self { listener, _file: opener.keep(file) })
     }

@@ -92,7 +92,12 @@ impl Vsock {
             Err(e) if e.is_in_use() => {}
             Err(e) => return Err(e),
         }
-        Ok(Self {
+        Ok(Self::new(config, opener))
+    }
+
+    /// As [`open`](Self::open), without a look at the socket.
+    pub(super) fn new(config: &VsockConfig, opener: &Opener) -> Self {
+        Self {
             config: config.clone(),
             opener: opener.clone(),
             door: None,
@@ -108,7 +113,7 @@ impl Vsock {
             stalled: false,
             buffer: vec![0; MAX_DATA].into(),
             state: VsockState::default(),
-        })
+        }
     }
 
     fn watch_door(&mut self, watcher: &Watcher) -> io::Result<()> {

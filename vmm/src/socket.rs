@@ -1,5 +1,5 @@
-//! Owns the API socket's file: who may connect to it, what is done about one that is already there,
-//! and its removal.
+//! Owns the file of a unix socket at which this process listens, the API's and the socket device's: who
+//! may connect to it, what is done about one that is already there, and its removal.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -17,14 +17,14 @@ const BACKLOG: i32 = 16;
 
 /// A listening socket, whose file is removed when this is dropped.
 #[derive(Debug)]
-pub struct ApiSocket {
+pub struct ListeningSocket {
     listener: UnixListener,
     path: PathBuf,
     /// Device and inode of our file, so that a successor's is left alone.
     file: (u64, u64),
 }
 
-/// Why there is no API socket.
+/// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SocketError {
@@ -44,7 +44,7 @@ pub enum SocketError {
     },
 }
 
-impl ApiSocket {
+impl ListeningSocket {
     /// Listens on `path`, only for this user. A socket that a dead process left behind is replaced.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
@@ -61,13 +61,13 @@ impl ApiSocket {
         Ok(Self { listener, path: path.to_owned(), file })
     }
 
-    /// The listener, for the runtime that serves it.
+    /// The listener, for whoever accepts; it does not block.
     pub(crate) fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()
     }
 }
 
-impl Drop for ApiSocket {
+impl Drop for ListeningSocket {
     fn drop(&mut self) {
         let ours = |m: &Metadata| identity(m) == self.file;
         if fs::symlink_metadata(&self.path).as_ref().is_ok_and(ours)
@@ -118,7 +118,7 @@ mod tests {
     fn the_file_is_private_and_goes_with_the_socket() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
-        let socket = ApiSocket::bind(&path).unwrap();
+        let socket = ListeningSocket::bind(&path).unwrap();
         let mode = fs::symlink_metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         drop(socket);
@@ -129,23 +129,23 @@ mod tests {
     fn a_live_socket_is_refused_and_a_dead_one_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
-        let first = ApiSocket::bind(&path).unwrap();
-        let e = ApiSocket::bind(&path).unwrap_err();
+        let first = ListeningSocket::bind(&path).unwrap();
+        let e = ListeningSocket::bind(&path).unwrap_err();
         assert!(matches!(e, SocketError::InUse(_)), "{e}");
         drop(first);
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "std leaves the file behind, as a killed process does");
-        let second = ApiSocket::bind(&path).unwrap();
+        let second = ListeningSocket::bind(&path).unwrap();
         drop(second);
         fs::write(&path, "precious").unwrap();
-        let e = ApiSocket::bind(&path).unwrap_err();
+        let e = ListeningSocket::bind(&path).unwrap_err();
         assert!(matches!(e, SocketError::NotASocket(_)), "{e}");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
     }
 
     #[test]
     fn a_path_that_is_too_long_is_a_sentence() {
-        let e = ApiSocket::bind(&PathBuf::from("x".repeat(300))).unwrap_err();
+        let e = ListeningSocket::bind(&PathBuf::from("x".repeat(300))).unwrap_err();
         assert!(e.to_string().starts_with("cannot listen on xxx"), "{e}");
     }
 }

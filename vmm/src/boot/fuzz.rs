@@ -1,0 +1,65 @@
+//! A hostile kernel file: refused in a sentence, or loaded where memory is, and left there as it was.
+#![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
+
+use std::io::Cursor;
+
+use dirty_tracker::{FrameRun, Gfn, TrackingMode};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::kernel::{self, Loaded};
+use super::{Entry, MmioSlot, enter};
+use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfig};
+use crate::memory::{Memory, MemoryOptions};
+
+const MEM_BYTES: u64 = 64 << 20;
+/// Of each segment, what is looked at again.
+const LOOKED_AT: u64 = 64 << 10;
+
+thread_local! {
+    static MEMORY: Memory = Memory::new(MEM_BYTES, &MemoryOptions::default()).unwrap();
+}
+
+/// Loads what follows the first byte, with a command line as long as that says.
+pub fn kernel(bytes: &[u8]) {
+    let Some((line, file)) = bytes.split_first() else { return };
+    let line = "x".repeat(usize::from(*line) * 16);
+    MEMORY.with(|memory| {
+        let loaded = match kernel::load("the kernel", &mut Cursor::new(file), memory) {
+            Ok(loaded) => loaded,
+            Err(e) => return assert!(!e.to_string().is_empty()),
+        };
+        for &(start, end) in &loaded.segments {
+            let first = Gfn::containing(start);
+            let run = FrameRun { start: first, count: Gfn::containing(end - 1).0 - first.0 + 1 };
+            assert!(start < end && memory.layout().contains(run), "{start:#x}..{end:#x}");
+        }
+        let before = contents(memory, &loaded);
+        let devices = [MmioSlot { base: 0xd000_0000, gsi: 5 }];
+        let Ok(entry) = enter(&config(), memory, &loaded, None, &line, &devices) else { return };
+        let (Entry::Pvh { rip, .. } | Entry::Linux64 { rip, .. }) = entry;
+        assert!(loaded.segments.iter().any(|s| (s.0..s.1).contains(&rip)), "{entry:?}");
+        assert!(contents(memory, &loaded) == before, "what the kernel is told lies in the kernel");
+    });
+}
+
+fn contents(memory: &Memory, loaded: &Loaded) -> Vec<Vec<u8>> {
+    let content = |&(start, end): &(u64, u64)| {
+        let mut bytes = vec![0; (end - start).min(LOOKED_AT) as usize];
+        memory.ram().read_slice(&mut bytes, GuestAddress(start)).unwrap();
+        bytes
+    };
+    loaded.segments.iter().map(content).collect()
+}
+
+fn config() -> MachineConfig {
+    MachineConfig {
+        mem_bytes: MEM_BYTES,
+        vcpus: 2,
+        tracking: TrackingMode::None,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Kvm,
+        boot: Boot::Payload(String::new()),
+        cpu: CpuConfig::default(),
+        devices: Vec::new(),
+    }
+}

@@ -1,0 +1,435 @@
+//! A hostile driver: what it does comes from a fuzzer's bytes. After every step the device must have
+//! kept the rules that it keeps whatever its driver does.
+
+use virtio_bindings::virtio_config::*;
+use virtio_bindings::virtio_mmio::*;
+use virtio_bindings::virtio_ring::*;
+
+use super::guest::Guest;
+use super::source::{Piece, Source};
+use super::subjects::Subject;
+use crate::devices::virtio::inline::Inline;
+use crate::devices::virtio::{REGISTERS_LEN, VirtioState};
+use crate::memory::Backing;
+
+/// Where rings of queue `i` are: at `RINGS + i * RINGS_STEP`.
+const RINGS: u64 = 0x1000;
+const RINGS_STEP: u64 = 0x2000;
+const AVAILABLE: u64 = 0x1000;
+const USED: u64 = 0x1800;
+const QUEUE_RESET: u32 = 0xc0;
+/// Turns that a device may take for what one step has set in motion.
+const MOST_TURNS: usize = 1000;
+/// Steps of one run: more would tell no more.
+const MOST_STEPS: usize = 200;
+const REGISTERS: [u32; 19] = [
+    VIRTIO_MMIO_DEVICE_FEATURES_SEL,
+    VIRTIO_MMIO_DRIVER_FEATURES,
+    VIRTIO_MMIO_DRIVER_FEATURES_SEL,
+    VIRTIO_MMIO_QUEUE_SEL,
+    VIRTIO_MMIO_QUEUE_NUM,
+    VIRTIO_MMIO_QUEUE_READY,
+    VIRTIO_MMIO_QUEUE_NOTIFY,
+    VIRTIO_MMIO_INTERRUPT_ACK,
+    VIRTIO_MMIO_STATUS,
+    VIRTIO_MMIO_QUEUE_DESC_LOW,
+    VIRTIO_MMIO_QUEUE_DESC_HIGH,
+    VIRTIO_MMIO_QUEUE_AVAIL_LOW,
+    VIRTIO_MMIO_QUEUE_AVAIL_HIGH,
+    VIRTIO_MMIO_QUEUE_USED_LOW,
+    VIRTIO_MMIO_QUEUE_USED_HIGH,
+    QUEUE_RESET,
+    VIRTIO_MMIO_CONFIG,
+    VIRTIO_MMIO_CONFIG + 4,
+    VIRTIO_MMIO_CONFIG + 12,
+];
+
+#[derive(Clone, Copy, Default)]
+struct Queue {
+    size: u16,
+    available: u16,
+    next: u16,
+}
+
+/// See the module.
+pub(super) struct Bench<'s> {
+    subject: &'s mut dyn Subject,
+    guest: Guest,
+    device: Inline,
+    queues: Vec<Queue>,
+    /// Since memory was last looked at, the device was in a state in which it may write.
+    may_write: bool,
+}
+
+impl<'s> Bench<'s> {
+    pub(super) fn new(subject: &'s mut dyn Subject, backing: Backing) -> Self {
+        let guest = Guest::new(backing);
+        let device = Inline::new("fuzz", subject.make(), guest.memory().ram().clone()).unwrap();
+        device.acquire().unwrap();
+        device.resume();
+        let mut bench = Self { subject, guest, device, queues: Vec::new(), may_write: false };
+        bench.queues = vec![Queue::default(); bench.queue_count()];
+        bench
+    }
+
+    /// Queues, to the last of which the driver gives chains unless it wants to go astray.
+    fn queue_count(&self) -> usize {
+        let exists = |i: &u32| {
+            self.device.write(VIRTIO_MMIO_QUEUE_SEL.into(), &i.to_le_bytes());
+            self.get(VIRTIO_MMIO_QUEUE_NUM_MAX) > 0
+        };
+        (0..).take_while(exists).count()
+    }
+
+    /// Does what `from` says, to its end.
+    pub(super) fn run(&mut self, from: &mut Source<'_>) {
+        for _ in 0..MOST_STEPS {
+            if from.is_empty() {
+                break;
+            }
+            self.operate(from);
+            self.look_over();
+        }
+        self.stand_and_go_on();
+    }
+
+    /// Writes to registers, and reads them, as `from` says.
+    pub(super) fn run_registers(&mut self, from: &mut Source<'_>) {
+        for _ in 0..MOST_STEPS {
+            if from.is_empty() {
+                break;
+            }
+            self.write_or_read_register(from);
+        }
+        self.stand_and_go_on();
+    }
+
+    /// Has the device go on from `bytes`, if they are a state of such a device.
+    pub(super) fn run_state(&mut self, bytes: &[u8]) {
+        let Ok(state) = postcard::from_bytes::<VirtioState>(bytes) else { return };
+        self.device.quiesce().unwrap();
+        self.move_with(state);
+        for queue in 0..self.queues.len() as u32 {
+            self.set(VIRTIO_MMIO_QUEUE_NOTIFY, queue);
+        }
+        self.stand_and_go_on();
+    }
+
+    fn get(&self, register: u32) -> u32 {
+        let mut bytes = [0; 4];
+        self.device.read(register.into(), &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    fn set(&mut self, register: u32, value: u32) {
+        self.step(false, |device| device.write(register.into(), &value.to_le_bytes()));
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.get(VIRTIO_MMIO_STATUS) & VIRTIO_CONFIG_S_NEEDS_RESET != 0
+    }
+
+    /// Memory, and what is behind the device, unless something is under way.
+    fn look_over(&mut self) {
+        if !self.subject.works_meanwhile() {
+            let wrote = self.guest.check();
+            assert!(!wrote || self.may_write, "a stopped device writes");
+            self.may_write = false;
+            self.subject.check(self.guest.memory());
+        }
+    }
+
+    /// Lets the device do something, and all that follows; what has to hold then. A stopped device does
+    /// nothing at `nothing_new`: no reset is in it.
+    fn step(&mut self, nothing_new: bool, f: impl FnOnce(&Inline)) {
+        let stopped = self.is_stopped();
+        f(&self.device);
+        let turns = (0..MOST_TURNS).take_while(|_| self.device.look()).count();
+        assert!(turns < MOST_TURNS, "the device works without end");
+        let status = self.get(VIRTIO_MMIO_STATUS);
+        let works = status & VIRTIO_CONFIG_S_DRIVER_OK != 0 && !self.is_stopped();
+        assert_eq!(self.device.is_active(), works, "status {status:#x}");
+        if self.is_stopped() {
+            let told = self.get(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG != 0;
+            assert!(told || stopped, "the driver of a stopped device is told");
+        }
+        self.may_write |= !(stopped && nothing_new);
+    }
+
+    /// A pause, at which nothing is under way.
+    fn stand_and_go_on(&mut self) {
+        self.device.quiesce().unwrap();
+        self.guest.check();
+        self.may_write = false;
+        self.subject.check(self.guest.memory());
+        self.step(true, Inline::resume);
+    }
+
+    fn operate(&mut self, from: &mut Source<'_>) {
+        match from.u8() % 24 {
+            0 => self.start(from),
+            1 | 2 => self.give_request(from, true),
+            3 => self.give_request(from, false),
+            4 | 5 => self.give_pieces(from),
+            6 => self.describe(from),
+            7 => self.offer(from),
+            8 => self.set_available(from),
+            9 | 10 => {
+                let queue = self.queue(from);
+                self.notify(queue);
+            }
+            11 => self.write_or_read_register(from),
+            12 => {
+                let (addr, len) = (from.address(), from.u8().into());
+                let bytes = from.bytes(len);
+                self.guest.write(addr, bytes);
+            }
+            13..16 => {
+                self.subject.happen(from);
+                self.step(true, |_| ());
+            }
+            16 => self.go(from, false),
+            17 => self.go(from, true),
+            18 => self.set(VIRTIO_MMIO_STATUS, 0),
+            19 => {
+                let queue = self.queue(from);
+                self.set(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
+                self.set(QUEUE_RESET, 1);
+                if from.flip() {
+                    self.set_up(queue, from);
+                }
+            }
+            20 => {
+                let queue = self.queue(from);
+                self.set(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
+                self.set(VIRTIO_MMIO_QUEUE_DESC_LOW, from.address() as u32);
+            }
+            21 => self.stand_and_go_on(),
+            22 => self.give_indirect(from),
+            _ => self.set(VIRTIO_MMIO_INTERRUPT_ACK, from.u8().into()),
+        }
+    }
+
+    /// Mostly the one that this is about.
+    fn queue(&self, from: &mut Source<'_>) -> usize {
+        match from.u8() {
+            n if n & 0x80 == 0 => self.subject.queue().min(self.queues.len() - 1),
+            n => usize::from(n & 0x7f) % self.queues.len(),
+        }
+    }
+
+    /// From power-on to a ready driver, with all features or fewer.
+    fn start(&mut self, from: &mut Source<'_>) {
+        self.set(VIRTIO_MMIO_STATUS, 0);
+        self.set(VIRTIO_MMIO_STATUS, 1);
+        self.set(VIRTIO_MMIO_STATUS, 3);
+        let (which, mut features) = (from.u8(), 0);
+        for select in [0, 1] {
+            self.set(VIRTIO_MMIO_DEVICE_FEATURES_SEL, select);
+            features |= u64::from(self.get(VIRTIO_MMIO_DEVICE_FEATURES)) << (32 * select);
+        }
+        for (bit, feature) in [(1, VIRTIO_RING_F_EVENT_IDX), (2, VIRTIO_RING_F_INDIRECT_DESC)] {
+            if which & bit != 0 {
+                features &= !(1 << feature);
+            }
+        }
+        if which & 4 != 0 {
+            features &= !u64::from(from.u32() & 0xff_ffff);
+        }
+        for select in [0, 1] {
+            self.set(VIRTIO_MMIO_DRIVER_FEATURES_SEL, select);
+            self.set(VIRTIO_MMIO_DRIVER_FEATURES, (features >> (32 * select)) as u32);
+        }
+        self.set(VIRTIO_MMIO_STATUS, 11);
+        for queue in 0..self.queues.len() {
+            self.set_up(queue, from);
+        }
+        self.set(VIRTIO_MMIO_STATUS, 15);
+    }
+
+    fn set_up(&mut self, queue: usize, from: &mut Source<'_>) {
+        self.set(VIRTIO_MMIO_QUEUE_SEL, queue as u32);
+        let most = self.get(VIRTIO_MMIO_QUEUE_NUM_MAX);
+        let size = (1 << (from.u8() % 9)).min(most);
+        let rings = rings(queue);
+        self.guest.write(rings, &[0; RINGS_STEP as usize]);
+        self.queues[queue] = Queue { size: size as u16, ..Queue::default() };
+        self.set(VIRTIO_MMIO_QUEUE_NUM, size);
+        for (register, addr) in [
+            (VIRTIO_MMIO_QUEUE_DESC_LOW, rings),
+            (VIRTIO_MMIO_QUEUE_AVAIL_LOW, rings + AVAILABLE),
+            (VIRTIO_MMIO_QUEUE_USED_LOW, rings + USED),
+        ] {
+            self.set(register, addr as u32);
+            self.set(register + 4, 0);
+        }
+        self.set(VIRTIO_MMIO_QUEUE_READY, 1);
+    }
+
+    fn write_descriptor(&mut self, at: u64, piece: Piece, flags: u16, next: u16) {
+        let write = if piece.writable { VRING_DESC_F_WRITE as u16 } else { 0 };
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&piece.addr.to_le_bytes());
+        bytes[8..12].copy_from_slice(&piece.len.to_le_bytes());
+        bytes[12..14].copy_from_slice(&(flags | write).to_le_bytes());
+        bytes[14..].copy_from_slice(&next.to_le_bytes());
+        self.guest.write(at, &bytes);
+    }
+
+    /// Gives a chain of `pieces`, without a notification.
+    fn give(&mut self, queue: usize, pieces: &[Piece]) {
+        let Queue { size, next: head, .. } = self.queues[queue];
+        let Some(last) = pieces.len().checked_sub(1).filter(|_| size > 0) else { return };
+        for (i, piece) in pieces.iter().enumerate() {
+            let index = self.queues[queue].next;
+            let next = (index + 1) % size;
+            let flags = if i == last { 0 } else { VRING_DESC_F_NEXT as u16 };
+            self.write_descriptor(rings(queue) + 16 * u64::from(index), *piece, flags, next);
+            self.queues[queue].next = next;
+        }
+        self.make_available(queue, head);
+    }
+
+    fn make_available(&mut self, queue: usize, head: u16) {
+        let Queue { size, available, .. } = self.queues[queue];
+        let ring = rings(queue) + AVAILABLE;
+        self.guest.write(ring + 4 + 2 * u64::from(available % size.max(1)), &head.to_le_bytes());
+        self.put_available(queue, available.wrapping_add(1));
+    }
+
+    fn put_available(&mut self, queue: usize, index: u16) {
+        self.queues[queue].available = index;
+        self.guest.write(rings(queue) + AVAILABLE + 2, &index.to_le_bytes());
+    }
+
+    fn notify(&mut self, queue: usize) {
+        let number = (queue as u32).to_le_bytes();
+        self.step(true, |device| device.write(VIRTIO_MMIO_QUEUE_NOTIFY.into(), &number));
+    }
+
+    /// Gives what the device takes, or nearly, and tells it.
+    fn give_request(&mut self, from: &mut Source<'_>, tell: bool) {
+        let queue = self.queue(from);
+        let pieces = self.subject.request(queue, from, &mut self.guest);
+        self.give(queue, &pieces);
+        if tell {
+            self.notify(queue);
+        }
+    }
+
+    /// Gives anything that has the form of a chain.
+    fn give_pieces(&mut self, from: &mut Source<'_>) {
+        let queue = self.queue(from);
+        let mut pieces = from.pieces(false);
+        pieces.extend(from.pieces(true));
+        self.give(queue, &pieces);
+        self.notify(queue);
+    }
+
+    fn give_indirect(&mut self, from: &mut Source<'_>) {
+        let queue = self.queue(from);
+        let table = from.address();
+        let pieces = match from.flip() {
+            true => self.subject.request(queue, from, &mut self.guest),
+            false => [from.pieces(false), from.pieces(true)].concat(),
+        };
+        for (piece, i) in pieces.iter().zip(0u16..) {
+            let last = usize::from(i) + 1 == pieces.len();
+            let flags = if last { 0 } else { VRING_DESC_F_NEXT as u16 };
+            self.write_descriptor(table.wrapping_add(16 * u64::from(i)), *piece, flags, i + 1);
+        }
+        let len = 16 * pieces.len() as u32 + u32::from(from.u8() / 250);
+        let piece = Piece { addr: table, len, writable: from.u8() > 250 };
+        let Queue { size, next, .. } = self.queues[queue];
+        let at = rings(queue) + 16 * u64::from(next);
+        self.write_descriptor(at, piece, VRING_DESC_F_INDIRECT as u16, 0);
+        self.make_available(queue, next);
+        self.queues[queue].next = (next + 1) % size.max(1);
+        self.notify(queue);
+    }
+
+    /// A descriptor of any kind, anywhere in the table.
+    fn describe(&mut self, from: &mut Source<'_>) {
+        let queue = self.queue(from);
+        let (at, writable) = (rings(queue) + 16 * u64::from(from.u8()), from.flip());
+        let piece = from.piece(writable);
+        self.write_descriptor(at, piece, u16::from(from.u8() & 7), from.u8().into());
+    }
+
+    fn offer(&mut self, from: &mut Source<'_>) {
+        let queue = self.queue(from);
+        let head = if from.flip() { from.u16() } else { from.u8().into() };
+        self.make_available(queue, head);
+        self.notify(queue);
+    }
+
+    fn set_available(&mut self, from: &mut Source<'_>) {
+        let queue = self.queue(from);
+        let by = if from.flip() { from.u16() } else { from.u8().into() };
+        self.put_available(queue, self.queues[queue].available.wrapping_add(by));
+        self.notify(queue);
+    }
+
+    fn write_or_read_register(&mut self, from: &mut Source<'_>) {
+        let kind = from.u8();
+        let register = match kind & 3 {
+            0 => u64::from(from.u16()) % REGISTERS_LEN,
+            _ => from.one_of(&REGISTERS).into(),
+        };
+        // No access crosses the end of the registers, which are a page.
+        let most = (REGISTERS_LEN - register).min(8) as usize;
+        let len = if kind & 4 != 0 { 1 + usize::from(from.u8()) % 8 } else { 4 }.min(most);
+        let value = if kind & 8 != 0 { from.u64() } else { from.u8().into() };
+        let mut bytes = value.to_le_bytes();
+        match kind & 0x30 {
+            0 => self.step(true, |device| device.read(register, &mut bytes[..len])),
+            _ => self.step(false, |device| device.write(register, &bytes[..len])),
+        }
+    }
+
+    /// Moves the device to another host, with the state as it was saved, or a damaged one.
+    fn go(&mut self, from: &mut Source<'_>, damaged: bool) {
+        self.device.quiesce().unwrap();
+        self.guest.check();
+        self.may_write = false;
+        self.subject.check(self.guest.memory());
+        let state = self.device.save().unwrap();
+        let mut bytes = postcard::to_stdvec(&state).unwrap();
+        if !damaged {
+            let refused = self.move_with(state.clone());
+            assert_eq!(refused, None, "its own state is taken: {state:?}");
+            assert_eq!(self.last_saved(), bytes, "what is saved again is the same");
+            return self.step(false, Inline::resume);
+        }
+        for _ in 0..1 + from.u8() % 4 {
+            let at = usize::from(from.u16()) % bytes.len();
+            bytes[at] = from.u8();
+        }
+        if let Ok(state) = postcard::from_bytes(&bytes) {
+            self.move_with(state);
+        }
+        self.step(false, Inline::resume);
+    }
+
+    fn last_saved(&self) -> Vec<u8> {
+        postcard::to_stdvec(&self.device.save().unwrap()).unwrap()
+    }
+
+    /// Puts `state` into a new device, which takes the place of this one; or why not. Either stands.
+    fn move_with(&mut self, state: VirtioState) -> Option<String> {
+        let ram = self.guest.memory().ram().clone();
+        let new = Inline::new("fuzz", self.subject.make(), ram).unwrap();
+        if let Err(why) = new.restore(state) {
+            assert!(!why.is_empty());
+            return Some(why);
+        }
+        self.device.release().unwrap();
+        new.acquire().unwrap();
+        self.device = new;
+        None
+    }
+}
+
+fn rings(queue: usize) -> u64 {
+    RINGS + queue as u64 * RINGS_STEP
+}

@@ -1,0 +1,107 @@
+//! A guest's memory, and the check that every frame whose content a device changes is in the tree.
+
+use std::sync::Arc;
+
+use dirty_tracker::{Gfn, Layout, PAGE_SIZE, Slot, SlotId, Subscription};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::memory::{Backing, HugePages, Memory, MemoryOptions};
+
+/// First byte and bytes of the two slots, with nothing between them.
+const SLOTS: [(u64, u64); 2] = [(0, 0x4_0000), (0x10_0000, 0x1_0000)];
+
+thread_local! {
+    /// Made once: mapping costs more than all that one run does.
+    static ANON: Arc<Memory> = Arc::new(map(Backing::Anon));
+    static MEMFD: Arc<Memory> = Arc::new(map(Backing::Memfd));
+}
+
+fn map(backing: Backing) -> Memory {
+    let slot = |(i, (base, bytes)): (u32, (u64, u64))| Slot {
+        id: SlotId(i),
+        base: Gfn::containing(base),
+        frames: bytes / PAGE_SIZE,
+    };
+    let layout = Layout::new((0..).zip(SLOTS).map(slot)).unwrap();
+    let options = MemoryOptions { backing, huge_pages: Some(HugePages::None), prefault: false };
+    Memory::of_layout(layout, &options).unwrap()
+}
+
+/// Puts zeros where something was left; the zeros.
+fn clear(memory: &Memory, base: u64, bytes: u64) -> Vec<u8> {
+    let mut frame = [0; PAGE_SIZE as usize];
+    for at in (base..base + bytes).step_by(frame.len()) {
+        memory.ram().read_slice(&mut frame, GuestAddress(at)).unwrap();
+        if frame.iter().any(|b| *b != 0) {
+            memory.ram().write_slice(&[0; PAGE_SIZE as usize], GuestAddress(at)).unwrap();
+        }
+    }
+    vec![0; bytes as usize]
+}
+
+/// See the module.
+pub(super) struct Guest {
+    memory: Arc<Memory>,
+    /// What the slots held at the last check, with the driver's own writes since.
+    before: Vec<Vec<u8>>,
+    writes: Subscription,
+    /// Frames that the device has marked since the last check.
+    marked: Vec<Gfn>,
+}
+
+impl Guest {
+    /// Memory of zeros.
+    pub(super) fn new(backing: Backing) -> Self {
+        let memory = match backing {
+            Backing::Anon => ANON.with(Arc::clone),
+            Backing::Memfd => MEMFD.with(Arc::clone),
+        };
+        let before = SLOTS.iter().map(|(base, bytes)| clear(&memory, *base, *bytes)).collect();
+        let writes = memory.tracker().subscribe("fuzz");
+        Self { memory, before, writes, marked: Vec::new() }
+    }
+
+    pub(super) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    fn take_marks(&mut self) {
+        let epoch = self.writes.drain();
+        self.marked.extend(epoch.runs().flat_map(|run| (run.start.0..run.end().0).map(Gfn)));
+        epoch.commit();
+    }
+
+    /// The driver writes. What would lie outside memory is left out.
+    pub(super) fn write(&mut self, addr: u64, bytes: &[u8]) {
+        // Its marks are not the device's.
+        self.take_marks();
+        for ((base, len), before) in SLOTS.iter().zip(&mut self.before) {
+            let Some(at) = addr.checked_sub(*base).filter(|at| at < len) else { continue };
+            let bytes = &bytes[..bytes.len().min((len - at) as usize)];
+            self.memory.ram().write_slice(bytes, GuestAddress(addr)).unwrap();
+            before[at as usize..][..bytes.len()].copy_from_slice(bytes);
+        }
+        self.writes.drain().commit();
+    }
+
+    /// Whether the device has changed anything since the last check: only frames that it has marked,
+    /// if nothing is under way in it.
+    pub(super) fn check(&mut self) -> bool {
+        self.take_marks();
+        let mut any = false;
+        let mut now = [0; PAGE_SIZE as usize];
+        for ((base, _), before) in SLOTS.iter().zip(&mut self.before) {
+            for (gfn, before) in (base / PAGE_SIZE..).zip(before.chunks_mut(now.len())) {
+                let gfn = Gfn(gfn);
+                self.memory.ram().read_slice(&mut now, GuestAddress(gfn.gpa())).unwrap();
+                if now != before {
+                    assert!(self.marked.contains(&gfn), "frame {:#x} changed unmarked", gfn.0);
+                    before.copy_from_slice(&now);
+                    any = true;
+                }
+            }
+        }
+        self.marked.clear();
+        any
+    }
+}

@@ -1,0 +1,161 @@
+//! Hostile drivers, made from a fuzzer's bytes: one target for each queue of each device, one for
+//! registers and one for saved states.
+//!
+//! ```text
+//! bytes -> Source -> Bench, the driver --registers, rings, buffers--> Inline, the device
+//!                      |                                                |
+//!                      +--- checks after every step ---- Guest ---------+---- Subject: the world behind
+//! ```
+//!
+//! Whatever the driver does, the device does not panic and comes to an end; every frame (and every block of
+//! a disk) whose content it changes is in the tree; a driver that is served no more is told so; what is
+//! saved can be restored, and is then saved the same.
+#![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
+
+mod bench;
+mod guest;
+mod source;
+mod subjects;
+
+use crate::memory::Backing;
+use bench::Bench;
+use source::Source;
+use subjects::{Disk, Inflatable, Interface, Randomness, Sockets, Subject};
+
+/// What a fuzzer calls with its bytes.
+pub type Target = fn(&[u8]);
+
+/// All targets, by their names.
+pub const TARGETS: [(&str, Target); 13] = [
+    ("block", block),
+    ("block_uring", block_uring),
+    ("net_receive", net_receive),
+    ("net_transmit", net_transmit),
+    ("net_control", net_control),
+    ("vsock_receive", vsock_receive),
+    ("vsock_transmit", vsock_transmit),
+    ("rng", rng),
+    ("balloon_inflate", balloon_inflate),
+    ("balloon_hint", balloon_hint),
+    ("balloon_report", balloon_report),
+    ("registers", registers),
+    ("device_state", device_state),
+];
+
+/// A disk's queues, by plain system calls.
+pub fn block(bytes: &[u8]) {
+    disk(bytes, false);
+}
+
+/// A disk's queues, by io_uring.
+pub fn block_uring(bytes: &[u8]) {
+    disk(bytes, true);
+}
+
+fn disk(bytes: &[u8], uring: bool) {
+    let mut from = Source::new(bytes);
+    let mut disk = Disk::new(&mut from, uring);
+    drive(&mut disk, from);
+}
+
+/// The queue by which an interface receives.
+pub fn net_receive(bytes: &[u8]) {
+    interface(0, bytes);
+}
+
+/// The queue by which an interface sends.
+pub fn net_transmit(bytes: &[u8]) {
+    interface(1, bytes);
+}
+
+/// The queue by which an interface is controlled.
+pub fn net_control(bytes: &[u8]) {
+    interface(4, bytes);
+}
+
+fn interface(queue: usize, bytes: &[u8]) {
+    let mut from = Source::new(bytes);
+    // The control queue is the last one, of one pair or of two.
+    let pairs = if queue == 4 || from.flip() { 2 } else { 1 };
+    drive(&mut Interface::new(queue, pairs), from);
+}
+
+/// The queue by which the socket device gives packets.
+pub fn vsock_receive(bytes: &[u8]) {
+    drive(&mut Sockets::new(0), Source::new(bytes));
+}
+
+/// The queue by which the socket device takes packets.
+pub fn vsock_transmit(bytes: &[u8]) {
+    drive(&mut Sockets::new(1), Source::new(bytes));
+}
+
+/// The randomness device's queue.
+pub fn rng(bytes: &[u8]) {
+    drive(&mut Randomness, Source::new(bytes));
+}
+
+/// The queue into a balloon, and the one out of it.
+pub fn balloon_inflate(bytes: &[u8]) {
+    drive(&mut Inflatable::new(Inflatable::INFLATE), Source::new(bytes));
+}
+
+/// The queue of a balloon's hints.
+pub fn balloon_hint(bytes: &[u8]) {
+    drive(&mut Inflatable::new(Inflatable::HINT), Source::new(bytes));
+}
+
+/// The queue of a balloon's reports.
+pub fn balloon_report(bytes: &[u8]) {
+    drive(&mut Inflatable::new(Inflatable::REPORT), Source::new(bytes));
+}
+
+/// The registers of any device.
+pub fn registers(bytes: &[u8]) {
+    let mut from = Source::new(bytes);
+    let mut subject = any(&mut from);
+    Bench::new(&mut *subject, Backing::Anon).run_registers(&mut from);
+}
+
+/// The saved state of any device.
+pub fn device_state(bytes: &[u8]) {
+    let mut from = Source::new(bytes);
+    let mut subject = any(&mut from);
+    Bench::new(&mut *subject, Backing::Anon).run_state(from.rest());
+}
+
+fn any(from: &mut Source<'_>) -> Box<dyn Subject> {
+    match from.u8() % 5 {
+        0 => Box::new(Disk::new(from, false)),
+        1 => Box::new(Interface::new(0, 2)),
+        2 => Box::new(Sockets::new(0)),
+        3 => Box::new(Inflatable::new(0)),
+        _ => Box::new(Randomness),
+    }
+}
+
+fn drive(subject: &mut dyn Subject, mut from: Source<'_>) {
+    let backing = from.one_of(&[Backing::Anon, Backing::Anon, Backing::Anon, Backing::Memfd]);
+    Bench::new(subject, backing).run(&mut from);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 200, ..ProptestConfig::default() })]
+
+        /// What the fuzzer does for minutes, for a moment: mostly that the harness holds.
+        #[test]
+        fn no_driver_makes_a_device_break_its_rules(
+            which in 0..super::TARGETS.len(),
+            bytes in proptest::collection::vec(any::<u8>(), 0..2000),
+        ) {
+            let (_, target) = super::TARGETS[which];
+            target(&bytes);
+            // A driver that gets further: it begins with a start.
+            target(&[&[0, 0, 0, 0, 8, 8, 8, 8, 8][..], &bytes].concat());
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! A fuzzer's bytes, taken one decision at a time. Past their end all is zero.
+
+/// See the module.
+pub(super) struct Source<'b>(&'b [u8]);
+
+impl<'b> Source<'b> {
+    pub(super) fn new(bytes: &'b [u8]) -> Self {
+        Self(bytes)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next `len` bytes, or as many as there are.
+    pub(super) fn bytes(&mut self, len: usize) -> &'b [u8] {
+        let (now, rest) = self.0.split_at(len.min(self.0.len()));
+        self.0 = rest;
+        now
+    }
+
+    pub(super) fn rest(&mut self) -> &'b [u8] {
+        self.bytes(usize::MAX)
+    }
+
+    fn array<const N: usize>(&mut self) -> [u8; N] {
+        let mut array = [0; N];
+        let bytes = self.bytes(N);
+        array[..bytes.len()].copy_from_slice(bytes);
+        array
+    }
+
+    pub(super) fn u8(&mut self) -> u8 {
+        let [byte] = self.array();
+        byte
+    }
+
+    pub(super) fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.array())
+    }
+
+    pub(super) fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.array())
+    }
+
+    pub(super) fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.array())
+    }
+
+    pub(super) fn flip(&mut self) -> bool {
+        self.u8() & 1 != 0
+    }
+
+    /// One of `choices`.
+    pub(super) fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[usize::from(self.u8()) % choices.len()]
+    }
+
+    /// An address: mostly where buffers are, else where rings are, at an edge of memory, or nowhere.
+    pub(super) fn address(&mut self) -> u64 {
+        match self.u8() % 16 {
+            0..10 => 0x1_0000 + u64::from(self.u16()),
+            10 => u64::from(self.u16()),
+            11 => 0x3_f000 + 16 * u64::from(self.u8()),
+            12 => 0x10_0000 + u64::from(self.u16()),
+            13 => 0x10_ff00 + u64::from(self.u8()),
+            14 => self
+                .one_of(&[u64::MAX, 0xd000_0000, 1 << 32, 0x4_0000, 0x11_0000, 1 << 63])
+                .wrapping_sub(self.u8().into()),
+            _ => self.u64(),
+        }
+    }
+
+    /// A length: mostly small.
+    pub(super) fn length(&mut self) -> u32 {
+        match self.u8() % 8 {
+            0..5 => self.u8().into(),
+            5 => self.u16().into(),
+            6 => 4096 * (1 + u32::from(self.u8()) % 8),
+            _ => self.u32(),
+        }
+    }
+
+    /// A buffer.
+    pub(super) fn piece(&mut self, writable: bool) -> Piece {
+        Piece { addr: self.address(), len: self.length(), writable }
+    }
+
+    /// Some buffers, five at most.
+    pub(super) fn pieces(&mut self, writable: bool) -> Vec<Piece> {
+        (0..self.u8() % 6).map(|_| self.piece(writable)).collect()
+    }
+}
+
+/// A descriptor: what of guest memory, and whether the device writes to it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub(super) addr: u64,
+    pub(super) len: u32,
+    pub(super) writable: bool,
+}

@@ -1,0 +1,177 @@
+//! What vCPUs see of a device: its registers, its configuration space and its notifications, without
+//! whatever does the work behind them.
+//!
+//! What a write sets in motion is told to a function that the caller gives, and done when that returns.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use virtio_bindings::virtio_config::VIRTIO_CONFIG_S_NEEDS_RESET;
+use virtio_bindings::virtio_mmio::*;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::registers::{Effect, RegisterState, Registers};
+use super::worker::{ReadyRing, RestoredWorker, SavedWorker, Written};
+use super::{Device, Kind, REGISTERS_LEN, Shared, Violation, VirtioState};
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Front {
+    kind: Kind,
+    label: String,
+    registers: Mutex<Registers>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) kicks: Vec<Arc<EventFd>>,
+}
+
+impl Front {
+    /// For `device`, which `id` names for people.
+    pub(super) fn new(id: &str, device: &dyn Device) -> io::Result<Self> {
+        let kind = device.kind();
+        let sizes = device.queue_sizes();
+        let event = || Ok::<_, io::Error>(Arc::new(EventFd::new(EFD_NONBLOCK)?));
+        Ok(Self {
+            kind,
+            label: format!("{kind} \"{id}\""),
+            shared: Arc::new(Shared::new(device.config_space())?),
+            kicks: sizes.iter().map(|_| event()).collect::<io::Result<_>>()?,
+            registers: Mutex::new(Registers::new(kind.id(), device.features(), sizes)),
+        })
+    }
+
+    /// Kind and name, for messages.
+    pub(super) fn label(&self) -> &str {
+        &self.label
+    }
+
+    fn registers(&self) -> MutexGuard<'_, Registers> {
+        self.registers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A vCPU's read at `offset` of the device's registers.
+    pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
+        debug_assert!(offset < REGISTERS_LEN);
+        if offset >= u64::from(VIRTIO_MMIO_CONFIG) {
+            let at = (offset - u64::from(VIRTIO_MMIO_CONFIG)) as usize;
+            return self.shared.read_config(at, data);
+        }
+        // Registers have 32 bits, and are read whole.
+        let value = match (offset as u32, data.len()) {
+            (VIRTIO_MMIO_INTERRUPT_STATUS, 4) => self.shared.interrupt_status(),
+            (VIRTIO_MMIO_CONFIG_GENERATION, 4) => self.shared.config_generation(),
+            (VIRTIO_MMIO_STATUS, 4) => {
+                let stopped = self.shared.needs_reset();
+                let status = self.registers().read(VIRTIO_MMIO_STATUS);
+                status | if stopped { VIRTIO_CONFIG_S_NEEDS_RESET } else { 0 }
+            }
+            (register, 4) => self.registers().read(register),
+            _ => 0,
+        };
+        let bytes = value.to_le_bytes();
+        data.fill(0);
+        let len = data.len().min(bytes.len());
+        data[..len].copy_from_slice(&bytes[..len]);
+    }
+
+    /// A vCPU's write at `offset` of the device's registers. One at a time: `tell` is called while
+    /// the registers are locked.
+    pub(super) fn write(&self, offset: u64, data: &[u8], tell: impl FnOnce(Written)) {
+        debug_assert!(offset < REGISTERS_LEN);
+        if offset >= u64::from(VIRTIO_MMIO_CONFIG) {
+            let at = (offset - u64::from(VIRTIO_MMIO_CONFIG)) as usize;
+            return tell(Written::Config(at, data.to_vec()));
+        }
+        let Ok(bytes) = <[u8; 4]>::try_from(data) else {
+            tracing::debug!("{}: {} bytes written at {offset:#x}", self.label, data.len());
+            return;
+        };
+        let value = u32::from_le_bytes(bytes);
+        match offset as u32 {
+            VIRTIO_MMIO_QUEUE_NOTIFY => self.notify(value, tell),
+            VIRTIO_MMIO_INTERRUPT_ACK => self.shared.acknowledge(value),
+            register => {
+                let mut registers = self.registers();
+                let effect = registers.write(register, value);
+                put_into_effect(&mut registers, effect, tell);
+            }
+        }
+    }
+
+    /// Comes here only where no ioeventfd has taken it.
+    fn notify(&self, queue: u32, tell: impl FnOnce(Written)) {
+        match self.kicks.get(queue as usize) {
+            // It fails only at 2^64 - 1 notifications.
+            Some(kick) => drop(kick.write(1)),
+            None => {
+                let why = format!("its driver notifies queue {queue}, which does not exist");
+                tell(Written::Stop(Violation::Registers(why)));
+            }
+        }
+    }
+
+    /// The state of the whole device, of which `worker` is the other part.
+    pub(super) fn save(&self, worker: SavedWorker) -> VirtioState {
+        VirtioState {
+            device_id: self.kind.id(),
+            registers: self.registers().state().clone(),
+            interrupt_status: self.shared.interrupt_status(),
+            needs_reset: self.shared.needs_reset(),
+            config_generation: self.shared.config_generation(),
+            positions: worker.positions,
+            device: worker.device,
+        }
+    }
+
+    /// Takes a saved state, which is hostile, into a device that has never worked; the other part of it
+    /// goes through `restore`.
+    pub(super) fn restore(
+        &self,
+        state: VirtioState,
+        restore: impl FnOnce(RestoredWorker) -> Result<(), String>,
+    ) -> Result<(), String> {
+        if state.device_id != self.kind.id() {
+            let id = state.device_id;
+            return Err(format!("it is of a virtio device {id}, and {} is here", self.label));
+        }
+        if state.positions.len() != self.kicks.len() {
+            return Err(format!("it has positions of {} queues", state.positions.len()));
+        }
+        let mut registers = self.registers();
+        registers.restore(state.registers)?;
+        let of = registers.state();
+        let active = of.is_active() && !state.needs_reset;
+        restore(RestoredWorker {
+            active: active.then(|| (of.driver_features, ready_rings(of))),
+            positions: state.positions,
+            device: state.device,
+        })?;
+        self.shared.restore(state.interrupt_status, state.needs_reset, state.config_generation);
+        Ok(())
+    }
+}
+
+fn put_into_effect(registers: &mut Registers, effect: Effect, tell: impl FnOnce(Written)) {
+    match effect {
+        Effect::Nothing => {}
+        Effect::Reset => {
+            tell(Written::Reset);
+            registers.reset();
+        }
+        Effect::Activate => {
+            let state = registers.state();
+            tell(Written::Activate(state.driver_features, ready_rings(state)));
+        }
+        Effect::StartQueue(queue) => {
+            if let Some(q) = registers.state().queues.get(queue) {
+                tell(Written::StartQueue((queue, q.setup)));
+            }
+        }
+        Effect::StopQueue(queue) => tell(Written::StopQueue(queue)),
+        Effect::Violation(why) => tell(Written::Stop(Violation::Registers(why))),
+    }
+}
+
+fn ready_rings(state: &RegisterState) -> Vec<ReadyRing> {
+    let queues = state.queues.iter().enumerate().filter(|(_, q)| q.ready);
+    queues.map(|(i, q)| (i, q.setup)).collect()
+}

@@ -1,0 +1,79 @@
+//! A device without a thread, for tests and fuzzing: what a vCPU writes is done when the write returns,
+//! and what happens behind the device when it is looked at.
+
+use std::cell::RefCell;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use checkpoint::GuestRam;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::front::Front;
+use super::worker::{Command, Worker};
+use super::{Device, VirtioState};
+
+/// More than requests of tests take.
+const LONG: Duration = Duration::from_secs(10);
+
+/// See the module.
+pub(crate) struct Inline {
+    front: Front,
+    worker: RefCell<Worker>,
+    /// Keeps the worker's channel open; nobody sends.
+    _commands: mpsc::Sender<Command>,
+}
+
+impl Inline {
+    /// A device that stands.
+    pub(crate) fn new(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Self> {
+        let front = Front::new(id, &*device)?;
+        let (commands, inbox) = mpsc::channel();
+        let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+        let worker = RefCell::new(Worker::new(&front, device, ram, inbox, wake)?);
+        Ok(Self { front, worker, _commands: commands })
+    }
+
+    pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
+        self.front.read(offset, data);
+    }
+
+    pub(crate) fn write(&self, offset: u64, data: &[u8]) {
+        self.front.write(offset, data, |written| self.worker.borrow_mut().obey_driver(written));
+    }
+
+    /// Does what has happened since the last look; whether there was anything.
+    pub(crate) fn look(&self) -> bool {
+        self.worker.borrow_mut().look()
+    }
+
+    /// Whether it works for a driver.
+    pub(crate) fn is_active(&self) -> bool {
+        self.worker.borrow().is_active()
+    }
+
+    pub(crate) fn quiesce(&self) -> Result<(), String> {
+        self.worker.borrow_mut().quiesce(Instant::now() + LONG)
+    }
+
+    pub(crate) fn resume(&self) {
+        self.worker.borrow_mut().resume();
+    }
+
+    pub(crate) fn acquire(&self) -> Result<(), String> {
+        self.worker.borrow_mut().acquire()
+    }
+
+    pub(crate) fn release(&self) -> Result<(), String> {
+        self.worker.borrow_mut().release()
+    }
+
+    pub(crate) fn save(&self) -> Result<VirtioState, String> {
+        Ok(self.front.save(self.worker.borrow().save()?))
+    }
+
+    pub(crate) fn restore(&self, state: VirtioState) -> Result<(), String> {
+        self.front.restore(state, |worker| self.worker.borrow_mut().restore(worker))
+    }
+}

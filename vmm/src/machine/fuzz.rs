@@ -1,0 +1,48 @@
+//! Hostile sections of a machine's state, and hostile configurations: refused in a sentence, or read,
+//! and written again as something that reads the same.
+#![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
+
+use checkpoint::{Section, SectionTag, section_tags as tags};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::state::{self, SavedPlatform, SavedVm};
+use crate::config::MachineConfig;
+use crate::devices::{SerialPortState, VirtioState, fuzz_serial};
+use crate::vcpu::SavedVcpu;
+
+/// Reads what follows the first byte as the kind of section that this says, or as a configuration.
+pub fn sections(bytes: &[u8]) {
+    let Some((kind, bytes)) = bytes.split_first() else { return };
+    match kind % 6 {
+        0 => drop(section::<SavedVm>(tags::KVM_VM, bytes)),
+        1 => drop(section::<SavedVcpu>(tags::KVM_VCPU, bytes)),
+        2 => {
+            if let Some(state) = section::<SerialPortState>(tags::SERIAL, bytes) {
+                fuzz_serial(state);
+            }
+        }
+        3 => drop(section::<SavedPlatform>(tags::PLATFORM, bytes)),
+        4 => drop(section::<VirtioState>(tags::VIRTIO, bytes)),
+        _ => match MachineConfig::decode(bytes) {
+            Ok(config) => assert_eq!(MachineConfig::decode(&config.encode()).unwrap(), config),
+            Err(e) => assert!(!e.to_string().is_empty()),
+        },
+    }
+}
+
+fn section<T: Serialize + DeserializeOwned>(tag: SectionTag, bytes: &[u8]) -> Option<T> {
+    let read = |bytes: &[u8]| state::read::<T>(&[Section::new(tag, 0, bytes.to_vec())], tag, 0);
+    match read(bytes) {
+        Ok(value) => {
+            let written = state::section(tag, 0, &value).unwrap();
+            let again = state::section(tag, 0, &read(&written.bytes).unwrap()).unwrap();
+            assert!(written == again, "{tag} is not what was written");
+            Some(value)
+        }
+        Err(e) => {
+            assert!(!e.to_string().is_empty());
+            None
+        }
+    }
+}
