@@ -22,7 +22,7 @@ impl Counter {
 
 /// A disk's.
 #[derive(Debug, Default)]
-pub(super) struct DiskCounters {
+pub(crate) struct DiskCounters {
     pub(super) reads: Counter,
     pub(super) read_bytes: Counter,
     pub(super) writes: Counter,
@@ -33,7 +33,7 @@ pub(super) struct DiskCounters {
 
 /// A network interface's.
 #[derive(Debug, Default)]
-pub(super) struct NetCounters {
+pub(crate) struct NetCounters {
     pub(super) received_frames: Counter,
     pub(super) received_bytes: Counter,
     pub(super) sent_frames: Counter,
