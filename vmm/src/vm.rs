@@ -7,7 +7,7 @@ use checkpoint::{Guest, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::MachineConfig;
-use crate::devices::BalloonControl;
+use crate::devices::{BalloonControl, DeviceFigures};
 
 /// Why a guest ended.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -57,6 +57,8 @@ pub struct VmInfo {
     pub vcpu: Vec<VcpuInfo>,
     /// The dirty tracker's counters.
     pub dirty: dirty_tracker::TrackerStats,
+    /// Disks and network interfaces.
+    pub devices: Vec<DeviceFigures>,
 }
 
 /// A guest that can also be looked at and waited for.

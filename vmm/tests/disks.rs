@@ -90,6 +90,8 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     assert!(said.contains("\"disk0\"") && said.contains("--disks=external"), "{said}");
     first.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
     let before = first.await_progress(1, &[]);
+    let figures = first.info().unwrap()["devices"][0].clone();
+    assert_eq!((&figures["id"], &figures["reads"]), (&"disk0".into(), &0.into()), "{figures}");
     let drive = ask(&first.socket(), "/drives/disk0");
     let told = "\"bytes\":1048576,\"drive_id\":\"disk0\",\"is_read_only\":false";
     assert!(drive.starts_with("HTTP/1.1 200") && drive.contains(told), "{drive}");

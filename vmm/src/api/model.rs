@@ -11,6 +11,7 @@ use migrate::{Phase, Progress, Resolution, SendReport, TimeoutStrategy};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Backend;
+use crate::devices::DeviceFigures;
 use crate::vm::{VcpuInfo, VmInfo};
 
 /// What the guest is doing, jobs included.
@@ -77,6 +78,9 @@ pub struct Info {
     pub vcpu: Vec<VcpuInfo>,
     /// The dirty tracker's counters.
     pub dirty: TrackerStats,
+    /// What disks and network interfaces have done.
+    #[serde(default)]
+    pub devices: Vec<DeviceFigures>,
 }
 
 impl Info {
@@ -94,6 +98,7 @@ impl Info {
             ring_overruns: vm.ring_overruns,
             vcpu: vm.vcpu,
             dirty: vm.dirty,
+            devices: vm.devices,
         }
     }
 }

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
 use vmm::api::model::{GuestState, Info, MigrationPage, VmRequest, VmTarget};
 use vmm::api::{Client, ClientError};
+use vmm::devices::DeviceFigures;
 
 use super::args::{ApiArgs, QueryArgs};
 use super::failure::Failure;
@@ -27,7 +28,7 @@ pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
 
 fn info_table(info: &Info) -> String {
     let exits: Vec<String> = info.vcpu.iter().map(|v| v.exits.to_string()).collect();
-    output::table(&[
+    let mut lines = vec![
         ("state", info.state.name().to_owned()),
         ("guest", info.vm_id.to_string()),
         ("vcpus", info.vcpus.to_string()),
@@ -40,7 +41,35 @@ fn info_table(info: &Info) -> String {
         ("ring overruns", info.ring_overruns.to_string()),
         ("dirty subscribers", info.dirty.subscribers.to_string()),
         ("frames marked", info.dirty.marked_frames.to_string()),
-    ])
+    ];
+    lines.extend(info.devices.iter().map(device_line));
+    output::table(&lines)
+}
+
+fn device_line(figures: &DeviceFigures) -> (&str, String) {
+    match figures {
+        DeviceFigures::Disk { id, reads, read_bytes, writes, written_bytes, flushes, errors } => {
+            let (read, written) = (output::bytes(*read_bytes), output::bytes(*written_bytes));
+            let text = format!(
+                "{reads} reads ({read}), {writes} writes ({written}), {flushes} flushes, {errors} errors"
+            );
+            (id, text)
+        }
+        DeviceFigures::Net {
+            id,
+            received_frames,
+            received_bytes,
+            sent_frames,
+            sent_bytes,
+            lost_frames,
+        } => {
+            let (received, sent) = (output::bytes(*received_bytes), output::bytes(*sent_bytes));
+            let text = format!(
+                "{received_frames} frames received ({received}), {sent_frames} sent ({sent}), {lost_frames} lost"
+            );
+            (id, text)
+        }
+    }
 }
 
 /// `driftline pause`.

@@ -14,6 +14,7 @@
 
 mod balloon;
 mod block;
+mod figures;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod input;
@@ -30,6 +31,8 @@ mod vsock;
 
 pub use balloon::{BalloonControl, BalloonFigures};
 pub use block::{DiskError, probe as probe_disk};
+pub use figures::DeviceFigures;
+pub(crate) use figures::Meter;
 pub(crate) use input::InputThread;
 pub use net::TapError;
 pub use placement::{Placement, placement};

@@ -12,6 +12,7 @@ use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{Balloon, BalloonControl};
 use super::block::{Block, DiskError, FileIdentity};
+use super::figures::Meter;
 use super::net::{Net, TapError};
 use super::opener::Opener;
 use super::placement::{device_at, placement};
@@ -72,6 +73,7 @@ pub(crate) struct DeviceSet {
     devices: Vec<Transport>,
     drives: Vec<Drive>,
     files: Vec<OpenFile>,
+    meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
 }
@@ -116,6 +118,7 @@ impl DeviceSet {
         Ok(match device {
             DeviceConfig::Disk(disk) => {
                 let block = Block::open(disk, vcpus, guest)?;
+                self.meters.push(Meter::Disk(disk.id.clone(), block.counters().clone()));
                 self.require_its_own_file(disk, block.file_identity().map_err(system)?)?;
                 if let Some(tracker) = block.tracker() {
                     let (id, tracker) = (disk.id.clone(), tracker.clone());
@@ -124,8 +127,10 @@ impl DeviceSet {
                 Box::new(block)
             }
             DeviceConfig::Rng => Box::new(Rng),
-            DeviceConfig::Net(net) => {
-                Box::new(Net::open(net, guest, self.opener().map_err(system)?)?)
+            DeviceConfig::Net(config) => {
+                let net = Net::open(config, guest, self.opener().map_err(system)?)?;
+                self.meters.push(Meter::Net(config.id.clone(), net.counters().clone()));
+                Box::new(net)
             }
             DeviceConfig::Vsock(vsock) => {
                 Box::new(Vsock::open(vsock, self.opener().map_err(system)?)?)
@@ -178,6 +183,11 @@ impl DeviceSet {
     /// The drives that the guest can write to.
     pub(crate) fn drives(&self) -> &[Drive] {
         &self.drives
+    }
+
+    /// Where the figures of those devices are that have some.
+    pub(crate) fn meters(&self) -> &[Meter] {
+        &self.meters
     }
 
     /// The balloon, if there is one.

@@ -71,7 +71,7 @@ impl Machine {
         let holds = load || config.devices.is_empty();
         let devices = DeviceSet::build(&config, memory.ram(), vm_id, load)?;
         let drives = devices.drives().to_vec();
-        let balloon = devices.balloon().cloned();
+        let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
@@ -104,6 +104,7 @@ impl Machine {
             config,
             memory,
             drives,
+            meters,
             balloon,
             status,
             counters,

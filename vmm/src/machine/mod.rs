@@ -30,7 +30,7 @@ use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
-use crate::devices::{BalloonControl, Drive, InputThread, SinkThread};
+use crate::devices::{BalloonControl, Drive, InputThread, Meter, SinkThread};
 use crate::memory::Memory;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
@@ -49,6 +49,7 @@ pub struct Machine {
     config: MachineConfig,
     memory: Arc<Memory>,
     drives: Vec<Drive>,
+    meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
     status: Arc<Status>,
     counters: Vec<Arc<Counters>>,
@@ -183,6 +184,7 @@ impl Vm for Machine {
             ring_overruns: self.collector.as_ref().map_or(0, Collector::overruns),
             vcpu: self.counters.iter().map(|c| c.read()).collect(),
             dirty: self.memory.tracker().stats(),
+            devices: self.meters.iter().map(Meter::read).collect(),
         }
     }
 

@@ -320,6 +320,7 @@ impl Vm for ThreadMachine {
             ring_overruns: 0,
             vcpu: vec![VcpuInfo::default(); usize::from(self.config.vcpus)],
             dirty: self.memory.tracker().stats(),
+            devices: Vec::new(),
         }
     }
 

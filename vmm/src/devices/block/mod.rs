@@ -30,6 +30,7 @@ use vmm_sys_util::epoll::EventSet;
 
 use self::engine::{Engine, Operation, Work};
 use self::request::Request;
+use super::figures::DiskCounters;
 use super::virtio::{
     Buffers, Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher, decode_state, encode_state,
 };
@@ -59,6 +60,7 @@ pub(super) struct Block {
     /// Requests that the engine has, by their tokens.
     under_way: HashMap<u64, UnderWay>,
     next_token: u64,
+    counters: Arc<DiskCounters>,
     state: BlockState,
 }
 
@@ -120,6 +122,7 @@ impl Block {
             tracker,
             under_way: HashMap::new(),
             next_token: 0,
+            counters: Arc::default(),
             state: BlockState::default(),
         })
     }
@@ -127,6 +130,11 @@ impl Block {
     /// What follows the guest's writes.
     pub(super) fn tracker(&self) -> Option<&Arc<Tracker>> {
         self.tracker.as_ref()
+    }
+
+    /// What it has done.
+    pub(super) fn counters(&self) -> &Arc<DiskCounters> {
+        &self.counters
     }
 
     /// Which file is behind it.
@@ -142,6 +150,7 @@ impl Block {
             Ok(work) => work,
             Err(code) => return finish(io, queue, chain.head, &status, 0, code),
         };
+        self.count(&work);
         let writes = work.writes();
         let under_way = UnderWay { queue, head: chain.head, status, data_len, writes };
         if let Work::Identify(to) = &work {
@@ -160,6 +169,21 @@ impl Block {
                 self.under_way.insert(token, under_way);
                 Ok(())
             }
+        }
+    }
+
+    fn count(&self, work: &Work) {
+        match work {
+            Work::Read { to, .. } => {
+                self.counters.reads.add(1);
+                self.counters.read_bytes.add(to.len().into());
+            }
+            Work::Write { from, .. } => {
+                self.counters.writes.add(1);
+                self.counters.written_bytes.add(from.len().into());
+            }
+            Work::Flush => self.counters.flushes.add(1),
+            Work::Discard(_) | Work::WriteZeroes(_) | Work::Identify(_) => {}
         }
     }
 
@@ -209,6 +233,7 @@ impl Block {
 
     fn note_error(&mut self, e: &io::Error) {
         self.state.errors += 1;
+        self.counters.errors.add(1);
         let (id, path) = (&self.disk.id, self.disk.path.display());
         match self.state.errors {
             1 => tracing::error!(

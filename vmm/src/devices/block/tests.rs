@@ -8,6 +8,7 @@ use tempfile::NamedTempFile;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 
 use super::*;
+use crate::devices::figures::{DeviceFigures, Meter};
 use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
 
@@ -368,4 +369,22 @@ fn files_that_are_no_disks_are_refused_in_a_sentence() {
     disk.file.as_file().set_len(BYTES - 1).unwrap();
     let error = DiskFile::open(&disk.config, disk.guest).unwrap_err().to_string();
     assert!(error.contains("4194304 bytes") && error.contains("only 4194303"), "{error}");
+}
+
+#[test]
+fn what_it_does_is_counted() {
+    let disk = Disk::new();
+    let block = disk.block(With::Plain);
+    let meter = Meter::Disk("d".to_owned(), block.counters().clone());
+    let mut driver = Driver::started(Box::new(block));
+    assert_eq!(write(&mut driver, 0, &pattern(1, 1024)), OK);
+    assert_eq!(write(&mut driver, 4, &pattern(2, 512)), OK);
+    assert_eq!(read(&mut driver, 0, 512).0, OK);
+    assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+    assert_eq!(read(&mut driver, BYTES, 512).0, IOERR, "none of the file's");
+    let (id, flushes, errors) = ("d".to_owned(), 1, 0);
+    let (reads, read_bytes, writes, written_bytes) = (1, 512, 2, 1536);
+    let figures =
+        DeviceFigures::Disk { id, reads, read_bytes, writes, written_bytes, flushes, errors };
+    assert_eq!(meter.read(), figures);
 }

@@ -24,6 +24,7 @@ use std::collections::BTreeMap;
 #[cfg(any(test, fuzzing))]
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::{GuestRam, VmId};
@@ -36,6 +37,7 @@ use self::control::Control;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
 use self::tap::Tap;
 pub use self::tap::TapError;
+use super::figures::NetCounters;
 use super::opener::Opener;
 use super::virtio::{Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher};
 use crate::config::NetConfig;
@@ -62,6 +64,7 @@ pub(super) struct Net {
     buffer: Box<[u8]>,
     /// Frames that were neither given to the driver nor to the tap.
     lost: u64,
+    counters: Arc<NetCounters>,
     state: NetState,
 }
 
@@ -134,8 +137,14 @@ impl Net {
             features: None,
             buffer: vec![0; MAX_FRAME].into(),
             lost: 0,
+            counters: Arc::default(),
             state: NetState { pairs: 1, ..NetState::default() },
         }
+    }
+
+    /// What it has done.
+    pub(super) fn counters(&self) -> &Arc<NetCounters> {
+        &self.counters
     }
 
     fn has(&self, feature: u32) -> bool {
@@ -204,6 +213,8 @@ impl Net {
             if room(&chains) >= len as u64 {
                 let given = self.give(&chains, len, io.ram)?;
                 ring.push_all(io.ram, &given)?;
+                self.counters.received_frames.add(1);
+                self.counters.received_bytes.add((len - HEADER) as u64);
                 continue;
             }
             chains.iter().for_each(|_| ring.unpop());
@@ -296,14 +307,19 @@ impl Net {
         let Some(tap) = &self.tap else { return };
         // The kernel takes nothing from a queue that it does not use.
         let pair = pair.min(tap.enabled() - 1);
-        if let Err(e) = tap.write(pair, &self.buffer[..len]) {
-            self.lose(&format!("the tap does not take a frame of the guest: {e}"));
+        match tap.write(pair, &self.buffer[..len]) {
+            Ok(()) => {
+                self.counters.sent_frames.add(1);
+                self.counters.sent_bytes.add((len - HEADER) as u64);
+            }
+            Err(e) => self.lose(&format!("the tap does not take a frame of the guest: {e}")),
         }
     }
 
     /// Networks lose frames; the first one is said, all are counted.
     fn lose(&mut self, why: &str) {
         self.lost += 1;
+        self.counters.lost_frames.add(1);
         let id = &self.config.id;
         match self.lost {
             1 => tracing::warn!("network interface \"{id}\": {why}; more are only counted"),

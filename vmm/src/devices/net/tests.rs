@@ -9,6 +9,7 @@ use virtio_bindings::virtio_mmio::*;
 
 use super::*;
 use crate::config::MacAddr;
+use crate::devices::figures::{DeviceFigures, Meter};
 use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
 use crate::devices::virtio::{Transport, VirtioState};
@@ -333,4 +334,31 @@ fn a_stopped_interface_with_several_queues_moves() {
     moved.start(!0);
     let piece = sent(&mut moved, &frame(0, 64));
     moved.request(1, &[piece]);
+}
+
+#[test]
+fn what_it_does_is_counted() {
+    let world = World::new(1);
+    let net = world.net();
+    let meter = Meter::Net("n".to_owned(), net.counters().clone());
+    let mut driver = Driver::started(Box::new(net));
+    for len in [60, 100] {
+        let piece = sent(&mut driver, &frame(0, len));
+        driver.request(1, &[piece]);
+    }
+    world.send(0, &frame(1, 70));
+    let room = driver.wanted(1526);
+    driver.request(0, &[room]);
+    let (id, lost_frames) = ("n".to_owned(), 0);
+    let (received_frames, received_bytes, sent_frames, sent_bytes) = (1, 70, 2, 160);
+    let figures = DeviceFigures::Net {
+        id,
+        received_frames,
+        received_bytes,
+        sent_frames,
+        sent_bytes,
+        lost_frames,
+    };
+    driver.quiesce();
+    assert_eq!(meter.read(), figures);
 }
