@@ -183,7 +183,7 @@ fn is_kernels(line: &str) -> bool {
     })
 }
 
-/// The echo's client at the peer: sends a numbered message every 20 ms, and checks what comes back.
+/// The echo's client at the peer: sends numbered messages at a pace, and checks what comes back.
 #[derive(Debug)]
 pub struct Echo {
     child: Child,
@@ -191,19 +191,31 @@ pub struct Echo {
 }
 
 impl Echo {
-    /// Begins to talk to the guest from `peer`; waits until it answers.
+    /// Begins to talk to the guest from `peer`, every 20 ms; waits until it answers.
     pub fn start(linux: &Linux, peer: &Namespace, scratch: &Scratch, name: &str) -> Self {
+        let mut echo = Self::start_every("20ms", linux, peer, scratch, name);
+        echo.wait_answers(50);
+        echo
+    }
+
+    /// Begins to talk to the guest from `peer`, at this interval.
+    pub fn start_every(
+        interval: &str,
+        linux: &Linux,
+        peer: &Namespace,
+        scratch: &Scratch,
+        name: &str,
+    ) -> Self {
+        let pace = format!("interval={interval}");
         let path = scratch.path(&format!("{name}.echo"));
         let child = peer
             .command(&linux.file("driftline-check"))
-            .args(["echo", &format!("addr={GUEST}"), "port=7", "interval=20ms", "drain=60s"])
+            .args(["echo", &format!("addr={GUEST}"), "port=7", &pace, "drain=60s"])
             .stdin(Stdio::null())
             .stdout(File::create(&path).expect("a file for the echo's words"))
             .spawn()
             .expect("the image's checkers run");
-        let mut echo = Self { child, output: Console::at(path) };
-        echo.wait_answers(50);
-        echo
+        Self { child, output: Console::at(path) }
     }
 
     /// Lines that it has printed.
