@@ -193,24 +193,24 @@ pub struct Echo {
 impl Echo {
     /// Begins to talk to the guest from `peer`, every 20 ms; waits until it answers.
     pub fn start(linux: &Linux, peer: &Namespace, scratch: &Scratch, name: &str) -> Self {
-        let mut echo = Self::start_every("20ms", linux, peer, scratch, name);
+        let mut echo = Self::start_with(&["interval=20ms"], linux, peer, scratch, name);
         echo.wait_answers(50);
         echo
     }
 
-    /// Begins to talk to the guest from `peer`, at this interval.
-    pub fn start_every(
-        interval: &str,
+    /// Begins to talk to the guest from `peer`, with these options of the checker.
+    pub fn start_with(
+        options: &[&str],
         linux: &Linux,
         peer: &Namespace,
         scratch: &Scratch,
         name: &str,
     ) -> Self {
-        let pace = format!("interval={interval}");
         let path = scratch.path(&format!("{name}.echo"));
         let child = peer
             .command(&linux.file("driftline-check"))
-            .args(["echo", &format!("addr={GUEST}"), "port=7", &pace, "drain=60s"])
+            .args(["echo", &format!("addr={GUEST}"), "port=7", "drain=60s"])
+            .args(options)
             .stdin(Stdio::null())
             .stdout(File::create(&path).expect("a file for the echo's words"))
             .spawn()
