@@ -1,4 +1,4 @@
-//! What a payload guest says about itself on its console.
+//! What a guest says about itself on its console.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,10 +20,14 @@ impl Console {
         Self { path: path.as_ref().to_owned() }
     }
 
+    /// Everything so far.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.path).unwrap_or_default()).into_owned()
+    }
+
     /// All whole lines so far.
     pub fn lines(&self) -> Vec<String> {
-        let bytes = fs::read(&self.path).unwrap_or_default();
-        let text = String::from_utf8_lossy(&bytes);
+        let text = self.text();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         whole.lines().map(str::to_owned).collect()
     }

@@ -6,12 +6,16 @@
 #![allow(clippy::expect_used, clippy::panic, reason = "a harness fails by saying what it expected")]
 
 mod guest;
+mod linux;
 mod load;
+mod network;
 mod process;
 mod proxy;
 
 pub use guest::Console;
+pub use linux::{Echo, Linux, Progress, assert_clean};
 pub use load::Load;
+pub use network::{GUEST, Namespace, Network, PEER};
 pub use process::{Driftline, Scratch, driftline, json_of, run_cli};
 pub use proxy::{Cut, Direction, Later, Proxy};
 

@@ -1,6 +1,7 @@
 //! `driftline` processes: started, asked, and killed by their own pid.
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Console, SOON, wait_for};
+use crate::{Console, Namespace, SOON, wait_for};
 
 /// The binary under test, built if need be: cargo builds other packages' binaries only on request.
 pub fn driftline() -> &'static Path {
@@ -65,16 +66,36 @@ pub struct Driftline {
 impl Driftline {
     /// Starts `driftline ARGS --api-sock ..` as `name`; its stdout is the guest's console.
     pub fn start(scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+        Self::start_by(Command::new(driftline()), Stdio::null(), scratch, name, args)
+    }
+
+    /// As [`start`](Self::start), in a network namespace.
+    pub fn start_at(host: &Namespace, scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+        Self::start_by(host.command(driftline()), Stdio::null(), scratch, name, args)
+    }
+
+    /// As [`start_at`](Self::start_at), with a console that can be typed to.
+    pub fn start_typed_to(host: &Namespace, scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+        Self::start_by(host.command(driftline()), Stdio::piped(), scratch, name, args)
+    }
+
+    fn start_by(
+        mut command: Command,
+        input: Stdio,
+        scratch: &Scratch,
+        name: &str,
+        args: &[&str],
+    ) -> Self {
         let socket = scratch.path(&format!("{name}.sock"));
         let console = scratch.path(&format!("{name}.console"));
         let log = scratch.path(&format!("{name}.log"));
-        let child = Command::new(driftline())
+        let child = command
             .args(args)
             .arg("--api-sock")
             .arg(&socket)
             .arg("--state-dir")
             .arg(scratch.path(&format!("{name}.state")))
-            .stdin(Stdio::null())
+            .stdin(input)
             .stdout(File::create(&console).expect("a console file"))
             .stderr(File::create(&log).expect("a log file"))
             .spawn()
@@ -100,14 +121,39 @@ impl Driftline {
     pub fn receive_and_linger(scratch: &Scratch, name: &str, linger: &str) -> (Self, String) {
         let args = ["receive-migration", "tcp:127.0.0.1:0", "--linger", linger];
         let vm = Self::start(scratch, name, &args);
-        let address = wait_for("listening receiver", SOON, || {
-            let log = vm.log();
-            let at = log.find("tcp:127.0.0.1:")?;
-            let rest = &log[at..];
+        let address = vm.listens_on();
+        (vm, address)
+    }
+
+    /// `receive-migration` with further `args` in a network namespace, at an address of its own.
+    pub fn receive_at(
+        host: &Namespace,
+        scratch: &Scratch,
+        name: &str,
+        args: &[&str],
+    ) -> (Self, String) {
+        let address = format!("tcp:{}:0", host.address());
+        let args = [&["receive-migration", &address], args].concat();
+        let vm = Self::start_at(host, scratch, name, &args);
+        let address = vm.listens_on();
+        (vm, address)
+    }
+
+    /// The address that a receiver says it waits on.
+    fn listens_on(&self) -> String {
+        wait_for("listening receiver", SOON, || {
+            let log = self.log();
+            let at = log.find("waiting for a migration on tcp:")?;
+            let rest = &log[at + "waiting for a migration on ".len()..];
             let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || ".:".contains(c)))?;
             Some(rest[..end].trim_end_matches(['.', ':']).to_owned())
-        });
-        (vm, address)
+        })
+    }
+
+    /// Types a line to the guest.
+    pub fn type_line(&mut self, line: &str) {
+        let input = self.child.stdin.as_mut().expect("a console that can be typed to");
+        writeln!(input, "{line}").expect("driftline reads what is typed");
     }
 
     /// Its API socket.
@@ -155,6 +201,12 @@ impl Driftline {
         wait_for(&format!("state {state} of {}", self.log.display()), SOON, || {
             (self.state()? == state).then_some(())
         });
+    }
+
+    /// Fails the test if it has ended.
+    pub fn must_live(&mut self) {
+        let ended = self.exited();
+        assert!(ended.is_none(), "{} has ended: {ended:?}", self.log.display());
     }
 
     /// The exit code, if it has ended.

@@ -1,6 +1,7 @@
-//! Linux guests with a network: hosts are network namespaces, with a tap and a bridge each, joined by
-//! a third one, where the peer is. Needs KVM, the right to make namespaces, and the Linux image that
-//! `images/linux/build.sh` makes; what is missing is said.
+//! Taps that cannot be used, and a Linux guest whose socket device comes to another host.
+//!
+//! Hosts are network namespaces, with a tap and a bridge each, joined by a third one. Needs KVM, the right
+//! to make namespaces, and the Linux image that `images/linux/build.sh` makes; what is missing is said.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -17,11 +18,6 @@ use vmm::testing::{kvm_or_skip, linux_guest, skip};
 /// A guest boots in seconds where its ring 0 is not emulated.
 const BOOT: Duration = Duration::from_secs(180);
 const PEER: &str = "10.77.0.1/24";
-const GUEST: &str = "10.77.0.2";
-/// The peer's longest silence in a move, in a host that has nothing else to do; and in any.
-const SILENCE_MS: u64 = 200;
-const MOST_SILENCE_MS: u64 = 2000;
-const MOVES: usize = 4;
 const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliable no_timer_check rodata=off \
      clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp driftline.ip=10.77.0.2/24 driftline.check=tcp";
 
@@ -85,11 +81,11 @@ impl Drop for Namespace {
     }
 }
 
-/// Two hosts and the network between them, with the peer.
+/// Two hosts and the network between them.
 struct Network {
     source: Namespace,
     destination: Namespace,
-    peer: Namespace,
+    _between: Namespace,
 }
 
 impl Network {
@@ -108,7 +104,7 @@ impl Network {
             Ok::<_, String>(host)
         };
         let (source, destination) = (host("s", "10.77.0.11/24")?, host("d", "10.77.0.12/24")?);
-        Ok(Self { source, destination, peer })
+        Ok(Self { source, destination, _between: peer })
     }
 }
 
@@ -221,14 +217,6 @@ fn echo<'p>(place: &'p Place, name: &'static str, host: &Namespace, to: &str) ->
     process
 }
 
-fn await_answers(echo: &mut Process<'_>, more: u64) {
-    let before = echo.figure("received").unwrap();
-    wait_for("more answers of the guest's echo", || {
-        echo.must_live();
-        echo.figure("received").filter(|n| *n > before + more)
-    });
-}
-
 #[test]
 fn a_tap_that_cannot_be_used_is_refused_in_a_sentence() {
     const TEST: &str = "a_tap_that_cannot_be_used_is_refused_in_a_sentence";
@@ -281,13 +269,8 @@ fn a_tap_that_cannot_be_used_is_refused_in_a_sentence() {
     assert!(there("tap=many,queues=2").contains("tap \"many\" is in use by another"));
 }
 
-/// Moves the guest of `from` to a new driftline `name` at `host`; the report.
-fn migrate<'p>(
-    place: &'p Place,
-    from: &str,
-    name: &'static str,
-    host: &Namespace,
-) -> (Process<'p>, Value) {
+/// Moves the guest of `from` to a new driftline `name` at `host`.
+fn migrate<'p>(place: &'p Place, from: &str, name: &'static str, host: &Namespace) -> Process<'p> {
     let address = format!("tcp:{}:7999", host.address());
     let vsock = format!("uds={}", place.text(&format!("{name}.vsock")));
     let args = ["receive-migration", &address, "--net", "tap=tap0", "--vsock", &vsock];
@@ -299,48 +282,7 @@ fn migrate<'p>(
     let sent = ["send-migration", &address, "--json", "--api-sock", &socket(place, from)];
     let report: Value = serde_json::from_str(&succeed(&sent)).unwrap();
     assert_eq!(report["status"], "completed", "{report}");
-    (to, report)
-}
-
-#[test]
-fn a_connection_survives_migrations_between_two_hosts() {
-    let Some(network) = network_or_skip("a_connection_survives_migrations_between_two_hosts")
-    else {
-        return;
-    };
-    let Network { source, destination, peer } = &network;
-    let place = Place::new();
-    let vsock = format!("cid=5,uds={}", place.text("m0.vsock"));
-    let devices = ["--net", "tap=tap0", "--vsock", &vsock];
-    let names = ["m0", "m1", "m2", "m3", "m4"];
-    let mut guest = Process::linux(&place, names[0], source, &devices);
-    let echoes = ["echo1", "echo2", "echo3", "echo4"];
-    let mut silences = Vec::new();
-    for (i, name) in echoes.into_iter().enumerate().take(MOVES) {
-        let host = if i % 2 == 0 { destination } else { source };
-        let mut echo = echo(&place, name, peer, &format!("addr={GUEST}"));
-        let before = echo.figure("longest_silence_ms").unwrap();
-        let (moved, report) = migrate(&place, names[i], names[i + 1], host);
-        await_answers(&mut echo, 100);
-        assert_eq!(echo.interrupt(), Some(0), "{}", echo.printed());
-        assert!(echo.printed().contains("held=yes"), "{}", echo.printed());
-        let silence = echo.figure("longest_silence_ms").unwrap();
-        eprintln!(
-            "downtime {:.1} ms of {:.1} ms in all; longest silence {silence} ms, {before} ms before",
-            report["downtime_ms"].as_f64().unwrap(),
-            report["total_time_ms"].as_f64().unwrap(),
-        );
-        assert!(silence <= MOST_SILENCE_MS, "{silence} ms: {}", echo.printed());
-        silences.push(silence);
-        guest = moved;
-    }
-    assert!(
-        silences.iter().any(|ms| *ms <= SILENCE_MS),
-        "never as short as it can be: {silences:?}"
-    );
-    guest.must_live();
-    let serial = guest.serial();
-    assert!(!serial.contains("BUG") && !serial.contains("Oops"), "{serial}");
+    to
 }
 
 #[test]
@@ -356,7 +298,7 @@ fn a_vsock_connection_ends_with_its_host_and_the_guest_is_told() {
     let _source = Process::linux(&place, "v0", &network.source, &devices);
     let through = |name: &str| format!("vsock={}", place.text(&format!("{name}.vsock")));
     let mut old = echo(&place, "old", &network.source, &through("v0"));
-    let (mut moved, _) = migrate(&place, "v0", "v1", &network.destination);
+    let mut moved = migrate(&place, "v0", "v1", &network.destination);
     let end = wait_for("the end of the old connection", || old.child.try_wait().unwrap());
     assert_eq!(end.code(), Some(1), "{}", old.printed());
     let mut new = echo(&place, "new", &network.destination, &through("v1"));

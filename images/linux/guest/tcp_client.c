@@ -22,12 +22,12 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* More unanswered messages than this, and the client waits instead of filling the socket. */
-enum { UNANSWERED_MOST = 4096 };
+/* The most unanswered messages unless told otherwise: then the client waits instead of filling the socket. */
+enum { WINDOW = 4096 };
 
 struct client {
     int fd;
-    uint64_t nonce, sent, received;
+    uint64_t nonce, sent, received, window;
     uint64_t last_answer_ns, silence_ns, longest_silence_ns;
     size_t out_left, in_filled; /* of the message being sent, of the one being received */
     unsigned char out[MESSAGE_BYTES], in[MESSAGE_BYTES];
@@ -184,7 +184,7 @@ static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run
                 client->sent - client->received, drain_ms);
             return false;
         }
-        bool message_due = !end && now >= next && client->sent - client->received < UNANSWERED_MOST;
+        bool message_due = !end && now >= next && client->sent - client->received < client->window;
         if (message_due) {
             next += interval_ms * 1000000;
             if (next <= now)
@@ -212,22 +212,24 @@ static bool client_run(struct client *client, uint64_t interval_ms, uint64_t run
 int tcp_client_main(int words, char **word)
 {
     const char *address = "10.0.0.2", *vsock = NULL;
-    uint64_t port = 7, interval = 20, run = 0, every = 1000, connect_ms = 60000, drain = 30000;
+    uint64_t port = 7, interval = 20, run = 0, every = 1000, connect_ms = 60000, drain = 30000, window = WINDOW;
     const struct option table[] = {
         {"addr", OPTION_TEXT, &address},       {"vsock", OPTION_TEXT, &vsock},   {"port", OPTION_NUMBER, &port},
         {"interval", OPTION_DURATION, &interval}, {"run", OPTION_DURATION, &run}, {"every", OPTION_DURATION, &every},
-        {"connect", OPTION_DURATION, &connect_ms}, {"drain", OPTION_DURATION, &drain}};
+        {"connect", OPTION_DURATION, &connect_ms}, {"drain", OPTION_DURATION, &drain},
+        {"window", OPTION_NUMBER, &window}};
     if (!options_read("echo", words, word, table, sizeof table / sizeof *table))
         return EXIT_USAGE;
-    if (port == 0 || port > UINT16_MAX || interval == 0 || interval > 60000) {
-        fprintf(stderr, "check echo: port=%" PRIu64 " or interval=%" PRIu64 " is out of range\n", port, interval);
+    if (port == 0 || port > UINT16_MAX || interval == 0 || interval > 60000 || window == 0 || window > WINDOW) {
+        fprintf(stderr, "check echo: port=%" PRIu64 ", interval=%" PRIu64 " or window=%" PRIu64 " is out of range\n", port,
+                interval, window);
         return EXIT_USAGE;
     }
     struct sigaction ending = {.sa_handler = end_told};
     sigaction(SIGINT, &ending, NULL);
     sigaction(SIGTERM, &ending, NULL);
 
-    struct client client = {.nonce = scramble(now_ns() ^ (uint64_t)getpid() << 48)};
+    struct client client = {.window = window, .nonce = scramble(now_ns() ^ (uint64_t)getpid() << 48)};
     client.fd = connect_within(address, vsock, (uint16_t)port, connect_ms);
     if (client.fd < 0) {
         say("check echo: cannot connect to %s port %" PRIu64 ": %s", vsock ? vsock : address, port, strerror(errno));

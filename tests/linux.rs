@@ -1,0 +1,355 @@
+//! A Linux guest with 2 vCPUs, a disk and a network, moved and brought back while its checkers run.
+//!
+//! Needs KVM, the right to make network namespaces, and the image that `images/linux/build.sh` makes;
+//! what is missing is said. What the checkers look at, `images/linux/README.md` says.
+//!
+//! A disk is not part of a checkpoint, and a connection's other end is part of none. So a guest is killed
+//! in two ways here:
+//! - It is paused, checkpointed and killed, so that nothing of it is later than the checkpoint. It goes on
+//!   with the disk as it is, and its connections go on too.
+//! - It is paused, checkpointed, its disk copied; it goes on, and is killed some time later. It goes on from
+//!   the checkpoint with the copy. Its peer has heard of a future that never was: no connection survives
+//!   that, and the peer's is closed before.
+#![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use tests::{
+    Driftline, Echo, Linux, Namespace, Network, PEER, Progress, SOON, Scratch, json_of, repeats,
+};
+
+/// They speak every other second: where ring 0 is emulated, a line costs the guest a tenth of a second.
+const CHECKERS: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2s \
+     driftline.disk=path=/dev/vda,pause=50ms,every=2s driftline.tcp=every=2s driftline.clock=every=2s";
+const DISK_BYTES: u64 = 32 << 20;
+/// What a peer may hear nothing for, when its guest moves.
+const SILENCE_MS: u64 = 200;
+
+/// A guest with all its checkers, and where it is.
+struct Story<'t> {
+    linux: &'t Linux,
+    network: &'t Network,
+    scratch: &'t Scratch,
+    here: Driftline,
+    /// Which of the hosts it is at.
+    at: usize,
+    disk: PathBuf,
+    /// Processes that it has had.
+    lives: usize,
+}
+
+impl<'t> Story<'t> {
+    fn begin(linux: &'t Linux, network: &'t Network, scratch: &'t Scratch, tracking: &str) -> Self {
+        let disk = scratch.path("disk0");
+        let made = File::create(&disk).and_then(|file| file.set_len(DISK_BYTES));
+        made.expect("a file for the disk");
+        let path = format!("path={}", text(&disk));
+        let machine = ["--mem", "128M", "--vcpus", "2", "--tracking", tracking];
+        let devices = ["--disk", &path, "--net", "tap=tap0"];
+        let args = [&machine[..], &devices].concat();
+        let here = linux.boot("vmlinux", &network.hosts[0], scratch, "life0", CHECKERS, &args);
+        let mut story = Self { linux, network, scratch, here, at: 0, disk, lives: 0 };
+        Progress::wait(&mut story.here, false);
+        story
+    }
+
+    /// A peer that talks to it, and waits for a guest that is busy with its other checkers.
+    fn echo(&self) -> Echo {
+        let name = format!("echo{}", self.lives);
+        let peer = &self.network.peer;
+        let mut echo =
+            Echo::start_with(&["interval=50ms", "window=8"], self.linux, peer, self.scratch, &name);
+        echo.wait_answers(10);
+        echo
+    }
+
+    fn next_name(&mut self) -> String {
+        self.lives += 1;
+        format!("life{}", self.lives)
+    }
+
+    /// Moves it to the other host, while `echo` talks to it; the longest silence.
+    fn move_on(&mut self, echo: &mut Echo) -> u64 {
+        let name = self.next_name();
+        self.at = 1 - self.at;
+        let host = &self.network.hosts[self.at];
+        let (there, address) =
+            Driftline::receive_at(host, self.scratch, &name, &["--net", "tap=tap0"]);
+        let mark = echo.mark();
+        let resting = echo.silence_since(mark.saturating_sub(5));
+        let sent = self.here.cli("send-migration", &[&address, "--json"]);
+        let said = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "{name}: {said}\n{}", there.log());
+        let report = json_of(&sent);
+        assert_eq!(report["status"], "completed", "{name}: {report}");
+        let code = self.here.wait_exit(SOON);
+        assert_eq!(code, 0, "{name}: the source ends once its guest has moved");
+        tests::assert_clean(&self.here.console());
+        self.here = there;
+        let progress = Progress::wait(&mut self.here, true);
+        echo.wait_answers(20);
+        let silence = echo.silence_since(mark);
+        eprintln!(
+            "{name}: moved in {:.0} ms, downtime {:.1} ms, longest silence {silence} ms, {resting} ms before; {progress:?}",
+            report["total_time_ms"].as_f64().unwrap_or(f64::NAN),
+            report["downtime_ms"].as_f64().unwrap_or(f64::NAN),
+        );
+        silence
+    }
+
+    /// Pauses the guest and takes a checkpoint; the store, and what was flushed then at least.
+    fn checkpoint(&self) -> (PathBuf, u64) {
+        let paused = self.here.cli("pause", &[]);
+        assert!(paused.status.success(), "{}", self.here.log());
+        let store = self.scratch.path(&format!("store{}", self.lives));
+        let taken = self.here.cli("checkpoint", &["--store", text(&store), "--disks", "external"]);
+        let said = String::from_utf8_lossy(&taken.stderr);
+        assert_eq!(taken.status.code(), Some(0), "{said}");
+        let progress = Progress::on(&self.here.console()).expect("the checkers have spoken");
+        (store, progress.flushed)
+    }
+
+    /// Brings the guest back from `store` with its disk, once no other process has it.
+    fn restore(&mut self, store: &Path, talking: bool) {
+        tests::assert_clean(&self.here.console());
+        let begun = Instant::now();
+        self.here.kill();
+        let name = self.next_name();
+        let disk = format!("path={}", text(&self.disk));
+        let args = ["restore", "--store", text(store), "--disk", &disk, "--net", "tap=tap0"];
+        let host = &self.network.hosts[self.at];
+        self.here = Driftline::start_at(host, self.scratch, &name, &args);
+        self.here.wait_state("running");
+        let took = begun.elapsed();
+        let progress = Progress::wait(&mut self.here, talking);
+        eprintln!("{name}: killed, and running after {:.0} ms; {progress:?}", ms(took));
+        std::fs::remove_dir_all(store).expect("the store is ours");
+    }
+
+    /// Checkpoint, kill, restore, with nothing between the first two.
+    fn hold_and_restore(&mut self, echo: &mut Echo) {
+        let (store, _) = self.checkpoint();
+        self.restore(&store, true);
+        echo.wait_answers(20);
+    }
+
+    /// Checkpoint, some more life, kill, restore: that life has not been.
+    fn roll_back(&mut self) {
+        let (store, flushed) = self.checkpoint();
+        let copy = self.scratch.path(&format!("disk{}", self.lives + 1));
+        std::fs::copy(&self.disk, &copy).expect("the disk is copied");
+        self.linux.verify_disk(&copy, flushed);
+        let resumed = self.here.cli("resume", &[]);
+        assert!(resumed.status.success(), "{}", self.here.log());
+        std::thread::sleep(Duration::from_millis(300));
+        let forgotten = std::mem::replace(&mut self.disk, copy);
+        self.restore(&store, false);
+        std::fs::remove_file(forgotten).expect("the disk is ours");
+    }
+
+    /// Its end: the disk is read from outside.
+    fn end(mut self) {
+        let progress = Progress::wait(&mut self.here, false);
+        self.here.kill();
+        self.linux.verify_disk(&self.disk, progress.flushed);
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// What these tests need, or a word that `test` is skipped.
+fn linux_and_network(test: &str) -> Option<(Linux, Network)> {
+    let linux = Linux::or_skip(test)?;
+    match Network::new() {
+        Ok(network) => Some((linux, network)),
+        Err(why) => {
+            vmm::testing::skip(test, &why);
+            None
+        }
+    }
+}
+
+/// Moves one guest so many times, and brings it back as often, each way in turn.
+fn moved_and_brought_back(test: &str, tracking: &str) {
+    let _alone = tests::one_at_a_time();
+    let Some((linux, network)) = linux_and_network(test) else { return };
+    let times = repeats(2, 20);
+    let scratch = Scratch::new();
+    let mut story = Story::begin(&linux, &network, &scratch, tracking);
+    let mut echo = story.echo();
+    let silences: Vec<u64> = (0..times).map(|_| story.move_on(&mut echo)).collect();
+    eprintln!("{tracking}: silences of {times} moves, in ms: {silences:?}");
+    for _ in 0..times.div_ceil(2) {
+        story.hold_and_restore(&mut echo);
+    }
+    let (messages, silence) = echo.finish();
+    eprintln!("{tracking}: {messages} messages, longest silence {silence} ms");
+    for _ in 0..times / 2 {
+        story.roll_back();
+        let (messages, _) = story.echo().finish();
+        assert!(messages > 0);
+    }
+    story.end();
+}
+
+#[test]
+fn checkers_find_nothing_under_rings() {
+    moved_and_brought_back("checkers_find_nothing_under_rings", "dirty-ring");
+}
+
+#[test]
+fn checkers_find_nothing_under_bitmaps() {
+    moved_and_brought_back("checkers_find_nothing_under_bitmaps", "dirty-bitmap");
+}
+
+/// The network alone, on one vCPU: how long the peer hears nothing.
+#[test]
+fn a_connection_survives_moves_with_little_silence() {
+    let _alone = tests::one_at_a_time();
+    let test = "a_connection_survives_moves_with_little_silence";
+    let Some((linux, network)) = linux_and_network(test) else { return };
+    let scratch = Scratch::new();
+    let args = ["--mem", "128M", "--net", "tap=tap0"];
+    let mut here =
+        linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", "driftline.check=tcp", &args);
+    let mut silences = Vec::new();
+    for i in 1..=repeats(4, 20) {
+        let mut echo = Echo::start(&linux, &network.peer, &scratch, &format!("echo{i}"));
+        let before = echo.silence_since(0);
+        let name = format!("stay{i}");
+        let (there, address) =
+            Driftline::receive_at(&network.hosts[i % 2], &scratch, &name, &["--net", "tap=tap0"]);
+        let sent = here.cli("send-migration", &[&address, "--json"]);
+        assert_eq!(sent.status.code(), Some(0), "{name}: {}", there.log());
+        let report = json_of(&sent);
+        assert_eq!(here.wait_exit(SOON), 0, "{name}");
+        here = there;
+        echo.wait_answers(100);
+        tests::assert_clean(&here.console());
+        let (_, silence) = echo.finish();
+        eprintln!(
+            "{name}: downtime {:.1} ms, longest silence {silence} ms, {before} ms before",
+            report["downtime_ms"].as_f64().unwrap_or(f64::NAN),
+        );
+        silences.push(silence);
+    }
+    silences.sort_unstable();
+    eprintln!("silences of {} moves, in ms: {silences:?}", silences.len());
+    // In a host that has nothing else to do.
+    if repeats(0, 1) == 1 {
+        assert!(silences.iter().all(|ms| *ms <= SILENCE_MS), "{silences:?}");
+    }
+}
+
+/// Guests that go on from one checkpoint at once.
+const CLONES: usize = 10;
+
+/// Boots `kernel` with a network, takes a checkpoint, and has ten guests go on from it, each with a tap of
+/// its own at a host of its own. Each is asked at once for randomness by the command `ask`, whose output
+/// stands between `<` and `>`; no two may answer alike.
+fn ten_go_on(test: &str, kernel: &str, ask: &str) {
+    let _alone = tests::one_at_a_time();
+    let Some(linux) = Linux::or_skip(test) else { return };
+    if !linux.file(kernel).exists() {
+        let why = format!("the image has no {kernel}; images/linux/build.sh --kernel all makes it");
+        return vmm::testing::skip(test, &why);
+    }
+    let host = |name: &str| {
+        let host = Namespace::new(PEER)?;
+        host.add_tap(name)?;
+        Ok::<_, String>(host)
+    };
+    let hosts: Result<Vec<Namespace>, String> =
+        (0..=CLONES).map(|i| host(&format!("tap{i}"))).collect();
+    let hosts = match hosts {
+        Ok(hosts) => hosts,
+        Err(why) => return vmm::testing::skip(test, &why),
+    };
+    let scratch = Scratch::new();
+    let args = ["--mem", "128M", "--net", "tap=tap0"];
+    // What a checker says takes time from guests that are many.
+    let quiet = "driftline.check=tcp driftline.tcp=every=60s";
+    let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", quiet, &args);
+    let store = scratch.path("store");
+    let store = text(&store);
+    // The server listens.
+    Echo::start(&linux, &hosts[0], &scratch, "first").finish();
+    let taken = first.cli("checkpoint", &["--store", store]);
+    assert_eq!(taken.status.code(), Some(0), "{}", first.log());
+    tests::assert_clean(&first.console());
+    first.kill();
+
+    let begun = Instant::now();
+    let restore = |i: usize| {
+        let net = format!("tap=tap{i}");
+        let args = ["restore", "--store", store, "--net", &net];
+        let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
+        // There when the guest first runs: the shell, which waits for it, is among the first to run.
+        clone.type_line(ask);
+        clone
+    };
+    let mut clones: Vec<Driftline> = (1..=CLONES).map(restore).collect();
+    for clone in &clones {
+        clone.wait_state("running");
+    }
+    eprintln!("{CLONES} guests run after {:.0} ms", ms(begun.elapsed()));
+    let mut answers: Vec<String> = clones.iter_mut().map(fresh).collect();
+    eprintln!("{CLONES} guests have answered after {:.0} ms: {answers:?}", ms(begun.elapsed()));
+    answers.sort_unstable();
+    answers.dedup();
+    assert_eq!(answers.len(), CLONES, "{answers:?}");
+    // Each on its own tap, all at once.
+    let echo = |i: usize| {
+        let name = format!("clone{i}");
+        Echo::start_with(&["interval=500ms", "window=2"], &linux, &hosts[i], &scratch, &name)
+    };
+    let mut echoes: Vec<Echo> = (1..=CLONES).map(echo).collect();
+    echoes.iter_mut().for_each(|echo| echo.wait_answers(5));
+    for echo in echoes {
+        let (messages, _) = echo.finish();
+        assert!(messages > 5);
+    }
+    for clone in &mut clones {
+        clone.must_live();
+        tests::assert_clean(&clone.console());
+    }
+}
+
+/// What a guest has answered to what was typed to it.
+fn fresh(clone: &mut Driftline) -> String {
+    let console = clone.console();
+    tests::wait_for("randomness of a guest", Duration::from_secs(600), || {
+        clone.must_live();
+        let lines = console.lines();
+        // The typed line is on the console as well.
+        let answers = lines.iter().filter_map(|line| line.split_once('<')?.1.split_once('>'));
+        let random = |text: &str| {
+            text.len() >= 12
+                && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-+/".contains(&b))
+        };
+        answers.map(|(answer, _)| answer).find(|answer| random(answer)).map(str::to_owned)
+    })
+}
+
+/// Without ACPI nothing tells a kernel that it was brought back; whoever needs randomness of its own
+/// reads the host's.
+#[test]
+fn ten_guests_of_one_checkpoint_get_their_hosts_randomness() {
+    let test = "ten_guests_of_one_checkpoint_get_their_hosts_randomness";
+    ten_go_on(test, "vmlinux", "echo \"<$(head -c9 /dev/hwrng|base64)>\"");
+}
+
+/// A kernel with ACPI is told by the generation ID.
+#[test]
+fn ten_guests_of_one_checkpoint_have_randomness_of_their_own() {
+    let test = "ten_guests_of_one_checkpoint_have_randomness_of_their_own";
+    ten_go_on(test, "vmlinux-acpi", "read u</proc/sys/kernel/random/uuid;echo \"<$u>\"");
+}
