@@ -25,6 +25,7 @@ mod rng;
 mod serial;
 mod set;
 mod sink;
+mod timer;
 mod virtio;
 mod vsock;
 
