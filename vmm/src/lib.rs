@@ -15,6 +15,7 @@ pub mod doctor;
 pub mod fuzzing;
 pub mod jobs;
 pub mod kvm;
+pub mod limits;
 pub mod machine;
 pub mod memory;
 pub mod sandbox;

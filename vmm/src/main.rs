@@ -9,5 +9,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 fn main() -> ExitCode {
-    cli::main(Instant::now())
+    let started = Instant::now();
+    vmm::limits::raise_open_files();
+    cli::main(started)
 }

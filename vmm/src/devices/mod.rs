@@ -26,6 +26,7 @@ mod rng;
 mod serial;
 mod set;
 mod sink;
+mod timer;
 mod virtio;
 mod vsock;
 
@@ -44,7 +45,9 @@ pub(crate) use set::DeviceSet;
 pub use set::{DeviceError, Drive};
 pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};
-pub(crate) use virtio::VirtioState;
+#[cfg(test)]
+pub(crate) use virtio::fake;
+pub(crate) use virtio::{Done, VirtioState};
 pub use vsock::VsockError;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -93,9 +96,10 @@ impl Bus {
         &self.virtio
     }
 
-    /// A guest's write to an address where it has no memory.
-    pub fn write_mmio(&self, addr: u64, data: &[u8]) {
-        self.virtio.write(addr, data);
+    /// A guest's write to an address where it has no memory. Whether a device is at work on it: then
+    /// what `done` gives says when it no longer is, and the guest goes on.
+    pub(crate) fn write_mmio(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
+        self.virtio.write(addr, data, done)
     }
 
     /// A guest's read of an address where it has no memory. Where nothing is, ones.

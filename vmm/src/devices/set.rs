@@ -17,7 +17,7 @@ use super::net::{Net, TapError};
 use super::opener::Opener;
 use super::placement::{device_at, placement};
 use super::rng::Rng;
-use super::virtio::{Device, Transport, VirtioState};
+use super::virtio::{Device, Done, Transport, VirtioState};
 use super::vsock::{Vsock, VsockError};
 use crate::config::{DeviceConfig, DiskConfig, MachineConfig};
 use crate::kvm::KvmVm;
@@ -68,7 +68,7 @@ pub struct Drive {
 }
 
 /// See the module.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct DeviceSet {
     devices: Vec<Transport>,
     drives: Vec<Drive>,
@@ -76,6 +76,8 @@ pub(crate) struct DeviceSet {
     meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
+    /// How long a pause waits for requests that are under way.
+    stall_limit: Duration,
 }
 
 /// The file of a disk.
@@ -87,6 +89,24 @@ struct OpenFile {
 }
 
 impl DeviceSet {
+    fn empty() -> Self {
+        Self {
+            devices: Vec::new(),
+            drives: Vec::new(),
+            files: Vec::new(),
+            meters: Vec::new(),
+            balloon: None,
+            opener: None,
+            stall_limit: STALL_LIMIT,
+        }
+    }
+
+    /// Of these devices, with a limit for pauses of their own.
+    #[cfg(test)]
+    pub(crate) fn of(devices: Vec<Transport>, stall_limit: Duration) -> Self {
+        Self { devices, stall_limit, ..Self::empty() }
+    }
+
     /// The devices of `config`, the configuration of `guest`, standing. With `acquire` they hold what only
     /// one host may hold; else nobody else holds it, but for the host that the guest comes from.
     pub(crate) fn build(
@@ -95,7 +115,7 @@ impl DeviceSet {
         guest: VmId,
         acquire: bool,
     ) -> Result<Self, DeviceError> {
-        let mut set = Self::default();
+        let mut set = Self::empty();
         for device in &config.devices {
             let id = device.id();
             let mut built = set.create(device, config.vcpus, guest)?;
@@ -203,11 +223,10 @@ impl DeviceSet {
         }
     }
 
-    /// A guest's write to an address where no memory is.
-    pub(crate) fn write(&self, addr: u64, data: &[u8]) {
-        if let Some((device, offset)) = self.at(addr) {
-            device.write(offset, data);
-        }
+    /// A guest's write to an address where no memory is. Whether a device is at work on it: then what
+    /// `done` gives says when it no longer is.
+    pub(crate) fn write(&self, addr: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
+        self.at(addr).is_some_and(|(device, offset)| device.write(offset, data, done))
     }
 
     fn at(&self, addr: u64) -> Option<(&Transport, u64)> {
@@ -218,11 +237,11 @@ impl DeviceSet {
     /// Brings all devices to a stand, all at once, once no vCPU runs. If one cannot be, those that
     /// were go on, and the error says which and why.
     pub(crate) fn quiesce(&self) -> Result<(), String> {
-        let deadline = Instant::now() + STALL_LIMIT;
+        let deadline = Instant::now() + self.stall_limit;
         let waiting: Vec<_> = self.devices.iter().map(|d| (d, d.quiesce(deadline))).collect();
         let mut stands = Ok(());
         for (device, answer) in waiting {
-            if let Err(why) = wait(device, &answer, deadline) {
+            if let Err(why) = wait(device, &answer, deadline, self.stall_limit) {
                 stands = stands.and(Err(why));
             }
         }
@@ -291,14 +310,113 @@ fn wait(
     device: &Transport,
     answer: &Receiver<Result<(), String>>,
     deadline: Instant,
+    limit: Duration,
 ) -> Result<(), String> {
     let left = (deadline + GRACE).saturating_duration_since(Instant::now());
     answer.recv_timeout(left).unwrap_or_else(|e| {
         Err(match e {
             RecvTimeoutError::Timeout => {
-                format!("{} did not come to a stand in {} s", device.label(), STALL_LIMIT.as_secs())
+                format!("{} did not come to a stand in {limit:?}", device.label())
             }
             RecvTimeoutError::Disconnected => format!("{}'s thread has ended", device.label()),
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use dirty_tracker::TrackingMode;
+
+    use super::*;
+    use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES};
+    use crate::devices::virtio::fake::{Fake, Script};
+    use crate::memory::Memory;
+
+    fn disk(dir: &Path, id: &str) -> DiskConfig {
+        let path = dir.join(id);
+        std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        let serial = String::new();
+        DiskConfig { id: id.to_owned(), path, readonly: false, serial, bytes: 1 << 20 }
+    }
+
+    /// Whether another guest can have the disk.
+    fn is_free(disk: &DiskConfig) -> bool {
+        Block::open(disk, 1, VmId::random()).is_ok_and(|mut block| block.acquire().is_ok())
+    }
+
+    fn memory() -> Memory {
+        Memory::new(16 << 20, &Default::default()).unwrap()
+    }
+
+    fn spawn(id: &str, device: Box<dyn Device>, memory: &Memory) -> Transport {
+        Transport::spawn(id, device, memory.ram().clone()).unwrap()
+    }
+
+    #[test]
+    fn who_cannot_take_hold_of_all_holds_nothing() {
+        let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
+        let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
+        let devices = vec![DeviceConfig::Disk(a.clone()), DeviceConfig::Disk(b.clone())];
+        let config = MachineConfig {
+            mem_bytes: 16 << 20,
+            vcpus: 1,
+            tracking: TrackingMode::None,
+            ring_entries: DEFAULT_RING_ENTRIES,
+            backend: Backend::Kvm,
+            boot: Boot::Payload(String::new()),
+            cpu: CpuConfig::default(),
+            devices,
+        };
+        let set = DeviceSet::build(&config, memory.ram(), VmId::random(), false).unwrap();
+        let mut other = Block::open(&b, 1, VmId::random()).unwrap();
+        other.acquire().unwrap();
+        let why = set.acquire().unwrap_err();
+        assert!(why.contains("in use") && why.contains(&*b.path.to_string_lossy()), "{why}");
+        assert!(is_free(&a), "what was had already is given back");
+        drop(other);
+        set.acquire().unwrap();
+        assert!(!is_free(&a) && !is_free(&b));
+        set.release().unwrap();
+        assert!(is_free(&a) && is_free(&b));
+    }
+
+    #[test]
+    fn one_device_that_does_not_let_go_keeps_no_other_from_it() {
+        let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
+        let a = disk(dir.path(), "a");
+        let script = Arc::new(Script::default());
+        let block = Block::open(&a, 1, VmId::random()).unwrap();
+        let devices = vec![
+            spawn("first", Box::new(Fake(script.clone())), &memory),
+            spawn("a", Box::new(block), &memory),
+        ];
+        let set = DeviceSet::of(devices, STALL_LIMIT);
+        set.acquire().unwrap();
+        Script::set(&script.refuses_release, true);
+        assert_eq!(set.release().unwrap_err(), "it does not let go");
+        assert!(is_free(&a));
+        // Taken again, as the guest goes on where it was.
+        set.acquire().unwrap();
+        assert!(!is_free(&a));
+    }
+
+    #[test]
+    fn a_device_that_is_not_done_is_named_and_the_others_go_on() {
+        let memory = memory();
+        let scripts: [Arc<Script>; 2] = Default::default();
+        let device =
+            |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+        let devices = scripts.iter().zip(["done", "stuck"]).map(device).collect();
+        let set = DeviceSet::of(devices, Duration::from_millis(50));
+        set.resume();
+        Script::set(&scripts[1].busy, true);
+        let why = set.quiesce().unwrap_err();
+        assert_eq!(why, "virtio-rng \"stuck\" still has 1 requests under way");
+        assert!(set.devices[0].save().unwrap_err().contains("works"), "it was told to go on");
+        Script::set(&scripts[1].busy, false);
+        set.quiesce().unwrap();
+        set.save().unwrap();
+    }
 }

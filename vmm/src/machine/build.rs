@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
-use checkpoint::VmId;
+use checkpoint::{GuestRam, VmId};
 use dirty_tracker::{DirtySource, RingFull, TrackingMode};
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
@@ -15,7 +15,7 @@ use super::{Machine, MachineError};
 use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{Collector, Message};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
-use crate::devices::{Bus, Com1, DeviceSet, InputThread, open_sink, placement};
+use crate::devices::{Bus, Com1, DeviceError, DeviceSet, InputThread, open_sink, placement};
 use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
 use crate::sandbox::{self, Class};
@@ -54,9 +54,20 @@ impl Machine {
 
     fn build(
         vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+        load: bool,
+    ) -> Result<Arc<Self>, MachineError> {
+        Self::build_around(vm_id, config, host, load, DeviceSet::build)
+    }
+
+    /// As [`build`](Self::build), with what `devices` makes for it.
+    pub(super) fn build_around(
+        vm_id: VmId,
         mut config: MachineConfig,
         host: &HostConfig,
         load: bool,
+        devices: impl FnOnce(&MachineConfig, &GuestRam, VmId, bool) -> Result<DeviceSet, DeviceError>,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
         let (kvm, capabilities) = kvm::open()?;
@@ -69,7 +80,7 @@ impl Machine {
         let (sink, serial) = open_sink(&host.serial)?;
         // A new guest holds its disks before anything of it runs; one that arrives does when told.
         let holds = load || config.devices.is_empty();
-        let devices = DeviceSet::build(&config, memory.ram(), vm_id, load)?;
+        let devices = devices(&config, memory.ram(), vm_id, load)?;
         let drives = devices.drives().to_vec();
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
@@ -96,6 +107,8 @@ impl Machine {
             SerialSink::Null | SerialSink::File(_) => Ok(None),
         };
         let input = input.map_err(MachineError::system("reading the serial port's input"))?;
+        #[cfg(test)]
+        let shared_bus = bus.clone();
         // From here on the supervisor ends the threads if anything fails.
         let supervisor =
             Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox, holds)?;
@@ -112,6 +125,8 @@ impl Machine {
             requests,
             supervisor: Some(supervisor),
             collector: None,
+            #[cfg(test)]
+            bus: shared_bus,
             _input: input,
             _serial: serial,
         };
@@ -302,6 +317,7 @@ fn start_vcpus(
             commands,
             inbox: inbox.clone(),
             peers: peer(id),
+            awaited: 0,
             stands_since: None,
             _vm: vm.clone(),
         };

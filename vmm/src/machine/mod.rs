@@ -8,9 +8,9 @@
 //! vCPU threads --bytes--> serial thread --> the sink
 //! ```
 //!
-//! Each arrow is a channel. The supervisor waits for vCPUs and devices; vCPUs wait for the collector,
-//! with their ears open, and for a device whose registers they write; collector and devices wait for
-//! nobody here. So nothing here can deadlock.
+//! Each arrow is a channel. The supervisor waits for vCPUs and devices, each for a limited time; vCPUs wait
+//! for the collector, and for a device whose registers they have written, both with their ears open; collector
+//! and devices wait for nobody here. So nothing here can deadlock, and no backend can hold up a request.
 
 mod build;
 mod error;
@@ -19,6 +19,8 @@ mod factory;
 pub(crate) mod fuzz;
 mod state;
 mod supervisor;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
@@ -58,6 +60,8 @@ pub struct Machine {
     supervisor: Option<JoinHandle<()>>,
     /// After the supervisor: vCPUs may wait for it until they are gone.
     collector: Option<Collector>,
+    #[cfg(test)]
+    bus: Arc<crate::devices::Bus>,
     /// Restores the terminal when it goes.
     _input: Option<InputThread>,
     /// Last: what the guest said at its end is still to be written.

@@ -1,7 +1,7 @@
 //! The supervisor: the one thread that decides whether a machine runs. It owns the vCPU threads,
 //! obeys one request at a time, and is told by a vCPU when the guest ends.
 
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -16,6 +16,10 @@ use crate::kvm::{ImmediateExit, KvmVm, kick};
 use crate::sandbox::{self, Class};
 use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood};
 use crate::vm::EndReason;
+
+/// How long vCPUs have to come to a stand. They wait for nothing that does not hear commands, so only a
+/// defect takes this long.
+const HALT_LIMIT: Duration = Duration::from_secs(10);
 
 /// What the supervisor is told.
 pub(super) enum Request {
@@ -128,6 +132,17 @@ impl VcpuHandle {
     }
 }
 
+/// How vCPUs that were told to pause came to stand.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Halted {
+    /// All can go on.
+    Paused,
+    /// The guest has ended.
+    Ended,
+    /// One has not: a sentence that names it.
+    Late(String),
+}
+
 /// What the thread owns.
 pub(super) struct Supervisor {
     vm: Arc<KvmVm>,
@@ -191,9 +206,15 @@ impl Supervisor {
         for vcpu in &self.vcpus {
             vcpu.interrupt(Command::Quit);
         }
+        let deadline = Instant::now() + HALT_LIMIT;
         for vcpu in self.vcpus.drain(..) {
-            if vcpu.thread.join().is_err() {
-                tracing::error!("a vCPU thread has panicked");
+            while !vcpu.thread.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            match vcpu.thread.is_finished().then(|| vcpu.thread.join()) {
+                Some(Ok(())) => {}
+                Some(Err(_)) => tracing::error!("a vCPU thread has panicked"),
+                None => tracing::error!("a vCPU thread is left behind: it hears nothing"),
             }
         }
     }
@@ -210,15 +231,22 @@ impl Supervisor {
             RunState::Stopped => self.require("pause", RunState::Running)?,
             RunState::Running => {}
         }
-        if self.halt() {
-            if let Err(why) = self.bus.virtio().quiesce() {
-                // It goes on where it was, as if nobody had asked.
-                self.bus.com1().take_input(true);
-                self.vcpus.iter().for_each(|vcpu| vcpu.tell(Command::Resume));
+        let stands = match self.halt() {
+            Halted::Paused => Some(self.bus.virtio().quiesce()),
+            Halted::Late(why) => Some(Err(why)),
+            Halted::Ended => None,
+        };
+        match stands {
+            Some(Ok(())) => {
+                self.status.set(RunState::Paused);
+                return Ok(RunState::Running);
+            }
+            Some(Err(why)) => {
+                // It goes on where it was, as if nobody had asked. A vCPU that is late finds this, too.
+                self.go_on();
                 return Err(GuestError::System { what: "pausing the guest", cause: why.into() });
             }
-            self.status.set(RunState::Paused);
-            return Ok(RunState::Running);
+            None => {}
         }
         // The guest has ended meanwhile, and has said so to our channel: listen to that first.
         if self.vcpus.iter().any(|v| v.thread.is_finished()) {
@@ -234,16 +262,39 @@ impl Supervisor {
         Err(GuestError::State { request: "pause", state: RunState::Stopped })
     }
 
-    /// Brings all vCPUs to a stand; whether all of them can go on.
-    fn halt(&self) -> bool {
-        let (reply, stood) = mpsc::channel();
-        for vcpu in &self.vcpus {
-            vcpu.interrupt(Command::Pause(reply.clone()));
+    /// Brings all vCPUs to a stand.
+    fn halt(&self) -> Halted {
+        let deadline = Instant::now() + HALT_LIMIT;
+        let pause = |vcpu: &VcpuHandle| {
+            let (reply, stood) = mpsc::channel();
+            vcpu.interrupt(Command::Pause(reply));
+            stood
+        };
+        let waiting: Vec<Receiver<Stood>> = self.vcpus.iter().map(pause).collect();
+        let mut halted = Halted::Paused;
+        for (stood, id) in waiting.iter().zip(0..) {
+            match stood.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(Stood::Paused) => {}
+                // That the guest has ended is the more important.
+                Ok(Stood::Finished) | Err(RecvTimeoutError::Disconnected) => halted = Halted::Ended,
+                Err(RecvTimeoutError::Timeout) if halted == Halted::Paused => {
+                    let limit = HALT_LIMIT.as_secs();
+                    halted =
+                        Halted::Late(format!("vCPU {id} did not come to a stand in {limit} s"));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
         }
-        drop(reply);
-        let stood: Vec<Stood> = stood.iter().collect();
         self.bus.com1().take_input(false);
-        stood.len() == self.vcpus.len() && stood.iter().all(|s| *s == Stood::Paused)
+        halted
+    }
+
+    /// Lets input in and all vCPUs run.
+    fn go_on(&self) {
+        self.bus.com1().take_input(true);
+        for vcpu in &self.vcpus {
+            vcpu.tell(Command::Resume);
+        }
     }
 
     fn resume(&mut self) -> Result<(), GuestError> {
@@ -261,10 +312,7 @@ impl Supervisor {
         self.has_run = true;
         self.status.set(RunState::Running);
         self.bus.virtio().resume();
-        self.bus.com1().take_input(true);
-        for vcpu in &self.vcpus {
-            vcpu.tell(Command::Resume);
-        }
+        self.go_on();
         Ok(())
     }
 
@@ -273,7 +321,9 @@ impl Supervisor {
         if self.status.state() == RunState::Stopped {
             return;
         }
-        self.halt();
+        if let Halted::Late(why) = self.halt() {
+            tracing::warn!("the guest has ended, and a processor has not: {why}");
+        }
         if let Err(why) = self.bus.virtio().quiesce() {
             tracing::warn!("the guest has ended, and a device has not: {why}");
         }

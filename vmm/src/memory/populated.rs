@@ -78,10 +78,16 @@ fn in_file(
             Err(e) => return Err(e.into()),
         };
         at = rustix::fs::seek(file.file().as_fd(), SeekFrom::Hole(start))?;
-        let (first, last) = (start / PAGE_SIZE, at.min(end).div_ceil(PAGE_SIZE));
-        runs.push(FrameRun { start: Gfn(base + first), count: last - first });
+        runs.extend(run_of(base, start, at.min(end)));
     }
     Ok(())
+}
+
+/// The frames of the data from byte `start` to byte `end` of the file of a region at `base`. None if what was
+/// there is discarded between the two questions: then the hole begins where the data did.
+fn run_of(base: u64, start: u64, end: u64) -> Option<FrameRun> {
+    let (first, last) = (start / PAGE_SIZE, end.div_ceil(PAGE_SIZE));
+    (end > start).then(|| FrameRun { start: Gfn(base + first), count: last - first })
 }
 
 /// What the kernel says about this process's pages.
@@ -122,5 +128,17 @@ impl Pagemap {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_that_goes_between_two_questions_is_no_run() {
+        let run = |start, count| Some(FrameRun { start: Gfn(start), count });
+        assert_eq!(run_of(16, 0x3000, 0x5000), run(19, 2));
+        assert_eq!(run_of(16, 0x3000, 0x3000), None);
     }
 }

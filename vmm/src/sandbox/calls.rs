@@ -44,10 +44,10 @@ pub(super) const NET: &[Sysno] = &[
     timerfd_settime,
 ];
 
-/// Of a socket device: callers of a socket that listens, and data of streams.
+/// Of a socket device: callers of a socket that listens, data of streams, and how long it waits.
 #[rustfmt::skip]
 pub(super) const VSOCK: &[Sysno] = &[
-    accept4, recvfrom, sendto, shutdown,
+    accept4, recvfrom, sendto, shutdown, timerfd_settime,
 ];
 
 /// What nobody needs but those who answer the operator.

@@ -25,7 +25,7 @@ use dirty_tracker::RingFull;
 use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
-use crate::devices::Bus;
+use crate::devices::{Bus, Done};
 use crate::kvm::{ImmediateExit, KvmVm, internal_error, listen_for_kicks};
 use crate::vm::{EndReason, VcpuInfo};
 
@@ -35,7 +35,8 @@ pub(crate) use state::{away_ns, wall_ns};
 /// Guests' watchdogs wait much longer than this.
 const LONG_STAND: Duration = Duration::from_secs(1);
 
-/// What a vCPU is told. Whoever sends one to a running vCPU also kicks it, but for `RingsDrained`.
+/// What a vCPU is told. Whoever sends one to a running vCPU also kicks it, but for `RingsDrained` and
+/// `DeviceDone`, which it waits for.
 #[derive(Debug)]
 pub(crate) enum Command {
     /// Run from where it stands.
@@ -44,6 +45,8 @@ pub(crate) enum Command {
     Pause(Sender<Stood>),
     /// The rings have room again: go on after a ring-full exit.
     RingsDrained,
+    /// A device has done what the guest's write set in motion.
+    DeviceDone,
     /// Give the whole state.
     Save(Sender<Result<Box<SavedVcpu>, GuestError>>),
     /// Take a whole state.
@@ -103,6 +106,8 @@ pub(crate) struct Vcpu<P: Peers> {
     /// The sending side of `commands`, for those who answer.
     pub(crate) inbox: Sender<Command>,
     pub(crate) peers: P,
+    /// Writes of the guest's that devices are at work on: it goes on when there are none.
+    pub(crate) awaited: usize,
     /// Since when it stands, if it ran before.
     pub(crate) stands_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.
@@ -145,6 +150,7 @@ impl<P: Peers> Vcpu<P> {
                 self.tell_of_gap();
                 return State::Running;
             }
+            Ok(Command::DeviceDone) => self.device_done(),
             Ok(Command::Resume | Command::RingsDrained) => {}
             Ok(Command::Pause(reply)) => answer(&reply, stood(state)),
             Ok(Command::Save(reply)) => answer(&reply, self.save()),
@@ -169,13 +175,20 @@ impl<P: Peers> Vcpu<P> {
     /// Runs the guest until a command or its end.
     fn run(&mut self) -> State {
         loop {
-            match self.commands.try_recv() {
+            let command = match self.awaited {
+                0 => self.commands.try_recv(),
+                _ => self.commands.recv().map_err(TryRecvError::from),
+            };
+            match command {
                 Ok(command) => match self.interrupt(command) {
                     State::Running => {}
                     other => return other,
                 },
                 Err(TryRecvError::Empty) => {}
                 Err(TryRecvError::Disconnected) => return State::Gone,
+            }
+            if self.awaited > 0 {
+                continue;
             }
             match self.step() {
                 After::Run => {}
@@ -193,6 +206,10 @@ impl<P: Peers> Vcpu<P> {
     /// Obeys a command that came while the guest ran.
     fn interrupt(&mut self, command: Command) -> State {
         match command {
+            Command::DeviceDone => {
+                self.device_done();
+                State::Running
+            }
             Command::Resume | Command::RingsDrained => State::Running,
             Command::Pause(reply) => {
                 let state = match self.complete() {
@@ -231,6 +248,10 @@ impl<P: Peers> Vcpu<P> {
             Ok(command) => self.interrupt(command),
             Err(_) => State::Gone,
         }
+    }
+
+    fn device_done(&mut self) {
+        self.awaited = self.awaited.saturating_sub(1);
     }
 
     fn end(&mut self, why: EndReason) -> State {
@@ -272,7 +293,14 @@ impl<P: Peers> Vcpu<P> {
                 After::Run
             }
             Ok(VcpuExit::MmioWrite(addr, data)) => {
-                self.bus.write_mmio(addr, data);
+                let done = || {
+                    let inbox = self.inbox.clone();
+                    // A vCPU that has gone waits for nothing.
+                    Done::new(move || drop(inbox.send(Command::DeviceDone)))
+                };
+                if self.bus.write_mmio(addr, data, done) {
+                    self.awaited += 1;
+                }
                 After::Run
             }
             Ok(VcpuExit::IoapicEoi(_)) => After::Run,

@@ -32,20 +32,21 @@ pub(super) enum Work {
 }
 
 impl Work {
-    /// The part of the disk that it changes, or more: first byte, and bytes.
-    pub(super) fn writes(&self) -> Option<(u64, u64)> {
-        let hull = |ranges: &mut dyn Iterator<Item = (u64, u64)>| {
-            let hull = ranges.fold(None, |hull: Option<(u64, u64)>, (offset, len)| {
-                let (from, to) = hull.unwrap_or((offset, offset + len));
-                Some((from.min(offset), to.max(offset + len)))
-            });
-            hull.map(|(from, to)| (from, to - from))
-        };
+    /// The parts of the disk that it changes: first byte, and bytes, of each.
+    pub(super) fn writes(&self) -> Vec<(u64, u64)> {
         match self {
-            Self::Write { offset, from } => Some((*offset, from.len().into())),
-            Self::Discard(ranges) => hull(&mut ranges.iter().copied()),
-            Self::WriteZeroes(ranges) => hull(&mut ranges.iter().map(|r| (r.offset, r.len))),
-            Self::Read { .. } | Self::Flush | Self::Identify(_) => None,
+            Self::Write { offset, from } => vec![(*offset, from.len().into())],
+            Self::Discard(ranges) => ranges.clone(),
+            Self::WriteZeroes(ranges) => ranges.iter().map(|r| (r.offset, r.len)).collect(),
+            Self::Read { .. } | Self::Flush | Self::Identify(_) => Vec::new(),
+        }
+    }
+
+    /// Bytes that it moves between guest memory and disk.
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Self::Read { to: data, .. } | Self::Write { from: data, .. } => data.len().into(),
+            _ => 0,
         }
     }
 }
@@ -55,12 +56,16 @@ impl Work {
 pub(super) struct Operation {
     pub(super) token: u64,
     pub(super) work: Work,
+    /// What it changes is durable before it has ended.
+    pub(super) durable: bool,
 }
 
 /// See the module.
 pub(super) enum Engine {
     Uring(Box<Uring>),
     Plain(Arc<DiskFile>),
+    #[cfg(test)]
+    Held(super::held::Held),
 }
 
 impl Engine {
@@ -80,6 +85,8 @@ impl Engine {
         match self {
             Self::Uring(uring) => Some(uring.announcer()),
             Self::Plain(_) => None,
+            #[cfg(test)]
+            Self::Held(held) => Some(held.announcer()),
         }
     }
 
@@ -95,8 +102,10 @@ impl Engine {
             }
             Self::Uring(uring) => uring.file(),
             Self::Plain(file) => file,
+            #[cfg(test)]
+            Self::Held(held) => return held.submit(operation),
         };
-        Some(plain::perform(file, &operation.work, ram))
+        Some(plain::perform(file, &operation, ram))
     }
 
     /// Operations that have ended.
@@ -104,14 +113,18 @@ impl Engine {
         match self {
             Self::Uring(uring) => uring.completions(ram),
             Self::Plain(_) => Vec::new(),
+            #[cfg(test)]
+            Self::Held(held) => held.completions(),
         }
     }
 
     /// Waits for the end of an operation, until `deadline`; whether it was in time.
-    pub(super) fn wait(&self, deadline: Option<Instant>) -> bool {
+    pub(super) fn wait(&mut self, deadline: Option<Instant>) -> bool {
         match self {
             Self::Uring(uring) => uring.wait(deadline),
             Self::Plain(_) => true,
+            #[cfg(test)]
+            Self::Held(held) => held.wait(deadline),
         }
     }
 }

@@ -10,6 +10,8 @@
 
 mod engine;
 mod file;
+#[cfg(test)]
+mod held;
 mod lock;
 mod plain;
 mod request;
@@ -20,7 +22,7 @@ mod uring;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use checkpoint::VmId;
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SHIFT, PAGE_SIZE, Slot, SlotId, Tracker};
@@ -46,6 +48,11 @@ const QUEUE_SIZE: u16 = 256;
 const MAX_QUEUES: u8 = 4;
 /// Buffers of one request: what the queue has room for beside header and status.
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
+/// A device that has this many bytes under way begins no more requests: it comes to a stand in about the time
+/// that the disk takes for twice as many.
+const MOST_UNDER_WAY: u64 = 32 << 20;
+/// How long the device works on a queue before it listens to others.
+const TURN: Duration = Duration::from_millis(10);
 /// Where the engine's completions are announced.
 const COMPLETIONS: u32 = 0;
 
@@ -59,6 +66,12 @@ pub(super) struct Block {
     tracker: Option<Arc<Tracker>>,
     /// Requests that the engine has, by their tokens.
     under_way: HashMap<u64, UnderWay>,
+    /// Their bytes.
+    bytes_under_way: u64,
+    /// Queues whose chains were left there for want of room for more bytes: bit by number.
+    waiting: u32,
+    /// The driver knows of no volatile cache: what it has written is durable when it is told so.
+    writes_through: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
     state: BlockState,
@@ -79,8 +92,10 @@ struct UnderWay {
     status: Buffers,
     /// Bytes of data that the driver gets, if all goes well.
     data_len: u32,
-    /// What it does to the disk: from, and bytes.
-    writes: Option<(u64, u64)>,
+    /// What it changes of the disk: from, and bytes, of each part.
+    writes: Vec<(u64, u64)>,
+    /// Bytes that it moves.
+    bytes: u64,
 }
 
 impl Block {
@@ -121,6 +136,9 @@ impl Block {
             engine,
             tracker,
             under_way: HashMap::new(),
+            bytes_under_way: 0,
+            waiting: 0,
+            writes_through: false,
             next_token: 0,
             counters: Arc::default(),
             state: BlockState::default(),
@@ -151,8 +169,8 @@ impl Block {
             Err(code) => return finish(io, queue, chain.head, &status, 0, code),
         };
         self.count(&work);
-        let writes = work.writes();
-        let under_way = UnderWay { queue, head: chain.head, status, data_len, writes };
+        let (writes, bytes) = (work.writes(), work.bytes());
+        let under_way = UnderWay { queue, head: chain.head, status, data_len, writes, bytes };
         if let Work::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
             let serial = self.disk.serial.as_bytes();
@@ -163,9 +181,11 @@ impl Block {
         }
         let token = self.next_token;
         self.next_token += 1;
-        match self.engine.submit(Operation { token, work }, io.ram) {
+        let durable = self.writes_through;
+        match self.engine.submit(Operation { token, work, durable }, io.ram) {
             Some(result) => self.complete(under_way, result, io),
             None => {
+                self.bytes_under_way += under_way.bytes;
                 self.under_way.insert(token, under_way);
                 Ok(())
             }
@@ -194,7 +214,7 @@ impl Block {
         result: io::Result<()>,
         io: &mut Io<'_>,
     ) -> Result<(), Violation> {
-        if let Some((from, bytes)) = request.writes {
+        for (from, bytes) in request.writes {
             // Also if it failed: part of it may be written.
             self.mark(from, bytes);
         }
@@ -214,6 +234,7 @@ impl Block {
         let mut all = Ok(());
         for (token, result) in self.engine.completions(io.ram) {
             if let Some(request) = self.under_way.remove(&token) {
+                self.bytes_under_way -= request.bytes;
                 all = all.and(self.complete(request, result, io));
             }
         }
@@ -253,7 +274,19 @@ impl Block {
                 return Err(Stall::UnderWay(self.under_way.len()));
             }
         }
+        // No completion will remind of these.
+        for queue in self.take_waiting() {
+            if let Some(ring) = io.rings.get_mut(queue) {
+                ring.yield_turn();
+            }
+        }
         Ok(all?)
+    }
+
+    /// The queues whose chains wait for room.
+    fn take_waiting(&mut self) -> impl Iterator<Item = usize> + use<> {
+        let waiting = std::mem::take(&mut self.waiting);
+        (0..MAX_QUEUES.into()).filter(move |queue| waiting & 1 << queue != 0)
     }
 }
 
@@ -286,8 +319,13 @@ impl Device for Block {
     fn features(&self) -> u64 {
         let writable = [VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES];
         let mode: &[u32] = if self.disk.readonly { &[VIRTIO_BLK_F_RO] } else { &writable };
-        let always =
-            [VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_MQ];
+        let always = [
+            VIRTIO_BLK_F_FLUSH,
+            VIRTIO_BLK_F_BLK_SIZE,
+            VIRTIO_BLK_F_SIZE_MAX,
+            VIRTIO_BLK_F_SEG_MAX,
+            VIRTIO_BLK_F_MQ,
+        ];
         mode.iter().chain(&always).fold(0, |bits, bit| bits | 1 << bit)
     }
 
@@ -308,7 +346,10 @@ impl Device for Block {
         }
     }
 
-    fn activate(&mut self, _: u64) {}
+    fn activate(&mut self, features: u64) {
+        // It could not ask for durability: there are no flushes for it.
+        self.writes_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
+    }
 
     fn reset(&mut self, io: &mut Io<'_>) {
         // The rings are gone: nothing that ends now can break their rules.
@@ -316,17 +357,23 @@ impl Device for Block {
     }
 
     fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
-        while let Some(chain) = match io.rings.get_mut(queue) {
-            Some(ring) => ring.pop(io.ram)?,
-            None => None,
-        } {
+        let end = Instant::now() + TURN;
+        while self.bytes_under_way < MOST_UNDER_WAY {
+            let Some(ring) = io.rings.get_mut(queue) else { return Ok(()) };
+            let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
             self.begin(queue, &chain, io)?;
+            if Instant::now() >= end {
+                io.rings.get_mut(queue).into_iter().for_each(Ring::yield_turn);
+                return Ok(());
+            }
         }
+        self.waiting |= 1 << queue;
         Ok(())
     }
 
     fn backend_ready(&mut self, _: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
-        self.take_completions(io)
+        self.take_completions(io)?;
+        self.take_waiting().try_for_each(|queue| self.process(queue, io))
     }
 
     fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall> {

@@ -6,11 +6,17 @@ use std::io::{self, Seek, SeekFrom};
 use checkpoint::GuestRam;
 use vm_memory::{Bytes, GuestMemoryError};
 
-use super::engine::Work;
+use super::engine::{Operation, Work};
 use super::file::DiskFile;
 
-/// Does `work` and waits for its end.
-pub(super) fn perform(disk: &DiskFile, work: &Work, ram: &GuestRam) -> io::Result<()> {
+/// Does an operation and waits for its end.
+pub(super) fn perform(disk: &DiskFile, operation: &Operation, ram: &GuestRam) -> io::Result<()> {
+    work(disk, &operation.work, ram)?;
+    let changes = !operation.work.writes().is_empty();
+    if operation.durable && changes { disk.file().sync_data() } else { Ok(()) }
+}
+
+fn work(disk: &DiskFile, work: &Work, ram: &GuestRam) -> io::Result<()> {
     // The file position is this device's alone: the file was opened for it.
     let mut file: &File = disk.file();
     match work {

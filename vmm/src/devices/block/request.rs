@@ -15,6 +15,11 @@ const DISCARD_ALIGNMENT: u32 = 8;
 const HEADER_BYTES: u32 = 16;
 /// Bytes of one range of a discard or write-zeroes request.
 const RANGE_BYTES: u32 = 16;
+/// Bytes of one buffer, as drivers are told; as many of them as a request may have are less than
+/// [`MOST_BYTES`].
+pub(super) const SIZE_MAX: u32 = 128 << 10;
+/// Bytes that one request moves at most: what is under way in a device is finished before it stands.
+const MOST_BYTES: u32 = 32 << 20;
 /// Ranges in one such request.
 const MAX_RANGES: u32 = 16;
 /// Sectors of one range to discard: 1 GiB.
@@ -59,11 +64,11 @@ impl Request {
         let wanted = writable.part(0, data_len);
         let work = match kind {
             VIRTIO_BLK_T_IN => {
-                span(disk, sector, wanted.len()).map(|offset| Work::Read { offset, to: wanted })
+                transfer(disk, sector, &wanted).map(|offset| Work::Read { offset, to: wanted })
             }
             _ if disk.readonly && writes(kind) => Err(VIRTIO_BLK_S_IOERR),
             VIRTIO_BLK_T_OUT => {
-                span(disk, sector, given.len()).map(|offset| Work::Write { offset, from: given })
+                transfer(disk, sector, &given).map(|offset| Work::Write { offset, from: given })
             }
             VIRTIO_BLK_T_FLUSH => Ok(Work::Flush),
             VIRTIO_BLK_T_GET_ID if data_len >= VIRTIO_BLK_ID_BYTES => {
@@ -92,6 +97,11 @@ fn writes(kind: u32) -> bool {
 fn words(bytes: &[u8; 16]) -> [u32; 4] {
     let word = |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
     [word(0), word(4), word(8), word(12)]
+}
+
+/// Where the bytes from `sector` on are that go to or from `data`.
+fn transfer(disk: &DiskConfig, sector: u64, data: &Buffers) -> Result<u64, u32> {
+    if data.len() > MOST_BYTES { Err(VIRTIO_BLK_S_IOERR) } else { span(disk, sector, data.len()) }
 }
 
 /// Where `len` bytes from `sector` on are, if the disk has them all.
@@ -154,6 +164,7 @@ pub(super) fn config_space(disk: &DiskConfig, queues: u16, seg_max: u32) -> Vec<
     let mut bytes = vec![0; 60];
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
     put(0, &(disk.bytes / SECTOR).to_le_bytes());
+    put(8, &SIZE_MAX.to_le_bytes());
     put(12, &seg_max.to_le_bytes());
     // A disk of any number of sectors keeps its last one: the block is no larger than a sector.
     put(20, &(SECTOR as u32).to_le_bytes());

@@ -24,6 +24,8 @@ use crate::devices::virtio::Buffers;
 const ENTRIES: u32 = 128;
 /// All that the ring does.
 const OPERATIONS: [u8; 3] = [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE];
+/// After this long the kernel is given again what it did not take.
+const RETRY: Duration = Duration::from_millis(1);
 
 /// See the module.
 pub(super) struct Uring {
@@ -33,11 +35,18 @@ pub(super) struct Uring {
     under_way: HashMap<u64, UnderWay>,
     /// Keeps the mapping that the kernel writes to; set by the first operation.
     ram: Option<GuestRam>,
+    /// That the kernel takes no requests was said.
+    refusal_said: bool,
+    /// Submissions that fail.
+    #[cfg(test)]
+    refuse: u32,
 }
 
 /// An operation that the kernel has.
 struct UnderWay {
     work: Work,
+    /// What it writes is durable before it has ended.
+    durable: bool,
     /// What the kernel was given; it reads them until the operation has ended.
     iovecs: Vec<libc::iovec>,
     /// Bytes that earlier rounds have moved: the kernel may do less than it is told.
@@ -69,7 +78,16 @@ impl Uring {
         let mut only = OPERATIONS.map(Restriction::sqe_op);
         ring.submitter().register_restrictions(&mut only)?;
         ring.submitter().register_enable_rings()?;
-        Ok(Self { ring, file, announcer, under_way: HashMap::new(), ram: None })
+        Ok(Self {
+            ring,
+            file,
+            announcer,
+            under_way: HashMap::new(),
+            ram: None,
+            refusal_said: false,
+            #[cfg(test)]
+            refuse: 0,
+        })
     }
 
     pub(super) fn file(&self) -> &DiskFile {
@@ -87,9 +105,9 @@ impl Uring {
 
     /// Gives an operation to the kernel. An error is its outcome.
     pub(super) fn submit(&mut self, operation: Operation, ram: &GuestRam) -> io::Result<()> {
-        let Operation { token, work } = operation;
+        let Operation { token, work, durable } = operation;
         self.ram.get_or_insert_with(|| ram.clone());
-        self.give(token, UnderWay { work, iovecs: Vec::new(), done: 0 }, ram)
+        self.give(token, UnderWay { work, durable, iovecs: Vec::new(), done: 0 }, ram)
     }
 
     fn give(&mut self, token: u64, mut op: UnderWay, ram: &GuestRam) -> io::Result<()> {
@@ -106,7 +124,12 @@ impl Uring {
                 opcode::Readv::new(fd, pointer, count).offset(offset + done).build()
             }
             Work::Write { offset, .. } => {
-                opcode::Writev::new(fd, pointer, count).offset(offset + done).build()
+                // Each part of it: the flush of a whole one would be one more round.
+                let flags = if op.durable { libc::RWF_DSYNC } else { 0 };
+                opcode::Writev::new(fd, pointer, count)
+                    .offset(offset + done)
+                    .rw_flags(flags)
+                    .build()
             }
             _ => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
         };
@@ -121,27 +144,45 @@ impl Uring {
 
     /// An error means that the kernel will never see the entry.
     fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        self.flush();
         // SAFETY: file and iovecs are kept in `self` until the operation has ended (`under_way`; a
         // Uring that is dropped waits for it), and they point to mappings that `ram` keeps.
         let pushed = unsafe { self.ring.submission().push(entry) };
         if pushed.is_err() {
             return Err(io::Error::other("io_uring has no room for a request"));
         }
-        loop {
-            match self.ring.submit() {
-                Ok(_) => return Ok(()),
+        self.flush();
+        Ok(())
+    }
+
+    /// Gives the kernel all that is in the ring. What it does not take, because completions are in the
+    /// way or memory is short, stays there: whoever waits or looks for completions does this again.
+    fn flush(&mut self) {
+        while !self.ring.submission().is_empty() {
+            match self.try_submit() {
+                Ok(taken) if taken > 0 => {}
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                // Completions are in the way, or memory is short: they come, then this goes.
-                Err(e) if matches!(e.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN)) => {
-                    self.wait(Some(Instant::now() + Duration::from_millis(1)));
-                }
-                // The entry stays in the ring, and goes with the next one.
-                Err(e) => {
-                    tracing::error!("io_uring takes no requests: {e}");
-                    return Ok(());
+                refused => {
+                    if let Err(e) = refused
+                        && !std::mem::replace(&mut self.refusal_said, true)
+                    {
+                        tracing::warn!("io_uring takes no requests for now: {e}");
+                    }
+                    // So that the device's thread comes back to it.
+                    let _ = self.announcer.write(1);
+                    return;
                 }
             }
         }
+    }
+
+    fn try_submit(&mut self) -> io::Result<usize> {
+        #[cfg(test)]
+        if self.refuse > 0 {
+            self.refuse -= 1;
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
+        self.ring.submit()
     }
 
     /// Operations that have ended. What the kernel wrote to guest memory is marked.
@@ -150,7 +191,18 @@ impl Uring {
         let _ = self.announcer.read();
         let ended: Vec<(u64, i32)> =
             self.ring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
-        ended.into_iter().filter_map(|(token, result)| self.ended(token, result, ram)).collect()
+        let ended: Vec<_> = ended
+            .into_iter()
+            .filter_map(|(token, result)| self.ended(token, result, ram))
+            .collect();
+        if !self.ring.submission().is_empty() {
+            if ended.is_empty() {
+                // Memory is short: not at once again.
+                std::thread::sleep(RETRY);
+            }
+            self.flush();
+        }
+        ended
     }
 
     fn ended(&mut self, token: u64, result: i32, ram: &GuestRam) -> Option<(u64, io::Result<()>)> {
@@ -184,15 +236,19 @@ impl Uring {
     }
 
     /// Waits for a completion, until `deadline`; whether it was in time.
-    pub(super) fn wait(&self, deadline: Option<Instant>) -> bool {
+    pub(super) fn wait(&mut self, deadline: Option<Instant>) -> bool {
         loop {
-            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+            self.flush();
+            let mut left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+            if !self.ring.submission().is_empty() {
+                left = Some(left.unwrap_or(RETRY).min(RETRY));
+            }
             let left = left
                 .map(|d| Timespec { tv_sec: d.as_secs() as i64, tv_nsec: d.subsec_nanos().into() });
             let mut fds = [PollFd::new(&self.ring, PollFlags::IN)];
             match poll(&mut fds, left.as_ref()) {
-                Ok(0) => return false,
-                Err(rustix::io::Errno::INTR) => {}
+                Ok(0) if deadline.is_some_and(|d| Instant::now() >= d) => return false,
+                Ok(0) | Err(rustix::io::Errno::INTR) => {}
                 // A poll that fails is no reason to wait no more: the caller looks and comes back.
                 Ok(_) | Err(_) => return true,
             }
@@ -203,8 +259,6 @@ impl Uring {
     fn finish(&mut self) {
         let Some(ram) = self.ram.clone() else { return };
         while !self.under_way.is_empty() {
-            // For entries that the kernel did not take at first.
-            let _ = self.ring.submit();
             self.wait(None);
             self.completions(&ram);
         }
@@ -231,13 +285,17 @@ fn iovecs(buffers: &Buffers, skip: u32, ram: &GuestRam) -> io::Result<Vec<libc::
 
 #[cfg(test)]
 mod tests {
+    use checkpoint::VmId;
+    use tempfile::NamedTempFile;
+    use vm_memory::GuestAddress;
+
     use super::*;
     use crate::config::DiskConfig;
-    use checkpoint::VmId;
+    use crate::memory::Memory;
 
-    #[test]
-    fn the_ring_does_nothing_else() {
-        let file = tempfile::NamedTempFile::new().unwrap();
+    /// A ring on a file of 4 KiB; none where the host has none, which is said of `test`.
+    fn uring(test: &str) -> Option<(Uring, NamedTempFile)> {
+        let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(4096).unwrap();
         let disk = DiskConfig {
             id: "d".to_owned(),
@@ -246,13 +304,18 @@ mod tests {
             serial: String::new(),
             bytes: 4096,
         };
-        let mut uring =
-            match Uring::new(Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), 8) {
-                Ok(uring) => uring,
-                Err(e) => {
-                    return crate::testing::skip("the_ring_does_nothing_else", &e.to_string());
-                }
-            };
+        match Uring::new(Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), 8) {
+            Ok(uring) => Some((uring, file)),
+            Err(e) => {
+                crate::testing::skip(test, &e.to_string());
+                None
+            }
+        }
+    }
+
+    #[test]
+    fn the_ring_does_nothing_else() {
+        let Some((mut uring, _file)) = uring("the_ring_does_nothing_else") else { return };
         let here = types::Fd(libc::AT_FDCWD);
         let path = c"/etc/hosts";
         let forbidden = [
@@ -267,5 +330,29 @@ mod tests {
                 uring.ring.completion().map(|e| (e.user_data(), e.result())).collect();
             assert_eq!(ended, [(token, -libc::EACCES)]);
         }
+    }
+
+    #[test]
+    fn what_the_kernel_does_not_take_at_first_goes_while_somebody_waits() {
+        let test = "what_the_kernel_does_not_take_at_first_goes_while_somebody_waits";
+        let Some((mut uring, _file)) = uring(test) else { return };
+        let memory = Memory::new(1 << 20, &Default::default()).unwrap();
+        let whole = Buffers::one(GuestAddress(0), 4096);
+        for token in 0..3 {
+            uring.refuse = 5;
+            let work = Work::Read { offset: 0, to: whole.clone() };
+            uring.submit(Operation { token, work, durable: false }, memory.ram()).unwrap();
+        }
+        assert!(uring.refuse > 0, "none of them has gone");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut ended = Vec::new();
+        while ended.len() < 3 {
+            assert!(uring.wait(Some(deadline)), "{} of 3 ended", ended.len());
+            ended.extend(uring.completions(memory.ram()).into_iter().map(|(token, _)| token));
+        }
+        ended.sort_unstable();
+        assert_eq!(ended, [0, 1, 2]);
+        let nothing = Instant::now() + Duration::from_millis(20);
+        assert!(!uring.wait(Some(nothing)), "nothing is under way");
     }
 }

@@ -308,7 +308,7 @@ impl Sockets {
 
 impl Subject for Sockets {
     fn make(&mut self) -> Box<dyn Device> {
-        Box::new(Vsock::new(&self.config, opener()))
+        Box::new(Vsock::new(&self.config, opener()).unwrap())
     }
 
     fn queue(&self) -> usize {

@@ -2,13 +2,9 @@
 //! yet forward what comes from a port that was only now connected.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use rustix::time::{
-    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
-    timerfd_settime,
-};
+use crate::devices::timer::Timer;
 
 /// Waits before the announcements that follow the first one, which is made at once, and whether the
 /// driver is asked to announce itself, too. Not at first: it has packets to answer that waited for the
@@ -26,55 +22,45 @@ const STEPS: [(Duration, bool); 5] = [
 #[derive(Debug)]
 pub(super) struct Announcements {
     /// A read of it never waits: what said that it is ready may be older than its last setting.
-    timer: OwnedFd,
+    timer: Timer,
     /// The step that is waited for; `None` if nothing is to be announced.
     step: Option<usize>,
 }
 
 impl Announcements {
     pub(super) fn new() -> io::Result<Self> {
-        let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
-        Ok(Self { timer: timerfd_create(TimerfdClockId::Monotonic, flags)?, step: None })
+        Ok(Self { timer: Timer::new()?, step: None })
     }
 
     /// What is ready when another one is due.
-    pub(super) fn timer(&self) -> &OwnedFd {
+    pub(super) fn timer(&self) -> &Timer {
         &self.timer
     }
 
     /// Begins a series: the first announcement is due now.
     pub(super) fn begin(&mut self) -> io::Result<()> {
         self.step = Some(0);
-        self.set(STEPS[0].0)
+        self.timer.set(STEPS[0].0)?;
+        Ok(())
     }
 
     pub(super) fn end(&mut self) {
         self.step = None;
         // A timer that cannot be stopped finds nothing to announce.
-        let _ = self.set(Duration::ZERO);
+        let _ = self.timer.clear();
     }
 
-    /// Has the timer be ready once, after this; zero is never.
-    fn set(&self, after: Duration) -> io::Result<()> {
-        let never = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let once =
-            Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() };
-        let setting = Itimerspec { it_interval: never, it_value: once };
-        timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &setting)?;
-        Ok(())
-    }
-
-    /// The timer is ready, or was: if an announcement is due, whether the driver is asked for one, too.
+    /// The timer was ready: if an announcement is due, whether the driver is asked for one, too.
     pub(super) fn tick(&mut self) -> io::Result<Option<bool>> {
-        match rustix::io::read(&self.timer, &mut [0; 8]) {
-            Err(rustix::io::Errno::AGAIN) => return Ok(None),
-            read => read.map(drop)?,
+        if !self.timer.take()? {
+            // The series has ended, or begun again, since.
+            return Ok(None);
         }
         let Some(now) = self.step else { return Ok(None) };
         match STEPS.get(now + 1) {
             Some((wait, _)) => {
                 self.step = Some(now + 1);
-                self.set(*wait)?;
+                self.timer.set(*wait)?;
             }
             None => self.end(),
         }

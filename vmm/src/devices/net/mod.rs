@@ -62,6 +62,8 @@ pub(super) struct Net {
     features: Option<u64>,
     /// One frame with its header.
     buffer: Box<[u8]>,
+    /// That the tap does not do what the driver needs was said.
+    tap_error_said: bool,
     /// Frames that were neither given to the driver nor to the tap.
     lost: u64,
     counters: Arc<NetCounters>,
@@ -136,6 +138,7 @@ impl Net {
             announcements,
             features: None,
             buffer: vec![0; MAX_FRAME].into(),
+            tap_error_said: false,
             lost: 0,
             counters: Arc::default(),
             state: NetState { pairs: 1, ..NetState::default() },
@@ -173,8 +176,18 @@ impl Net {
 
     fn try_tell_tap(&mut self) {
         if let Err(e) = self.tell_tap() {
-            let name = &self.config.tap;
-            tracing::error!("tap \"{name}\" does not do what the guest's driver needs: {e}");
+            self.note_tap_error(&e);
+        }
+    }
+
+    /// A driver can bring it about again and again: it is said once.
+    fn note_tap_error(&mut self, e: &io::Error) {
+        let name = &self.config.tap;
+        match std::mem::replace(&mut self.tap_error_said, true) {
+            false => {
+                tracing::error!("tap \"{name}\" does not do what the guest's driver needs: {e}");
+            }
+            true => tracing::debug!("tap \"{name}\" again: {e}"),
         }
     }
 
@@ -365,7 +378,7 @@ impl Net {
         self.state.pairs = pairs;
         self.state.waiting.retain(|pair, _| *pair < pairs);
         if let Err(e) = self.tell_tap() {
-            tracing::error!("tap \"{}\" cannot use {pairs} queues: {e}", self.config.tap);
+            self.note_tap_error(&e);
             return Ok(false);
         }
         // What the kernel put into them before anyone looked is not announced again.

@@ -95,6 +95,12 @@ impl Buffers {
         true
     }
 
+    /// A single piece.
+    #[cfg(test)]
+    pub(crate) fn one(addr: GuestAddress, len: u32) -> Self {
+        Self { pieces: vec![Buffer { addr, len }], len }
+    }
+
     /// Bytes in all.
     pub(crate) fn len(&self) -> u32 {
         self.len

@@ -4,7 +4,8 @@
 //! - save, restore, save gives the same bytes, also while requests wait in its queues, and the
 //!   restored device answers them;
 //! - every byte that the device writes to guest memory is in the dirty tree;
-//! - a driver that breaks the rules stops the device, which says so, and works again after a reset;
+//! - a driver that breaks the rules stops the device, which says so, is saved and restored as it is, and works
+//!   again after a reset, not before;
 //! - rings that change while the device reads them do no harm beyond that.
 
 use std::collections::BTreeSet;
@@ -40,6 +41,8 @@ pub(crate) fn check(subject: &Subject<'_>) {
     a_queue_reset_forgets_the_queue(subject);
     notifications_are_not_lost_to_a_stand(subject);
     drivers_that_break_the_rules_stop_their_device(subject);
+    a_stopped_device_is_not_started(subject);
+    a_driver_that_asked_for_too_much_is_moved(subject);
     rings_that_change_while_they_are_read_do_no_harm(subject);
     states_that_do_not_fit_are_refused(subject);
 }
@@ -99,33 +102,45 @@ fn contents(driver: &Driver) -> Vec<u8> {
 
 fn what_the_device_writes_is_marked(subject: &Subject<'_>, without: u64) {
     let mut driver = Driver::started_without((subject.make)(), without);
-    let mut writes = driver.memory.tracker().subscribe("conformance");
     for round in 0..3 {
-        // A standing device does not see the requests before the driver's own writes, which are not
-        // what this is about, are out of the tree.
-        driver.quiesce();
-        let heads: Vec<u16> = (0..3).map(|n| post(&mut driver, subject, 3 * round + n)).collect();
-        writes.drain().commit();
-        let before = contents(&driver);
-        driver.transport.resume();
-        driver.kick(subject.queue);
-        for head in heads {
-            driver.wait_used(subject.queue, head);
-        }
-        driver.quiesce();
-        let after = contents(&driver);
-        let epoch = writes.drain();
-        let marked: BTreeSet<u64> = epoch.runs().flat_map(|r| r.start.0..r.end().0).collect();
-        epoch.commit();
-        let frame = PAGE_SIZE as usize;
-        let frames = before.chunks(frame).zip(after.chunks(frame)).zip(0u64..);
-        let changed: Vec<u64> = frames.filter(|((b, a), _)| b != a).map(|(_, i)| i).collect();
-        assert!(!changed.is_empty(), "the device has written at least to the used ring");
-        for gfn in changed {
-            assert!(marked.contains(&gfn), "{} was written and not marked", Gfn(gfn).0);
-        }
-        driver.transport.resume();
+        writes_are_marked(&mut driver, |driver| {
+            (0..3).map(|n| (subject.queue, post(driver, subject, 3 * round + n))).collect()
+        });
     }
+}
+
+/// Has the device answer what `ask` makes available, by queue and head; every frame that it writes to is in
+/// the tree. The frames.
+pub(crate) fn writes_are_marked(
+    driver: &mut Driver,
+    ask: impl FnOnce(&mut Driver) -> Vec<(usize, u16)>,
+) -> Vec<u64> {
+    let mut writes = driver.memory.tracker().subscribe("conformance");
+    // A standing device does not see the requests before the driver's own writes, which are not
+    // what this is about, are out of the tree.
+    driver.quiesce();
+    let heads = ask(driver);
+    writes.drain().commit();
+    let before = contents(driver);
+    driver.transport.resume();
+    for (queue, head) in heads {
+        driver.kick(queue);
+        driver.wait_used(queue, head);
+    }
+    driver.quiesce();
+    let after = contents(driver);
+    let epoch = writes.drain();
+    let marked: BTreeSet<u64> = epoch.runs().flat_map(|r| r.start.0..r.end().0).collect();
+    epoch.commit();
+    let frame = PAGE_SIZE as usize;
+    let frames = before.chunks(frame).zip(after.chunks(frame)).zip(0u64..);
+    let changed: Vec<u64> = frames.filter(|((b, a), _)| b != a).map(|(_, i)| i).collect();
+    assert!(!changed.is_empty(), "the device has written at least to the used ring");
+    for gfn in &changed {
+        assert!(marked.contains(gfn), "{} was written and not marked", Gfn(*gfn).0);
+    }
+    driver.transport.resume();
+    changed
 }
 
 fn indirect_chains_are_chains(subject: &Subject<'_>) {
@@ -312,11 +327,7 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
         assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0, "{what}");
         // A stopped device does nothing, can be paused, and saved.
         driver.kick(q);
-        driver.quiesce();
-        let state = driver.transport.save().unwrap();
-        let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
-        other.restore(state.clone()).unwrap();
-        assert_eq!(other.save().unwrap(), state, "{what}");
+        moves_as_it_is(&driver, subject, what);
         driver.transport.resume();
         driver.start(!0);
         answers(&mut driver, subject, 100 + i as u64);
@@ -331,6 +342,48 @@ impl Drop for Ending<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
+}
+
+fn a_stopped_device_is_not_started(subject: &Subject<'_>) {
+    let mut driver = Driver::new((subject.make)());
+    driver.negotiate(!0);
+    driver.kick(1000);
+    driver.wait_stopped("a queue that does not exist");
+    driver.set_up_queues();
+    driver.write(VIRTIO_MMIO_STATUS, 15);
+    post(&mut driver, subject, 0);
+    driver.kick(subject.queue);
+    moves_as_it_is(&driver, subject, "started without a reset");
+    driver.transport.resume();
+    driver.quiesce();
+    assert!(!driver.has_used(subject.queue), "it works for a driver that it has asked for a reset");
+    driver.transport.resume();
+    driver.start(!0);
+    answers(&mut driver, subject, 1);
+}
+
+fn a_driver_that_asked_for_too_much_is_moved(subject: &Subject<'_>) {
+    let driver = Driver::new((subject.make)());
+    driver.write(VIRTIO_MMIO_STATUS, 3);
+    for select in [0, 1] {
+        driver.write(VIRTIO_MMIO_DRIVER_FEATURES_SEL, select);
+        driver.write(VIRTIO_MMIO_DRIVER_FEATURES, !0);
+    }
+    moves_as_it_is(&driver, subject, "asked for too much");
+    driver.transport.resume();
+    driver.write(VIRTIO_MMIO_STATUS, 11);
+    assert_eq!(driver.read(VIRTIO_MMIO_STATUS), 3, "which it does not get");
+    moves_as_it_is(&driver, subject, "refused what it asked for");
+}
+
+/// Whatever state its driver has brought it to, it is saved, restored, and saved again the same.
+fn moves_as_it_is(driver: &Driver, subject: &Subject<'_>, what: &str) {
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    let other = Transport::spawn("o", (subject.make)(), driver.memory.ram().clone()).unwrap();
+    let restored = other.restore(state.clone());
+    assert_eq!(restored, Ok(()), "{what}");
+    assert_eq!(other.save().unwrap(), state, "{what}");
 }
 
 fn rings_that_change_while_they_are_read_do_no_harm(subject: &Subject<'_>) {

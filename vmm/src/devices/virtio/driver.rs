@@ -140,7 +140,7 @@ impl Driver {
     }
 
     pub(crate) fn write(&self, register: u32, value: u32) {
-        self.transport.write(register.into(), &value.to_le_bytes());
+        self.transport.write_and_wait(register.into(), &value.to_le_bytes());
     }
 
     pub(crate) fn queue_count(&self) -> usize {
@@ -277,6 +277,11 @@ impl Driver {
         let [id, len]: [u32; 2] = self.memory.ram().read_obj(entry).unwrap();
         self.queues[queue].used = used.wrapping_add(1);
         Some((id as u16, len))
+    }
+
+    /// Whether the device has given back a chain that nobody has waited for.
+    pub(crate) fn has_used(&mut self, queue: usize) -> bool {
+        self.take_used(queue).is_some()
     }
 
     /// Posts, notifies and waits.

@@ -1,12 +1,13 @@
 //! What vCPUs see of a device: its registers, its configuration space and its notifications, without
 //! whatever does the work behind them.
 //!
-//! What a write sets in motion is told to a function that the caller gives, and done when that returns.
+//! What a write sets in motion is told to a function that the caller gives, in the order of the writes; no
+//! read waits for it. A reset that is under way shows in the status, which is not 0 before it is done.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use virtio_bindings::virtio_config::VIRTIO_CONFIG_S_NEEDS_RESET;
+use virtio_bindings::virtio_config::{VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_NEEDS_RESET};
 use virtio_bindings::virtio_mmio::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -61,8 +62,11 @@ impl Front {
             (VIRTIO_MMIO_CONFIG_GENERATION, 4) => self.shared.config_generation(),
             (VIRTIO_MMIO_STATUS, 4) => {
                 let stopped = self.shared.needs_reset();
+                let resetting = self.shared.is_resetting();
                 let status = self.registers().read(VIRTIO_MMIO_STATUS);
-                status | if stopped { VIRTIO_CONFIG_S_NEEDS_RESET } else { 0 }
+                status
+                    | if stopped { VIRTIO_CONFIG_S_NEEDS_RESET } else { 0 }
+                    | if resetting { VIRTIO_CONFIG_S_ACKNOWLEDGE } else { 0 }
             }
             (register, 4) => self.registers().read(register),
             _ => 0,
@@ -74,7 +78,7 @@ impl Front {
     }
 
     /// A vCPU's write at `offset` of the device's registers. One at a time: `tell` is called while
-    /// the registers are locked.
+    /// the registers are locked, so it does not wait.
     pub(super) fn write(&self, offset: u64, data: &[u8], tell: impl FnOnce(Written)) {
         debug_assert!(offset < REGISTERS_LEN);
         if offset >= u64::from(VIRTIO_MMIO_CONFIG) {
@@ -92,7 +96,7 @@ impl Front {
             register => {
                 let mut registers = self.registers();
                 let effect = registers.write(register, value);
-                put_into_effect(&mut registers, effect, tell);
+                self.put_into_effect(&mut registers, effect, tell);
             }
         }
     }
@@ -148,26 +152,32 @@ impl Front {
         self.shared.restore(state.interrupt_status, state.needs_reset, state.config_generation);
         Ok(())
     }
-}
 
-fn put_into_effect(registers: &mut Registers, effect: Effect, tell: impl FnOnce(Written)) {
-    match effect {
-        Effect::Nothing => {}
-        Effect::Reset => {
-            tell(Written::Reset);
-            registers.reset();
-        }
-        Effect::Activate => {
-            let state = registers.state();
-            tell(Written::Activate(state.driver_features, ready_rings(state)));
-        }
-        Effect::StartQueue(queue) => {
-            if let Some(q) = registers.state().queues.get(queue) {
-                tell(Written::StartQueue((queue, q.setup)));
+    fn put_into_effect(
+        &self,
+        registers: &mut Registers,
+        effect: Effect,
+        tell: impl FnOnce(Written),
+    ) {
+        match effect {
+            Effect::Nothing => {}
+            Effect::Reset => {
+                registers.reset();
+                self.shared.begin_reset();
+                tell(Written::Reset);
             }
+            Effect::Activate => {
+                let state = registers.state();
+                tell(Written::Activate(state.driver_features, ready_rings(state)));
+            }
+            Effect::StartQueue(queue) => {
+                if let Some(q) = registers.state().queues.get(queue) {
+                    tell(Written::StartQueue((queue, q.setup)));
+                }
+            }
+            Effect::StopQueue(queue) => tell(Written::StopQueue(queue)),
+            Effect::Violation(why) => tell(Written::Stop(Violation::Registers(why))),
         }
-        Effect::StopQueue(queue) => tell(Written::StopQueue(queue)),
-        Effect::Violation(why) => tell(Written::Stop(Violation::Registers(why))),
     }
 }
 

@@ -3,7 +3,7 @@
 //! ```text
 //!            vCPU threads                          the device's thread, `virtio-<id>`
 //!  registers ----------> Transport --Command--> Worker -----> Device, its Rings
-//!                            |     <--reply---     |  ^            |
+//!                            |     <--Done----     |  ^            |
 //!                            +------ Shared -------+  |            v
 //!  QueueNotify ~~ ioeventfd ~~~~~~~~~~~~~~~~~~~~~~~~~~+       guest memory
 //!  interrupt   <~ irqfd ~~~~~~~~~ Shared
@@ -19,8 +19,11 @@ mod chain;
 #[cfg(test)]
 pub(crate) mod conformance;
 mod device;
+mod done;
 #[cfg(test)]
 pub(crate) mod driver;
+#[cfg(test)]
+pub(crate) mod fake;
 mod front;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod inline;
@@ -34,6 +37,7 @@ mod worker;
 
 pub(crate) use chain::{Buffer, Buffers, Chain};
 pub(crate) use device::{Device, Io, Kind, Stall};
+pub(crate) use done::Done;
 pub(crate) use ring::{Ring, Violation};
 pub(crate) use shared::Shared;
 pub(crate) use state::{VirtioState, decode_state, encode_state};

@@ -276,6 +276,12 @@ impl Ring {
         }
     }
 
+    /// Ends the turn although there may be chains that could be taken: the device is called again for
+    /// this queue, after others have had their turn.
+    pub(crate) fn yield_turn(&mut self) {
+        self.more = true;
+    }
+
     /// Undoes the last [`pop`](Self::pop).
     pub(crate) fn unpop(&mut self) {
         self.queue.go_to_previous_position();

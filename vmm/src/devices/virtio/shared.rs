@@ -17,6 +17,8 @@ pub(crate) struct Shared {
     /// Raises the interrupt.
     line: EventFd,
     needs_reset: AtomicBool,
+    /// Resets that the driver has begun and the thread has not done.
+    resets: AtomicU32,
     config: Mutex<ConfigSpace>,
 }
 
@@ -32,6 +34,7 @@ impl Shared {
             interrupt_status: AtomicU32::new(0),
             line: EventFd::new(EFD_NONBLOCK)?,
             needs_reset: AtomicBool::new(false),
+            resets: AtomicU32::new(0),
             config: Mutex::new(ConfigSpace { generation: 0, bytes: config }),
         })
     }
@@ -76,10 +79,21 @@ impl Shared {
         self.interrupt_config();
     }
 
-    /// As after a reset; the configuration space stays.
-    pub(super) fn reset(&self) {
+    /// The driver resets the device: the thread will.
+    pub(super) fn begin_reset(&self) {
+        self.resets.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Whether a reset is under way.
+    pub(super) fn is_resetting(&self) -> bool {
+        self.resets.load(Ordering::SeqCst) > 0
+    }
+
+    /// As after a reset, which was begun; the configuration space stays.
+    pub(super) fn end_reset(&self) {
         self.needs_reset.store(false, Ordering::SeqCst);
         self.interrupt_status.store(0, Ordering::SeqCst);
+        self.resets.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Puts saved values in place, without an interrupt.

@@ -1,7 +1,8 @@
 //! A device as the machine sees it: its registers for the vCPUs, its thread for the supervisor.
 //!
-//! vCPUs write registers one at a time; what a write sets in motion on the device's thread is done
-//! when the write returns. The device's thread waits for no vCPU, so nothing here can deadlock.
+//! vCPUs write registers one at a time; what a write sets in motion on the device's thread takes as long as
+//! the device's backend does. A vCPU goes on with its guest once that is done, and is open to other
+//! commands until then; so nothing here waits for a driver's writes.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -14,7 +15,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;
 use super::worker::{Command, Worker, Written};
-use super::{Device, VirtioState};
+use super::{Device, Done, VirtioState};
 use crate::sandbox;
 
 /// How long a machine that ends waits for a device whose backend is stuck.
@@ -115,20 +116,31 @@ impl Transport {
         self.ask(command).unwrap_or_else(|| Err(format!("{}'s thread has ended", self.label())))
     }
 
-    /// Tells the thread what the driver wrote, and waits until that is done. A thread that has
-    /// ended does nothing more for its driver.
-    fn tell(&self, written: Written) {
-        self.ask(|reply| Command::Driver(written, reply));
-    }
-
     /// A vCPU's read at `offset` of the device's registers.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         self.front.read(offset, data);
     }
 
-    /// A vCPU's write at `offset` of the device's registers.
-    pub(crate) fn write(&self, offset: u64, data: &[u8]) {
-        self.front.write(offset, data, |written| self.tell(written));
+    /// A vCPU's write at `offset` of the device's registers. Whether it has set something in motion: then
+    /// what `done` gives says when that is done.
+    pub(crate) fn write(&self, offset: u64, data: &[u8], done: impl FnOnce() -> Done) -> bool {
+        let mut told = false;
+        self.front.write(offset, data, |written: Written| {
+            told = true;
+            // A thread that has ended drops it: it does nothing more for its driver.
+            self.thread.tell(Command::Driver(written, done()));
+        });
+        told
+    }
+
+    /// As [`write`](Self::write), done when it returns.
+    #[cfg(test)]
+    pub(crate) fn write_and_wait(&self, offset: u64, data: &[u8]) {
+        let (done, wait) = mpsc::channel::<()>();
+        if self.write(offset, data, || Done::new(move || drop(done))) {
+            // It ends with the sender.
+            let _ = wait.recv();
+        }
     }
 
     /// Begins to bring the device to a stand; the receiver says when it has come to one, or at

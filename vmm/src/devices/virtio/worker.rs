@@ -23,7 +23,7 @@ use super::device::Stall;
 use super::front::Front;
 use super::ring::{RingPosition, RingSetup};
 use super::watcher::Event;
-use super::{Device, Io, Ring, Shared, Violation, Watcher};
+use super::{Device, Done, Io, Ring, Shared, Violation, Watcher};
 
 /// A queue that a driver has made ready, by its number.
 pub(super) type ReadyRing = (usize, RingSetup);
@@ -31,7 +31,7 @@ pub(super) type ReadyRing = (usize, RingSetup);
 /// What a device's thread is told. Answers come once it is done.
 pub(super) enum Command {
     /// The driver wrote to registers.
-    Driver(Written, Sender<()>),
+    Driver(Written, Done),
     /// Come to a stand, until this moment; the error says why not.
     Quiesce(Instant, Sender<Result<(), String>>),
     Resume,
@@ -218,9 +218,9 @@ impl Worker {
 
     fn obey(&mut self, command: Command) -> bool {
         match command {
-            Command::Driver(written, reply) => {
+            Command::Driver(written, done) => {
                 self.obey_driver(written);
-                answer(&reply, ());
+                drop(done);
             }
             Command::Quiesce(deadline, reply) => answer(&reply, self.quiesce(deadline)),
             Command::Resume => self.resume(),
@@ -235,6 +235,8 @@ impl Worker {
 
     pub(super) fn obey_driver(&mut self, written: Written) {
         match written {
+            // Not before a reset: a device that was stopped would work, and be saved as one that does not.
+            Written::Activate(..) | Written::StartQueue(_) if self.shared.needs_reset() => {}
             Written::Activate(features, rings) => self.activate(features, &rings),
             Written::StartQueue(ring) => self.start_queue(ring),
             Written::StopQueue(queue) => self.stop_queue(queue),
@@ -346,7 +348,7 @@ impl Worker {
         });
         self.features = 0;
         self.shared.put_config(self.device.config_space());
-        self.shared.reset();
+        self.shared.end_reset();
     }
 
     /// The driver broke the rules: nothing more is done for it until it resets the device.

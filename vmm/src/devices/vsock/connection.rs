@@ -4,6 +4,9 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::packet::{HOST_CID, Header, NO_RECEIVE, NO_SEND, STREAM, op};
 
@@ -11,6 +14,8 @@ use super::packet::{HOST_CID, Header, NO_RECEIVE, NO_SEND, STREAM, op};
 pub(super) const ROOM: u32 = 64 << 10;
 /// Bytes that have left that room before the guest is told.
 const TELL_AFTER: u32 = ROOM / 4;
+/// How long the guest has to answer a request, and to let go of a connection whose program is gone.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The ports of a connection, which are its name.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -60,6 +65,10 @@ pub(super) struct Connection {
     due: Due,
     /// It waits for its turn to send to the guest.
     pub(super) queued: bool,
+    /// The deadline that the device has noted.
+    pub(super) noted: Option<Instant>,
+    /// When the device's patience with the guest ends, if it waits for it.
+    deadline: Option<Instant>,
     /// The stream may have something to read.
     readable: bool,
     /// The other side of the stream is gone altogether.
@@ -98,6 +107,8 @@ impl Connection {
             phase,
             due,
             queued: false,
+            noted: None,
+            deadline: None,
             readable: true,
             hung_up: false,
             backlog: VecDeque::new(),
@@ -115,7 +126,8 @@ impl Connection {
     /// One that a program of the host asks for, over `stream`.
     pub(super) fn to_guest(ports: Ports, guest_cid: u32, stream: UnixStream) -> Self {
         let due = Due { request: true, ..Due::default() };
-        Self::new(ports, guest_cid, stream, Phase::Requested, due)
+        let deadline = Some(Instant::now() + PATIENCE);
+        Self { deadline, ..Self::new(ports, guest_cid, stream, Phase::Requested, due) }
     }
 
     /// One that the guest asks for with `header`, over `stream`, which leads where it wants to.
@@ -146,6 +158,7 @@ impl Connection {
             (op::RST, _) => return Fate::Gone,
             (op::RESPONSE, Phase::Requested) => {
                 self.phase = Phase::Open;
+                self.deadline = None;
                 let greeting = format!("OK {}\n", self.ports.host);
                 // A new stream has room for a line.
                 if self.stream.write_all(greeting.as_bytes()).is_err() {
@@ -224,6 +237,9 @@ impl Connection {
         if self.host_shut | flags != self.host_shut {
             self.host_shut |= flags;
             self.due.shutdown = true;
+            if self.host_shut == NO_SEND | NO_RECEIVE {
+                self.deadline = Some(Instant::now() + PATIENCE);
+            }
         }
     }
 
@@ -233,8 +249,31 @@ impl Connection {
         self.hung_up |= hung_up;
         if self.phase == Phase::Open {
             self.flush();
+            // Nothing will be read any more that would tell.
+            let all_read = self.host_shut & NO_SEND != 0 || self.guest_shut & NO_RECEIVE != 0;
+            if self.hung_up && all_read {
+                self.shut(NO_SEND | NO_RECEIVE);
+            }
         }
         self.fate()
+    }
+
+    /// Whether the other side of the stream is gone altogether, asked of the system.
+    pub(super) fn is_hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(&self.stream, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut fds, Some(&now)).is_ok()
+            && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
+    /// When the guest is to have done what the device waits for, if it does.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Gives the guest its time once more: it did not run.
+    pub(super) fn wait_anew(&mut self) {
+        self.deadline = self.deadline.map(|_| Instant::now() + PATIENCE);
     }
 
     /// Whether there may be something for the guest.

@@ -20,6 +20,10 @@ const MOST: usize = 32;
 pub struct VsockError(#[from] pub(super) SocketError);
 
 impl VsockError {
+    pub(super) fn system(path: &Path, cause: io::Error) -> Self {
+        Self(SocketError::System { path: path.to_owned(), cause })
+    }
+
     /// Somebody listens there already.
     pub(super) fn is_in_use(&self) -> bool {
         matches!(self.0, SocketError::InUse(_))
@@ -46,11 +50,21 @@ impl Door {
         &self.listener
     }
 
-    /// The next program that wants something.
-    pub(super) fn accept(&self) -> Option<UnixStream> {
-        let (stream, _) = self.listener.accept().ok()?;
-        stream.set_nonblocking(true).ok()?;
-        Some(stream)
+    /// The next program that wants something. An error is the system's: it has no room for one more.
+    pub(super) fn accept(&self) -> io::Result<Option<UnixStream>> {
+        loop {
+            return match self.listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(true)?;
+                    Ok(Some(stream))
+                }
+                Err(e) => match e.kind() {
+                    io::ErrorKind::WouldBlock => Ok(None),
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ => Err(e),
+                },
+            };
+        }
     }
 }
 

@@ -12,6 +12,7 @@
 mod connection;
 mod host;
 mod packet;
+mod patience;
 #[cfg(test)]
 mod tests;
 
@@ -28,17 +29,17 @@ use self::connection::{Connection, Fate, Ports};
 pub use self::host::VsockError;
 use self::host::{Door, Greeting};
 use self::packet::{HEADER, HOST_CID, Header, STREAM, op};
+use self::patience::most_connections;
 use super::opener::Opener;
+use super::timer::Timer;
 use super::virtio::{Chain, Device, Io, Kind, Stall, Violation, Watcher};
 use crate::config::VsockConfig;
+use crate::limits;
 
 const QUEUE_SIZE: u16 = 256;
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
-/// Connections at most: a process has 1,024 open files unless told otherwise, and a guest must leave
-/// some for checkpoints and migrations.
-const MAX_CONNECTIONS: usize = 512;
 /// Programs that have not yet said what they want; beyond that the first of them gives way.
 const MAX_CALLERS: usize = 64;
 /// Refusals that wait for room in the guest, after which no more packets are taken.
@@ -47,6 +48,8 @@ const MAX_REFUSALS: usize = 256;
 const MAX_DATA: usize = 64 << 10;
 /// Where programs knock; tokens above are those of streams.
 const DOOR: u32 = 0;
+const TIMER: u32 = 1;
+const FIRST_STREAM: u32 = 2;
 /// The first port that the host's end of a connection gets.
 const FIRST_PORT: u32 = 1 << 30;
 /// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`.
@@ -59,12 +62,22 @@ pub(super) struct Vsock {
     /// While this host has the guest.
     door: Option<Door>,
     door_watched: bool,
+    /// When programs are let in again: the system had no room for one.
+    door_retry: Option<Instant>,
     /// A driver is ready.
     active: bool,
     /// By their tokens.
     connections: HashMap<u32, Connection>,
+    /// How many there may be.
+    most: usize,
     tokens: HashMap<Ports, u32>,
     callers: VecDeque<(u32, UnixStream)>,
+    /// Connections that wait for the guest, and until when, in the order of that. Some have got what they
+    /// waited for, or gone.
+    deadlines: VecDeque<(Instant, u32)>,
+    timer: Timer,
+    /// The timer's time will come.
+    timer_set: bool,
     next_token: u32,
     next_port: u32,
     refusals: VecDeque<Header>,
@@ -93,43 +106,40 @@ impl Vsock {
             Err(e) if e.is_in_use() => {}
             Err(e) => return Err(e),
         }
-        Ok(Self::new(config, opener))
+        Self::new(config, opener).map_err(|cause| VsockError::system(&config.uds, cause))
     }
 
     /// As [`open`](Self::open), without a look at the socket.
-    pub(super) fn new(config: &VsockConfig, opener: &Opener) -> Self {
-        Self {
+    pub(super) fn new(config: &VsockConfig, opener: &Opener) -> io::Result<Self> {
+        Ok(Self {
             config: config.clone(),
             opener: opener.clone(),
             door: None,
             door_watched: false,
+            door_retry: None,
             active: false,
             connections: HashMap::new(),
+            most: most_connections(limits::open_files()),
             tokens: HashMap::new(),
             callers: VecDeque::new(),
-            next_token: DOOR + 1,
+            deadlines: VecDeque::new(),
+            timer: Timer::new()?,
+            timer_set: false,
+            next_token: FIRST_STREAM,
             next_port: FIRST_PORT,
             refusals: VecDeque::new(),
             turns: VecDeque::new(),
             stalled: false,
             buffer: vec![0; MAX_DATA].into(),
             state: VsockState::default(),
-        }
-    }
-
-    fn watch_door(&mut self, watcher: &Watcher) -> io::Result<()> {
-        if let Some(door) = self.door.as_ref().filter(|_| !self.door_watched) {
-            watcher.watch(door.listener(), EventSet::IN, DOOR)?;
-            self.door_watched = true;
-        }
-        Ok(())
+        })
     }
 
     /// A token for a stream, which is watched with it from now on.
     fn watch(&mut self, stream: &UnixStream, watcher: &Watcher) -> io::Result<u32> {
         let token = self.next_token;
         // After four thousand million streams the first ones are gone, but for one that is older.
-        self.next_token = token.checked_add(1).unwrap_or(DOOR + 1);
+        self.next_token = token.checked_add(1).unwrap_or(FIRST_STREAM);
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
         watcher.watch(stream, events | EventSet::EDGE_TRIGGERED, token)?;
         Ok(token)
@@ -142,10 +152,14 @@ impl Vsock {
     }
 
     fn queue_turn(&mut self, token: u32) {
-        if let Some(connection) = self.connections.get_mut(&token)
-            && connection.wants_turn()
-            && !std::mem::replace(&mut connection.queued, true)
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        if let Some(deadline) = connection.deadline()
+            && connection.noted != Some(deadline)
         {
+            connection.noted = Some(deadline);
+            self.deadlines.push_back((deadline, token));
+        }
+        if connection.wants_turn() && !std::mem::replace(&mut connection.queued, true) {
             self.turns.push_back(token);
         }
     }
@@ -186,6 +200,7 @@ impl Vsock {
         self.callers.clear();
         self.refusals.clear();
         self.turns.clear();
+        self.deadlines.clear();
         self.stalled = false;
     }
 
@@ -241,7 +256,7 @@ impl Vsock {
 
     /// The guest wants to be connected to a program of the host.
     fn connect(&mut self, ports: Ports, header: &Header, watcher: &Watcher) {
-        let connected = match self.connections.len() < MAX_CONNECTIONS {
+        let connected = match self.connections.len() < self.most {
             true => host::connect(&self.config.uds, ports.host, &self.opener),
             false => Err(io::Error::other("there are too many connections")),
         };
@@ -258,20 +273,6 @@ impl Vsock {
         }
     }
 
-    /// Lets in programs that want to be connected.
-    fn let_in(&mut self, watcher: &Watcher) {
-        // As many as may wait: a program that comes in a loop does not hold up the rest.
-        for _ in 0..MAX_CALLERS {
-            let Some(stream) = self.door.as_ref().and_then(Door::accept) else { return };
-            if self.callers.len() >= MAX_CALLERS {
-                self.callers.pop_front();
-            }
-            if let Ok(token) = self.watch(&stream, watcher) {
-                self.callers.push_back((token, stream));
-            }
-        }
-    }
-
     /// A program that was let in has said something, or gone.
     fn hear(&mut self, token: u32) {
         let Some(at) = self.callers.iter().position(|(of, _)| *of == token) else { return };
@@ -284,7 +285,7 @@ impl Vsock {
         let Some((_, stream)) = self.callers.remove(at) else { return };
         if let Greeting::Connect(port) = said
             && self.active
-            && self.connections.len() < MAX_CONNECTIONS
+            && self.connections.len() < self.most
         {
             let ports = Ports { guest: port, host: self.free_port(port) };
             self.insert(token, Connection::to_guest(ports, self.config.cid, stream));
@@ -316,9 +317,11 @@ impl Vsock {
         let Some(ring) = io.rings.get_mut(RECEIVE) else { return Ok(()) };
         while !self.refusals.is_empty() || !self.turns.is_empty() {
             let Some(chain) = ring.pop(io.ram)? else { return Ok(()) };
-            let Some(room) = (chain.writable.len() as usize).checked_sub(HEADER) else {
+            let room = (chain.writable.len() as usize).checked_sub(HEADER);
+            // Of one without room for data there could be any number, and data would never go.
+            let Some(room) = room.filter(|room| *room > 0) else {
                 let why = format!(
-                    "the buffer from {} has room for {} bytes, less than a packet's header",
+                    "the buffer from {} has room for {} bytes, no more than a packet's header",
                     chain.head,
                     chain.writable.len()
                 );
@@ -341,7 +344,9 @@ impl Vsock {
         if let Some(header) = self.refusals.pop_front() {
             return Some(header);
         }
-        while let Some(token) = self.turns.pop_front() {
+        // One look at each: one that says nothing now waits behind the others.
+        for _ in 0..self.turns.len() {
+            let Some(token) = self.turns.pop_front() else { break };
             let Some(connection) = self.connections.get_mut(&token) else { continue };
             connection.queued = false;
             let packet = connection.next_packet(&mut self.buffer[..room]);
@@ -392,6 +397,7 @@ impl Device for Vsock {
     fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        watcher.watch(&self.timer, EventSet::IN, TIMER)?;
         self.watch_door(watcher)
     }
 
@@ -411,7 +417,9 @@ impl Device for Vsock {
             EVENT => self.tell_reset(io)?,
             _ => {}
         }
-        self.give(io)
+        let given = self.give(io);
+        self.set_timer();
+        given
     }
 
     fn backend_ready(
@@ -420,18 +428,18 @@ impl Device for Vsock {
         events: EventSet,
         io: &mut Io<'_>,
     ) -> Result<(), Violation> {
-        if token == DOOR {
-            self.let_in(io.watcher);
-            return Ok(());
-        }
-        match self.connections.contains_key(&token) {
-            true => {
+        match token {
+            DOOR => self.let_in(io.watcher),
+            TIMER => self.tick(io.watcher),
+            stream if self.connections.contains_key(&stream) => {
                 let gone = events.intersects(EventSet::HANG_UP | EventSet::ERROR);
-                self.stream_ready(token, gone);
+                self.stream_ready(stream, gone);
             }
-            false => self.hear(token),
+            caller => self.hear(caller),
         }
-        if self.active { self.give(io) } else { Ok(()) }
+        let given = if self.active { self.give(io) } else { Ok(()) };
+        self.set_timer();
+        given
     }
 
     fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
@@ -440,14 +448,18 @@ impl Device for Vsock {
     }
 
     fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
-        if let Err(e) = self.watch_door(io.watcher) {
-            tracing::error!("the vsock's unix socket cannot be watched: {e}");
-        }
+        self.try_watch_door(io.watcher);
+        self.deadlines.clear();
         // Edges that came while the device stood may have gone unseen.
         let tokens: Vec<u32> = self.connections.keys().copied().collect();
         for token in tokens {
-            self.stream_ready(token, false);
+            let Some(connection) = self.connections.get_mut(&token) else { continue };
+            connection.wait_anew();
+            let gone = connection.is_hung_up();
+            self.stream_ready(token, gone);
         }
+        // The order of the new deadlines is that of the old ones, which does not matter.
+        self.set_timer();
         let callers: Vec<u32> = self.callers.iter().map(|(token, _)| *token).collect();
         callers.into_iter().for_each(|token| self.hear(token));
         self.state.reset_due |= moved && self.active;
@@ -472,14 +484,14 @@ impl Device for Vsock {
         if self.door.is_none() {
             let door = Door::open(&self.config.uds, &self.opener);
             self.door = Some(door.map_err(|e| e.to_string())?);
-            self.door_watched = false;
+            (self.door_watched, self.door_retry) = (false, None);
         }
         Ok(())
     }
 
     fn release(&mut self) -> Result<(), String> {
         // Connections stay: should the guest go on here, so do they.
-        self.door = None;
+        (self.door, self.door_retry) = (None, None);
         self.callers.clear();
         Ok(())
     }

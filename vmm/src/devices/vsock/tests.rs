@@ -14,7 +14,7 @@ use super::packet::{NO_RECEIVE, NO_SEND};
 use super::*;
 use crate::devices::virtio::Transport;
 use crate::devices::virtio::conformance::{self, Subject};
-use crate::devices::virtio::driver::Driver;
+use crate::devices::virtio::driver::{Driver, Piece};
 
 const CID: u32 = 42;
 const GUEST_PORT: u32 = 1000;
@@ -157,6 +157,178 @@ fn it_keeps_the_laws_of_devices() {
             vec![driver.given(&header.as_bytes()[..30]), driver.given(&header.as_bytes()[30..])]
         },
     });
+}
+
+#[test]
+fn it_keeps_the_laws_of_devices_receiving() {
+    let place = Place::new();
+    conformance::check(&Subject {
+        make: &|| Box::new(place.vsock()),
+        queue: RECEIVE,
+        // What a packet about nothing brings about: a refusal, which goes there.
+        request: &|driver, n| {
+            let header = Guest::packet(op::RW, Ports { guest: n as u32, host: 1 });
+            let packet = driver.given(header.as_bytes());
+            driver.post(TRANSMIT, &[packet]);
+            driver.kick(TRANSMIT);
+            vec![driver.wanted(20), driver.wanted(100)]
+        },
+    });
+}
+
+#[test]
+fn all_that_it_gives_the_guest_is_marked() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (_, mut program) = guest.connect(&listener, 52);
+    let bytes = pattern(5, 9000);
+    let mut rooms = Vec::new();
+    let frames = conformance::writes_are_marked(&mut guest.driver, |driver| {
+        program.write_all(&bytes).unwrap();
+        rooms.extend([2000, 8000].map(|len| driver.wanted(HEADER as u32 + len)));
+        rooms.iter().map(|room| (RECEIVE, driver.post(RECEIVE, &[*room]))).collect()
+    });
+    let data: Vec<u8> =
+        rooms.iter().flat_map(|room| guest.driver.bytes(*room)[HEADER..].to_vec()).collect();
+    assert_eq!(data[..9000], bytes);
+    for room in &rooms {
+        assert!(frames.contains(&(room.addr / 4096)), "a header and data");
+    }
+    assert!(frames.contains(&(rooms[1].addr / 4096 + 1)), "data alone");
+    // An event.
+    guest.driver.quiesce();
+    let state = guest.driver.transport.save().unwrap();
+    let ram = guest.driver.memory.ram().clone();
+    let moved = Transport::spawn("moved", Box::new(place.vsock()), ram).unwrap();
+    moved.restore(state).unwrap();
+    guest.driver = guest.driver.moved_to(moved);
+    let mut event = None;
+    let frames = conformance::writes_are_marked(&mut guest.driver, |driver| {
+        // Not the zeros that an event is.
+        let room = driver.given(&[0xff; 4]);
+        event = Some(room.addr);
+        vec![(EVENT, driver.post(EVENT, &[Piece { writable: true, ..room }]))]
+    });
+    assert!(frames.contains(&(event.unwrap() / 4096)));
+}
+
+#[test]
+fn buffers_without_room_for_data_stop_the_device() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (_ports, mut program) = guest.connect(&listener, 52);
+    program.write_all(b"there is something to read").unwrap();
+    for _ in 0..4 {
+        let room = guest.driver.wanted(HEADER as u32);
+        guest.driver.post(RECEIVE, &[room]);
+    }
+    guest.driver.kick(RECEIVE);
+    guest.driver.wait_stopped("no room for data");
+}
+
+#[test]
+fn a_guest_that_does_not_answer_is_waited_for_so_long_and_no_longer() {
+    let place = Place::new();
+    let mut guest = place.guest();
+    let began = Instant::now();
+    let mut program = place.call(9000);
+    let (header, _) = guest.next();
+    assert_eq!(header.op.get(), op::REQUEST);
+    let ports = Ports { guest: 9000, host: header.src_port.get() };
+    // It says nothing to a request.
+    assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
+    assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
+    guest.expect(op::RST, ports);
+    // Nor when the program is gone that it has spoken to, which had said before that it sends no more.
+    let listener = place.listen(52);
+    let (ports, program) = guest.connect(&listener, 52);
+    program.shutdown(Shutdown::Write).unwrap();
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_eq!(header.flags.get(), NO_SEND);
+    std::thread::sleep(Duration::from_millis(2500));
+    guest.send(op::CREDIT_REQUEST, ports, &[]);
+    guest.expect(op::CREDIT_UPDATE, ports);
+    let began = Instant::now();
+    drop(program);
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_eq!(header.flags.get(), NO_SEND | NO_RECEIVE);
+    guest.expect(op::RST, ports);
+    assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_program_that_goes_during_a_pause_is_missed() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (ports, program) = guest.connect(&listener, 52);
+    program.shutdown(Shutdown::Write).unwrap();
+    guest.expect(op::SHUTDOWN, ports);
+    guest.driver.quiesce();
+    drop(program);
+    std::thread::sleep(Duration::from_millis(20));
+    guest.driver.transport.resume();
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_eq!(header.flags.get(), NO_SEND | NO_RECEIVE);
+}
+
+#[test]
+fn connections_leave_files_for_the_rest_of_the_process() {
+    let most = [0, 256, 300, 1024, 4096, u64::MAX].map(most_connections);
+    assert_eq!(most, [16, 16, 44, 768, 1024, 1024]);
+}
+
+/// Milliseconds that this process's threads have used of the processor. It needs a file to read that.
+fn cpu_ms() -> u64 {
+    let used = |task: std::io::Result<std::fs::DirEntry>| {
+        let stat = std::fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
+        stat.split(' ').next().unwrap().parse::<u64>().unwrap() / 1_000_000
+    };
+    std::fs::read_dir("/proc/self/task").unwrap().map(used).sum()
+}
+
+#[test]
+fn a_process_without_a_file_left_waits_and_does_not_spin() {
+    const TEST: &str = "a_process_without_a_file_left_waits_and_does_not_spin";
+    // In a process of its own: it leaves no file for other tests.
+    if std::env::var_os("NO_FILES_LEFT").is_none() {
+        let me = std::env::current_exe().unwrap();
+        let name = format!("devices::vsock::tests::{TEST}");
+        let out = std::process::Command::new(me)
+            .args(["--exact", &name, "--nocapture"])
+            .env("NO_FILES_LEFT", "1")
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
+        return;
+    }
+    let place = Place::new();
+    let mut guest = place.guest();
+    let mut program = rustix::net::socket(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::STREAM,
+        None,
+    )
+    .map(UnixStream::from)
+    .unwrap();
+    let limit = rustix::process::Rlimit { current: Some(64), maximum: Some(64) };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+    let mut files = Vec::new();
+    while let Ok(file) = std::fs::File::open("/dev/null") {
+        files.push(file);
+    }
+    let door = rustix::net::SocketAddrUnix::new(place.uds()).unwrap();
+    rustix::net::connect(&program, &door).unwrap();
+    program.write_all(b"CONNECT 7\n").unwrap();
+    std::thread::sleep(Duration::from_millis(2500));
+    drop(files);
+    let used = cpu_ms();
+    assert!(used < 1000, "{used} ms of 2,500");
+    let (header, _) = guest.next();
+    assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 7));
 }
 
 #[test]

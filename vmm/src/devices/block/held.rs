@@ -1,0 +1,99 @@
+//! An engine for tests that does nothing: what it is given is held until somebody lets it go.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::engine::Operation;
+
+/// The engine, and the handle of whoever holds it.
+#[derive(Clone)]
+pub(in crate::devices) struct Held {
+    announcer: Arc<EventFd>,
+    inner: Arc<Mutex<Inner>>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// Operations end as soon as they are given, after this long.
+    takes: Option<Duration>,
+    let_go: bool,
+    held: Vec<u64>,
+    /// All that was ever given.
+    given: Vec<Operation>,
+}
+
+impl Held {
+    pub(in crate::devices) fn new() -> Self {
+        let announcer = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        Self { announcer, inner: Arc::default() }
+    }
+
+    /// An engine that does its work at once, and takes its time.
+    pub(super) fn slow(takes: Duration) -> Self {
+        let new = Self::new();
+        new.inner().takes = Some(takes);
+        new
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap()
+    }
+
+    /// All that is held ends, and what comes later, too.
+    pub(in crate::devices) fn let_go(&self) {
+        self.inner().let_go = true;
+        self.announcer.write(1).unwrap();
+    }
+
+    /// How many operations are held.
+    pub(in crate::devices) fn count(&self) -> usize {
+        self.inner().held.len()
+    }
+
+    /// All that was ever given.
+    pub(super) fn given(&self) -> Vec<Operation> {
+        self.inner().given.clone()
+    }
+
+    pub(super) fn announcer(&self) -> &EventFd {
+        &self.announcer
+    }
+
+    pub(super) fn submit(&self, operation: Operation) -> Option<io::Result<()>> {
+        let mut inner = self.inner();
+        let token = operation.token;
+        inner.given.push(operation);
+        if let Some(takes) = inner.takes {
+            drop(inner);
+            std::thread::sleep(takes);
+            return Some(Ok(()));
+        }
+        inner.held.push(token);
+        if inner.let_go {
+            self.announcer.write(1).unwrap();
+        }
+        None
+    }
+
+    pub(super) fn completions(&self) -> Vec<(u64, io::Result<()>)> {
+        let _ = self.announcer.read();
+        let mut inner = self.inner();
+        let ended = if inner.let_go { std::mem::take(&mut inner.held) } else { Vec::new() };
+        ended.into_iter().map(|token| (token, Ok(()))).collect()
+    }
+
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> bool {
+        loop {
+            if self.inner().let_go {
+                return true;
+            }
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! A timer that a device's thread waits for like for any file.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
+
+/// Readable once its time has come. Looking never waits: the time may have been taken back since it was
+/// seen to have come.
+#[derive(Debug)]
+pub(super) struct Timer(OwnedFd);
+
+impl Timer {
+    pub(super) fn new() -> io::Result<Self> {
+        let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
+        Ok(Self(timerfd_create(TimerfdClockId::Monotonic, flags)?))
+    }
+
+    /// Its time comes once, after `wait`; at once is soon.
+    pub(super) fn set(&self, wait: Duration) -> io::Result<()> {
+        self.arm(wait.max(Duration::from_nanos(1)))
+    }
+
+    /// Its time does not come.
+    pub(super) fn clear(&self) -> io::Result<()> {
+        self.arm(Duration::ZERO)
+    }
+
+    fn arm(&self, wait: Duration) -> io::Result<()> {
+        let once = Itimerspec {
+            it_interval: Timespec { tv_sec: 0, tv_nsec: 0 },
+            it_value: Timespec {
+                tv_sec: wait.as_secs().try_into().unwrap_or(i64::MAX),
+                tv_nsec: wait.subsec_nanos().into(),
+            },
+        };
+        timerfd_settime(&self.0, TimerfdTimerFlags::empty(), &once)?;
+        Ok(())
+    }
+
+    /// Whether its time has come since it was set.
+    pub(super) fn take(&self) -> io::Result<bool> {
+        match rustix::io::read(&self.0, &mut [0; 8]) {
+            Ok(_) => Ok(true),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
+impl AsRawFd for Timer {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}

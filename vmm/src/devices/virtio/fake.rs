@@ -1,0 +1,167 @@
+//! A device for tests of those who handle devices: it has one queue, which it never looks at, and does as a
+//! script says.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use checkpoint::GuestRam;
+use vmm_sys_util::epoll::EventSet;
+
+use super::{Device, Io, Kind, Stall, Transport, Violation, Watcher};
+
+/// What the device does, and has done. A flag each, to be changed at any time.
+#[derive(Debug, Default)]
+pub(crate) struct Script {
+    /// A request is under way, and does not end.
+    pub(crate) busy: AtomicBool,
+    /// A reset waits for the end of that.
+    pub(crate) resetting: AtomicBool,
+    /// It cannot be taken hold of.
+    pub(crate) refuses_acquire: AtomicBool,
+    /// It cannot be let go of.
+    pub(crate) refuses_release: AtomicBool,
+}
+
+impl Script {
+    pub(crate) fn set(flag: &AtomicBool, to: bool) {
+        flag.store(to, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is(flag: &AtomicBool) -> bool {
+        flag.load(Ordering::SeqCst)
+    }
+
+    fn settle(&self, deadline: Option<Instant>) -> bool {
+        while Self::is(&self.busy) {
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
+    }
+}
+
+/// See the module. For the machine it is a virtio-rng.
+pub(crate) struct Fake(pub(crate) Arc<Script>);
+
+impl Device for Fake {
+    fn kind(&self) -> Kind {
+        Kind::Rng
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![8]
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+
+    fn start(&mut self, _: &Watcher) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn activate(&mut self, _: u64) {}
+
+    fn reset(&mut self, _: &mut Io<'_>) {
+        Script::set(&self.0.resetting, true);
+        self.0.settle(None);
+        Script::set(&self.0.resetting, false);
+    }
+
+    fn process(&mut self, _: usize, _: &mut Io<'_>) -> Result<(), Violation> {
+        Ok(())
+    }
+
+    fn backend_ready(&mut self, _: u32, _: EventSet, _: &mut Io<'_>) -> Result<(), Violation> {
+        Ok(())
+    }
+
+    fn quiesce(&mut self, deadline: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+        match self.0.settle(Some(deadline)) {
+            true => Ok(()),
+            false => Err(Stall::UnderWay(1)),
+        }
+    }
+
+    fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        Ok(Vec::new())
+    }
+
+    fn restore(&mut self, _: &[u8]) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        if Script::is(&self.0.refuses_acquire) {
+            Err("it is not to be had".to_owned())
+        } else {
+            Ok(())
+        }
+    }
+
+    fn release(&mut self) -> Result<(), String> {
+        if Script::is(&self.0.refuses_release) {
+            Err("it does not let go".to_owned())
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// On a thread of its own, like any device.
+pub(crate) fn spawn(id: &str, device: Box<dyn Device>, ram: GuestRam) -> io::Result<Transport> {
+    Transport::spawn(id, device, ram)
+}
+
+mod tests {
+    use std::sync::mpsc;
+
+    use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
+
+    use super::super::driver::Driver;
+    use super::super::{Done, Transport};
+    use super::*;
+
+    fn status(transport: &Transport) -> u32 {
+        let mut bytes = [0; 4];
+        transport.read(VIRTIO_MMIO_STATUS.into(), &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    #[test]
+    fn a_reset_that_takes_long_holds_nobody_up_and_shows_in_the_status() {
+        let script = Arc::new(Script::default());
+        let driver = Driver::started(Box::new(Fake(script.clone())));
+        Script::set(&script.busy, true);
+        let (said, done) = mpsc::channel();
+        let reset = |said: mpsc::Sender<()>| {
+            let done = || Done::new(move || said.send(()).unwrap());
+            driver.transport.write(VIRTIO_MMIO_STATUS.into(), &[0; 4], done)
+        };
+        assert!(reset(said.clone()) && reset(said));
+        for _ in 0..20 {
+            assert_ne!(status(&driver.transport), 0, "it is not done");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(done.try_recv(), Err(mpsc::TryRecvError::Empty));
+        Script::set(&script.busy, false);
+        done.recv().unwrap();
+        done.recv().unwrap();
+        assert_eq!(status(&driver.transport), 0);
+        assert!(!driver.transport.write(0x30, &[0; 4], || unreachable!()), "nothing to wait for");
+    }
+}

@@ -1,0 +1,19 @@
+//! How many files this process may have open at a time: each connection of a socket device is one.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Lets the process open as many files as it may allow itself. To be called once, at the start.
+pub fn raise_open_files() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current == maximum {
+        return;
+    }
+    if let Err(e) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::debug!("this process keeps to {current:?} open files: {e}");
+    }
+}
+
+/// How many files the process may have open.
+pub(crate) fn open_files() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}

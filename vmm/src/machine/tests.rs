@@ -1,0 +1,163 @@
+//! Machines whose devices are slow, or do not come to an end: nobody waits for those without a limit.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Guest, RunState, VmId};
+use dirty_tracker::TrackingMode;
+
+use super::Machine;
+use crate::config::{
+    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+};
+use crate::devices::{DeviceSet, fake};
+use crate::testing::kvm_or_skip;
+use crate::vm::{EndReason, Vm};
+
+#[allow(dead_code, reason = "other tests use the rest")]
+#[path = "../../tests/kvm/elf.rs"]
+mod elf;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A machine that runs `code`, and has one device, which does as `script` says.
+struct World {
+    machine: Arc<Machine>,
+    script: Arc<fake::Script>,
+    dir: tempfile::TempDir,
+}
+
+impl World {
+    fn new(code: &[u8], stall_limit: Duration) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let kernel = dir.path().join("kernel");
+        std::fs::write(&kernel, elf::Elf::new(code).bytes()).unwrap();
+        let config = MachineConfig {
+            mem_bytes: 16 << 20,
+            vcpus: 1,
+            tracking: TrackingMode::None,
+            ring_entries: DEFAULT_RING_ENTRIES,
+            backend: Backend::Kvm,
+            boot: Boot::Kernel { kernel, initrd: None, cmdline: String::new(), bare: true },
+            cpu: CpuConfig::default(),
+            devices: Vec::new(),
+        };
+        let serial = SerialSink::File(dir.path().join("serial"));
+        let host = HostConfig { serial, ..Default::default() };
+        let script = Arc::new(fake::Script::default());
+        let device = Box::new(fake::Fake(script.clone()));
+        let build = Machine::build_around(VmId::random(), config, &host, true, |_, ram, _, _| {
+            let fake = fake::spawn("fake", device, ram.clone()).unwrap();
+            Ok(DeviceSet::of(vec![fake], stall_limit))
+        });
+        Self { machine: build.unwrap(), script, dir }
+    }
+
+    fn printed(&self) -> String {
+        let path: &Path = &self.dir.path().join("serial");
+        std::fs::read_to_string(path).unwrap_or_default()
+    }
+
+    #[track_caller]
+    fn wait_for(&self, what: &str) {
+        wait_until(what, || self.printed() == what);
+    }
+}
+
+#[track_caller]
+fn wait_until(what: &str, f: impl Fn() -> bool) {
+    let end = Instant::now() + LONG;
+    while !f() {
+        assert!(Instant::now() < end, "{what}: not in {LONG:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Prints what it is told.
+#[rustfmt::skip]
+const ECHO: [u8; 17] = [
+    // again: mov dx, 0x3fd; in al, dx; test al, 1; jz again
+    0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 0x01, 0x74, 0xf7,
+    // mov dx, 0x3f8; in al, dx; out dx, al; jmp again
+    0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, 0xeb, 0xef,
+];
+
+/// Resets the first device, and then prints an R.
+#[rustfmt::skip]
+const RESET: [u8; 20] = [
+    // mov ebx, 0xd0000070; mov dword [ebx], 0
+    0xbb, 0x70, 0x00, 0x00, 0xd0, 0xc7, 0x03, 0, 0, 0, 0,
+    // mov dx, 0x3f8; mov al, 'R'; out dx, al; jmp $
+    0x66, 0xba, 0xf8, 0x03, 0xb0, b'R', 0xee, 0xeb, 0xfe,
+];
+
+#[test]
+fn a_pause_that_a_device_does_not_allow_leaves_the_guest_and_its_console_as_they_were() {
+    if !kvm_or_skip(
+        "a_pause_that_a_device_does_not_allow_leaves_the_guest_and_its_console_as_they_were",
+    ) {
+        return;
+    }
+    let world = World::new(&ECHO, Duration::from_millis(100));
+    let (machine, com1) = (&world.machine, world.machine.bus.com1());
+    machine.resume().unwrap();
+    assert_eq!(com1.feed(b"a", false), 1);
+    world.wait_for("a");
+    fake::Script::set(&world.script.busy, true);
+    let why = machine.pause().unwrap_err();
+    let why = format!("{why}: {}", std::error::Error::source(&why).unwrap());
+    assert!(why.contains("virtio-rng \"fake\" still has 1 requests under way"), "{why}");
+    assert_eq!(machine.run_state(), RunState::Running);
+    assert_eq!(com1.feed(b"b", false), 1, "its console takes input");
+    world.wait_for("ab");
+    fake::Script::set(&world.script.busy, false);
+    machine.pause().unwrap();
+    assert_eq!(com1.feed(b"c", false), 0, "a guest that stands is told nothing");
+    machine.resume().unwrap();
+    assert_eq!(com1.feed(b"d", false), 1);
+    world.wait_for("abd");
+}
+
+/// A machine whose guest waits for the reset of its device, which waits for what is under way.
+fn in_a_reset(stall_limit: Duration) -> World {
+    let world = World::new(&RESET, stall_limit);
+    fake::Script::set(&world.script.busy, true);
+    world.machine.resume().unwrap();
+    wait_until("a reset", || fake::Script::is(&world.script.resetting));
+    world
+}
+
+#[test]
+fn a_guest_that_waits_for_its_device_can_be_paused_and_stopped() {
+    if !kvm_or_skip("a_guest_that_waits_for_its_device_can_be_paused_and_stopped") {
+        return;
+    }
+    // The device takes longer than the pause has time: the guest goes on waiting.
+    let world = in_a_reset(Duration::from_millis(100));
+    let began = Instant::now();
+    let why = world.machine.pause().unwrap_err();
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}: {why}", began.elapsed());
+    assert_eq!(world.machine.run_state(), RunState::Running);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(world.printed(), "", "the reset is not done");
+    // It is done in time: the guest stands, and goes on behind its write.
+    let script = world.script.clone();
+    let later = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        fake::Script::set(&script.busy, false);
+    });
+    wait_until("a pause", || world.machine.pause().is_ok());
+    later.join().unwrap();
+    assert_eq!(world.printed(), "");
+    world.machine.resume().unwrap();
+    world.wait_for("R");
+    // Or never.
+    let world = in_a_reset(Duration::from_millis(100));
+    let began = Instant::now();
+    world.machine.stop("it takes too long");
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    let end = EndReason::Stopped("it takes too long".to_owned());
+    assert_eq!(world.machine.wait_end(None), Some(end));
+    fake::Script::set(&world.script.busy, false);
+}
