@@ -81,6 +81,29 @@ pub struct SavedVcpu {
     events: Option<kvm_vcpu_events>,
 }
 
+#[cfg(test)]
+impl SavedVcpu {
+    /// One in which each byte differs from its neighbours.
+    pub(crate) fn example() -> Self {
+        use crate::machine::golden::pattern;
+        Self {
+            cpuid: vec![pattern(1), pattern(2)],
+            tsc_khz: Some(2_000_000),
+            wall_ns: 0x1122_3344_5566_7788,
+            mp_state: pattern(3),
+            regs: pattern(4),
+            sregs: pattern(5),
+            pdptrs: Some([0x1001, 0x2001, 0x3001, 0x4001]),
+            xsave: Some((0..40).collect()),
+            xcrs: Some(pattern(6)),
+            debug: Some(pattern(7)),
+            lapic: pattern(8),
+            msrs: vec![pattern(9), pattern(10)],
+            events: Some(pattern(11)),
+        }
+    }
+}
+
 /// Nanoseconds of the host's wall clock.
 pub(crate) fn wall_ns() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
