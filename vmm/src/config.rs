@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::memory::MemoryOptions;
 pub use balloon::BalloonConfig;
-pub use cpu::{CpuConfig, CpuModel, CpuidWord};
+pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
 pub use devices::{
     DeviceConfig, DiskConfig, DiskSpec, MAX_DEVICES, MAX_SERIAL_BYTES, ReplaceError, disks,
 };

@@ -7,10 +7,9 @@ use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
-use crate::config::{CpuConfig, CpuModel};
 use crate::kvm::{Capabilities, Need, Unusable, open_device};
 use crate::memory::meminfo_bytes;
-use crate::vcpu::cpuid;
+use crate::vcpu::baseline;
 
 /// One thing that a host may offer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -69,7 +68,7 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
         Some((_, entries)) => present("dirty ring", format!("up to {entries} entries a vCPU"), ""),
         None => missing("dirty ring", "--tracking dirty-ring is refused; dirty-bitmap remains"),
     });
-    findings.push(baseline(kvm));
+    findings.push(baseline_processor(kvm));
     for c in capabilities.iter() {
         let name = format!("KVM_CAP_{}", c.name);
         findings.push(match (c.value, c.need) {
@@ -80,15 +79,21 @@ fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
     }
 }
 
-fn baseline(kvm: &Kvm) -> Finding {
+fn baseline_processor(kvm: &Kvm) -> Finding {
     const NAME: &str = "baseline processor";
-    let cpu = CpuConfig { model: CpuModel::Baseline, ..CpuConfig::default() };
     match kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES) {
         Err(e) => missing(NAME, &format!("KVM_GET_SUPPORTED_CPUID failed: {e}")),
-        Ok(supported) => match cpuid::narrow(&supported, &cpu) {
-            Ok(_) => present(NAME, "offered".into(), ""),
-            Err(lacks) => missing(NAME, &format!("--cpu baseline is refused for want of {lacks}")),
-        },
+        Ok(supported) => {
+            let lacks = baseline::lacks(&supported);
+            if lacks.is_empty() {
+                return present(NAME, "offered".into(), "");
+            }
+            let (want, without) = (lacks.join(", "), lacks.join(",-"));
+            let cost = format!(
+                "--cpu baseline is refused for want of {want}; --cpu baseline,-{without} is not"
+            );
+            missing(NAME, &cost)
+        }
     }
 }
 

@@ -77,6 +77,12 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         if !taken.iter().any(|&(start, end)| (start..end).contains(&rip)) {
             return Err(self.damaged(format!("its {kind} {rip:#x} lies in no segment")));
         }
+        if matches!(start, Start::Linux64 { .. }) && rip >= zero_page::MAPPED_END {
+            let end = zero_page::MAPPED_END;
+            let why =
+                format!("its {kind} {rip:#x} lies at or above {end:#x}, which is not mapped yet");
+            return Err(BootError::BadHeader { what: self.what.to_owned(), why });
+        }
         for s in &loads {
             self.seek(s.offset)?;
             let len = s.file_bytes as usize;
@@ -319,6 +325,22 @@ mod tests {
         assert_eq!(
             load_it(two((1 << 20) + 4095)).unwrap_err(),
             "it is a damaged ELF file: its segments 0x100000..0x101000 and 0x100fff..0x10100f overlap"
+        );
+    }
+
+    #[test]
+    fn a_64_bit_entry_lies_where_the_tables_reach() {
+        let at = |entry: u64, kind| {
+            let mut bytes = file(&[kind, (PT_LOAD, 4 << 30, 16, 4096)], 0);
+            bytes[24..32].copy_from_slice(&entry.to_le_bytes());
+            let memory = Memory::new(5 << 30, &MemoryOptions::default()).unwrap();
+            load("it", &mut Cursor::new(&bytes[..]), &memory).map_err(|e| e.to_string())
+        };
+        let low = (PT_LOAD, 1 << 20, 16, 4096);
+        assert!(at(1 << 20, low).is_ok(), "segments may lie above");
+        assert_eq!(
+            at((4 << 30) + 8, low).unwrap_err(),
+            "it cannot be booted: its entry 0x100000008 lies at or above 0x100000000, which is not mapped yet"
         );
     }
 

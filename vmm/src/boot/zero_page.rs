@@ -27,6 +27,8 @@ const VID_MODE_NORMAL: u16 = 0xffff;
 
 const PAGE: u64 = 4096;
 const DIRECTORIES: u64 = 4;
+/// Where the identity tables end: a kernel begins below.
+pub(super) const MAPPED_END: u64 = DIRECTORIES << 30;
 const PRESENT_WRITABLE: u64 = 0b11;
 const HUGE: u64 = 1 << 7;
 

@@ -169,8 +169,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
     pub(crate) vcpus: u8,
-    /// The guest's processor: host, or baseline, with which it can move to unlike hosts; less
-    /// features by name, such as host,-cx16
+    /// The guest's processor: host, or baseline, with which it can move to unlike hosts of one
+    /// vendor; less features by name, such as host,-cx16
     #[arg(long, value_name = "MODEL", default_value_t)]
     pub(crate) cpu: CpuConfig,
     /// Give the guest a disk: path=FILE[,readonly][,id=NAME][,serial=TEXT], a raw image or a block

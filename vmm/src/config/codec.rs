@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | 1 | memory, vCPUs, tracking, ring entries, backend, boot |
 //! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor, then the virtio devices |
+//! | 3 | those; the processor has its registers of features and its TSC's frequency at its end |
 
 use std::path::PathBuf;
 
@@ -14,11 +15,12 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Backend, Boot, CpuConfig, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, devices,
+    Backend, Boot, CpuConfig, CpuModel, CpuidWord, DeviceConfig, MAX_MEM_BYTES, MAX_VCPUS,
+    MIN_MEM_BYTES, MachineConfig, devices,
 };
 
 /// What is written; older ones are read.
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 const WHAT: &str = "the guest's configuration";
 
 /// Version 1.
@@ -53,6 +55,35 @@ impl From<V1> for MachineConfig {
     }
 }
 
+/// Version 2.
+#[derive(Deserialize)]
+struct V2 {
+    mem_bytes: u64,
+    vcpus: u8,
+    tracking: TrackingMode,
+    ring_entries: u32,
+    backend: Backend,
+    boot: Boot,
+    cpu: CpuV2,
+    devices: Vec<DeviceConfig>,
+}
+
+#[derive(Deserialize)]
+struct CpuV2 {
+    model: CpuModel,
+    without: Vec<String>,
+    shown: Vec<CpuidWord>,
+}
+
+impl From<V2> for MachineConfig {
+    fn from(v2: V2) -> Self {
+        let V2 { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices } = v2;
+        let CpuV2 { model, without, shown } = cpu;
+        let cpu = CpuConfig { model, without, shown, ..CpuConfig::default() };
+        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices }
+    }
+}
+
 /// Reads all of `bytes`, or says what is wrong.
 fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     let (value, rest) = postcard::take_from_bytes(bytes).map_err(|e| e.to_string())?;
@@ -76,6 +107,7 @@ impl MachineConfig {
             postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.to_string()))?;
         let config = match version {
             1 => whole::<V1>(rest).map(Self::from),
+            2 => whole::<V2>(rest).map(Self::from),
             VERSION => whole(rest),
             _ => {
                 let why =
@@ -127,9 +159,9 @@ impl MachineConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{CpuModel, CpuidWord};
+    use super::super::MsrWord;
     use super::*;
-    use crate::config::{DeviceConfig, DiskConfig, MAX_DEVICES, MacAddr, NetConfig, VsockConfig};
+    use crate::config::{DiskConfig, MAX_DEVICES, MacAddr, NetConfig, VsockConfig};
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
@@ -194,7 +226,7 @@ mod tests {
     fn the_bytes_of_version_2_stay_as_they_are() {
         let without = vec!["cx16".to_owned()];
         let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
-        let cpu = CpuConfig { model: CpuModel::Baseline, without, shown };
+        let cpu = CpuConfig { model: CpuModel::Baseline, without, shown, ..CpuConfig::default() };
         let devices = vec![DeviceConfig::Rng, disk("a")];
         let golden: &[(MachineConfig, &[u8])] = &[
             (
@@ -211,6 +243,34 @@ mod tests {
                 MachineConfig { devices: vec![net("t0", 2), vsock(300)], ..payload() },
                 b"\x02\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\
                   \x02\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02\x03\xac\x02\x02/v",
+            ),
+        ];
+        for (config, bytes) in golden {
+            assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
+        }
+    }
+
+    /// The bytes of version 3, for ever: those of version 2, with registers of features and the
+    /// TSC's frequency behind what the processor has shown.
+    #[test]
+    fn the_bytes_of_version_3_stay_as_they_are() {
+        let without = vec!["cx16".to_owned()];
+        let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
+        let shown_msrs = vec![MsrWord { index: 0x10a, value: 0x8b }];
+        let tsc_khz = Some(2_000_000);
+        let cpu = CpuConfig { model: CpuModel::Baseline, without, shown, shown_msrs, tsc_khz };
+        let devices = vec![DeviceConfig::Rng, disk("a")];
+        let golden: &[(MachineConfig, &[u8])] = &[
+            (
+                MachineConfig { devices, ..payload() },
+                b"\x03\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\
+                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40",
+            ),
+            (
+                MachineConfig { cpu, ..kernel(OsStr::new("/k")) },
+                b"\x03\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\
+                  \x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\
+                  \x01\x8a\x02\x8b\x01\x01\x80\x89\x7a\x00",
             ),
         ];
         for (config, bytes) in golden {
@@ -258,8 +318,8 @@ mod tests {
         let mut bytes = payload().encode();
         bytes.extend([0; 3]);
         assert!(refused(&bytes).contains("3 bytes follow its end"));
-        bytes[0] = 3;
-        assert!(refused(&bytes).contains("it has version 3, and this is written for version 2"));
+        bytes[0] = 4;
+        assert!(refused(&bytes).contains("it has version 4, and this is written for version 3"));
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));
     }

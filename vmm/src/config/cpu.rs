@@ -9,7 +9,7 @@ use crate::vcpu::features;
 
 /// No command line asks for more; a bound for hostile configurations.
 const MOST_WITHOUT: usize = 64;
-/// CPUID has about ten registers' leaves of features.
+/// CPUID has about thirty leaves of features, and one a component of XSAVE.
 const MOST_WORDS: usize = 64;
 
 /// What a guest's processor is made from.
@@ -19,7 +19,8 @@ pub enum CpuModel {
     /// All that the host's KVM can show.
     #[default]
     Host,
-    /// x86-64-v2 and no more, so that the guest can move between unlike hosts of one vendor.
+    /// x86-64-v2 and no more, so that the guest can move between unlike hosts of one vendor. At most
+    /// 1 TiB of guest addresses.
     Baseline,
 }
 
@@ -33,6 +34,19 @@ pub struct CpuConfig {
     /// What it has shown to the guest since its first start, for hosts to which it may move: filled
     /// in when the machine is built.
     pub shown: Vec<CpuidWord>,
+    /// What it has shown by registers that tell of features.
+    pub shown_msrs: Vec<MsrWord>,
+    /// The rate of its time stamp counter in kHz, if CPUID promised that it never changes.
+    pub tsc_khz: Option<u32>,
+}
+
+/// A model-specific register that tells of features.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MsrWord {
+    /// Its number.
+    pub index: u32,
+    /// What it reads as.
+    pub value: u64,
 }
 
 /// The four registers of one CPUID leaf, as far as they are features (or, of leaf 0, the vendor).
@@ -56,6 +70,15 @@ impl CpuConfig {
         if self.shown.len() > MOST_WORDS {
             let count = self.shown.len();
             return Err(format!("its processor has {count} CPUID leaves, more than {MOST_WORDS}"));
+        }
+        if self.shown_msrs.len() > MOST_WORDS {
+            let count = self.shown_msrs.len();
+            return Err(format!(
+                "its processor has {count} registers of features, more than {MOST_WORDS}"
+            ));
+        }
+        if self.tsc_khz == Some(0) {
+            return Err("its time stamp counter runs at 0 kHz".to_owned());
         }
         match self.without.iter().find(|name| features::find(name).is_none()) {
             None => Ok(()),
@@ -98,7 +121,7 @@ impl FromStr for CpuConfig {
             };
             without.push(name.to_owned());
         }
-        let config = Self { model, without, shown: Vec::new() };
+        let config = Self { model, without, ..Self::default() };
         config.check()?;
         Ok(config)
     }

@@ -85,6 +85,14 @@ pub struct PowerState {
 }
 
 #[cfg(test)]
+impl PowerState {
+    /// One whose fields differ.
+    pub(crate) fn example() -> Self {
+        Self { enable: 0x120, control: 0x2001 }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

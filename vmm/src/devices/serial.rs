@@ -197,3 +197,21 @@ pub(crate) fn fuzz(state: SerialPortState) {
         uart.read(register);
     }
 }
+
+#[cfg(test)]
+impl SerialPortState {
+    /// One whose fields differ.
+    pub(crate) fn example() -> Self {
+        Self {
+            baud_divisor: 0x1234,
+            interrupt_enable: 1,
+            interrupt_identification: 2,
+            line_control: 3,
+            line_status: 4,
+            modem_control: 5,
+            modem_status: 6,
+            scratch: 7,
+            in_buffer: b"typed".to_vec(),
+        }
+    }
+}

@@ -68,7 +68,7 @@ const ASKED: &[(&str, u32, Need)] = &[
     (
         "TSC_CONTROL",
         KVM_CAP_TSC_CONTROL,
-        Need::Optional("guests from hosts with another TSC frequency see time pass differently"),
+        Need::Optional("guests that were promised another, invariant TSC frequency are refused"),
     ),
     (
         "TSC_DEADLINE_TIMER",

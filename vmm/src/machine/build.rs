@@ -1,6 +1,7 @@
 //! Putting a machine together, in the order that KVM wants: rings before vCPUs, interrupt
 //! controllers before both, CPUID before registers.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
@@ -20,7 +21,7 @@ use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kic
 use crate::memory::{HOLE_START, Memory};
 use crate::sandbox::{self, Class};
 use crate::sources::{BitmapSource, RingSource};
-use crate::vcpu::{Counters, StateContext, Vcpu, cpuid};
+use crate::vcpu::{Counters, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
 /// place of a firmware.
@@ -72,7 +73,7 @@ impl Machine {
         check(&config).map_err(MachineError::Config)?;
         let (kvm, capabilities) = kvm::open()?;
         let supported = supported_cpuid(&kvm)?;
-        let offered = offered_cpuid(&supported, &config.cpu)?;
+        let offered = offered_cpuid(&kvm, &supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         let memory = Arc::new(Memory::new(config.mem_bytes, &host.memory)?);
         let entry =
@@ -86,8 +87,11 @@ impl Machine {
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
         let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
-        if load && let Some((_, first)) = vcpus.first() {
-            config.cpu.shown = cpuid::shown(first.as_slice());
+        if let Some((fd, cpuid)) = vcpus.first() {
+            match load {
+                true => note_what_is_shown(&mut config.cpu, fd, cpuid)?,
+                false => check_tsc(&config.cpu, fd, &capabilities)?,
+            }
         }
         let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
@@ -221,7 +225,12 @@ fn create_vcpus(
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
         vcpus.push((fd, cpuid));
     }
-    if let (Some(entry), Some((first, _))) = (entry, vcpus.first()) {
+    let Some(entry) = entry else { return Ok(vcpus) };
+    for (fd, cpuid) in &vcpus {
+        msrs::set_first_values(fd, cpuid.as_slice())
+            .map_err(|e| MachineError::system("setting the first MSRs")(io::Error::other(e)))?;
+    }
+    if let Some((first, _)) = vcpus.first() {
         let set = boot::set_registers(first, entry);
         set.map_err(MachineError::system("setting the first registers"))?;
     }
@@ -235,8 +244,10 @@ fn supported_cpuid(kvm: &Kvm) -> Result<CpuId, MachineError> {
 
 /// Of what KVM supports, what the guest is to see; refused where it would miss what it has seen
 /// elsewhere.
-fn offered_cpuid(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MachineError> {
-    if let Some(lacks) = cpuid::missing(&cpu.shown, supported.as_slice()) {
+fn offered_cpuid(kvm: &Kvm, supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MachineError> {
+    let lacks = promises::missing(&cpu.shown, supported.as_slice())
+        .or_else(|| msrs::missing(&cpu.shown_msrs, &msrs::offered(kvm)));
+    if let Some(lacks) = lacks {
         return Err(MachineError::HostLacks {
             what: lacks,
             why: "the guest has seen it where it was started, and may rely on it".to_owned(),
@@ -246,6 +257,32 @@ fn offered_cpuid(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, MachineErr
         what: lacks,
         why: format!("--cpu {cpu} needs it"),
     })
+}
+
+/// Puts into the configuration what the guest will see of its processor and may rely on.
+fn note_what_is_shown(cpu: &mut CpuConfig, fd: &VcpuFd, cpuid: &CpuId) -> Result<(), MachineError> {
+    cpu.shown = promises::shown(cpuid.as_slice());
+    cpu.shown_msrs = msrs::shown(fd, cpuid.as_slice())
+        .map_err(|e| MachineError::system("reading MSRs")(io::Error::other(e)))?;
+    // Fails where KVM cannot tell; then there is nothing to compare.
+    cpu.tsc_khz = tsc::is_promised(cpuid.as_slice()).then(|| fd.get_tsc_khz().ok()).flatten();
+    Ok(())
+}
+
+/// Refuses a guest that was promised a rate of the TSC that this host cannot give it.
+fn check_tsc(
+    cpu: &CpuConfig,
+    fd: &VcpuFd,
+    capabilities: &Capabilities,
+) -> Result<(), MachineError> {
+    let (Some(guest), Ok(host)) = (cpu.tsc_khz, fd.get_tsc_khz()) else { return Ok(()) };
+    match tsc::missing(guest, host, capabilities.has(KVM_CAP_TSC_CONTROL)) {
+        None => Ok(()),
+        Some(what) => Err(MachineError::HostLacks {
+            what,
+            why: "the guest was promised that the rate never changes".to_owned(),
+        }),
+    }
 }
 
 /// What follows the guest's writes, and where each vCPU reports a full ring.
@@ -288,7 +325,7 @@ fn state_context(
     let (first, _) =
         vcpus.first().ok_or_else(|| MachineError::Config("it has no vCPUs".to_owned()))?;
     StateContext::new(capabilities, supported, msrs.as_slice(), first)
-        .map_err(|e| MachineError::System { what: "reading MSRs", cause: std::io::Error::other(e) })
+        .map_err(|e| MachineError::System { what: "reading MSRs", cause: io::Error::other(e) })
 }
 
 fn start_vcpus(

@@ -17,6 +17,8 @@ mod error;
 mod factory;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+#[cfg(test)]
+pub(crate) mod golden;
 mod state;
 mod supervisor;
 #[cfg(test)]

@@ -46,6 +46,20 @@ pub(super) struct SavedVm {
     wall_ns: u64,
 }
 
+#[cfg(test)]
+impl SavedVm {
+    /// One in which each byte differs from its neighbours.
+    pub(super) fn example() -> Self {
+        use super::golden::pattern;
+        Self {
+            irqchips: [pattern(1), pattern(2), pattern(3)],
+            pit: Some(pattern(4)),
+            clock: Some(pattern(5)),
+            wall_ns: 0x1122_3344_5566_7788,
+        }
+    }
+}
+
 fn got<T>(what: &'static str, r: Result<T, kvm_ioctls::Error>) -> Result<T, GuestError> {
     r.map_err(|e| GuestError::System { what, cause: Box::new(e) })
 }

@@ -1,21 +1,23 @@
 //! The processor that a guest sees: the host's, as far as KVM can show it, or a named part of that,
-//! with the guest's own topology; and whether a guest from another host can go on on this one.
+//! with the guest's own topology. What of it the guest may rely on is in `promises`.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
+use super::baseline::baseline;
 use super::features::{self, Place};
-use crate::config::{CpuConfig, CpuModel, CpuidWord};
+use crate::config::{CpuConfig, CpuModel};
 
-const LEAF_BASE: u32 = 0x0;
-const LEAF_FEATURES: u32 = 0x1;
-const LEAF_CACHES: u32 = 0x4;
-const LEAF_EXTENDED_FEATURES: u32 = 0x7;
-const LEAF_TOPOLOGY: u32 = 0xb;
-const LEAF_XSAVE: u32 = 0xd;
+pub(super) const LEAF_BASE: u32 = 0x0;
+pub(super) const LEAF_FEATURES: u32 = 0x1;
+pub(super) const LEAF_CACHES: u32 = 0x4;
+pub(super) const LEAF_EXTENDED_FEATURES: u32 = 0x7;
+pub(super) const LEAF_TOPOLOGY: u32 = 0xb;
+pub(super) const LEAF_XSAVE: u32 = 0xd;
 const LEAF_TOPOLOGY_V2: u32 = 0x1f;
-const LEAF_KVM_FEATURES: u32 = 0x4000_0001;
-const LEAF_AMD_FEATURES: u32 = 0x8000_0001;
-const LEAF_SIZES: u32 = 0x8000_0008;
+pub(super) const LEAF_KVM_FEATURES: u32 = 0x4000_0001;
+pub(super) const LEAF_AMD_FEATURES: u32 = 0x8000_0001;
+pub(super) const LEAF_SIZES: u32 = 0x8000_0008;
+const LEAF_SVM: u32 = 0x8000_000a;
 const LEAF_AMD_CACHES: u32 = 0x8000_001d;
 const LEAF_AMD_TOPOLOGY: u32 = 0x8000_001e;
 
@@ -24,43 +26,27 @@ const AMD_VENDORS: [u32; 2] = [u32::from_le_bytes(*b"Auth"), u32::from_le_bytes(
 
 /// Leaf 1 ECX.
 const VMX: u32 = 1 << 5;
-const TSC_DEADLINE: u32 = 1 << 24;
-const OSXSAVE: u32 = 1 << 27;
-const HYPERVISOR: u32 = 1 << 31;
+pub(super) const TSC_DEADLINE: u32 = 1 << 24;
+pub(super) const OSXSAVE: u32 = 1 << 27;
+pub(super) const HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1 EDX.
-const HTT: u32 = 1 << 28;
+pub(super) const HTT: u32 = 1 << 28;
 /// Leaf 0x8000_0001 EDX repeats these bits of leaf 1 EDX on AMD.
-const AMD_REPEATS: u32 = 0x0183_f3ff;
+pub(super) const AMD_REPEATS: u32 = 0x0183_f3ff;
+/// Leaf 7 ECX.
+const SHSTK: u32 = 1 << 7;
 /// Leaf 7 ECX: mirrors CR4.PKE.
-const OSPKE: u32 = 1 << 4;
+pub(super) const OSPKE: u32 = 1 << 4;
 /// Leaf 0x8000_0001 ECX.
-const AMD_LEGACY_CMP: u32 = 1 << 1;
+pub(super) const AMD_LEGACY_CMP: u32 = 1 << 1;
 const SVM: u32 = 1 << 2;
 
 /// Of what KVM supports, what the guest is to have; or what the baseline asks for in vain, by name.
 pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, String> {
-    let mut cpuid = supported.clone();
-    if cpu.model == CpuModel::Baseline {
-        let wanted = features::BASELINE.iter().filter_map(|name| features::find(name));
-        let mut kept = [[0; 4]; FEATURE_LEAVES.len()];
-        for place in wanted {
-            let registers = find(supported.as_slice(), place.function, place.index);
-            if registers[place.register] & 1 << place.bit == 0 {
-                return Err(features::describe(place));
-            }
-            for (leaf, kept) in FEATURE_LEAVES.iter().zip(&mut kept) {
-                if (leaf.function, leaf.index) == (place.function, place.index) {
-                    kept[place.register] |= 1 << place.bit;
-                }
-            }
-        }
-        for (leaf, mut kept) in FEATURE_LEAVES.iter().zip(kept) {
-            if leaf.function == LEAF_AMD_FEATURES {
-                kept[3] |= AMD_REPEATS;
-            }
-            change(&mut cpuid, leaf.function, leaf.index, |i, r| r & (kept[i] | !leaf.masks[i]));
-        }
-    }
+    let mut cpuid = match cpu.model {
+        CpuModel::Host => supported.clone(),
+        CpuModel::Baseline => baseline(supported, &cpu.without)?,
+    };
     for place in cpu.without.iter().filter_map(|name| features::find(name)) {
         clear(&mut cpuid, place);
     }
@@ -82,46 +68,16 @@ fn change(cpuid: &mut CpuId, function: u32, index: u32, f: impl Fn(usize, u32) -
     }
 }
 
-/// Whether the guest may be told of the TSC deadline timer, which KVM does not list.
+/// Whether the guest may be told of the TSC deadline timer, which KVM does not list. Of the baseline
+/// it is no part: it counts on a frequency that the next host may not have.
 pub fn may_have_tsc_deadline(cpu: &CpuConfig) -> bool {
-    !cpu.without.iter().any(|name| name == "tsc_deadline_timer")
-}
-
-/// What a processor shows of itself that other hosts must have too.
-pub fn shown(entries: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
-    let word = |function, index, registers| CpuidWord { function, index, registers };
-    let [_, vendor @ ..] = find(entries, LEAF_BASE, 0);
-    let [b, c, d] = vendor;
-    let mut words = vec![word(LEAF_BASE, 0, [0, b, c, d])];
-    for l in FEATURE_LEAVES {
-        let mut registers = find(entries, l.function, l.index);
-        registers.iter_mut().zip(l.masks).for_each(|(r, mask)| *r &= mask);
-        if registers != [0; 4] {
-            words.push(word(l.function, l.index, registers));
-        }
-    }
-    words
-}
-
-/// What a guest that was shown `words` would miss on this host.
-pub fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<String> {
-    let entries: Vec<kvm_cpuid_entry2> =
-        words
-            .iter()
-            .map(|&CpuidWord { function, index, registers: [eax, ebx, ecx, edx] }| {
-                kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
-            })
-            .collect();
-    if !words.is_empty() && !same_vendor(&entries, supported) {
-        return Some("a processor of its vendor".to_owned());
-    }
-    lacking(&entries, supported)
+    cpu.model == CpuModel::Host && !cpu.without.iter().any(|name| name == "tsc_deadline_timer")
 }
 
 /// What CPUID answers on vCPU `id` of `vcpus`, made from what the guest is to have.
 ///
-/// Each vCPU is a core of its own in one package. Nested virtualization is hidden: its state is not
-/// part of a checkpoint.
+/// Each vCPU is a core of its own in one package. Nested virtualization and shadow stacks are hidden:
+/// their state is not part of a checkpoint.
 pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> CpuId {
     let mut cpuid = supported.clone();
     let (id, count) = (u32::from(id), u32::from(vcpus));
@@ -153,6 +109,8 @@ pub fn for_vcpu(supported: &CpuId, id: u8, vcpus: u8, tsc_deadline: bool) -> Cpu
             (LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2, level) => {
                 (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, level & 0xff, id);
             }
+            (LEAF_EXTENDED_FEATURES, 0) => e.ecx &= !SHSTK,
+            (LEAF_SVM, _) => (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, 0, 0),
             (LEAF_AMD_FEATURES, _) => {
                 e.ecx &= !SVM;
                 if count == 1 {
@@ -210,61 +168,14 @@ pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
     }
 }
 
-/// A leaf whose registers are sets of features: a guest that has seen a bit may rely on it.
-struct FeatureLeaf {
-    function: u32,
-    index: u32,
-    /// Bits of EAX, EBX, ECX, EDX that are features.
-    masks: [u32; 4],
-}
-
-const fn leaf(function: u32, index: u32, masks: [u32; 4]) -> FeatureLeaf {
-    FeatureLeaf { function, index, masks }
-}
-
-const ALL: u32 = u32::MAX;
-const FEATURE_LEAVES: &[FeatureLeaf] = &[
-    // Bits that follow the guest's own registers or the VMM are no features of the host.
-    leaf(LEAF_FEATURES, 0, [0, 0, !(OSXSAVE | HYPERVISOR | TSC_DEADLINE), !HTT]),
-    leaf(LEAF_EXTENDED_FEATURES, 0, [0, ALL, !OSPKE, ALL]),
-    leaf(LEAF_EXTENDED_FEATURES, 1, [ALL, ALL, 0, ALL]),
-    leaf(LEAF_XSAVE, 0, [ALL, 0, 0, ALL]),
-    leaf(LEAF_XSAVE, 1, [ALL, 0, ALL, ALL]),
-    leaf(LEAF_KVM_FEATURES, 0, [ALL, 0, 0, 0]),
-    leaf(LEAF_AMD_FEATURES, 0, [0, 0, !AMD_LEGACY_CMP, ALL]),
-    leaf(LEAF_SIZES, 0, [0, ALL, 0, 0]),
-];
-
-fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
+pub(super) fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
     let found = entries.iter().find(|e| e.function == function && e.index == index);
     found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
 }
 
-/// What the guest's processor has that `supported` lacks, the first of it by name: it could not go
-/// on here.
-pub fn lacking(guest: &[kvm_cpuid_entry2], supported: &[kvm_cpuid_entry2]) -> Option<String> {
-    for l in FEATURE_LEAVES {
-        let has = find(guest, l.function, l.index);
-        let offers = find(supported, l.function, l.index);
-        for register in 0..4 {
-            let lacks = has[register] & !offers[register] & l.masks[register];
-            if lacks != 0 {
-                let bit = lacks.trailing_zeros() as u8;
-                let place = Place { function: l.function, index: l.index, register, bit };
-                return Some(features::describe(place));
-            }
-        }
-    }
-    None
-}
-
-/// Whether both processors are of one vendor: the same bits mean other things elsewhere.
-pub fn same_vendor(a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]) -> bool {
-    find(a, LEAF_BASE, 0)[1..] == find(b, LEAF_BASE, 0)[1..]
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::promises::{ALL, lacking, missing, shown};
     use super::*;
 
     fn entry(function: u32, index: u32, r: [u32; 4]) -> kvm_cpuid_entry2 {
@@ -342,10 +253,10 @@ mod tests {
     #[test]
     fn the_baseline_is_the_same_whatever_more_the_host_has() {
         let baseline: CpuConfig = "baseline".parse().unwrap();
-        let host = all_of(&[1, 7, 0xd, 0x4000_0001, 0x8000_0001, 0x8000_0008]);
+        let host = all_of(&[1, 6, 7, 0xd, 0x4000_0001, 0x8000_0001, 0x8000_0008]);
         let guest = narrow(&host, &baseline).unwrap();
         let at = |f| find(guest.as_slice(), f, 0);
-        assert_eq!(at(7), [u32::MAX, 0, OSPKE, 0], "nothing of leaf 7");
+        assert_eq!(at(7), [0; 4], "nothing of leaf 7");
         assert_eq!(at(0x4000_0001)[0], 1 << 24 | 0b1011);
         let ecx = at(1)[2] & !(OSXSAVE | HYPERVISOR | TSC_DEADLINE);
         assert_eq!(ecx, 1 | 1 << 9 | 1 << 13 | 1 << 19 | 1 << 20 | 1 << 21 | 1 << 23);
@@ -379,5 +290,112 @@ mod tests {
         assert_eq!(missing(&words, &other).unwrap(), "a processor of its vendor");
         let less = [vendor(b"Genu"), entry(7, 0, [0, 1 << 3, 0, 0])];
         assert_eq!(missing(&words, &less).unwrap(), "avx2 (CPUID leaf 0x7 EBX bit 5)");
+    }
+
+    /// A host that sets every bit of every leaf that KVM may answer.
+    fn everything() -> CpuId {
+        let leaves = (0..=0x24).chain([0x4000_0000, 0x4000_0001]).chain(0x8000_0000..=0x8000_0022);
+        let mut entries = Vec::new();
+        for function in leaves {
+            let subleaves = match function {
+                4 | 7 | 0x12 | 0x14 | 0x1d | 0x8000_001d => 3,
+                0xb | 0x1f => 2,
+                0xd => 20,
+                _ => 1,
+            };
+            entries.extend((0..subleaves).map(|i| entry(function, i, [ALL; 4])));
+        }
+        CpuId::from_entries(&entries).unwrap()
+    }
+
+    #[test]
+    fn the_baseline_of_a_host_with_everything_has_what_is_listed_and_no_more() {
+        let guest = narrow(&everything(), &"baseline".parse().unwrap()).unwrap();
+        for e in guest.as_slice() {
+            let expected: Option<[u32; 4]> = match e.function {
+                0 => Some([0xb, ALL, ALL, ALL]),
+                // Family and model are the host's; of EBX, the size of a cache line.
+                1 => Some([ALL, 0xff00, 0x00b8_2201, 0x078b_fbff]),
+                6 => Some([1 << 2, 0, 0, 0]),
+                0x4000_0000 => Some([0x4000_0001, ALL, ALL, ALL]),
+                0x4000_0001 => Some([1 << 24 | 0b1011, 0, 0, 0]),
+                0x8000_0000 => Some([0x8000_0008, ALL, ALL, ALL]),
+                0x8000_0001 => Some([ALL, 0, 1 | AMD_LEGACY_CMP, 0x2193_fbff]),
+                0x8000_0008 => Some([48 << 8 | 40, 0, 0, 0]),
+                // Caches, cores and a name: nothing to rely on.
+                2 | 4 | 0xb | 0x8000_0002..=0x8000_0006 => None,
+                other => panic!("leaf {other:#x} is not in the baseline"),
+            };
+            if let Some(expected) = expected {
+                assert_eq!([e.eax, e.ebx, e.ecx, e.edx], expected, "leaf {:#x}", e.function);
+            }
+        }
+    }
+
+    #[test]
+    fn every_feature_of_every_leaf_is_asked_of_the_next_host() {
+        let host = everything();
+        let words = shown(host.as_slice());
+        assert_eq!(missing(&words, host.as_slice()), None);
+        for (function, index, register, bit, name) in [
+            (0x8000_0021, 0, 0, 8, "autoibrs (CPUID leaf 0x80000021 EAX bit 8)"),
+            (7, 2, 3, 4, "bhi_ctrl (CPUID leaf 0x7.2 EDX bit 4)"),
+            (7, 2, 3, 2, "rrsba_ctrl (CPUID leaf 0x7.2 EDX bit 2)"),
+            (7, 1, 2, 5, "CPUID leaf 0x7.1 ECX bit 5"),
+            (6, 0, 0, 2, "arat (CPUID leaf 0x6 EAX bit 2)"),
+            (0x8000_0007, 0, 3, 8, "constant_tsc (CPUID leaf 0x80000007 EDX bit 8)"),
+            (0x8000_001f, 0, 0, 10, "CPUID leaf 0x8000001f EAX bit 10"),
+            (0x8000_0022, 0, 0, 0, "perfmon_v2 (CPUID leaf 0x80000022 EAX bit 0)"),
+            (0x24, 0, 1, 18, "CPUID leaf 0x24 EBX bit 18"),
+            (0x12, 0, 0, 1, "CPUID leaf 0x12 EAX bit 1"),
+        ] {
+            let mut less = host.clone();
+            change(
+                &mut less,
+                function,
+                index,
+                |i, r| if i == register { r & !(1 << bit) } else { r },
+            );
+            assert_eq!(missing(&words, less.as_slice()).as_deref(), Some(name));
+            assert_eq!(missing(&shown(less.as_slice()), host.as_slice()), None, "more is no harm");
+        }
+    }
+
+    #[test]
+    fn numbers_may_grow_and_not_shrink() {
+        let with = |function, registers| [entry(function, 0, registers)];
+        let bits = |bits: u32| with(0x8000_0008, [bits, 0, 0, 0]);
+        let at = |a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]| missing(&shown(a), b);
+        assert_eq!(at(&bits(48 << 8 | 40), &bits(48 << 8 | 46)), None);
+        assert_eq!(
+            at(&bits(48 << 8 | 46), &bits(48 << 8 | 40)).unwrap(),
+            "46 physical address bits (CPUID leaf 0x80000008 EAX bits 7:0, here 40)"
+        );
+        assert!(at(&bits(57 << 8 | 46), &bits(48 << 8 | 46)).unwrap().starts_with("57 linear"));
+        let counters =
+            |n: u32, events: u32| with(0xa, [7 << 24 | 48 << 16 | n << 8 | 2, events, 0, 3]);
+        assert_eq!(at(&counters(4, 0), &counters(8, 0)), None);
+        assert!(
+            at(&counters(8, 0), &counters(4, 0)).unwrap().starts_with("8 performance counters")
+        );
+        // An event's bit is set where it cannot be counted.
+        assert_eq!(at(&counters(4, 1), &counters(4, 0)), None);
+        assert!(at(&counters(4, 0), &counters(4, 1)).is_some());
+        assert_eq!(at(&with(0xa, [0; 4]), &counters(4, 1)), None, "it has seen no counters");
+    }
+
+    #[test]
+    fn the_places_of_vector_registers_must_be_the_same() {
+        let area = |size, offset, most| {
+            [entry(0xd, 0, [7, 0, most, 0]), entry(0xd, 2, [size, offset, 0, 0])]
+        };
+        let at = |a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]| missing(&shown(a), b);
+        assert_eq!(at(&area(256, 576, 832), &area(256, 576, 2696)), None);
+        assert!(at(&area(256, 576, 832), &area(256, 576, 576)).is_some());
+        assert_eq!(
+            at(&area(256, 576, 832), &area(256, 640, 896)).unwrap(),
+            "the value 576 (CPUID leaf 0xd.2 EBX, here 640)"
+        );
+        assert!(at(&area(256, 576, 832), &area(256, 576, 832)[..1]).is_some());
     }
 }

@@ -58,6 +58,7 @@ const NAMES: &[Names] = &[
             (0, "pni"),
             (1, "pclmulqdq"),
             (3, "monitor"),
+            (6, "smx"),
             (9, "ssse3"),
             (12, "fma"),
             (13, "cx16"),
@@ -76,6 +77,7 @@ const NAMES: &[Names] = &[
             (30, "rdrand"),
         ],
     ),
+    (0x6, 0, EAX, &[(2, "arat")]),
     (
         0x7,
         0,
@@ -129,6 +131,7 @@ const NAMES: &[Names] = &[
             (25, "cldemote"),
             (27, "movdiri"),
             (28, "movdir64b"),
+            (31, "pks"),
         ],
     ),
     (
@@ -137,6 +140,7 @@ const NAMES: &[Names] = &[
         EDX,
         &[
             (4, "fsrm"),
+            (5, "uintr"),
             (8, "avx512_vp2intersect"),
             (10, "md_clear"),
             (14, "serialize"),
@@ -163,8 +167,23 @@ const NAMES: &[Names] = &[
             (10, "fzrm"),
             (11, "fsrs"),
             (12, "fsrc"),
+            (17, "fred"),
             (21, "amx_fp16"),
             (23, "avx_ifma"),
+            (26, "lam"),
+        ],
+    ),
+    (
+        0x7,
+        2,
+        EDX,
+        &[
+            (0, "intel_psfd"),
+            (1, "ipred_ctrl"),
+            (2, "rrsba_ctrl"),
+            (3, "ddpd_u"),
+            (4, "bhi_ctrl"),
+            (5, "mcdt_no"),
         ],
     ),
     (0xd, 1, EAX, &[(0, "xsaveopt"), (1, "xsavec"), (2, "xgetbv1"), (3, "xsaves")]),
@@ -197,6 +216,7 @@ const NAMES: &[Names] = &[
             (9, "osvw"),
             (11, "xop"),
             (16, "fma4"),
+            (17, "tce"),
             (21, "tbm"),
             (22, "topoext"),
             (23, "perfctr_core"),
@@ -217,6 +237,26 @@ const NAMES: &[Names] = &[
             (25, "virt_ssbd"),
         ],
     ),
+    (0x8000_0007, 0, EDX, &[(8, "constant_tsc")]),
+    (
+        0x8000_0021,
+        0,
+        EAX,
+        &[
+            (0, "no_nested_data_bp"),
+            (2, "lfence_rdtsc"),
+            (5, "verw_clear"),
+            (6, "null_sel_clr_base"),
+            (7, "uai"),
+            (8, "autoibrs"),
+            (9, "no_smm_ctl_msr"),
+            (27, "sbpb"),
+            (28, "ibpb_brtype"),
+            (29, "srso_no"),
+            (30, "srso_user_kernel_no"),
+        ],
+    ),
+    (0x8000_0022, 0, EAX, &[(0, "perfmon_v2")]),
     (
         0x4000_0001,
         0,
@@ -242,7 +282,8 @@ const NAMES: &[Names] = &[
 ];
 
 /// The baseline: what the psABI calls x86-64-v2, with what an operating system needs besides and
-/// KVM's clock. Every x86 server since 2011 has it, under any kernel that this VMM runs on.
+/// KVM's clock. Every x86 server since 2011 has it, under any kernel that this VMM runs on; a KVM
+/// without hardware under it may not.
 pub(super) const BASELINE: &[&str] = &[
     "fpu",
     "vme",
@@ -273,6 +314,7 @@ pub(super) const BASELINE: &[&str] = &[
     "sse4_2",
     "x2apic",
     "popcnt",
+    "arat",
     "syscall",
     "nx",
     "lm",
@@ -296,10 +338,47 @@ pub(super) fn describe(place: Place) -> String {
     let Place { function, index, register, bit } = place;
     let found = NAMES.iter().find(|n| (n.0, n.1, n.2) == (function, index, register));
     let name = found.and_then(|n| n.3.iter().find(|(b, _)| *b == bit)).map(|(_, name)| *name);
+    let place = format!("{} bit {bit}", describe_register(place));
+    name.map_or(place.clone(), |name| format!("{name} ({place})"))
+}
+
+fn describe_register(Place { function, index, register, .. }: Place) -> String {
     let leaf = if index == 0 { format!("{function:#x}") } else { format!("{function:#x}.{index}") };
     let register = ["EAX", "EBX", "ECX", "EDX"].get(register).copied().unwrap_or("?");
-    let place = format!("CPUID leaf {leaf} {register} bit {bit}");
-    name.map_or(place.clone(), |name| format!("{name} ({place})"))
+    format!("CPUID leaf {leaf} {register}")
+}
+
+/// A number in a register: leaf, register, lowest bit.
+type NumberName = (u32, usize, u32, &'static str);
+
+const NUMBER_NAMES: &[NumberName] = &[
+    (0xa, EAX, 8, "performance counters"),
+    (0xa, EAX, 16, "bits in a performance counter"),
+    (0xa, EAX, 24, "architectural events"),
+    (0xa, EDX, 0, "fixed performance counters"),
+    (0xa, EDX, 5, "bits in a fixed performance counter"),
+    (0x8000_0008, EAX, 0, "physical address bits"),
+    (0x8000_0008, EAX, 8, "linear address bits"),
+];
+
+/// What the number at `count` bits from `low` on of a register is called, where `wants` is looked for
+/// and `has` found.
+pub(super) fn describe_number(
+    place: Place,
+    (low, count): (u32, u32),
+    wants: u32,
+    has: u32,
+) -> String {
+    let named = |n: &&NumberName| n.0 == place.function && n.1 == place.register && n.2 == low;
+    let what = match NUMBER_NAMES.iter().find(named).filter(|_| count < 32) {
+        Some((.., name)) => format!("{wants} {name}"),
+        None => format!("the value {wants}"),
+    };
+    let bits = match count {
+        32 => String::new(),
+        count => format!(" bits {}:{low}", low + count - 1),
+    };
+    format!("{what} ({}{bits}, here {has})", describe_register(place))
 }
 
 #[cfg(test)]

@@ -11,9 +11,14 @@
 //! access left `KVM_RUN` is half done until the next `KVM_RUN`, and would be lost or done twice if
 //! the state were saved before.
 
+pub mod baseline;
+mod control;
 pub mod cpuid;
 pub mod features;
+pub mod msrs;
+pub mod promises;
 mod state;
+pub mod tsc;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,7 +1,7 @@
 //! A vCPU's whole state besides memory: taken from one, put into another, on this host or not.
 //!
 //! What a host lacks is left out when saving; what it cannot take when restoring is refused by
-//! name, or, for single MSRs, named in a warning.
+//! name, while the guest still has its old host.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -10,18 +10,9 @@ use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{Peers, Vcpu, cpuid};
+use super::{Peers, Vcpu, control, msrs, promises, tsc};
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 
-const MSR_TSC: u32 = 0x10;
-const MSR_TSC_DEADLINE: u32 = 0x6e0;
-/// Writing them makes KVM write the host's wall clock into guest memory, at an address that the
-/// guest may have put to another use since. Guests write them anew before they read.
-const MSR_KVM_WALL_CLOCK: u32 = 0x11;
-const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
-
-/// TSC frequencies nearer to each other than this many parts in a million count as equal.
-const TSC_TOLERANCE_PPM: u64 = 250;
 /// Time away beyond this is clocks that disagree, not a migration.
 pub(crate) const LONGEST_AWAY: Duration = Duration::from_secs(3600);
 
@@ -30,7 +21,7 @@ pub(crate) const LONGEST_AWAY: Duration = Duration::from_secs(3600);
 pub struct StateContext {
     capabilities: Capabilities,
     supported: CpuId,
-    /// MSRs that can be read.
+    /// MSRs that are part of a state.
     msrs: Vec<u32>,
 }
 
@@ -42,8 +33,7 @@ impl StateContext {
         msrs: &[u32],
         vcpu: &VcpuFd,
     ) -> Result<Self, GuestError> {
-        let readable = read_msrs(vcpu, msrs)?;
-        Ok(Self { capabilities, supported, msrs: readable.iter().map(|m| m.index).collect() })
+        Ok(Self { capabilities, supported, msrs: msrs::saved(vcpu, msrs)? })
     }
 
     pub(crate) fn has(&self, capability: u32) -> bool {
@@ -79,6 +69,29 @@ pub struct SavedVcpu {
     lapic: kvm_lapic_state,
     msrs: Vec<kvm_msr_entry>,
     events: Option<kvm_vcpu_events>,
+}
+
+#[cfg(test)]
+impl SavedVcpu {
+    /// One in which each byte differs from its neighbours.
+    pub(crate) fn example() -> Self {
+        use crate::machine::golden::pattern;
+        Self {
+            cpuid: vec![pattern(1), pattern(2)],
+            tsc_khz: Some(2_000_000),
+            wall_ns: 0x1122_3344_5566_7788,
+            mp_state: pattern(3),
+            regs: pattern(4),
+            sregs: pattern(5),
+            pdptrs: Some([0x1001, 0x2001, 0x3001, 0x4001]),
+            xsave: Some((0..40).collect()),
+            xcrs: Some(pattern(6)),
+            debug: Some(pattern(7)),
+            lapic: pattern(8),
+            msrs: vec![pattern(9), pattern(10)],
+            events: Some(pattern(11)),
+        }
+    }
 }
 
 /// Nanoseconds of the host's wall clock.
@@ -128,7 +141,7 @@ impl<P: Peers> Vcpu<P> {
             })?,
             lapic: got("KVM_GET_LAPIC", fd.get_lapic())?,
             wall_ns: wall_ns(),
-            msrs: read_msrs(fd, &ctx.msrs)?,
+            msrs: msrs::read(fd, &ctx.msrs)?,
             // Last: what the others left pending is in here.
             events: optional(ctx, KVM_CAP_VCPU_EVENTS, || {
                 got("KVM_GET_VCPU_EVENTS", fd.get_vcpu_events())
@@ -145,7 +158,9 @@ impl<P: Peers> Vcpu<P> {
         let put = |what: &str, r: Result<(), std::io::Error>| {
             r.map_err(|e| self.unsupported(what, e.to_string()))
         };
-        self.restore_tsc_khz(saved.tsc_khz)?;
+        self.restore_tsc_khz(saved)?;
+        control::check(&saved.sregs, &saved.cpuid)
+            .map_err(|why| self.unsupported("special registers", why))?;
         put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
         match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
             Some(p) => put("special registers", set_sregs_with_pdptrs(fd, &saved.sregs, p))?,
@@ -176,10 +191,10 @@ impl<P: Peers> Vcpu<P> {
 
     fn restore_cpuid(&mut self, saved: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
         let supported = self.context.supported.as_slice();
-        if !cpuid::same_vendor(saved, supported) {
+        if !promises::same_vendor(saved, supported) {
             return Err(self.unsupported("processor", "it is of another vendor".to_owned()));
         }
-        if let Some(lacks) = cpuid::lacking(saved, supported) {
+        if let Some(lacks) = promises::lacking(saved, supported) {
             return Err(self.unsupported("processor", format!("{lacks} is missing here")));
         }
         let cpuid = CpuId::from_entries(saved);
@@ -190,41 +205,42 @@ impl<P: Peers> Vcpu<P> {
         Ok(())
     }
 
-    /// Where frequencies differ the guest is given its own; without hardware for that it sees time
-    /// pass at the wrong rate, which is logged.
-    fn restore_tsc_khz(&self, saved: Option<u32>) -> Result<(), GuestError> {
-        let (Some(want), Ok(have)) = (saved, self.fd.get_tsc_khz()) else { return Ok(()) };
-        let apart = u64::from(want.abs_diff(have)) * 1_000_000;
-        if apart <= u64::from(have) * TSC_TOLERANCE_PPM {
+    /// Where frequencies differ the guest is given its own. Without hardware for that, it goes on
+    /// only if it was not promised a constant rate: it then keeps time by kvmclock, which knows.
+    fn restore_tsc_khz(&self, saved: &SavedVcpu) -> Result<(), GuestError> {
+        let (Some(want), Ok(have)) = (saved.tsc_khz, self.fd.get_tsc_khz()) else { return Ok(()) };
+        if tsc::is_near(want, have) {
             return Ok(());
         }
+        let scale = self.context.has(KVM_CAP_TSC_CONTROL);
+        if tsc::is_promised(&saved.cpuid)
+            && let Some(lacks) = tsc::missing(want, have, scale)
+        {
+            return Err(self.unsupported("processor", format!("this host lacks {lacks}")));
+        }
         if let Err(e) = self.fd.set_tsc_khz(want) {
+            let id = self.id;
             tracing::warn!(
-                "the guest's TSC ran at {want} kHz and runs at {have} kHz from now on: {e}"
+                "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: {e}"
             );
         }
         Ok(())
     }
 
     fn restore_msrs(&self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
-        let skipped = |index| matches!(index, MSR_KVM_WALL_CLOCK | MSR_KVM_WALL_CLOCK_NEW);
-        let (mut msrs, mut deadline) = (Vec::new(), None);
-        for msr in saved.msrs.iter().copied().filter(|m| !skipped(m.index)) {
+        let unsupported = |why| self.unsupported("model-specific registers", why);
+        let (mut put, mut deadline) = (Vec::new(), None);
+        for msr in saved.msrs.iter().filter_map(|m| msrs::to_restore(*m, &saved.cpuid)) {
             match msr.index {
-                MSR_TSC_DEADLINE => deadline = Some(msr),
-                MSR_TSC => msrs.push(self.adjusted(msr, saved, adjust)),
-                _ => msrs.push(msr),
+                msrs::TSC_DEADLINE => deadline = Some(msr),
+                msrs::TSC => put.push(self.adjusted(msr, saved, adjust)),
+                _ => put.push(msr),
             }
         }
         // The deadline counts on the TSC being right.
-        msrs.extend(deadline);
-        let refused = write_msrs(&self.fd, &msrs)
-            .map_err(|e| self.unsupported("model-specific registers", e.to_string()))?;
-        for msr in refused {
-            let (id, index, data) = (self.id, msr.index, msr.data);
-            tracing::warn!("vCPU {id}: this host does not take MSR {index:#x} = {data:#x}");
-        }
-        Ok(())
+        put.extend(deadline);
+        let refused = msrs::write(&self.fd, &put).map_err(|e| unsupported(e.to_string()))?;
+        msrs::judge(&refused).map_err(unsupported)
     }
 
     /// The TSC as it is to be now: never behind what the guest has seen.
@@ -251,40 +267,4 @@ fn optional<T>(
 
 fn io(e: kvm_ioctls::Error) -> std::io::Error {
     e.into()
-}
-
-/// The values of those of `indices` that can be read.
-fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, GuestError> {
-    const WHAT: &str = "KVM_GET_MSRS";
-    let mut out = Vec::with_capacity(indices.len());
-    let mut rest = indices;
-    while !rest.is_empty() {
-        let ask: Vec<kvm_msr_entry> = rest
-            .iter()
-            .take(KVM_MAX_MSR_ENTRIES)
-            .map(|&index| kvm_msr_entry { index, ..Default::default() })
-            .collect();
-        let mut msrs = Msrs::from_entries(&ask)
-            .map_err(|e| GuestError::System { what: WHAT, cause: format!("{e:?}").into() })?;
-        // KVM stops at the first that it cannot read.
-        let read = got(WHAT, vcpu.get_msrs(&mut msrs))?.min(ask.len());
-        out.extend_from_slice(&msrs.as_slice()[..read]);
-        rest = &rest[(read + usize::from(read < ask.len())).min(rest.len())..];
-    }
-    Ok(out)
-}
-
-/// Writes `msrs` in their order; gives those that the host refused.
-fn write_msrs(vcpu: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<Vec<kvm_msr_entry>, std::io::Error> {
-    let mut refused = Vec::new();
-    let mut rest = msrs;
-    while !rest.is_empty() {
-        let chunk = &rest[..rest.len().min(KVM_MAX_MSR_ENTRIES)];
-        let put = Msrs::from_entries(chunk);
-        let put = put.map_err(|e| std::io::Error::other(format!("{e:?}")))?;
-        let written = vcpu.set_msrs(&put)?.min(chunk.len());
-        refused.extend(chunk.get(written));
-        rest = &rest[(written + usize::from(written < chunk.len())).min(rest.len())..];
-    }
-    Ok(refused)
 }

@@ -25,7 +25,7 @@ fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRun>) 
 
 /// Moves a running guest into a new machine: all memory while it runs, what changed meanwhile when
 /// it stands.
-fn move_to_new(machine: &Machine, console: &Console, clock: Clock) -> Arc<Machine> {
+pub fn move_to_new(machine: &Machine, console: &Console, clock: Clock) -> Arc<Machine> {
     let factory = MachineFactory { host: console.host() };
     let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
     let mut subscription = machine.subscribe("test").unwrap();
@@ -180,6 +180,56 @@ fn sections_are_not_believed() {
     machine.restore_state(&good, Clock::Continue).unwrap();
     machine.resume().unwrap();
     assert_eq!(machine.info().vcpus, 2);
+}
+
+/// Where `what` lies in `bytes`, once.
+#[track_caller]
+fn place_of(what: &[u8], bytes: &[u8]) -> usize {
+    let mut found = (0..bytes.len()).filter(|i| bytes[*i..].starts_with(what));
+    let place = found.next().unwrap();
+    assert_eq!(found.next(), None, "there is one only");
+    place
+}
+
+#[test]
+fn what_a_host_cannot_give_a_guest_is_refused_by_name() {
+    if !kvm_or_skip("what_a_host_cannot_give_a_guest_is_refused_by_name") {
+        return;
+    }
+    let machine = launch(payload("payload,ws=1M"), &Console::new());
+    let good = machine.save_state().unwrap();
+    let refused = |change: &dyn Fn(&mut [u8])| {
+        let mut bad = good.clone();
+        let vcpu = bad.iter_mut().find(|s| s.tag == section_tags::KVM_VCPU).unwrap();
+        change(&mut vcpu.bytes);
+        machine.restore_state(&bad, Clock::Continue).unwrap_err().to_string()
+    };
+    // STAR, which every host has, as 16 bytes behind their number, becomes one that none has.
+    let msr = |index: u32| {
+        let mut bytes = vec![16];
+        bytes.extend(index.to_le_bytes());
+        bytes.extend([0; 4]);
+        bytes
+    };
+    let error = refused(&|bytes| {
+        let at = place_of(&msr(0xc000_0081), bytes);
+        bytes[at..at + 9].copy_from_slice(&msr(0x1234));
+        bytes[at + 9..at + 17].copy_from_slice(&0x77u64.to_le_bytes());
+    });
+    assert!(error.contains("this host does not take MSR 0x1234 = 0x77"), "{error}");
+    // In the special registers, which have 312 bytes, EFER lies at 264. Bit 12 is of SVM.
+    let error = refused(&|bytes| {
+        let holds = |at: usize, what: &[u8]| bytes.get(at..).is_some_and(|b| b.starts_with(what));
+        // The general registers before them have 144.
+        let sregs: Vec<usize> = (0..bytes.len())
+            .filter(|i| holds(*i, &[0x90, 0x01]) && holds(i + 146, &[0xb8, 0x02]))
+            .map(|i| i + 148)
+            .collect();
+        assert_eq!(sregs.len(), 1);
+        bytes[sregs[0] + 264 + 1] |= 1 << 4;
+    });
+    assert!(error.contains("bit 12 of its EFER") && error.contains("no feature"), "{error}");
+    machine.restore_state(&good, Clock::Continue).unwrap();
 }
 
 #[test]

@@ -59,6 +59,21 @@ pub(super) struct RegisterState {
     pub(super) queues: Vec<QueueRegisters>,
 }
 
+#[cfg(test)]
+impl RegisterState {
+    pub(super) fn example() -> Self {
+        let setup = RingSetup { size: 256, descriptors: 0x1000, available: 0x2000, used: 0x3000 };
+        Self {
+            status: 0xf,
+            device_features_select: 1,
+            driver_features_select: 2,
+            driver_features: 1 << 32 | 5,
+            queue_select: 3,
+            queues: vec![QueueRegisters { ready: true, setup }],
+        }
+    }
+}
+
 impl RegisterState {
     /// Whether the driver is ready.
     pub(super) fn is_active(&self) -> bool {

@@ -97,6 +97,13 @@ pub(crate) struct RingPosition {
     next_used: u16,
 }
 
+#[cfg(test)]
+impl RingPosition {
+    pub(super) fn example() -> Self {
+        Self { next_available: 0x8001, next_used: 0x7ffe }
+    }
+}
+
 /// One queue of a device.
 pub(crate) struct Ring {
     number: u16,

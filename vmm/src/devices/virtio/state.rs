@@ -23,6 +23,22 @@ pub(crate) struct VirtioState {
     pub(super) device: Vec<u8>,
 }
 
+#[cfg(test)]
+impl VirtioState {
+    /// One whose fields differ.
+    pub(crate) fn example() -> Self {
+        Self {
+            device_id: 2,
+            registers: RegisterState::example(),
+            interrupt_status: 3,
+            needs_reset: true,
+            config_generation: 4,
+            positions: vec![RingPosition::example()],
+            device: b"its own".to_vec(),
+        }
+    }
+}
+
 /// The bytes of a device's own state, for [`Device::save`](super::Device::save).
 pub(crate) fn encode_state<T: Serialize>(state: &T) -> Result<Vec<u8>, String> {
     postcard::to_stdvec(state).map_err(|e| e.to_string())

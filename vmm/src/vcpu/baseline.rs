@@ -1,0 +1,94 @@
+//! The baseline processor: what `features::BASELINE` lists and nothing else, whatever the host has.
+//! It is built from the few leaves that it needs; all others are left out, and the highest leaves
+//! are capped, so that a leaf which a later KVM shows cannot reach a guest by being overlooked.
+
+use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+
+use super::cpuid::{
+    AMD_LEGACY_CMP, AMD_REPEATS, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_CACHES, LEAF_FEATURES,
+    LEAF_SIZES, LEAF_TOPOLOGY, find,
+};
+use super::features::{self, Place};
+
+const LEAF_CACHE_DESCRIPTORS: u32 = 0x2;
+const LEAF_KVM: u32 = 0x4000_0000;
+const LEAF_EXTENDED: u32 = 0x8000_0000;
+/// From the name's first part to the last leaf of caches.
+const LEAF_NAME: u32 = 0x8000_0002;
+const LEAF_LAST_CACHES: u32 = 0x8000_0006;
+
+/// Leaf 1 EBX: the size of a cache line, for CLFLUSH.
+const CACHE_LINE: u32 = 0xff00;
+const LAST_LEAF: u32 = LEAF_TOPOLOGY;
+const LAST_KVM_LEAF: u32 = 0x4000_0001;
+const LAST_EXTENDED_LEAF: u32 = LEAF_SIZES;
+/// What virtual machines of other makers have, in which this host may itself be one: 1 TiB.
+const PHYSICAL_BITS: u32 = 40;
+/// Four levels of page tables.
+const LINEAR_BITS: u32 = 48;
+
+/// The baseline without the features called `without`, from what KVM supports; or what it lacks, by
+/// name.
+pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, String> {
+    let wanted = features::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));
+    let wanted: Vec<Place> = wanted.filter_map(|name| features::find(name)).collect();
+    for place in &wanted {
+        let registers = find(supported.as_slice(), place.function, place.index);
+        if registers[place.register] & 1 << place.bit == 0 {
+            return Err(features::describe(*place));
+        }
+    }
+    let entries: Vec<kvm_cpuid_entry2> =
+        supported.as_slice().iter().filter_map(|e| entry(e, &wanted)).collect();
+    CpuId::from_entries(&entries).map_err(|e| format!("a CPUID table of its size ({e:?})"))
+}
+
+/// What of the baseline `supported` lacks, by name.
+pub fn lacks(supported: &CpuId) -> Vec<&'static str> {
+    let names = features::BASELINE.iter().copied();
+    let lacks = names.filter(|name| {
+        features::find(name).is_some_and(|p| {
+            find(supported.as_slice(), p.function, p.index)[p.register] & 1 << p.bit == 0
+        })
+    });
+    lacks.collect()
+}
+
+/// What becomes of one leaf; `None` if the baseline has it not.
+fn entry(host: &kvm_cpuid_entry2, wanted: &[Place]) -> Option<kvm_cpuid_entry2> {
+    let mut e = *host;
+    let listed = |register| {
+        let here = wanted
+            .iter()
+            .filter(|p| (p.function, p.index, p.register) == (e.function, e.index, register));
+        here.fold(0, |bits, place| bits | 1 << place.bit)
+    };
+    let features = [listed(0), listed(1), listed(2), listed(3)];
+    match e.function {
+        LEAF_BASE => e.eax = e.eax.min(LAST_LEAF),
+        // EAX: family, model, stepping. They promise nothing, and kernels look up errata by them.
+        LEAF_FEATURES => {
+            (e.ebx, e.ecx, e.edx) = (e.ebx & CACHE_LINE, features[2], features[3]);
+        }
+        LEAF_CACHE_DESCRIPTORS | LEAF_CACHES | LEAF_TOPOLOGY => {}
+        LEAF_KVM => e.eax = e.eax.min(LAST_KVM_LEAF),
+        LEAF_EXTENDED => e.eax = e.eax.min(LAST_EXTENDED_LEAF),
+        LEAF_AMD_FEATURES => {
+            // That there are several cores is topology.
+            (e.ebx, e.ecx) = (0, features[2] | e.ecx & AMD_LEGACY_CMP);
+            e.edx &= features[3] | AMD_REPEATS;
+        }
+        LEAF_NAME..=LEAF_LAST_CACHES => {}
+        LEAF_SIZES => {
+            let bits = match e.eax & 0xff {
+                0 => 36,
+                bits => bits.min(PHYSICAL_BITS),
+            };
+            (e.eax, e.ebx, e.ecx, e.edx) = (LINEAR_BITS << 8 | bits, 0, 0, 0);
+        }
+        // Any other leaf has what is listed of it; most have nothing listed.
+        _ if features != [0; 4] => [e.eax, e.ebx, e.ecx, e.edx] = features,
+        _ => return None,
+    }
+    Some(e)
+}

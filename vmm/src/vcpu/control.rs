@@ -1,0 +1,106 @@
+//! Whether the control registers of a state fit the processor that it describes. KVM takes bits of
+//! EFER that the host's processor lacks, and fails when the guest is entered: too late for a guest
+//! that has left its old host.
+
+use kvm_bindings::{kvm_cpuid_entry2, kvm_sregs};
+
+use super::cpuid::find;
+use super::features;
+
+/// A bit of a control register and the features of which one must be there for it.
+type Needs = (u32, &'static [&'static str]);
+
+const EFER: &[Needs] = &[
+    (0, &["syscall"]),
+    (8, &["lm"]),
+    (10, &["lm"]),
+    (11, &["nx"]),
+    (14, &["fxsr_opt"]),
+    (15, &["tce"]),
+    (20, &["uai"]),
+    (21, &["autoibrs"]),
+];
+
+/// The bits below belong to every processor that KVM runs on.
+const CR4_FIRST: u32 = 11;
+const CR4: &[Needs] = &[
+    (11, &["umip"]),
+    (12, &["la57"]),
+    (14, &["smx"]),
+    (16, &["fsgsbase"]),
+    (17, &["pcid"]),
+    (18, &["xsave"]),
+    (20, &["smep"]),
+    (21, &["smap"]),
+    (22, &["pku"]),
+    (23, &["shstk", "ibt"]),
+    (24, &["pks"]),
+    (25, &["uintr"]),
+    (28, &["lam"]),
+    (32, &["fred"]),
+];
+
+/// Refuses special registers with bits that a processor of this `cpuid` does not have.
+pub(super) fn check(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Result<(), String> {
+    check_register("EFER", sregs.efer, EFER, cpuid)?;
+    check_register("CR4", sregs.cr4 >> CR4_FIRST << CR4_FIRST, CR4, cpuid)
+}
+
+fn check_register(
+    name: &str,
+    value: u64,
+    known: &[Needs],
+    cpuid: &[kvm_cpuid_entry2],
+) -> Result<(), String> {
+    for bit in (0..u64::BITS).filter(|bit| value >> bit & 1 != 0) {
+        let Some((_, any)) = known.iter().find(|(b, _)| *b == bit) else {
+            return Err(format!("bit {bit} of its {name} {value:#x} belongs to no feature"));
+        };
+        if !any.iter().any(|feature| has(cpuid, feature)) {
+            let features = any.join(" or ");
+            return Err(format!("bit {bit} of its {name} {value:#x} needs {features}"));
+        }
+    }
+    Ok(())
+}
+
+fn has(cpuid: &[kvm_cpuid_entry2], feature: &str) -> bool {
+    features::find(feature).is_some_and(|place| {
+        find(cpuid, place.function, place.index)[place.register] & 1 << place.bit != 0
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
+        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    }
+
+    #[test]
+    fn every_feature_that_a_bit_needs_has_a_place() {
+        for (_, any) in EFER.iter().chain(CR4) {
+            assert!(any.iter().all(|f| features::find(f).is_some()), "{any:?}");
+        }
+    }
+
+    #[test]
+    fn bits_that_the_processor_lacks_are_named() {
+        let cpuid = [
+            entry(7, 0, [0, 1 << 20 | 1 << 7, 0, 0]),
+            entry(0x8000_0001, 0, [0, 0, 0, 1 << 29 | 1 << 20 | 1 << 11]),
+        ];
+        let said = |efer, cr4| check(&kvm_sregs { efer, cr4, ..Default::default() }, &cpuid);
+        assert_eq!(said(0xd01, 0x30_07f0), Ok(()));
+        assert_eq!(said(0, 0), Ok(()));
+        assert_eq!(said(0x20_0d01, 0).unwrap_err(), "bit 21 of its EFER 0x200d01 needs autoibrs");
+        assert_eq!(
+            said(1 << 12, 0).unwrap_err(),
+            "bit 12 of its EFER 0x1000 belongs to no feature"
+        );
+        assert_eq!(said(0, 1 << 17).unwrap_err(), "bit 17 of its CR4 0x20000 needs pcid");
+        assert_eq!(said(0, 1 << 23).unwrap_err(), "bit 23 of its CR4 0x800000 needs shstk or ibt");
+        assert_eq!(said(0, 1 << 13).unwrap_err(), "bit 13 of its CR4 0x2000 belongs to no feature");
+    }
+}

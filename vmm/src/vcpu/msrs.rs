@@ -1,0 +1,332 @@
+//! A vCPU's model-specific registers: which are part of a state, what a new guest finds in them, and
+//! which of them another host may refuse.
+
+use checkpoint::GuestError;
+use kvm_bindings::*;
+use kvm_ioctls::{Kvm, VcpuFd};
+
+use super::cpuid::{LEAF_EXTENDED_FEATURES, LEAF_FEATURES, find};
+use crate::config::MsrWord;
+
+pub(super) const TSC: u32 = 0x10;
+pub(super) const TSC_DEADLINE: u32 = 0x6e0;
+/// Writing them makes KVM write the host's wall clock into guest memory, at an address that the
+/// guest may have put to another use since. Guests write them anew before they read.
+const KVM_WALL_CLOCK: u32 = 0x11;
+const KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
+
+const ARCH_CAPABILITIES: u32 = 0x10a;
+const PERF_CAPABILITIES: u32 = 0x345;
+const MISC_ENABLE: u32 = 0x1a0;
+const MTRR_DEF_TYPE: u32 = 0x2ff;
+const SMBASE: u32 = 0x9e;
+const AMD_HWCR: u32 = 0xc001_0015;
+const AMD_TSC_RATIO: u32 = 0xc000_0104;
+
+/// Leaf 7 EDX, leaf 1 ECX, leaf 1 EDX.
+const HAS_ARCH_CAPABILITIES: u32 = 1 << 29;
+const HAS_PERF_CAPABILITIES: u32 = 1 << 15;
+const HAS_MTRR: u32 = 1 << 12;
+
+/// What a firmware would set: string instructions may be fast; memory is write-back unless a range
+/// register says otherwise, and those are in force.
+const FAST_STRING: u64 = 1 << 0;
+const MTRR_WRITE_BACK: u64 = 1 << 11 | 6;
+
+/// The memory type range registers, which KVM has and does not list: eight pairs, eleven of fixed
+/// ranges, and the default type.
+const MTRRS: &[u32] = &[
+    0x200,
+    0x201,
+    0x202,
+    0x203,
+    0x204,
+    0x205,
+    0x206,
+    0x207,
+    0x208,
+    0x209,
+    0x20a,
+    0x20b,
+    0x20c,
+    0x20d,
+    0x20e,
+    0x20f,
+    0x250,
+    0x258,
+    0x259,
+    0x268,
+    0x269,
+    0x26a,
+    0x26b,
+    0x26c,
+    0x26d,
+    0x26e,
+    0x26f,
+    MTRR_DEF_TYPE,
+];
+
+/// What is no part of a state: no guest is shown Hyper-V, nor nested virtualization, so nothing that
+/// a guest did can be in there; yet some of them read as something else than 0.
+fn is_left_out(index: u32) -> bool {
+    match index {
+        KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => true,
+        // Hyper-V: its own numbers, and its debugger's.
+        0x4000_0000..=0x4000_01ff => true,
+        // VMX; SVM's save area and its ratio.
+        0x480..=0x493 | 0xc001_0117 | AMD_TSC_RATIO => true,
+        _ => false,
+    }
+}
+
+/// Why a guest goes on unharmed although this host refused `index`, if it does.
+fn why_tolerated(index: u32) -> Option<&'static str> {
+    match index {
+        SMBASE => Some("no guest has code in system management mode"),
+        AMD_HWCR => Some("what KVM has of it tells how the TSC counts, and injects test errors"),
+        _ => None,
+    }
+}
+
+/// Whether the guest cannot know of `index`, by the CPUID that it was shown: it then reads as 0.
+fn is_hidden(index: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
+    match index {
+        ARCH_CAPABILITIES => find(cpuid, LEAF_EXTENDED_FEATURES, 0)[3] & HAS_ARCH_CAPABILITIES == 0,
+        PERF_CAPABILITIES => find(cpuid, LEAF_FEATURES, 0)[2] & HAS_PERF_CAPABILITIES == 0,
+        _ => false,
+    }
+}
+
+/// Those of `listed`, and of those that KVM does not list, that are part of a vCPU's state.
+pub(super) fn saved(vcpu: &VcpuFd, listed: &[u32]) -> Result<Vec<u32>, GuestError> {
+    let mut indices: Vec<u32> = listed.iter().copied().filter(|i| !is_left_out(*i)).collect();
+    indices.extend(MTRRS.iter().filter(|i| !listed.contains(i)));
+    Ok(read(vcpu, &indices)?.iter().map(|m| m.index).collect())
+}
+
+/// Of a saved register, what this vCPU is to be given; `None` for what is no part of a state.
+pub(super) fn to_restore(
+    mut msr: kvm_msr_entry,
+    cpuid: &[kvm_cpuid_entry2],
+) -> Option<kvm_msr_entry> {
+    if is_left_out(msr.index) {
+        return None;
+    }
+    if is_hidden(msr.index, cpuid) {
+        msr.data = 0;
+    }
+    Some(msr)
+}
+
+/// What is wrong with registers that this host `refused`; a zero is what it has anyway.
+pub(super) fn judge(refused: &[kvm_msr_entry]) -> Result<(), String> {
+    for &kvm_msr_entry { index, data, .. } in refused.iter().filter(|m| m.data != 0) {
+        let Some(reason) = why_tolerated(index) else {
+            return Err(format!("this host does not take MSR {index:#x} = {data:#x}"));
+        };
+        tracing::info!("this host does not take MSR {index:#x} = {data:#x}; {reason}");
+    }
+    Ok(())
+}
+
+/// Gives a new vCPU, whose CPUID is set, what a firmware would have left in its registers, and takes
+/// away what its CPUID hides. KVM's without one of them answer as if it were 0.
+pub fn set_first_values(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<(), GuestError> {
+    let mut first: Vec<kvm_msr_entry> = [ARCH_CAPABILITIES, PERF_CAPABILITIES]
+        .into_iter()
+        .filter(|index| is_hidden(*index, cpuid))
+        .map(|index| entry(index, 0))
+        .collect();
+    if let [misc] = read(vcpu, &[MISC_ENABLE])?[..] {
+        first.push(entry(MISC_ENABLE, misc.data | FAST_STRING));
+    }
+    if find(cpuid, LEAF_FEATURES, 0)[3] & HAS_MTRR != 0 {
+        first.push(entry(MTRR_DEF_TYPE, MTRR_WRITE_BACK));
+    }
+    let refused = write(vcpu, &first);
+    let refused = refused.map_err(|e| GuestError::System { what: "KVM_SET_MSRS", cause: e.into() });
+    for kvm_msr_entry { index, data, .. } in refused? {
+        tracing::debug!("MSR {index:#x} cannot be set to {data:#x} here");
+    }
+    Ok(())
+}
+
+/// What `vcpu` tells its guest of the processor by registers instead of CPUID.
+pub fn shown(vcpu: &VcpuFd, cpuid: &[kvm_cpuid_entry2]) -> Result<Vec<MsrWord>, GuestError> {
+    let indices = [ARCH_CAPABILITIES, PERF_CAPABILITIES].into_iter();
+    let indices: Vec<u32> = indices.filter(|i| !is_hidden(*i, cpuid)).collect();
+    let read = read(vcpu, &indices)?;
+    let words = read.iter().map(|m| MsrWord { index: m.index, value: m.data });
+    Ok(words.filter(|w| w.value != 0).collect())
+}
+
+/// What a guest that was shown `words` would miss of `offered`, by name.
+pub fn missing(words: &[MsrWord], offered: &[MsrWord]) -> Option<String> {
+    words.iter().find_map(|&MsrWord { index, value }| {
+        let host = offered.iter().find(|w| w.index == index).map_or(0, |w| w.value);
+        let lacks = value & !host & promises(index);
+        let name = match index {
+            ARCH_CAPABILITIES => "IA32_ARCH_CAPABILITIES",
+            _ => "IA32_PERF_CAPABILITIES",
+        };
+        if lacks != 0 {
+            let bit = lacks.trailing_zeros();
+            return Some(format!("bit {bit} of {name} (MSR {index:#x})"));
+        }
+        let format = |value| value & LBR_FORMAT;
+        (index == PERF_CAPABILITIES && format(value) != 0 && format(value) != format(host)).then(
+            || {
+                let (wants, has) = (format(value), format(host));
+                format!("branch records of format {wants} ({name}, MSR {index:#x}, here {has})")
+            },
+        )
+    })
+}
+
+/// PERF_CAPABILITIES: the format of branch records, a number.
+const LBR_FORMAT: u64 = 0x3f;
+
+/// Of a feature register, the bits that tell of something that is there, or of a harm that cannot come.
+fn promises(index: u32) -> u64 {
+    match index {
+        // RSBA and RRSBA warn of a harm.
+        ARCH_CAPABILITIES => !(1 << 2 | 1 << 19),
+        PERF_CAPABILITIES => !LBR_FORMAT,
+        _ => 0,
+    }
+}
+
+/// The feature registers that this host's KVM has.
+pub fn offered(kvm: &Kvm) -> Vec<MsrWord> {
+    let one = |index| {
+        let mut msrs = Msrs::from_entries(&[entry(index, 0)]).ok()?;
+        // A KVM that has it not says so, or is too old to be asked.
+        let read = kvm.get_msrs(&mut msrs).ok().filter(|read| *read == 1)?;
+        msrs.as_slice().get(read - 1).map(|m| MsrWord { index, value: m.data })
+    };
+    [ARCH_CAPABILITIES, PERF_CAPABILITIES].into_iter().filter_map(one).collect()
+}
+
+fn entry(index: u32, data: u64) -> kvm_msr_entry {
+    kvm_msr_entry { index, data, ..Default::default() }
+}
+
+/// The values of those of `indices` that can be read.
+pub(super) fn read(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, GuestError> {
+    const WHAT: &str = "KVM_GET_MSRS";
+    let mut out = Vec::with_capacity(indices.len());
+    let mut rest = indices;
+    while !rest.is_empty() {
+        let ask: Vec<kvm_msr_entry> =
+            rest.iter().take(KVM_MAX_MSR_ENTRIES).map(|&index| entry(index, 0)).collect();
+        let mut msrs = Msrs::from_entries(&ask)
+            .map_err(|e| GuestError::System { what: WHAT, cause: format!("{e:?}").into() })?;
+        let read = vcpu.get_msrs(&mut msrs);
+        let read = read.map_err(|e| GuestError::System { what: WHAT, cause: Box::new(e) })?;
+        // KVM stops at the first that it cannot read.
+        let read = read.min(ask.len());
+        out.extend_from_slice(&msrs.as_slice()[..read]);
+        rest = &rest[(read + usize::from(read < ask.len())).min(rest.len())..];
+    }
+    Ok(out)
+}
+
+/// Writes `msrs` in their order; gives those that the host refused.
+pub(super) fn write(
+    vcpu: &VcpuFd,
+    msrs: &[kvm_msr_entry],
+) -> Result<Vec<kvm_msr_entry>, std::io::Error> {
+    let mut refused = Vec::new();
+    let mut rest = msrs;
+    while !rest.is_empty() {
+        let chunk = &rest[..rest.len().min(KVM_MAX_MSR_ENTRIES)];
+        let put = Msrs::from_entries(chunk);
+        let put = put.map_err(|e| std::io::Error::other(format!("{e:?}")))?;
+        let written = vcpu.set_msrs(&put)?.min(chunk.len());
+        refused.extend(chunk.get(written));
+        rest = &rest[(written + usize::from(written < chunk.len())).min(rest.len())..];
+    }
+    Ok(refused)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::kvm_or_skip;
+    use crate::vcpu::cpuid;
+
+    /// A vCPU whose processor is this host's without `without`.
+    fn vcpu(without: &str) -> (VcpuFd, CpuId) {
+        let kvm = Kvm::new().unwrap();
+        let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+        let cpuid = cpuid::narrow(&supported, &format!("host{without}").parse().unwrap()).unwrap();
+        let vm = kvm.create_vm().unwrap();
+        vm.create_irq_chip().unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        vcpu.set_cpuid2(&cpuid).unwrap();
+        (vcpu, cpuid)
+    }
+
+    fn value(vcpu: &VcpuFd, index: u32) -> Option<u64> {
+        read(vcpu, &[index]).unwrap().first().map(|m| m.data)
+    }
+
+    #[test]
+    fn a_new_guest_finds_what_a_firmware_would_leave() {
+        if !kvm_or_skip("a_new_guest_finds_what_a_firmware_would_leave") {
+            return;
+        }
+        let (vcpu, cpuid) = vcpu("");
+        set_first_values(&vcpu, cpuid.as_slice()).unwrap();
+        assert_eq!(value(&vcpu, MTRR_DEF_TYPE), Some(MTRR_WRITE_BACK));
+        assert_eq!(value(&vcpu, MISC_ENABLE).unwrap() & FAST_STRING, FAST_STRING);
+        // And so does whoever goes on elsewhere.
+        let kvm = Kvm::new().unwrap();
+        let listed = kvm.get_msr_index_list().unwrap();
+        let saved = saved(&vcpu, listed.as_slice()).unwrap();
+        assert!(saved.contains(&MTRR_DEF_TYPE) && saved.contains(&MISC_ENABLE));
+        assert!(saved.contains(&0x200) && saved.contains(&0x26f));
+    }
+
+    #[test]
+    fn a_feature_register_that_cpuid_hides_is_empty() {
+        if !kvm_or_skip("a_feature_register_that_cpuid_hides_is_empty") {
+            return;
+        }
+        let (vcpu, cpuid) = vcpu(",-arch_capabilities,-pdcm");
+        set_first_values(&vcpu, cpuid.as_slice()).unwrap();
+        assert_eq!(value(&vcpu, ARCH_CAPABILITIES).unwrap_or(0), 0);
+        assert_eq!(shown(&vcpu, cpuid.as_slice()).unwrap(), []);
+        // Nor is it filled by a state in which an older source left something there.
+        let msr = to_restore(entry(ARCH_CAPABILITIES, 0xeb), cpuid.as_slice()).unwrap();
+        assert_eq!(msr.data, 0);
+    }
+
+    #[test]
+    fn a_register_that_the_host_refuses_is_named_with_its_value() {
+        assert_eq!(judge(&[entry(0x345, 0), entry(0x9e, 0x3_0000)]), Ok(()));
+        let why = judge(&[entry(SMBASE, 0x3_0000), entry(0x345, 0x2c5)]).unwrap_err();
+        assert_eq!(why, "this host does not take MSR 0x345 = 0x2c5");
+        for index in [0x4000_0020, 0x480, KVM_WALL_CLOCK_NEW] {
+            assert!(to_restore(entry(index, 1), &[]).is_none(), "{index:#x}");
+        }
+    }
+
+    #[test]
+    fn what_feature_registers_said_is_asked_of_the_next_host() {
+        let word = |index, value| MsrWord { index, value };
+        let here = [word(ARCH_CAPABILITIES, 0b1011), word(PERF_CAPABILITIES, 0x205)];
+        assert_eq!(missing(&here, &here), None);
+        assert_eq!(missing(&[], &here), None);
+        assert_eq!(missing(&[word(ARCH_CAPABILITIES, 0b11 | 1 << 19)], &here), None, "a warning");
+        assert_eq!(
+            missing(&[word(ARCH_CAPABILITIES, 1 << 5)], &here).unwrap(),
+            "bit 5 of IA32_ARCH_CAPABILITIES (MSR 0x10a)"
+        );
+        assert_eq!(
+            missing(&[word(PERF_CAPABILITIES, 0x206)], &here).unwrap(),
+            "branch records of format 6 (IA32_PERF_CAPABILITIES, MSR 0x345, here 5)"
+        );
+        assert!(missing(&here, &[]).is_some());
+    }
+}

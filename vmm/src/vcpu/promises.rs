@@ -1,0 +1,179 @@
+//! What a processor promises by CPUID, so that a guest that has seen it relies on it: features,
+//! numbers that must not shrink, and layouts that must stay. Whether another host keeps them.
+//!
+//! Leaves without a rule here describe and promise nothing: names, caches, topology.
+
+use kvm_bindings::kvm_cpuid_entry2;
+
+use super::cpuid::{
+    AMD_LEGACY_CMP, HTT, HYPERVISOR, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_EXTENDED_FEATURES,
+    LEAF_FEATURES, LEAF_KVM_FEATURES, LEAF_SIZES, LEAF_XSAVE, OSPKE, OSXSAVE, TSC_DEADLINE, find,
+};
+use super::features::{self, Place};
+use crate::config::CpuidWord;
+
+const LEAF_POWER: u32 = 0x6;
+const LEAF_PERFMON: u32 = 0xa;
+const LEAF_SGX: u32 = 0x12;
+const LEAF_PROCESSOR_TRACE: u32 = 0x14;
+const LEAF_TILES: u32 = 0x1d;
+const LEAF_TMUL: u32 = 0x1e;
+const LEAF_AVX10: u32 = 0x24;
+const LEAF_AMD_POWER: u32 = 0x8000_0007;
+const LEAF_AMD_SVM: u32 = 0x8000_000a;
+const LEAF_AMD_ENCRYPTION: u32 = 0x8000_001f;
+const LEAF_AMD_FEATURES_2: u32 = 0x8000_0021;
+const LEAF_AMD_PERFMON: u32 = 0x8000_0022;
+
+pub(super) const ALL: u32 = u32::MAX;
+
+/// How one register of a leaf is compared.
+#[derive(Clone, Copy, Debug)]
+enum Rule {
+    /// These bits are features. The others say nothing.
+    Bits(u32),
+    /// Numbers at these bits (lowest, how many), which the next host must reach; other bits say nothing.
+    AtLeast(&'static [(u32, u32)]),
+    /// Both: features, and numbers.
+    Mixed(u32, &'static [(u32, u32)]),
+    /// The value must be the same.
+    Same,
+    /// Of leaf 0xa: events that cannot be counted, as many as EAX says there are.
+    NoEvents,
+}
+
+const NOTHING: Rule = Rule::Bits(0);
+const BITS: Rule = Rule::Bits(ALL);
+
+/// How EAX, EBX, ECX and EDX of a leaf are compared; `None` for a leaf that promises nothing.
+fn rules(function: u32, index: u32) -> Option<[Rule; 4]> {
+    use Rule::{AtLeast, Bits, Mixed, NoEvents, Same};
+    Some(match (function, index) {
+        // Bits that follow the guest's own registers or the VMM are no features of the host.
+        (LEAF_FEATURES, 0) => {
+            let ecx = Bits(!(OSXSAVE | HYPERVISOR | TSC_DEADLINE));
+            [NOTHING, NOTHING, ecx, Bits(!HTT)]
+        }
+        // ECX: of these bits only the first and the fourth are features.
+        (LEAF_POWER, 0) => [BITS, NOTHING, Bits(0b1001), NOTHING],
+        (LEAF_EXTENDED_FEATURES, 0) => [NOTHING, BITS, Bits(!OSPKE), BITS],
+        (LEAF_EXTENDED_FEATURES, _) => [BITS; 4],
+        // Version, counters and their width, events; fixed counters and their width.
+        (LEAF_PERFMON, 0) => {
+            let eax = AtLeast(&[(0, 8), (8, 8), (16, 8), (24, 8)]);
+            [eax, NoEvents, BITS, AtLeast(&[(0, 5), (5, 8)])]
+        }
+        // EBX is the size in use. What lies where is in the subleaves of the components.
+        (LEAF_XSAVE, 0) => [BITS, NOTHING, AtLeast(&[(0, 32)]), BITS],
+        (LEAF_XSAVE, 1) => [BITS, NOTHING, BITS, BITS],
+        (LEAF_XSAVE, _) => [Same, Same, BITS, NOTHING],
+        (LEAF_SGX, 0) => [BITS, BITS, NOTHING, AtLeast(&[(0, 8), (8, 8)])],
+        (LEAF_SGX, 1) => [BITS; 4],
+        (LEAF_PROCESSOR_TRACE | LEAF_TILES | LEAF_TMUL, _) => [Same; 4],
+        (LEAF_AVX10, 0) => [NOTHING, Mixed(0xffff_ff00, &[(0, 8)]), NOTHING, NOTHING],
+        (LEAF_KVM_FEATURES, 0) => [BITS, NOTHING, NOTHING, NOTHING],
+        (LEAF_AMD_FEATURES, 0) => [NOTHING, NOTHING, Bits(!AMD_LEGACY_CMP), BITS],
+        (LEAF_AMD_POWER, 0) => [NOTHING, BITS, NOTHING, BITS],
+        // The third number of EAX is a hint to firmware.
+        (LEAF_SIZES, 0) => [AtLeast(&[(0, 8), (8, 8)]), BITS, NOTHING, NOTHING],
+        (LEAF_AMD_SVM, 0) => [NOTHING, NOTHING, NOTHING, BITS],
+        (LEAF_AMD_ENCRYPTION, 0) => [BITS, NOTHING, NOTHING, NOTHING],
+        (LEAF_AMD_FEATURES_2, 0) => [BITS, NOTHING, BITS, NOTHING],
+        (LEAF_AMD_PERFMON, 0) => [BITS, AtLeast(&[(0, 4)]), NOTHING, NOTHING],
+        _ => return None,
+    })
+}
+
+/// The bits of a register that a rule looks at.
+fn mask(rule: Rule) -> u32 {
+    match rule {
+        Rule::Bits(bits) => bits,
+        Rule::AtLeast(fields) => mask(Rule::Mixed(0, fields)),
+        Rule::Mixed(bits, fields) => {
+            fields.iter().fold(bits, |all, &(low, count)| all | ones(count) << low)
+        }
+        Rule::Same | Rule::NoEvents => ALL,
+    }
+}
+
+fn ones(count: u32) -> u32 {
+    1u32.checked_shl(count).map_or(ALL, |bit| bit - 1)
+}
+
+/// What a processor shows of itself that other hosts must have too.
+pub fn shown(entries: &[kvm_cpuid_entry2]) -> Vec<CpuidWord> {
+    let word = |function, index, registers| CpuidWord { function, index, registers };
+    let [_, b, c, d] = find(entries, LEAF_BASE, 0);
+    let mut words = vec![word(LEAF_BASE, 0, [0, b, c, d])];
+    for e in entries {
+        let Some(rules) = rules(e.function, e.index) else { continue };
+        let mut registers = [e.eax, e.ebx, e.ecx, e.edx];
+        registers.iter_mut().zip(rules).for_each(|(r, rule)| *r &= mask(rule));
+        if registers != [0; 4] {
+            words.push(word(e.function, e.index, registers));
+        }
+    }
+    words
+}
+
+/// What a guest that was shown `words` would miss on this host.
+pub fn missing(words: &[CpuidWord], supported: &[kvm_cpuid_entry2]) -> Option<String> {
+    let entries: Vec<kvm_cpuid_entry2> =
+        words
+            .iter()
+            .map(|&CpuidWord { function, index, registers: [eax, ebx, ecx, edx] }| {
+                kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+            })
+            .collect();
+    if !words.is_empty() && !same_vendor(&entries, supported) {
+        return Some("a processor of its vendor".to_owned());
+    }
+    lacking(&entries, supported)
+}
+
+/// What the guest's processor has that `supported` lacks, the first of it by name: it could not go
+/// on here.
+pub fn lacking(guest: &[kvm_cpuid_entry2], supported: &[kvm_cpuid_entry2]) -> Option<String> {
+    guest.iter().find_map(|e| {
+        let rules = rules(e.function, e.index)?;
+        let has = [e.eax, e.ebx, e.ecx, e.edx];
+        // A leaf of zeros is one that the guest has not.
+        if has == [0; 4] {
+            return None;
+        }
+        let offers = find(supported, e.function, e.index);
+        rules.into_iter().zip(0..).find_map(|(rule, register)| {
+            let place = Place { function: e.function, index: e.index, register, bit: 0 };
+            compare(place, rule, has, offers)
+        })
+    })
+}
+
+fn compare(place: Place, rule: Rule, has: [u32; 4], offers: [u32; 4]) -> Option<String> {
+    let (whole_guest, guest, host) = (has, has[place.register], offers[place.register]);
+    let first_bit = |bits: u32| {
+        let bit = bits.trailing_zeros() as u8;
+        (bits != 0).then(|| features::describe(Place { bit, ..place }))
+    };
+    match rule {
+        Rule::Bits(bits) => first_bit(guest & !host & bits),
+        Rule::AtLeast(fields) => fields.iter().find_map(|&(low, count)| {
+            let (wants, has) = (guest >> low & ones(count), host >> low & ones(count));
+            (wants > has).then(|| features::describe_number(place, (low, count), wants, has))
+        }),
+        Rule::Mixed(bits, fields) => compare(place, Rule::Bits(bits), has, offers)
+            .or_else(|| compare(place, Rule::AtLeast(fields), has, offers)),
+        Rule::Same => {
+            (guest != host).then(|| features::describe_number(place, (0, 32), guest, host))
+        }
+        Rule::NoEvents => {
+            let events = ones(whole_guest[0] >> 24);
+            first_bit(host & !guest & events).map(|bit| format!("the event of {bit}"))
+        }
+    }
+}
+
+/// Whether both processors are of one vendor: the same bits mean other things elsewhere.
+pub fn same_vendor(a: &[kvm_cpuid_entry2], b: &[kvm_cpuid_entry2]) -> bool {
+    find(a, LEAF_BASE, 0)[1..] == find(b, LEAF_BASE, 0)[1..]
+}
