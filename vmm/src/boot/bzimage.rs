@@ -114,10 +114,12 @@ impl Place {
         let setup_bytes = (sectors + 1) * SECTOR;
         let (syssize, init_size) = (u64::from(header.syssize) * 16, u64::from(header.init_size));
         let bytes = file_bytes.saturating_sub(setup_bytes);
-        if bytes == 0 || bytes < syssize {
+        // Whatever the header says, there is an instruction at the entry.
+        let needed = syssize.max(ENTRY_64 + 1);
+        if bytes < needed {
             return Err(bad(format!(
-                "it is cut short: it has {file_bytes} bytes, and its header asks for {}",
-                setup_bytes + syssize.max(1)
+                "it is cut short: it has {file_bytes} bytes, and needs {}",
+                setup_bytes + needed
             )));
         }
         let (wanted, alignment) = (header.pref_address, u64::from(header.kernel_alignment));
@@ -222,10 +224,7 @@ mod tests {
             ),
             (|h| h.xloadflags = 0x7e, "it has no 64-bit entry (xloadflags 0x7e)"),
             (|h| h.loadflags = 0x80, "it wants to be loaded below 1 MiB (loadflags 0x80)"),
-            (
-                |h| h.syssize = 257,
-                "it is cut short: it has 5120 bytes, and its header asks for 5136",
-            ),
+            (|h| h.syssize = 257, "it is cut short: it has 5120 bytes, and needs 5136"),
             (|h| h.kernel_alignment = 3 << 20, "its alignment 0x300000 is no power of two"),
             (|h| h.pref_address = 0x8000, "its preferred address 0x8000 lies below 1 MiB"),
         ];
@@ -243,6 +242,17 @@ mod tests {
         );
         assert!(refused(|h| h.pref_address = u64::MAX - 1).contains("does not fit"));
         assert!(refused(|h| h.setup_sects = 255).contains("cut short"));
+    }
+
+    #[test]
+    fn a_kernel_ends_behind_its_entry() {
+        let header = setup_header { syssize: 0, init_size: 0, ..good() };
+        let mut bytes = file(&header);
+        bytes.truncate(1024 + 0x201);
+        assert!(load_it(&bytes).is_ok());
+        bytes.truncate(1024 + 0x200);
+        let why = load_it(&bytes).unwrap_err();
+        assert!(why.ends_with("it is cut short: it has 1536 bytes, and needs 1537"), "{why}");
     }
 
     #[test]
