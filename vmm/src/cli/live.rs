@@ -33,7 +33,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     let mut named = Named::of_devices(&args.disks, args.vsock.as_ref());
     named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
     let socket = prepare(&args.host, named)?;
-    let host = host_config(&args.host, DeviceArgs::default());
+    let host = host_config(&args.host, DeviceArgs::default())?;
     let state_dir = args.host.state_dir.clone();
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
     let jobs = Jobs::new(vm.clone(), state_dir);
@@ -55,7 +55,7 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
         super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
     }
     let copies = !args.devices.disks.is_empty();
-    let factory = Factory::new(host_config(&args.host, args.devices));
+    let factory = Factory::new(host_config(&args.host, args.devices)?);
     let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
     let (vm, report) = restored.map_err(restore_failure)?;
     // Of the guest that was built: the store may hold another since the first look.
@@ -101,7 +101,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         }
     });
     let server = Server::start(socket, app.clone())?;
-    let factory = Factory::new(host_config(&args.host, args.devices));
+    let factory = Factory::new(host_config(&args.host, args.devices)?);
     let options =
         ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
     let received = migrate::receive(listener, &factory, &options, &control);
@@ -183,7 +183,8 @@ fn sandbox_failure(e: sandbox::StartError) -> Failure {
     }
 }
 
-fn host_config(host: &HostArgs, devices: DeviceArgs) -> HostConfig {
+/// Paths of devices become absolute: they go into the guest's configuration, and with it elsewhere.
+fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
     if host.serial == SerialSink::Stdio && io::stdin().is_terminal() {
         say("the terminal is the guest's; Ctrl-A x ends it");
     }
@@ -192,8 +193,11 @@ fn host_config(host: &HostArgs, devices: DeviceArgs) -> HostConfig {
         huge_pages: host.hugepages,
         prefault: host.prefault,
     };
-    let DeviceArgs { disks, nets, vsock } = devices;
-    HostConfig { serial: host.serial.clone(), memory, disks, nets, vsock }
+    let DeviceArgs { mut disks, nets, mut vsock } = devices;
+    for path in disks.iter_mut().map(|d| &mut d.path).chain(vsock.iter_mut().map(|v| &mut v.uds)) {
+        *path = std::path::absolute(&*path)?;
+    }
+    Ok(HostConfig { serial: host.serial.clone(), memory, disks, nets, vsock })
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -311,4 +315,26 @@ fn to_the_end(vm: SharedVm, jobs: Arc<Jobs>, server: Server) -> Result<ExitCode,
         None => return Err(Failure::error("the guest's end was not told")),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Restore {
+        #[command(flatten)]
+        args: RestoreArgs,
+    }
+
+    #[test]
+    fn a_guest_takes_no_relative_path_with_it() {
+        let line = "restore --store s --serial null --disk path=copy.img --vsock uds=v";
+        let args = Restore::try_parse_from(line.split(' ')).unwrap().args;
+        let config = host_config(&args.host, args.devices).unwrap();
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(config.disks[0].path, here.join("copy.img"));
+        assert_eq!(config.vsock.unwrap().uds, here.join("v"));
+    }
 }
