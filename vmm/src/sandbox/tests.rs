@@ -229,7 +229,7 @@ fn a_device_has_the_calls_of_its_own_kind_and_no_others() {
         ("uring-register", Sysno::io_uring_register, &[]),
         ("connect", Sysno::connect, &[]),
         ("accept", Sysno::accept4, &["Vsock"]),
-        ("timer", Sysno::timerfd_settime, &["Net"]),
+        ("timer", Sysno::timerfd_settime, &["Net", "Vsock"]),
         ("space", Sysno::fallocate, &["Block", "Balloon"]),
         ("data", Sysno::pread64, &["Block", "Balloon"]),
         ("attach", Sysno::ioctl, &[]),

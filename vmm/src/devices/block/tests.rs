@@ -448,6 +448,7 @@ fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
     driver.transport.resume();
     sent.extend((0..6).map(|n| post_large(&mut driver, n % 2)));
     driver.kick(0);
+    driver.kick(1);
     for (queue, head, status) in sent {
         driver.wait_used(queue, head);
         assert_eq!(driver.bytes(status), [OK]);

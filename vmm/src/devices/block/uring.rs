@@ -336,7 +336,7 @@ mod tests {
     fn what_the_kernel_does_not_take_at_first_goes_while_somebody_waits() {
         let test = "what_the_kernel_does_not_take_at_first_goes_while_somebody_waits";
         let Some((mut uring, _file)) = uring(test) else { return };
-        let memory = Memory::new(1 << 20, &Default::default()).unwrap();
+        let memory = Memory::new(16 << 20, &Default::default()).unwrap();
         let whole = Buffers::one(GuestAddress(0), 4096);
         for token in 0..3 {
             uring.refuse = 5;

@@ -322,6 +322,8 @@ fn drivers_that_break_the_rules_stop_their_device(subject: &Subject<'_>) {
         ),
     ];
     for (i, (what, commit)) in crimes.iter().enumerate() {
+        // Of a queue that the device writes to, it then wants the buffers.
+        (subject.request)(&mut driver, 50 + i as u64);
         commit(&mut driver);
         driver.wait_stopped(what);
         assert_ne!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0, "{what}");
