@@ -127,6 +127,8 @@ impl Worker {
                     }
                 }
                 Next::Done => {
+                    // Whoever hears of the end finds the last line written.
+                    serial.settle();
                     self.end.worker_done(self.vcpus);
                     return Told::Finished;
                 }

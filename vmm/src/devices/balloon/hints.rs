@@ -31,11 +31,19 @@ pub(super) struct Hints {
 }
 
 #[derive(Debug)]
-struct Run {
+pub(super) struct Run {
     /// The driver has said that what follows is for this run.
     begun: bool,
     free: FrameSet,
     reply: Sender<FrameSet>,
+}
+
+impl Run {
+    /// Gives whoever wanted it what there is.
+    pub(super) fn answer(self) {
+        // They may have gone meanwhile.
+        let _ = self.reply.send(self.free);
+    }
 }
 
 impl Hints {
@@ -61,17 +69,10 @@ impl Hints {
         }
     }
 
-    /// Ends the run and gives whoever wanted it what there is; whether there was one. The driver's end
-    /// may be that of an earlier run.
-    pub(super) fn end(&mut self, by_driver: bool) -> bool {
-        match self.run.take_if(|run| run.begun || !by_driver) {
-            Some(run) => {
-                // Whoever wanted it may have gone meanwhile.
-                let _ = run.reply.send(run.free);
-                true
-            }
-            None => false,
-        }
+    /// Ends the run, if there is one. The driver's end may be that of an earlier run.
+    #[must_use = "somebody waits for its answer"]
+    pub(super) fn end(&mut self, by_driver: bool) -> Option<Run> {
+        self.run.take_if(|run| run.begun || !by_driver)
     }
 
     pub(super) fn last_command(&self) -> u32 {

@@ -203,9 +203,10 @@ impl Balloon {
 
     /// Ends the run of hints under way. The driver may have its frames back.
     fn end_hints(&mut self, shared: &Shared, by_driver: bool) {
-        if self.hints.end(by_driver) {
+        if let Some(run) = self.hints.end(by_driver) {
             self.space.command = hints::DONE;
             self.publish(shared);
+            run.answer();
         }
     }
 
@@ -278,7 +279,9 @@ impl Device for Balloon {
     }
 
     fn reset(&mut self, _: &mut Io<'_>) {
-        self.hints.end(false);
+        if let Some(run) = self.hints.end(false) {
+            run.answer();
+        }
         (self.space, self.features) = (Space::new(self.figures.target()), 0);
         self.roles.clear();
         self.figures.set_actual(0);
