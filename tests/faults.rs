@@ -15,7 +15,8 @@ use migrate::Tag;
 use tests::{Cut, Direction, Driftline, Later, Proxy, SOON, Scratch, one_at_a_time, wait_for};
 use vmm::testing::kvm_or_skip;
 
-const GUEST: &str = "payload,ws=32M,rate=320M,pattern=random";
+/// Small, because dozens of them start.
+const GUEST: &str = "payload,ws=8M,rate=320M,pattern=random";
 const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];
 
 /// Every message of a migration up to COMMIT; ZERO has no fixed place, and `migrate` cuts there.

@@ -15,7 +15,7 @@
 //! whoever takes over a thread can try to have another one act for it, which may do what the first row says.
 //!
 //! A forbidden call ends the process with `SIGSYS` and a line that names thread and call. Filters are
-//! seccomp's ([`seccomp`](self::seccomp)), domains landlock's ([`landlock`](self::landlock)), which older kernels lack:
+//! seccomp's (`seccomp.rs`), domains landlock's (`landlock.rs`), which older kernels lack:
 //! a warning says so. A process that has not called [`start`], such as a test, is not restricted at all.
 
 mod calls;
