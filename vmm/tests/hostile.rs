@@ -10,9 +10,8 @@ mod common;
 mod elf;
 
 use std::fs::File;
-use std::process::Command;
 
-use common::{Place, driftline, text};
+use common::{Place, Tap, driftline, text};
 use elf::{CODE_AT, Elf};
 use vmm::testing::{kvm_or_skip, skip};
 
@@ -271,27 +270,6 @@ fn read_only(label: &str) -> Option<&'static str> {
     }
 }
 
-/// A tap, which goes with this.
-struct Tap(String);
-
-impl Tap {
-    fn new() -> Result<Self, String> {
-        let name = format!("dlh{}", std::process::id());
-        let out = Command::new("ip").args(["tuntap", "add", "dev", &name, "mode", "tap"]).output();
-        let out = out.map_err(|e| format!("ip: {e}"))?;
-        match out.status.success() {
-            true => Ok(Self(name)),
-            false => Err(text(&out.stderr).trim().to_owned()),
-        }
-    }
-}
-
-impl Drop for Tap {
-    fn drop(&mut self) {
-        let _ = Command::new("ip").args(["link", "del", &self.0]).status();
-    }
-}
-
 /// The devices of the guest, in the order of their places, and the options that make them.
 fn devices(place: &Place, tap: Option<&Tap>) -> (Vec<Target>, Vec<String>) {
     let disk = place.path("disk");
@@ -333,7 +311,7 @@ fn a_driver_that_breaks_the_rules_stops_its_device_and_no_other() {
         return;
     }
     let place = Place::new();
-    let tap = Tap::new();
+    let tap = Tap::new("h");
     if let Err(why) = &tap {
         skip(TEST, &format!("without a network interface: {why}"));
     }

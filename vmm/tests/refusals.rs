@@ -5,11 +5,10 @@
 mod common;
 
 use std::fs::File;
-use std::process::Command;
 use std::sync::Arc;
 
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
-use common::{Place, Vmm, fail, receiver, text};
+use common::{Place, Tap, Vmm, fail, receiver};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 use vmm::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
@@ -178,27 +177,6 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
     assert!(sent < 64 << 10, "{sent} bytes were sent, and so was memory");
     destination.kill();
     assert!(destination.said().contains(lacks), "{}", destination.said());
-}
-
-/// A tap, which goes with this.
-struct Tap(String);
-
-impl Tap {
-    fn new(name: &str) -> Result<Self, String> {
-        let name = format!("dl{}{name}", std::process::id());
-        let out = Command::new("ip").args(["tuntap", "add", "dev", &name, "mode", "tap"]).output();
-        let out = out.map_err(|e| format!("ip: {e}"))?;
-        match out.status.success() {
-            true => Ok(Self(name)),
-            false => Err(text(&out.stderr).trim().to_owned()),
-        }
-    }
-}
-
-impl Drop for Tap {
-    fn drop(&mut self) {
-        let _ = Command::new("ip").args(["link", "del", &self.0]).status();
-    }
 }
 
 /// What the destination finds in use by another guest, it refuses before it takes any memory. What it
