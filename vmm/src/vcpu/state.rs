@@ -159,13 +159,17 @@ impl<P: Peers> Vcpu<P> {
             r.map_err(|e| self.unsupported(what, e.to_string()))
         };
         self.restore_tsc_khz(saved)?;
-        control::check(&saved.sregs, &saved.cpuid)
+        control::check_efer(&saved.sregs, &saved.cpuid)
             .map_err(|why| self.unsupported("special registers", why))?;
         put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
-        match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
-            Some(p) => put("special registers", set_sregs_with_pdptrs(fd, &saved.sregs, p))?,
-            None => put("special registers", fd.set_sregs(&saved.sregs).map_err(io))?,
-        }
+        let set = match saved.pdptrs.filter(|_| ctx.has(KVM_CAP_SREGS2)) {
+            Some(p) => set_sregs_with_pdptrs(fd, &saved.sregs, p),
+            None => fd.set_sregs(&saved.sregs).map_err(io),
+        };
+        set.map_err(|e| {
+            let why = control::foreign_cr4(&saved.sregs, &saved.cpuid);
+            self.unsupported("special registers", why.unwrap_or_else(|| e.to_string()))
+        })?;
         if let Some(xcrs) = &saved.xcrs {
             put("extended control registers", fd.set_xcrs(xcrs).map_err(io))?;
         }
