@@ -3,10 +3,15 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
+#[path = "kvm/elf.rs"]
+mod elf;
 
 use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::process::Stdio;
 
-use common::{Place, Vmm, fail, output, receiver, text};
+use common::{Place, Vmm, driftline, fail, output, receiver, text};
+use elf::Elf;
 use vmm::testing::kvm_or_skip;
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
@@ -100,6 +105,36 @@ fn threads_of_devices_have_more_filters_than_the_one_that_opens_for_them() {
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
     assert!(!place.path("vsock").exists(), "it removes the sockets that it made");
+}
+
+/// Asks COM1 for interrupts, which it never takes, and gives back each byte that comes.
+#[rustfmt::skip]
+const ECHO: &[u8] = &[
+    0x66, 0xba, 0xf9, 0x03, 0xb0, 0x01, 0xee, // mov dx, 0x3f9; mov al, 1; out dx, al
+    0x66, 0xba, 0xfd, 0x03, 0xec, // next: mov dx, 0x3fd; in al, dx
+    0xa8, 0x01, 0x74, 0xf7, // test al, 1; jz next
+    0x66, 0xba, 0xf8, 0x03, 0xec, 0xee, // mov dx, 0x3f8; in al, dx; out dx, al
+    0xeb, 0xef, // jmp next
+];
+
+#[test]
+fn what_is_typed_reaches_a_guest_that_listens_by_interrupt() {
+    if !kvm_or_skip("what_is_typed_reaches_a_guest_that_listens_by_interrupt") {
+        return;
+    }
+    let place = Place::new();
+    std::fs::write(place.path("echo.elf"), Elf::new(ECHO).bytes()).unwrap();
+    let kernel = place.text("echo.elf");
+    let mut command = driftline(&["run", "--kernel", &kernel, "--mem", "64M", "--cmdline", ""]);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut vmm = command.spawn().unwrap();
+    vmm.stdin.as_mut().unwrap().write_all(b"typed").unwrap();
+    let mut heard = [0; 5];
+    let read = vmm.stdout.as_mut().unwrap().read_exact(&mut heard);
+    vmm.kill().unwrap();
+    let said = vmm.wait_with_output().unwrap().stderr;
+    assert!(read.is_ok(), "{}", text(&said));
+    assert_eq!(text(&heard), "typed");
 }
 
 #[test]

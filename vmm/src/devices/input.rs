@@ -120,7 +120,7 @@ impl InputThread {
                 tracing::warn!("serial input ends here: {e}");
             }
         };
-        let thread = sandbox::spawn(Class::Serial, "serial-input", run)?;
+        let thread = sandbox::spawn(Class::SerialInput, "serial-input", run)?;
         Ok(Some(Self { stop, thread: Some(thread), _terminal: terminal }))
     }
 }

@@ -94,6 +94,11 @@ pub(super) const VCPU_IOCTLS: &[u8] = &[
     0xab, 0xac, 0xad, 0xbe, 0xbf, 0xcf, // ONE_REG, KVMCLOCK_CTRL, NESTED_STATE, XSAVE2
     0xe1, 0xe2, 0xe3, 0x03, 0x85, 0x86, // DEVICE_ATTR, CHECK_EXTENSION, TRANSLATE, INTERRUPT
 ];
+/// Of serial input: interrupt lines.
+#[rustfmt::skip]
+pub(super) const LINE_IOCTLS: &[u8] = &[
+    0x61, 0x67,
+];
 /// Of the collector: dirty rings and bitmaps, and the logging of slots.
 #[rustfmt::skip]
 pub(super) const DIRTY_IOCTLS: &[u8] = &[

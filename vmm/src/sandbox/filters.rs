@@ -18,6 +18,7 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
     table.every_thread()?;
     match class {
         Class::Worker | Class::Serial => {}
+        Class::SerialInput => table.kvm(LINE_IOCTLS)?,
         Class::Vcpu => table.kvm(VCPU_IOCTLS)?,
         Class::Collector => table.kvm(DIRTY_IOCTLS)?,
         Class::Supervisor => table.kvm(VM_IOCTLS)?,

@@ -8,6 +8,7 @@
 //! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU | none |
 //! | `collector`, `supervisor` | the same with their own ioctls of KVM | none |
 //! | `serial`, workers of the threads backend | memory, waiting, what is open | none |
+//! | `serial-input` | the same, and the port's interrupt | none |
 //! | `virtio-*` | events, and data of what is open: each kind of device its own few | none |
 //!
 //! Threads inherit filters and domains and can only narrow them. So the widest ones go on main, before
@@ -44,8 +45,10 @@ pub enum Class {
     Collector,
     /// Decides whether the machine runs.
     Supervisor,
-    /// Copies serial output or input.
+    /// Copies serial output.
     Serial,
+    /// Copies serial input, and raises the port's interrupt for it.
+    SerialInput,
     /// A virtio device of randomness.
     Rng,
     /// A balloon.
@@ -60,12 +63,13 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 10] = [
+    pub const ALL: [Class; 11] = [
         Self::Vcpu,
         Self::Worker,
         Self::Collector,
         Self::Supervisor,
         Self::Serial,
+        Self::SerialInput,
         Self::Rng,
         Self::Balloon,
         Self::Block,
