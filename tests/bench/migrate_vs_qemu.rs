@@ -1,0 +1,269 @@
+//! A live migration beside QEMU's, of the same guest on the same machine, in turn:
+//! `cargo bench -p tests --bench migrate_vs_qemu`.
+//!
+//! | table | rows | figures |
+//! | --- | --- | --- |
+//! | migration | loads | total and downtime as each program reports them, and the guest's own longest gap |
+//! | throughput | pass 0 of incompressible memory | MB/s beside a plain copy through a socket, CPU seconds a GiB |
+//!
+//! Medians of five pairs. An argument chooses rows whose name contains it.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
+
+mod copy;
+mod qemu;
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use images::PayloadSpec;
+use qemu::Qemu;
+use tests::{Console, Driftline, SOON, Scratch, json_of};
+
+const PAIRS: usize = 5;
+const DOWNTIME_MS: u64 = 300;
+
+/// A guest and what it does.
+struct Load {
+    name: &'static str,
+    spec: &'static str,
+    mem: &'static str,
+    vcpus: u32,
+}
+
+const LOADS: [Load; 4] = [
+    Load {
+        name: "1 GiB, 64 MiB at 320 MB/s",
+        spec: "payload,ws=64M,rate=320M",
+        mem: "1G",
+        vcpus: 1,
+    },
+    Load {
+        name: "1 GiB, 64 MiB at 320 MB/s, 2 vCPUs",
+        spec: "payload,ws=64M,rate=320M",
+        mem: "1G",
+        vcpus: 2,
+    },
+    Load { name: "4 GiB, mostly idle", spec: "payload,ws=4M,rate=1M", mem: "4G", vcpus: 1 },
+    Load {
+        name: "1 GiB, 256 MiB as fast as it can",
+        spec: "payload,ws=256M,rate=max",
+        mem: "1G",
+        vcpus: 1,
+    },
+];
+
+/// Memory that nobody can compress, written once and then left alone.
+const BULK: Load =
+    Load { name: "throughput", spec: "payload,ws=768M,rate=1M,fill=random", mem: "1G", vcpus: 1 };
+const BULK_BYTES: usize = 768 << 20;
+
+/// One migration.
+struct Sample {
+    total_ms: f64,
+    downtime_ms: f64,
+    /// The longest time that a vCPU did not get to run, around the migration.
+    gap_ms: f64,
+    /// Of the first pass, bytes/s.
+    pass0: Option<f64>,
+    /// Processor time of both sides.
+    cpu_s: [f64; 2],
+    sent_bytes: f64,
+}
+
+fn main() {
+    if let Err(why) = vmm::doctor::usable_kvm() {
+        println!("not measured: {why}");
+        return;
+    }
+    let wanted = std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
+    let qemu = qemu::version();
+    match &qemu {
+        Some(version) => println!("{version}"),
+        None => println!("QEMU is not measured: there is no qemu-system-x86_64"),
+    }
+    let loads: Vec<&Load> = LOADS.iter().filter(|load| load.name.contains(&wanted)).collect();
+    if !loads.is_empty() {
+        println!(
+            "\n| migration, ms | total | QEMU | ratio | downtime | QEMU | ratio | longest gap | QEMU |"
+        );
+        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- |");
+    }
+    for load in loads {
+        let (ours, theirs) = pairs(load, qemu.is_some());
+        let cell = |of: fn(&Sample) -> f64| {
+            let (a, b) = (median(&ours, of), median(&theirs, of));
+            (a, b, a / b)
+        };
+        let (total, downtime) = (cell(|s| s.total_ms), cell(|s| s.downtime_ms));
+        let gap = cell(|s| s.gap_ms);
+        println!(
+            "| {} | {:.0} | {:.0} | {:.2} | {:.1} | {:.1} | {:.2} | {:.1} | {:.1} |",
+            load.name, total.0, total.1, total.2, downtime.0, downtime.1, downtime.2, gap.0, gap.1
+        );
+    }
+    if BULK.name.contains(&wanted) {
+        throughput(qemu.is_some());
+    }
+}
+
+fn throughput(qemu: bool) {
+    let (ours, theirs) = pairs(&BULK, qemu);
+    let mut copies: Vec<f64> = (0..PAIRS).map(|_| copy::bytes_per_second(BULK_BYTES)).collect();
+    copies.sort_by(f64::total_cmp);
+    let copy = copies[PAIRS / 2];
+    let pass0 = median(&ours, |s| s.pass0.unwrap_or(f64::NAN));
+    let gib = |s: &Sample| s.sent_bytes / f64::from(1u32 << 30);
+    println!(
+        "\n| throughput of incompressible memory | MB/s | of a plain copy | CPU s a GiB, source | destination |"
+    );
+    println!("| --- | --- | --- | --- | --- |");
+    println!(
+        "| Driftline, pass 0 | {:.0} | {:.2} | {:.2} | {:.2} |",
+        pass0 / 1e6,
+        pass0 / copy,
+        median(&ours, |s| s.cpu_s[0] / gib(s)),
+        median(&ours, |s| s.cpu_s[1] / gib(s)),
+    );
+    if qemu {
+        let whole = median(&theirs, |s| s.sent_bytes / (s.total_ms / 1e3));
+        println!(
+            "| QEMU, whole | {:.0} | {:.2} | {:.2} | {:.2} |",
+            whole / 1e6,
+            whole / copy,
+            median(&theirs, |s| s.cpu_s[0] / gib(s)),
+            median(&theirs, |s| s.cpu_s[1] / gib(s)),
+        );
+    }
+    println!("| a plain copy, two threads | {:.0} | 1 | | |", copy / 1e6);
+}
+
+/// Migrations of both programs, in turn.
+fn pairs(load: &Load, qemu: bool) -> (Vec<Sample>, Vec<Sample>) {
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for _ in 0..PAIRS {
+        ours.push(driftline(load));
+        if qemu {
+            theirs.push(in_qemu(load));
+        }
+    }
+    (ours, theirs)
+}
+
+/// Waits until the guest has gone through all of its working set.
+fn settle(console: &Console, vcpus: u32) {
+    tests::wait_for("a pass of the guest", Duration::from_secs(120), || {
+        console.last_reports(vcpus)?.iter().all(|r| r.pages > 0).then_some(())
+    });
+    console.wait_reports(vcpus, 1, SOON);
+}
+
+fn driftline(load: &Load) -> Sample {
+    let scratch = Scratch::new();
+    let vcpus = load.vcpus.to_string();
+    let args = ["--mem", load.mem, "--vcpus", &vcpus];
+    let mut source = Driftline::run(&scratch, "source", load.spec, &args);
+    settle(&source.console(), load.vcpus);
+    let (destination, address) = Driftline::receive(&scratch, "destination");
+    let before = Before::new(&source.console(), [source.pid(), destination.pid()]);
+    let downtime = DOWNTIME_MS.to_string();
+    let mark = source.console();
+    let sent = source.cli("send-migration", &[&address, "--downtime-ms", &downtime, "--json"]);
+    assert!(sent.status.success(), "{}", String::from_utf8_lossy(&sent.stderr));
+    let report = json_of(&sent);
+    tests::wait_for("end of the source", SOON, || has_ended(source.pid()).then_some(()));
+    let cpu_s = [before.cpu_of(0), before.cpu_of(1)];
+    source.wait_exit(SOON);
+    let gap_ms = before.gap_ms(&mark, &destination.console(), load.vcpus);
+    let number = |name: &str| report[name].as_f64().expect("a figure of the report");
+    let pass0 = &report["passes"][0];
+    let pass0 = pass0["bytes"].as_f64().zip(pass0["time_ms"].as_f64()).map(|(b, ms)| b / ms * 1e3);
+    Sample {
+        total_ms: number("total_time_ms"),
+        downtime_ms: number("downtime_ms"),
+        gap_ms,
+        pass0,
+        cpu_s,
+        sent_bytes: number("transferred_bytes"),
+    }
+}
+
+fn in_qemu(load: &Load) -> Sample {
+    let scratch = Scratch::new();
+    let kernel = scratch.path("payload.elf");
+    fs::write(&kernel, images::PAYLOAD_ELF).unwrap();
+    let spec: PayloadSpec = load.spec.parse().unwrap();
+    let cmdline = spec.cmdline(load.vcpus);
+    let size = (load.mem, load.vcpus);
+    let mut source = Qemu::start(&scratch, "source", &kernel, &cmdline, size, None);
+    settle(source.console(), load.vcpus);
+    let address = qemu::free_address();
+    let destination = Qemu::start(&scratch, "destination", &kernel, &cmdline, size, Some(&address));
+    let before = Before::new(source.console(), [source.pid(), destination.pid()]);
+    let report = source.migrate(&address, DOWNTIME_MS);
+    let cpu_s = [before.cpu_of(0), before.cpu_of(1)];
+    let gap_ms = before.gap_ms(source.console(), destination.console(), load.vcpus);
+    let number = |value: &serde_json::Value| value.as_f64().expect("a figure of query-migrate");
+    Sample {
+        total_ms: number(&report["total-time"]),
+        downtime_ms: number(&report["downtime"]),
+        gap_ms,
+        pass0: None,
+        cpu_s,
+        sent_bytes: number(&report["ram"]["transferred"]),
+    }
+}
+
+/// Where things stood before a migration.
+struct Before {
+    pids: [u32; 2],
+    cpu_s: [f64; 2],
+    reports: usize,
+}
+
+impl Before {
+    fn new(source: &Console, pids: [u32; 2]) -> Self {
+        Self { pids, cpu_s: pids.map(cpu_s), reports: source.reports().len() }
+    }
+
+    /// Processor time since then, of the source or the destination.
+    fn cpu_of(&self, side: usize) -> f64 {
+        cpu_s(self.pids[side]) - self.cpu_s[side]
+    }
+
+    /// The longest gap that the guest has told of since then: the last thing that it says at the source, and the first
+    /// two at the destination.
+    fn gap_ms(&self, source: &Console, destination: &Console, vcpus: u32) -> f64 {
+        destination.wait_reports(vcpus, 2, SOON);
+        let (there, here) = (destination.reports(), source.reports());
+        let gaps = here[self.reports..].iter().chain(&there).map(|r| r.gap_us);
+        gaps.max().unwrap_or(0) as f64 / 1e3
+    }
+}
+
+/// The fields of a process's `stat` behind its name, the state first.
+fn stat(pid: u32) -> Vec<String> {
+    let path = Path::new("/proc").join(pid.to_string()).join("stat");
+    let stat = fs::read_to_string(path).unwrap_or_default();
+    // The name, in parentheses, may contain anything.
+    let fields = stat.rsplit(')').next().unwrap_or("");
+    fields.split_whitespace().map(str::to_owned).collect()
+}
+
+/// Whether a child has ended and not been waited for.
+fn has_ended(pid: u32) -> bool {
+    stat(pid).first().is_none_or(|state| state == "Z")
+}
+
+/// Processor time of a process and its threads, user and system, in seconds.
+fn cpu_s(pid: u32) -> f64 {
+    let fields = stat(pid);
+    let ticks = |at: usize| fields.get(at).and_then(|f| f.parse::<f64>().ok()).unwrap_or(f64::NAN);
+    (ticks(11) + ticks(12)) / 100.0
+}
+
+fn median(samples: &[Sample], of: impl Fn(&Sample) -> f64) -> f64 {
+    let mut values: Vec<f64> = samples.iter().map(of).collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}

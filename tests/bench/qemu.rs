@@ -1,0 +1,111 @@
+//! QEMU's side of the comparison: a microvm with the payload, told over QMP to migrate.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tests::{Console, SOON, Scratch, wait_for};
+
+const QEMU: &str = "qemu-system-x86_64";
+
+/// QEMU's version line, if it is installed.
+pub fn version() -> Option<String> {
+    let out = Command::new(QEMU).arg("--version").output().ok()?;
+    Some(String::from_utf8_lossy(&out.stdout).lines().next()?.to_owned())
+}
+
+/// A QEMU process. Dropping it kills it.
+pub struct Qemu {
+    child: Child,
+    qmp: BufReader<UnixStream>,
+    console: Console,
+}
+
+impl Qemu {
+    /// Starts one that boots `kernel`, or waits for a guest at `incoming`.
+    pub fn start(
+        scratch: &Scratch,
+        name: &str,
+        kernel: &Path,
+        cmdline: &str,
+        (mem, vcpus): (&str, u32),
+        incoming: Option<&str>,
+    ) -> Self {
+        let console = scratch.path(&format!("{name}.console"));
+        let socket = scratch.path(&format!("{name}.qmp"));
+        let text = |path: &Path| path.to_str().expect("a path in UTF-8").to_owned();
+        let mut command = Command::new(QEMU);
+        command
+            .args(["-M", "microvm,x-option-roms=off", "-accel", "kvm"])
+            .args(["-cpu", "host,-arch-capabilities,-cx16"])
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+            .args(["-m", mem, "-smp", &vcpus.to_string()])
+            .args(["-kernel", &text(kernel), "-append", cmdline])
+            .args(["-serial", &format!("file:{}", text(&console))])
+            .args(["-qmp", &format!("unix:{},server=on,wait=off", text(&socket))]);
+        command.args(incoming.iter().flat_map(|address| ["-incoming", address]));
+        let child = command.stdin(Stdio::null()).spawn().expect("QEMU starts");
+        let qmp = wait_for("QMP of QEMU", SOON, || UnixStream::connect(&socket).ok());
+        let mut qemu = Self { child, qmp: BufReader::new(qmp), console: Console::at(console) };
+        let hello = qemu.line();
+        assert!(hello.get("QMP").is_some(), "{hello}");
+        qemu.ask("qmp_capabilities", json!({}));
+        qemu
+    }
+
+    pub fn console(&self) -> &Console {
+        &self.console
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn line(&mut self) -> Value {
+        let mut line = String::new();
+        self.qmp.read_line(&mut line).expect("QEMU answers");
+        serde_json::from_str(&line).unwrap_or_else(|e| panic!("no JSON ({e}): {line}"))
+    }
+
+    fn ask(&mut self, command: &str, arguments: Value) -> Value {
+        let request = json!({"execute": command, "arguments": arguments});
+        writeln!(self.qmp.get_mut(), "{request}").expect("QEMU listens");
+        loop {
+            let answer = self.line();
+            assert!(answer.get("error").is_none(), "{command}: {answer}");
+            // Events come in between.
+            if let Some(result) = answer.get("return") {
+                return result.clone();
+            }
+        }
+    }
+
+    /// Migrates to `address`; what `query-migrate` says at the end.
+    pub fn migrate(&mut self, address: &str, downtime_ms: u64) -> Value {
+        let limits = json!({"downtime-limit": downtime_ms, "max-bandwidth": 1u64 << 40});
+        self.ask("migrate-set-parameters", limits);
+        self.ask("migrate", json!({"uri": address}));
+        wait_for("end of QEMU's migration", Duration::from_secs(120), || {
+            let said = self.ask("query-migrate", json!({}));
+            assert_ne!(said["status"], "failed", "{said}");
+            (said["status"] == "completed").then_some(said)
+        })
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// An address on the loopback that nobody listens on.
+pub fn free_address() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    format!("tcp:{}", listener.local_addr().expect("an address"))
+}
