@@ -53,9 +53,9 @@ const LOADS: [Load; 4] = [
     },
 ];
 
-/// Memory that nobody can compress, written once and then left alone.
+/// Memory that nobody can compress, written once and then only read.
 const BULK: Load =
-    Load { name: "throughput", spec: "payload,ws=768M,rate=1M,fill=random", mem: "1G", vcpus: 1 };
+    Load { name: "throughput", spec: "payload,ws=768M,rate=400M,pattern=once,fill=random", mem: "1G", vcpus: 1 };
 const BULK_BYTES: usize = 768 << 20;
 
 /// One migration.
@@ -153,7 +153,7 @@ fn pairs(load: &Load, qemu: bool) -> (Vec<Sample>, Vec<Sample>) {
 /// Waits until the guest has gone through all of its working set.
 fn settle(console: &Console, vcpus: u32) {
     tests::wait_for("a pass of the guest", Duration::from_secs(120), || {
-        console.last_reports(vcpus)?.iter().all(|r| r.pages > 0).then_some(())
+        console.last_reports(vcpus)?.iter().all(|r| r.passes > 0).then_some(())
     });
     console.wait_reports(vcpus, 1, SOON);
 }
