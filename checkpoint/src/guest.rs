@@ -129,6 +129,12 @@ pub trait Guest: Send + Sync {
     /// May include frames that are zero too. Costs one look at the host's page tables.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
 
+    /// Has the host give memory to frames that are about to be written, which is cheaper for many at once than
+    /// for one at a time. What it does not get to, it does at the write; contents stay as they are.
+    fn prepare(&self, frames: FrameRun) {
+        let _ = frames;
+    }
+
     /// Begins to follow writes for one more subscriber. When this returns, every later write will
     /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError>;

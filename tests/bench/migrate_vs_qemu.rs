@@ -54,8 +54,12 @@ const LOADS: [Load; 4] = [
 ];
 
 /// Memory that nobody can compress, written once and then only read.
-const BULK: Load =
-    Load { name: "throughput", spec: "payload,ws=768M,rate=400M,pattern=once,fill=random", mem: "1G", vcpus: 1 };
+const BULK: Load = Load {
+    name: "throughput",
+    spec: "payload,ws=768M,rate=400M,pattern=once,fill=random",
+    mem: "1G",
+    vcpus: 1,
+};
 const BULK_BYTES: usize = 768 << 20;
 
 /// One migration.

@@ -20,6 +20,9 @@ use crate::wire::Wire;
 
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
+/// Frames from which on it is worth a call to have the host give them memory all at once.
+const PREPARE_FROM: u64 = 4;
+
 /// Bytes of memory and state that a source has to move in each window of its [`Pace`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
@@ -54,7 +57,8 @@ impl Pace {
 }
 
 /// A guest whose memory is arriving.
-pub(super) struct Assembly<'g> {
+pub(super) struct Assembly<'g, G: Guest + ?Sized> {
+    guest: &'g G,
     ram: &'g GuestRam,
     inbound: Inbound,
     /// Frames that content was written to: all others are zero already and stay unpopulated.
@@ -62,12 +66,12 @@ pub(super) struct Assembly<'g> {
     marks: Arc<Tracker>,
 }
 
-impl<'g> Assembly<'g> {
-    pub(super) fn new<G: Guest + ?Sized>(guest: &'g G) -> Self {
+impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
+    pub(super) fn new(guest: &'g G) -> Self {
         let layout = guest.layout().clone();
         let marks = Arc::new(Tracker::new(layout.clone()));
         let written = marks.subscribe("received");
-        Self { ram: guest.ram(), inbound: Inbound::new(layout), written, marks }
+        Self { guest, ram: guest.ram(), inbound: Inbound::new(layout), written, marks }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
@@ -104,6 +108,9 @@ impl<'g> Assembly<'g> {
         for run in runs.iter() {
             // Message::parse compared the runs with the length.
             let (bytes, rest) = contents.split_at(run.bytes() as usize);
+            if run.count >= PREPARE_FROM && !self.written.is_marked(run.start) {
+                self.guest.prepare(run);
+            }
             self.write(run.start.gpa(), bytes)?;
             self.marks.mark(run).map_err(|e| memory(std::io::Error::other(e)))?;
             contents = rest;

@@ -392,12 +392,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;
         let pass = tale.passes.len() as u32;
-        let done = sender.pass(wire, pass, epoch.runs(), epoch.frames(), until)?;
-        epoch.commit();
-        tale.passes.push(report_of(&done, 0, done.time));
+        let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), until)?;
         tale.totals = sender.totals;
         send_state(wire, &sections, held.was_running(), tale.totals)?;
         held.release()?;
+        // Heard only now: the way there and back is not worth a pause of its own.
+        let done = sent.await_end(wire)?;
+        epoch.commit();
+        tale.passes.push(report_of(&done, 0, done.time));
         let says = match wire.recv()? {
             Message::Prepared(says) => says,
             other => return Err(unexpected(&other, "PREPARED").into()),

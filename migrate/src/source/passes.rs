@@ -60,6 +60,25 @@ pub(super) fn on_time<T>(
     }
 }
 
+/// A pass whose end the destination has not yet acknowledged.
+#[must_use = "the destination's word is not yet heard"]
+#[derive(Debug)]
+pub(super) struct PassSent {
+    pass: u32,
+    counts: Counts,
+    bytes: u64,
+    begun: Instant,
+}
+
+impl PassSent {
+    /// Waits until the destination has all of it.
+    pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
+        let Self { pass, counts, bytes, begun } = self;
+        acknowledged(wire, pass, counts)?;
+        Ok(PassDone { counts, bytes, time: begun.elapsed() })
+    }
+}
+
 /// What a pass did.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassDone {
@@ -105,6 +124,18 @@ impl<'a> PassSender<'a> {
         frames: u64,
         deadline: Limit<'_>,
     ) -> Result<PassDone, Cause> {
+        self.begin(wire, pass, runs, frames, deadline)?.await_end(wire)
+    }
+
+    /// As [`pass`](Self::pass), but the destination's word is left to be waited for.
+    pub(super) fn begin(
+        &mut self,
+        wire: &mut Wire<Link>,
+        pass: u32,
+        runs: impl Iterator<Item = FrameRun>,
+        frames: u64,
+        deadline: Limit<'_>,
+    ) -> Result<PassSent, Cause> {
         let (begun, before) = (Instant::now(), wire.sent_bytes());
         self.control.update(|p| (p.pass, p.remaining_frames) = (pass, frames));
         wire.send(&Message::PassBegin { pass, frames })?;
@@ -122,9 +153,8 @@ impl<'a> PassSender<'a> {
         self.flush_pages(wire)?;
         self.flush_zeros(wire)?;
         wire.send(&Message::PassEnd { pass, counts })?;
-        acknowledged(wire, pass, counts)?;
         self.totals += counts;
-        Ok(PassDone { counts, bytes: wire.sent_bytes() - before, time: begun.elapsed() })
+        Ok(PassSent { pass, counts, bytes: wire.sent_bytes() - before, begun })
     }
 
     /// Copies a chunk of at most one message's frames and sends what has become full.

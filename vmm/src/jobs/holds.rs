@@ -193,6 +193,10 @@ impl Guest for View {
         self.holds.vm.ram()
     }
 
+    fn prepare(&self, frames: FrameRun) {
+        self.holds.vm.prepare(frames);
+    }
+
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.holds.vm.populated()
     }

@@ -117,6 +117,10 @@ impl Guest for Machine {
         self.memory.ram()
     }
 
+    fn prepare(&self, frames: FrameRun) {
+        self.memory.prepare(frames);
+    }
+
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         let free = self.free_frames();
         let populated = self.memory.populated().map_err(|e| GuestError::System {

@@ -181,9 +181,10 @@ pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
         .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
 }
 
-fn populate_piece(start: usize, len: usize) -> io::Result<()> {
+/// Takes `len` bytes at `start`, part of a mapping of ours, from the host now, on this thread.
+pub(super) fn populate_piece(start: usize, len: usize) -> io::Result<()> {
     loop {
-        // SAFETY: the range is part of a mapping that is ours and new; populating it for writing
+        // SAFETY: the range is part of a mapping that is ours; populating it for writing
         // leaves its bytes as they are.
         let ret =
             unsafe { libc::madvise(start as *mut libc::c_void, len, libc::MADV_POPULATE_WRITE) };

@@ -120,6 +120,19 @@ impl Memory {
         self.tracker.layout()
     }
 
+    /// Gives host memory to the frames of `run` that lie in this memory, in one call of the kernel for each
+    /// region. They get it at their first write where the kernel cannot, before 5.14, or has none.
+    pub fn prepare(&self, run: FrameRun) {
+        let start = GuestAddress(run.start.gpa());
+        let Ok(len) = usize::try_from(run.bytes()) else { return };
+        for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
+            let address = slice.ptr_guard_mut().as_ptr() as usize;
+            if let Err(e) = backing::populate_piece(address, slice.len()) {
+                tracing::trace!("{run:?} is not populated beforehand: {e}");
+            }
+        }
+    }
+
     /// Runs of frames, ascending, that have host memory or are swapped out: all others were never
     /// written and read as zeros. Reads eight bytes a frame from the kernel, or, of a memory file,
     /// asks for the bounds of each run.
@@ -226,6 +239,27 @@ mod tests {
             assert_eq!(frames, 96 << 8, "{options:?}");
             let last: u64 = memory.ram().read_obj(GuestAddress((96 << 20) - 8)).unwrap();
             assert_eq!(last, 0);
+        }
+    }
+
+    #[test]
+    fn frames_that_are_prepared_have_memory_keep_their_content_and_are_not_marked() {
+        let plain = |o: &MemoryOptions| o.huge_pages == Some(HugePages::None);
+        for options in ways().filter(plain) {
+            let memory = Memory::new(64 << 20, &options).unwrap();
+            let mut writes = memory.tracker().subscribe("test");
+            memory.ram().write_obj(7u8, GuestAddress(Gfn(101).gpa())).unwrap();
+            writes.drain().commit();
+            let run = FrameRun { start: Gfn(100), count: 5 };
+            memory.prepare(run);
+            assert_eq!(memory.populated().unwrap(), [run], "{options:?}");
+            let byte =
+                |gfn: u64| memory.ram().read_obj::<u8>(GuestAddress(Gfn(gfn).gpa())).unwrap();
+            assert_eq!((byte(100), byte(101), byte(104)), (0, 7, 0));
+            assert!(writes.drain().is_empty(), "{options:?}");
+            // Past the end of memory: what is there is prepared.
+            memory.prepare(FrameRun { start: Gfn((64 << 8) - 1), count: 9 });
+            assert!(memory.populated().unwrap().len() <= 2);
         }
     }
 

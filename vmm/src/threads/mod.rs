@@ -192,6 +192,10 @@ impl Guest for ThreadMachine {
         self.memory.ram()
     }
 
+    fn prepare(&self, frames: FrameRun) {
+        self.memory.prepare(frames);
+    }
+
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.memory
             .populated()
