@@ -1,13 +1,16 @@
 //! Memory as it arrives: messages into frames of the guest that is being built.
 //!
 //! A message is received whole into the wire's buffer, its checksum is compared, and only then are
-//! its frames written: what stands in guest memory has been checked.
+//! its frames written: what stands in guest memory has been checked. Meanwhile a second thread has the
+//! host give memory to the frames that are still to come.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, GuestRam};
-use dirty_tracker::{PAGE_SIZE, Subscription, Tracker};
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, Tracker};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::Whole;
@@ -76,10 +79,33 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
 
     /// Receives until the state is complete; acknowledges each pass.
     pub(super) fn run(
+        self,
+        wire: &mut Wire<Link>,
+        pace: Pace,
+        control: &ReceiveControl,
+    ) -> Result<Whole, Cause> {
+        let (expect, expected) = mpsc::sync_channel(MOST_EXPECTED);
+        let over = AtomicBool::new(false);
+        let (guest, over) = (self.guest, &over);
+        std::thread::scope(|scope| {
+            let preparer = std::thread::Builder::new().name("migrate-prepare".into());
+            // Without it each frame gets its memory when it comes.
+            if let Err(e) = preparer.spawn_scoped(scope, move || prepare(guest, &expected, over)) {
+                tracing::debug!("memory is not prepared beforehand: {e}");
+            }
+            let received = self.receive(wire, pace, control, &expect);
+            over.store(true, Ordering::Relaxed);
+            drop(expect);
+            received
+        })
+    }
+
+    fn receive(
         mut self,
         wire: &mut Wire<Link>,
         mut pace: Pace,
         control: &ReceiveControl,
+        expect: &SyncSender<FrameRun>,
     ) -> Result<Whole, Cause> {
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
@@ -89,6 +115,10 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                 Step::Noted => {}
                 Step::Place { runs, contents } => self.place(runs, contents)?,
                 Step::Zero { runs } => self.zero(runs)?,
+                // What finds no room, or nobody there, is not prepared.
+                Step::Prepare { runs } => {
+                    runs.iter().try_for_each(|run| expect.try_send(run)).unwrap_or(())
+                }
                 Step::Ack { pass, counts } => {
                     wire.send(&Message::PassAck { pass, counts })?;
                     let bytes = wire.received_bytes();
@@ -130,6 +160,27 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), Cause> {
         let written = self.ram.write_slice(bytes, GuestAddress(gpa));
         written.map_err(|e| memory(std::io::Error::other(e)))
+    }
+}
+
+/// Runs that wait to be prepared; of a guest whose memory has more there is little to gain.
+const MOST_EXPECTED: usize = 64 << 10;
+
+/// Frames that are prepared by one call: 8 MiB, after which a migration that is over is noticed. Cut at its
+/// multiples, where huge pages begin.
+const PREPARED_AT_ONCE: u64 = 2048;
+
+/// Has the host give memory to what is expected, until all of it has come.
+fn prepare<G: Guest + ?Sized>(guest: &G, expected: &Receiver<FrameRun>, over: &AtomicBool) {
+    for mut run in expected.iter() {
+        while run.count > 0 {
+            if over.load(Ordering::Relaxed) {
+                return;
+            }
+            let count = run.count.min(PREPARED_AT_ONCE - run.start.0 % PREPARED_AT_ONCE);
+            guest.prepare(FrameRun { count, ..run });
+            run = FrameRun { start: Gfn(run.start.0 + count), count: run.count - count };
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 //! Between ----------------> InPass   Between ----------> State --STATE_END--> Complete
 //!    ^                      |  ^ |                        ^ |
 //!    +------ PASS_END ------+  +-+ PAGES, ZERO            +-+ STATE
-//! A guest without state sections goes from Between to Complete.
+//! A guest without state sections goes from Between to Complete. EXPECT comes Between, before pass 0.
 //! ```
 //!
 //! Every run is checked against the guest's layout and every count against the peer's before
@@ -27,6 +27,8 @@ pub(crate) struct Inbound {
     stage: Stage,
     /// Passes completed.
     passes: u32,
+    /// Frames that pass 0 is said to bring.
+    expected: u64,
     /// Passes begun that announced no frame.
     empty_passes: u32,
     totals: Counts,
@@ -51,6 +53,8 @@ pub(crate) enum Step<'a> {
     Place { runs: Runs<'a>, contents: &'a [u8] },
     /// Make these frames zero.
     Zero { runs: Runs<'a> },
+    /// These frames will come.
+    Prepare { runs: Runs<'a> },
     /// Everything of the pass is in place: say so.
     Ack { pass: u32, counts: Counts },
     /// Everything has come.
@@ -60,7 +64,16 @@ pub(crate) enum Step<'a> {
 impl Inbound {
     pub(crate) fn new(layout: Layout) -> Self {
         let (stage, totals, sections) = (Stage::Between, Counts::default(), Vec::new());
-        Self { layout, stage, passes: 0, empty_passes: 0, totals, sections, state_bytes: 0 }
+        Self {
+            layout,
+            stage,
+            passes: 0,
+            expected: 0,
+            empty_passes: 0,
+            totals,
+            sections,
+            state_bytes: 0,
+        }
     }
 
     /// Passes completed.
@@ -99,6 +112,11 @@ impl Inbound {
                 }
                 self.stage = Stage::InPass { frames, counts: Counts::default() };
                 Ok(Step::Noted)
+            }
+            (Stage::Between, Message::Expect { runs }) if self.passes == 0 => {
+                let left = self.layout.frames() - self.expected;
+                self.expected += checked(&self.layout, Tag::Expect, runs, left)?;
+                Ok(Step::Prepare { runs })
             }
             (Stage::InPass { frames, counts }, Message::Pages { runs, contents }) => {
                 counts.normal += checked(&self.layout, Tag::Pages, runs, left(*frames, counts))?;
@@ -146,7 +164,7 @@ impl Inbound {
 impl Stage {
     const fn expects(&self) -> &'static str {
         match self {
-            Self::Between => "PASS_BEGIN, STATE or STATE_END",
+            Self::Between => "EXPECT, PASS_BEGIN, STATE or STATE_END",
             Self::InPass { .. } => "PAGES, ZERO or PASS_END",
             Self::State => "STATE or STATE_END",
             Self::Complete => "COMMIT",
@@ -167,7 +185,7 @@ fn checked(layout: &Layout, message: Tag, runs: Runs<'_>, left: u64) -> Result<u
     }
     // Each run lies in a slot, but a hostile table may name one slot many times.
     let frames = runs.iter().fold(0u64, |n, r| n.saturating_add(r.count));
-    at_most("frames in the rest of the pass", frames, left)?;
+    at_most("frames in what is left of the pass, or of memory", frames, left)?;
     Ok(frames)
 }
 
@@ -205,6 +223,25 @@ mod tests {
         let counts = Counts { normal: 0, zero: frames };
         inbound.on(Message::PassEnd { pass, counts })?;
         Ok(())
+    }
+
+    #[test]
+    fn what_is_expected_is_bounded_by_memory_and_comes_before_the_first_pass() {
+        let mut inbound = inbound();
+        let expect = |inbound: &mut Inbound, start, count| {
+            let run = RawRun::from(FrameRun { start: Gfn(start), count });
+            let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
+            inbound.on(Message::parse(Tag::Expect, &bytes)?).map(|_| ())
+        };
+        expect(&mut inbound, 0, 3).unwrap();
+        let e = expect(&mut inbound, 1, 2).unwrap_err().to_string();
+        assert!(e.starts_with("2 frames in what is left of the pass, or of memory"), "{e}");
+        let e = expect(&mut inbound, 3, 2).unwrap_err().to_string();
+        assert!(e.contains("EXPECT"), "{e}");
+        expect(&mut inbound, 3, 1).unwrap();
+        pass(&mut inbound, 0, 4).unwrap();
+        let e = expect(&mut inbound, 0, 1).unwrap_err().to_string();
+        assert!(e.contains("EXPECT"), "{e}");
     }
 
     #[test]

@@ -68,7 +68,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
                 content_crc = crc32c::crc32c_append(content_crc, contents);
             }
             Step::Complete { sections, was_running } => break (sections, was_running),
-            Step::Noted | Step::Zero { .. } | Step::Ack { .. } => {}
+            Step::Noted | Step::Zero { .. } | Step::Prepare { .. } | Step::Ack { .. } => {}
         }
     };
     let totals = inbound.totals();

@@ -25,6 +25,8 @@ pub(crate) const MAX_TEXT: usize = 1024;
 pub(crate) const MAX_PAGES: u64 = 256;
 /// Most runs in one ZERO.
 pub(crate) const MAX_ZERO_RUNS: u32 = 4096;
+/// Most runs in one EXPECT.
+pub(crate) const MAX_EXPECTED_RUNS: u32 = 4096;
 /// Most passes, the last one included.
 pub(crate) const MAX_PASSES: u32 = 4096;
 /// Most passes without a frame.
@@ -72,10 +74,12 @@ pub enum Tag {
     Answer = 17,
     /// Source: the guest here has ended and its record is gone; you may forget the migration.
     Ended = 18,
+    /// Source: frames that pass 0 will bring, to be prepared meanwhile.
+    Expect = 19,
 }
 
 impl Tag {
-    const ALL: [Tag; 18] = [
+    const ALL: [Tag; 19] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -94,6 +98,7 @@ impl Tag {
         Tag::Query,
         Tag::Answer,
         Tag::Ended,
+        Tag::Expect,
     ];
 
     /// The tag with this number, if it is one of this version's.
@@ -122,6 +127,7 @@ impl Tag {
             Self::Query => "QUERY",
             Self::Answer => "ANSWER",
             Self::Ended => "ENDED",
+            Self::Expect => "EXPECT",
         }
     }
 
@@ -135,6 +141,7 @@ impl Tag {
             Self::PassBegin => 16,
             Self::Pages => 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32),
             Self::Zero => 8 + MAX_ZERO_RUNS * 16,
+            Self::Expect => 8 + MAX_EXPECTED_RUNS * 16,
             Self::PassEnd | Self::PassAck => 24,
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
@@ -231,6 +238,7 @@ pub(crate) enum Message<'a> {
     PassBegin { pass: u32, frames: u64 },
     Pages { runs: Runs<'a>, contents: &'a [u8] },
     Zero { runs: Runs<'a> },
+    Expect { runs: Runs<'a> },
     PassEnd { pass: u32, counts: Counts },
     PassAck { pass: u32, counts: Counts },
     State(Section),
@@ -332,12 +340,15 @@ impl<'a> Message<'a> {
                 }
                 Self::Pages { runs, contents }
             }
-            Tag::Zero => {
+            Tag::Zero | Tag::Expect => {
                 let (runs, rest) = Runs::parse(tag, bytes)?;
                 if !rest.is_empty() {
                     return Err(malformed(tag, "bytes follow its table of runs"));
                 }
-                Self::Zero { runs }
+                match tag {
+                    Tag::Zero => Self::Zero { runs },
+                    _ => Self::Expect { runs },
+                }
             }
             Tag::PassEnd | Tag::PassAck => {
                 let raw = exactly::<RawCounts>(tag, bytes)?;
@@ -423,6 +434,7 @@ impl<'a> Message<'a> {
             Self::PassBegin { .. } => Tag::PassBegin,
             Self::Pages { .. } => Tag::Pages,
             Self::Zero { .. } => Tag::Zero,
+            Self::Expect { .. } => Tag::Expect,
             Self::PassEnd { .. } => Tag::PassEnd,
             Self::PassAck { .. } => Tag::PassAck,
             Self::State(_) => Tag::State,

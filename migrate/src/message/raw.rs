@@ -149,7 +149,9 @@ impl Message<'_> {
             Self::Pages { runs, contents } => {
                 [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes(), contents].concat()
             }
-            Self::Zero { runs } => [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes()].concat(),
+            Self::Zero { runs } | Self::Expect { runs } => {
+                [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes()].concat()
+            }
             Self::PassEnd { pass, counts } | Self::PassAck { pass, counts } => {
                 counted(*pass, false, counts)
             }

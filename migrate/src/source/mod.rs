@@ -13,8 +13,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, RunState, Section};
-use dirty_tracker::{PAGE_SIZE, Subscription};
+use dirty_tracker::{FrameRun, PAGE_SIZE, Subscription};
 use uuid::Uuid;
+use zerocopy::IntoBytes;
 
 use crate::control::{Phase, SendControl, Stop};
 use crate::convergence::{
@@ -23,8 +24,9 @@ use crate::convergence::{
 use crate::error::{Cause, GuestPlace, SendError, WireError};
 use crate::link::Link;
 use crate::message::{
-    Counts, FEATURES, MAX_CONFIG, MAX_PASSES, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
-    Message, Purpose, StateDigest, Tag, Token, section_head,
+    Counts, FEATURES, MAX_CONFIG, MAX_EXPECTED_RUNS, MAX_PASSES, MAX_SECTION, MAX_SECTIONS,
+    MAX_SLOTS, MAX_STATE, Message, Purpose, RawRun, StateDigest, Tag, Token, runs_head,
+    section_head,
 };
 use crate::records::Records;
 use crate::report::{PassReport, SendReport, ms, per_second};
@@ -314,6 +316,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             TimeoutStrategy::Switchover => None,
         };
         let frames = populated.iter().map(|r| r.count).sum();
+        on_time(&mut peer.wire, deadline, |wire| announce(wire, &populated))?;
         let mut done = on_time(&mut peer.wire, deadline, |wire| {
             sender.pass(wire, 0, populated.iter().copied(), frames, deadline)
         })?;
@@ -423,6 +426,15 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             false => Err(WireError::Token { message, found, expected }),
         }
     }
+}
+
+/// Says which frames pass 0 will bring, so that the destination has memory for them when they come.
+fn announce(wire: &mut Wire<Link>, populated: &[FrameRun]) -> Result<(), Cause> {
+    for runs in populated.chunks(MAX_EXPECTED_RUNS as usize) {
+        let table: Vec<RawRun> = runs.iter().copied().map(RawRun::from).collect();
+        wire.send_parts(Tag::Expect, &[runs_head(table.len()).as_bytes(), table.as_bytes()])?;
+    }
+    Ok(())
 }
 
 /// Sends the state sections and their end.
