@@ -8,8 +8,11 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
+use checkpoint::{Guest, RunState};
 use common::{Place, Vmm, fail, receiver};
-use vmm::testing::kvm_or_skip;
+use vmm::config::{Boot, DeviceConfig, DiskConfig, HostConfig, MachineConfig, SerialSink};
+use vmm::machine::Machine;
+use vmm::testing::{fail_fdatasync, kvm_or_skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
@@ -166,4 +169,52 @@ fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
     assert_eq!(second.wait(), Some(0));
     let mut free = Vmm::run(&place, "free", &[GUEST, &["--disk", &spec]].concat());
     free.kill();
+}
+
+/// A machine with a disk, in this process.
+fn launch(place: &Place) -> std::sync::Arc<Machine> {
+    disk(place, "disk", 1 << 20);
+    let disk = DiskConfig {
+        id: "disk0".to_owned(),
+        path: place.path("disk"),
+        readonly: false,
+        serial: String::new(),
+        bytes: 1 << 20,
+    };
+    let config = MachineConfig {
+        mem_bytes: 32 << 20,
+        vcpus: 1,
+        tracking: Default::default(),
+        ring_entries: vmm::config::DEFAULT_RING_ENTRIES,
+        backend: Default::default(),
+        boot: Boot::Payload("payload,ws=1M".to_owned()),
+        cpu: Default::default(),
+        devices: vec![DeviceConfig::Disk(disk)],
+    };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let machine = Machine::launch(config, &host).unwrap();
+    machine.resume().unwrap();
+    machine
+}
+
+#[test]
+fn a_guest_whose_disk_loses_data_stays_where_it_can_be_told() {
+    if !kvm_or_skip("a_guest_whose_disk_loses_data_stays_where_it_can_be_told") {
+        return;
+    }
+    let place = Place::new();
+    let (mut destination, to) = receiver(&place, "destination", &[]);
+    let failing = || {
+        // The machine's threads are this one's.
+        fail_fdatasync().unwrap();
+        let guest = launch(&place);
+        let options = migrate::SendOptions::new(place.path("records"));
+        let control = migrate::SendControl::new();
+        let refused = migrate::send(&*guest, &to, &options, &control).unwrap_err().to_string();
+        let why = "disk \"disk0\": what the guest wrote could not be made durable in";
+        assert!(refused.contains(why) && refused.contains("Input/output error"), "{refused}");
+        assert_eq!(guest.run_state(), RunState::Running, "it goes on where it was");
+    };
+    std::thread::scope(|scope| scope.spawn(failing).join().unwrap());
+    destination.kill();
 }

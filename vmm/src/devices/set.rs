@@ -11,7 +11,7 @@ use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{Balloon, BalloonControl};
-use super::block::{Block, DiskError, FileIdentity};
+use super::block::{Block, DiskError, FileIdentity, Flusher, flush_all};
 use super::figures::Meter;
 use super::net::{Net, TapError};
 use super::opener::Opener;
@@ -65,6 +65,15 @@ pub struct Drive {
     pub id: String,
     /// Follows writes by blocks of 4 KiB, as if they were frames from 0 on.
     pub tracker: Arc<Tracker>,
+    flusher: Arc<Flusher>,
+}
+
+impl Drive {
+    /// Makes durable what the guest has written to these, while it runs; whether that was done within `limit`. What is not
+    /// done then goes on. Of an error, a sentence, the guest is told at its next flush.
+    pub fn flush(drives: &[Self], limit: Duration) -> Result<bool, String> {
+        flush_all(drives.iter().map(|drive| &drive.flusher), limit)
+    }
 }
 
 /// See the module.
@@ -142,7 +151,8 @@ impl DeviceSet {
                 self.require_its_own_file(disk, block.file_identity().map_err(system)?)?;
                 if let Some(tracker) = block.tracker() {
                     let (id, tracker) = (disk.id.clone(), tracker.clone());
-                    self.drives.push(Drive { id, tracker });
+                    let flusher = block.flusher().clone();
+                    self.drives.push(Drive { id, tracker, flusher });
                 }
                 Box::new(block)
             }

@@ -6,6 +6,7 @@
 //! has already copied to its last frame.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
@@ -223,6 +224,10 @@ impl Guest for View {
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.holds.vm.restore_state(sections, clock)
+    }
+
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        self.holds.vm.flush(limit)
     }
 
     fn release(&self) -> Result<(), GuestError> {

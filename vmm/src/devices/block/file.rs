@@ -4,10 +4,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use checkpoint::VmId;
 use rustix::fs::{FallocateFlags, fallocate};
 
+use super::flusher::Flusher;
 use super::lock::{self, Lock};
 use super::request::SECTOR;
 use crate::config::DiskConfig;
@@ -93,6 +95,7 @@ pub(super) struct DiskFile {
     readonly: bool,
     /// The guest for which it is locked.
     holder: VmId,
+    flusher: Arc<Flusher>,
 }
 
 /// Which file it is, by whatever name.
@@ -141,7 +144,9 @@ impl DiskFile {
             let (id, path, want) = (id.clone(), path.clone(), *bytes);
             return Err(DiskError::TooSmall { id, path, want, has });
         }
-        let file = Self { file, path: path.clone(), readonly: *readonly, holder };
+        let failed = |cause| DiskError::Open { path: path.clone(), readonly: *readonly, cause };
+        let flusher = Flusher::new(id, path, &file).map_err(failed)?;
+        let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
         match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
             Ok(false) => Ok(file),
             Ok(true) => Err(DiskError::InUse(file.in_use())),
@@ -151,6 +156,11 @@ impl DiskFile {
 
     pub(super) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// What makes it durable while the guest runs.
+    pub(super) fn flusher(&self) -> &Arc<Flusher> {
+        &self.flusher
     }
 
     /// Which file it is.
@@ -183,16 +193,18 @@ impl DiskFile {
         format!("disk file \"{}\" cannot be locked: {e}", self.path.display())
     }
 
-    /// Makes durable what was written, and lets go of the lock.
+    /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not
+    /// know: elsewhere nobody would tell it.
     pub(super) fn flush_and_unlock(&self) -> Result<(), String> {
-        let failed = |what: &str, e: io::Error| {
-            format!("disk file \"{}\" cannot be {what}: {e}", self.path.display())
-        };
         if !self.readonly {
-            self.file.sync_data().map_err(|e| failed("flushed", e))?;
+            self.flusher.settle();
+            if let Err(e) = self.file.sync_data() {
+                self.flusher.note_lost(&e);
+            }
+            self.flusher.lost().map_or(Ok(()), Err)?;
         }
-        lock::set(&self.file, Lock::None, self.holder).map_err(|e| failed("unlocked", e))?;
-        Ok(())
+        let failed = |e| format!("disk file \"{}\" cannot be unlocked: {e}", self.path.display());
+        lock::set(&self.file, Lock::None, self.holder).map(drop).map_err(failed)
     }
 
     /// Gives the host back what `len` bytes from `offset` take. Advice: a file that cannot keeps

@@ -10,6 +10,7 @@
 
 mod engine;
 mod file;
+mod flusher;
 #[cfg(test)]
 mod held;
 mod lock;
@@ -42,6 +43,7 @@ pub use self::file::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
+pub(super) use self::flusher::{Flusher, flush_all};
 
 const QUEUE_SIZE: u16 = 256;
 /// Queues at most; a guest has no use for more than it has vCPUs.
@@ -82,6 +84,8 @@ pub(super) struct Block {
 pub(super) struct BlockState {
     /// Requests that failed for the file's sake.
     errors: u64,
+    /// Data is lost, and the guest does not know it: its next flush fails.
+    lost: bool,
 }
 
 /// A request that the engine has.
@@ -96,6 +100,8 @@ struct UnderWay {
     writes: Vec<(u64, u64)>,
     /// Bytes that it moves.
     bytes: u64,
+    /// By its end the driver learns whether data is durable.
+    flushes: bool,
 }
 
 impl Block {
@@ -155,6 +161,11 @@ impl Block {
         &self.counters
     }
 
+    /// What makes it durable while the guest runs.
+    pub(super) fn flusher(&self) -> &Arc<Flusher> {
+        self.file.flusher()
+    }
+
     /// Which file is behind it.
     pub(super) fn file_identity(&self) -> io::Result<FileIdentity> {
         self.file.identity()
@@ -170,7 +181,9 @@ impl Block {
         };
         self.count(&work);
         let (writes, bytes) = (work.writes(), work.bytes());
-        let under_way = UnderWay { queue, head: chain.head, status, data_len, writes, bytes };
+        let flushes = work == Work::Flush || (self.writes_through && !writes.is_empty());
+        let head = chain.head;
+        let under_way = UnderWay { queue, head, status, data_len, writes, bytes, flushes };
         if let Work::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
             let serial = self.disk.serial.as_bytes();
@@ -218,6 +231,7 @@ impl Block {
             // Also if it failed: part of it may be written.
             self.mark(from, bytes);
         }
+        let result = if request.flushes { self.file.flusher().tell(result) } else { result };
         let (len, code) = match result {
             Ok(()) => (request.data_len, VIRTIO_BLK_S_OK),
             Err(e) => {
@@ -385,11 +399,15 @@ impl Device for Block {
     }
 
     fn save(&self) -> Result<Vec<u8>, String> {
-        encode_state(&self.state)
+        let lost = self.file.flusher().lost().is_some();
+        encode_state(&BlockState { lost, ..self.state })
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<(), String> {
         self.state = decode_state(state)?;
+        if std::mem::take(&mut self.state.lost) {
+            self.file.flusher().note_lost(&io::Error::from_raw_os_error(libc::EIO));
+        }
         Ok(())
     }
 
