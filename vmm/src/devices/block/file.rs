@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use checkpoint::VmId;
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 use super::flusher::Flusher;
 use super::lock::{self, Lock};
@@ -191,6 +191,13 @@ impl DiskFile {
 
     fn cannot_lock(&self, e: &io::Error) -> String {
         format!("disk file \"{}\" cannot be locked: {e}", self.path.display())
+    }
+
+    /// Forgets what this host has read of the file: another one may have written to it since.
+    pub(super) fn forget_cached(&self) {
+        if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
+            tracing::debug!("what is cached of \"{}\" stays: {e}", self.path.display());
+        }
     }
 
     /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not

@@ -17,6 +17,8 @@ mod lock;
 mod plain;
 mod request;
 #[cfg(test)]
+mod storage;
+#[cfg(test)]
 mod tests;
 mod uring;
 
@@ -74,6 +76,8 @@ pub(super) struct Block {
     waiting: u32,
     /// The driver knows of no volatile cache: what it has written is durable when it is told so.
     writes_through: bool,
+    /// Another host may have written to the file since it was opened: it is not taken hold of at once.
+    may_be_stale: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
     state: BlockState,
@@ -145,6 +149,7 @@ impl Block {
             bytes_under_way: 0,
             waiting: 0,
             writes_through: false,
+            may_be_stale: false,
             next_token: 0,
             counters: Arc::default(),
             state: BlockState::default(),
@@ -354,6 +359,8 @@ impl Device for Block {
     fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        // A disk that is only read is locked against writers all the time, here or there.
+        self.may_be_stale = !self.disk.readonly;
         match self.engine.announcer() {
             Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
             None => Ok(()),
@@ -412,7 +419,11 @@ impl Device for Block {
     }
 
     fn acquire(&mut self) -> Result<(), String> {
-        self.file.lock()
+        self.file.lock()?;
+        if self.may_be_stale {
+            self.file.forget_cached();
+        }
+        Ok(())
     }
 
     fn release(&mut self) -> Result<(), String> {

@@ -20,19 +20,19 @@ const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum With {
+pub(super) enum With {
     Uring,
     Plain,
 }
 
-struct Disk {
-    file: NamedTempFile,
-    config: DiskConfig,
+pub(super) struct Disk {
+    pub(super) file: NamedTempFile,
+    pub(super) config: DiskConfig,
     guest: VmId,
 }
 
 impl Disk {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(BYTES).unwrap();
         let config = DiskConfig {
@@ -45,7 +45,7 @@ impl Disk {
         Self { file, config, guest: VmId::random() }
     }
 
-    fn block(&self, with: With) -> Block {
+    pub(super) fn block(&self, with: With) -> Block {
         let file = Arc::new(DiskFile::open(&self.config, self.guest).unwrap());
         let engine = match with {
             With::Uring => Engine::Uring(Box::new(uring::Uring::new(file.clone(), 512).unwrap())),
@@ -60,7 +60,7 @@ impl Disk {
         (Driver::started(Box::new(block)), writes)
     }
 
-    fn contents(&self, offset: u64, len: usize) -> Vec<u8> {
+    pub(super) fn contents(&self, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.file.as_file().read_exact_at(&mut bytes, offset).unwrap();
         bytes
