@@ -186,7 +186,11 @@ impl DiskFile {
     }
 
     fn in_use(&self) -> String {
-        format!("disk file \"{}\" is in use by another", self.path.display())
+        let path = self.path.display();
+        format!(
+            "disk file \"{path}\" is in use by another: `lslocks` and `fuser -v {path}` tell the process, if it is on \
+             this host"
+        )
     }
 
     fn cannot_lock(&self, e: &io::Error) -> String {
