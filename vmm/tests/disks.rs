@@ -171,6 +171,57 @@ fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
     free.kill();
 }
 
+/// A copy is refused, by what tells it from the guest's disk; the disk itself by another name is not.
+#[test]
+fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
+    if !kvm_or_skip("another_disk_is_refused_unless_the_operator_says_that_it_may_be") {
+        return;
+    }
+    let place = Place::new();
+    let spec = disk(&place, "disk", 1 << 20);
+    std::fs::copy(place.path("disk"), place.path("copy")).unwrap();
+    let copy = format!("path={}", place.text("copy"));
+    let may_be = format!("{copy},identity=any");
+    let said = fail(1, &run(&["--disk", &may_be]));
+    assert!(said.contains("identity=any of --disk is for a guest that comes"), "{said}");
+
+    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let before = first.await_progress(1, &[]);
+    let (mut unfit, to) = receiver(&place, "unfit", &["--disk", &copy]);
+    let said = first.refuse(4, &["send-migration", &to]);
+    let inode = |name| std::os::unix::fs::MetadataExt::ino(&place.path(name).metadata().unwrap());
+    for part in [
+        "disk \"disk0\" is another one on this host".to_owned(),
+        format!("inode {}", inode("disk")),
+        format!("copy\" is inode {}", inode("copy")),
+        format!("--disk id=disk0,{may_be}"),
+    ] {
+        assert!(said.contains(&part), "{part}: {said}");
+    }
+    unfit.kill();
+    let between = first.await_progress(1, &before);
+
+    let (mut second, to) = receiver(&place, "second", &["--disk", &may_be]);
+    first.tell(&["send-migration", &to]);
+    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    second.await_api();
+    let on = second.await_progress(1, &between);
+    // What it has now is what it is to have next.
+    std::fs::hard_link(place.path("copy"), place.path("link")).unwrap();
+    let (mut unfit, to) = receiver(&place, "unfit2", &["--disk", &spec]);
+    let said = second.refuse(4, &["send-migration", &to]);
+    assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
+    unfit.kill();
+    let link = format!("path={}", place.text("link"));
+    let (mut third, to) = receiver(&place, "third", &["--disk", &link]);
+    second.tell(&["send-migration", &to]);
+    assert_eq!(second.wait(), Some(0), "{}", second.said());
+    third.await_api();
+    third.await_progress(1, &on);
+    third.tell(&["stop"]);
+    assert_eq!(third.wait(), Some(0));
+}
+
 /// A machine with a disk, in this process.
 fn launch(place: &Place) -> std::sync::Arc<Machine> {
     disk(place, "disk", 1 << 20);
@@ -180,6 +231,7 @@ fn launch(place: &Place) -> std::sync::Arc<Machine> {
         readonly: false,
         serial: String::new(),
         bytes: 1 << 20,
+        identity: None,
     };
     let config = MachineConfig {
         mem_bytes: 32 << 20,

@@ -10,9 +10,10 @@ use checkpoint::VmId;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 use super::flusher::Flusher;
+use super::identity;
 use super::lock::{self, Lock};
 use super::request::SECTOR;
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, DiskIdentity};
 use crate::sandbox::hint;
 
 /// Why a disk cannot be had.
@@ -76,6 +77,22 @@ pub enum DiskError {
         want: u64,
         /// Bytes that the file has.
         has: u64,
+    },
+    /// It is another disk than the guest's.
+    #[error(
+        "disk \"{id}\" is another one on this host: the guest comes from {theirs}, and \"{}\" is {ours} here; that it may be, as a \
+         copy or on storage whose hosts number files differently, --disk id={id},path={},identity=any says at the receiver",
+        path.display(), path.display()
+    )]
+    Another {
+        /// The disk's name.
+        id: String,
+        /// The file.
+        path: PathBuf,
+        /// Which one it is where the guest comes from.
+        theirs: DiskIdentity,
+        /// Which one it is here.
+        ours: DiskIdentity,
     },
     /// Its writes cannot be followed.
     #[error("the writes to disk \"{id}\" cannot be followed: {cause}")]
@@ -148,10 +165,26 @@ impl DiskFile {
         let flusher = Flusher::new(id, path, &file).map_err(failed)?;
         let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
         match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
-            Ok(false) => Ok(file),
+            Ok(false) => file.require_identity(disk),
             Ok(true) => Err(DiskError::InUse(file.in_use())),
             Err(e) => Err(DiskError::InUse(file.cannot_lock(&e))),
         }
+    }
+
+    /// Refuses a file that is known to be another disk than the guest's.
+    fn require_identity(self, disk: &DiskConfig) -> Result<Self, DiskError> {
+        match (&disk.identity, self.disk_identity()) {
+            (Some(theirs), Some(ours)) if theirs.differs(&ours) => {
+                let (id, path, theirs) = (disk.id.clone(), self.path, theirs.clone());
+                Err(DiskError::Another { id, path, theirs, ours })
+            }
+            _ => Ok(self),
+        }
+    }
+
+    /// Which disk it is, on whatever host.
+    pub(super) fn disk_identity(&self) -> Option<DiskIdentity> {
+        identity::of(&self.file)
     }
 
     pub(super) fn file(&self) -> &File {

@@ -13,6 +13,7 @@ mod file;
 mod flusher;
 #[cfg(test)]
 mod held;
+mod identity;
 mod lock;
 mod plain;
 mod request;
@@ -39,7 +40,7 @@ use super::figures::DiskCounters;
 use super::virtio::{
     Buffers, Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher, decode_state, encode_state,
 };
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, DiskIdentity};
 
 pub use self::file::DiskError;
 use self::file::DiskFile;
@@ -169,6 +170,11 @@ impl Block {
     /// What makes it durable while the guest runs.
     pub(super) fn flusher(&self) -> &Arc<Flusher> {
         self.file.flusher()
+    }
+
+    /// Which disk it is, on whatever host.
+    pub(super) fn disk_identity(&self) -> Option<DiskIdentity> {
+        self.file.disk_identity()
     }
 
     /// Which file is behind it.

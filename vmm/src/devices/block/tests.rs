@@ -41,6 +41,7 @@ impl Disk {
             readonly: false,
             serial: "serial-1".to_owned(),
             bytes: BYTES,
+            identity: None,
         };
         Self { file, config, guest: VmId::random() }
     }
