@@ -20,7 +20,8 @@ pub use balloon::BalloonConfig;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
 pub(crate) use devices::disks_mut;
 pub use devices::{
-    DeviceConfig, DiskConfig, DiskSpec, MAX_DEVICES, MAX_SERIAL_BYTES, ReplaceError, disks,
+    DeviceConfig, DiskConfig, DiskSpec, MAX_BLOCK_BYTES, MAX_DEVICES, MAX_SERIAL_BYTES,
+    ReplaceError, disks,
 };
 pub use identity::DiskIdentity;
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};

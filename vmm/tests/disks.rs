@@ -231,6 +231,7 @@ fn launch(place: &Place) -> std::sync::Arc<Machine> {
         readonly: false,
         serial: String::new(),
         bytes: 1 << 20,
+        block_bytes: 512,
         identity: None,
     };
     let config = MachineConfig {

@@ -248,7 +248,7 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
             "identity=any of --disk is for a guest that comes from another host: a new one has no disk yet",
         ));
     }
-    let bytes = probe_disk(&path, readonly).map_err(Failure::error)?;
+    let (bytes, block_bytes) = probe_disk(&path, readonly).map_err(Failure::error)?;
     // The file may be looked for from another working directory, after a restore.
     let path = std::path::absolute(path)?;
     let id = id.unwrap_or_else(|| format!("disk{i}"));
@@ -258,6 +258,7 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
         path,
         readonly,
         bytes,
+        block_bytes,
         // Noted once it is open.
         identity: None,
     })

@@ -6,7 +6,7 @@
 //! | 1 | memory, vCPUs, tracking, ring entries, backend, boot |
 //! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor, then the virtio devices |
 //! | 3 | those; the processor has its registers of features and its TSC's frequency at its end |
-//! | 4 | those; a disk has its identity at its end |
+//! | 4 | those; a disk has its block and its identity at its end |
 
 use std::path::PathBuf;
 
@@ -122,7 +122,8 @@ impl From<DeviceV3> for DeviceConfig {
     fn from(v3: DeviceV3) -> Self {
         match v3 {
             DeviceV3::Disk(DiskV3 { id, path, readonly, serial, bytes }) => {
-                Self::Disk(DiskConfig { id, path, readonly, serial, bytes, identity: None })
+                let (block_bytes, identity) = (512, None);
+                Self::Disk(DiskConfig { id, path, readonly, serial, bytes, block_bytes, identity })
             }
             DeviceV3::Rng => Self::Rng,
             DeviceV3::Net(net) => Self::Net(net),
@@ -243,6 +244,7 @@ mod tests {
             readonly: true,
             serial: "s1".to_owned(),
             bytes: 1 << 20,
+            block_bytes: 512,
             identity: None,
         })
     }
@@ -336,7 +338,7 @@ mod tests {
         }
     }
 
-    /// The bytes of version 4, for ever: those of version 3, with a disk's identity behind its size.
+    /// The bytes of version 4, for ever: those of version 3, with a disk's block and identity behind its size.
     #[test]
     fn the_bytes_of_version_4_stay_as_they_are() {
         let known = |identity| match disk("a") {
@@ -356,7 +358,7 @@ mod tests {
                 MachineConfig { devices: vec![DeviceConfig::Rng, disk.clone()], ..payload() };
             let before =
                 b"\x04\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\
-                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40";
+                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
             let bytes = [before, *identity].concat();
             assert_eq!(config.encode(), bytes);
             assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
@@ -388,6 +390,15 @@ mod tests {
         assert!(refused(vec![vsock(3), vsock(4)]).contains("\"vsock\""));
         assert!(refused(vec![odd(0)]).contains("0 bytes"));
         assert!(refused(vec![odd(513)]).contains("513 bytes"));
+        let block = |block_bytes| match disk("a") {
+            DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { block_bytes, ..d }),
+            other => other,
+        };
+        for bytes in [0, 256, 513, 3072, 8192, 1 << 31] {
+            let said = refused(vec![block(bytes)]);
+            assert!(said.contains(&format!("has blocks of {bytes}")), "{said}");
+        }
+        assert!(MachineConfig { devices: vec![block(4096)], ..payload() }.check().is_ok());
         let nameless = match disk("a") {
             DeviceConfig::Disk(d) => {
                 let identity = Some(DiskIdentity::Device("\u{1b}[2J".to_owned()));

@@ -16,6 +16,8 @@ use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replac
 pub const MAX_DEVICES: usize = 16;
 /// Longest serial number of a drive, in bytes: what virtio has room for.
 pub const MAX_SERIAL_BYTES: usize = 20;
+/// Largest block of a disk, in bytes: a page, since Linux takes no larger ones.
+pub const MAX_BLOCK_BYTES: u32 = 4096;
 /// Longest name of a device.
 const MAX_ID_BYTES: usize = 64;
 
@@ -62,6 +64,8 @@ pub struct DiskConfig {
     pub serial: String,
     /// What the guest sees of the file: whole sectors of 512 bytes.
     pub bytes: u64,
+    /// The block that the guest is told of, a power of two of bytes: reads and writes of whole ones suit the file best.
+    pub block_bytes: u32,
     /// Which disk it is, where that is known. Of a configuration that has come from elsewhere: there.
     pub identity: Option<DiskIdentity>,
 }
@@ -145,6 +149,7 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Stri
                         disk.id, disk.bytes
                     ));
                 }
+                check_block(disk)?;
                 disk.identity.as_ref().map_or(Ok(()), DiskIdentity::check)?;
             }
             DeviceConfig::Net(net) => {
@@ -160,6 +165,16 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Stri
             DeviceConfig::Balloon(config) => balloon::check(config, mem_bytes)?,
             DeviceConfig::Rng => {}
         }
+    }
+    Ok(())
+}
+
+/// A driver can use blocks from a sector to a page, of which the disk has whole ones.
+fn check_block(disk: &DiskConfig) -> Result<(), String> {
+    let DiskConfig { id, block_bytes, bytes, .. } = disk;
+    let usable = (512..=MAX_BLOCK_BYTES).contains(block_bytes) && block_bytes.is_power_of_two();
+    if !usable || !bytes.is_multiple_of(u64::from(*block_bytes)) {
+        return Err(format!("its disk \"{id}\" of {bytes} bytes has blocks of {block_bytes}"));
     }
     Ok(())
 }

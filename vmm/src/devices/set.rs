@@ -362,7 +362,7 @@ mod tests {
         std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
         let serial = String::new();
         let (id, bytes) = (id.to_owned(), 1 << 20);
-        DiskConfig { id, path, readonly: false, serial, bytes, identity: None }
+        DiskConfig { id, path, readonly: false, serial, bytes, block_bytes: 512, identity: None }
     }
 
     /// Whether another guest can have the disk.

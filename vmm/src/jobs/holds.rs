@@ -354,6 +354,7 @@ mod tests {
             readonly: false,
             serial: String::new(),
             bytes: 1 << 20,
+            block_bytes: 512,
             identity: None,
         };
         let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);

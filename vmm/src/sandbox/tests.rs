@@ -305,6 +305,7 @@ fn devices() {
         readonly: false,
         serial: String::new(),
         bytes: 1 << 20,
+        block_bytes: 512,
         identity: None,
     };
     let mut devices = vec![

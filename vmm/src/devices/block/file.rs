@@ -124,12 +124,15 @@ pub(in crate::devices) enum FileIdentity {
     BlockDevice(u64),
 }
 
-/// What `bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole sectors.
-pub fn probe(path: &Path, readonly: bool) -> Result<u64, DiskError> {
-    let bytes = size(&open(path, readonly)?, path, readonly)?;
-    match bytes {
+/// What `bytes` and `block_bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole sectors; and the blocks
+/// by which it is addressed, if it has whole ones.
+pub fn probe(path: &Path, readonly: bool) -> Result<(u64, u32), DiskError> {
+    let file = open(path, readonly)?;
+    let block = identity::block_bytes(&file);
+    match size(&file, path, readonly)? {
         0 => Err(DiskError::Empty { path: path.to_owned() }),
-        bytes if bytes.is_multiple_of(SECTOR) => Ok(bytes),
+        bytes if bytes.is_multiple_of(block.into()) => Ok((bytes, block)),
+        bytes if bytes.is_multiple_of(SECTOR) => Ok((bytes, SECTOR as u32)),
         bytes => Err(DiskError::Partial { path: path.to_owned(), bytes }),
     }
 }

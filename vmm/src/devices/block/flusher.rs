@@ -180,6 +180,7 @@ mod tests {
             readonly: false,
             serial: String::new(),
             bytes: 4096,
+            block_bytes: 512,
             identity: None,
         };
         (Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), file)

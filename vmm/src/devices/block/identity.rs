@@ -1,4 +1,4 @@
-//! Which disk a file is, said so that every host that shares it says the same.
+//! What a disk is beside its bytes: how it is addressed, and which one it is, said so that every host that shares it says the same.
 //!
 //! Of a file it is its number and the time at which it was made; of a block device, whose number is this host's alone, what
 //! the kernel knows of its maker's or volume manager's name for it. What has none is not compared.
@@ -10,10 +10,13 @@ use std::time::UNIX_EPOCH;
 
 use rustix::fs::{major, minor};
 
-use crate::config::DiskIdentity;
+use crate::config::{DiskIdentity, MAX_BLOCK_BYTES};
 
 /// Where the kernel has names of devices: NVMe, SCSI, LVM and multipath, virtio.
 const NAMES: [&str; 4] = ["wwid", "device/wwid", "dm/uuid", "serial"];
+
+/// Where the kernel says in what blocks a device is addressed.
+const LOGICAL: &str = "queue/logical_block_size";
 
 /// The identity of `file`, as far as it has one.
 pub(super) fn of(file: &File) -> Option<DiskIdentity> {
@@ -24,6 +27,19 @@ pub(super) fn of(file: &File) -> Option<DiskIdentity> {
     let born = metadata.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
     let born_ns = born.and_then(|since| u64::try_from(since.as_nanos()).ok());
     Some(DiskIdentity::File { inode: metadata.ino(), born_ns })
+}
+
+/// Bytes of the blocks in which `file` is best read and written: what it is addressed by, of a block device. A page at most.
+pub(super) fn block_bytes(file: &File) -> u32 {
+    let number = file.metadata().ok().filter(|m| m.file_type().is_block_device());
+    let folder = number.map(|m| sysfs(m.rdev()));
+    // The sandbox lets it be read, and an ioctl not. A partition has its disk's.
+    let read = |at: &str| fs::read_to_string(folder.as_ref()?.join(at).join(LOGICAL)).ok();
+    let text = read(".").or_else(|| read(".."));
+    let bytes = text.and_then(|text| text.trim().parse::<u32>().ok());
+    bytes
+        .filter(|bytes| bytes.is_power_of_two())
+        .map_or(512, |bytes| bytes.clamp(512, MAX_BLOCK_BYTES))
 }
 
 /// What the kernel tells of the block device of this number.

@@ -2,12 +2,15 @@
 
 use std::io::IoSliceMut;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
 
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-use super::tests::{Disk, With};
-use crate::devices::virtio::Device;
+use super::tests::{Disk, OK, With, engines, pattern, read, request, write};
+use super::*;
 use crate::devices::virtio::Transport;
+use crate::devices::virtio::driver::Driver;
 use crate::memory::Memory;
 use crate::testing::skip;
 
@@ -48,4 +51,63 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     waits.acquire().unwrap();
     assert_eq!(is_cached(&disk), Ok(false));
     assert_eq!(disk.contents(0, 512), [7; 512]);
+}
+
+/// A block device over `file`, addressed by blocks of 4 KiB; gone with this.
+struct Loop(String);
+
+impl Loop {
+    fn new(file: &Path) -> Result<Self, String> {
+        let mut losetup = Command::new("losetup");
+        let made = losetup.args(["--find", "--show", "--sector-size", "4096"]).arg(file).output();
+        let made = made.map_err(|e| format!("losetup: {e}"))?;
+        match made.status.success() {
+            true => Ok(Self(String::from_utf8_lossy(&made.stdout).trim().to_owned())),
+            false => Err(format!("losetup: {}", String::from_utf8_lossy(&made.stderr))),
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+#[test]
+fn the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors() {
+    const TEST: &str = "the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors";
+    let mut disk = Disk::new();
+    disk.config.block_bytes = 4096;
+    let told = |block: &Block| {
+        let space = block.config_space();
+        (space[..8].to_vec(), space[20..24].to_vec())
+    };
+    let sectors = (disk.config.bytes / 512).to_le_bytes().to_vec();
+    let want = (sectors, 4096u32.to_le_bytes().to_vec());
+    assert_eq!(told(&disk.block(With::Plain)), want);
+    let device = match Loop::new(disk.file.path()) {
+        Ok(device) => device,
+        Err(why) => return skip(TEST, &format!("no loop device of 4 KiB sectors: {why}")),
+    };
+    let path = Path::new(&device.0);
+    assert_eq!(probe(path, false).unwrap(), (disk.config.bytes, 4096));
+    disk.config.path = path.to_owned();
+    for with in engines() {
+        let mut block = disk.block(with);
+        assert_eq!(told(&block), want);
+        assert_eq!(block.disk_identity(), None, "its number is this host's alone");
+        block.acquire().unwrap();
+        let mut driver = Driver::started(Box::new(block));
+        assert_eq!(write(&mut driver, 8, &pattern(1, 4096)), OK);
+        assert_eq!(write(&mut driver, 9, &pattern(2, 512)), OK, "a part of a block");
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        let mut wanted = pattern(1, 4096);
+        wanted[512..1024].copy_from_slice(&pattern(2, 512));
+        assert_eq!(read(&mut driver, 8, 4096), (OK, wanted.clone()));
+        assert_eq!(read(&mut driver, 9, 512), (OK, pattern(2, 512)));
+        assert_eq!(disk.contents(4096, 4096), wanted, "in the file behind it");
+        driver.quiesce();
+        driver.transport.release().unwrap();
+    }
 }

@@ -15,7 +15,7 @@ use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
 
 const BYTES: u64 = 4 << 20;
-const OK: u8 = VIRTIO_BLK_S_OK as u8;
+pub(super) const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 
@@ -41,6 +41,7 @@ impl Disk {
             readonly: false,
             serial: "serial-1".to_owned(),
             bytes: BYTES,
+            block_bytes: 512,
             identity: None,
         };
         Self { file, config, guest: VmId::random() }
@@ -69,7 +70,7 @@ impl Disk {
 }
 
 /// The engines that this host has; the tests of io_uring say so if it is none of them.
-fn engines() -> Vec<With> {
+pub(super) fn engines() -> Vec<With> {
     let disk = Disk::new();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
     match uring::Uring::new(file, 8) {
@@ -90,7 +91,7 @@ fn header(driver: &mut Driver, kind: u32, sector: u64) -> Piece {
 
 /// Makes a request; its status.
 #[track_caller]
-fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
+pub(super) fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
     let status = driver.wanted(1);
     let header = header(driver, kind, sector);
     let pieces: Vec<Piece> = [&[header], data, &[status]].concat();
@@ -99,13 +100,13 @@ fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
 }
 
 #[track_caller]
-fn write(driver: &mut Driver, sector: u64, bytes: &[u8]) -> u8 {
+pub(super) fn write(driver: &mut Driver, sector: u64, bytes: &[u8]) -> u8 {
     let data = driver.given(bytes);
     request(driver, VIRTIO_BLK_T_OUT, sector, &[data])
 }
 
 #[track_caller]
-fn read(driver: &mut Driver, sector: u64, len: u32) -> (u8, Vec<u8>) {
+pub(super) fn read(driver: &mut Driver, sector: u64, len: u32) -> (u8, Vec<u8>) {
     let data = driver.wanted(len);
     let status = request(driver, VIRTIO_BLK_T_IN, sector, &[data]);
     (status, driver.bytes(data))
@@ -115,7 +116,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
 }
 
-fn pattern(n: u64, len: usize) -> Vec<u8> {
+pub(super) fn pattern(n: u64, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u64 * 7 + n * 31 + 1) as u8).collect()
 }
 
@@ -373,7 +374,7 @@ fn files_that_are_no_disks_are_refused_in_a_sentence() {
     assert!(said(dir.path()).contains("neither a regular file nor a block device"));
     assert!(said(&dir.path().join("none")).contains("cannot be opened for writing"));
     let disk = Disk::new();
-    assert_eq!(probe(disk.file.path(), false).unwrap(), BYTES);
+    assert_eq!(probe(disk.file.path(), false).unwrap(), (BYTES, 512));
     disk.file.as_file().set_len(BYTES + 100).unwrap();
     assert!(said(disk.file.path()).contains("4194404 bytes, which are not whole sectors"));
     disk.file.as_file().set_len(BYTES - 1).unwrap();
