@@ -1,4 +1,4 @@
-//! Tests of a disk on what is under it: page cache, file system, block device.
+//! Tests of a disk on what is under it: page cache, block device, and what of it loses data.
 
 use std::io::IoSliceMut;
 use std::os::unix::fs::FileExt;
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-use super::tests::{Disk, OK, With, engines, pattern, read, request, write};
+use super::tests::{Disk, IOERR, OK, With, engines, pattern, read, request, write};
 use super::*;
 use crate::devices::virtio::Transport;
 use crate::devices::virtio::driver::Driver;
@@ -109,5 +109,43 @@ fn the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors() {
         assert_eq!(disk.contents(4096, 4096), wanted, "in the file behind it");
         driver.quiesce();
         driver.transport.release().unwrap();
+    }
+}
+
+/// A device on whose file data was lost while the driver asked for nothing, and who may tell it.
+fn lost(with: With, without: u64) -> (Disk, Driver) {
+    let disk = Disk::new();
+    let block = disk.block(with);
+    let flusher = block.flusher().clone();
+    let driver = Driver::started_without(Box::new(block), without);
+    flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
+    (disk, driver)
+}
+
+#[test]
+fn a_driver_is_told_once_of_what_was_lost_wherever_it_is_by_then() {
+    for with in engines() {
+        let (_disk, mut driver) = lost(with, 0);
+        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK, "that promises nothing");
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), IOERR);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        // One that asks for no flushes is told by a write, which promises as much.
+        let (_disk, mut driver) = lost(with, 1 << VIRTIO_BLK_F_FLUSH);
+        assert_eq!(read(&mut driver, 0, 512).0, OK);
+        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), IOERR);
+        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK);
+        // It is part of the state.
+        let (disk, driver) = lost(with, 0);
+        driver.quiesce();
+        let state = driver.transport.save().unwrap();
+        let copy = Disk::new();
+        let block = Box::new(copy.block(with));
+        let transport = Transport::spawn("copy", block, driver.memory.ram().clone()).unwrap();
+        transport.restore(state).unwrap();
+        transport.resume();
+        let mut driver = driver.moved_to(transport);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), IOERR);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        drop(disk);
     }
 }

@@ -10,13 +10,12 @@ use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 use super::held::Held;
 use super::*;
 use crate::devices::figures::{DeviceFigures, Meter};
-use crate::devices::virtio::Transport;
 use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
 
 const BYTES: u64 = 4 << 20;
 pub(super) const OK: u8 = VIRTIO_BLK_S_OK as u8;
-const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
+pub(super) const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -528,43 +527,5 @@ fn without_flushes_what_is_written_is_durable_when_it_is_done() {
         let mut driver = Driver::started_without(Box::new(disk.block(with)), flush);
         ask(&mut driver);
         assert_eq!(disk.contents(0, 4096), pattern(1, 4096));
-    }
-}
-
-/// A device on whose file data was lost while the driver asked for nothing, and who may tell it.
-fn lost(with: With, without: u64) -> (Disk, Driver) {
-    let disk = Disk::new();
-    let block = disk.block(with);
-    let flusher = block.flusher().clone();
-    let driver = Driver::started_without(Box::new(block), without);
-    flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
-    (disk, driver)
-}
-
-#[test]
-fn a_driver_is_told_once_of_what_was_lost_wherever_it_is_by_then() {
-    for with in engines() {
-        let (_disk, mut driver) = lost(with, 0);
-        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK, "that promises nothing");
-        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), IOERR);
-        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
-        // One that asks for no flushes is told by a write, which promises as much.
-        let (_disk, mut driver) = lost(with, 1 << VIRTIO_BLK_F_FLUSH);
-        assert_eq!(read(&mut driver, 0, 512).0, OK);
-        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), IOERR);
-        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK);
-        // It is part of the state.
-        let (disk, driver) = lost(with, 0);
-        driver.quiesce();
-        let state = driver.transport.save().unwrap();
-        let copy = Disk::new();
-        let block = Box::new(copy.block(with));
-        let transport = Transport::spawn("copy", block, driver.memory.ram().clone()).unwrap();
-        transport.restore(state).unwrap();
-        transport.resume();
-        let mut driver = driver.moved_to(transport);
-        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), IOERR);
-        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
-        drop(disk);
     }
 }
