@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
 use serde::{Deserialize, Serialize};
@@ -160,7 +161,14 @@ pub trait Guest: Send + Sync {
     /// input. Unknown ones that must be understood are refused by name.
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
 
-    /// Lets go of what only one host may hold (drives' locks, taps), of a paused guest.
+    /// Has disks make durable what the guest has written, without stopping it: whoever lets go of it soon has less left
+    /// to do then. Whether that was done within `limit`; what is not done then goes on. An error is
+    /// reported to the guest, too, as one of the next flush that it asks for itself; until then
+    /// [`release`](Self::release) fails.
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError>;
+
+    /// Makes durable what the guest wrote and lets go of what only one host may hold (drives' locks, taps), of a paused
+    /// guest.
     fn release(&self) -> Result<(), GuestError>;
 
     /// Takes again what [`release`](Self::release) let go of, or takes it first on a new host.

@@ -106,18 +106,32 @@ fn a_flipped_bit_in_any_message_is_noticed() {
         for tag_number in tags {
             // In the head of a record, and in its payload (or the head again, where there is none).
             for byte in [13, 30] {
-                let context = format!("bit flipped in byte {byte} of tag {tag_number}");
-                let host = Host::new();
-                let guest = host.start(config());
-                let there = host.receiver();
-                let plan = Plan::flip(source, At::Tag(tag_number), byte);
-                let proxy = Proxy::start(&there.to, plan);
-                let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
-                // After RUNNING the guest is there, whatever becomes of the words about it.
-                let moved = [tag("RUNNING"), tag("ENDED")].contains(&tag_number);
-                assert_eq!(sent.is_ok(), moved, "{context}: {sent:?}");
-                exactly_one_runs(&host, &guest, &sent, there, &context);
+                flip(source, tag_number, byte);
             }
         }
     }
+}
+
+/// Flips a bit in the first message of a tag.
+fn flip(source: bool, tag_number: u16, byte: usize) {
+    let context = format!("bit flipped in byte {byte} of tag {tag_number}");
+    for _ in 0..10 {
+        let host = Host::new();
+        let guest = host.start(config());
+        let there = host.receiver();
+        let plan = Plan::flip(source, At::Tag(tag_number), byte);
+        let proxy = Proxy::start(&there.to, plan);
+        let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
+        let carried = if source { &proxy.from_source } else { &proxy.from_destination };
+        let there_was_one = carried.lock().unwrap().contains(&tag_number);
+        // After RUNNING the guest is there, whatever becomes of the words about it.
+        let moved = [tag("RUNNING"), tag("ENDED")].contains(&tag_number) || !there_was_one;
+        assert_eq!(sent.is_ok(), moved, "{context}: {sent:?}");
+        exactly_one_runs(&host, &guest, &sent, there, &context);
+        // A guest that by chance wrote no frame of zeros has no ZERO, and says nothing about it.
+        if there_was_one {
+            return;
+        }
+    }
+    panic!("{context}: ten migrations had no such message");
 }

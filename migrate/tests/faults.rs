@@ -53,6 +53,21 @@ fn whatever_fails_at_the_source_it_runs_on() {
 }
 
 #[test]
+fn disks_are_flushed_after_each_pass_and_what_fails_then_is_the_guests_affair() {
+    for failing in [0, 1] {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        host.here.fail_next(Op::Flush, failing);
+        let there = host.receiver();
+        let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+        // The last pass belongs to the pause, in which what is left is flushed with the release.
+        let passes = sent.as_ref().unwrap().passes.len() as u64 - 1;
+        assert_eq!(host.drive.flushes(), passes - u64::from(failing));
+        exactly_one_runs(&host, &guest, &sent, there, "a flush");
+    }
+}
+
+#[test]
 fn a_guest_that_cannot_be_taken_back_is_said_to_be_paused_here() {
     for op in [Op::Acquire, Op::Resume] {
         let host = Host::new();

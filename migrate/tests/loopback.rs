@@ -166,6 +166,9 @@ impl Guest for WritesWhenSaved {
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.0.restore_state(sections, clock)
     }
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        self.0.flush(limit)
+    }
     fn release(&self) -> Result<(), GuestError> {
         self.0.release()
     }

@@ -5,6 +5,7 @@ mod balloon;
 mod codec;
 mod cpu;
 mod devices;
+mod identity;
 mod net;
 
 use std::fmt;
@@ -17,9 +18,12 @@ use serde::{Deserialize, Serialize};
 use crate::memory::MemoryOptions;
 pub use balloon::BalloonConfig;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
+pub(crate) use devices::disks_mut;
 pub use devices::{
-    DeviceConfig, DiskConfig, DiskSpec, MAX_DEVICES, MAX_SERIAL_BYTES, ReplaceError, disks,
+    DeviceConfig, DiskConfig, DiskSpec, MAX_BLOCK_BYTES, MAX_DEVICES, MAX_SERIAL_BYTES,
+    ReplaceError, disks,
 };
+pub use identity::DiskIdentity;
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 
 /// Least guest memory: 16 MiB.
@@ -109,9 +113,13 @@ pub struct MachineConfig {
 }
 
 impl MachineConfig {
-    /// The same machine with this host's files, taps and sockets; the error is a sentence.
+    /// The same machine with this host's files, taps and sockets; the error is a sentence. Its disks keep their
+    /// identities where they are to be the same ones.
     pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
         devices::replace(&mut self.devices, host)?;
+        if host.disks_are_copies {
+            devices::disks_mut(&mut self.devices).for_each(|disk| disk.identity = None);
+        }
         Ok(self)
     }
 }
@@ -154,6 +162,9 @@ pub struct HostConfig {
     /// For a guest that comes with disks: files to use for them here, in the places of those that
     /// it comes with. A named one goes to the disk of its name, the others to the rest in order.
     pub disks: Vec<DiskSpec>,
+    /// They are expected to be others than the guest had, as after a restore. Else one that is known to be another disk than
+    /// the guest's is refused.
+    pub disks_are_copies: bool,
     /// Likewise for its network interfaces.
     pub nets: Vec<NetSpec>,
     /// Likewise for its vsock.

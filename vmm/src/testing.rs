@@ -5,6 +5,8 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
+
 use crate::kvm;
 
 /// Names a file to which each skipped test adds a line, for whoever counts them.
@@ -56,6 +58,16 @@ pub fn linux_guest() -> Result<PathBuf, String> {
         true => Ok(folder),
         false => Err(format!("there is no vmlinux in {LINUX_GUEST}={}", folder.display())),
     }
+}
+
+/// From now on `fdatasync` fails with EIO on this thread and on those that it starts, as on a disk that has lost
+/// data.
+pub fn fail_fdatasync() -> Result<(), String> {
+    let rules = [(libc::SYS_fdatasync, Vec::new())].into_iter().collect();
+    let fails = SeccompAction::Errno(libc::EIO as u32);
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, fails, TargetArch::x86_64);
+    let program: BpfProgram = filter.and_then(TryInto::try_into).map_err(|e| e.to_string())?;
+    apply_filter(&program).map_err(|e| e.to_string())
 }
 
 /// What a host would answer whose KVM has everything, and dirty rings of at most `ring_entries`

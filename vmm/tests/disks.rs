@@ -8,8 +8,11 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
+use checkpoint::{Guest, RunState};
 use common::{Place, Vmm, fail, receiver};
-use vmm::testing::kvm_or_skip;
+use vmm::config::{Boot, DeviceConfig, DiskConfig, HostConfig, MachineConfig, SerialSink};
+use vmm::machine::Machine;
+use vmm::testing::{fail_fdatasync, kvm_or_skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
@@ -166,4 +169,105 @@ fn a_disk_goes_with_its_guest_and_stays_with_one_that_cannot_go() {
     assert_eq!(second.wait(), Some(0));
     let mut free = Vmm::run(&place, "free", &[GUEST, &["--disk", &spec]].concat());
     free.kill();
+}
+
+/// A copy is refused, by what tells it from the guest's disk; the disk itself by another name is not.
+#[test]
+fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
+    if !kvm_or_skip("another_disk_is_refused_unless_the_operator_says_that_it_may_be") {
+        return;
+    }
+    let place = Place::new();
+    let spec = disk(&place, "disk", 1 << 20);
+    std::fs::copy(place.path("disk"), place.path("copy")).unwrap();
+    let copy = format!("path={}", place.text("copy"));
+    let may_be = format!("{copy},identity=any");
+    let said = fail(1, &run(&["--disk", &may_be]));
+    assert!(said.contains("identity=any of --disk is for a guest that comes"), "{said}");
+
+    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let before = first.await_progress(1, &[]);
+    let (mut unfit, to) = receiver(&place, "unfit", &["--disk", &copy]);
+    let said = first.refuse(4, &["send-migration", &to]);
+    let inode = |name| std::os::unix::fs::MetadataExt::ino(&place.path(name).metadata().unwrap());
+    for part in [
+        "disk \"disk0\" is another one on this host".to_owned(),
+        format!("inode {}", inode("disk")),
+        format!("copy\" is inode {}", inode("copy")),
+        format!("--disk id=disk0,{may_be}"),
+    ] {
+        assert!(said.contains(&part), "{part}: {said}");
+    }
+    unfit.kill();
+    let between = first.await_progress(1, &before);
+
+    let (mut second, to) = receiver(&place, "second", &["--disk", &may_be]);
+    first.tell(&["send-migration", &to]);
+    assert_eq!(first.wait(), Some(0), "{}", first.said());
+    second.await_api();
+    let on = second.await_progress(1, &between);
+    // What it has now is what it is to have next.
+    std::fs::hard_link(place.path("copy"), place.path("link")).unwrap();
+    let (mut unfit, to) = receiver(&place, "unfit2", &["--disk", &spec]);
+    let said = second.refuse(4, &["send-migration", &to]);
+    assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
+    unfit.kill();
+    let link = format!("path={}", place.text("link"));
+    let (mut third, to) = receiver(&place, "third", &["--disk", &link]);
+    second.tell(&["send-migration", &to]);
+    assert_eq!(second.wait(), Some(0), "{}", second.said());
+    third.await_api();
+    third.await_progress(1, &on);
+    third.tell(&["stop"]);
+    assert_eq!(third.wait(), Some(0));
+}
+
+/// A machine with a disk, in this process.
+fn launch(place: &Place) -> std::sync::Arc<Machine> {
+    disk(place, "disk", 1 << 20);
+    let disk = DiskConfig {
+        id: "disk0".to_owned(),
+        path: place.path("disk"),
+        readonly: false,
+        serial: String::new(),
+        bytes: 1 << 20,
+        block_bytes: 512,
+        identity: None,
+    };
+    let config = MachineConfig {
+        mem_bytes: 32 << 20,
+        vcpus: 1,
+        tracking: Default::default(),
+        ring_entries: vmm::config::DEFAULT_RING_ENTRIES,
+        backend: Default::default(),
+        boot: Boot::Payload("payload,ws=1M".to_owned()),
+        cpu: Default::default(),
+        devices: vec![DeviceConfig::Disk(disk)],
+    };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let machine = Machine::launch(config, &host).unwrap();
+    machine.resume().unwrap();
+    machine
+}
+
+#[test]
+fn a_guest_whose_disk_loses_data_stays_where_it_can_be_told() {
+    if !kvm_or_skip("a_guest_whose_disk_loses_data_stays_where_it_can_be_told") {
+        return;
+    }
+    let place = Place::new();
+    let (mut destination, to) = receiver(&place, "destination", &[]);
+    let failing = || {
+        // The machine's threads are this one's.
+        fail_fdatasync().unwrap();
+        let guest = launch(&place);
+        let options = migrate::SendOptions::new(place.path("records"));
+        let control = migrate::SendControl::new();
+        let refused = migrate::send(&*guest, &to, &options, &control).unwrap_err().to_string();
+        let why = "disk \"disk0\": what the guest wrote could not be made durable in";
+        assert!(refused.contains(why) && refused.contains("Input/output error"), "{refused}");
+        assert_eq!(guest.run_state(), RunState::Running, "it goes on where it was");
+    };
+    std::thread::scope(|scope| scope.spawn(failing).join().unwrap());
+    destination.kill();
 }

@@ -6,6 +6,7 @@ mod common;
 
 use std::fs::File;
 use std::sync::Arc;
+use std::time::Duration;
 
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
 use common::{Place, Tap, Vmm, fail, receiver};
@@ -124,6 +125,10 @@ impl Guest for Pretender {
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.machine.restore_state(sections, clock)
+    }
+
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        self.machine.flush(limit)
     }
 
     fn release(&self) -> Result<(), GuestError> {

@@ -17,6 +17,8 @@ pub enum Op {
     Save,
     /// `Guest::restore_state`
     Restore,
+    /// `Guest::flush`
+    Flush,
     /// `Guest::release`
     Release,
     /// `Guest::acquire`
@@ -62,6 +64,8 @@ impl Faults {
 pub struct Drive {
     /// The guest that holds it; 0 is nobody.
     holder: AtomicU64,
+    /// How often it was flushed for the guest that runs on it.
+    flushes: AtomicU64,
     running: AtomicU32,
     most_running: AtomicU32,
 }
@@ -75,6 +79,15 @@ impl Drive {
     /// Whether any guest holds it.
     pub fn is_held(&self) -> bool {
         self.holder.load(SeqCst) != 0
+    }
+
+    /// How often it was flushed by [`Guest::flush`](crate::Guest::flush).
+    pub fn flushes(&self) -> u64 {
+        self.flushes.load(SeqCst)
+    }
+
+    pub(super) fn flush(&self) {
+        self.flushes.fetch_add(1, SeqCst);
     }
 
     pub(super) fn take(&self, guest: u64) -> Result<(), GuestError> {

@@ -5,6 +5,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use dirty_tracker::{
     Collected, FrameRun, Gfn, Layout, Slot, SlotId, Subscription, TrackedBitmap, Tracker,
@@ -389,6 +390,12 @@ impl Guest for MemoryGuest {
             writer.errors.store(errors, SeqCst);
         }
         Ok(())
+    }
+
+    fn flush(&self, _: Duration) -> Result<bool, GuestError> {
+        self.faults.check(Op::Flush, "flushing the drive")?;
+        self.drive.flush();
+        Ok(true)
     }
 
     fn release(&self) -> Result<(), GuestError> {

@@ -34,6 +34,9 @@ use crate::wire::{Wire, unexpected};
 use hold::Held;
 use passes::{Limit, PassDone, PassSender, on_time};
 
+/// How long precopy waits for disks after each pass, at most.
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+
 /// How a guest is sent. [`SendOptions::new`] gives the defaults.
 #[derive(Clone, Debug)]
 pub struct SendOptions {
@@ -322,6 +325,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         })?;
         let mut since = begun;
         loop {
+            // Before the collection: what the guest writes meanwhile is not left for the pause either.
+            self.flush_disks(done.time);
             self.guest.collect()?;
             let epoch = writes.drain();
             let window = since.elapsed();
@@ -352,6 +357,17 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 sender.pass(wire, pass, epoch.runs(), epoch.frames(), deadline)
             })?;
             epoch.commit();
+        }
+    }
+
+    /// Has disks made durable while the guest runs, after a pass that took `pass`. What that waits for a slow disk, the guest
+    /// writes to its memory: a quarter of the pass keeps precopy converging, and the flush goes on beside the next one.
+    fn flush_disks(&self, pass: Duration) {
+        let limit = (pass / 4).max(self.options.downtime / 10).min(FLUSH_LIMIT);
+        match self.guest.flush(limit) {
+            Ok(done) => tracing::debug!(done, "flushed"),
+            // The guest's own affair until it is handed over.
+            Err(e) => tracing::warn!(vm = %self.guest.vm_id(), "{e}"),
         }
     }
 

@@ -1,6 +1,7 @@
 //! A guest that does something of a test's whenever it is asked for its name.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use checkpoint::testing::MemoryGuest;
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
@@ -54,6 +55,9 @@ impl Guest for Hooked {
     }
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         self.guest.restore_state(sections, clock)
+    }
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        self.guest.flush(limit)
     }
     fn release(&self) -> Result<(), GuestError> {
         self.guest.release()

@@ -224,10 +224,13 @@ pub(crate) enum OnOff {
 /// What a guest's devices are on the host that it comes to.
 #[derive(Args, Default)]
 pub(crate) struct DeviceArgs {
-    /// Use this file for one of the guest's disks: path=FILE[,readonly][,id=NAME]
+    /// Use this file for one of the guest's disks: path=FILE[,readonly][,id=NAME][,identity=any]
     ///
     /// With id=NAME for the disk of that name, else for the next in the guest's order. Without any,
-    /// disks are where they were on the host that the guest comes from.
+    /// disks are where they were on the host that the guest comes from. A migration refuses a file (by
+    /// its number and the time at which it was made) or block device (by its maker's name for it) that is
+    /// known to be another disk than there; identity=any says that it may be: a copy, or storage whose
+    /// hosts number files differently.
     #[arg(long = "disk", value_name = "SPEC")]
     pub(crate) disks: Vec<DiskSpec>,
     /// Use this tap for one of the guest's network interfaces: tap=NAME[,id=NAME]

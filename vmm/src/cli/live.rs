@@ -55,7 +55,8 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
         super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
     }
     let copies = !args.devices.disks.is_empty();
-    let factory = Factory::new(host_config(&args.host, args.devices)?);
+    let host = host_config(&args.host, args.devices)?;
+    let factory = Factory::new(HostConfig { disks_are_copies: true, ..host });
     let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
     let (vm, report) = restored.map_err(restore_failure)?;
     // Of the guest that was built: the store may hold another since the first look.
@@ -197,7 +198,8 @@ fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
     for path in disks.iter_mut().map(|d| &mut d.path).chain(vsock.iter_mut().map(|v| &mut v.uds)) {
         *path = std::path::absolute(&*path)?;
     }
-    Ok(HostConfig { serial: host.serial.clone(), memory, disks, nets, vsock })
+    let serial = host.serial.clone();
+    Ok(HostConfig { serial, memory, disks, nets, vsock, disks_are_copies: false })
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -240,8 +242,13 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
 
 /// The disk of a new guest, number `i` of its disks: as large as its file.
 fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
-    let DiskSpec { path, readonly, id, serial } = spec;
-    let bytes = probe_disk(&path, readonly).map_err(Failure::error)?;
+    let DiskSpec { path, readonly, id, serial, any_identity } = spec;
+    if any_identity {
+        return Err(Failure::error(
+            "identity=any of --disk is for a guest that comes from another host: a new one has no disk yet",
+        ));
+    }
+    let (bytes, block_bytes) = probe_disk(&path, readonly).map_err(Failure::error)?;
     // The file may be looked for from another working directory, after a restore.
     let path = std::path::absolute(path)?;
     let id = id.unwrap_or_else(|| format!("disk{i}"));
@@ -251,6 +258,9 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
         path,
         readonly,
         bytes,
+        block_bytes,
+        // Noted once it is open.
+        identity: None,
     })
 }
 

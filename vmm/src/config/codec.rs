@@ -6,6 +6,7 @@
 //! | 1 | memory, vCPUs, tracking, ring entries, backend, boot |
 //! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor, then the virtio devices |
 //! | 3 | those; the processor has its registers of features and its TSC's frequency at its end |
+//! | 4 | those; a disk has its block and its identity at its end |
 
 use std::path::PathBuf;
 
@@ -15,12 +16,12 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Backend, Boot, CpuConfig, CpuModel, CpuidWord, DeviceConfig, MAX_MEM_BYTES, MAX_VCPUS,
-    MIN_MEM_BYTES, MachineConfig, devices,
+    Backend, BalloonConfig, Boot, CpuConfig, CpuModel, CpuidWord, DeviceConfig, DiskConfig,
+    MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, NetConfig, VsockConfig, devices,
 };
 
 /// What is written; older ones are read.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 const WHAT: &str = "the guest's configuration";
 
 /// Version 1.
@@ -65,7 +66,7 @@ struct V2 {
     backend: Backend,
     boot: Boot,
     cpu: CpuV2,
-    devices: Vec<DeviceConfig>,
+    devices: Vec<DeviceV3>,
 }
 
 #[derive(Deserialize)]
@@ -80,6 +81,62 @@ impl From<V2> for MachineConfig {
         let V2 { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices } = v2;
         let CpuV2 { model, without, shown } = cpu;
         let cpu = CpuConfig { model, without, shown, ..CpuConfig::default() };
+        let devices = devices.into_iter().map(DeviceConfig::from).collect();
+        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices }
+    }
+}
+
+/// Version 3.
+#[derive(Deserialize)]
+struct V3 {
+    mem_bytes: u64,
+    vcpus: u8,
+    tracking: TrackingMode,
+    ring_entries: u32,
+    backend: Backend,
+    boot: Boot,
+    cpu: CpuConfig,
+    devices: Vec<DeviceV3>,
+}
+
+/// Of versions 2 and 3.
+#[derive(Deserialize)]
+enum DeviceV3 {
+    Disk(DiskV3),
+    Rng,
+    Net(NetConfig),
+    Vsock(VsockConfig),
+    Balloon(BalloonConfig),
+}
+
+#[derive(Deserialize)]
+struct DiskV3 {
+    id: String,
+    path: PathBuf,
+    readonly: bool,
+    serial: String,
+    bytes: u64,
+}
+
+impl From<DeviceV3> for DeviceConfig {
+    fn from(v3: DeviceV3) -> Self {
+        match v3 {
+            DeviceV3::Disk(DiskV3 { id, path, readonly, serial, bytes }) => {
+                let (block_bytes, identity) = (512, None);
+                Self::Disk(DiskConfig { id, path, readonly, serial, bytes, block_bytes, identity })
+            }
+            DeviceV3::Rng => Self::Rng,
+            DeviceV3::Net(net) => Self::Net(net),
+            DeviceV3::Vsock(vsock) => Self::Vsock(vsock),
+            DeviceV3::Balloon(balloon) => Self::Balloon(balloon),
+        }
+    }
+}
+
+impl From<V3> for MachineConfig {
+    fn from(v3: V3) -> Self {
+        let V3 { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices } = v3;
+        let devices = devices.into_iter().map(DeviceConfig::from).collect();
         Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices }
     }
 }
@@ -108,6 +165,7 @@ impl MachineConfig {
         let config = match version {
             1 => whole::<V1>(rest).map(Self::from),
             2 => whole::<V2>(rest).map(Self::from),
+            3 => whole::<V3>(rest).map(Self::from),
             VERSION => whole(rest),
             _ => {
                 let why =
@@ -161,7 +219,7 @@ impl MachineConfig {
 mod tests {
     use super::super::MsrWord;
     use super::*;
-    use crate::config::{DiskConfig, MAX_DEVICES, MacAddr, NetConfig, VsockConfig};
+    use crate::config::{DiskIdentity, MAX_DEVICES, MacAddr};
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
@@ -186,6 +244,8 @@ mod tests {
             readonly: true,
             serial: "s1".to_owned(),
             bytes: 1 << 20,
+            block_bytes: 512,
+            identity: None,
         })
     }
 
@@ -274,8 +334,34 @@ mod tests {
             ),
         ];
         for (config, bytes) in golden {
-            assert_eq!(config.encode(), *bytes);
             assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
+        }
+    }
+
+    /// The bytes of version 4, for ever: those of version 3, with a disk's block and identity behind its size.
+    #[test]
+    fn the_bytes_of_version_4_stay_as_they_are() {
+        let known = |identity| match disk("a") {
+            DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { identity, ..d }),
+            other => other,
+        };
+        let file = |born_ns| known(Some(DiskIdentity::File { inode: 300, born_ns }));
+        let device = known(Some(DiskIdentity::Device("naa.1".to_owned())));
+        let golden: &[(DeviceConfig, &[u8])] = &[
+            (known(None), b"\x00"),
+            (file(None), b"\x01\x00\xac\x02\x00"),
+            (file(Some(42)), b"\x01\x00\xac\x02\x01\x2a"),
+            (device, b"\x01\x01\x05naa.1"),
+        ];
+        for (disk, identity) in golden {
+            let config =
+                MachineConfig { devices: vec![DeviceConfig::Rng, disk.clone()], ..payload() };
+            let before =
+                b"\x04\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\
+                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
+            let bytes = [before, *identity].concat();
+            assert_eq!(config.encode(), bytes);
+            assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
         }
     }
 
@@ -304,6 +390,23 @@ mod tests {
         assert!(refused(vec![vsock(3), vsock(4)]).contains("\"vsock\""));
         assert!(refused(vec![odd(0)]).contains("0 bytes"));
         assert!(refused(vec![odd(513)]).contains("513 bytes"));
+        let block = |block_bytes| match disk("a") {
+            DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { block_bytes, ..d }),
+            other => other,
+        };
+        for bytes in [0, 256, 513, 3072, 8192, 1 << 31] {
+            let said = refused(vec![block(bytes)]);
+            assert!(said.contains(&format!("has blocks of {bytes}")), "{said}");
+        }
+        assert!(MachineConfig { devices: vec![block(4096)], ..payload() }.check().is_ok());
+        let nameless = match disk("a") {
+            DeviceConfig::Disk(d) => {
+                let identity = Some(DiskIdentity::Device("\u{1b}[2J".to_owned()));
+                DeviceConfig::Disk(DiskConfig { identity, ..d })
+            }
+            other => other,
+        };
+        assert!(refused(vec![nameless]).contains("is no name of a block device"));
         let threads = MachineConfig {
             backend: Backend::Threads,
             devices: vec![DeviceConfig::Rng],
@@ -318,8 +421,8 @@ mod tests {
         let mut bytes = payload().encode();
         bytes.extend([0; 3]);
         assert!(refused(&bytes).contains("3 bytes follow its end"));
-        bytes[0] = 4;
-        assert!(refused(&bytes).contains("it has version 4, and this is written for version 3"));
+        bytes[0] = 5;
+        assert!(refused(&bytes).contains("it has version 5, and this is written for version 4"));
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));
     }

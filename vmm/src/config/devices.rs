@@ -8,6 +8,7 @@ use std::str::FromStr;
 use checkpoint::GuestError;
 use serde::{Deserialize, Serialize};
 
+use super::DiskIdentity;
 use super::balloon::{self, BalloonConfig};
 use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replace_vsock};
 
@@ -15,6 +16,8 @@ use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replac
 pub const MAX_DEVICES: usize = 16;
 /// Longest serial number of a drive, in bytes: what virtio has room for.
 pub const MAX_SERIAL_BYTES: usize = 20;
+/// Largest block of a disk, in bytes: a page, since Linux takes no larger ones.
+pub const MAX_BLOCK_BYTES: u32 = 4096;
 /// Longest name of a device.
 const MAX_ID_BYTES: usize = 64;
 
@@ -61,9 +64,13 @@ pub struct DiskConfig {
     pub serial: String,
     /// What the guest sees of the file: whole sectors of 512 bytes.
     pub bytes: u64,
+    /// The block that the guest is told of, a power of two of bytes: reads and writes of whole ones suit the file best.
+    pub block_bytes: u32,
+    /// Which disk it is, where that is known. Of a configuration that has come from elsewhere: there.
+    pub identity: Option<DiskIdentity>,
 }
 
-/// A disk as asked for: `path=F[,readonly][,id=NAME][,serial=TEXT]`.
+/// A disk as asked for: `path=F[,readonly][,id=NAME][,serial=TEXT][,identity=any]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DiskSpec {
     /// A raw image or a block device.
@@ -74,6 +81,8 @@ pub struct DiskSpec {
     pub id: Option<String>,
     /// What the guest reads as its serial number.
     pub serial: Option<String>,
+    /// It may be another disk than the one that the guest comes with.
+    pub any_identity: bool,
 }
 
 impl FromStr for DiskSpec {
@@ -81,21 +90,23 @@ impl FromStr for DiskSpec {
 
     fn from_str(s: &str) -> Result<Self, String> {
         let (mut path, mut readonly, mut id, mut serial) = (None, false, None, None);
+        let mut any_identity = false;
         for option in s.split(',') {
             match option.split_once('=') {
                 Some(("path", value)) if !value.is_empty() => path = Some(PathBuf::from(value)),
                 Some(("id", value)) => id = Some(check_id(value)?),
                 Some(("serial", value)) => serial = Some(check_serial(value)?),
                 None if option == "readonly" => readonly = true,
+                Some(("identity", "any")) => any_identity = true,
                 _ => {
                     return Err(format!(
-                        "\"{option}\" is no option of a disk: they are path=FILE, readonly, id=NAME and serial=TEXT"
+                        "\"{option}\" is no option of a disk: they are path=FILE, readonly, id=NAME, serial=TEXT and identity=any"
                     ));
                 }
             }
         }
         let path = path.ok_or_else(|| format!("\"{s}\" names no file: path=FILE is missing"))?;
-        Ok(Self { path, readonly, id, serial })
+        Ok(Self { path, readonly, id, serial, any_identity })
     }
 }
 
@@ -138,6 +149,8 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Stri
                         disk.id, disk.bytes
                     ));
                 }
+                check_block(disk)?;
+                disk.identity.as_ref().map_or(Ok(()), DiskIdentity::check)?;
             }
             DeviceConfig::Net(net) => {
                 net.check()?;
@@ -156,6 +169,16 @@ pub(super) fn check(devices: &[DeviceConfig], mem_bytes: u64) -> Result<(), Stri
     Ok(())
 }
 
+/// A driver can use blocks from a sector to a page, of which the disk has whole ones.
+fn check_block(disk: &DiskConfig) -> Result<(), String> {
+    let DiskConfig { id, block_bytes, bytes, .. } = disk;
+    let usable = (512..=MAX_BLOCK_BYTES).contains(block_bytes) && block_bytes.is_power_of_two();
+    if !usable || !bytes.is_multiple_of(u64::from(*block_bytes)) {
+        return Err(format!("its disk \"{id}\" of {bytes} bytes has blocks of {block_bytes}"));
+    }
+    Ok(())
+}
+
 /// The files of `devices`, for whom it matters what they are named.
 pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
     devices.iter().filter_map(|device| match device {
@@ -168,6 +191,14 @@ pub(super) fn paths(devices: &[DeviceConfig]) -> impl Iterator<Item = &Path> {
 /// The disks of `devices`, in their order.
 pub fn disks(devices: &[DeviceConfig]) -> impl Iterator<Item = &DiskConfig> {
     devices.iter().filter_map(|device| match device {
+        DeviceConfig::Disk(disk) => Some(disk),
+        _ => None,
+    })
+}
+
+/// As [`disks`], to be changed.
+pub(crate) fn disks_mut(devices: &mut [DeviceConfig]) -> impl Iterator<Item = &mut DiskConfig> {
+    devices.iter_mut().filter_map(|device| match device {
         DeviceConfig::Disk(disk) => Some(disk),
         _ => None,
     })
@@ -240,6 +271,9 @@ fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec) -> Result<(), ReplaceErr
         )));
     }
     disk.path.clone_from(&with.path);
+    if with.any_identity {
+        disk.identity = None;
+    }
     Ok(())
 }
 

@@ -11,7 +11,7 @@ use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{Balloon, BalloonControl};
-use super::block::{Block, DiskError, FileIdentity};
+use super::block::{Block, DiskError, FileIdentity, Flusher, flush_all};
 use super::figures::Meter;
 use super::net::{Net, TapError};
 use super::opener::Opener;
@@ -19,7 +19,7 @@ use super::placement::{device_at, placement};
 use super::rng::Rng;
 use super::virtio::{Device, Done, Transport, VirtioState};
 use super::vsock::{Vsock, VsockError};
-use crate::config::{DeviceConfig, DiskConfig, MachineConfig};
+use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
 use crate::kvm::KvmVm;
 
 /// How long a pause waits for requests that are under way in a device.
@@ -65,6 +65,15 @@ pub struct Drive {
     pub id: String,
     /// Follows writes by blocks of 4 KiB, as if they were frames from 0 on.
     pub tracker: Arc<Tracker>,
+    flusher: Arc<Flusher>,
+}
+
+impl Drive {
+    /// Makes durable what the guest has written to these, while it runs; whether that was done within `limit`. What is not
+    /// done then goes on. Of an error, a sentence, the guest is told at its next flush.
+    pub fn flush(drives: &[Self], limit: Duration) -> Result<bool, String> {
+        flush_all(drives.iter().map(|drive| &drive.flusher), limit)
+    }
 }
 
 /// See the module.
@@ -85,6 +94,7 @@ pub(crate) struct DeviceSet {
 struct OpenFile {
     disk: String,
     file: FileIdentity,
+    identity: Option<DiskIdentity>,
     readonly: bool,
 }
 
@@ -139,10 +149,17 @@ impl DeviceSet {
             DeviceConfig::Disk(disk) => {
                 let block = Block::open(disk, vcpus, guest)?;
                 self.meters.push(Meter::Disk(disk.id.clone(), block.counters().clone()));
-                self.require_its_own_file(disk, block.file_identity().map_err(system)?)?;
+                let file = OpenFile {
+                    disk: disk.id.clone(),
+                    file: block.file_identity().map_err(system)?,
+                    identity: block.disk_identity(),
+                    readonly: disk.readonly,
+                };
+                self.require_its_own_file(disk, file)?;
                 if let Some(tracker) = block.tracker() {
                     let (id, tracker) = (disk.id.clone(), tracker.clone());
-                    self.drives.push(Drive { id, tracker });
+                    let flusher = block.flusher().clone();
+                    self.drives.push(Drive { id, tracker, flusher });
                 }
                 Box::new(block)
             }
@@ -173,18 +190,24 @@ impl DeviceSet {
     }
 
     /// Refuses a disk whose file is another disk's, too, and written to through one of them.
-    fn require_its_own_file(
-        &mut self,
-        disk: &DiskConfig,
-        file: FileIdentity,
-    ) -> Result<(), DiskError> {
-        let clashes = |other: &&OpenFile| other.file == file && !(other.readonly && disk.readonly);
+    fn require_its_own_file(&mut self, disk: &DiskConfig, file: OpenFile) -> Result<(), DiskError> {
+        let clashes =
+            |other: &&OpenFile| other.file == file.file && !(other.readonly && file.readonly);
         if let Some(other) = self.files.iter().find(clashes) {
             let (first, second) = (other.disk.clone(), disk.id.clone());
             return Err(DiskError::Twice { first, second, path: disk.path.clone() });
         }
-        self.files.push(OpenFile { disk: disk.id.clone(), file, readonly: disk.readonly });
+        self.files.push(file);
         Ok(())
+    }
+
+    /// Notes in `devices`, the configuration's, which disks are here: the next host is to have the same.
+    pub(crate) fn note_disks(&self, devices: &mut [DeviceConfig]) {
+        for disk in disks_mut(devices) {
+            if let Some(open) = self.files.iter().find(|open| open.disk == disk.id) {
+                disk.identity.clone_from(&open.identity);
+            }
+        }
     }
 
     /// Connects interrupts and notifications to `vm`.
@@ -338,7 +361,8 @@ mod tests {
         let path = dir.join(id);
         std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
         let serial = String::new();
-        DiskConfig { id: id.to_owned(), path, readonly: false, serial, bytes: 1 << 20 }
+        let (id, bytes) = (id.to_owned(), 1 << 20);
+        DiskConfig { id, path, readonly: false, serial, bytes, block_bytes: 512, identity: None }
     }
 
     /// Whether another guest can have the disk.

@@ -6,6 +6,7 @@
 //! has already copied to its last frame.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
@@ -229,6 +230,10 @@ impl Guest for View {
         self.holds.vm.restore_state(sections, clock)
     }
 
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        self.holds.vm.flush(limit)
+    }
+
     fn release(&self) -> Result<(), GuestError> {
         self.holds.vm.release()
     }
@@ -353,6 +358,8 @@ mod tests {
             readonly: false,
             serial: String::new(),
             bytes: 1 << 20,
+            block_bytes: 512,
+            identity: None,
         };
         let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);
         holds.begin_migration();

@@ -82,6 +82,7 @@ impl Machine {
         // A new guest holds its disks before anything of it runs; one that arrives does when told.
         let holds = load || config.devices.is_empty();
         let devices = devices(&config, memory.ram(), vm_id, load)?;
+        devices.note_disks(&mut config.devices);
         let drives = devices.drives().to_vec();
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 

@@ -163,6 +163,11 @@ impl Guest for Machine {
         self.ask("restoring state", |reply| Request::Restore(Box::new(saved), clock, reply))
     }
 
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        let failed = |why: String| GuestError::System { what: "flushing", cause: why.into() };
+        Drive::flush(&self.drives, limit).map_err(failed)
+    }
+
     fn release(&self) -> Result<(), GuestError> {
         self.ask("releasing devices", Request::Release)
     }

@@ -26,10 +26,10 @@ pub(super) const DEVICE: &[Sysno] = &[
     epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2,
 ];
 
-/// Of a disk: its data, durable data and space, by itself or by the io_uring that it has.
+/// Of a disk: its data, durable data and space, by itself or by the io_uring that it has; and what is cached of it.
 #[rustfmt::skip]
 pub(super) const BLOCK: &[Sysno] = &[
-    lseek, pread64, pwrite64, fdatasync, fallocate, io_uring_enter,
+    lseek, pread64, pwrite64, fdatasync, fallocate, fadvise64, io_uring_enter,
 ];
 
 /// Of a balloon: the space of a memory file, and which frames have any.

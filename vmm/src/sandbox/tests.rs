@@ -299,9 +299,15 @@ fn devices() {
     let dir = tempfile::tempdir().unwrap();
     let (disk, uds) = (dir.path().join("disk"), dir.path().join("vsock"));
     std::fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
-    let id = "d".to_owned();
-    let disk =
-        DiskConfig { id, path: disk, readonly: false, serial: String::new(), bytes: 1 << 20 };
+    let disk = DiskConfig {
+        id: "d".to_owned(),
+        path: disk,
+        readonly: false,
+        serial: String::new(),
+        bytes: 1 << 20,
+        block_bytes: 512,
+        identity: None,
+    };
     let mut devices = vec![
         DeviceConfig::Disk(disk),
         DeviceConfig::Vsock(VsockConfig { cid: 3, uds: uds.clone() }),

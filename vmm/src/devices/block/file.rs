@@ -4,13 +4,16 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use checkpoint::VmId;
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
+use super::flusher::Flusher;
+use super::identity;
 use super::lock::{self, Lock};
 use super::request::SECTOR;
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, DiskIdentity};
 use crate::sandbox::hint;
 
 /// Why a disk cannot be had.
@@ -75,6 +78,22 @@ pub enum DiskError {
         /// Bytes that the file has.
         has: u64,
     },
+    /// It is another disk than the guest's.
+    #[error(
+        "disk \"{id}\" is another one on this host: the guest comes from {theirs}, and \"{}\" is {ours} here; that it may be, as a \
+         copy or on storage whose hosts number files differently, --disk id={id},path={},identity=any says at the receiver",
+        path.display(), path.display()
+    )]
+    Another {
+        /// The disk's name.
+        id: String,
+        /// The file.
+        path: PathBuf,
+        /// Which one it is where the guest comes from.
+        theirs: DiskIdentity,
+        /// Which one it is here.
+        ours: DiskIdentity,
+    },
     /// Its writes cannot be followed.
     #[error("the writes to disk \"{id}\" cannot be followed: {cause}")]
     Untracked {
@@ -93,6 +112,7 @@ pub(super) struct DiskFile {
     readonly: bool,
     /// The guest for which it is locked.
     holder: VmId,
+    flusher: Arc<Flusher>,
 }
 
 /// Which file it is, by whatever name.
@@ -104,12 +124,15 @@ pub(in crate::devices) enum FileIdentity {
     BlockDevice(u64),
 }
 
-/// What `bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole sectors.
-pub fn probe(path: &Path, readonly: bool) -> Result<u64, DiskError> {
-    let bytes = size(&open(path, readonly)?, path, readonly)?;
-    match bytes {
+/// What `bytes` and `block_bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole sectors; and the blocks
+/// by which it is addressed, if it has whole ones.
+pub fn probe(path: &Path, readonly: bool) -> Result<(u64, u32), DiskError> {
+    let file = open(path, readonly)?;
+    let block = identity::block_bytes(&file);
+    match size(&file, path, readonly)? {
         0 => Err(DiskError::Empty { path: path.to_owned() }),
-        bytes if bytes.is_multiple_of(SECTOR) => Ok(bytes),
+        bytes if bytes.is_multiple_of(block.into()) => Ok((bytes, block)),
+        bytes if bytes.is_multiple_of(SECTOR) => Ok((bytes, SECTOR as u32)),
         bytes => Err(DiskError::Partial { path: path.to_owned(), bytes }),
     }
 }
@@ -141,16 +164,39 @@ impl DiskFile {
             let (id, path, want) = (id.clone(), path.clone(), *bytes);
             return Err(DiskError::TooSmall { id, path, want, has });
         }
-        let file = Self { file, path: path.clone(), readonly: *readonly, holder };
+        let failed = |cause| DiskError::Open { path: path.clone(), readonly: *readonly, cause };
+        let flusher = Flusher::new(id, path, &file).map_err(failed)?;
+        let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
         match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
-            Ok(false) => Ok(file),
+            Ok(false) => file.require_identity(disk),
             Ok(true) => Err(DiskError::InUse(file.in_use())),
             Err(e) => Err(DiskError::InUse(file.cannot_lock(&e))),
         }
     }
 
+    /// Refuses a file that is known to be another disk than the guest's.
+    fn require_identity(self, disk: &DiskConfig) -> Result<Self, DiskError> {
+        match (&disk.identity, self.disk_identity()) {
+            (Some(theirs), Some(ours)) if theirs.differs(&ours) => {
+                let (id, path, theirs) = (disk.id.clone(), self.path, theirs.clone());
+                Err(DiskError::Another { id, path, theirs, ours })
+            }
+            _ => Ok(self),
+        }
+    }
+
+    /// Which disk it is, on whatever host.
+    pub(super) fn disk_identity(&self) -> Option<DiskIdentity> {
+        identity::of(&self.file)
+    }
+
     pub(super) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// What makes it durable while the guest runs.
+    pub(super) fn flusher(&self) -> &Arc<Flusher> {
+        &self.flusher
     }
 
     /// Which file it is.
@@ -176,23 +222,36 @@ impl DiskFile {
     }
 
     fn in_use(&self) -> String {
-        format!("disk file \"{}\" is in use by another", self.path.display())
+        let path = self.path.display();
+        format!(
+            "disk file \"{path}\" is in use by another: `lslocks` and `fuser -v {path}` tell the process, if it is on \
+             this host"
+        )
     }
 
     fn cannot_lock(&self, e: &io::Error) -> String {
         format!("disk file \"{}\" cannot be locked: {e}", self.path.display())
     }
 
-    /// Makes durable what was written, and lets go of the lock.
-    pub(super) fn flush_and_unlock(&self) -> Result<(), String> {
-        let failed = |what: &str, e: io::Error| {
-            format!("disk file \"{}\" cannot be {what}: {e}", self.path.display())
-        };
-        if !self.readonly {
-            self.file.sync_data().map_err(|e| failed("flushed", e))?;
+    /// Forgets what this host has read of the file: another one may have written to it since.
+    pub(super) fn forget_cached(&self) {
+        if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
+            tracing::debug!("what is cached of \"{}\" stays: {e}", self.path.display());
         }
-        lock::set(&self.file, Lock::None, self.holder).map_err(|e| failed("unlocked", e))?;
-        Ok(())
+    }
+
+    /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not
+    /// know: elsewhere nobody would tell it.
+    pub(super) fn flush_and_unlock(&self) -> Result<(), String> {
+        if !self.readonly {
+            self.flusher.settle();
+            if let Err(e) = self.file.sync_data() {
+                self.flusher.note_lost(&e);
+            }
+            self.flusher.lost().map_or(Ok(()), Err)?;
+        }
+        let failed = |e| format!("disk file \"{}\" cannot be unlocked: {e}", self.path.display());
+        lock::set(&self.file, Lock::None, self.holder).map(drop).map_err(failed)
     }
 
     /// Gives the host back what `len` bytes from `offset` take. Advice: a file that cannot keeps

@@ -10,11 +10,15 @@
 
 mod engine;
 mod file;
+mod flusher;
 #[cfg(test)]
 mod held;
+mod identity;
 mod lock;
 mod plain;
 mod request;
+#[cfg(test)]
+mod storage;
 #[cfg(test)]
 mod tests;
 mod uring;
@@ -36,12 +40,13 @@ use super::figures::DiskCounters;
 use super::virtio::{
     Buffers, Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher, decode_state, encode_state,
 };
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, DiskIdentity};
 
 pub use self::file::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
+pub(super) use self::flusher::{Flusher, flush_all};
 
 const QUEUE_SIZE: u16 = 256;
 /// Queues at most; a guest has no use for more than it has vCPUs.
@@ -72,6 +77,8 @@ pub(super) struct Block {
     waiting: u32,
     /// The driver knows of no volatile cache: what it has written is durable when it is told so.
     writes_through: bool,
+    /// Another host may have written to the file since it was opened: it is not taken hold of at once.
+    may_be_stale: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
     state: BlockState,
@@ -82,6 +89,8 @@ pub(super) struct Block {
 pub(super) struct BlockState {
     /// Requests that failed for the file's sake.
     errors: u64,
+    /// Data is lost, and the guest does not know it: its next flush fails.
+    lost: bool,
 }
 
 /// A request that the engine has.
@@ -96,6 +105,8 @@ struct UnderWay {
     writes: Vec<(u64, u64)>,
     /// Bytes that it moves.
     bytes: u64,
+    /// By its end the driver learns whether data is durable.
+    flushes: bool,
 }
 
 impl Block {
@@ -139,6 +150,7 @@ impl Block {
             bytes_under_way: 0,
             waiting: 0,
             writes_through: false,
+            may_be_stale: false,
             next_token: 0,
             counters: Arc::default(),
             state: BlockState::default(),
@@ -153,6 +165,16 @@ impl Block {
     /// What it has done.
     pub(super) fn counters(&self) -> &Arc<DiskCounters> {
         &self.counters
+    }
+
+    /// What makes it durable while the guest runs.
+    pub(super) fn flusher(&self) -> &Arc<Flusher> {
+        self.file.flusher()
+    }
+
+    /// Which disk it is, on whatever host.
+    pub(super) fn disk_identity(&self) -> Option<DiskIdentity> {
+        self.file.disk_identity()
     }
 
     /// Which file is behind it.
@@ -170,7 +192,9 @@ impl Block {
         };
         self.count(&work);
         let (writes, bytes) = (work.writes(), work.bytes());
-        let under_way = UnderWay { queue, head: chain.head, status, data_len, writes, bytes };
+        let flushes = work == Work::Flush || (self.writes_through && !writes.is_empty());
+        let head = chain.head;
+        let under_way = UnderWay { queue, head, status, data_len, writes, bytes, flushes };
         if let Work::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
             let serial = self.disk.serial.as_bytes();
@@ -218,6 +242,7 @@ impl Block {
             // Also if it failed: part of it may be written.
             self.mark(from, bytes);
         }
+        let result = if request.flushes { self.file.flusher().tell(result) } else { result };
         let (len, code) = match result {
             Ok(()) => (request.data_len, VIRTIO_BLK_S_OK),
             Err(e) => {
@@ -340,6 +365,8 @@ impl Device for Block {
     fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        // A disk that is only read is locked against writers all the time, here or there.
+        self.may_be_stale = !self.disk.readonly;
         match self.engine.announcer() {
             Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
             None => Ok(()),
@@ -385,16 +412,24 @@ impl Device for Block {
     }
 
     fn save(&self) -> Result<Vec<u8>, String> {
-        encode_state(&self.state)
+        let lost = self.file.flusher().lost().is_some();
+        encode_state(&BlockState { lost, ..self.state })
     }
 
     fn restore(&mut self, state: &[u8]) -> Result<(), String> {
         self.state = decode_state(state)?;
+        if std::mem::take(&mut self.state.lost) {
+            self.file.flusher().note_lost(&io::Error::from_raw_os_error(libc::EIO));
+        }
         Ok(())
     }
 
     fn acquire(&mut self) -> Result<(), String> {
-        self.file.lock()
+        self.file.lock()?;
+        if self.may_be_stale {
+            self.file.forget_cached();
+        }
+        Ok(())
     }
 
     fn release(&mut self) -> Result<(), String> {

@@ -166,8 +166,8 @@ pub(super) fn config_space(disk: &DiskConfig, queues: u16, seg_max: u32) -> Vec<
     put(0, &(disk.bytes / SECTOR).to_le_bytes());
     put(8, &SIZE_MAX.to_le_bytes());
     put(12, &seg_max.to_le_bytes());
-    // A disk of any number of sectors keeps its last one: the block is no larger than a sector.
-    put(20, &(SECTOR as u32).to_le_bytes());
+    // As it was where the guest has started; requests count in sectors whatever it is.
+    put(20, &disk.block_bytes.to_le_bytes());
     put(34, &queues.to_le_bytes());
     if !disk.readonly {
         put(36, &MAX_DISCARD_SECTORS.to_le_bytes());

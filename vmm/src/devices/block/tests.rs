@@ -14,24 +14,24 @@ use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
 
 const BYTES: u64 = 4 << 20;
-const OK: u8 = VIRTIO_BLK_S_OK as u8;
-const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
+pub(super) const OK: u8 = VIRTIO_BLK_S_OK as u8;
+pub(super) const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum With {
+pub(super) enum With {
     Uring,
     Plain,
 }
 
-struct Disk {
-    file: NamedTempFile,
-    config: DiskConfig,
+pub(super) struct Disk {
+    pub(super) file: NamedTempFile,
+    pub(super) config: DiskConfig,
     guest: VmId,
 }
 
 impl Disk {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(BYTES).unwrap();
         let config = DiskConfig {
@@ -40,11 +40,13 @@ impl Disk {
             readonly: false,
             serial: "serial-1".to_owned(),
             bytes: BYTES,
+            block_bytes: 512,
+            identity: None,
         };
         Self { file, config, guest: VmId::random() }
     }
 
-    fn block(&self, with: With) -> Block {
+    pub(super) fn block(&self, with: With) -> Block {
         let file = Arc::new(DiskFile::open(&self.config, self.guest).unwrap());
         let engine = match with {
             With::Uring => Engine::Uring(Box::new(uring::Uring::new(file.clone(), 512).unwrap())),
@@ -59,7 +61,7 @@ impl Disk {
         (Driver::started(Box::new(block)), writes)
     }
 
-    fn contents(&self, offset: u64, len: usize) -> Vec<u8> {
+    pub(super) fn contents(&self, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.file.as_file().read_exact_at(&mut bytes, offset).unwrap();
         bytes
@@ -67,7 +69,7 @@ impl Disk {
 }
 
 /// The engines that this host has; the tests of io_uring say so if it is none of them.
-fn engines() -> Vec<With> {
+pub(super) fn engines() -> Vec<With> {
     let disk = Disk::new();
     let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
     match uring::Uring::new(file, 8) {
@@ -88,7 +90,7 @@ fn header(driver: &mut Driver, kind: u32, sector: u64) -> Piece {
 
 /// Makes a request; its status.
 #[track_caller]
-fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
+pub(super) fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
     let status = driver.wanted(1);
     let header = header(driver, kind, sector);
     let pieces: Vec<Piece> = [&[header], data, &[status]].concat();
@@ -97,13 +99,13 @@ fn request(driver: &mut Driver, kind: u32, sector: u64, data: &[Piece]) -> u8 {
 }
 
 #[track_caller]
-fn write(driver: &mut Driver, sector: u64, bytes: &[u8]) -> u8 {
+pub(super) fn write(driver: &mut Driver, sector: u64, bytes: &[u8]) -> u8 {
     let data = driver.given(bytes);
     request(driver, VIRTIO_BLK_T_OUT, sector, &[data])
 }
 
 #[track_caller]
-fn read(driver: &mut Driver, sector: u64, len: u32) -> (u8, Vec<u8>) {
+pub(super) fn read(driver: &mut Driver, sector: u64, len: u32) -> (u8, Vec<u8>) {
     let data = driver.wanted(len);
     let status = request(driver, VIRTIO_BLK_T_IN, sector, &[data]);
     (status, driver.bytes(data))
@@ -113,7 +115,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
 }
 
-fn pattern(n: u64, len: usize) -> Vec<u8> {
+pub(super) fn pattern(n: u64, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u64 * 7 + n * 31 + 1) as u8).collect()
 }
 
@@ -289,7 +291,7 @@ fn a_file_that_shrinks_fails_requests_not_the_device() {
         assert_eq!(read(&mut driver, 0, 4096).0, OK);
         driver.quiesce();
         let saved = driver.transport.save().unwrap();
-        let bytes = postcard::to_stdvec(&BlockState { errors: 2 }).unwrap();
+        let bytes = postcard::to_stdvec(&BlockState { errors: 2, lost: false }).unwrap();
         assert!(saved_device(&saved).ends_with(&bytes), "failures are counted");
     }
 }
@@ -339,6 +341,7 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     let (mut a, mut b) = (disk.block(With::Plain), disk.block(With::Plain));
     a.acquire().unwrap();
     let error = b.acquire().unwrap_err();
+    assert!(error.contains(&format!("fuser -v {}", disk.config.path.display())));
     assert!(error.contains("in use") && error.contains(&*disk.config.path.to_string_lossy()));
     a.release().unwrap();
     b.acquire().unwrap();
@@ -370,7 +373,7 @@ fn files_that_are_no_disks_are_refused_in_a_sentence() {
     assert!(said(dir.path()).contains("neither a regular file nor a block device"));
     assert!(said(&dir.path().join("none")).contains("cannot be opened for writing"));
     let disk = Disk::new();
-    assert_eq!(probe(disk.file.path(), false).unwrap(), BYTES);
+    assert_eq!(probe(disk.file.path(), false).unwrap(), (BYTES, 512));
     disk.file.as_file().set_len(BYTES + 100).unwrap();
     assert!(said(disk.file.path()).contains("4194404 bytes, which are not whole sectors"));
     disk.file.as_file().set_len(BYTES - 1).unwrap();

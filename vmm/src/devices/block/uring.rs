@@ -303,6 +303,8 @@ mod tests {
             readonly: false,
             serial: String::new(),
             bytes: 4096,
+            block_bytes: 512,
+            identity: None,
         };
         match Uring::new(Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), 8) {
             Ok(uring) => Some((uring, file)),

@@ -116,6 +116,8 @@ impl Disk {
             readonly: from.u8() & 7 == 7,
             serial: "s".to_owned(),
             bytes: Self::BYTES as u64,
+            block_bytes: 512,
+            identity: None,
         };
         Self { file, config, guest: VmId::random(), uring, before, writes: Vec::new() }
     }

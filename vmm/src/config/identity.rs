@@ -1,0 +1,100 @@
+//! What tells one disk from another, on whatever host it is seen.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Longest name of a block device, in bytes; those of makers have some dozens.
+const MAX_NAME_BYTES: usize = 256;
+
+/// Which disk it is, so far as every host that shares it would say the same.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskIdentity {
+    /// A file.
+    File {
+        /// Its number in its file system.
+        inode: u64,
+        /// When it was made, in nanoseconds since 1970, where the file system says so.
+        born_ns: Option<u64>,
+    },
+    /// A block device, by the name that its maker or its volume manager has given it.
+    Device(String),
+}
+
+impl DiskIdentity {
+    /// A block device of this name, if it can be one.
+    pub(crate) fn device(name: &str) -> Option<Self> {
+        let known = Self::Device(name.trim().to_owned());
+        known.check().is_ok().then_some(known)
+    }
+
+    /// Whether `other` is certainly another disk: the time at which a file was made counts where both hosts say it.
+    pub fn differs(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::File { inode: a, born_ns: x }, Self::File { inode: b, born_ns: y }) => {
+                a != b || x.zip(*y).is_some_and(|(x, y)| x != y)
+            }
+            (a, b) => a != b,
+        }
+    }
+
+    /// Whether a disk can have it; if not, why.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let Self::Device(name) = self else { return Ok(()) };
+        let printable = name.chars().all(|c| c == ' ' || c.is_ascii_graphic());
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || !printable {
+            return Err(format!(
+                "its identity {name:?} is no name of a block device: it has 1 to {MAX_NAME_BYTES} printable ASCII characters"
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for DiskIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SECOND: u64 = 1_000_000_000;
+        match self {
+            Self::File { inode, born_ns: None } => write!(f, "inode {inode}"),
+            Self::File { inode, born_ns: Some(ns) } => {
+                write!(f, "inode {inode} made at {}.{:09}", ns / SECOND, ns % SECOND)
+            }
+            Self::Device(name) => write!(f, "device {name}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_differ_by_what_both_hosts_know() {
+        let file = |inode, born_ns| DiskIdentity::File { inode, born_ns };
+        let device = |name| DiskIdentity::device(name).unwrap();
+        let same = [
+            (file(1, Some(5)), file(1, Some(5))),
+            (file(1, Some(5)), file(1, None)),
+            (file(1, None), file(1, None)),
+            (device("naa.5"), device(" naa.5\n")),
+        ];
+        for (a, b) in same {
+            assert!(!a.differs(&b) && !b.differs(&a), "{a}, {b}");
+        }
+        let others = [
+            (file(1, Some(5)), file(1, Some(6))),
+            (file(1, Some(5)), file(2, Some(5))),
+            (file(1, None), file(2, Some(5))),
+            (device("naa.5"), device("naa.6")),
+            (device("1"), file(1, None)),
+        ];
+        for (a, b) in others {
+            assert!(a.differs(&b) && b.differs(&a), "{a}, {b}");
+        }
+        for name in ["", " \n", "a\u{7f}b", &"a".repeat(257)] {
+            assert_eq!(DiskIdentity::device(name), None, "{name:?}");
+        }
+        assert_eq!(file(7, Some(1_500_000_000)).to_string(), "inode 7 made at 1.500000000");
+    }
+}

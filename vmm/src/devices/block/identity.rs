@@ -1,0 +1,100 @@
+//! What a disk is beside its bytes: how it is addressed, and which one it is, said so that every host that shares it says the same.
+//!
+//! Of a file it is its number and the time at which it was made; of a block device, whose number is this host's alone, what
+//! the kernel knows of its maker's or volume manager's name for it. What has none is not compared.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+use rustix::fs::{major, minor};
+
+use crate::config::{DiskIdentity, MAX_BLOCK_BYTES};
+
+/// Where the kernel has names of devices: NVMe, SCSI, LVM and multipath, virtio.
+const NAMES: [&str; 4] = ["wwid", "device/wwid", "dm/uuid", "serial"];
+
+/// Where the kernel says in what blocks a device is addressed.
+const LOGICAL: &str = "queue/logical_block_size";
+
+/// The identity of `file`, as far as it has one.
+pub(super) fn of(file: &File) -> Option<DiskIdentity> {
+    let metadata = file.metadata().ok()?;
+    if metadata.file_type().is_block_device() {
+        return device_name(&sysfs(metadata.rdev()));
+    }
+    let born = metadata.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    let born_ns = born.and_then(|since| u64::try_from(since.as_nanos()).ok());
+    Some(DiskIdentity::File { inode: metadata.ino(), born_ns })
+}
+
+/// Bytes of the blocks in which `file` is best read and written: what it is addressed by, of a block device. A page at most.
+pub(super) fn block_bytes(file: &File) -> u32 {
+    let number = file.metadata().ok().filter(|m| m.file_type().is_block_device());
+    let folder = number.map(|m| sysfs(m.rdev()));
+    // The sandbox lets it be read, and an ioctl not. A partition has its disk's.
+    let read = |at: &str| fs::read_to_string(folder.as_ref()?.join(at).join(LOGICAL)).ok();
+    let text = read(".").or_else(|| read(".."));
+    let bytes = text.and_then(|text| text.trim().parse::<u32>().ok());
+    bytes
+        .filter(|bytes| bytes.is_power_of_two())
+        .map_or(512, |bytes| bytes.clamp(512, MAX_BLOCK_BYTES))
+}
+
+/// What the kernel tells of the block device of this number.
+fn sysfs(device: u64) -> PathBuf {
+    format!("/sys/dev/block/{}:{}", major(device), minor(device)).into()
+}
+
+/// The name of the device whose folder this is; of a partition, its disk's with the number.
+fn device_name(folder: &Path) -> Option<DiskIdentity> {
+    let partition = fs::read_to_string(folder.join("partition")).ok();
+    let whole = if partition.is_some() { folder.join("..") } else { folder.to_owned() };
+    let named = |name: &&str| {
+        let text = fs::read_to_string(whole.join(name)).ok()?;
+        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+    };
+    let name = NAMES.iter().find_map(named)?;
+    match partition {
+        Some(number) => DiskIdentity::device(&format!("{name} partition {}", number.trim())),
+        None => DiskIdentity::device(&name),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_known_by_the_first_name_that_the_kernel_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, partition) = (dir.path().join("sda"), dir.path().join("sda/sda2"));
+        fs::create_dir_all(disk.join("device")).unwrap();
+        fs::create_dir_all(&partition).unwrap();
+        fs::write(partition.join("partition"), "2\n").unwrap();
+        let text = |folder| device_name(folder).map(|identity| identity.to_string());
+        assert_eq!((text(&disk), text(&partition)), (None, None));
+        fs::write(disk.join("serial"), "\n").unwrap();
+        assert_eq!(text(&disk), None, "an empty one is none");
+        fs::write(disk.join("serial"), "S1\n").unwrap();
+        assert_eq!(text(&disk).unwrap(), "device S1");
+        fs::write(disk.join("device/wwid"), "naa.50\n").unwrap();
+        assert_eq!(text(&disk).unwrap(), "device naa.50");
+        assert_eq!(text(&partition).unwrap(), "device naa.50 partition 2");
+    }
+
+    #[test]
+    fn a_file_is_itself_by_whatever_name_and_no_copy() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let identity = |name: &str| of(&File::open(path(name)).unwrap()).unwrap();
+        fs::write(path("a"), "x").unwrap();
+        fs::copy(path("a"), path("copy")).unwrap();
+        let before = identity("a");
+        fs::write(path("a"), "longer").unwrap();
+        fs::rename(path("a"), path("b")).unwrap();
+        assert_eq!(identity("b"), before);
+        assert!(identity("copy").differs(&before));
+    }
+}

@@ -1,0 +1,151 @@
+//! Tests of a disk on what is under it: page cache, block device, and what of it loses data.
+
+use std::io::IoSliceMut;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+
+use super::tests::{Disk, IOERR, OK, With, engines, pattern, read, request, write};
+use super::*;
+use crate::devices::virtio::Transport;
+use crate::devices::virtio::driver::Driver;
+use crate::memory::Memory;
+use crate::testing::skip;
+
+/// Whether the host has the first block of the disk in its cache; the error is a file system that does not say.
+fn is_cached(disk: &Disk) -> Result<bool, String> {
+    let mut block = [0; 4096];
+    let into = &mut [IoSliceMut::new(&mut block)];
+    match preadv2(disk.file.as_file(), into, 0, ReadWriteFlags::NOWAIT) {
+        Ok(4096) => Ok(true),
+        Ok(_) | Err(Errno::AGAIN) => Ok(false),
+        Err(e) => Err(format!("the file system does not say what is cached: {e}")),
+    }
+}
+
+#[test]
+fn what_was_cached_before_a_disk_is_taken_is_not_read() {
+    const TEST: &str = "what_was_cached_before_a_disk_is_taken_is_not_read";
+    let disk = Disk::new();
+    let file = disk.file.as_file();
+    file.write_all_at(&[7; 1 << 20], 0).unwrap();
+    file.sync_all().unwrap();
+    rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    match is_cached(&disk) {
+        Ok(false) => {}
+        Ok(true) => return skip(TEST, "the file system keeps all of it in memory"),
+        Err(why) => return skip(TEST, &why),
+    }
+    disk.contents(0, 4096);
+    assert_eq!(is_cached(&disk), Ok(true));
+    // A new guest's: there is nobody who may have written since it was opened.
+    let mut block = disk.block(With::Plain);
+    block.acquire().unwrap();
+    assert_eq!(is_cached(&disk), Ok(true));
+    block.release().unwrap();
+    // One that has waited, on its own thread.
+    let memory = Memory::new(16 << 20, &Default::default()).unwrap();
+    let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
+    waits.acquire().unwrap();
+    assert_eq!(is_cached(&disk), Ok(false));
+    assert_eq!(disk.contents(0, 512), [7; 512]);
+}
+
+/// A block device over `file`, addressed by blocks of 4 KiB; gone with this.
+struct Loop(String);
+
+impl Loop {
+    fn new(file: &Path) -> Result<Self, String> {
+        let mut losetup = Command::new("losetup");
+        let made = losetup.args(["--find", "--show", "--sector-size", "4096"]).arg(file).output();
+        let made = made.map_err(|e| format!("losetup: {e}"))?;
+        match made.status.success() {
+            true => Ok(Self(String::from_utf8_lossy(&made.stdout).trim().to_owned())),
+            false => Err(format!("losetup: {}", String::from_utf8_lossy(&made.stderr))),
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+#[test]
+fn the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors() {
+    const TEST: &str = "the_guest_is_told_of_the_blocks_of_a_device_and_may_ask_for_sectors";
+    let mut disk = Disk::new();
+    disk.config.block_bytes = 4096;
+    let told = |block: &Block| {
+        let space = block.config_space();
+        (space[..8].to_vec(), space[20..24].to_vec())
+    };
+    let sectors = (disk.config.bytes / 512).to_le_bytes().to_vec();
+    let want = (sectors, 4096u32.to_le_bytes().to_vec());
+    assert_eq!(told(&disk.block(With::Plain)), want);
+    let device = match Loop::new(disk.file.path()) {
+        Ok(device) => device,
+        Err(why) => return skip(TEST, &format!("no loop device of 4 KiB sectors: {why}")),
+    };
+    let path = Path::new(&device.0);
+    assert_eq!(probe(path, false).unwrap(), (disk.config.bytes, 4096));
+    disk.config.path = path.to_owned();
+    for with in engines() {
+        let mut block = disk.block(with);
+        assert_eq!(told(&block), want);
+        assert_eq!(block.disk_identity(), None, "its number is this host's alone");
+        block.acquire().unwrap();
+        let mut driver = Driver::started(Box::new(block));
+        assert_eq!(write(&mut driver, 8, &pattern(1, 4096)), OK);
+        assert_eq!(write(&mut driver, 9, &pattern(2, 512)), OK, "a part of a block");
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        let mut wanted = pattern(1, 4096);
+        wanted[512..1024].copy_from_slice(&pattern(2, 512));
+        assert_eq!(read(&mut driver, 8, 4096), (OK, wanted.clone()));
+        assert_eq!(read(&mut driver, 9, 512), (OK, pattern(2, 512)));
+        assert_eq!(disk.contents(4096, 4096), wanted, "in the file behind it");
+        driver.quiesce();
+        driver.transport.release().unwrap();
+    }
+}
+
+/// A device on whose file data was lost while the driver asked for nothing, and who may tell it.
+fn lost(with: With, without: u64) -> (Disk, Driver) {
+    let disk = Disk::new();
+    let block = disk.block(with);
+    let flusher = block.flusher().clone();
+    let driver = Driver::started_without(Box::new(block), without);
+    flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
+    (disk, driver)
+}
+
+#[test]
+fn a_driver_is_told_once_of_what_was_lost_wherever_it_is_by_then() {
+    for with in engines() {
+        let (_disk, mut driver) = lost(with, 0);
+        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK, "that promises nothing");
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), IOERR);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        // One that asks for no flushes is told by a write, which promises as much.
+        let (_disk, mut driver) = lost(with, 1 << VIRTIO_BLK_F_FLUSH);
+        assert_eq!(read(&mut driver, 0, 512).0, OK);
+        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), IOERR);
+        assert_eq!(write(&mut driver, 0, &pattern(1, 512)), OK);
+        // It is part of the state.
+        let (disk, driver) = lost(with, 0);
+        driver.quiesce();
+        let state = driver.transport.save().unwrap();
+        let copy = Disk::new();
+        let block = Box::new(copy.block(with));
+        let transport = Transport::spawn("copy", block, driver.memory.ram().clone()).unwrap();
+        transport.restore(state).unwrap();
+        transport.resume();
+        let mut driver = driver.moved_to(transport);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), IOERR);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_FLUSH, 0, &[]), OK);
+        drop(disk);
+    }
+}
