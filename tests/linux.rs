@@ -362,3 +362,50 @@ fn ten_guests_of_one_checkpoint_have_randomness_of_their_own() {
     let test = "ten_guests_of_one_checkpoint_have_randomness_of_their_own";
     ten_go_on(test, "vmlinux-acpi", "read u</proc/sys/kernel/random/uuid;echo \"<$u>\"");
 }
+
+/// What a kernel of the distribution's needs to come far where its ring 0 is emulated.
+const STOCK_CPU: &str = "host,-cx16,-popcnt,-smap,-erms,-fsrm";
+const STOCK_CMDLINE: &str = "console=ttyS0 earlyprintk=ttyS0 reboot=k panic=-1 noxsave tsc=reliable no_timer_check \
+     rodata=off clearcpuid=popcnt,smap,erms,fsrm,cx16 noreplace-smp nokaslr mitigations=off";
+/// It takes minutes where its ring 0 is emulated.
+const STOCK_BOOT: Duration = Duration::from_secs(1200);
+
+/// Not in any default run: boots the kernel that `DRIFTLINE_STOCK_KERNEL` names, such as a distribution's
+/// uncompressed one, to the image's shell; or, on a host whose KVM emulates ring 0, as far as that goes.
+#[test]
+fn a_stock_kernel_boots_as_far_as_the_host_lets_it() {
+    let test = "a_stock_kernel_boots_as_far_as_the_host_lets_it";
+    let Some(linux) = Linux::or_skip(test) else { return };
+    let Some(kernel) = std::env::var_os("DRIFTLINE_STOCK_KERNEL").map(PathBuf::from) else {
+        return vmm::testing::skip(test, "DRIFTLINE_STOCK_KERNEL names no kernel");
+    };
+    let scratch = Scratch::new();
+    let initrd = linux.file("initramfs.cpio");
+    let boot = ["run", "--kernel", text(&kernel), "--initrd", text(&initrd), "--mem", "512M"];
+    let args = [&boot[..], &["--cpu", STOCK_CPU, "--cmdline", STOCK_CMDLINE]].concat();
+    let begun = Instant::now();
+    let mut vm = Driftline::start(&scratch, "stock", &args);
+    let (end, code) = tests::wait_for("end of the stock kernel's boot", STOCK_BOOT, || {
+        let there = vm.console().text().contains("driftline-linux: shell");
+        if there {
+            Some(("its shell", None))
+        } else {
+            vm.exited().map(|code| ("its end", Some(code)))
+        }
+    });
+    let lines = vm.console().lines();
+    eprintln!(
+        "{end} after {:.0} s and {} lines: {:?}",
+        begun.elapsed().as_secs_f64(),
+        lines.len(),
+        lines.last()
+    );
+    for early in ["Linux version", "Memory: ", "kvm-clock"] {
+        assert!(lines.iter().any(|line| line.contains(early)), "no \"{early}\" in {lines:#?}");
+    }
+    if let Some(code) = code {
+        let said = vm.log();
+        eprintln!("{said}");
+        assert!(code == 1 && said.contains("KVM cannot emulate an instruction"), "{code}: {said}");
+    }
+}
