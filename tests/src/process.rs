@@ -21,11 +21,13 @@ pub fn driftline() -> &'static Path {
         let profile = test.parent().and_then(Path::parent).expect("a test lies in target/*/deps");
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut build = Command::new(cargo);
-        build.args(["build", "--quiet", "--package", "vmm", "--bin", "driftline"]);
-        build.arg("--target-dir").arg(profile.parent().expect("target"));
-        if !cfg!(debug_assertions) {
-            build.arg("--release");
-        }
+        build.args(match cfg!(debug_assertions) {
+            // With the features of `cargo test --workspace`, which has built it then for tests of its own package:
+            // with others, it and what it depends on would be built once more.
+            true => ["test", "--no-run", "--workspace", "--test=cli"],
+            false => ["build", "--release", "--package=vmm", "--bin=driftline"],
+        });
+        build.arg("--quiet").arg("--target-dir").arg(profile.parent().expect("target"));
         build.current_dir(env!("CARGO_MANIFEST_DIR"));
         assert!(build.status().expect("cargo runs").success(), "driftline does not build");
         profile.join("driftline")

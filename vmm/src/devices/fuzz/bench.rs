@@ -159,7 +159,7 @@ impl<'s> Bench<'s> {
     /// A pause, at which nothing is under way.
     fn stand_and_go_on(&mut self) {
         self.device.quiesce().unwrap();
-        self.guest.check();
+        self.guest.check_all();
         self.may_write = false;
         self.subject.check(self.guest.memory());
         self.step(true, Inline::resume);
@@ -390,7 +390,7 @@ impl<'s> Bench<'s> {
     /// Moves the device to another host, with the state as it was saved, or a damaged one.
     fn go(&mut self, from: &mut Source<'_>, damaged: bool) {
         self.device.quiesce().unwrap();
-        self.guest.check();
+        self.guest.check_all();
         self.may_write = false;
         self.subject.check(self.guest.memory());
         let state = self.device.save().unwrap();

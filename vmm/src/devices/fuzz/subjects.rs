@@ -99,6 +99,7 @@ pub(super) struct Disk {
     guest: VmId,
     uring: bool,
     before: Vec<u8>,
+    now: Vec<u8>,
     /// One for each device made.
     writes: Vec<Subscription>,
 }
@@ -119,7 +120,8 @@ impl Disk {
             block_bytes: 512,
             identity: None,
         };
-        Self { file, config, guest: VmId::random(), uring, before, writes: Vec::new() }
+        let (guest, now) = (VmId::random(), before.clone());
+        Self { file, config, guest, uring, before, now, writes: Vec::new() }
     }
 }
 
@@ -174,16 +176,18 @@ impl Subject for Disk {
             marked.extend(epoch.runs().flat_map(|run| run.start.0..run.end().0));
             epoch.commit();
         }
-        let mut now = vec![0; Self::BYTES];
         let file = self.file.as_file();
         assert_eq!(file.metadata().unwrap().len(), Self::BYTES as u64, "a disk does not grow");
-        file.read_exact_at(&mut now, 0).unwrap();
+        file.read_exact_at(&mut self.now, 0).unwrap();
+        if self.now == self.before {
+            return;
+        }
         let block = PAGE_SIZE as usize;
-        for (i, (before, now)) in (0..).zip(self.before.chunks(block).zip(now.chunks(block))) {
+        for (i, (before, now)) in (0..).zip(self.before.chunks(block).zip(self.now.chunks(block))) {
             assert!(before == now || marked.contains(&i), "block {i} changed unmarked");
             assert!(before == now || !self.config.readonly, "a read-only disk changed");
         }
-        self.before = now;
+        std::mem::swap(&mut self.before, &mut self.now);
     }
 
     fn works_meanwhile(&self) -> bool {
