@@ -132,9 +132,7 @@ pub trait Guest: Send + Sync {
 
     /// Has the host give memory to frames that are about to be written, which is cheaper for many at once than
     /// for one at a time. What it does not get to, it does at the write; contents stay as they are.
-    fn prepare(&self, frames: FrameRun) {
-        let _ = frames;
-    }
+    fn prepare(&self, frames: FrameRun);
 
     /// Begins to follow writes for one more subscriber. When this returns, every later write will
     /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.

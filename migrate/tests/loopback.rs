@@ -122,6 +122,25 @@ fn zero_frames_arrive_as_zeros_also_over_older_content() {
     assert_eq!(page, [0; PAGE_SIZE as usize]);
 }
 
+#[test]
+fn memory_is_prepared_before_it_comes() {
+    const FRAMES: u64 = 256;
+    let host = Host::new();
+    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+    for frame in 0..FRAMES {
+        guest.ram().write_slice(&[7; 8], GuestAddress(frame * PAGE_SIZE)).unwrap();
+    }
+    let there = host.receiver();
+    // Pass 0 comes when the destination has had time for what it will bring.
+    let nap = || std::thread::sleep(Duration::from_millis(300));
+    let plan = Plan::default().before_from_source(tag("PASS_BEGIN"), nap);
+    let proxy = Proxy::start(&there.to, plan);
+    send(&*guest, &proxy.to, &quick_send(&host), &SendControl::new()).unwrap();
+    let arrived = there.guest();
+    // Once by the word, once when it comes.
+    assert_eq!(arrived.guest.prepared(), 2 * FRAMES);
+}
+
 /// Writes into its memory while its state is saved, as KVM does with its clock pages.
 struct WritesWhenSaved(Arc<MemoryGuest>);
 
@@ -139,6 +158,9 @@ impl Guest for WritesWhenSaved {
     }
     fn ram(&self) -> &GuestRam {
         self.0.ram()
+    }
+    fn prepare(&self, frames: FrameRun) {
+        self.0.prepare(frames);
     }
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.0.populated()

@@ -95,6 +95,9 @@ impl Guest for Pretender {
         self.machine.ram()
     }
 
+    fn prepare(&self, frames: FrameRun) {
+        self.machine.prepare(frames);
+    }
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.machine.populated()
     }

@@ -104,6 +104,8 @@ pub struct MemoryGuest {
     drive: Arc<Drive>,
     /// Tells guests apart that have the same `vm_id`.
     serial: u64,
+    /// Frames that were to be prepared.
+    prepared: AtomicU64,
 }
 
 impl fmt::Debug for MemoryGuest {
@@ -113,6 +115,11 @@ impl fmt::Debug for MemoryGuest {
 }
 
 impl MemoryGuest {
+    /// Frames that [`Guest::prepare`] was called for, each time it was.
+    pub fn prepared(&self) -> u64 {
+        self.prepared.load(SeqCst)
+    }
+
     /// A paused guest that has never run.
     pub fn new(vm_id: VmId, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         Self::build(vm_id, config, Arc::default(), Arc::default())
@@ -148,6 +155,7 @@ impl MemoryGuest {
             faults,
             drive,
             serial: SERIAL.fetch_add(1, SeqCst),
+            prepared: AtomicU64::new(0),
             config,
         };
         let of = u64::from(guest.config.writers);
@@ -281,6 +289,9 @@ impl Guest for MemoryGuest {
     }
 
     /// Frames that are not zero now; one that gets written later is in the subscriber's next epoch.
+    fn prepare(&self, frames: FrameRun) {
+        self.prepared.fetch_add(frames.count, SeqCst);
+    }
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.faults.check(Op::Populated, "asking which memory is populated")?;
         let mut runs: Vec<FrameRun> = Vec::new();

@@ -6,14 +6,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, GuestRam};
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, Tracker};
+use dirty_tracker::{PAGE_SIZE, Subscription, Tracker};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::Whole;
+use super::ahead::{self, Ahead};
 use super::inbound::{Inbound, Step};
 use crate::control::ReceiveControl;
 use crate::error::{Cause, WireError};
@@ -64,7 +64,7 @@ pub(super) struct Assembly<'g, G: Guest + ?Sized> {
     guest: &'g G,
     ram: &'g GuestRam,
     inbound: Inbound,
-    /// Frames that content was written to: all others are zero already and stay unpopulated.
+    /// Frames that content was written to: all others are zero already, and need not be written.
     written: Subscription,
     marks: Arc<Tracker>,
 }
@@ -84,19 +84,16 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         pace: Pace,
         control: &ReceiveControl,
     ) -> Result<Whole, Cause> {
-        let (expect, expected) = mpsc::sync_channel(MOST_EXPECTED);
+        let (ahead, preparer) = ahead::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
         std::thread::scope(|scope| {
-            let preparer = std::thread::Builder::new().name("migrate-prepare".into());
+            let thread = std::thread::Builder::new().name("migrate-prepare".into());
             // Without it each frame gets its memory when it comes.
-            if let Err(e) = preparer.spawn_scoped(scope, move || prepare(guest, &expected, over)) {
+            if let Err(e) = thread.spawn_scoped(scope, move || preparer.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
-            let received = self.receive(wire, pace, control, &expect);
-            over.store(true, Ordering::Relaxed);
-            drop(expect);
-            received
+            self.receive(wire, pace, control, ahead, over)
         })
     }
 
@@ -105,21 +102,29 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         wire: &mut Wire<Link>,
         mut pace: Pace,
         control: &ReceiveControl,
-        expect: &SyncSender<FrameRun>,
+        mut ahead: Ahead,
+        over: &AtomicBool,
     ) -> Result<Whole, Cause> {
+        let _over = SetAtEnd(over);
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.inbound.moved_bytes()))?;
             let step = self.inbound.on(message)?;
             match step {
                 Step::Noted => {}
-                Step::Place { runs, contents } => self.place(runs, contents)?,
-                Step::Zero { runs } => self.zero(runs)?,
-                // What finds no room, or nobody there, is not prepared.
-                Step::Prepare { runs } => {
-                    runs.iter().try_for_each(|run| expect.try_send(run)).unwrap_or(())
+                Step::Place { runs, contents } => {
+                    runs.iter().for_each(|run| ahead.arrived(run, true));
+                    ahead.go_on();
+                    self.place(runs, contents)?;
                 }
+                Step::Zero { runs } => {
+                    runs.iter().for_each(|run| ahead.arrived(run, false));
+                    self.zero(runs)?;
+                }
+                Step::Prepare { runs } => ahead.expect(runs.iter()),
                 Step::Ack { pass, counts } => {
+                    over.store(true, Ordering::Relaxed);
+                    ahead.end();
                     wire.send(&Message::PassAck { pass, counts })?;
                     let bytes = wire.received_bytes();
                     control.update(|p| (p.pass, p.sent_bytes) = (pass, bytes));
@@ -163,24 +168,12 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     }
 }
 
-/// Runs that wait to be prepared; of a guest whose memory has more there is little to gain.
-const MOST_EXPECTED: usize = 64 << 10;
+/// Stores true when it goes, whatever it goes for.
+struct SetAtEnd<'f>(&'f AtomicBool);
 
-/// Frames that are prepared by one call: 8 MiB, after which a migration that is over is noticed. Cut at its
-/// multiples, where huge pages begin.
-const PREPARED_AT_ONCE: u64 = 2048;
-
-/// Has the host give memory to what is expected, until all of it has come.
-fn prepare<G: Guest + ?Sized>(guest: &G, expected: &Receiver<FrameRun>, over: &AtomicBool) {
-    for mut run in expected.iter() {
-        while run.count > 0 {
-            if over.load(Ordering::Relaxed) {
-                return;
-            }
-            let count = run.count.min(PREPARED_AT_ONCE - run.start.0 % PREPARED_AT_ONCE);
-            guest.prepare(FrameRun { count, ..run });
-            run = FrameRun { start: Gfn(run.start.0 + count), count: run.count - count };
-        }
+impl Drop for SetAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -16,7 +16,7 @@ use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use crate::error::WireError;
 use crate::message::{
-    Counts, MAX_EMPTY_PASSES, MAX_PASSES, MAX_SECTIONS, MAX_STATE, Message, Runs, Tag,
+    Counts, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE, Message, Runs, Tag,
 };
 use crate::wire::unexpected;
 
@@ -27,8 +27,9 @@ pub(crate) struct Inbound {
     stage: Stage,
     /// Passes completed.
     passes: u32,
-    /// Frames that pass 0 is said to bring.
+    /// Frames and runs that pass 0 is said to bring.
     expected: u64,
+    expected_runs: usize,
     /// Passes begun that announced no frame.
     empty_passes: u32,
     totals: Counts,
@@ -69,6 +70,7 @@ impl Inbound {
             stage,
             passes: 0,
             expected: 0,
+            expected_runs: 0,
             empty_passes: 0,
             totals,
             sections,
@@ -116,6 +118,8 @@ impl Inbound {
             (Stage::Between, Message::Expect { runs }) if self.passes == 0 => {
                 let left = self.layout.frames() - self.expected;
                 self.expected += checked(&self.layout, Tag::Expect, runs, left)?;
+                self.expected_runs += runs.len();
+                at_most("expected runs", self.expected_runs as u64, MAX_EXPECTED as u64)?;
                 Ok(Step::Prepare { runs })
             }
             (Stage::InPass { frames, counts }, Message::Pages { runs, contents }) => {
@@ -185,7 +189,11 @@ fn checked(layout: &Layout, message: Tag, runs: Runs<'_>, left: u64) -> Result<u
     }
     // Each run lies in a slot, but a hostile table may name one slot many times.
     let frames = runs.iter().fold(0u64, |n, r| n.saturating_add(r.count));
-    at_most("frames in what is left of the pass, or of memory", frames, left)?;
+    let what = match message {
+        Tag::Expect => "expected frames in the rest of memory",
+        _ => "frames in the rest of the pass",
+    };
+    at_most(what, frames, left)?;
     Ok(frames)
 }
 
@@ -235,7 +243,7 @@ mod tests {
         };
         expect(&mut inbound, 0, 3).unwrap();
         let e = expect(&mut inbound, 1, 2).unwrap_err().to_string();
-        assert!(e.starts_with("2 frames in what is left of the pass, or of memory"), "{e}");
+        assert!(e.starts_with("2 expected frames in the rest of memory"), "{e}");
         let e = expect(&mut inbound, 3, 2).unwrap_err().to_string();
         assert!(e.contains("EXPECT"), "{e}");
         expect(&mut inbound, 3, 1).unwrap();

@@ -3,6 +3,7 @@
 //! The caller's thread owns the connection and the guest being built. It lets the guest run only
 //! with the permit of the state machine (`handover`), which needs a durable decision.
 
+mod ahead;
 mod assembly;
 mod door;
 mod hand_over;

@@ -27,6 +27,8 @@ pub(crate) const MAX_PAGES: u64 = 256;
 pub(crate) const MAX_ZERO_RUNS: u32 = 4096;
 /// Most runs in one EXPECT.
 pub(crate) const MAX_EXPECTED_RUNS: u32 = 4096;
+/// Most runs in all EXPECTs: what memory has besides gets ready when it comes.
+pub(crate) const MAX_EXPECTED: usize = 64 << 10;
 /// Most passes, the last one included.
 pub(crate) const MAX_PASSES: u32 = 4096;
 /// Most passes without a frame.
@@ -264,6 +266,10 @@ impl std::fmt::Debug for Runs<'_> {
 impl<'a> Runs<'a> {
     pub(crate) fn iter(self) -> impl Iterator<Item = FrameRun> + 'a {
         self.0.iter().map(FrameRun::from)
+    }
+
+    pub(crate) fn len(self) -> usize {
+        self.0.len()
     }
 
     /// All frames of all runs; `None` if they overflow.

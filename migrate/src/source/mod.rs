@@ -4,6 +4,7 @@
 //! guest. Before the hand-over record is durable every failure gives the guest back here; after it
 //! only the state machine's permits decide (see `handover`).
 
+mod expect;
 mod hand_over;
 mod hold;
 mod passes;
@@ -13,9 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, RunState, Section};
-use dirty_tracker::{FrameRun, PAGE_SIZE, Subscription};
+use dirty_tracker::{PAGE_SIZE, Subscription};
 use uuid::Uuid;
-use zerocopy::IntoBytes;
 
 use crate::control::{Phase, SendControl, Stop};
 use crate::convergence::{
@@ -24,13 +24,13 @@ use crate::convergence::{
 use crate::error::{Cause, GuestPlace, SendError, WireError};
 use crate::link::Link;
 use crate::message::{
-    Counts, FEATURES, MAX_CONFIG, MAX_EXPECTED_RUNS, MAX_PASSES, MAX_SECTION, MAX_SECTIONS,
-    MAX_SLOTS, MAX_STATE, Message, Purpose, RawRun, StateDigest, Tag, Token, runs_head,
-    section_head,
+    Counts, FEATURES, MAX_CONFIG, MAX_PASSES, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
+    Message, Purpose, StateDigest, Tag, Token, section_head,
 };
 use crate::records::Records;
 use crate::report::{PassReport, SendReport, ms, per_second};
 use crate::wire::{Wire, unexpected};
+use expect::announce;
 use hold::Held;
 use passes::{Limit, PassDone, PassSender, on_time};
 
@@ -319,22 +319,32 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             TimeoutStrategy::Switchover => None,
         };
         let frames = populated.iter().map(|r| r.count).sum();
-        on_time(&mut peer.wire, deadline, |wire| announce(wire, &populated))?;
+        on_time(&mut peer.wire, deadline, |wire| announce(wire, self.guest.ram(), &populated))?;
         let mut done = on_time(&mut peer.wire, deadline, |wire| {
             sender.pass(wire, 0, populated.iter().copied(), frames, deadline)
         })?;
         let mut since = begun;
+        let mut disks_settled = false;
         loop {
-            // Before the collection: what the guest writes meanwhile is not left for the pause either.
-            self.flush_disks(done.time);
+            // Begun beside the next pass; waited for before the pause.
+            self.flush_disks(Duration::ZERO);
             self.guest.collect()?;
-            let epoch = writes.drain();
+            let mut epoch = writes.drain();
             let window = since.elapsed();
             since = Instant::now();
             passes.push(report_of(&done, epoch.frames(), window));
             measured.push(Measured { bytes: done.bytes, time: done.time, dirtied: epoch.frames() });
             self.show(&measured, epoch.frames(), window);
-            let judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
+            let mut judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
+            if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
+                disks_settled = true;
+                self.flush_disks(FLUSH_LIMIT);
+                // What the guest wrote to its memory meanwhile counts.
+                epoch.give_back();
+                self.guest.collect()?;
+                epoch = writes.drain();
+                judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
+            }
             match judgement {
                 Judgement::KeepGoing => {}
                 Judgement::GiveUp(reason) => {
@@ -360,10 +370,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
     }
 
-    /// Has disks made durable while the guest runs, after a pass that took `pass`. What that waits for a slow disk, the guest
-    /// writes to its memory: a quarter of the pass keeps precopy converging, and the flush goes on beside the next one.
-    fn flush_disks(&self, pass: Duration) {
-        let limit = (pass / 4).max(self.options.downtime / 10).min(FLUSH_LIMIT);
+    /// Has disks made durable while the guest runs, and waits at most `limit` for that: what is then not done, the
+    /// release of the guest waits for.
+    fn flush_disks(&self, limit: Duration) {
         match self.guest.flush(limit) {
             Ok(done) => tracing::debug!(done, "flushed"),
             // The guest's own affair until it is handed over.
@@ -442,15 +451,6 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             false => Err(WireError::Token { message, found, expected }),
         }
     }
-}
-
-/// Says which frames pass 0 will bring, so that the destination has memory for them when they come.
-fn announce(wire: &mut Wire<Link>, populated: &[FrameRun]) -> Result<(), Cause> {
-    for runs in populated.chunks(MAX_EXPECTED_RUNS as usize) {
-        let table: Vec<RawRun> = runs.iter().copied().map(RawRun::from).collect();
-        wire.send_parts(Tag::Expect, &[runs_head(table.len()).as_bytes(), table.as_bytes()])?;
-    }
-    Ok(())
 }
 
 /// Sends the state sections and their end.

@@ -32,6 +32,9 @@ impl Guest for Hooked {
     fn ram(&self) -> &GuestRam {
         self.guest.ram()
     }
+    fn prepare(&self, frames: FrameRun) {
+        self.guest.prepare(frames);
+    }
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.guest.populated()
     }

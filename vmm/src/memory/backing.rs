@@ -181,19 +181,6 @@ pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
         .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
 }
 
-/// Bytes of a huge page.
-pub(super) const HUGE: usize = 2 << 20;
-
-/// Has the kernel use huge pages for those that lie whole in `len` bytes at `start`, part of a mapping of ours.
-pub(super) fn prefer_huge(start: usize, len: usize) {
-    let (first, end) = (start.next_multiple_of(HUGE), (start + len) / HUGE * HUGE);
-    if first < end {
-        // SAFETY: the range is part of a mapping that is ours; the advice leaves its bytes as they are. A kernel
-        // without huge pages refuses it.
-        unsafe { libc::madvise(first as *mut libc::c_void, end - first, libc::MADV_HUGEPAGE) };
-    }
-}
-
 /// Takes `len` bytes at `start`, part of a mapping of ours, from the host now, on this thread.
 pub(super) fn populate_piece(start: usize, len: usize) -> io::Result<()> {
     loop {

@@ -8,8 +8,6 @@ mod populated;
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
-use std::sync::atomic::Ordering::Relaxed;
 
 use checkpoint::GuestRam;
 use dirty_tracker::{FrameRun, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
@@ -59,17 +57,11 @@ pub enum MemoryError {
     Layout(#[from] LayoutError),
 }
 
-/// Parts of a guest's memory that get huge pages because they are filled at once.
-const MOST_HUGE_PARTS: u32 = 8192;
-
 /// Guest memory and what is known about it.
 #[derive(Debug)]
 pub struct Memory {
     ram: GuestRam,
     tracker: Arc<Tracker>,
-    /// How many more times a part of it may be advised to be of huge pages: each may split a mapping in two,
-    /// of which a process has only so many.
-    huge_parts: AtomicU32,
 }
 
 impl Memory {
@@ -110,9 +102,7 @@ impl Memory {
             regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
         }
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        let may_be_huge = matches!(options.huge_pages, None | Some(HugePages::Thp));
-        let huge_parts = AtomicU32::new(if may_be_huge { MOST_HUGE_PARTS } else { 0 });
-        Ok(Self { ram, tracker, huge_parts })
+        Ok(Self { ram, tracker })
     }
 
     /// The mappings.
@@ -131,19 +121,13 @@ impl Memory {
     }
 
     /// Gives host memory to the frames of `run` that lie in this memory, in one call of the kernel for each
-    /// region: huge pages, where `run` fills them and the options do not forbid them. They get it at their
-    /// first write where the kernel cannot, before 5.14, or has none.
+    /// region; of huge pages where the options ask for those. They get it at their first write where the kernel
+    /// cannot, before 5.14, or has none.
     pub fn prepare(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
             let address = slice.ptr_guard_mut().as_ptr() as usize;
-            let take = |left: u32| left.checked_sub(1);
-            if slice.len() >= backing::HUGE
-                && self.huge_parts.fetch_update(Relaxed, Relaxed, take).is_ok()
-            {
-                backing::prefer_huge(address, slice.len());
-            }
             if let Err(e) = backing::populate_piece(address, slice.len()) {
                 tracing::trace!("{run:?} is not populated beforehand: {e}");
             }
@@ -274,13 +258,10 @@ mod tests {
                 |gfn: u64| memory.ram().read_obj::<u8>(GuestAddress(Gfn(gfn).gpa())).unwrap();
             assert_eq!((byte(100), byte(101), byte(104)), (0, 7, 0));
             assert!(writes.drain().is_empty(), "{options:?}");
-            // What fills huge pages may be of them, whether or not the kernel has any.
-            memory.prepare(FrameRun { start: Gfn(4096), count: 1024 });
-            let frames = |runs: Vec<FrameRun>| runs.iter().map(|r| r.count).sum::<u64>();
-            assert_eq!(frames(memory.populated().unwrap()), 5 + 1024, "{options:?}");
             // Past the end of memory: what is there is prepared.
             memory.prepare(FrameRun { start: Gfn((64 << 8) - 1), count: 9 });
-            assert!(frames(memory.populated().unwrap()) <= 5 + 1024 + 1);
+            let last = FrameRun { start: Gfn((64 << 8) - 1), count: 1 };
+            assert!([vec![run], vec![run, last]].contains(&memory.populated().unwrap()));
         }
     }
 

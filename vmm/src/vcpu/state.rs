@@ -168,7 +168,8 @@ impl<P: Peers> Vcpu<P> {
         };
         set.map_err(|e| {
             let why = control::foreign_cr4(&saved.sregs, &saved.cpuid);
-            self.unsupported("special registers", why.unwrap_or_else(|| e.to_string()))
+            let why = why.map_or_else(String::new, |why| format!("; perhaps because {why}"));
+            self.unsupported("special registers", format!("{e}{why}"))
         })?;
         if let Some(xcrs) = &saved.xcrs {
             put("extended control registers", fd.set_xcrs(xcrs).map_err(io))?;
