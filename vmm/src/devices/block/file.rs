@@ -164,8 +164,7 @@ impl DiskFile {
             let (id, path, want) = (id.clone(), path.clone(), *bytes);
             return Err(DiskError::TooSmall { id, path, want, has });
         }
-        let failed = |cause| DiskError::Open { path: path.clone(), readonly: *readonly, cause };
-        let flusher = Flusher::new(id, path, &file).map_err(failed)?;
+        let flusher = Flusher::new(id, path, &file);
         let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
         match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
             Ok(false) => file.require_identity(disk),

@@ -21,6 +21,8 @@ mod request;
 mod storage;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod under_way;
 mod uring;
 
 use std::collections::HashMap;
@@ -46,6 +48,7 @@ pub use self::file::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
+use self::flusher::Promise;
 pub(super) use self::flusher::{Flusher, flush_all};
 
 const QUEUE_SIZE: u16 = 256;
@@ -105,8 +108,8 @@ struct UnderWay {
     writes: Vec<(u64, u64)>,
     /// Bytes that it moves.
     bytes: u64,
-    /// By its end the driver learns whether data is durable.
-    flushes: bool,
+    /// What its success says of data.
+    promise: Promise,
 }
 
 impl Block {
@@ -188,13 +191,17 @@ impl Block {
             Request::read(queue as u16, chain, &self.disk, io.ram)?;
         let work = match work {
             Ok(work) => work,
-            Err(code) => return finish(io, queue, chain.head, &status, 0, code),
+            Err(code) => return finish(io, queue, chain.head, &status, 0, code).map(drop),
         };
         self.count(&work);
         let (writes, bytes) = (work.writes(), work.bytes());
-        let flushes = work == Work::Flush || (self.writes_through && !writes.is_empty());
+        let promise = match &work {
+            Work::Flush => Promise::Everything,
+            _ if self.writes_through && !writes.is_empty() => Promise::Itself,
+            _ => Promise::Nothing,
+        };
         let head = chain.head;
-        let under_way = UnderWay { queue, head, status, data_len, writes, bytes, flushes };
+        let under_way = UnderWay { queue, head, status, data_len, writes, bytes, promise };
         if let Work::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
             let serial = self.disk.serial.as_bytes();
@@ -242,15 +249,17 @@ impl Block {
             // Also if it failed: part of it may be written.
             self.mark(from, bytes);
         }
-        let result = if request.flushes { self.file.flusher().tell(result) } else { result };
-        let (len, code) = match result {
+        let answer = self.file.flusher().answer(request.promise, result);
+        let (len, code) = match &answer.result {
             Ok(()) => (request.data_len, VIRTIO_BLK_S_OK),
             Err(e) => {
-                self.note_error(&e);
+                self.note_error(e);
                 (0, VIRTIO_BLK_S_IOERR)
             }
         };
-        finish(io, request.queue, request.head, &request.status, len, code)
+        let heard = finish(io, request.queue, request.head, &request.status, len, code);
+        self.file.flusher().told(&answer, matches!(heard, Ok(true)));
+        heard.map(drop)
     }
 
     /// Takes what the engine has finished. All of it, whatever the driver did: memory and disk are
@@ -315,7 +324,7 @@ impl Block {
     }
 }
 
-/// Status byte, then the used ring.
+/// Status byte, then the used ring; whether the driver has a queue in which to see it.
 fn finish(
     io: &mut Io<'_>,
     queue: usize,
@@ -323,10 +332,11 @@ fn finish(
     status: &Buffers,
     data_len: u32,
     code: u32,
-) -> Result<(), Violation> {
+) -> Result<bool, Violation> {
     status.write(io.ram, 0, &[code as u8])?;
-    let ring: Option<&mut Ring> = io.rings.get_mut(queue);
-    ring.map_or(Ok(()), |ring| ring.push(io.ram, head, data_len + 1))
+    let Some(ring) = io.rings.get_mut(queue) else { return Ok(false) };
+    let heard = ring.is_set_up();
+    ring.push(io.ram, head, data_len + 1).map(|()| heard)
 }
 
 /// A drive's blocks, as if they were the frames of one slot.
