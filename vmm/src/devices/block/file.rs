@@ -5,6 +5,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use checkpoint::VmId;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
@@ -240,10 +241,10 @@ impl DiskFile {
     }
 
     /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not
-    /// know: elsewhere nobody would tell it.
-    pub(super) fn flush_and_unlock(&self) -> Result<(), String> {
+    /// know: elsewhere nobody would tell it. What was begun before is waited for within `limit`: the guest stands.
+    pub(super) fn flush_and_unlock(&self, limit: Duration) -> Result<(), String> {
         if !self.readonly {
-            self.flusher.settle();
+            self.flusher.settle(limit)?;
             if let Err(e) = self.file.sync_data() {
                 self.flusher.note_lost(&e);
             }

@@ -144,11 +144,17 @@ impl Flusher {
         state.last.map_or(Ok(true), |errno| Err(self.sentence(errno)))
     }
 
-    /// Waits for the end of what was begun, as long as it takes.
-    pub(super) fn settle(&self) {
-        let mut state = self.lock();
-        while state.under_way {
-            state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+    /// Waits for the end of what was begun, however it ends, for at most `limit`.
+    pub(super) fn settle(&self, limit: Duration) -> Result<(), String> {
+        match self.wait(Instant::now() + limit) {
+            // What it met is lost, or known.
+            Ok(true) | Err(_) => Ok(()),
+            Ok(false) => Err(format!(
+                "disk \"{}\": what the guest wrote is still being made durable in \"{}\" after {limit:?}: its storage is too \
+                 slow to hand it over now",
+                self.disk,
+                self.path.display()
+            )),
         }
     }
 
@@ -262,6 +268,10 @@ mod tests {
         answer.result
     }
 
+    fn hand_over(file: &DiskFile) -> Result<(), String> {
+        file.flush_and_unlock(Duration::from_secs(20))
+    }
+
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(20)
     }
@@ -294,23 +304,23 @@ mod tests {
         assert!(
             why.starts_with("disk \"d\": what the guest wrote could not") && why.contains(&path)
         );
-        assert_eq!(file.flush_and_unlock().unwrap_err(), why);
+        assert_eq!(hand_over(&file).unwrap_err(), why);
         // Also if all is well since.
         assert_eq!(flush_all([flusher].into_iter(), Duration::from_secs(20)), Ok(true));
-        assert_eq!(file.flush_and_unlock().unwrap_err(), why);
+        assert_eq!(hand_over(&file).unwrap_err(), why);
         eio(flush_of_guest(flusher, Ok(())));
         flush_of_guest(flusher, Ok(())).unwrap();
-        file.flush_and_unlock().unwrap();
+        hand_over(&file).unwrap();
     }
 
     #[test]
     fn what_the_hand_over_could_not_make_durable_is_told_too() {
         let (file, _temp) = disk();
         file.lock().unwrap();
-        let why = without_fdatasync(|| file.flush_and_unlock().unwrap_err());
+        let why = without_fdatasync(|| hand_over(&file).unwrap_err());
         assert!(why.starts_with("disk \"d\": what the guest wrote could not"), "{why}");
         eio(flush_of_guest(file.flusher(), Ok(())));
-        file.flush_and_unlock().unwrap();
+        hand_over(&file).unwrap();
     }
 
     /// An error that the guest's own request met is what it is told, and the rest with it.
@@ -336,7 +346,10 @@ mod tests {
         assert_eq!(flush_all([flusher].into_iter(), limit), Ok(false));
         assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(10));
         thread::scope(|scope| {
-            let released = scope.spawn(|| file.flush_and_unlock());
+            let why = file.flush_and_unlock(limit).unwrap_err();
+            assert!(why.starts_with("disk \"d\": ") && why.contains("durable in"), "{why}");
+            assert!(why.contains("after 50ms"), "{why}");
+            let released = scope.spawn(|| hand_over(&file));
             thread::sleep(limit);
             assert!(!released.is_finished(), "it waits for what may fail");
             flusher.end(0, Err(io::Error::from_raw_os_error(libc::EIO)));

@@ -61,6 +61,8 @@ const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
 const MOST_UNDER_WAY: u64 = 32 << 20;
 /// How long the device works on a queue before it listens to others.
 const TURN: Duration = Duration::from_millis(10);
+/// How long a guest that is to be handed over stands for the end of a flush that was begun while it ran.
+const SETTLE_LIMIT: Duration = Duration::from_secs(5);
 /// Where the engine's completions are announced.
 const COMPLETIONS: u32 = 0;
 
@@ -443,6 +445,6 @@ impl Device for Block {
     }
 
     fn release(&mut self) -> Result<(), String> {
-        self.file.flush_and_unlock()
+        self.file.flush_and_unlock(SETTLE_LIMIT)
     }
 }
