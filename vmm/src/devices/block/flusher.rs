@@ -200,7 +200,9 @@ impl Flusher {
         let (disk, path) = (&self.disk, self.path.display());
         let why = io::Error::from_raw_os_error(errno);
         format!(
-            "disk \"{disk}\": what the guest wrote could not be made durable in \"{path}\": {why}; its next flush fails"
+            "disk \"{disk}\": what the guest wrote could not be made durable in \"{path}\": {why}; its next flush fails, \
+             and until then it is not handed over: `sync` in the guest, or its file system mounted anew, flushes it; \
+             `driftline stop` gives the guest up"
         )
     }
 }
