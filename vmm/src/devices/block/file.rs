@@ -236,7 +236,10 @@ impl DiskFile {
     /// Forgets what this host has read of the file: another one may have written to it since.
     pub(super) fn forget_cached(&self) {
         if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
-            tracing::debug!("what is cached of \"{}\" stays: {e}", self.path.display());
+            tracing::warn!(
+                "what is cached of \"{}\" stays, though another host may have written to it: {e}",
+                self.path.display()
+            );
         }
     }
 

@@ -82,7 +82,9 @@ pub(super) struct Block {
     waiting: u32,
     /// The driver knows of no volatile cache: what it has written is durable when it is told so.
     writes_through: bool,
-    /// Another host may have written to the file since it was opened: it is not taken hold of at once.
+    /// The file is locked for this guest.
+    held: bool,
+    /// Another host may have written to the file since it was opened: the guest comes from there, and has not run here.
     may_be_stale: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
@@ -155,6 +157,7 @@ impl Block {
             bytes_under_way: 0,
             waiting: 0,
             writes_through: false,
+            held: false,
             may_be_stale: false,
             next_token: 0,
             counters: Arc::default(),
@@ -378,7 +381,7 @@ impl Device for Block {
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         // A disk that is only read is locked against writers all the time, here or there.
-        self.may_be_stale = !self.disk.readonly;
+        self.may_be_stale = !self.disk.readonly && !self.held;
         match self.engine.announcer() {
             Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
             None => Ok(()),
@@ -420,6 +423,9 @@ impl Device for Block {
     }
 
     fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+        // Should it let go of the file from now on, and take it again, its guest ran nowhere else meanwhile. Not sooner:
+        // when another of the guest's devices cannot be had, the guest goes on where it was, and writes.
+        self.may_be_stale &= !self.held;
         Ok(())
     }
 
@@ -438,6 +444,7 @@ impl Device for Block {
 
     fn acquire(&mut self) -> Result<(), String> {
         self.file.lock()?;
+        self.held = true;
         if self.may_be_stale {
             self.file.forget_cached();
         }
@@ -445,6 +452,8 @@ impl Device for Block {
     }
 
     fn release(&mut self) -> Result<(), String> {
-        self.file.flush_and_unlock(SETTLE_LIMIT)
+        self.file.flush_and_unlock(SETTLE_LIMIT)?;
+        self.held = false;
+        Ok(())
     }
 }
