@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// Longest name of a block device, in bytes; those of makers have some dozens.
 const MAX_NAME_BYTES: usize = 256;
+/// Characters of a name that is none which are said.
+const MAX_SAID: usize = 64;
 
 /// Which disk it is, so far as every host that shares it would say the same.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -44,8 +46,13 @@ impl DiskIdentity {
         let Self::Device(name) = self else { return Ok(()) };
         let printable = name.chars().all(|c| c == ' ' || c.is_ascii_graphic());
         if name.is_empty() || name.len() > MAX_NAME_BYTES || !printable {
+            // A peer's: only the beginning is said.
+            let begins: String = name.chars().take(MAX_SAID).collect();
+            let more = if name.chars().nth(MAX_SAID).is_some() { "..." } else { "" };
             return Err(format!(
-                "its identity {name:?} is no name of a block device: it has 1 to {MAX_NAME_BYTES} printable ASCII characters"
+                "its identity {begins:?}{more} of {} bytes is no name of a block device: it has 1 to {MAX_NAME_BYTES} printable ASCII \
+                 characters",
+                name.len()
             ));
         }
         Ok(())
@@ -95,6 +102,10 @@ mod tests {
         for name in ["", " \n", "a\u{7f}b", &"a".repeat(257)] {
             assert_eq!(DiskIdentity::device(name), None, "{name:?}");
         }
+        let said = |name: &str| DiskIdentity::Device(name.to_owned()).check().unwrap_err();
+        let long = said(&"\u{7f}".repeat(1 << 20));
+        assert!(long.len() < 1000 && long.contains("\"... of 1048576 bytes"), "{long}");
+        assert!(said("").contains("\"\" of 0 bytes"));
         assert_eq!(file(7, Some(1_500_000_000)).to_string(), "inode 7 made at 1.500000000");
     }
 }

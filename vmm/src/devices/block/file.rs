@@ -5,6 +5,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use checkpoint::VmId;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
@@ -164,8 +165,7 @@ impl DiskFile {
             let (id, path, want) = (id.clone(), path.clone(), *bytes);
             return Err(DiskError::TooSmall { id, path, want, has });
         }
-        let failed = |cause| DiskError::Open { path: path.clone(), readonly: *readonly, cause };
-        let flusher = Flusher::new(id, path, &file).map_err(failed)?;
+        let flusher = Flusher::new(id, path, &file);
         let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
         match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
             Ok(false) => file.require_identity(disk),
@@ -236,15 +236,18 @@ impl DiskFile {
     /// Forgets what this host has read of the file: another one may have written to it since.
     pub(super) fn forget_cached(&self) {
         if let Err(e) = fadvise(&self.file, 0, None, Advice::DontNeed) {
-            tracing::debug!("what is cached of \"{}\" stays: {e}", self.path.display());
+            tracing::warn!(
+                "what is cached of \"{}\" stays, though another host may have written to it: {e}",
+                self.path.display()
+            );
         }
     }
 
     /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not
-    /// know: elsewhere nobody would tell it.
-    pub(super) fn flush_and_unlock(&self) -> Result<(), String> {
+    /// know: elsewhere nobody would tell it. What was begun before is waited for within `limit`: the guest stands.
+    pub(super) fn flush_and_unlock(&self, limit: Duration) -> Result<(), String> {
         if !self.readonly {
-            self.flusher.settle();
+            self.flusher.settle(limit)?;
             if let Err(e) = self.file.sync_data() {
                 self.flusher.note_lost(&e);
             }

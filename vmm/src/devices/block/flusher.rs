@@ -2,17 +2,19 @@
 //!
 //! ```text
 //! the guest's FLUSH -> engine -> fdatasync on the disk's own open file ---+
-//! Guest::flush -> a thread -> fdatasync on this one, opened for it --+    |
-//!                                     failed: lost ------------------+--> tell: the guest's request fails
+//! Guest::flush -> a thread -> fdatasync on a file opened for it ----+      |
+//!                                     failed: lost -----------------+--> answer: the guest's request fails
 //! ```
 //!
 //! Linux says once to each open file that data could not be written back. An error that the guest has not seen is kept:
 //! were it forgotten, the guest's next flush would succeed although data is lost. So that a flush of the guest's at the
-//! same moment hears of it by itself, this has an open file of its own; the lock is not that one's.
+//! same moment hears of it by itself, a thread has an open file of its own. It is opened anew for each flush: a new one
+//! hears what nobody has heard of yet; one that is older than an error would hear of it again, long after the guest has.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -24,7 +26,9 @@ use crate::sandbox::{self, Class};
 pub(in crate::devices) struct Flusher {
     disk: String,
     path: PathBuf,
-    file: File,
+    /// Says which file it is, whatever its path leads to by now; not open for anything, and the lock is not its.
+    /// `None` if the system does not give it.
+    which: Option<File>,
     state: Mutex<State>,
     ended: Condvar,
 }
@@ -37,52 +41,92 @@ struct State {
     last: Option<i32>,
     /// The error that the guest has not been told of.
     lost: Option<i32>,
+    /// How often a flush of the guest's own has failed, and it knows.
+    failures: u64,
+}
+
+/// What a request of the guest's says when it succeeds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Promise {
+    /// Nothing of what is durable.
+    Nothing,
+    /// What it wrote is durable.
+    Itself,
+    /// All that was written before is durable.
+    Everything,
+}
+
+/// What the guest is to be told of a request.
+#[derive(Debug)]
+#[must_use]
+pub(super) struct Answer {
+    promise: Promise,
+    /// The request itself failed.
+    own: bool,
+    pub(super) result: io::Result<()>,
 }
 
 impl Flusher {
     /// For `file`, the file at `path` of the disk named `disk`.
-    pub(super) fn new(disk: &str, path: &Path, file: &File) -> io::Result<Arc<Self>> {
-        let again = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        let file = match again {
-            Ok(file) => file,
-            // Then the two share what Linux says once.
-            Err(e) => {
-                tracing::debug!("disk \"{disk}\" is flushed through the file that serves it: {e}");
-                file.try_clone()?
-            }
-        };
+    pub(super) fn new(disk: &str, path: &Path, file: &File) -> Arc<Self> {
+        let which = open_again(file, libc::O_PATH)
+            .inspect_err(|e| tracing::warn!("disk \"{disk}\" is flushed in pauses only: {e}"));
         let (disk, path) = (disk.to_owned(), path.to_owned());
-        Ok(Arc::new(Self { disk, path, file, state: Mutex::default(), ended: Condvar::new() }))
+        let (state, ended) = (Mutex::default(), Condvar::new());
+        Arc::new(Self { disk, path, which: which.ok(), state, ended })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a thread make durable what was written, unless one is at it already.
-    pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<(), String> {
-        if std::mem::replace(&mut self.lock().under_way, true) {
-            return Ok(());
-        }
+    /// Has a thread make durable what was written, unless one is at it already. Whether one is: without a file of its
+    /// own to do it on, it is left to the guest and to the hand-over. By the sandbox, the operator's threads may ask.
+    pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<bool, String> {
+        let failures = {
+            let mut state = self.lock();
+            if std::mem::replace(&mut state.under_way, true) {
+                return Ok(true);
+            }
+            // Before the file is opened: what fails in between is heard by both.
+            state.failures
+        };
+        let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF));
+        let file = match which.and_then(|which| open_again(which, 0)) {
+            Ok(file) => file,
+            Err(e) => {
+                self.give_up();
+                tracing::debug!("disk \"{}\" is not flushed before the pause: {e}", self.disk);
+                return Ok(false);
+            }
+        };
         let mine = self.clone();
         let spawned = sandbox::spawn(Class::Block, format!("flush-{}", self.disk), move || {
-            mine.end(mine.file.sync_data());
+            mine.end(failures, file.sync_data());
         });
         let failed = |e| {
-            self.lock().under_way = false;
-            self.ended.notify_all();
+            self.give_up();
             format!("no thread flushes disk \"{}\": {e}", self.disk)
         };
-        spawned.map(drop).map_err(failed)
+        spawned.map(|_| true).map_err(failed)
     }
 
-    fn end(&self, result: io::Result<()>) {
-        if let Err(e) = &result {
-            self.note_lost(e);
-        }
+    fn give_up(&self) {
+        self.lock().under_way = false;
+        self.ended.notify_all();
+    }
+
+    /// What was begun when the guest had heard of so many failures has ended.
+    fn end(&self, failures: u64, result: io::Result<()>) {
         let mut state = self.lock();
-        state.last = result.err().map(|e| errno(&e));
+        // The guest's own flush has met it meanwhile; what came after it, its next one meets.
+        let known = state.failures != failures;
+        state.last = result.err().map(|e| errno(&e)).filter(|_| !known);
+        state.lost = state.last.or(state.lost);
         state.under_way = false;
+        if let Some(errno) = state.last {
+            tracing::error!("{}", self.sentence(errno));
+        }
         self.ended.notify_all();
     }
 
@@ -100,11 +144,17 @@ impl Flusher {
         state.last.map_or(Ok(true), |errno| Err(self.sentence(errno)))
     }
 
-    /// Waits for the end of what was begun, as long as it takes.
-    pub(super) fn settle(&self) {
-        let mut state = self.lock();
-        while state.under_way {
-            state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+    /// Waits for the end of what was begun, however it ends, for at most `limit`.
+    pub(super) fn settle(&self, limit: Duration) -> Result<(), String> {
+        match self.wait(Instant::now() + limit) {
+            // What it met is lost, or known.
+            Ok(true) | Err(_) => Ok(()),
+            Ok(false) => Err(format!(
+                "disk \"{}\": what the guest wrote is still being made durable in \"{}\" after {limit:?}: its storage is too \
+                 slow to hand it over now",
+                self.disk,
+                self.path.display()
+            )),
         }
     }
 
@@ -119,18 +169,40 @@ impl Flusher {
         self.lock().lost.map(|errno| self.sentence(errno))
     }
 
-    /// The outcome of a request of the guest's by which it learns whether its data is durable: it is told, this once, of
-    /// what was lost.
-    pub(super) fn tell(&self, outcome: io::Result<()>) -> io::Result<()> {
-        let lost = self.lock().lost.take();
-        outcome.and_then(|()| lost.map_or(Ok(()), |e| Err(io::Error::from_raw_os_error(e))))
+    /// The answer to a request of the guest's that ended so: by one that promises something it is told, this once, of
+    /// what was lost. [`told`](Self::told) is to be told of it.
+    pub(super) fn answer(&self, promise: Promise, outcome: io::Result<()>) -> Answer {
+        let own = outcome.is_err();
+        let lost = match promise {
+            Promise::Everything => self.lock().lost.take(),
+            // An error would be taken for that of these sectors.
+            Promise::Itself if !own => self.lock().lost.take(),
+            Promise::Itself | Promise::Nothing => None,
+        };
+        let lost = lost.map_or(Ok(()), |e| Err(io::Error::from_raw_os_error(e)));
+        Answer { promise, own, result: outcome.and(lost) }
+    }
+
+    /// Whether the guest has `heard` an answer: if not, what was lost waits for the next one.
+    pub(super) fn told(&self, answer: &Answer, heard: bool) {
+        let Err(e) = &answer.result else { return };
+        match (answer.promise, answer.own) {
+            (Promise::Nothing, _) | (Promise::Itself, true) => {}
+            (_, own) if heard => self.lock().failures += u64::from(own),
+            _ => {
+                let mut state = self.lock();
+                state.lost = state.lost.or(Some(errno(e)));
+            }
+        }
     }
 
     fn sentence(&self, errno: i32) -> String {
         let (disk, path) = (&self.disk, self.path.display());
         let why = io::Error::from_raw_os_error(errno);
         format!(
-            "disk \"{disk}\": what the guest wrote could not be made durable in \"{path}\": {why}; its next flush fails"
+            "disk \"{disk}\": what the guest wrote could not be made durable in \"{path}\": {why}; its next flush fails, \
+             and until then it is not handed over: `sync` in the guest, or its file system mounted anew, flushes it; \
+             `driftline stop` gives the guest up"
         )
     }
 }
@@ -146,16 +218,21 @@ pub(in crate::devices) fn flush_all<'f>(
     limit: Duration,
 ) -> Result<bool, String> {
     let deadline = Instant::now() + limit;
-    let begun = flushers.clone().map(Flusher::begin).fold(Ok(()), Result::and);
-    let mut done = true;
-    let mut all = begun;
-    for flusher in flushers {
-        match flusher.wait(deadline) {
-            Ok(ended) => done &= ended,
+    let begun: Vec<_> = flushers.clone().map(Flusher::begin).collect();
+    let mut all = Ok(true);
+    for (flusher, begun) in flushers.zip(begun) {
+        match begun.and_then(|begun| if begun { flusher.wait(deadline) } else { Ok(false) }) {
+            Ok(ended) => all = all.map(|done| done && ended),
             Err(e) => all = all.and(Err(e)),
         }
     }
-    all.map(|()| done)
+    all
+}
+
+/// Another open file of what `file` has open, for reading and with `flags`.
+fn open_again(file: &File, flags: i32) -> io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    OpenOptions::new().read(true).custom_flags(flags).open(path)
 }
 
 #[cfg(test)]
@@ -186,6 +263,17 @@ mod tests {
         (Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), file)
     }
 
+    /// A flush of the guest's that ended so, heard by it.
+    fn flush_of_guest(flusher: &Flusher, outcome: io::Result<()>) -> io::Result<()> {
+        let answer = flusher.answer(Promise::Everything, outcome);
+        flusher.told(&answer, true);
+        answer.result
+    }
+
+    fn hand_over(file: &DiskFile) -> Result<(), String> {
+        file.flush_and_unlock(Duration::from_secs(20))
+    }
+
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(20)
     }
@@ -210,7 +298,7 @@ mod tests {
         file.lock().unwrap();
         file.file().write_all_at(&[1; 512], 0).unwrap();
         assert_eq!(flush_all([flusher].into_iter(), Duration::from_secs(20)), Ok(true));
-        flusher.tell(Ok(())).unwrap();
+        flush_of_guest(flusher, Ok(())).unwrap();
         let why = without_fdatasync(|| {
             flush_all([flusher].into_iter(), Duration::from_secs(20)).unwrap_err()
         });
@@ -218,23 +306,23 @@ mod tests {
         assert!(
             why.starts_with("disk \"d\": what the guest wrote could not") && why.contains(&path)
         );
-        assert_eq!(file.flush_and_unlock().unwrap_err(), why);
+        assert_eq!(hand_over(&file).unwrap_err(), why);
         // Also if all is well since.
         assert_eq!(flush_all([flusher].into_iter(), Duration::from_secs(20)), Ok(true));
-        assert_eq!(file.flush_and_unlock().unwrap_err(), why);
-        eio(flusher.tell(Ok(())));
-        flusher.tell(Ok(())).unwrap();
-        file.flush_and_unlock().unwrap();
+        assert_eq!(hand_over(&file).unwrap_err(), why);
+        eio(flush_of_guest(flusher, Ok(())));
+        flush_of_guest(flusher, Ok(())).unwrap();
+        hand_over(&file).unwrap();
     }
 
     #[test]
     fn what_the_hand_over_could_not_make_durable_is_told_too() {
         let (file, _temp) = disk();
         file.lock().unwrap();
-        let why = without_fdatasync(|| file.flush_and_unlock().unwrap_err());
+        let why = without_fdatasync(|| hand_over(&file).unwrap_err());
         assert!(why.starts_with("disk \"d\": what the guest wrote could not"), "{why}");
-        eio(file.flusher().tell(Ok(())));
-        file.flush_and_unlock().unwrap();
+        eio(flush_of_guest(file.flusher(), Ok(())));
+        hand_over(&file).unwrap();
     }
 
     /// An error that the guest's own request met is what it is told, and the rest with it.
@@ -242,9 +330,10 @@ mod tests {
     fn one_failure_of_the_guests_own_is_enough() {
         let (file, _temp) = disk();
         file.flusher().note_lost(&io::Error::from_raw_os_error(libc::EIO));
-        let full = file.flusher().tell(Err(io::Error::from_raw_os_error(libc::ENOSPC)));
+        let full = Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        let full = flush_of_guest(file.flusher(), full);
         assert_eq!(full.unwrap_err().raw_os_error(), Some(libc::ENOSPC));
-        file.flusher().tell(Ok(())).unwrap();
+        flush_of_guest(file.flusher(), Ok(())).unwrap();
     }
 
     #[test]
@@ -259,13 +348,58 @@ mod tests {
         assert_eq!(flush_all([flusher].into_iter(), limit), Ok(false));
         assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(10));
         thread::scope(|scope| {
-            let released = scope.spawn(|| file.flush_and_unlock());
+            let why = file.flush_and_unlock(limit).unwrap_err();
+            assert!(why.starts_with("disk \"d\": ") && why.contains("durable in"), "{why}");
+            assert!(why.contains("after 50ms"), "{why}");
+            let released = scope.spawn(|| hand_over(&file));
             thread::sleep(limit);
             assert!(!released.is_finished(), "it waits for what may fail");
-            flusher.end(Err(io::Error::from_raw_os_error(libc::EIO)));
+            flusher.end(0, Err(io::Error::from_raw_os_error(libc::EIO)));
             released.join().unwrap().unwrap_err();
         });
         flusher.wait(soon()).unwrap_err();
-        eio(flusher.tell(Ok(())));
+        eio(flush_of_guest(flusher, Ok(())));
+    }
+
+    #[test]
+    fn what_the_guests_own_flush_met_meanwhile_is_not_lost_again() {
+        let (file, _temp) = disk();
+        let flusher = file.flusher();
+        let eio_again = || Err(io::Error::from_raw_os_error(libc::EIO));
+        for (own, heard, lost) in [(true, true, false), (true, false, true), (false, true, true)] {
+            let before = flusher.lock().failures;
+            flusher.lock().under_way = true;
+            let outcome = if own { eio_again() } else { Ok(()) };
+            let answer = flusher.answer(Promise::Everything, outcome);
+            flusher.told(&answer, heard);
+            flusher.end(before, eio_again());
+            assert_eq!(flusher.lost().is_some(), lost, "own {own}, heard {heard}");
+            assert_eq!(flusher.wait(soon()).is_err(), lost);
+            let _ = flush_of_guest(flusher, Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_failed_write_does_not_stand_for_what_was_lost_elsewhere() {
+        let (file, _temp) = disk();
+        let flusher = file.flusher();
+        let eio_now = || io::Error::from_raw_os_error(libc::EIO);
+        flusher.note_lost(&eio_now());
+        for promise in [Promise::Itself, Promise::Nothing] {
+            let answer = flusher.answer(promise, Err(eio_now()));
+            flusher.told(&answer, true);
+            assert!(flusher.lost().is_some(), "{promise:?}");
+        }
+        let answer = flusher.answer(Promise::Itself, Ok(()));
+        flusher.told(&answer, false);
+        assert!(flusher.lost().is_some(), "nobody heard it");
+        let answer = flusher.answer(Promise::Itself, Ok(()));
+        flusher.told(&answer, true);
+        eio(answer.result);
+        assert_eq!(flusher.lost(), None);
+        // What nobody promised is not lost.
+        let answer = flusher.answer(Promise::Itself, Err(eio_now()));
+        flusher.told(&answer, false);
+        assert_eq!(flusher.lost(), None);
     }
 }

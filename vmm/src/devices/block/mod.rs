@@ -21,6 +21,8 @@ mod request;
 mod storage;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod under_way;
 mod uring;
 
 use std::collections::HashMap;
@@ -46,6 +48,7 @@ pub use self::file::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
+use self::flusher::Promise;
 pub(super) use self::flusher::{Flusher, flush_all};
 
 const QUEUE_SIZE: u16 = 256;
@@ -58,6 +61,8 @@ const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
 const MOST_UNDER_WAY: u64 = 32 << 20;
 /// How long the device works on a queue before it listens to others.
 const TURN: Duration = Duration::from_millis(10);
+/// How long a guest that is to be handed over stands for the end of a flush that was begun while it ran.
+const SETTLE_LIMIT: Duration = Duration::from_secs(5);
 /// Where the engine's completions are announced.
 const COMPLETIONS: u32 = 0;
 
@@ -77,7 +82,9 @@ pub(super) struct Block {
     waiting: u32,
     /// The driver knows of no volatile cache: what it has written is durable when it is told so.
     writes_through: bool,
-    /// Another host may have written to the file since it was opened: it is not taken hold of at once.
+    /// The file is locked for this guest.
+    held: bool,
+    /// Another host may have written to the file since it was opened: the guest comes from there, and has not run here.
     may_be_stale: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
@@ -105,8 +112,8 @@ struct UnderWay {
     writes: Vec<(u64, u64)>,
     /// Bytes that it moves.
     bytes: u64,
-    /// By its end the driver learns whether data is durable.
-    flushes: bool,
+    /// What its success says of data.
+    promise: Promise,
 }
 
 impl Block {
@@ -150,6 +157,7 @@ impl Block {
             bytes_under_way: 0,
             waiting: 0,
             writes_through: false,
+            held: false,
             may_be_stale: false,
             next_token: 0,
             counters: Arc::default(),
@@ -188,13 +196,17 @@ impl Block {
             Request::read(queue as u16, chain, &self.disk, io.ram)?;
         let work = match work {
             Ok(work) => work,
-            Err(code) => return finish(io, queue, chain.head, &status, 0, code),
+            Err(code) => return finish(io, queue, chain.head, &status, 0, code).map(drop),
         };
         self.count(&work);
         let (writes, bytes) = (work.writes(), work.bytes());
-        let flushes = work == Work::Flush || (self.writes_through && !writes.is_empty());
+        let promise = match &work {
+            Work::Flush => Promise::Everything,
+            _ if self.writes_through && !writes.is_empty() => Promise::Itself,
+            _ => Promise::Nothing,
+        };
         let head = chain.head;
-        let under_way = UnderWay { queue, head, status, data_len, writes, bytes, flushes };
+        let under_way = UnderWay { queue, head, status, data_len, writes, bytes, promise };
         if let Work::Identify(to) = &work {
             let mut id = [0; VIRTIO_BLK_ID_BYTES as usize];
             let serial = self.disk.serial.as_bytes();
@@ -242,15 +254,17 @@ impl Block {
             // Also if it failed: part of it may be written.
             self.mark(from, bytes);
         }
-        let result = if request.flushes { self.file.flusher().tell(result) } else { result };
-        let (len, code) = match result {
+        let answer = self.file.flusher().answer(request.promise, result);
+        let (len, code) = match &answer.result {
             Ok(()) => (request.data_len, VIRTIO_BLK_S_OK),
             Err(e) => {
-                self.note_error(&e);
+                self.note_error(e);
                 (0, VIRTIO_BLK_S_IOERR)
             }
         };
-        finish(io, request.queue, request.head, &request.status, len, code)
+        let heard = finish(io, request.queue, request.head, &request.status, len, code);
+        self.file.flusher().told(&answer, matches!(heard, Ok(true)));
+        heard.map(drop)
     }
 
     /// Takes what the engine has finished. All of it, whatever the driver did: memory and disk are
@@ -315,7 +329,7 @@ impl Block {
     }
 }
 
-/// Status byte, then the used ring.
+/// Status byte, then the used ring; whether the driver has a queue in which to see it.
 fn finish(
     io: &mut Io<'_>,
     queue: usize,
@@ -323,10 +337,11 @@ fn finish(
     status: &Buffers,
     data_len: u32,
     code: u32,
-) -> Result<(), Violation> {
+) -> Result<bool, Violation> {
     status.write(io.ram, 0, &[code as u8])?;
-    let ring: Option<&mut Ring> = io.rings.get_mut(queue);
-    ring.map_or(Ok(()), |ring| ring.push(io.ram, head, data_len + 1))
+    let Some(ring) = io.rings.get_mut(queue) else { return Ok(false) };
+    let heard = ring.is_set_up();
+    ring.push(io.ram, head, data_len + 1).map(|()| heard)
 }
 
 /// A drive's blocks, as if they were the frames of one slot.
@@ -366,7 +381,7 @@ impl Device for Block {
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         // A disk that is only read is locked against writers all the time, here or there.
-        self.may_be_stale = !self.disk.readonly;
+        self.may_be_stale = !self.disk.readonly && !self.held;
         match self.engine.announcer() {
             Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
             None => Ok(()),
@@ -408,6 +423,9 @@ impl Device for Block {
     }
 
     fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
+        // Should it let go of the file from now on, and take it again, its guest ran nowhere else meanwhile. Not sooner:
+        // when another of the guest's devices cannot be had, the guest goes on where it was, and writes.
+        self.may_be_stale &= !self.held;
         Ok(())
     }
 
@@ -426,6 +444,7 @@ impl Device for Block {
 
     fn acquire(&mut self) -> Result<(), String> {
         self.file.lock()?;
+        self.held = true;
         if self.may_be_stale {
             self.file.forget_cached();
         }
@@ -433,6 +452,8 @@ impl Device for Block {
     }
 
     fn release(&mut self) -> Result<(), String> {
-        self.file.flush_and_unlock()
+        self.file.flush_and_unlock(SETTLE_LIMIT)?;
+        self.held = false;
+        Ok(())
     }
 }

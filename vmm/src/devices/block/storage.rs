@@ -1,11 +1,11 @@
 //! Tests of a disk on what is under it: page cache, block device, and what of it loses data.
 
-use std::io::IoSliceMut;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
-use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::tests::{Disk, IOERR, OK, With, engines, pattern, read, request, write};
 use super::*;
@@ -14,15 +14,21 @@ use crate::devices::virtio::driver::Driver;
 use crate::memory::Memory;
 use crate::testing::skip;
 
-/// Whether the host has the first block of the disk in its cache; the error is a file system that does not say.
+/// Whether the host has any of the disk in its cache; asked without a read, which would fetch it. The error is a host that
+/// does not say.
 fn is_cached(disk: &Disk) -> Result<bool, String> {
-    let mut block = [0; 4096];
-    let into = &mut [IoSliceMut::new(&mut block)];
-    match preadv2(disk.file.as_file(), into, 0, ReadWriteFlags::NOWAIT) {
-        Ok(4096) => Ok(true),
-        Ok(_) | Err(Errno::AGAIN) => Ok(false),
-        Err(e) => Err(format!("the file system does not say what is cached: {e}")),
-    }
+    let mut fincore = Command::new("fincore");
+    let said = fincore.args(["--noheadings", "--output", "PAGES"]).arg(disk.file.path()).output();
+    let said = said.map_err(|e| format!("fincore: {e}"))?;
+    let pages = String::from_utf8_lossy(&said.stdout).trim().parse::<u64>();
+    pages.map(|pages| pages > 0).map_err(|e| format!("fincore: {e}"))
+}
+
+fn hand_over_and_back(device: &Transport) {
+    device.resume();
+    device.quiesce(Instant::now() + Duration::from_secs(20)).recv().unwrap().unwrap();
+    device.release().unwrap();
+    device.acquire().unwrap();
 }
 
 #[test]
@@ -51,12 +57,27 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     waits.acquire().unwrap();
     assert_eq!(is_cached(&disk), Ok(false));
     assert_eq!(disk.contents(0, 512), [7; 512]);
+    // Taken again before its guest ran here, which went on where it was.
+    waits.release().unwrap();
+    waits.acquire().unwrap();
+    assert_eq!(is_cached(&disk), Ok(false));
+    assert_eq!(disk.contents(0, 512), [7; 512]);
+    // Its guest was to go elsewhere, and did not.
+    hand_over_and_back(&waits);
+    assert_eq!(is_cached(&disk), Ok(true));
+    drop(waits);
+    let mut block = disk.block(With::Plain);
+    block.acquire().unwrap();
+    let launched = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
+    hand_over_and_back(&launched);
+    assert_eq!(is_cached(&disk), Ok(true));
 }
 
-/// A block device over `file`, addressed by blocks of 4 KiB; gone with this.
+/// A block device over a file; gone with this.
 struct Loop(String);
 
 impl Loop {
+    /// Addressed by blocks of 4 KiB.
     fn new(file: &Path) -> Result<Self, String> {
         let mut losetup = Command::new("losetup");
         let made = losetup.args(["--find", "--show", "--sector-size", "4096"]).arg(file).output();
@@ -66,6 +87,59 @@ impl Loop {
             false => Err(format!("losetup: {}", String::from_utf8_lossy(&made.stderr))),
         }
     }
+}
+
+/// A disk that takes whatever is written, and loses it when it is to be made durable: a block device over memory that
+/// has been sealed.
+fn losing_disk() -> Result<(Disk, Loop), String> {
+    let mut disk = Disk::new();
+    let memory = memfd_create("losing", MemfdFlags::ALLOW_SEALING).map_err(|e| e.to_string())?;
+    rustix::fs::ftruncate(&memory, disk.config.bytes).map_err(|e| e.to_string())?;
+    let pid = std::process::id();
+    let device = Loop::new(Path::new(&format!("/proc/{pid}/fd/{}", memory.as_raw_fd())))?;
+    fcntl_add_seals(&memory, SealFlags::WRITE).map_err(|e| e.to_string())?;
+    disk.config.path = device.0.clone().into();
+    Ok((disk, device))
+}
+
+/// Linux keeps for each open file what it has said of lost data; all of them must not say it to the guest.
+#[test]
+fn what_linux_says_of_lost_data_the_guest_hears_once() {
+    const TEST: &str = "what_linux_says_of_lost_data_the_guest_hears_once";
+    let (disk, _device) = match losing_disk() {
+        Ok(made) => made,
+        Err(why) => return skip(TEST, &format!("no disk that loses data: {why}")),
+    };
+    let mut block = disk.block(With::Plain);
+    block.acquire().unwrap();
+    let (file, flusher) = (block.file.clone(), block.flusher().clone());
+    let lose = |n| file.file().write_all_at(&[n; 4096], 0).unwrap();
+    let flush_of_guest = || {
+        let answer = flusher.answer(Promise::Everything, file.file().sync_data());
+        flusher.told(&answer, true);
+        answer.result
+    };
+    let early = || flush_all([&flusher].into_iter(), Duration::from_secs(20));
+    // The guest's own flush meets it.
+    lose(1);
+    flush_of_guest().unwrap_err();
+    assert_eq!(early(), Ok(true), "it is known");
+    flush_of_guest().unwrap();
+    block.release().unwrap();
+    block.acquire().unwrap();
+    // The hand-over does.
+    lose(2);
+    block.release().unwrap_err();
+    flush_of_guest().unwrap_err();
+    assert_eq!(early(), Ok(true), "it is known");
+    flush_of_guest().unwrap();
+    // A flush while the guest runs does.
+    lose(3);
+    early().unwrap_err();
+    flush_of_guest().unwrap_err();
+    assert_eq!(early(), Ok(true), "it is known");
+    flush_of_guest().unwrap();
+    block.release().unwrap();
 }
 
 impl Drop for Loop {

@@ -1,0 +1,184 @@
+//! Tests of what is under way: how much, and what becomes of it when the device is to stand, or its driver wants it no more.
+
+use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
+
+use super::held::Held;
+use super::tests::{Disk, IOERR, OK, engines, header, pattern, range, read, request, write};
+use super::*;
+use crate::devices::virtio::driver::{Driver, Piece};
+
+/// A drive whose work is done by `held`, large enough for large requests.
+fn held(held: &Held, without: u64) -> (Disk, Driver) {
+    let (disk, driver, _) = held_with_flusher(held, without);
+    (disk, driver)
+}
+
+fn held_with_flusher(held: &Held, without: u64) -> (Disk, Driver, Arc<Flusher>) {
+    let mut disk = Disk::new();
+    disk.config.bytes = 64 << 20;
+    disk.file.as_file().set_len(disk.config.bytes).unwrap();
+    let file = Arc::new(DiskFile::open(&disk.config, disk.guest).unwrap());
+    let block = Block::new(&disk.config, 2, file, Engine::Held(held.clone())).unwrap();
+    let flusher = block.flusher().clone();
+    let driver = Driver::started_without(Box::new(block), without);
+    (disk, driver, flusher)
+}
+
+/// Makes a write of 8 MiB available; its head and where its status will be.
+fn post_large(driver: &mut Driver, queue: usize) -> (usize, u16, Piece) {
+    let status = driver.given(&[0xff]);
+    let status = Piece { writable: true, ..status };
+    let data = Piece { addr: 0, len: 8 << 20, writable: false };
+    let header = header(driver, VIRTIO_BLK_T_OUT, 0);
+    (queue, driver.post(queue, &[header, data, status]), status)
+}
+
+#[track_caller]
+fn wait_for_held(held: &Held, count: usize) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while held.count() < count {
+        assert!(Instant::now() < end, "{} of {count}", held.count());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(30));
+    assert_eq!(held.count(), count, "and no more");
+}
+
+#[test]
+fn what_is_under_way_is_bounded_and_the_rest_waits_in_the_ring() {
+    let engine = Held::new();
+    let (_disk, mut driver) = held(&engine, 0);
+    let mut sent: Vec<_> = (0..6).map(|n| post_large(&mut driver, n % 2)).collect();
+    driver.kick(0);
+    driver.kick(1);
+    wait_for_held(&engine, (MOST_UNDER_WAY >> 23) as usize);
+    // A stand is refused in time, with what stands against it.
+    let began = Instant::now();
+    let refused = driver.transport.quiesce(began + Duration::from_millis(50)).recv().unwrap();
+    assert!(refused.unwrap_err().contains("still has 4 requests under way"));
+    assert!(began.elapsed() < Duration::from_secs(5));
+    // What waits is taken when there is room, also if that comes with a stand.
+    let stands = driver.transport.quiesce(began + Duration::from_secs(20));
+    engine.let_go();
+    stands.recv().unwrap().unwrap();
+    assert_eq!(engine.count(), 0);
+    driver.transport.resume();
+    sent.extend((0..6).map(|n| post_large(&mut driver, n % 2)));
+    driver.kick(0);
+    driver.kick(1);
+    for (queue, head, status) in sent {
+        driver.wait_used(queue, head);
+        assert_eq!(driver.bytes(status), [OK]);
+    }
+    assert_eq!(engine.given().len(), 12);
+}
+
+#[test]
+fn a_request_that_is_too_large_fails_alone() {
+    for with in engines() {
+        let mut disk = Disk::new();
+        disk.config.bytes = 64 << 20;
+        disk.file.as_file().set_len(disk.config.bytes).unwrap();
+        let (mut driver, _) = disk.driver(with);
+        let piece = Piece { addr: 0, len: 11 << 20, writable: false };
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 0, &[piece; 3]), IOERR);
+        assert_eq!(request(&mut driver, VIRTIO_BLK_T_OUT, 0, &[piece; 2]), OK);
+        assert_ne!(driver.offered() & 1 << VIRTIO_BLK_F_SIZE_MAX, 0);
+        let mut size_max = [0; 4];
+        driver.transport.read(0x108, &mut size_max);
+        assert!(u64::from(u32::from_le_bytes(size_max)) * u64::from(SEG_MAX) <= 32 << 20);
+    }
+}
+
+#[test]
+fn a_device_that_works_hears_commands_between_two_requests() {
+    let slow = Duration::from_millis(20);
+    let engine = Held::slow(slow);
+    let (_disk, mut driver) = held(&engine, 0);
+    let count = 60;
+    let mut heads = Vec::new();
+    for _ in 0..count {
+        let status = driver.wanted(1);
+        let flush = header(&mut driver, VIRTIO_BLK_T_FLUSH, 0);
+        heads.push(driver.post(0, &[flush, status]));
+    }
+    let began = Instant::now();
+    driver.kick(0);
+    std::thread::sleep(slow);
+    driver.quiesce();
+    assert!(began.elapsed() < slow * count / 2, "{:?}", began.elapsed());
+    driver.transport.resume();
+    for head in heads {
+        driver.wait_used(0, head);
+    }
+    assert_eq!(engine.given().len(), count as usize);
+}
+
+#[test]
+fn without_flushes_what_is_written_is_durable_when_it_is_done() {
+    let ask = |driver: &mut Driver| {
+        assert_eq!(write(driver, 0, &pattern(1, 4096)), OK);
+        assert_eq!(read(driver, 0, 512).0, OK);
+        for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
+            let ranges = driver.given(&range(64, 8, 0));
+            assert_eq!(request(driver, kind, 0, &[ranges]), OK);
+        }
+    };
+    let flush = 1 << VIRTIO_BLK_F_FLUSH;
+    for (without, durable) in [(0, false), (flush, true)] {
+        let engine = Held::slow(Duration::ZERO);
+        let (_disk, mut driver) = held(&engine, without);
+        ask(&mut driver);
+        assert_eq!(engine.given().len(), 4);
+        assert!(engine.given().iter().all(|operation| operation.durable == durable));
+        // What is agreed on anew counts.
+        driver.start(!(flush ^ without));
+        ask(&mut driver);
+        assert!(engine.given()[4..].iter().all(|operation| operation.durable != durable));
+    }
+    for with in engines() {
+        let disk = Disk::new();
+        let mut driver = Driver::started_without(Box::new(disk.block(with)), flush);
+        ask(&mut driver);
+        assert_eq!(disk.contents(0, 4096), pattern(1, 4096));
+    }
+}
+
+/// Makes a flush available, which the engine holds.
+fn post_flush(driver: &mut Driver, engine: &Held) {
+    let status = driver.wanted(1);
+    let flush = header(driver, VIRTIO_BLK_T_FLUSH, 0);
+    driver.post(0, &[flush, status]);
+    driver.kick(0);
+    wait_for_held(engine, 1);
+}
+
+#[test]
+fn what_was_lost_is_told_to_the_next_driver_if_this_one_does_not_hear_it() {
+    let flush = |driver: &mut Driver| request(driver, VIRTIO_BLK_T_FLUSH, 0, &[]);
+    for breaks_a_rule in [false, true] {
+        let engine = Held::new();
+        let (_disk, mut driver, flusher) = held_with_flusher(&engine, 0);
+        post_flush(&mut driver, &engine);
+        flusher.note_lost(&io::Error::from_raw_os_error(libc::EIO));
+        if breaks_a_rule {
+            // No room for a status.
+            let half = driver.given(&[0; 15]);
+            driver.post(1, &[half]);
+            driver.kick(1);
+            driver.wait_stopped("a request of no form");
+            engine.let_go();
+        } else {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(100));
+                    engine.let_go();
+                });
+                driver.write(VIRTIO_MMIO_STATUS, 0);
+            });
+        }
+        driver.start(!0);
+        assert_eq!(flush(&mut driver), IOERR, "breaks a rule: {breaks_a_rule}");
+        assert_eq!(flush(&mut driver), OK);
+    }
+}
