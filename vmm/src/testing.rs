@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
 
+use crate::config::DiskConfig;
 use crate::kvm;
 
 /// Names a file to which each skipped test adds a line, for whoever counts them.
@@ -68,6 +69,19 @@ pub fn fail_fdatasync() -> Result<(), String> {
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, fails, TargetArch::x86_64);
     let program: BpfProgram = filter.and_then(TryInto::try_into).map_err(|e| e.to_string())?;
     apply_filter(&program).map_err(|e| e.to_string())
+}
+
+/// A disk that the guest may write to, over the first `bytes` of the file at `path`; which disk that is counts for nothing.
+pub fn disk(id: &str, path: &Path, bytes: u64) -> DiskConfig {
+    DiskConfig {
+        id: id.to_owned(),
+        path: path.to_owned(),
+        readonly: false,
+        serial: String::new(),
+        bytes,
+        block_bytes: 512,
+        identity: None,
+    }
 }
 
 /// What a host would answer whose KVM has everything, and dirty rings of at most `ring_entries`

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 
 use checkpoint::{Guest, RunState};
 use common::{Place, Vmm, fail, receiver};
-use vmm::config::{Boot, DeviceConfig, DiskConfig, HostConfig, MachineConfig, SerialSink};
+use vmm::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
 use vmm::testing::{fail_fdatasync, kvm_or_skip};
 
@@ -225,15 +225,7 @@ fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
 /// A machine with a disk, in this process.
 fn launch(place: &Place) -> std::sync::Arc<Machine> {
     disk(place, "disk", 1 << 20);
-    let disk = DiskConfig {
-        id: "disk0".to_owned(),
-        path: place.path("disk"),
-        readonly: false,
-        serial: String::new(),
-        bytes: 1 << 20,
-        block_bytes: 512,
-        identity: None,
-    };
+    let disk = vmm::testing::disk("disk0", &place.path("disk"), 1 << 20);
     let config = MachineConfig {
         mem_bytes: 32 << 20,
         vcpus: 1,

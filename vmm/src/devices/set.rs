@@ -360,9 +360,7 @@ mod tests {
     fn disk(dir: &Path, id: &str) -> DiskConfig {
         let path = dir.join(id);
         std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
-        let serial = String::new();
-        let (id, bytes) = (id.to_owned(), 1 << 20);
-        DiskConfig { id, path, readonly: false, serial, bytes, block_bytes: 512, identity: None }
+        crate::testing::disk(id, &path, 1 << 20)
     }
 
     /// Whether another guest can have the disk.

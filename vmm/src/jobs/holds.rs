@@ -251,8 +251,8 @@ impl Guest for View {
 mod tests {
     use super::*;
     use crate::config::{
-        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, HostConfig,
-        MachineConfig, SerialSink,
+        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, HostConfig, MachineConfig,
+        SerialSink,
     };
     use crate::testing::kvm_or_skip;
     use RunState::{Paused, Running};
@@ -352,15 +352,7 @@ mod tests {
         }
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
-        let disk = DiskConfig {
-            id: "disk0".into(),
-            path: file.path().to_owned(),
-            readonly: false,
-            serial: String::new(),
-            bytes: 1 << 20,
-            block_bytes: 512,
-            identity: None,
-        };
+        let disk = crate::testing::disk("disk0", file.path(), 1 << 20);
         let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);
         holds.begin_migration();
         let migration = holds.view(Role::Migration);

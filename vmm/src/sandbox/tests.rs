@@ -7,10 +7,10 @@ use syscalls::Sysno;
 
 use super::*;
 use crate::config::{
-    Backend, BalloonConfig, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, MacAddr,
-    MachineConfig, NetConfig, VsockConfig,
+    Backend, BalloonConfig, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, MacAddr, MachineConfig,
+    NetConfig, VsockConfig,
 };
-use crate::devices::DeviceSet;
+use crate::devices::{DeviceSet, Drive};
 
 /// Tells a copy of this test binary which act to perform: `<class>:<act>`.
 const ACT: &str = "DRIFTLINE_SANDBOX_ACT";
@@ -299,15 +299,7 @@ fn devices() {
     let dir = tempfile::tempdir().unwrap();
     let (disk, uds) = (dir.path().join("disk"), dir.path().join("vsock"));
     std::fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
-    let disk = DiskConfig {
-        id: "d".to_owned(),
-        path: disk,
-        readonly: false,
-        serial: String::new(),
-        bytes: 1 << 20,
-        block_bytes: 512,
-        identity: None,
-    };
+    let disk = crate::testing::disk("d", &disk, 1 << 20);
     let mut devices = vec![
         DeviceConfig::Disk(disk),
         DeviceConfig::Vsock(VsockConfig { cid: 3, uds: uds.clone() }),
@@ -333,6 +325,9 @@ fn devices() {
     for _ in 0..3 {
         set.resume();
         std::os::unix::net::UnixStream::connect(&uds).unwrap();
+        // On files that are opened for it, by this thread.
+        let limit = std::time::Duration::from_secs(20);
+        assert_eq!(Drive::flush(set.drives(), limit), Ok(true));
         set.quiesce().unwrap();
         set.release().unwrap();
         assert!(!uds.exists(), "whoever has the guest now may listen there");

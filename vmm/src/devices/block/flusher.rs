@@ -245,21 +245,12 @@ mod tests {
 
     use super::super::file::DiskFile;
     use super::*;
-    use crate::config::DiskConfig;
-    use crate::testing::fail_fdatasync;
+    use crate::testing::{disk as disk_config, fail_fdatasync};
 
     fn disk() -> (Arc<DiskFile>, NamedTempFile) {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(4096).unwrap();
-        let disk = DiskConfig {
-            id: "d".to_owned(),
-            path: file.path().to_owned(),
-            readonly: false,
-            serial: String::new(),
-            bytes: 4096,
-            block_bytes: 512,
-            identity: None,
-        };
+        let disk = disk_config("d", file.path(), 4096);
         (Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), file)
     }
 

@@ -34,13 +34,8 @@ impl Disk {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(BYTES).unwrap();
         let config = DiskConfig {
-            id: "d".to_owned(),
-            path: file.path().to_owned(),
-            readonly: false,
             serial: "serial-1".to_owned(),
-            bytes: BYTES,
-            block_bytes: 512,
-            identity: None,
+            ..crate::testing::disk("d", file.path(), BYTES)
         };
         Self { file, config, guest: VmId::random() }
     }

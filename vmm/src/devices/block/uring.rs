@@ -290,22 +290,13 @@ mod tests {
     use vm_memory::GuestAddress;
 
     use super::*;
-    use crate::config::DiskConfig;
     use crate::memory::Memory;
 
     /// A ring on a file of 4 KiB; none where the host has none, which is said of `test`.
     fn uring(test: &str) -> Option<(Uring, NamedTempFile)> {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(4096).unwrap();
-        let disk = DiskConfig {
-            id: "d".to_owned(),
-            path: file.path().to_owned(),
-            readonly: false,
-            serial: String::new(),
-            bytes: 4096,
-            block_bytes: 512,
-            identity: None,
-        };
+        let disk = crate::testing::disk("d", file.path(), 4096);
         match Uring::new(Arc::new(DiskFile::open(&disk, VmId::random()).unwrap()), 8) {
             Ok(uring) => Some((uring, file)),
             Err(e) => {
