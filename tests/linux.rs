@@ -262,9 +262,9 @@ fn a_connection_survives_moves_with_little_silence() {
 const CLONES: usize = 10;
 
 /// Boots `kernel` with a network, takes a checkpoint, and has ten guests go on from it, each with a tap of
-/// its own at a host of its own. Each is asked at once for randomness by the command `ask`, whose output
-/// stands between `<` and `>`; no two may answer alike.
-fn ten_go_on(test: &str, kernel: &str, ask: &str) {
+/// its own at a host of its own. Each gives randomness of its own at once, by the command `ask` or by a checker, between
+/// `<` and `>`; no two may give the same.
+fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let _alone = tests::one_at_a_time();
     let Some(linux) = Linux::or_skip(test) else { return };
     if !linux.file(kernel).exists() {
@@ -285,12 +285,16 @@ fn ten_go_on(test: &str, kernel: &str, ask: &str) {
     let scratch = Scratch::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
     // What a checker says takes time from guests that are many.
-    let quiet = "driftline.check=tcp driftline.tcp=every=60s";
-    let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", quiet, &args);
+    let quiet = format!("driftline.check={checkers} driftline.tcp=every=60s");
+    let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", &quiet, &args);
     let store = scratch.path("store");
     let store = text(&store);
     // The server listens.
     Echo::start(&linux, &hosts[0], &scratch, "first").finish();
+    for checker in checkers.split(',') {
+        let ready = format!("check {checker}: ready");
+        tests::wait_for("checkers", SOON, || first.console().text().contains(&ready).then_some(()));
+    }
     let taken = first.cli("checkpoint", &["--store", store]);
     assert_eq!(taken.status.code(), Some(0), "{}", first.log());
     tests::assert_clean(&first.console());
@@ -302,7 +306,7 @@ fn ten_go_on(test: &str, kernel: &str, ask: &str) {
         let args = ["restore", "--store", store, "--net", &net];
         let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
         // There when the guest first runs: the shell, which waits for it, is among the first to run.
-        clone.type_line(ask);
+        ask.iter().for_each(|line| clone.type_line(line));
         clone
     };
     let mut clones: Vec<Driftline> = (1..=CLONES).map(restore).collect();
@@ -332,7 +336,7 @@ fn ten_go_on(test: &str, kernel: &str, ask: &str) {
     }
 }
 
-/// What a guest has answered to what was typed to it.
+/// The randomness that a guest has given.
 fn fresh(clone: &mut Driftline) -> String {
     let console = clone.console();
     tests::wait_for("randomness of a guest", Duration::from_secs(600), || {
@@ -353,14 +357,15 @@ fn fresh(clone: &mut Driftline) -> String {
 #[test]
 fn ten_guests_of_one_checkpoint_get_their_hosts_randomness() {
     let test = "ten_guests_of_one_checkpoint_get_their_hosts_randomness";
-    ten_go_on(test, "vmlinux", "echo \"<$(head -c9 /dev/hwrng|base64)>\"");
+    ten_go_on(test, "vmlinux", "tcp", Some("echo \"<$(head -c9 /dev/hwrng|base64)>\""));
 }
 
-/// A kernel with ACPI is told by the generation ID.
+/// A kernel with ACPI is told by the generation ID, some milliseconds after it goes on, and says so; a program that
+/// waits for that asks for randomness then.
 #[test]
 fn ten_guests_of_one_checkpoint_have_randomness_of_their_own() {
     let test = "ten_guests_of_one_checkpoint_have_randomness_of_their_own";
-    ten_go_on(test, "vmlinux-acpi", "read u</proc/sys/kernel/random/uuid;echo \"<$u>\"");
+    ten_go_on(test, "vmlinux-acpi", "tcp,fork", None);
 }
 
 /// What a kernel of the distribution's needs to come far where its ring 0 is emulated.
