@@ -17,7 +17,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use tests::{
-    Driftline, Echo, Linux, Namespace, Network, PEER, Progress, SOON, Scratch, json_of, repeats,
+    Driftline, Echo, Linux, Namespace, Network, PEER, Progress, SOON, Scratch, Stolen, json_of,
+    repeats,
 };
 
 /// They speak every other second: where ring 0 is emulated, a line costs the guest a tenth of a second.
@@ -26,6 +27,9 @@ const CHECKERS: &str = "driftline.check=mem,disk,tcp,clock driftline.mem=every=2
 const DISK_BYTES: u64 = 32 << 20;
 /// What a peer may hear nothing for, when its guest moves.
 const SILENCE_MS: u64 = 200;
+
+/// What a host may take from us of the processors' time, in percent, while that is measured.
+const UNDISTURBED: f64 = 1.0;
 
 /// Answers at 20 ms, after which a guest has settled.
 const SETTLED: u64 = 500;
@@ -221,16 +225,20 @@ fn a_connection_survives_moves_with_little_silence() {
     let Some((linux, network)) = linux_and_network(test) else { return };
     let scratch = Scratch::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
-    let mut here =
-        linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", "driftline.check=tcp", &args);
+    // The server hardly speaks: a line on the console is silence at the connection, a tenth of a second of it where
+    // ring 0 is emulated.
+    let checkers = "driftline.check=tcp driftline.tcp=every=60s";
+    let mut here = linux.boot("vmlinux", &network.hosts[0], &scratch, "stay0", checkers, &args);
     // A kernel that has only just booted is busy with itself for some seconds.
     let mut echo = Echo::start(&linux, &network.peer, &scratch, "settling");
     echo.wait_answers(SETTLED);
     echo.finish();
-    let mut silences = Vec::new();
-    for i in 1..=repeats(4, 20) {
+    let (mut silences, mut disturbed) = (Vec::new(), Vec::new());
+    // In the long form until twenty were undisturbed.
+    let judged = repeats(usize::MAX, 20);
+    for i in 1..=repeats(4, 60) {
         let mut echo = Echo::start(&linux, &network.peer, &scratch, &format!("echo{i}"));
-        let mark = echo.mark();
+        let (mark, stolen) = (echo.mark(), Stolen::begin());
         let before = echo.silence_since(0);
         let name = format!("stay{i}");
         let (there, address) =
@@ -242,19 +250,25 @@ fn a_connection_survives_moves_with_little_silence() {
         here = there;
         echo.wait_answers(100);
         tests::assert_clean(&here.console());
-        let silence = echo.silence_since(mark);
+        let (silence, stolen) = (echo.silence_since(mark), stolen.percent());
         echo.finish();
         eprintln!(
-            "{name}: downtime {:.1} ms, longest silence {silence} ms, {before} ms before",
+            "{name}: downtime {:.1} ms, longest silence {silence} ms, {before} ms before; stolen {stolen:.1} %",
             report["downtime_ms"].as_f64().unwrap_or(f64::NAN),
         );
-        silences.push(silence);
+        let which = if stolen <= UNDISTURBED { &mut silences } else { &mut disturbed };
+        which.push(silence);
+        if silences.len() >= judged {
+            break;
+        }
     }
     silences.sort_unstable();
-    eprintln!("silences of {} moves, in ms: {silences:?}", silences.len());
-    // In a host that has nothing else to do.
-    if repeats(0, 1) == 1 {
+    disturbed.sort_unstable();
+    eprintln!("silences, in ms: {silences:?}; while the host was elsewhere: {disturbed:?}");
+    // With nothing else on this machine, which only whoever asks for the long form knows of.
+    if judged == 20 {
         assert!(silences.iter().all(|ms| *ms <= SILENCE_MS), "{silences:?}");
+        assert!(silences.len() >= 10, "the host was elsewhere too often: {disturbed:?}");
     }
 }
 
@@ -262,9 +276,9 @@ fn a_connection_survives_moves_with_little_silence() {
 const CLONES: usize = 10;
 
 /// Boots `kernel` with a network, takes a checkpoint, and has ten guests go on from it, each with a tap of
-/// its own at a host of its own. Each is asked at once for randomness by the command `ask`, whose output
-/// stands between `<` and `>`; no two may answer alike.
-fn ten_go_on(test: &str, kernel: &str, ask: &str) {
+/// its own at a host of its own. Each gives randomness of its own at once, by the command `ask` or by a checker, between
+/// `<` and `>`; no two may give the same.
+fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let _alone = tests::one_at_a_time();
     let Some(linux) = Linux::or_skip(test) else { return };
     if !linux.file(kernel).exists() {
@@ -285,12 +299,16 @@ fn ten_go_on(test: &str, kernel: &str, ask: &str) {
     let scratch = Scratch::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
     // What a checker says takes time from guests that are many.
-    let quiet = "driftline.check=tcp driftline.tcp=every=60s";
-    let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", quiet, &args);
+    let quiet = format!("driftline.check={checkers} driftline.tcp=every=60s");
+    let mut first = linux.boot(kernel, &hosts[0], &scratch, "first", &quiet, &args);
     let store = scratch.path("store");
     let store = text(&store);
     // The server listens.
     Echo::start(&linux, &hosts[0], &scratch, "first").finish();
+    for checker in checkers.split(',') {
+        let ready = format!("check {checker}: ready");
+        tests::wait_for("checkers", SOON, || first.console().text().contains(&ready).then_some(()));
+    }
     let taken = first.cli("checkpoint", &["--store", store]);
     assert_eq!(taken.status.code(), Some(0), "{}", first.log());
     tests::assert_clean(&first.console());
@@ -302,7 +320,7 @@ fn ten_go_on(test: &str, kernel: &str, ask: &str) {
         let args = ["restore", "--store", store, "--net", &net];
         let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
         // There when the guest first runs: the shell, which waits for it, is among the first to run.
-        clone.type_line(ask);
+        ask.iter().for_each(|line| clone.type_line(line));
         clone
     };
     let mut clones: Vec<Driftline> = (1..=CLONES).map(restore).collect();
@@ -332,7 +350,7 @@ fn ten_go_on(test: &str, kernel: &str, ask: &str) {
     }
 }
 
-/// What a guest has answered to what was typed to it.
+/// The randomness that a guest has given.
 fn fresh(clone: &mut Driftline) -> String {
     let console = clone.console();
     tests::wait_for("randomness of a guest", Duration::from_secs(600), || {
@@ -353,14 +371,15 @@ fn fresh(clone: &mut Driftline) -> String {
 #[test]
 fn ten_guests_of_one_checkpoint_get_their_hosts_randomness() {
     let test = "ten_guests_of_one_checkpoint_get_their_hosts_randomness";
-    ten_go_on(test, "vmlinux", "echo \"<$(head -c9 /dev/hwrng|base64)>\"");
+    ten_go_on(test, "vmlinux", "tcp", Some("echo \"<$(head -c9 /dev/hwrng|base64)>\""));
 }
 
-/// A kernel with ACPI is told by the generation ID.
+/// A kernel with ACPI is told by the generation ID, some milliseconds after it goes on, and says so; a program that
+/// waits for that asks for randomness then.
 #[test]
 fn ten_guests_of_one_checkpoint_have_randomness_of_their_own() {
     let test = "ten_guests_of_one_checkpoint_have_randomness_of_their_own";
-    ten_go_on(test, "vmlinux-acpi", "read u</proc/sys/kernel/random/uuid;echo \"<$u>\"");
+    ten_go_on(test, "vmlinux-acpi", "tcp,fork", None);
 }
 
 /// What a kernel of the distribution's needs to come far where its ring 0 is emulated.

@@ -104,6 +104,9 @@ pub enum GuestError {
     },
 }
 
+/// Most bytes that [`Guest::detach`] gives.
+pub const MAX_LATE: usize = 1 << 20;
+
 /// A guest that can be tracked, paused, saved and restored.
 ///
 /// All methods may be called from any thread; implementations pass them as messages to the thread
@@ -165,11 +168,21 @@ pub trait Guest: Send + Sync {
     /// [`release`](Self::release) fails.
     fn flush(&self, limit: Duration) -> Result<bool, GuestError>;
 
-    /// Makes durable what the guest wrote and lets go of what only one host may hold (drives' locks, taps), of a paused
-    /// guest.
+    /// Makes durable what the guest wrote and lets go of the drives that only one host may hold, of a paused guest. By
+    /// what peers reach it (taps) they still do: what comes waits.
     fn release(&self) -> Result<(), GuestError>;
 
-    /// Takes again what [`release`](Self::release) let go of, or takes it first on a new host.
+    /// Lets go of what peers reach a released guest by, too. What has come for it since its state was saved, opaque and at
+    /// most [`MAX_LATE`] bytes, is for [`attach`](Self::attach) on the next host; should it stay here after all, it gets
+    /// that nevertheless.
+    fn detach(&self) -> Result<Vec<u8>, GuestError>;
+
+    /// On the next host, once the guest has its state and nobody else is reached in its name any more: has peers reach
+    /// it here, and takes what [`detach`](Self::detach) gave, which is hostile input. Whoever could not be
+    /// told is told when the guest goes on.
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError>;
+
+    /// Takes again what [`release`](Self::release) and [`detach`](Self::detach) let go of, or takes it first on a new host.
     fn acquire(&self) -> Result<(), GuestError>;
 
     /// Ends the guest here for good; it can never be resumed. `why` is for the log.

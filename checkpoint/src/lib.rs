@@ -29,7 +29,9 @@ mod zero;
 
 pub use cadence::Taken;
 pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
-pub use guest::{Clock, Guest, GuestError, GuestFactory, GuestRam, Paused, RunState, VmId};
+pub use guest::{
+    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VmId,
+};
 pub use restore::{RestoreError, RestoreReport, restore};
 pub use section::{Section, SectionTag, section_tags};
 pub use staging::StagingLimits;

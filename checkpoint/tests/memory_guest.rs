@@ -93,6 +93,8 @@ fn operations_fail_on_request_and_only_then() {
     fails(Op::Pause, &|| guest.pause().map(drop));
     fails(Op::Save, &|| guest.save_state().map(drop));
     fails(Op::Release, &|| guest.release());
+    fails(Op::Detach, &|| guest.detach().map(drop));
+    fails(Op::Attach, &|| guest.attach(&[]));
     fails(Op::Acquire, &|| guest.acquire());
     fails(Op::Resume, &|| guest.resume());
     assert_eq!(guest.run_state(), RunState::Running);

@@ -40,7 +40,9 @@ fn whatever_fails_at_the_destination_the_source_runs_on() {
 
 #[test]
 fn whatever_fails_at_the_source_it_runs_on() {
-    for op in [Op::Pause, Op::Save, Op::Release, Op::Subscribe, Op::Collect, Op::Populated] {
+    for op in
+        [Op::Pause, Op::Save, Op::Release, Op::Detach, Op::Subscribe, Op::Collect, Op::Populated]
+    {
         let host = Host::new();
         let guest = host.start(MemoryConfig::small());
         host.here.fail_next(op, 1);
@@ -65,6 +67,21 @@ fn disks_are_flushed_after_each_pass_and_what_fails_then_is_the_guests_affair() 
         let passes = sent.as_ref().unwrap().passes.len() as u64 - 1;
         assert_eq!(host.drive.flushes(), passes + 1 - u64::from(failing));
         exactly_one_runs(&host, &guest, &sent, there, "a flush");
+    }
+}
+
+#[test]
+fn what_came_late_goes_along_and_costs_no_migration() {
+    for failing in [0, 1] {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        host.there.fail_next(Op::Attach, failing);
+        let there = host.receiver();
+        Sender::start(&guest, &there.to, &quick_send(&host)).result().unwrap();
+        let arrived = there.guest();
+        assert_eq!(arrived.guest.run_state(), RunState::Running);
+        let late = arrived.guest.late();
+        assert_eq!(late, if failing == 0 { guest.mark() } else { Vec::new() });
     }
 }
 

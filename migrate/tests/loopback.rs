@@ -194,6 +194,12 @@ impl Guest for WritesWhenSaved {
     fn release(&self) -> Result<(), GuestError> {
         self.0.release()
     }
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.0.detach()
+    }
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.0.attach(late)
+    }
     fn acquire(&self) -> Result<(), GuestError> {
         self.0.acquire()
     }

@@ -11,6 +11,7 @@ mod load;
 mod network;
 mod process;
 mod proxy;
+mod stolen;
 
 pub use guest::Console;
 pub use linux::{Echo, Linux, Progress, assert_clean};
@@ -18,6 +19,7 @@ pub use load::Load;
 pub use network::{GUEST, Namespace, Network, PEER};
 pub use process::{Driftline, Scratch, driftline, json_of, run_cli};
 pub use proxy::{Cut, Direction, Later, Proxy};
+pub use stolen::Stolen;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

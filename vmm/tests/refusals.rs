@@ -138,6 +138,14 @@ impl Guest for Pretender {
         self.machine.release()
     }
 
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.machine.detach()
+    }
+
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.machine.attach(late)
+    }
+
     fn acquire(&self) -> Result<(), GuestError> {
         self.machine.acquire()
     }

@@ -21,6 +21,10 @@ pub enum Op {
     Flush,
     /// `Guest::release`
     Release,
+    /// `Guest::detach`
+    Detach,
+    /// `Guest::attach`
+    Attach,
     /// `Guest::acquire`
     Acquire,
     /// `Guest::subscribe`

@@ -100,6 +100,8 @@ pub struct MemoryGuest {
     gate: Arc<Gate>,
     writers: Vec<Arc<Writer>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// What `attach` was given.
+    late: Mutex<Vec<u8>>,
     faults: Arc<Faults>,
     drive: Arc<Drive>,
     /// Tells guests apart that have the same `vm_id`.
@@ -152,6 +154,7 @@ impl MemoryGuest {
             gate,
             writers: Vec::new(),
             threads: Mutex::default(),
+            late: Mutex::default(),
             faults,
             drive,
             serial: SERIAL.fetch_add(1, SeqCst),
@@ -189,6 +192,16 @@ impl MemoryGuest {
     /// What it holds between `acquire` and `release`.
     pub fn drive(&self) -> &Arc<Drive> {
         &self.drive
+    }
+
+    /// What came late for it, here: the mark of the guest that it was on its last host.
+    pub fn late(&self) -> Vec<u8> {
+        self.late.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What it gives when it is detached.
+    pub fn mark(&self) -> Vec<u8> {
+        self.serial.to_le_bytes().to_vec()
     }
 
     /// Page writes made by all writers since the guest was first started, wherever that was.
@@ -414,6 +427,18 @@ impl Guest for MemoryGuest {
         // As a guest with two drives does, of which the second fails.
         self.drive.let_go(self.serial);
         self.faults.check(Op::Release, "releasing the drive")
+    }
+
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.must_be_paused("detach")?;
+        self.faults.check(Op::Detach, "detaching")?;
+        Ok(self.mark())
+    }
+
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.faults.check(Op::Attach, "attaching")?;
+        *self.late.lock().unwrap_or_else(PoisonError::into_inner) = late.to_vec();
+        Ok(())
     }
 
     fn acquire(&self) -> Result<(), GuestError> {

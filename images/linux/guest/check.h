@@ -61,5 +61,6 @@ int disk_verify_main(int words, char **word);
 int tcp_main(int words, char **word);
 int tcp_client_main(int words, char **word);
 int clock_main(int words, char **word);
+int fork_main(int words, char **word);
 
 #endif

@@ -5,7 +5,7 @@
  *
  *   driftline.ip=ADDRESS/BITS      eth0's address        driftline.gw=ADDRESS    the default route
  *   driftline.mount=DEV:DIR[:TYPE] mounts DEV, ext4 unless told otherwise
- *   driftline.check=NAME,NAME,..   mem, disk, tcp, clock
+ *   driftline.check=NAME,NAME,..   mem, disk, tcp, clock, fork
  *   driftline.NAME=KEY=VALUE,..    that checker's options
  *
  * What is missing (no disk, no network) is said in a line and left out.
@@ -31,7 +31,7 @@ enum { COMMAND_LINE_BYTES = 4096, WORDS_MOST = 16 };
 static const struct {
     const char *name;
     int (*main)(int, char **);
-} checker[] = {{"mem", mem_main}, {"disk", disk_main}, {"tcp", tcp_main}, {"clock", clock_main}};
+} checker[] = {{"mem", mem_main}, {"disk", disk_main}, {"tcp", tcp_main}, {"clock", clock_main}, {"fork", fork_main}};
 
 enum { CHECKERS = sizeof checker / sizeof *checker };
 

@@ -18,6 +18,7 @@ int main(int words, char **word)
         {"echo", "[addr=10.0.0.2 | vsock=SOCKET] [port=7] [interval=20ms] [run=0s] [connect=60s] [drain=30s] [window=4096] [every=1s]",
          tcp_client_main},
         {"clock", "[tick=20ms] [every=1s]", clock_main},
+        {"fork", "", fork_main},
     };
     if (getpid() == 1)
         return init_main();

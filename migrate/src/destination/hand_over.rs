@@ -28,7 +28,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
         let Arrival { mut wire, guest, token, came } = arrival;
         let (_say_prepared, _) = self.ledger.post(DestinationEvent::Restored);
-        if let Err(cause) = self.await_commit(&mut wire, token, &whole) {
+        if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &whole) {
             return Err(self.discard(&mut wire, &*guest, token, cause));
         }
         let committed = Instant::now();
@@ -43,7 +43,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         };
         if let Err(e) = take_over(&*guest, permit, whole.was_running) {
             // It never ran. What it took it lets go of before the source may have it.
-            let released = guest.release();
+            let released = guest.release().and_then(|()| guest.detach());
             guest.stop(&format!("it was not received: {e}"));
             if let Err(e) = released {
                 tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
@@ -80,6 +80,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     fn await_commit(
         &self,
         wire: &mut Wire<Link>,
+        guest: &F::Guest,
         token: Token,
         whole: &Whole,
     ) -> Result<(), Cause> {
@@ -92,11 +93,21 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         }))?;
         wire.stream_mut().set_deadline(Some(Instant::now() + deadline));
         wire.stream_mut().set_patience(deadline);
-        let found = match wire.recv() {
-            Ok(Message::Commit { token }) => token,
-            Ok(other) => return Err(unexpected(&other, "COMMIT").into()),
-            Err(e) if e.is_silence() => return Err(Cause::NoCommit { after: deadline }),
-            Err(e) => return Err(e.into()),
+        let mut attached = false;
+        let found = loop {
+            match wire.recv() {
+                Ok(Message::Late(late)) if !attached => {
+                    attached = true;
+                    // Networks lose frames: it costs the guest no more than its peers' patience.
+                    if let Err(e) = guest.attach(late) {
+                        tracing::warn!(vm = %guest.vm_id(), "what came for the guest is lost: {e}");
+                    }
+                }
+                Ok(Message::Commit { token }) => break token,
+                Ok(other) => return Err(unexpected(&other, "COMMIT").into()),
+                Err(e) if e.is_silence() => return Err(Cause::NoCommit { after: deadline }),
+                Err(e) => return Err(e.into()),
+            }
         };
         if found != token {
             let (message, expected) = (Tag::Commit, token);

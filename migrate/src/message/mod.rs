@@ -7,7 +7,7 @@
 
 // What can be stored can be sent: the bounds of a guest are the store's.
 pub(crate) use checkpoint::format::{MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE};
-use checkpoint::{Section, SectionTag};
+use checkpoint::{MAX_LATE, Section, SectionTag};
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 use uuid::Uuid;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -78,10 +78,12 @@ pub enum Tag {
     Ended = 18,
     /// Source: frames that pass 0 will bring, to be prepared meanwhile.
     Expect = 19,
+    /// Source: nobody is reached here any more; what has come for the guest since its state was saved.
+    Late = 20,
 }
 
 impl Tag {
-    const ALL: [Tag; 19] = [
+    const ALL: [Tag; 20] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -101,6 +103,7 @@ impl Tag {
         Tag::Answer,
         Tag::Ended,
         Tag::Expect,
+        Tag::Late,
     ];
 
     /// The tag with this number, if it is one of this version's.
@@ -130,6 +133,7 @@ impl Tag {
             Self::Answer => "ANSWER",
             Self::Ended => "ENDED",
             Self::Expect => "EXPECT",
+            Self::Late => "LATE",
         }
     }
 
@@ -147,6 +151,7 @@ impl Tag {
             Self::PassEnd | Self::PassAck => 24,
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
+            Self::Late => MAX_LATE as u32,
             Self::Prepared => 56,
             Self::Commit | Self::Ended => 16,
             Self::Running => 24,
@@ -246,6 +251,7 @@ pub(crate) enum Message<'a> {
     State(Section),
     StateEnd { sections: u32, was_running: bool, counts: Counts },
     Prepared(PreparedSays),
+    Late(&'a [u8]),
     Commit { token: Token },
     Running { token: Token, took_us: u64 },
     Query { token: Token, site: Uuid },
@@ -390,6 +396,7 @@ impl<'a> Message<'a> {
                     counts: Counts { normal: raw.normal.get(), zero: raw.zeros.get() },
                 })
             }
+            Tag::Late => Self::Late(bytes),
             Tag::Commit => Self::Commit { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::Ended => Self::Ended { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::Running => {
@@ -446,6 +453,7 @@ impl<'a> Message<'a> {
             Self::State(_) => Tag::State,
             Self::StateEnd { .. } => Tag::StateEnd,
             Self::Prepared(_) => Tag::Prepared,
+            Self::Late(_) => Tag::Late,
             Self::Commit { .. } => Tag::Commit,
             Self::Running { .. } => Tag::Running,
             Self::Query { .. } => Tag::Query,

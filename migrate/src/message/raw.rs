@@ -169,6 +169,7 @@ impl Message<'_> {
             }
             .as_bytes()
             .to_vec(),
+            Self::Late(bytes) => bytes.to_vec(),
             Self::Commit { token } | Self::Ended { token } => token.0.as_bytes().to_vec(),
             Self::Running { token, took_us } => token_and(token, *took_us),
             Self::Query { token, site } => [&token.0.as_bytes()[..], &site.as_bytes()[..]].concat(),

@@ -56,6 +56,11 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
         self.guest.release()
     }
 
+    /// Lets go of what peers reach the guest by; what has come for it since its state was saved.
+    pub(super) fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.guest.detach()
+    }
+
     /// Takes everything back and lets the guest run, if it ran before.
     fn take_back(&mut self) -> Result<(), GuestError> {
         let Some(paused) = self.paused.take() else { return Ok(()) };

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, RunState, Section};
+use checkpoint::{Guest, MAX_LATE, RunState, Section};
 use dirty_tracker::{PAGE_SIZE, Subscription};
 use uuid::Uuid;
 
@@ -440,6 +440,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         same("the state's digest", StateDigest::of(&sections).into(), says.digest.into())?;
         same("the count of frames with content", tale.totals.normal, says.counts.normal)?;
         same("the count of zero frames", tale.totals.zero, says.counts.zero)?;
+        let late = held.detach()?;
+        fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
+        wire.send(&Message::Late(&late))?;
         Ok((says.site, tale))
     }
 

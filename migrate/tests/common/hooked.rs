@@ -65,6 +65,12 @@ impl Guest for Hooked {
     fn release(&self) -> Result<(), GuestError> {
         self.guest.release()
     }
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.guest.detach()
+    }
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.guest.attach(late)
+    }
     fn acquire(&self) -> Result<(), GuestError> {
         self.guest.acquire()
     }

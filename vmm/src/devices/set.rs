@@ -1,12 +1,13 @@
 //! All virtio devices of a machine: built from its configuration, connected to KVM, and paused,
 //! saved and handed over together.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use checkpoint::{GuestRam, VmId};
+use checkpoint::{GuestRam, MAX_LATE, VmId};
 use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
@@ -26,6 +27,8 @@ use crate::kvm::KvmVm;
 const STALL_LIMIT: Duration = Duration::from_secs(10);
 /// How much longer than a device itself whoever asked it waits.
 const GRACE: Duration = Duration::from_secs(1);
+/// Bytes that encode whose what came late is: number and length, and of all how many.
+const LATE_HEADS: usize = 8;
 /// Offset of `QueueNotify`, where ioeventfds listen.
 const QUEUE_NOTIFY: u64 = virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
@@ -288,6 +291,7 @@ impl DeviceSet {
                     if let Err(e) = earlier.release() {
                         tracing::error!("{e}");
                     }
+                    earlier.detach(0);
                 }
                 return Err(why);
             }
@@ -299,6 +303,36 @@ impl DeviceSet {
     /// are tried; if one fails, what the others let go of is to be acquired again.
     pub(crate) fn release(&self) -> Result<(), String> {
         self.devices.iter().map(Transport::release).fold(Ok(()), Result::and)
+    }
+
+    /// Lets go of what peers reach the guest by; what came for it late, by device, encoded in at most [`MAX_LATE`] bytes.
+    pub(crate) fn detach(&self) -> Result<Vec<u8>, String> {
+        let mut room = MAX_LATE - LATE_HEADS * self.devices.len();
+        let mut late = BTreeMap::new();
+        for (device, i) in self.devices.iter().zip(0u16..) {
+            let bytes = device.detach(room);
+            room = room.saturating_sub(bytes.len());
+            if !bytes.is_empty() {
+                late.insert(i, bytes);
+            }
+        }
+        postcard::to_stdvec(&late).map_err(|e| e.to_string())
+    }
+
+    /// Has peers reach the guest here. All devices are tried, also if there is no sense in what came late.
+    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
+        let decoded = match late.is_empty() {
+            true => Ok(BTreeMap::new()),
+            false => postcard::from_bytes::<BTreeMap<u16, Vec<u8>>>(late),
+        };
+        let (mut late, mut result) = match decoded {
+            Ok(late) => (late, Ok(())),
+            Err(e) => (BTreeMap::new(), Err(format!("what came late is malformed: {e}"))),
+        };
+        for (device, i) in self.devices.iter().zip(0..) {
+            result = result.and(device.attach(late.remove(&i).unwrap_or_default()));
+        }
+        result
     }
 
     /// The states of all devices, which stand.

@@ -238,6 +238,14 @@ impl Guest for View {
         self.holds.vm.release()
     }
 
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.holds.vm.detach()
+    }
+
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.holds.vm.attach(late)
+    }
+
     fn acquire(&self) -> Result<(), GuestError> {
         self.holds.vm.acquire()
     }

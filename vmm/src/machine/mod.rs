@@ -172,6 +172,14 @@ impl Guest for Machine {
         self.ask("releasing devices", Request::Release)
     }
 
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.ask("detaching devices", Request::Detach)
+    }
+
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.ask("attaching devices", |reply| Request::Attach(late.to_vec(), reply))
+    }
+
     fn acquire(&self) -> Result<(), GuestError> {
         self.ask("acquiring devices", Request::Acquire)
     }

@@ -28,6 +28,8 @@ pub(super) enum Request {
     Save(Sender<Result<Vec<Section>, GuestError>>),
     Restore(Box<Saved>, Clock, Sender<Result<(), GuestError>>),
     Release(Sender<Result<(), GuestError>>),
+    Detach(Sender<Result<Vec<u8>, GuestError>>),
+    Attach(Vec<u8>, Sender<Result<(), GuestError>>),
     Acquire(Sender<Result<(), GuestError>>),
     Stop(String, Sender<Result<(), GuestError>>),
     /// From a vCPU: the guest has ended.
@@ -193,6 +195,8 @@ impl Supervisor {
                     answer(&reply, self.restore(*saved, clock));
                 }
                 Request::Release(reply) => answer(&reply, self.release()),
+                Request::Detach(reply) => answer(&reply, self.detach()),
+                Request::Attach(late, reply) => answer(&reply, self.attach(&late)),
                 Request::Acquire(reply) => answer(&reply, self.acquire()),
                 Request::Stop(why, reply) => {
                     self.end(EndReason::Stopped(why));
@@ -364,6 +368,18 @@ impl Supervisor {
         devices("releasing a device", self.bus.virtio().release())
     }
 
+    /// Lets go of what peers reach the guest by, after `release`.
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.require("detach", RunState::Paused)?;
+        devices("detaching a device", self.bus.virtio().detach())
+    }
+
+    /// Has peers reach the guest here.
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.require("attach", RunState::Paused)?;
+        devices("attaching a device", self.bus.virtio().attach(late))
+    }
+
     /// Takes what only one host may hold.
     fn acquire(&mut self) -> Result<(), GuestError> {
         self.require("acquire", RunState::Paused)?;
@@ -420,7 +436,7 @@ impl Supervisor {
     }
 }
 
-fn devices(what: &'static str, r: Result<(), String>) -> Result<(), GuestError> {
+fn devices<T>(what: &'static str, r: Result<T, String>) -> Result<T, GuestError> {
     r.map_err(|why| GuestError::System { what, cause: why.into() })
 }
 
@@ -437,6 +453,8 @@ fn refuse(request: Request) {
         Request::Save(reply) => answer(&reply, Err(stopped("save"))),
         Request::Restore(_, _, reply) => answer(&reply, Err(stopped("restore"))),
         Request::Release(reply) => answer(&reply, Err(stopped("release"))),
+        Request::Detach(reply) => answer(&reply, Err(stopped("detach"))),
+        Request::Attach(_, reply) => answer(&reply, Err(stopped("attach"))),
         Request::Acquire(reply) => answer(&reply, Err(stopped("acquire"))),
         Request::Stop(_, reply) => answer(&reply, Ok(())),
         Request::Ended(_) | Request::Quit => {}

@@ -331,6 +331,9 @@ fn devices() {
         set.quiesce().unwrap();
         set.release().unwrap();
         assert!(!uds.exists(), "whoever has the guest now may listen there");
+        let late = set.detach().unwrap();
+        set.attach(&late).unwrap();
+        set.detach().unwrap();
         set.acquire().unwrap();
     }
     drop(set);

@@ -424,6 +424,9 @@ impl<'s> Bench<'s> {
             return Some(why);
         }
         self.device.release().unwrap();
+        let late = self.device.detach(4096);
+        assert!(late.len() <= 4096);
+        new.attach(&late).unwrap();
         new.acquire().unwrap();
         self.device = new;
         None

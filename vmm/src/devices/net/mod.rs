@@ -9,12 +9,16 @@
 //! Frames go through a buffer of the device's, with one copy more than they need: what the guest
 //! changes meanwhile can then confuse nobody. One thread serves all queues.
 //!
-//! The tap is attached to while this host has the guest. After a move the interface says where it is
-//! now: by itself, for switches to learn, and through its driver, which knows its IP addresses.
+//! The tap is attached to while this host has the guest; and at the next host from the moment that the state
+//! is there, so that between two hosts there is always one where frames can wait. What waits at the old
+//! one goes along. After a move the interface says where it is now: by itself, for switches to learn, and
+//! through its driver, which knows its IP addresses.
 
 mod announce;
 mod control;
+mod device;
 mod frame;
+mod late;
 mod tap;
 #[cfg(test)]
 mod tests;
@@ -25,7 +29,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
-use std::time::Instant;
 
 use checkpoint::{GuestRam, VmId};
 use serde::{Deserialize, Serialize};
@@ -35,11 +38,12 @@ use vmm_sys_util::epoll::EventSet;
 use self::announce::Announcements;
 use self::control::Control;
 use self::frame::{HEADER, MAX_FRAME, NUM_BUFFERS};
+use self::late::Late;
 use self::tap::Tap;
 pub use self::tap::TapError;
 use super::figures::NetCounters;
 use super::opener::Opener;
-use super::virtio::{Chain, Device, Io, Kind, Ring, Stall, Violation, Watcher};
+use super::virtio::{Chain, Device, Io, Ring, Violation, Watcher};
 use crate::config::NetConfig;
 
 const QUEUE_SIZE: u16 = 256;
@@ -51,13 +55,15 @@ pub(super) struct Net {
     config: NetConfig,
     /// Attaches to the tap.
     open: Box<dyn Fn() -> Result<Tap, String> + Send>,
-    /// While this host has the guest.
+    /// While peers reach the guest by this host.
     tap: Option<Tap>,
     /// The tap's files are watched.
     watched: bool,
     /// The tap was let go of and taken again since the device last worked.
     retaken: bool,
     announcements: Announcements,
+    /// To be given to the driver before what is in the tap.
+    late: Late,
     /// What the driver negotiated, if it is ready.
     features: Option<u64>,
     /// One frame with its header.
@@ -136,6 +142,7 @@ impl Net {
             watched: false,
             retaken: false,
             announcements,
+            late: Late::default(),
             features: None,
             buffer: vec![0; MAX_FRAME].into(),
             tap_error_said: false,
@@ -148,6 +155,12 @@ impl Net {
     /// What it has done.
     pub(super) fn counters(&self) -> &Arc<NetCounters> {
         &self.counters
+    }
+
+    fn attach_tap(&mut self) -> Result<(), String> {
+        self.tap = Some((self.open)()?);
+        (self.watched, self.retaken) = (false, true);
+        Ok(())
     }
 
     fn has(&self, feature: u32) -> bool {
@@ -245,6 +258,11 @@ impl Net {
     fn next_frame(&mut self, pair: u8) -> Option<usize> {
         if let Some(frame) = self.state.waiting.remove(&pair) {
             // Bounded when it was restored.
+            self.buffer[..frame.len()].copy_from_slice(&frame);
+            return Some(frame.len());
+        }
+        if let Some(frame) = self.late.pop(pair) {
+            // Bounded when it was decoded, or read into this buffer.
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
         }
@@ -386,11 +404,15 @@ impl Net {
         Ok(true)
     }
 
-    /// Says where the interface is: to switches now, and if the driver knows how, through it.
-    fn announce(&mut self, ask_driver: bool, io: &mut Io<'_>) {
+    fn send_announcement(&mut self) {
         let frame = frame::announcement(self.config.mac);
         self.buffer[..frame.len()].copy_from_slice(&frame);
         self.send(0, frame.len());
+    }
+
+    /// Says where the interface is: to switches now, and if the driver knows how, through it.
+    fn announce(&mut self, ask_driver: bool, io: &mut Io<'_>) {
+        self.send_announcement();
         if ask_driver && self.has(VIRTIO_NET_F_GUEST_ANNOUNCE) {
             self.state.announce = true;
             io.shared.change_config(self.config_space());
@@ -401,149 +423,4 @@ impl Net {
 /// Bytes that `chains` have room for.
 fn room(chains: &[Chain]) -> u64 {
     chains.iter().map(|chain| u64::from(chain.writable.len())).sum()
-}
-
-impl Device for Net {
-    fn kind(&self) -> Kind {
-        Kind::Net
-    }
-
-    fn features(&self) -> u64 {
-        let several = (self.config.queues > 1).then_some(VIRTIO_NET_F_MQ);
-        let always = [
-            VIRTIO_NET_F_CSUM,
-            VIRTIO_NET_F_GUEST_CSUM,
-            VIRTIO_NET_F_MAC,
-            VIRTIO_NET_F_GUEST_TSO4,
-            VIRTIO_NET_F_GUEST_TSO6,
-            VIRTIO_NET_F_HOST_TSO4,
-            VIRTIO_NET_F_HOST_TSO6,
-            VIRTIO_NET_F_MRG_RXBUF,
-            VIRTIO_NET_F_STATUS,
-            VIRTIO_NET_F_CTRL_VQ,
-            VIRTIO_NET_F_GUEST_ANNOUNCE,
-        ];
-        always.into_iter().chain(several).fold(0, |bits, bit| bits | 1 << bit)
-    }
-
-    fn queue_sizes(&self) -> Vec<u16> {
-        vec![QUEUE_SIZE; 2 * usize::from(self.config.queues) + 1]
-    }
-
-    fn config_space(&self) -> Vec<u8> {
-        let announce = if self.state.announce { VIRTIO_NET_S_ANNOUNCE } else { 0 };
-        let status = (VIRTIO_NET_S_LINK_UP | announce) as u16;
-        let pairs = u16::from(self.config.queues);
-        [&self.config.mac.0[..], &status.to_le_bytes(), &pairs.to_le_bytes()].concat()
-    }
-
-    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
-
-    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
-        watcher.watch(self.announcements.timer(), EventSet::IN, ANNOUNCE)?;
-        self.watch(watcher)
-    }
-
-    fn activate(&mut self, features: u64) {
-        self.features = Some(features);
-        // Until the driver asks for more; a state that is restored says it after this.
-        self.state.pairs = 1;
-        self.state.waiting.retain(|pair, _| *pair == 0);
-        self.try_tell_tap();
-    }
-
-    fn reset(&mut self, _: &mut Io<'_>) {
-        self.features = None;
-        self.announcements.end();
-        self.state = NetState { pairs: 1, ..NetState::default() };
-        self.try_tell_tap();
-    }
-
-    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
-        match self.role(queue) {
-            Some(Role::Receive(pair)) => self.receive(pair, io),
-            Some(Role::Transmit(pair)) => self.transmit(pair, io),
-            Some(Role::Control) => self.obey(queue, io),
-            None => Ok(()),
-        }
-    }
-
-    fn backend_ready(&mut self, token: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
-        if let Ok(pair) = u8::try_from(token) {
-            return self.receive(pair, io);
-        }
-        match self.announcements.tick() {
-            Ok(Some(ask_driver)) => self.announce(ask_driver, io),
-            Ok(None) => {}
-            Err(e) => tracing::warn!("the announcements of a network interface end: {e}"),
-        }
-        Ok(())
-    }
-
-    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
-        // Nothing is under way between two calls: frames are in the tap, or with the driver.
-        Ok(())
-    }
-
-    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
-        if let Err(e) = self.watch(io.watcher) {
-            tracing::error!("tap \"{}\" cannot be watched: {e}", self.config.tap);
-        }
-        let retaken = std::mem::take(&mut self.retaken);
-        if self.features.is_some() && (moved || retaken) {
-            self.announce(false, io);
-            if let Err(e) = self.announcements.begin() {
-                tracing::warn!("a network interface announces itself only once: {e}");
-            }
-        }
-        Ok(())
-    }
-
-    fn save(&self) -> Result<Vec<u8>, String> {
-        postcard::to_stdvec(&self.state).map_err(|e| e.to_string())
-    }
-
-    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
-        let (state, rest): (NetState, _) =
-            postcard::take_from_bytes(state).map_err(|e| e.to_string())?;
-        if !rest.is_empty() {
-            return Err(format!("{} bytes follow the end of its state", rest.len()));
-        }
-        let NetState { pairs, ref waiting, .. } = state;
-        // What a driver negotiated that has broken the rules since is not told here.
-        let many = self.features.is_none() || self.has(VIRTIO_NET_F_MQ);
-        let most = if many { self.config.queues } else { 1 };
-        if !(1..=most).contains(&pairs) {
-            return Err(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
-        }
-        for (pair, frame) in waiting {
-            if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&frame.len()) {
-                let len = frame.len();
-                return Err(format!("a frame of {len} bytes waits for pair {pair} of {pairs}"));
-            }
-        }
-        self.state = state;
-        self.try_tell_tap();
-        Ok(())
-    }
-
-    fn acquire(&mut self) -> Result<(), String> {
-        if self.tap.is_some() {
-            return Ok(());
-        }
-        self.tap = Some((self.open)()?);
-        (self.watched, self.retaken) = (false, true);
-        self.tell_tap().map_err(|e| {
-            self.tap = None;
-            let name = &self.config.tap;
-            format!("tap \"{name}\" does not do what the guest's driver needs: {e}")
-        })
-    }
-
-    fn release(&mut self) -> Result<(), String> {
-        self.announcements.end();
-        self.tap = None;
-        self.watched = false;
-        Ok(())
-    }
 }

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_mmio::*;
 
@@ -285,6 +285,67 @@ fn after_a_move_it_says_where_it_is() {
     assert_eq!(status(&driver), 1, "which has done so");
     assert_eq!(driver.read(VIRTIO_MMIO_INTERRUPT_STATUS) & VIRTIO_MMIO_INT_CONFIG, 0);
     assert_eq!(world.frames(), Vec::<Vec<u8>>::new());
+}
+
+#[test]
+fn what_came_while_it_moved_is_the_first_there() {
+    let world = World::new(1);
+    let driver = Driver::started(Box::new(world.net()));
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    for n in 1..=3 {
+        world.send(0, &frame(n, 100));
+    }
+    let moved = restored(&world, &driver, state);
+    driver.transport.release().unwrap();
+    let late = driver.transport.detach(1 << 20);
+    moved.attach(late).unwrap();
+    assert_eq!(world.frames(), [&frame::announcement(MAC)[HEADER..]], "before it goes on");
+    moved.acquire().unwrap();
+    let mut driver = driver.moved_to(moved);
+    driver.transport.resume();
+    world.send(0, &frame(4, 100));
+    let mut received = Vec::new();
+    for _ in 1..=4 {
+        let room = driver.wanted(200);
+        driver.request(0, &[room]);
+        received.push(driver.bytes(room)[HEADER..HEADER + 100].to_vec());
+    }
+    assert_eq!(received, (1..=4).map(|n| frame(n, 100)).collect::<Vec<_>>());
+}
+
+#[test]
+fn what_came_while_it_should_have_moved_is_not_lost() {
+    let world = World::new(1);
+    let mut driver = Driver::started(Box::new(world.net()));
+    driver.quiesce();
+    world.send(0, &frame(1, 100));
+    driver.transport.release().unwrap();
+    assert_eq!(driver.transport.detach(10), [0; 0], "without room for it");
+    world.send(0, &frame(2, 100));
+    driver.transport.acquire().unwrap();
+    driver.transport.resume();
+    for n in 1..=2 {
+        let room = driver.wanted(200);
+        driver.request(0, &[room]);
+        assert_eq!(driver.bytes(room)[HEADER..HEADER + 100], frame(n, 100));
+    }
+}
+
+#[test]
+fn nonsense_that_came_late_costs_nothing_else() {
+    let world = World::new(1);
+    let driver = Driver::started(Box::new(world.net()));
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    let moved = restored(&world, &driver, state);
+    moved.attach(vec![0xff; 40]).unwrap_err();
+    moved.acquire().unwrap();
+    let mut driver = driver.moved_to(moved);
+    driver.transport.resume();
+    world.send(0, &frame(1, 100));
+    let room = driver.wanted(200);
+    assert_eq!(driver.request(0, &[room]), 112);
 }
 
 #[test]

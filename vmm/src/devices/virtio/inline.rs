@@ -69,6 +69,14 @@ impl Inline {
         self.worker.borrow_mut().release()
     }
 
+    pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
+        self.worker.borrow_mut().detach(room)
+    }
+
+    pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
+        self.worker.borrow_mut().attach(late)
+    }
+
     pub(crate) fn save(&self) -> Result<VirtioState, String> {
         Ok(self.front.save(self.worker.borrow().save()?))
     }

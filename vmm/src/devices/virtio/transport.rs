@@ -166,6 +166,16 @@ impl Transport {
         self.ask_result(Command::Release)
     }
 
+    /// Lets go of what peers reach the guest by; what came for it late, in at most `room` bytes.
+    pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
+        self.ask(|reply| Command::Detach(room, reply)).unwrap_or_default()
+    }
+
+    /// Has peers reach the guest here, and takes what [`detach`](Self::detach) gave at its last host.
+    pub(crate) fn attach(&self, late: Vec<u8>) -> Result<(), String> {
+        self.ask_result(|reply| Command::Attach(late, reply))
+    }
+
     /// The state of a device that stands.
     pub(crate) fn save(&self) -> Result<VirtioState, String> {
         Ok(self.front.save(self.ask_result(Command::Save)?))

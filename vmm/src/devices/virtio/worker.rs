@@ -39,6 +39,9 @@ pub(super) enum Command {
     Restore(Box<RestoredWorker>, Sender<Result<(), String>>),
     Acquire(Sender<Result<(), String>>),
     Release(Sender<Result<(), String>>),
+    /// In so many bytes.
+    Detach(usize, Sender<Vec<u8>>),
+    Attach(Vec<u8>, Sender<Result<(), String>>),
     Quit,
 }
 
@@ -228,6 +231,8 @@ impl Worker {
             Command::Restore(state, reply) => answer(&reply, self.restore(*state)),
             Command::Acquire(reply) => answer(&reply, self.acquire()),
             Command::Release(reply) => answer(&reply, self.release()),
+            Command::Detach(room, reply) => answer(&reply, self.detach(room)),
+            Command::Attach(late, reply) => answer(&reply, self.attach(&late)),
             Command::Quit => return false,
         }
         true
@@ -434,6 +439,14 @@ impl Worker {
 
     pub(super) fn release(&mut self) -> Result<(), String> {
         self.device.release()
+    }
+
+    pub(super) fn detach(&mut self, room: usize) -> Vec<u8> {
+        self.device.detach(room)
+    }
+
+    pub(super) fn attach(&mut self, late: &[u8]) -> Result<(), String> {
+        self.device.attach(late)
     }
 }
 

@@ -1,0 +1,185 @@
+//! The interface as its thread and its machine see it: what it offers, how it stands, goes on and moves.
+
+use std::io;
+use std::time::Instant;
+
+use virtio_bindings::virtio_net::*;
+use vmm_sys_util::epoll::EventSet;
+
+use super::frame::{HEADER, MAX_FRAME};
+use super::late::Late;
+use super::{ANNOUNCE, Net, NetState, QUEUE_SIZE, Role};
+use crate::devices::virtio::{Device, Io, Kind, Stall, Violation, Watcher};
+
+impl Device for Net {
+    fn kind(&self) -> Kind {
+        Kind::Net
+    }
+
+    fn features(&self) -> u64 {
+        let several = (self.config.queues > 1).then_some(VIRTIO_NET_F_MQ);
+        let always = [
+            VIRTIO_NET_F_CSUM,
+            VIRTIO_NET_F_GUEST_CSUM,
+            VIRTIO_NET_F_MAC,
+            VIRTIO_NET_F_GUEST_TSO4,
+            VIRTIO_NET_F_GUEST_TSO6,
+            VIRTIO_NET_F_HOST_TSO4,
+            VIRTIO_NET_F_HOST_TSO6,
+            VIRTIO_NET_F_MRG_RXBUF,
+            VIRTIO_NET_F_STATUS,
+            VIRTIO_NET_F_CTRL_VQ,
+            VIRTIO_NET_F_GUEST_ANNOUNCE,
+        ];
+        always.into_iter().chain(several).fold(0, |bits, bit| bits | 1 << bit)
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE; 2 * usize::from(self.config.queues) + 1]
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        let announce = if self.state.announce { VIRTIO_NET_S_ANNOUNCE } else { 0 };
+        let status = (VIRTIO_NET_S_LINK_UP | announce) as u16;
+        let pairs = u16::from(self.config.queues);
+        [&self.config.mac.0[..], &status.to_le_bytes(), &pairs.to_le_bytes()].concat()
+    }
+
+    fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
+
+    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        watcher.watch(self.announcements.timer(), EventSet::IN, ANNOUNCE)?;
+        self.watch(watcher)
+    }
+
+    fn activate(&mut self, features: u64) {
+        self.features = Some(features);
+        // Until the driver asks for more; a state that is restored says it after this.
+        self.state.pairs = 1;
+        self.state.waiting.retain(|pair, _| *pair == 0);
+        self.try_tell_tap();
+    }
+
+    fn reset(&mut self, _: &mut Io<'_>) {
+        self.features = None;
+        self.announcements.end();
+        self.late = Late::default();
+        self.state = NetState { pairs: 1, ..NetState::default() };
+        self.try_tell_tap();
+    }
+
+    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        match self.role(queue) {
+            Some(Role::Receive(pair)) => self.receive(pair, io),
+            Some(Role::Transmit(pair)) => self.transmit(pair, io),
+            Some(Role::Control) => self.obey(queue, io),
+            None => Ok(()),
+        }
+    }
+
+    fn backend_ready(&mut self, token: u32, _: EventSet, io: &mut Io<'_>) -> Result<(), Violation> {
+        if let Ok(pair) = u8::try_from(token) {
+            return self.receive(pair, io);
+        }
+        match self.announcements.tick() {
+            Ok(Some(ask_driver)) => self.announce(ask_driver, io),
+            Ok(None) => {}
+            Err(e) => tracing::warn!("the announcements of a network interface end: {e}"),
+        }
+        Ok(())
+    }
+
+    fn quiesce(&mut self, _: Instant, _: &mut Io<'_>) -> Result<(), Stall> {
+        // Nothing is under way between two calls: frames are in the tap, or with the driver.
+        Ok(())
+    }
+
+    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+        if let Err(e) = self.watch(io.watcher) {
+            tracing::error!("tap \"{}\" cannot be watched: {e}", self.config.tap);
+        }
+        let retaken = std::mem::take(&mut self.retaken);
+        if self.features.is_some() && (moved || retaken) {
+            self.announce(false, io);
+            if let Err(e) = self.announcements.begin() {
+                tracing::warn!("a network interface announces itself only once: {e}");
+            }
+        }
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        postcard::to_stdvec(&self.state).map_err(|e| e.to_string())
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+        let (state, rest): (NetState, _) =
+            postcard::take_from_bytes(state).map_err(|e| e.to_string())?;
+        if !rest.is_empty() {
+            return Err(format!("{} bytes follow the end of its state", rest.len()));
+        }
+        let NetState { pairs, ref waiting, .. } = state;
+        // What a driver negotiated that has broken the rules since is not told here.
+        let many = self.features.is_none() || self.has(VIRTIO_NET_F_MQ);
+        let most = if many { self.config.queues } else { 1 };
+        if !(1..=most).contains(&pairs) {
+            return Err(format!("it uses {pairs} pairs of queues, not 1 to {most}"));
+        }
+        for (pair, frame) in waiting {
+            if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&frame.len()) {
+                let len = frame.len();
+                return Err(format!("a frame of {len} bytes waits for pair {pair} of {pairs}"));
+            }
+        }
+        self.state = state;
+        // Should it be too early, because the host that the guest leaves is this one, `acquire` does it.
+        if self.tap.is_none()
+            && let Err(e) = self.attach_tap()
+        {
+            tracing::debug!("not yet: {e}");
+        }
+        self.try_tell_tap();
+        Ok(())
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        if self.tap.is_none() {
+            self.attach_tap()?;
+        }
+        self.tell_tap().map_err(|e| {
+            self.tap = None;
+            let name = &self.config.tap;
+            format!("tap \"{name}\" does not do what the guest's driver needs: {e}")
+        })
+    }
+
+    fn release(&mut self) -> Result<(), String> {
+        self.announcements.end();
+        Ok(())
+    }
+
+    fn detach(&mut self, room: usize) -> Vec<u8> {
+        if let Some(tap) = self.tap.take() {
+            let lost = self.late.take_from(&tap, &mut self.buffer);
+            self.counters.lost_frames.add(lost);
+        }
+        self.watched = false;
+        let encoded = self.late.encode(room);
+        encoded.unwrap_or_else(|why| {
+            self.lose(&format!("what came while it moved cannot be encoded: {why}"));
+            Vec::new()
+        })
+    }
+
+    fn attach(&mut self, late: &[u8]) -> Result<(), String> {
+        if self.tap.is_none() {
+            self.attach_tap()?;
+            self.try_tell_tap();
+        }
+        if self.features.is_some() {
+            self.send_announcement();
+        }
+        self.late = Late::decode(late, self.state.pairs)?;
+        Ok(())
+    }
+}

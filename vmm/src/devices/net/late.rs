@@ -1,0 +1,123 @@
+//! Frames that came for a guest after its state was saved: they wait in its tap, and go with it to the
+//! next host, where they are the first that its driver is given.
+
+use std::collections::VecDeque;
+
+use super::frame::{HEADER, MAX_FRAME};
+use super::tap::Tap;
+
+/// Most frames that go along: what a tap holds by default, and more than a move takes.
+const MOST: usize = 1024;
+/// Bytes beside a frame's own, encoded: its pair, its length.
+const FRAME_HEAD: usize = 4;
+/// Bytes before the first frame: how many there are.
+const HEAD: usize = 2;
+
+/// Frames with their headers and the pairs of queues that they came by, in the order of each pair.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct Late(VecDeque<(u8, Vec<u8>)>);
+
+impl Late {
+    /// The next frame for `pair`.
+    pub(super) fn pop(&mut self, pair: u8) -> Option<Vec<u8>> {
+        let i = self.0.iter().position(|(of, _)| *of == pair)?;
+        Some(self.0.remove(i)?.1)
+    }
+
+    /// Adds what waits in `tap`, through `buffer`; how many frames could not be read.
+    pub(super) fn take_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> u64 {
+        let mut lost = 0;
+        for pair in 0..tap.enabled() {
+            while self.0.len() < MOST {
+                match tap.read(pair, buffer) {
+                    Ok(Some(len)) if len >= HEADER => {
+                        self.0.push_back((pair, buffer[..len].to_vec()))
+                    }
+                    Ok(Some(_)) => {}
+                    Ok(None) => break,
+                    Err(_) => {
+                        lost += 1;
+                        break;
+                    }
+                }
+            }
+        }
+        lost
+    }
+
+    /// The frames that fit into `room` bytes, the first ones; nothing if there are none.
+    pub(super) fn encode(&self, room: usize) -> Result<Vec<u8>, String> {
+        let mut left = room.saturating_sub(HEAD);
+        let fits = |(_, frame): &&(u8, Vec<u8>)| {
+            let taken = left.checked_sub(FRAME_HEAD + frame.len());
+            left = taken.unwrap_or(0);
+            taken.is_some()
+        };
+        let frames: Vec<_> = self.0.iter().take_while(fits).collect();
+        match frames.is_empty() {
+            true => Ok(Vec::new()),
+            false => postcard::to_stdvec(&frames).map_err(|e| e.to_string()),
+        }
+    }
+
+    /// What [`encode`](Self::encode) gave, for an interface that uses so many pairs.
+    pub(super) fn decode(bytes: &[u8], pairs: u8) -> Result<Self, String> {
+        if bytes.is_empty() {
+            return Ok(Self::default());
+        }
+        let frames: Vec<(u8, Vec<u8>)> = postcard::from_bytes(bytes).map_err(|e| e.to_string())?;
+        if frames.len() > MOST {
+            return Err(format!("{} frames came late, more than {MOST}", frames.len()));
+        }
+        for (pair, frame) in &frames {
+            let len = frame.len();
+            if *pair >= pairs || !(HEADER..=MAX_FRAME).contains(&len) {
+                return Err(format!("a frame of {len} bytes came late for pair {pair} of {pairs}"));
+            }
+        }
+        Ok(Self(frames.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn late(lens: &[(u8, usize)]) -> Late {
+        Late(lens.iter().map(|(pair, len)| (*pair, vec![*pair; *len])).collect())
+    }
+
+    #[test]
+    fn what_is_encoded_fits_and_comes_back() {
+        let all = late(&[(0, HEADER), (1, 200), (0, MAX_FRAME), (1, 20_000)]);
+        for room in [0, 1, 100, 300, MAX_FRAME, MAX_FRAME + 300, 2 * MAX_FRAME] {
+            let bytes = all.encode(room).unwrap();
+            assert!(bytes.len() <= room, "{} in {room}", bytes.len());
+            let back = Late::decode(&bytes, 2).unwrap();
+            assert!(back.0.iter().eq(all.0.iter().take(back.0.len())));
+        }
+        assert_eq!(Late::decode(&all.encode(1 << 20).unwrap(), 2).unwrap(), all);
+        assert_eq!(Late::default().encode(1 << 20).unwrap(), Vec::<u8>::new());
+    }
+
+    #[test]
+    fn each_pair_has_its_frames_in_order() {
+        let mut all = Late([(0, vec![1]), (1, vec![2]), (0, vec![3])].into());
+        assert_eq!(all.pop(0), Some(vec![1]));
+        assert_eq!(all.pop(0), Some(vec![3]));
+        assert_eq!(all.pop(0), None);
+        assert_eq!(all.pop(1), Some(vec![2]));
+    }
+
+    #[test]
+    fn hostile_bytes_are_refused() {
+        let refused = |frames: &[(u8, Vec<u8>)]| {
+            Late::decode(&postcard::to_stdvec(frames).unwrap(), 2).unwrap_err()
+        };
+        assert!(refused(&[(2, vec![0; 100])]).contains("pair 2 of 2"));
+        assert!(refused(&[(0, vec![0; HEADER - 1])]).contains("bytes came late"));
+        assert!(refused(&[(0, vec![0; MAX_FRAME + 1])]).contains("bytes came late"));
+        assert!(refused(&vec![(0, vec![0; HEADER]); MOST + 1]).contains("more than"));
+        Late::decode(&[0xff; 9], 2).unwrap_err();
+    }
+}
