@@ -269,10 +269,10 @@ fn a_guest_that_outruns_a_thin_line_stays_and_is_told_why() {
     source.console().wait_reports(2, 1, SOON);
     let (mut destination, address) = Driftline::receive(&scratch, "destination");
     let line = Proxy::slow(&address, DELAY, RATE);
-    let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "6"]);
+    let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "3"]);
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");
-    let reasons = ["outruns the link", "precopy took longer than its 6 s"];
+    let reasons = ["outruns the link", "precopy took longer than its 3 s"];
     assert!(reasons.iter().any(|reason| said.contains(reason)), "{said}");
     assert!(said.contains("the guest goes on here"), "{said}");
     source.console().wait_reports(2, 2, SOON);

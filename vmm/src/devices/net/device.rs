@@ -160,10 +160,10 @@ impl Device for Net {
 
     fn detach(&mut self, room: usize) -> Vec<u8> {
         self.announcements.end();
-        if let Some(tap) = self.tap.take() {
-            if self.late.take_from(&tap, &mut self.buffer) {
-                self.lose("more came while it moved than is kept");
-            }
+        if let Some(tap) = self.tap.take()
+            && self.late.take_from(&tap, &mut self.buffer)
+        {
+            self.lose("more came while it moved than is kept");
         }
         self.watched = false;
         self.late.encode(room).unwrap_or_else(|why| {
