@@ -12,7 +12,9 @@ use std::time::Duration;
 use checkpoint::VmId;
 use checkpoint::format::{Header, MAGIC_STREAM};
 use migrate::Tag;
-use tests::{Cut, Direction, Driftline, Later, Proxy, SOON, Scratch, one_at_a_time, wait_for};
+use tests::{
+    Cut, Direction, Driftline, Later, Proxy, SOON, Scratch, json_of, one_at_a_time, wait_for,
+};
 use vmm::testing::kvm_or_skip;
 
 /// Small, because dozens of them start.
@@ -224,4 +226,56 @@ fn strangers_are_turned_away_and_a_proper_source_still_gets_in() {
     assert_eq!(sent.status.code(), Some(4), "{said}");
     late.console().wait_reports(2, 1, SOON);
     destination.console().wait_reports(2, 1, Duration::from_secs(60));
+}
+
+/// 100 ms there and back, 10 MB/s.
+const DELAY: Duration = Duration::from_millis(50);
+const RATE: u64 = 10_000_000;
+
+#[test]
+fn over_a_long_and_thin_line_a_guest_arrives_whole() {
+    if !kvm_or_skip("over_a_long_and_thin_line_a_guest_arrives_whole") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let guest = "payload,ws=8M,rate=1M,pattern=random";
+    let mut source = Driftline::run(&scratch, "source", guest, &MACHINE);
+    source.console().wait_reports(2, 1, SOON);
+    let (destination, address) = Driftline::receive(&scratch, "destination");
+    let line = Proxy::slow(&address, DELAY, RATE);
+    let sent = source.cli("send-migration", &[line.address(), "--json"]);
+    let said = String::from_utf8_lossy(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(0), "{said}\n{}", destination.log());
+    let report = json_of(&sent);
+    let figure = |name: &str| report[name].as_f64().expect("a figure");
+    // The line was as long and thin as it should be: PREPARED and RUNNING have their ways in the pause.
+    assert!(figure("downtime_ms") >= 2.0 * 2.0 * DELAY.as_secs_f64() * 1e3, "{report}");
+    let least = figure("transferred_bytes") / RATE as f64;
+    assert!(figure("total_time_ms") / 1e3 >= 0.9 * least, "{report}");
+    assert_eq!(source.wait_exit(SOON), 0);
+    destination.console().wait_reports(2, 2, SOON);
+    destination.console().assert_clean();
+}
+
+#[test]
+fn a_guest_that_outruns_a_thin_line_stays_and_is_told_why() {
+    if !kvm_or_skip("a_guest_that_outruns_a_thin_line_stays_and_is_told_why") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let source = Driftline::run(&scratch, "source", GUEST, &MACHINE);
+    source.console().wait_reports(2, 1, SOON);
+    let (mut destination, address) = Driftline::receive(&scratch, "destination");
+    let line = Proxy::slow(&address, DELAY, RATE);
+    let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "3"]);
+    let said = String::from_utf8_lossy(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{said}");
+    let reasons = ["outruns the link", "precopy took longer than its 3 s"];
+    assert!(reasons.iter().any(|reason| said.contains(reason)), "{said}");
+    assert!(said.contains("the guest goes on here"), "{said}");
+    source.console().wait_reports(2, 2, SOON);
+    source.console().assert_clean();
+    assert_eq!(destination.wait_exit(SOON), 1, "{}", destination.log());
 }

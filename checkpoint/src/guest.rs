@@ -104,8 +104,8 @@ pub enum GuestError {
     },
 }
 
-/// Most bytes that [`Guest::detach`] gives.
-pub const MAX_LATE: usize = 1 << 20;
+/// Most bytes that [`Guest::detach`] gives: they are sent while the guest stands, and whoever sends to it decides how many come.
+pub const MAX_LATE: usize = 256 << 10;
 
 /// A guest that can be tracked, paused, saved and restored.
 ///
@@ -168,11 +168,11 @@ pub trait Guest: Send + Sync {
     /// [`release`](Self::release) fails.
     fn flush(&self, limit: Duration) -> Result<bool, GuestError>;
 
-    /// Makes durable what the guest wrote and lets go of the drives that only one host may hold, of a paused guest. By
-    /// what peers reach it (taps) they still do: what comes waits.
+    /// Makes durable what the guest wrote and lets go of what only one host may hold (drives' locks, listening sockets), of a
+    /// paused guest; but not of its taps: what comes by them waits.
     fn release(&self) -> Result<(), GuestError>;
 
-    /// Lets go of what peers reach a released guest by, too. What has come for it since its state was saved, opaque and at
+    /// Lets go of a released guest's taps, too. What has come for it since its state was saved, opaque and at
     /// most [`MAX_LATE`] bytes, is for [`attach`](Self::attach) on the next host; should it stay here after all, it gets
     /// that nevertheless.
     fn detach(&self) -> Result<Vec<u8>, GuestError>;

@@ -114,7 +114,11 @@ fn a_drive_is_held_by_one_guest_and_sees_two_that_run() {
     assert_eq!(source.drive().most_running(), 1);
     other.resume().unwrap();
     assert_eq!(source.drive().most_running(), 2);
-    source.stop("test");
+    source.pause().unwrap();
+    source.release().unwrap();
+    other.acquire().unwrap_err();
+    assert!(!other.drive().is_held(), "of what it cannot have whole it holds nothing");
+    source.detach().unwrap();
     other.acquire().unwrap();
     assert!(Arc::ptr_eq(source.drive(), other.drive()) && other.drive().is_held());
 }

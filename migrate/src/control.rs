@@ -104,7 +104,7 @@ const SEALED: u8 = 2;
 pub(crate) struct Stop(AtomicU8);
 
 impl Stop {
-    fn cancel(&self) -> Result<(), ControlError> {
+    pub(crate) fn cancel(&self) -> Result<(), ControlError> {
         match self.0.compare_exchange(OPEN, CANCELLED, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) | Err(CANCELLED) => Ok(()),
             Err(_) => Err(ControlError::TooLate),

@@ -59,4 +59,4 @@ pub use error::{Cause, GuestPlace, ReceiveError, SendError, WireError};
 pub use message::{Tag, Token, Verdict};
 pub use records::{Pending, Records, RecordsError, SourceRecord};
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus};
-pub use source::{SendOptions, send};
+pub use source::{MIN_BANDWIDTH, SendOptions, send};

@@ -14,6 +14,8 @@ use migrate::{StreamSummary, inspect};
 use vm_memory::{Bytes, GuestAddress};
 
 const V1: &[u8] = include_bytes!("golden/stream-v1.bin");
+/// Of the same version, with LATE.
+const V1_LATE: &[u8] = include_bytes!("golden/stream-v1-late.bin");
 
 #[test]
 fn version_1_is_read() {
@@ -30,6 +32,7 @@ fn version_1_is_read() {
         sections,
         state_digest,
         was_running,
+        late_bytes,
         committed,
     } = inspect(V1).unwrap();
     assert_eq!(vm_id.to_string(), VM);
@@ -39,17 +42,32 @@ fn version_1_is_read() {
     assert_eq!((passes, normal_frames, zero_frames), (2, 5, 3));
     assert_eq!((content_crc, state_digest), (CONTENT_CRC, STATE_DIGEST));
     assert_eq!((sections, was_running, committed), (1, true, true));
+    assert_eq!(late_bytes, 0, "from before there was LATE");
+}
+
+#[test]
+fn version_1_with_late_frames_is_read() {
+    let summary = inspect(V1_LATE).unwrap();
+    assert_eq!(summary.vm_id.to_string(), "8bf414be-5dc0-4cdf-8ca3-e1c2885fb2b4");
+    assert_eq!((summary.passes, summary.normal_frames, summary.zero_frames), (2, 7, 2));
+    assert_eq!((summary.content_crc, summary.state_digest), (0x301b_08bc, 0x89d5_a8ba));
+    assert_eq!((summary.late_bytes, summary.committed), (8, true));
 }
 
 #[test]
 fn every_flipped_byte_is_noticed() {
-    let whole = inspect(V1).unwrap();
-    let mut bytes = V1.to_vec();
+    every_flip_of(V1);
+    every_flip_of(V1_LATE);
+}
+
+fn every_flip_of(stream: &[u8]) {
+    let whole = inspect(stream).unwrap();
+    let mut bytes = stream.to_vec();
     for at in 0..bytes.len() {
         bytes[at] ^= 1 << (at % 8);
         // What follows COMMIT is not read; COMMIT itself then does not count.
         let same = inspect(&bytes[..]).is_ok_and(|s| s == whole);
-        let ended = V1.len() - 24 - 16;
+        let ended = stream.len() - 24 - 16;
         assert!(!same || at >= ended, "byte {at}");
         bytes[at] ^= 1 << (at % 8);
     }
@@ -57,10 +75,12 @@ fn every_flipped_byte_is_noticed() {
 
 #[test]
 fn every_truncation_is_noticed() {
-    let whole = inspect(V1).unwrap();
-    let ended = V1.len() - 24 - 16;
-    for length in 0..ended {
-        assert!(!inspect(&V1[..length]).is_ok_and(|s| s == whole), "{length} bytes");
+    for stream in [V1, V1_LATE] {
+        let whole = inspect(stream).unwrap();
+        let ended = stream.len() - 24 - 16;
+        for length in 0..ended {
+            assert!(!inspect(&stream[..length]).is_ok_and(|s| s == whole), "{length} bytes");
+        }
     }
 }
 
@@ -91,7 +111,7 @@ fn record_a_stream() {
     Sender::start(&guest, &proxy.to, &quick_send(&host)).result().unwrap();
     there.guest();
     std::thread::sleep(Duration::from_millis(100));
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/stream-v1.bin");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/stream-v1-late.bin");
     let bytes = recorded.lock().unwrap().clone();
     std::fs::write(path, &bytes).unwrap();
     println!("{:#x?}", inspect(&bytes[..]));

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest};
 use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
-use common::{Host, Plan, Proxy, quick_send, tag, within};
+use common::{Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 use dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
-use migrate::{Phase, SendControl, SendStatus, TimeoutStrategy, send};
+use migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
 
 #[test]
@@ -40,6 +40,26 @@ fn twenty_migrations_in_a_row_while_the_guest_writes() {
     guest.verify().unwrap();
     assert_eq!(host.drive.most_running(), 1, "I7");
     within(Duration::from_secs(2), "every record is removed", || host.records_left().is_empty());
+}
+
+#[test]
+fn a_bandwidth_is_kept_while_the_guest_runs_and_does_not_count_for_the_pause() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let rate = MIN_BANDWIDTH;
+    let options = migrate::SendOptions { max_bandwidth: Some(rate), ..quick_send(&host) };
+    let sent = Sender::start(&guest, &there.to, &options).result();
+    let report = sent.as_ref().unwrap();
+    // All but the last pass.
+    let slow = &report.passes[..report.passes.len() - 1];
+    let (bytes, ms) = slow.iter().fold((0, 0.0), |(b, ms), p| (b + p.bytes, ms + p.time_ms));
+    assert!(bytes > rate / 8, "{report:?}");
+    // It began to count a little before the first pass.
+    assert!(ms >= 900.0 * bytes as f64 / rate as f64, "{report:?}");
+    // Of what is left, which the guest writes faster than that, the link's own rate made a short pause.
+    assert!(report.converged.contains("within the downtime"), "{report:?}");
+    exactly_one_runs(&host, &guest, &sent, there, "a bandwidth");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use checkpoint::Guest;
+use checkpoint::MAX_LATE;
 use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use checkpoint::testing::MemoryConfig;
 use common::{Host, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
@@ -335,6 +336,46 @@ fn a_source_that_trickles_does_not_keep_the_receiver() {
     }
     let said = there.error().to_string();
     assert!(said.contains("bytes of memory and state in 0.3 s, less than the 262144"), "{said}");
+}
+
+#[test]
+fn what_came_late_comes_once_and_with_a_bound() {
+    let stream = include_bytes!("golden/stream-v1-late.bin");
+    let ends = ends(stream);
+    // Before COMMIT, and the ENDED that the recorded destination heard.
+    let at = |name: &str| {
+        let is = |end: &usize| {
+            stream.get(*end..).is_some_and(|s| s.starts_with(&tag(name).to_le_bytes()))
+        };
+        ends.iter().position(is).unwrap()
+    };
+    let (late, state_end) = (at("LATE"), at("STATE_END"));
+    assert_eq!(late, state_end + 1);
+    let sequence = late as u32;
+    let cases = [
+        (
+            "twice",
+            late + 1,
+            record(tag("LATE"), sequence + 1, 1, &[0]),
+            "LATE came where COMMIT was expected",
+        ),
+        ("before PREPARED", state_end, record(tag("LATE"), sequence - 1, 1, &[0]), "LATE"),
+        (
+            "too much",
+            late,
+            record(tag("LATE"), sequence, MAX_LATE as u32 + 1, &[]),
+            "claims 262145 bytes",
+        ),
+    ];
+    for (what, until, more, reason) in cases {
+        let host = Host::new();
+        let there = host.receiver();
+        let mut source = TcpStream::connect(&there.to).unwrap();
+        source.write_all(&[&stream[..ends[until]], &more].concat()).unwrap();
+        let said = there.error().to_string();
+        assert!(said.contains(reason), "{what}: {said}");
+        assert!(!host.drive.is_held(), "{what}");
+    }
 }
 
 #[test]

@@ -15,8 +15,8 @@ use crate::{Console, Driftline, GUEST, Namespace, SOON, Scratch, wait_for};
 const BOOT: Duration = Duration::from_secs(240);
 /// A guest's checkers speak every second, when they get to run.
 const TURN: Duration = Duration::from_secs(120);
-/// What a kernel says, once, whose host had no processor for it while it served its timers.
-const STARVED: &str = "hrtimer: interrupt took";
+/// What a kernel says, once each, whose host had no processor for it for long.
+const STARVED: [&str; 2] = ["hrtimer: interrupt took", "sched: DL replenish lagged too much"];
 /// The line of the shell.
 const SHELL: &str = "driftline-linux: shell";
 /// What a kernel needs to boot where its ring 0 is emulated; elsewhere it does no harm. Warnings are shown.
@@ -170,7 +170,7 @@ fn complains(line: &str) -> bool {
     (line.contains("check ") && line.contains(": error"))
         || counts.iter().any(|key| value(line, key).is_some_and(|n| n > 0))
         || line.contains("driftline-linux: checker")
-        || (is_kernels(line) && !line.contains(STARVED))
+        || (is_kernels(line) && !STARVED.iter().any(|starved| line.contains(starved)))
 }
 
 /// Whether the kernel speaks in the line: its time stamp is `[    1.234567]`, wherever another's line

@@ -1,13 +1,14 @@
 //! A proxy for one migration connection that knows records well enough to count them.
 //!
 //! It stands between source and destination, passes bytes both ways unchanged, and does what the
-//! test says when a certain record of a certain direction is about to pass.
+//! test says when a certain record of a certain direction is about to pass; or it passes them late and slowly.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use checkpoint::format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
 use migrate::Tag;
@@ -72,6 +73,24 @@ impl Proxy {
         Self { address, cut: cut_made }
     }
 
+    /// Listens on a free loopback port and passes every connection on to `to` (`tcp:HOST:PORT`), each way `delay` later and
+    /// at most `rate` bytes a second: a long and thin line.
+    pub fn slow(to: &str, delay: Duration, rate: u64) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = format!("tcp:{}", listener.local_addr().expect("bound"));
+        let to = to.trim_start_matches("tcp:").to_owned();
+        thread::spawn(move || {
+            for source in listener.incoming().flatten() {
+                let Ok(destination) = TcpStream::connect(&to) else { continue };
+                let clones = (source.try_clone(), destination.try_clone());
+                let (Ok(from_source), Ok(to_destination)) = clones else { continue };
+                thread::spawn(move || pass_slowly(from_source, to_destination, delay, rate));
+                thread::spawn(move || pass_slowly(destination, source, delay, rate));
+            }
+        });
+        Self { address, cut: Arc::default() }
+    }
+
     /// Whether the record has come and the cut was made.
     pub fn has_cut(&self) -> bool {
         self.cut.load(Ordering::SeqCst)
@@ -132,4 +151,28 @@ fn pass_records(
         to.write_all(&record)?;
     }
     Ok(())
+}
+
+/// Passes bytes until the end, then closes that direction.
+fn pass_slowly(mut from: TcpStream, mut to: TcpStream, delay: Duration, rate: u64) {
+    // As much as is under way on the line, and some.
+    let (sender, line) = mpsc::sync_channel::<(Instant, Vec<u8>)>(64);
+    let reader = thread::spawn(move || {
+        let mut buffer = vec![0; 16 << 10];
+        while let Ok(read @ 1..) = from.read(&mut buffer) {
+            if sender.send((Instant::now() + delay, buffer[..read].to_vec())).is_err() {
+                break;
+            }
+        }
+    });
+    let mut free = Instant::now();
+    for (due, bytes) in line {
+        thread::sleep(due.max(free).saturating_duration_since(Instant::now()));
+        free = free.max(Instant::now()) + Duration::from_secs_f64(bytes.len() as f64 / rate as f64);
+        if to.write_all(&bytes).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+    let _ = reader.join();
 }

@@ -14,13 +14,14 @@ pub struct Stolen {
 }
 
 impl Stolen {
+    /// Now.
     pub fn begin() -> Self {
         Self { begun: Instant::now(), ticks: ticks() }
     }
 
     /// Of a hundred parts of the processors' time, how many the host has given to others.
     pub fn percent(&self) -> f64 {
-        let stolen = TICK * u32::try_from(ticks() - self.ticks).unwrap_or(u32::MAX);
+        let stolen = TICK * u32::try_from(ticks().saturating_sub(self.ticks)).unwrap_or(u32::MAX);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         100.0 * stolen.as_secs_f64() / self.begun.elapsed().as_secs_f64() / processors as f64
     }

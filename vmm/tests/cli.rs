@@ -226,6 +226,12 @@ fn the_api_speaks_firecrackers_json() {
             r#"{"to":"127.0.0.1:1","timeout_s":18446744073709551615}"#,
             "timeout_s is 18446744073709551615; it is at most",
         ),
+        (
+            "POST",
+            "/migration",
+            r#"{"to":"127.0.0.1:1","max_bandwidth_bytes_per_s":1000}"#,
+            "max_bandwidth_bytes_per_s is 1000; it is at least 1048576",
+        ),
         ("PUT", "/actions", r#"{"action_type":"InstanceStart"}"#, "has been started already"),
     ] {
         let answer = ask(method, path, body);

@@ -68,6 +68,8 @@ impl Faults {
 pub struct Drive {
     /// The guest that holds it; 0 is nobody.
     holder: AtomicU64,
+    /// The guest that peers reach by its tap; 0 is nobody.
+    reached: AtomicU64,
     /// How often it was flushed for the guest that runs on it.
     flushes: AtomicU64,
     running: AtomicU32,
@@ -95,18 +97,24 @@ impl Drive {
     }
 
     pub(super) fn take(&self, guest: u64) -> Result<(), GuestError> {
-        match self.holder.compare_exchange(0, guest, SeqCst, SeqCst) {
-            Ok(_) => Ok(()),
-            Err(holder) if holder == guest => Ok(()),
-            Err(_) => {
+        for (what, by) in [("taking the drive", &self.holder), ("taking the tap", &self.reached)] {
+            if let Err(holder) = by.compare_exchange(0, guest, SeqCst, SeqCst)
+                && holder != guest
+            {
+                self.let_go(guest);
                 let cause = io::Error::other("another guest holds it").into();
-                Err(GuestError::System { what: "taking the drive", cause })
+                return Err(GuestError::System { what, cause });
             }
         }
+        Ok(())
     }
 
     pub(super) fn let_go(&self, guest: u64) {
         let _ = self.holder.compare_exchange(guest, 0, SeqCst, SeqCst);
+    }
+
+    pub(super) fn detach(&self, guest: u64) {
+        let _ = self.reached.compare_exchange(guest, 0, SeqCst, SeqCst);
     }
 
     pub(super) fn runs(&self) {

@@ -432,6 +432,7 @@ impl Guest for MemoryGuest {
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
         self.must_be_paused("detach")?;
         self.faults.check(Op::Detach, "detaching")?;
+        self.drive.detach(self.serial);
         Ok(self.mark())
     }
 
@@ -463,6 +464,7 @@ impl Guest for MemoryGuest {
 impl Drop for MemoryGuest {
     fn drop(&mut self) {
         self.stop("dropped");
+        self.drive.detach(self.serial);
     }
 }
 

@@ -36,18 +36,20 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
                 // Not durable, or decided otherwise by another process of this site.
-                guest.stop("it was not received: the decision to run it could not be made");
+                throw_away(
+                    &*guest,
+                    "it was not received: the decision to run it could not be made",
+                );
                 let cause = fault.map_or(Cause::Discarded { reason: None }, Cause::Records);
                 return Err(self.tell(&mut wire, token, cause));
             }
         };
         if let Err(e) = take_over(&*guest, permit, whole.was_running) {
             // It never ran. What it took it lets go of before the source may have it.
-            let released = guest.release().and_then(|()| guest.detach());
-            guest.stop(&format!("it was not received: {e}"));
-            if let Err(e) = released {
+            if let Err(e) = guest.release() {
                 tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
             }
+            throw_away(&*guest, &format!("it was not received: {e}"));
             let (_, fault) = self.ledger.post(DestinationEvent::NotResumed);
             if let Some(fault) = fault {
                 tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
@@ -126,7 +128,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         token: Token,
         cause: Cause,
     ) -> Failed {
-        guest.stop(&format!("it was not received: {cause}"));
+        throw_away(guest, &format!("it was not received: {cause}"));
         tracing::warn!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             self.ledger.post(DestinationEvent::Aborted);
@@ -165,4 +167,12 @@ fn take_over<G: Guest + ?Sized>(
 ) -> Result<(), GuestError> {
     guest.acquire()?;
     if was_running { guest.resume() } else { Ok(()) }
+}
+
+/// Ends a guest that never ran here. First peers are to reach it here no more: its source may want it back.
+fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
+    if let Err(e) = guest.detach() {
+        tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
+    }
+    guest.stop(why);
 }

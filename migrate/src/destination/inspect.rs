@@ -36,6 +36,8 @@ pub struct StreamSummary {
     pub state_digest: u32,
     /// Whether the guest ran.
     pub was_running: bool,
+    /// Bytes that came late for the guest.
+    pub late_bytes: usize,
     /// Whether COMMIT follows.
     pub committed: bool,
 }
@@ -73,7 +75,14 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     };
     let totals = inbound.totals();
     // A stream may well end here: COMMIT is said only to a destination that is prepared.
-    let committed = matches!(wire.recv(), Ok(Message::Commit { token: t }) if t == token);
+    let mut late_bytes = 0;
+    let committed = loop {
+        match wire.recv() {
+            Ok(Message::Late(late)) if late_bytes == 0 => late_bytes = late.len(),
+            Ok(Message::Commit { token: t }) => break t == token,
+            _ => break false,
+        }
+    };
     Ok(StreamSummary {
         vm_id: header.vm_id(),
         program,
@@ -87,6 +96,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         sections: sections.len() as u32,
         state_digest: StateDigest::of(&sections),
         was_running,
+        late_bytes,
         committed,
     })
 }

@@ -7,6 +7,7 @@
 mod expect;
 mod hand_over;
 mod hold;
+mod pacer;
 mod passes;
 
 use std::path::PathBuf;
@@ -37,6 +38,10 @@ use passes::{Limit, PassDone, PassSender, on_time};
 /// How long precopy waits for disks after each pass, at most.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
+/// The least bandwidth, bytes/s, that a migration can be held to: a message of memory takes half a second then, and a
+/// destination waits ten for it.
+pub const MIN_BANDWIDTH: u64 = 1 << 20;
+
 /// How a guest is sent. [`SendOptions::new`] gives the defaults.
 #[derive(Clone, Debug)]
 pub struct SendOptions {
@@ -50,6 +55,9 @@ pub struct SendOptions {
     pub timeout: Duration,
     /// What to do when one of these two runs out. Cancel.
     pub timeout_strategy: TimeoutStrategy,
+    /// Bytes/s at most while the guest runs; in the pause the link is used as it is. Less than [`MIN_BANDWIDTH`] counts as
+    /// that; `None`, the default: as fast as it goes.
+    pub max_bandwidth: Option<u64>,
     /// Time for a connection to be made. 10 s.
     pub connect_timeout: Duration,
     /// Time for the destination to build the machine. 30 s.
@@ -75,6 +83,7 @@ impl SendOptions {
             max_passes: 30,
             timeout: Duration::from_secs(3600),
             timeout_strategy: TimeoutStrategy::Cancel,
+            max_bandwidth: None,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             patience: Duration::from_secs(10),
@@ -305,7 +314,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // the two is in the first epoch.
         let mut writes = self.guest.subscribe("migrate")?;
         let populated = self.guest.populated()?;
-        let mut sender = PassSender::new(self.guest.ram(), self.control);
+        let rate = self.options.max_bandwidth.map(|rate| rate.max(MIN_BANDWIDTH));
+        let mut sender = PassSender::new(self.guest.ram(), self.control, rate);
         let (mut measured, mut passes) = (Vec::new(), Vec::new());
         let late = || Cause::NotConverging {
             why: format!("precopy took longer than its {} s", goals.timeout.as_secs_f64()),
@@ -333,7 +343,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let window = since.elapsed();
             since = Instant::now();
             passes.push(report_of(&done, epoch.frames(), window));
-            measured.push(Measured { bytes: done.bytes, time: done.time, dirtied: epoch.frames() });
+            measured.push(Measured {
+                bytes: done.bytes,
+                time: done.time,
+                waited: done.waited,
+                dirtied: epoch.frames(),
+            });
             self.show(&measured, epoch.frames(), window);
             let mut judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
             if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
@@ -420,6 +435,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;
         let pass = tale.passes.len() as u32;
+        sender.hurry();
         let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), until)?;
         tale.totals = sender.totals;
         send_state(wire, &sections, held.was_running(), tale.totals)?;

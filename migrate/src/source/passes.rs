@@ -16,6 +16,8 @@ use crate::link::Link;
 use crate::message::{Counts, MAX_ZERO_RUNS, Message, RawRun, Tag, runs_head};
 use crate::wire::{Wire, unexpected};
 
+use super::pacer::Pacer;
+
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
 const FRAMES_PER_MESSAGE: u64 = 128;
 const PAGE: usize = PAGE_SIZE as usize;
@@ -24,6 +26,7 @@ const PAGE: usize = PAGE_SIZE as usize;
 pub(super) struct PassSender<'a> {
     ram: &'a GuestRam,
     control: &'a SendControl,
+    pacer: Pacer,
     pages: Vec<u8>,
     runs: Vec<RawRun>,
     last: Option<FrameRun>,
@@ -67,15 +70,16 @@ pub(super) struct PassSent {
     pass: u32,
     counts: Counts,
     bytes: u64,
+    waited: Duration,
     begun: Instant,
 }
 
 impl PassSent {
     /// Waits until the destination has all of it.
     pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
-        let Self { pass, counts, bytes, begun } = self;
+        let Self { pass, counts, bytes, waited, begun } = self;
         acknowledged(wire, pass, counts)?;
-        Ok(PassDone { counts, bytes, time: begun.elapsed() })
+        Ok(PassDone { counts, bytes, waited, time: begun.elapsed() })
     }
 }
 
@@ -84,6 +88,8 @@ impl PassSent {
 pub(super) struct PassDone {
     pub(super) counts: Counts,
     pub(super) bytes: u64,
+    /// Of `time`, to keep the rate.
+    pub(super) waited: Duration,
     pub(super) time: Duration,
 }
 
@@ -101,10 +107,12 @@ fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
 }
 
 impl<'a> PassSender<'a> {
-    pub(super) fn new(ram: &'a GuestRam, control: &'a SendControl) -> Self {
+    /// `rate`: bytes/s at most, until [`hurry`](Self::hurry).
+    pub(super) fn new(ram: &'a GuestRam, control: &'a SendControl, rate: Option<u64>) -> Self {
         Self {
             ram,
             control,
+            pacer: Pacer::new(rate),
             pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
             runs: Vec::with_capacity(FRAMES_PER_MESSAGE as usize),
             last: None,
@@ -112,6 +120,11 @@ impl<'a> PassSender<'a> {
             zeros: ZeroRuns::default(),
             totals: Counts::default(),
         }
+    }
+
+    /// From now on as fast as the link goes.
+    pub(super) fn hurry(&mut self) {
+        self.pacer.end();
     }
 
     /// Sends `runs`, of `frames` frames in all, as pass number `pass` and waits until the destination has all of it. Fails with
@@ -137,6 +150,7 @@ impl<'a> PassSender<'a> {
         deadline: Limit<'_>,
     ) -> Result<PassSent, Cause> {
         let (begun, before) = (Instant::now(), wire.sent_bytes());
+        let waited = self.pacer.waited();
         self.control.update(|p| (p.pass, p.remaining_frames) = (pass, frames));
         wire.send(&Message::PassBegin { pass, frames })?;
         let mut counts = Counts::default();
@@ -154,7 +168,8 @@ impl<'a> PassSender<'a> {
         self.flush_zeros(wire)?;
         wire.send(&Message::PassEnd { pass, counts })?;
         self.totals += counts;
-        Ok(PassSent { pass, counts, bytes: wire.sent_bytes() - before, begun })
+        let waited = self.pacer.waited() - waited;
+        Ok(PassSent { pass, counts, bytes: wire.sent_bytes() - before, waited, begun })
     }
 
     /// Copies a chunk of at most one message's frames and sends what has become full.
@@ -204,10 +219,11 @@ impl<'a> PassSender<'a> {
         }
         let contents = &self.pages[..self.frames as usize * PAGE];
         let head = runs_head(self.runs.len());
+        let before = wire.sent_bytes();
         wire.send_parts(Tag::Pages, &[head.as_bytes(), self.runs.as_bytes(), contents])?;
         self.runs.clear();
         (self.last, self.frames) = (None, 0);
-        self.after_message(wire)
+        self.after_message(wire, before)
     }
 
     fn flush_zeros(&mut self, wire: &mut Wire<Link>) -> Result<(), Cause> {
@@ -215,15 +231,17 @@ impl<'a> PassSender<'a> {
             return Ok(());
         }
         let head = runs_head(self.zeros.runs.len());
+        let before = wire.sent_bytes();
         wire.send_parts(Tag::Zero, &[head.as_bytes(), self.zeros.runs.as_bytes()])?;
         self.zeros.runs.clear();
         self.zeros.last = None;
-        self.after_message(wire)
+        self.after_message(wire, before)
     }
 
-    /// Counts, and hears a destination that gives up in the middle of a pass.
-    fn after_message(&self, wire: &mut Wire<Link>) -> Result<(), Cause> {
+    /// Counts, keeps the rate, and hears a destination that gives up in the middle of a pass.
+    fn after_message(&mut self, wire: &mut Wire<Link>, before: u64) -> Result<(), Cause> {
         self.control.update(|p| p.sent_bytes = wire.sent_bytes());
+        self.pacer.pace(wire.sent_bytes() - before, &self.control.stop);
         if wire.stream().has_incoming() {
             let message = wire.recv()?;
             return Err(unexpected(&message, "nothing before PASS_END").into());

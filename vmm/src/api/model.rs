@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use checkpoint::{EpochReport, RunState, VmId};
 use dirty_tracker::{TrackerStats, TrackingMode};
-use migrate::{Phase, Progress, Resolution, SendReport, TimeoutStrategy};
+use migrate::{MIN_BANDWIDTH, Phase, Progress, Resolution, SendReport, TimeoutStrategy};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Backend;
@@ -309,6 +309,9 @@ pub struct MigrationRequest {
     /// What to do when that has passed.
     #[serde(default)]
     pub timeout_strategy: TimeoutStrategy,
+    /// Bytes/s at most for copying while the guest runs; without it, as fast as it goes.
+    #[serde(default)]
+    pub max_bandwidth_bytes_per_s: Option<u64>,
 }
 
 /// The longest downtime target that makes sense: an hour.
@@ -319,12 +322,17 @@ pub const MAX_TIMEOUT_S: u64 = 30 * 24 * 3600;
 impl MigrationRequest {
     /// Refuses times that nobody means.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let Self { downtime_ms, timeout_s, .. } = self;
+        let Self { downtime_ms, timeout_s, max_bandwidth_bytes_per_s: bandwidth, .. } = self;
         if *downtime_ms > MAX_DOWNTIME_MS {
             return Err(format!("downtime_ms is {downtime_ms}; it is at most {MAX_DOWNTIME_MS}"));
         }
         if *timeout_s > MAX_TIMEOUT_S {
             return Err(format!("timeout_s is {timeout_s}; it is at most {MAX_TIMEOUT_S}"));
+        }
+        if let Some(bandwidth) = bandwidth.filter(|b| *b < MIN_BANDWIDTH) {
+            return Err(format!(
+                "max_bandwidth_bytes_per_s is {bandwidth}; it is at least {MIN_BANDWIDTH}"
+            ));
         }
         Ok(())
     }

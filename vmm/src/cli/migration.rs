@@ -4,6 +4,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use dirty_tracker::PAGE_SIZE;
 use hyper::Method;
 use indicatif::{ProgressBar, ProgressStyle};
 use migrate::{Phase, Progress, Resolution, SendReport, SendStatus};
@@ -34,6 +35,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         downtime_ms: args.downtime_ms,
         timeout_s: args.timeout_s,
         timeout_strategy: args.timeout_strategy,
+        max_bandwidth_bytes_per_s: args.max_bandwidth,
     };
     let JobBegun { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
         Ok(begun) => begun,
@@ -187,12 +189,21 @@ impl ProgressView {
 fn progress_line(p: &Progress) -> String {
     let sent = output::bytes(p.sent_bytes);
     match p.phase {
-        Phase::Precopy => format!(
-            "precopy, pass {}: {sent} sent, {} frames left, guest writes {}/s",
-            p.pass,
-            p.remaining_frames,
-            output::bytes(p.dirty_rate_bytes_per_s)
-        ),
+        Phase::Precopy => {
+            let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
+            let line = format!("precopy, pass {}: {sent} sent, {left} left", p.pass);
+            // Not known before a pass is done.
+            if p.link_rate_bytes_per_s == 0 {
+                return line;
+            }
+            let rate = |r| output::bytes(r);
+            format!(
+                "{line}, guest writes {}/s, link carries {}/s, pause now about {:.1} ms",
+                rate(p.dirty_rate_bytes_per_s),
+                rate(p.link_rate_bytes_per_s),
+                p.expected_downtime_ms
+            )
+        }
         Phase::InDoubt => format!(
             "in doubt: the guest is paused here and may run there; {}; settle it with `driftline resolve --run` or `--discard`",
             p.doubt.as_deref().unwrap_or("the destination is being asked")

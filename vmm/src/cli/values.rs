@@ -45,6 +45,15 @@ pub(super) fn timeout_s(text: &str) -> Result<u64, String> {
     at_most(text, vmm::api::model::MAX_TIMEOUT_S, "a timeout", "seconds")
 }
 
+/// A bandwidth in bytes a second.
+pub(super) fn bandwidth(text: &str) -> Result<u64, String> {
+    let least = migrate::MIN_BANDWIDTH;
+    match size(text)? {
+        rate if rate < least => Err(format!("a bandwidth is at least {}M a second", least >> 20)),
+        rate => Ok(rate),
+    }
+}
+
 fn at_most(text: &str, limit: u64, what: &str, unit: &str) -> Result<u64, String> {
     let parsed = text.parse().ok().filter(|n| *n <= limit);
     parsed.ok_or_else(|| format!("{what} is from 0 to {limit} {unit}"))

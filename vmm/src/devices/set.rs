@@ -291,8 +291,9 @@ impl DeviceSet {
                     if let Err(e) = earlier.release() {
                         tracing::error!("{e}");
                     }
-                    earlier.detach(0);
                 }
+                // Also those that were attached before they were acquired.
+                self.devices.iter().for_each(|device| drop(device.detach(0)));
                 return Err(why);
             }
         }
@@ -322,17 +323,21 @@ impl DeviceSet {
     /// Has peers reach the guest here. All devices are tried, also if there is no sense in what came late.
     pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
         let decoded = match late.is_empty() {
-            true => Ok(BTreeMap::new()),
-            false => postcard::from_bytes::<BTreeMap<u16, Vec<u8>>>(late),
+            true => Ok((BTreeMap::new(), &[][..])),
+            false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(late),
         };
         let (mut late, mut result) = match decoded {
-            Ok(late) => (late, Ok(())),
-            Err(e) => (BTreeMap::new(), Err(format!("what came late is malformed: {e}"))),
+            Ok((late, [])) => (late, Ok(())),
+            Ok((_, rest)) => (BTreeMap::new(), Err(format!("{} bytes follow it", rest.len()))),
+            Err(e) => (BTreeMap::new(), Err(e.to_string())),
         };
         for (device, i) in self.devices.iter().zip(0..) {
             result = result.and(device.attach(late.remove(&i).unwrap_or_default()));
         }
-        result
+        if let Some((device, _)) = late.first_key_value() {
+            result = result.and(Err(format!("it is for device {device}, which does not exist")));
+        }
+        result.map_err(|why| format!("what came late is malformed: {why}"))
     }
 
     /// The states of all devices, which stand.

@@ -50,6 +50,7 @@ impl MigrationJob {
             downtime: Duration::from_millis(request.downtime_ms),
             timeout: Duration::from_secs(request.timeout_s),
             timeout_strategy: request.timeout_strategy,
+            max_bandwidth: request.max_bandwidth_bytes_per_s,
             ..SendOptions::new(records)
         };
         let (worker, held) = (job.clone(), holds.clone());

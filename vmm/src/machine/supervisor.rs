@@ -369,8 +369,9 @@ impl Supervisor {
     }
 
     /// Lets go of what peers reach the guest by, after `release`.
-    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+    fn detach(&mut self) -> Result<Vec<u8>, GuestError> {
         self.require("detach", RunState::Paused)?;
+        self.holds = false;
         devices("detaching a device", self.bus.virtio().detach())
     }
 

@@ -408,6 +408,10 @@ impl<'s> Bench<'s> {
         if let Ok(state) = postcard::from_bytes(&bytes) {
             self.move_with(state);
         }
+        // As what came late, too, which hardly any device takes.
+        if let Err(why) = self.device.attach(&bytes) {
+            assert!(!why.is_empty());
+        }
         self.step(false, Inline::resume);
     }
 
@@ -426,7 +430,9 @@ impl<'s> Bench<'s> {
         self.device.release().unwrap();
         let late = self.device.detach(4096);
         assert!(late.len() <= 4096);
-        new.attach(&late).unwrap();
+        if let Err(why) = new.attach(&late) {
+            assert!(!why.is_empty());
+        }
         new.acquire().unwrap();
         self.device = new;
         None

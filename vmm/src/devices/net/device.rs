@@ -154,29 +154,27 @@ impl Device for Net {
     }
 
     fn release(&mut self) -> Result<(), String> {
-        self.announcements.end();
+        // What comes waits in the tap, for whoever has the guest then.
         Ok(())
     }
 
     fn detach(&mut self, room: usize) -> Vec<u8> {
-        if let Some(tap) = self.tap.take() {
-            let lost = self.late.take_from(&tap, &mut self.buffer);
-            self.counters.lost_frames.add(lost);
+        self.announcements.end();
+        if let Some(tap) = self.tap.take()
+            && self.late.take_from(&tap, &mut self.buffer)
+        {
+            self.lose("more came while it moved than is kept");
         }
         self.watched = false;
-        let encoded = self.late.encode(room);
-        encoded.unwrap_or_else(|why| {
+        self.late.encode(room).unwrap_or_else(|why| {
             self.lose(&format!("what came while it moved cannot be encoded: {why}"));
             Vec::new()
         })
     }
 
     fn attach(&mut self, late: &[u8]) -> Result<(), String> {
-        if self.tap.is_none() {
-            self.attach_tap()?;
-            self.try_tell_tap();
-        }
-        if self.features.is_some() {
+        // Without a tap, because the host that the guest leaves is this one, `acquire` takes it: that host may want it back.
+        if self.features.is_some() && self.tap.is_some() {
             self.send_announcement();
         }
         self.late = Late::decode(late, self.state.pairs)?;

@@ -6,12 +6,14 @@ use std::collections::VecDeque;
 use super::frame::{HEADER, MAX_FRAME};
 use super::tap::Tap;
 
-/// Most frames that go along: what a tap holds by default, and more than a move takes.
+/// Most frames that go along of each pair: more than a tap holds, unless its queue was made longer.
 const MOST: usize = 1024;
+/// Bytes of frames that are kept, of all pairs: more than goes along, for a guest that stays.
+const KEPT: usize = 1 << 20;
 /// Bytes beside a frame's own, encoded: its pair, its length.
 const FRAME_HEAD: usize = 4;
 /// Bytes before the first frame: how many there are.
-const HEAD: usize = 2;
+const HEAD: usize = 3;
 
 /// Frames with their headers and the pairs of queues that they came by, in the order of each pair.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -24,25 +26,39 @@ impl Late {
         Some(self.0.remove(i)?.1)
     }
 
-    /// Adds what waits in `tap`, through `buffer`; how many frames could not be read.
-    pub(super) fn take_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> u64 {
-        let mut lost = 0;
+    /// Forgets the frames of other pairs than the first `pairs`.
+    pub(super) fn keep(&mut self, pairs: u8) {
+        self.0.retain(|(pair, _)| *pair < pairs);
+    }
+
+    /// Adds what waits in `tap`, through `buffer`, up to [`KEPT`] bytes, shared evenly among its pairs. Whether there was more, or
+    /// some that could not be read.
+    pub(super) fn take_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> bool {
+        let mut more = false;
         for pair in 0..tap.enabled() {
-            while self.0.len() < MOST {
+            let mut room = KEPT / usize::from(tap.enabled());
+            for taken in 0.. {
                 match tap.read(pair, buffer) {
-                    Ok(Some(len)) if len >= HEADER => {
-                        self.0.push_back((pair, buffer[..len].to_vec()))
-                    }
-                    Ok(Some(_)) => {}
                     Ok(None) => break,
+                    // Too late for this one: it was read.
+                    Ok(Some(len)) if taken == MOST || len > room => {
+                        more = true;
+                        break;
+                    }
+                    Ok(Some(len)) => {
+                        room -= len;
+                        if len >= HEADER {
+                            self.0.push_back((pair, buffer[..len].to_vec()));
+                        }
+                    }
                     Err(_) => {
-                        lost += 1;
+                        more = true;
                         break;
                     }
                 }
             }
         }
-        lost
+        more
     }
 
     /// The frames that fit into `room` bytes, the first ones; nothing if there are none.
@@ -65,9 +81,17 @@ impl Late {
         if bytes.is_empty() {
             return Ok(Self::default());
         }
-        let frames: Vec<(u8, Vec<u8>)> = postcard::from_bytes(bytes).map_err(|e| e.to_string())?;
-        if frames.len() > MOST {
-            return Err(format!("{} frames came late, more than {MOST}", frames.len()));
+        let malformed = |e: postcard::Error| e.to_string();
+        // A sequence begins with its length: looked at before anything is allocated for it.
+        let (count, _) = postcard::take_from_bytes::<usize>(bytes).map_err(malformed)?;
+        let most = MOST * usize::from(pairs);
+        if count > most {
+            return Err(format!("{count} frames came late, more than {most}"));
+        }
+        let (frames, rest): (VecDeque<(u8, Vec<u8>)>, _) =
+            postcard::take_from_bytes(bytes).map_err(malformed)?;
+        if !rest.is_empty() {
+            return Err(format!("{} bytes follow the frames that came late", rest.len()));
         }
         for (pair, frame) in &frames {
             let len = frame.len();
@@ -75,7 +99,7 @@ impl Late {
                 return Err(format!("a frame of {len} bytes came late for pair {pair} of {pairs}"));
             }
         }
-        Ok(Self(frames.into()))
+        Ok(Self(frames))
     }
 }
 
@@ -102,7 +126,9 @@ mod tests {
 
     #[test]
     fn each_pair_has_its_frames_in_order() {
-        let mut all = Late([(0, vec![1]), (1, vec![2]), (0, vec![3])].into());
+        let mut all = Late([(0, vec![1]), (1, vec![2]), (0, vec![3]), (2, vec![4])].into());
+        all.keep(2);
+        assert_eq!(all.pop(2), None);
         assert_eq!(all.pop(0), Some(vec![1]));
         assert_eq!(all.pop(0), Some(vec![3]));
         assert_eq!(all.pop(0), None);
@@ -117,7 +143,9 @@ mod tests {
         assert!(refused(&[(2, vec![0; 100])]).contains("pair 2 of 2"));
         assert!(refused(&[(0, vec![0; HEADER - 1])]).contains("bytes came late"));
         assert!(refused(&[(0, vec![0; MAX_FRAME + 1])]).contains("bytes came late"));
-        assert!(refused(&vec![(0, vec![0; HEADER]); MOST + 1]).contains("more than"));
+        assert!(refused(&vec![(0, vec![0; HEADER]); 2 * MOST + 1]).contains("more than"));
         Late::decode(&[0xff; 9], 2).unwrap_err();
+        let followed = [late(&[(0, HEADER)]).encode(100).unwrap(), vec![0]].concat();
+        assert!(Late::decode(&followed, 2).unwrap_err().contains("1 bytes follow"));
     }
 }

@@ -96,7 +96,7 @@ enum Role {
 }
 
 impl Net {
-    /// The interface of `config`, of the guest `holder`. Its tap is attached to by [`Device::acquire`], and
+    /// The interface of `config`, of the guest `holder`. Its tap is attached to by [`Device::acquire`], or by [`Device::restore`] if it can be, and
     /// was found fit for it: only the host that the guest comes from may stand against that.
     pub(super) fn open(
         config: &NetConfig,
@@ -221,7 +221,7 @@ impl Net {
         let Some(ring) = io.rings.get_mut(queue).filter(|_| pair < self.state.pairs) else {
             return Ok(());
         };
-        // Room first: a frame that has none stays in the tap, and on this host if the guest moves.
+        // Room first: a frame that has none stays in the tap.
         while let Some(first) = ring.pop(io.ram)? {
             if first.writable.len() < HEADER as u32 {
                 let why = format!(
@@ -395,6 +395,7 @@ impl Net {
         };
         self.state.pairs = pairs;
         self.state.waiting.retain(|pair, _| *pair < pairs);
+        self.late.keep(pairs);
         if let Err(e) = self.tell_tap() {
             self.note_tap_error(&e);
             return Ok(false);

@@ -315,6 +315,41 @@ fn what_came_while_it_moved_is_the_first_there() {
 }
 
 #[test]
+fn a_tap_that_its_last_host_may_want_back_is_left_to_it() {
+    let world = World::new(1);
+    let mut net = world.net();
+    net.detach(0);
+    // As where the restore found it in use, because both hosts are one.
+    net.attach(&[]).unwrap();
+    assert!(net.tap.is_none());
+    assert_eq!(world.frames(), Vec::<Vec<u8>>::new());
+    net.acquire().unwrap();
+    assert!(net.tap.is_some());
+}
+
+#[test]
+fn frames_of_several_queues_go_along_each_to_its_own() {
+    let world = World::new(2);
+    let mut driver = Driver::started(Box::new(world.net()));
+    let control_queue = driver.queue_count() - 1;
+    let pairs = [VIRTIO_NET_CTRL_MQ as u8, VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET as u8, 2, 0];
+    assert_eq!(control(&mut driver, control_queue, &pairs), VIRTIO_NET_OK as u8);
+    driver.quiesce();
+    let state = driver.transport.save().unwrap();
+    (0..2).for_each(|queue| world.send(queue, &frame(queue as u64, 100)));
+    let moved = restored(&world, &driver, state);
+    moved.attach(driver.transport.detach(1 << 20)).unwrap();
+    moved.acquire().unwrap();
+    let mut driver = driver.moved_to(moved);
+    driver.transport.resume();
+    for queue in 0..2 {
+        let room = driver.wanted(200);
+        driver.request(2 * queue, &[room]);
+        assert_eq!(driver.bytes(room)[HEADER..HEADER + 100], frame(queue as u64, 100));
+    }
+}
+
+#[test]
 fn what_came_while_it_should_have_moved_is_not_lost() {
     let world = World::new(1);
     let mut driver = Driver::started(Box::new(world.net()));

@@ -142,10 +142,10 @@ pub(crate) trait Device: Send {
     fn acquire(&mut self) -> Result<(), String>;
 
     /// Makes durable what the guest wrote, and lets go of what only one host may hold, of a device
-    /// that stands; not of what peers reach the guest by. The error is a sentence.
+    /// that stands; not of a tap, where what comes can wait. The error is a sentence.
     fn release(&mut self) -> Result<(), String>;
 
-    /// Lets go of what peers reach the guest by, of a device that was released. What came for it since it was saved,
+    /// Lets go of that, too, of a device that was released. What came for it since it was saved,
     /// encoded in at most `room` bytes, for [`attach`](Self::attach) at the next host; empty if nothing did. The device
     /// keeps it as well: it may be acquired again.
     fn detach(&mut self, _room: usize) -> Vec<u8> {

@@ -1,0 +1,88 @@
+//! Holds a sender to a rate: after each message it waits until the next one may go.
+
+use std::time::{Duration, Instant};
+
+use crate::control::Stop;
+use crate::link::SLICE;
+
+/// Lets through so many bytes a second, in messages, without saving up for later what was not used.
+#[derive(Debug)]
+pub(super) struct Pacer {
+    /// Bytes/s; `None`: as fast as it goes.
+    rate: Option<u64>,
+    /// When the next message may go.
+    next: Instant,
+    /// What was waited for in all.
+    waited: Duration,
+}
+
+impl Pacer {
+    pub(super) fn new(rate: Option<u64>) -> Self {
+        Self { rate: rate.filter(|rate| *rate > 0), next: Instant::now(), waited: Duration::ZERO }
+    }
+
+    /// From now on as fast as it goes.
+    pub(super) fn end(&mut self) {
+        self.rate = None;
+    }
+
+    /// What was waited for until now.
+    pub(super) fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    /// `bytes` have just been sent: waits until more may go, or something stops that.
+    pub(super) fn pace(&mut self, bytes: u64, stop: &Stop) {
+        let begun = Instant::now();
+        let next = self.due(bytes, begun);
+        loop {
+            let left = next.saturating_duration_since(Instant::now());
+            if left.is_zero() || stop.is_cancelled() {
+                break;
+            }
+            std::thread::sleep(left.min(SLICE));
+        }
+        self.waited += begun.elapsed();
+    }
+
+    /// When more may go after `bytes` that were sent until `now`.
+    fn due(&mut self, bytes: u64, now: Instant) -> Instant {
+        let Some(rate) = self.rate else { return now };
+        let takes = Duration::from_secs_f64((bytes as f64 / rate as f64).min(3600.0));
+        // Of a time in which nothing was sent no more than this message's own counts.
+        let from = self.next.max(now.checked_sub(takes).unwrap_or(now));
+        self.next = from + takes;
+        self.next
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_come_at_the_rate_and_not_faster_after_a_rest() {
+        let mut pacer = Pacer::new(Some(1000));
+        let begun = pacer.next;
+        let ms = Duration::from_millis;
+        assert_eq!(pacer.due(500, begun), begun + ms(500));
+        assert_eq!(pacer.due(500, begun + ms(500)), begun + ms(1000));
+        // A link as slow as the rate is not made slower.
+        assert_eq!(pacer.due(500, begun + ms(1500)), begun + ms(1500));
+        let later = begun + ms(9000);
+        assert_eq!(pacer.due(500, later), later, "it had its own time");
+        assert_eq!(pacer.due(500, later), later + ms(500), "and no more");
+        pacer.end();
+        assert_eq!(pacer.due(u64::MAX, later), later);
+    }
+
+    #[test]
+    fn a_stop_ends_the_wait() {
+        let stop = Stop::default();
+        assert!(stop.cancel().is_ok());
+        let begun = Instant::now();
+        let mut pacer = Pacer::new(Some(1));
+        pacer.pace(1 << 40, &stop);
+        assert!(begun.elapsed() < Duration::from_secs(60));
+    }
+}
