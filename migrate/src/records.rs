@@ -9,7 +9,8 @@
 //!   whole, and only if no other process has made one (a link that does not replace). So two
 //!   processes that share the site can never decide differently.
 //!
-//! Everything is written to a temporary file, synced, linked into place, and the directory synced.
+//! Everything is written to a temporary file, synced, linked into place, and the directory synced. What is written in a
+//! pause is *staged* before: of the two syncs one is done then.
 
 use std::fs;
 use std::io::{self, Write};
@@ -147,21 +148,27 @@ impl Records {
         remove(&self.dir, &path).map_err(failed("remove", &path))
     }
 
-    /// Makes the source's record durable.
-    pub(crate) fn write_source(
+    /// Writes the source's record without giving it its name: it is none yet, and goes with what this returns.
+    pub(crate) fn stage_source(
         &self,
         token: Token,
         vm_id: VmId,
         peer: &str,
         site: Uuid,
-    ) -> Result<SourceMark, RecordsError> {
-        let path = self.source_path(token);
+    ) -> Result<StagedSource, RecordsError> {
         let peer = peer.to_owned();
         let time_unix_ms = now_unix_ms();
         let record = SourceRecord { version: VERSION, token, vm_id, peer, site, time_unix_ms };
-        json(&record)
-            .and_then(|bytes| write_new(&self.dir, &path, &bytes))
-            .map_err(failed("write", &path))?;
+        let staged = json(&record).and_then(|bytes| temporary(&self.dir, &bytes));
+        let file = staged.map_err(failed("write", &self.source_path(token)))?;
+        Ok(StagedSource { file, record })
+    }
+
+    /// Makes a staged record stand, durably. After an error it may stand.
+    pub(crate) fn place_source(&self, staged: StagedSource) -> Result<SourceMark, RecordsError> {
+        let StagedSource { file, record } = staged;
+        let path = self.source_path(record.token);
+        place(&self.dir, file, &path).map_err(failed("write", &path))?;
         Ok(SourceMark { record })
     }
 
@@ -189,9 +196,26 @@ impl Records {
         vm_id: Option<VmId>,
         decision: Decision,
     ) -> Result<Decision, RecordsError> {
+        self.decide_by(self.stage(token, vm_id, decision)?)
+    }
+
+    /// Writes a decision without giving it its name: nothing is decided yet.
+    pub(crate) fn stage(
+        &self,
+        token: Token,
+        vm_id: Option<VmId>,
+        decision: Decision,
+    ) -> Result<StagedDecision, RecordsError> {
+        let staged = decision_json(token, vm_id, decision)
+            .and_then(|bytes| temporary(&self.dir, &bytes))
+            .map_err(failed("write", &self.decision_path(token)));
+        Ok(StagedDecision { file: staged?, token, decision })
+    }
+
+    /// As [`decide`](Self::decide), with what was staged for it.
+    pub(crate) fn decide_by(&self, staged: StagedDecision) -> Result<Decision, RecordsError> {
+        let StagedDecision { file, token, decision } = staged;
         let path = self.decision_path(token);
-        let bytes = decision_json(token, vm_id, decision).map_err(failed("write", &path))?;
-        let file = temporary(&self.dir, &bytes).map_err(failed("write", &path))?;
         match file.persist_noclobber(&path).map_err(|e| e.error) {
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
@@ -243,6 +267,21 @@ impl Records {
     fn decision_path(&self, token: Token) -> PathBuf {
         self.dir.join(format!("{token}.destination.json"))
     }
+}
+
+/// A source's record, synced, that does not stand yet. Dropping it removes it.
+#[derive(Debug)]
+pub(crate) struct StagedSource {
+    file: NamedTempFile,
+    record: SourceRecord,
+}
+
+/// A decision, synced, that is not made yet. Dropping it removes it.
+#[derive(Debug)]
+pub(crate) struct StagedDecision {
+    file: NamedTempFile,
+    token: Token,
+    decision: Decision,
 }
 
 /// Proof that a source record is durable. Only with it can a held guest be sealed.
@@ -318,7 +357,12 @@ fn temporary(dir: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
 
 /// A file that appears whole and durable, or `AlreadyExists`, or (after other errors) perhaps.
 fn write_new(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
-    temporary(dir, bytes)?.persist_noclobber(path).map_err(|e| e.error)?;
+    place(dir, temporary(dir, bytes)?, path)
+}
+
+/// Gives a synced temporary file its name.
+fn place(dir: &Path, file: NamedTempFile, path: &Path) -> io::Result<()> {
+    file.persist_noclobber(path).map_err(|e| e.error)?;
     sync_dir(dir)
 }
 
@@ -373,7 +417,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::open(dir.path()).unwrap();
         let (token, vm, site) = (Token::random(), VmId::random(), Uuid::new_v4());
-        let mark = records.write_source(token, vm, "tcp:host:1", site).unwrap();
+        let mark = records.stage_source(token, vm, "tcp:host:1", site).unwrap();
+        assert!(records.pending().unwrap().records.is_empty(), "it does not stand yet");
+        let mark = records.place_source(mark).unwrap();
         let found = Records::open(dir.path()).unwrap().pending().unwrap();
         assert_eq!(found.records, [mark.record().clone()]);
         records.settle(token).unwrap();
@@ -397,7 +443,8 @@ mod tests {
         let records = Records::open(dir.path()).unwrap();
         let token = Token::random();
         let vm = VmId::random();
-        let good = records.write_source(token, vm, "tcp:host:1", Uuid::new_v4()).unwrap();
+        let good = records.stage_source(token, vm, "tcp:host:1", Uuid::new_v4()).unwrap();
+        let good = records.place_source(good).unwrap();
         let path = |name: &str| dir.path().join(format!("{name}.source.json"));
         let text = fs::read_to_string(path(&token.to_string())).unwrap();
         // Another migration's name, a version to come, half a file, and a name that is none.

@@ -132,7 +132,7 @@ fn a_source_that_is_refused_or_silent_after_hello_is_turned_away() {
     let there = host.receiver();
     let greeted = [header(FORMAT_VERSION), hello(0)].concat();
     let abort = [greeted.clone(), record(tag("ABORT"), 1, 2, b"no")].concat();
-    let ready = [greeted.clone(), record(tag("READY"), 1, 0, b"")].concat();
+    let ready = [greeted.clone(), record(tag("READY"), 1, 16, &[0; 16])].concat();
     let torn = [greeted.clone(), vec![0xff; RECORD_HEAD_LEN]].concat();
     let cases = [
         (abort, "the peer gave up: no"),

@@ -14,7 +14,7 @@ use crate::control::Stop;
 use crate::handover::{Destination, DestinationEvent, DestinationOrder};
 use crate::link::SLICE;
 use crate::message::{Token, Verdict};
-use crate::records::{Decision, Records, RecordsError};
+use crate::records::{Decision, Records, RecordsError, StagedDecision};
 
 /// See the module.
 #[derive(Debug)]
@@ -35,6 +35,8 @@ struct Session {
     token: Token,
     vm_id: VmId,
     state: Destination,
+    /// This process's `committed`, until it is made to stand.
+    staged: Option<StagedDecision>,
     /// This process's `committed` stands on disk.
     placed: bool,
     /// A source has been told that the guest was discarded.
@@ -77,7 +79,10 @@ impl Ledger {
     /// Something is begun: from now on this receiver knows of `token`.
     pub(super) fn begin(&self, token: Token, vm_id: VmId) {
         let state = Destination::Assembling;
-        let session = Session { token, vm_id, state, placed: false, told: false, fault: None };
+        // Not in the pause. Should it fail now, it is tried again then, and said.
+        let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
+        let (placed, told, fault) = (false, false, None);
+        let session = Session { token, vm_id, state, staged, placed, told, fault };
         self.lock().session = Some(session);
     }
 
@@ -191,11 +196,13 @@ impl Session {
     }
 
     fn store(&mut self, records: &Records, decision: Decision) -> DestinationEvent {
-        let stored = match (decision, self.placed) {
+        let staged = self.staged.take_if(|_| decision == Decision::Committed);
+        let stored = match (decision, self.placed, staged) {
             // The guest never ran: our own decision may be taken back.
-            (Decision::Discarded, true) => {
+            (Decision::Discarded, true, _) => {
                 records.overturn(self.token, self.vm_id).map(|()| Decision::Discarded)
             }
+            (_, _, Some(staged)) => records.decide_by(staged),
             _ => records.decide(self.token, Some(self.vm_id), decision),
         };
         match stored {

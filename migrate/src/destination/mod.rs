@@ -264,7 +264,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         )
         .and_then(|()| {
             self.ledger.begin(token, vm_id);
-            Ok(wire.send(&Message::Ready)?)
+            Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
         });
         match ready {
             Ok(()) => Ok(guest),

@@ -143,7 +143,7 @@ impl Tag {
             Self::Hello => 16 + MAX_TEXT as u32,
             Self::Refused | Self::Abort => MAX_TEXT as u32,
             Self::Config => 24 + MAX_SLOTS * 24 + MAX_CONFIG,
-            Self::Ready => 0,
+            Self::Ready => 16,
             Self::PassBegin => 16,
             Self::Pages => 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32),
             Self::Zero => 8 + MAX_ZERO_RUNS * 16,
@@ -241,7 +241,7 @@ pub(crate) enum Message<'a> {
     Refused { reason: &'a str },
     Abort { reason: &'a str },
     Config { token: Token, layout: Layout, config: &'a [u8] },
-    Ready,
+    Ready { site: Uuid },
     PassBegin { pass: u32, frames: u64 },
     Pages { runs: Runs<'a>, contents: &'a [u8] },
     Zero { runs: Runs<'a> },
@@ -339,7 +339,7 @@ impl<'a> Message<'a> {
             Tag::Refused => Self::Refused { reason: text(tag, bytes)? },
             Tag::Abort => Self::Abort { reason: text(tag, bytes)? },
             Tag::Config => Self::parse_config(bytes)?,
-            Tag::Ready => Self::Ready,
+            Tag::Ready => Self::Ready { site: Uuid::from_bytes(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::PassBegin => {
                 let raw = exactly::<RawPass>(tag, bytes)?;
                 Self::PassBegin { pass: raw.pass.get(), frames: raw.frames.get() }
@@ -443,7 +443,7 @@ impl<'a> Message<'a> {
             Self::Refused { .. } => Tag::Refused,
             Self::Abort { .. } => Tag::Abort,
             Self::Config { .. } => Tag::Config,
-            Self::Ready => Tag::Ready,
+            Self::Ready { .. } => Tag::Ready,
             Self::PassBegin { .. } => Tag::PassBegin,
             Self::Pages { .. } => Tag::Pages,
             Self::Zero { .. } => Tag::Zero,

@@ -140,7 +140,7 @@ impl Message<'_> {
             }
             Self::Refused { reason } | Self::Abort { reason } => clip(reason).as_bytes().to_vec(),
             Self::Config { token, layout, config } => config_bytes(*token, layout, config),
-            Self::Ready => Vec::new(),
+            Self::Ready { site } => site.as_bytes().to_vec(),
             Self::PassBegin { pass, frames } => {
                 let raw =
                     RawPass { pass: (*pass).into(), zero: 0.into(), frames: (*frames).into() };

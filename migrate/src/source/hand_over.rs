@@ -38,7 +38,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         peer: &mut Peer,
         ready: Ready<'a, G>,
     ) -> Result<Handed<'a, G>, Failed> {
-        let Ready { held, site, tale } = ready;
+        let Ready { held, record, tale } = ready;
         // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
         if let Some(cause) = gone(&mut peer.wire) {
             return Err(held.give_up(cause));
@@ -49,7 +49,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let (_here, _take_back) = state.on(SourceEvent::Failed);
             return Err(held.give_up(Cause::Cancelled));
         }
-        let mark = match peer.records.write_source(self.token, self.guest.vm_id(), self.to, site) {
+        let vm = self.guest.vm_id();
+        tracing::debug!(%vm, token = %self.token, "the hand-over record is put into its place");
+        let mark = match peer.records.place_source(record) {
             Ok(mark) => mark,
             Err(e) => {
                 // It may stand there half-way; COMMIT was never said, so it says nothing.
@@ -58,7 +60,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 return Err(held.give_up(e));
             }
         };
-        // The record took two syncs. COMMIT was not said yet: without a destination it says nothing.
+        // The record took a sync. COMMIT was not said yet: without a destination it says nothing.
         if let Some(cause) = gone(&mut peer.wire) {
             match peer.records.undo(self.token) {
                 Ok(()) => {

@@ -28,7 +28,7 @@ use crate::message::{
     Counts, FEATURES, MAX_CONFIG, MAX_PASSES, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
     Message, Purpose, StateDigest, Tag, Token, section_head,
 };
-use crate::records::Records;
+use crate::records::{Records, StagedSource};
 use crate::report::{PassReport, SendReport, ms, per_second};
 use crate::wire::{Wire, unexpected};
 use expect::announce;
@@ -184,6 +184,8 @@ struct Job<'a, G: Guest + ?Sized> {
 struct Peer {
     wire: Wire<Link>,
     records: Records,
+    /// The destination's, from READY.
+    site: Uuid,
 }
 
 /// Memory as precopy left it: what was written since is in `writes`.
@@ -196,7 +198,7 @@ struct Copied<'a> {
 /// The destination has everything and is prepared; the guest here is held.
 struct Ready<'a, G: Guest + ?Sized> {
     held: Held<'a, G>,
-    site: Uuid,
+    record: StagedSource,
     tale: Tale,
 }
 
@@ -261,7 +263,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
         let wire = self.introduce(Purpose::Move, self.options.connect_timeout, stop)?;
-        Ok(Peer { wire, records })
+        Ok(Peer { wire, records, site: Uuid::nil() })
     }
 
     /// A connection with introductions made; both within `limit`, and not once `stop` says so.
@@ -298,9 +300,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // Building a machine shows no progress on the wire.
         wire.stream_mut().set_patience(self.options.setup_timeout);
         match wire.recv()? {
-            Message::Ready => {}
+            Message::Ready { site } => peer.site = site,
             other => return Err(unexpected(&other, "READY").into()),
         }
+        let wire = &mut peer.wire;
         wire.stream_mut().set_patience(self.options.patience);
         Ok(())
     }
@@ -410,6 +413,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
 
     /// Pauses the guest, sends the rest of it, and has the destination prepare.
     fn switch_over(&self, peer: &mut Peer, copied: Copied<'a>) -> Result<Ready<'a, G>, Failed> {
+        // Before the pause, whatever can be.
+        let record =
+            peer.records.stage_source(self.token, self.guest.vm_id(), self.to, peer.site)?;
         let mut held = Held::new(self.guest)?;
         let limit = self.options.pause_limit(&copied.tale.reason);
         let late = || Cause::PauseTooLong { limit };
@@ -418,7 +424,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let rest =
             on_time(&mut peer.wire, until, |wire| self.send_rest(wire, &mut held, copied, until));
         match rest {
-            Ok((site, tale)) => Ok(Ready { held, site, tale }),
+            Ok((site, _)) if site != peer.site => {
+                let why = "PREPARED names another site than READY";
+                Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }))
+            }
+            Ok((_, tale)) => Ok(Ready { held, record, tale }),
             Err(cause) => Err(held.give_up(cause)),
         }
     }
