@@ -52,7 +52,7 @@ fn a_guest_that_moves_on_and_on_leaves_nothing_behind() {
         return;
     }
     let _alone = tests::one_at_a_time();
-    let hops = repeats(6, 1000);
+    let hops = repeats(8, 1000);
     let mut scratch = Scratch::new();
     let mut here = Driftline::run(&scratch, "hop0", GUEST, &MACHINE);
     here.console().wait_reports(2, 1, SOON);
@@ -78,7 +78,7 @@ fn a_guest_that_moves_on_and_on_leaves_nothing_behind() {
         }
     }
     downtimes.sort_by(f64::total_cmp);
-    let few = (hops / 10).max(2);
+    let few = (hops / 10).max(3);
     let (first, last) = (median(&held[..few]), median(&held[hops - few..]));
     eprintln!(
         "{hops} moves, downtime {:.1} ms in the middle, {:.1} ms at most; at first {first:?}, at last {last:?}",

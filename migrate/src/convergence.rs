@@ -87,8 +87,6 @@ pub struct Measured {
     pub bytes: u64,
     /// From its begin to its acknowledgement.
     pub time: Duration,
-    /// Of that time, what was waited to keep a bandwidth: a pause does not wait.
-    pub waited: Duration,
     /// Frames that the guest wrote from this pass's drain to the next.
     pub dirtied: u64,
 }
@@ -181,7 +179,7 @@ impl fmt::Display for Reason {
 /// A pass with less than this on the wire says little about the link.
 const TELLING_BYTES: u64 = 1 << 20;
 
-/// How fast the link is when nobody holds back, bytes/s: by the last pass that is large enough to tell, else by all
+/// How fast the link is, or is let be, bytes/s: by the last pass that is large enough to tell, else by all
 /// together. `None` before anything was measured.
 pub fn link_rate(passes: &[Measured]) -> Option<u64> {
     let rate = |bytes: u64, time: Duration| {
@@ -189,10 +187,9 @@ pub fn link_rate(passes: &[Measured]) -> Option<u64> {
         (bytes > 0 && seconds > 0.0).then(|| (bytes as f64 / seconds) as u64)
     };
     let telling = passes.iter().rev().find(|p| p.bytes >= TELLING_BYTES);
-    let busy = |p: &Measured| p.time.saturating_sub(p.waited);
     match telling {
-        Some(p) => rate(p.bytes, busy(p)),
-        None => rate(passes.iter().map(|p| p.bytes).sum(), passes.iter().map(busy).sum()),
+        Some(p) => rate(p.bytes, p.time),
+        None => rate(passes.iter().map(|p| p.bytes).sum(), passes.iter().map(|p| p.time).sum()),
     }
 }
 
@@ -268,7 +265,7 @@ mod tests {
     fn passes() -> impl Strategy<Value = Vec<Measured>> {
         let pass =
             (0u64..1 << 34, 0u64..10_000_000, 0u64..1 << 22).prop_map(|(bytes, us, dirtied)| {
-                Measured { bytes, time: Duration::from_micros(us), waited: Duration::ZERO, dirtied }
+                Measured { bytes, time: Duration::from_micros(us), dirtied }
             });
         prop::collection::vec(pass, 0..40)
     }
@@ -332,8 +329,8 @@ mod tests {
                     extra += time(pending);
                 }
                 let dirtied = (pending as f64 * share) as u64;
-                let (bytes, waited) = (pending * PAGE_SIZE, Duration::ZERO);
-                passes.push(Measured { bytes, time: time(pending), waited, dirtied });
+                let bytes = pending * PAGE_SIZE;
+                passes.push(Measured { bytes, time: time(pending), dirtied });
                 pending = dirtied;
                 if fits.is_none() && time(pending) <= goals.downtime {
                     fits = Some(time(pending));
@@ -376,7 +373,6 @@ mod tests {
         let pass = |frames: u64| Measured {
             bytes: frames * PAGE_SIZE,
             time: Duration::from_secs_f64(frames as f64 * PAGE_SIZE as f64 / 100e6),
-            waited: Duration::ZERO,
             dirtied: frames / 2,
         };
         let mut passes = vec![pass(64_000)];

@@ -15,7 +15,7 @@
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use checkpoint::VmId;
 use checkpoint::durable::{create_dir, sync_dir};
@@ -31,6 +31,11 @@ const VERSION: u32 = 1;
 
 /// The end of a source record's name, behind its token.
 const SOURCE_SUFFIX: &str = ".source.json";
+
+/// The beginning of the name of a file that is no record yet.
+const STAGED: &str = ".staged-";
+/// The age of such a file after which the process that made it has died: no migration takes as long.
+const STALE: Duration = Duration::from_secs(60 * 24 * 3600);
 
 /// A record could not be read or made durable.
 #[derive(Debug, thiserror::Error)]
@@ -101,6 +106,7 @@ impl Records {
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
         let dir = dir.into();
         create_dir(&dir).map_err(failed("write", &dir))?;
+        sweep(&dir);
         let path = dir.join("site");
         let made = write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes());
         if let Err(e) = made
@@ -276,6 +282,13 @@ pub(crate) struct StagedSource {
     record: SourceRecord,
 }
 
+impl StagedSource {
+    /// The destination's site.
+    pub(crate) fn site(&self) -> Uuid {
+        self.record.site
+    }
+}
+
 /// A decision, synced, that is not made yet. Dropping it removes it.
 #[derive(Debug)]
 pub(crate) struct StagedDecision {
@@ -347,9 +360,21 @@ fn invalid(path: &Path, why: String) -> RecordsError {
     failed("read", path)(io::Error::new(io::ErrorKind::InvalidData, why))
 }
 
+/// Removes what processes that were killed have staged. Whatever fails is tried again next time.
+fn sweep(dir: &Path) {
+    let staged = fs::read_dir(dir).into_iter().flatten().flatten();
+    let staged = staged.filter(|entry| entry.file_name().to_string_lossy().starts_with(STAGED));
+    for entry in staged {
+        let made = entry.metadata().and_then(|of| of.modified()).ok();
+        if made.and_then(|made| made.elapsed().ok()).is_some_and(|age| age > STALE) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// A synced temporary file beside its later place.
 fn temporary(dir: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
-    let mut file = NamedTempFile::new_in(dir)?;
+    let mut file = tempfile::Builder::new().prefix(STAGED).tempfile_in(dir)?;
     file.write_all(bytes)?;
     file.as_file().sync_all()?;
     Ok(file)
@@ -410,6 +435,22 @@ mod tests {
             let left = records.decision(token).unwrap();
             assert_eq!(left, stays.then_some(decision));
         }
+    }
+
+    #[test]
+    fn what_was_staged_long_ago_is_swept_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        let staged = records.stage(Token::random(), None, Decision::Discarded).unwrap();
+        let old = records.stage(Token::random(), None, Decision::Discarded).unwrap();
+        old.file.as_file().set_modified(UNIX_EPOCH).unwrap();
+        let decided = Token::random();
+        records.decide(decided, None, Decision::Discarded).unwrap();
+        let record = fs::File::options().write(true).open(records.decision_path(decided)).unwrap();
+        record.set_modified(UNIX_EPOCH).unwrap();
+        let again = Records::open(dir.path()).unwrap();
+        assert!(staged.file.path().exists() && !old.file.path().exists());
+        assert_eq!(again.decision(decided).unwrap(), Some(Decision::Discarded));
     }
 
     #[test]

@@ -359,7 +359,12 @@ fn what_came_late_comes_once_and_with_a_bound() {
             record(tag("LATE"), sequence + 1, 1, &[0]),
             "LATE came where COMMIT was expected",
         ),
-        ("before PREPARED", state_end, record(tag("LATE"), sequence - 1, 1, &[0]), "LATE"),
+        (
+            "before PREPARED",
+            state_end,
+            record(tag("LATE"), sequence - 1, 1, &[0]),
+            "LATE came where",
+        ),
         (
             "too much",
             late,

@@ -170,7 +170,7 @@ fn take_over<G: Guest + ?Sized>(
 }
 
 /// Ends a guest that never ran here. First peers are to reach it here no more: its source may want it back.
-fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
+pub(super) fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
     if let Err(e) = guest.detach() {
         tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
     }

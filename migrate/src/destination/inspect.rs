@@ -75,10 +75,10 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     };
     let totals = inbound.totals();
     // A stream may well end here: COMMIT is said only to a destination that is prepared.
-    let mut late_bytes = 0;
+    let mut late = None;
     let committed = loop {
         match wire.recv() {
-            Ok(Message::Late(late)) if late_bytes == 0 => late_bytes = late.len(),
+            Ok(Message::Late(bytes)) if late.is_none() => late = Some(bytes.len()),
             Ok(Message::Commit { token: t }) => break t == token,
             _ => break false,
         }
@@ -96,7 +96,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         sections: sections.len() as u32,
         state_digest: StateDigest::of(&sections),
         was_running,
-        late_bytes,
+        late_bytes: late.unwrap_or(0),
         committed,
     })
 }

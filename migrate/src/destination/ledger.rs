@@ -181,6 +181,12 @@ impl Session {
             let (next, order) = self.state.on(event);
             tracing::debug!(token = %self.token, ?event, from = ?self.state, to = ?next, "hand-over");
             self.state = next;
+            if !matches!(
+                next,
+                Destination::Assembling | Destination::Prepared | Destination::Deciding
+            ) {
+                self.staged = None;
+            }
             event = match order {
                 DestinationOrder::StoreCommitted => self.store(records, Decision::Committed),
                 DestinationOrder::StoreDiscarded => {

@@ -295,7 +295,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     /// COMMIT, so it will never ask.
     fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
-        arrival.guest.stop(&format!("it was not received: {cause}"));
+        hand_over::throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
         let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
         if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             arrival.wire.abort(Tag::Abort, &cause.to_string());

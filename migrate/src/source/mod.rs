@@ -55,7 +55,8 @@ pub struct SendOptions {
     pub timeout: Duration,
     /// What to do when one of these two runs out. Cancel.
     pub timeout_strategy: TimeoutStrategy,
-    /// Bytes/s at most while the guest runs; in the pause the link is used as it is. Less than [`MIN_BANDWIDTH`] counts as
+    /// Bytes/s at most while the guest runs. In the pause the link is used as it is, but what that will take is
+    /// judged by this: how fast a link is that was never used so is not known. Less than [`MIN_BANDWIDTH`] counts as
     /// that; `None`, the default: as fast as it goes.
     pub max_bandwidth: Option<u64>,
     /// Time for a connection to be made. 10 s.
@@ -184,8 +185,8 @@ struct Job<'a, G: Guest + ?Sized> {
 struct Peer {
     wire: Wire<Link>,
     records: Records,
-    /// The destination's, from READY.
-    site: Uuid,
+    /// The record of this migration, from READY on, which tells the destination's site.
+    staged: Option<StagedSource>,
 }
 
 /// Memory as precopy left it: what was written since is in `writes`.
@@ -263,7 +264,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
         let wire = self.introduce(Purpose::Move, self.options.connect_timeout, stop)?;
-        Ok(Peer { wire, records, site: Uuid::nil() })
+        Ok(Peer { wire, records, staged: None })
     }
 
     /// A connection with introductions made; both within `limit`, and not once `stop` says so.
@@ -300,10 +301,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // Building a machine shows no progress on the wire.
         wire.stream_mut().set_patience(self.options.setup_timeout);
         match wire.recv()? {
-            Message::Ready { site } => peer.site = site,
+            Message::Ready { site } => {
+                let (vm, records) = (self.guest.vm_id(), &peer.records);
+                peer.staged = Some(records.stage_source(self.token, vm, self.to, site)?);
+            }
             other => return Err(unexpected(&other, "READY").into()),
         }
-        let wire = &mut peer.wire;
         wire.stream_mut().set_patience(self.options.patience);
         Ok(())
     }
@@ -346,12 +349,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let window = since.elapsed();
             since = Instant::now();
             passes.push(report_of(&done, epoch.frames(), window));
-            measured.push(Measured {
-                bytes: done.bytes,
-                time: done.time,
-                waited: done.waited,
-                dirtied: epoch.frames(),
-            });
+            measured.push(Measured { bytes: done.bytes, time: done.time, dirtied: epoch.frames() });
             self.show(&measured, epoch.frames(), window);
             let mut judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
             if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
@@ -413,9 +411,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
 
     /// Pauses the guest, sends the rest of it, and has the destination prepare.
     fn switch_over(&self, peer: &mut Peer, copied: Copied<'a>) -> Result<Ready<'a, G>, Failed> {
-        // Before the pause, whatever can be.
-        let record =
-            peer.records.stage_source(self.token, self.guest.vm_id(), self.to, peer.site)?;
+        let record = peer.staged.take().ok_or_else(no_record)?;
         let mut held = Held::new(self.guest)?;
         let limit = self.options.pause_limit(&copied.tale.reason);
         let late = || Cause::PauseTooLong { limit };
@@ -424,7 +420,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let rest =
             on_time(&mut peer.wire, until, |wire| self.send_rest(wire, &mut held, copied, until));
         match rest {
-            Ok((site, _)) if site != peer.site => {
+            Ok((site, _)) if site != record.site() => {
                 let why = "PREPARED names another site than READY";
                 Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }))
             }
@@ -498,6 +494,14 @@ fn send_state(
     }
     let sections = sections.len() as u32;
     Ok(wire.send(&Message::StateEnd { sections, was_running, counts })?)
+}
+
+/// Setting up stages it.
+fn no_record() -> Cause {
+    Cause::System {
+        what: "staging the hand-over record",
+        cause: std::io::ErrorKind::NotFound.into(),
+    }
 }
 
 fn fits(what: &'static str, found: u64, limit: u64) -> Result<(), Cause> {

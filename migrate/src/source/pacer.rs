@@ -12,13 +12,11 @@ pub(super) struct Pacer {
     rate: Option<u64>,
     /// When the next message may go.
     next: Instant,
-    /// What was waited for in all.
-    waited: Duration,
 }
 
 impl Pacer {
     pub(super) fn new(rate: Option<u64>) -> Self {
-        Self { rate: rate.filter(|rate| *rate > 0), next: Instant::now(), waited: Duration::ZERO }
+        Self { rate: rate.filter(|rate| *rate > 0), next: Instant::now() }
     }
 
     /// From now on as fast as it goes.
@@ -26,15 +24,14 @@ impl Pacer {
         self.rate = None;
     }
 
-    /// What was waited for until now.
-    pub(super) fn waited(&self) -> Duration {
-        self.waited
+    /// A pass begins: nothing is left of the time before.
+    pub(super) fn begin(&mut self) {
+        self.next = self.next.max(Instant::now());
     }
 
     /// `bytes` have just been sent: waits until more may go, or something stops that.
     pub(super) fn pace(&mut self, bytes: u64, stop: &Stop) {
-        let begun = Instant::now();
-        let next = self.due(bytes, begun);
+        let next = self.due(bytes, Instant::now());
         loop {
             let left = next.saturating_duration_since(Instant::now());
             if left.is_zero() || stop.is_cancelled() {
@@ -42,7 +39,6 @@ impl Pacer {
             }
             std::thread::sleep(left.min(SLICE));
         }
-        self.waited += begun.elapsed();
     }
 
     /// When more may go after `bytes` that were sent until `now`.

@@ -70,16 +70,15 @@ pub(super) struct PassSent {
     pass: u32,
     counts: Counts,
     bytes: u64,
-    waited: Duration,
     begun: Instant,
 }
 
 impl PassSent {
     /// Waits until the destination has all of it.
     pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
-        let Self { pass, counts, bytes, waited, begun } = self;
+        let Self { pass, counts, bytes, begun } = self;
         acknowledged(wire, pass, counts)?;
-        Ok(PassDone { counts, bytes, waited, time: begun.elapsed() })
+        Ok(PassDone { counts, bytes, time: begun.elapsed() })
     }
 }
 
@@ -88,8 +87,6 @@ impl PassSent {
 pub(super) struct PassDone {
     pub(super) counts: Counts,
     pub(super) bytes: u64,
-    /// Of `time`, to keep the rate.
-    pub(super) waited: Duration,
     pub(super) time: Duration,
 }
 
@@ -150,7 +147,7 @@ impl<'a> PassSender<'a> {
         deadline: Limit<'_>,
     ) -> Result<PassSent, Cause> {
         let (begun, before) = (Instant::now(), wire.sent_bytes());
-        let waited = self.pacer.waited();
+        self.pacer.begin();
         self.control.update(|p| (p.pass, p.remaining_frames) = (pass, frames));
         wire.send(&Message::PassBegin { pass, frames })?;
         let mut counts = Counts::default();
@@ -168,8 +165,7 @@ impl<'a> PassSender<'a> {
         self.flush_zeros(wire)?;
         wire.send(&Message::PassEnd { pass, counts })?;
         self.totals += counts;
-        let waited = self.pacer.waited() - waited;
-        Ok(PassSent { pass, counts, bytes: wire.sent_bytes() - before, waited, begun })
+        Ok(PassSent { pass, counts, bytes: wire.sent_bytes() - before, begun })
     }
 
     /// Copies a chunk of at most one message's frames and sends what has become full.

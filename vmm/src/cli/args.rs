@@ -333,7 +333,9 @@ pub(crate) struct SendArgs {
     /// What to do when that has passed: cancel or switchover
     #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel)]
     pub(crate) timeout_strategy: TimeoutStrategy,
-    /// Bytes a second to copy at most while the guest runs, such as 100M; in the pause the link is used as it is
+    /// Bytes a second to copy at most while the guest runs, such as 100M
+    ///
+    /// In the pause the link is used as it is; what that will take is judged by this bandwidth.
     #[arg(long, value_name = "SIZE", value_parser = values::bandwidth)]
     pub(crate) max_bandwidth: Option<u64>,
 }

@@ -36,12 +36,15 @@ impl Late {
     pub(super) fn take_from(&mut self, tap: &Tap, buffer: &mut [u8]) -> bool {
         let mut more = false;
         for pair in 0..tap.enabled() {
-            let mut room = KEPT / usize::from(tap.enabled());
-            for taken in 0.. {
+            // Of earlier moves that came to nothing there may be some.
+            let kept = self.0.iter().filter(|(of, _)| *of == pair).map(|(_, frame)| frame.len());
+            let (before, bytes) = kept.fold((0, 0), |(n, sum), len| (n + 1, sum + len));
+            let mut room = (KEPT / usize::from(tap.enabled())).saturating_sub(bytes);
+            for taken in before.. {
                 match tap.read(pair, buffer) {
                     Ok(None) => break,
                     // Too late for this one: it was read.
-                    Ok(Some(len)) if taken == MOST || len > room => {
+                    Ok(Some(len)) if taken >= MOST || len > room => {
                         more = true;
                         break;
                     }
