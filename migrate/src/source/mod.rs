@@ -337,7 +337,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let frames = populated.iter().map(|r| r.count).sum();
         on_time(&mut peer.wire, deadline, |wire| announce(wire, self.guest.ram(), &populated))?;
         let mut done = on_time(&mut peer.wire, deadline, |wire| {
-            sender.pass(wire, 0, populated.iter().copied(), frames, deadline)
+            sender.begin(wire, 0, populated.iter().copied(), frames, deadline)?.await_end(wire)
         })?;
         let mut since = begun;
         let mut disks_settled = false;
@@ -380,7 +380,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let pass = measured.len() as u32;
             // An error drops the epoch, which gives it back (I4).
             done = on_time(&mut peer.wire, deadline, |wire| {
-                sender.pass(wire, pass, epoch.runs(), epoch.frames(), deadline)
+                sender.begin(wire, pass, epoch.runs(), epoch.frames(), deadline)?.await_end(wire)
             })?;
             epoch.commit();
         }

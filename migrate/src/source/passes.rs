@@ -124,20 +124,8 @@ impl<'a> PassSender<'a> {
         self.pacer.end();
     }
 
-    /// Sends `runs`, of `frames` frames in all, as pass number `pass` and waits until the destination has all of it. Fails with
-    /// `late` if `deadline` passes first. On an error the destination may have any part of it.
-    pub(super) fn pass(
-        &mut self,
-        wire: &mut Wire<Link>,
-        pass: u32,
-        runs: impl Iterator<Item = FrameRun>,
-        frames: u64,
-        deadline: Limit<'_>,
-    ) -> Result<PassDone, Cause> {
-        self.begin(wire, pass, runs, frames, deadline)?.await_end(wire)
-    }
-
-    /// As [`pass`](Self::pass), but the destination's word is left to be waited for.
+    /// Sends `runs`, of `frames` frames in all, as pass number `pass`; the destination's word that it has all of it is left to
+    /// be waited for. Fails with `late` if `deadline` passes first. On an error the destination may have any part of it.
     pub(super) fn begin(
         &mut self,
         wire: &mut Wire<Link>,
