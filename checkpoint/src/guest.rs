@@ -133,6 +133,12 @@ pub trait Guest: Send + Sync {
     /// May include frames that are zero too. Costs one look at the host's page tables.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
 
+    /// As [`populated`](Self::populated), but nobody is asked: all frames that the host has memory for, whatever the guest
+    /// says of them. All others read as zeros.
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.populated()
+    }
+
     /// Has the host give memory to frames that are about to be written, which is cheaper for many at once than
     /// for one at a time. What it does not get to, it does at the write; contents stay as they are.
     fn prepare(&self, frames: FrameRun);

@@ -5,14 +5,15 @@ use dirty_tracker::PAGE_SIZE;
 /// A frame of zeros.
 pub(crate) static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
-/// Whether `frame`, the bytes of one frame, is all zeros.
+/// Whether `bytes`, of one frame or of a part of it, are all zeros.
 ///
 /// ```
 /// let mut frame = [0; 4096];
 /// assert!(checkpoint::is_zero(&frame));
 /// frame[4095] = 1;
 /// assert!(!checkpoint::is_zero(&frame));
+/// assert!(checkpoint::is_zero(&frame[..512]));
 /// ```
-pub fn is_zero(frame: &[u8]) -> bool {
-    frame == ZEROS
+pub fn is_zero(bytes: &[u8]) -> bool {
+    ZEROS.get(..bytes.len()) == Some(bytes)
 }

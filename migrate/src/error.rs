@@ -135,6 +135,21 @@ impl From<io::Error> for WireError {
     }
 }
 
+/// What each side has by its own account.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MemoryDigests {
+    /// The source's.
+    pub ours: u128,
+    /// The destination's.
+    pub theirs: u128,
+}
+
+impl fmt::Display for MemoryDigests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "its digest is {:032x} there and {:032x} here", self.theirs, self.ours)
+    }
+}
+
 /// What made a migration fail.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -142,6 +157,15 @@ pub enum Cause {
     /// The connection, or what came over it.
     #[error("{0}")]
     Wire(#[from] WireError),
+    /// `--verify` found a difference: the guest must not run there.
+    #[error("the destination's memory is not the guest's: {0}")]
+    MemoryDiffers(Box<MemoryDigests>),
+    /// The destination does not know what was asked for.
+    #[error("the destination's version of driftline does not offer {feature}")]
+    NotOffered {
+        /// What.
+        feature: &'static str,
+    },
     /// Nobody could be reached.
     #[error("cannot connect to {peer}: {cause}")]
     Connect {

@@ -40,9 +40,11 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod compression;
 mod control;
 pub mod convergence;
 mod destination;
+mod digest;
 mod error;
 mod handover;
 mod link;
@@ -52,11 +54,12 @@ mod report;
 mod source;
 mod wire;
 
+pub use compression::{Compression, UnknownCompression};
 pub use control::{ControlError, Phase, Progress, ReceiveControl, Resolution, SendControl};
 pub use convergence::{TimeoutStrategy, UnknownStrategy};
 pub use destination::{ReceiveOptions, Received, Responder, StreamSummary, inspect, receive};
-pub use error::{Cause, GuestPlace, ReceiveError, SendError, WireError};
-pub use message::{Tag, Token, Verdict};
+pub use error::{Cause, GuestPlace, MemoryDigests, ReceiveError, SendError, WireError};
+pub use message::{MAX_CONNECTIONS, Tag, Token, Verdict};
 pub use records::{Pending, Records, RecordsError, SourceRecord};
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus};
 pub use source::{MIN_BANDWIDTH, SendOptions, send};

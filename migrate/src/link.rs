@@ -6,10 +6,13 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
 
 use crate::control::Stop;
 
@@ -27,6 +30,8 @@ pub(crate) struct Link {
     stop: Arc<Stop>,
     patience: Duration,
     deadline: Option<Instant>,
+    /// Set when the other connections of the same migration have failed, or are done.
+    halt: Option<Arc<AtomicBool>>,
 }
 
 impl Link {
@@ -38,7 +43,7 @@ impl Link {
         stream.set_write_timeout(Some(SLICE))?;
         let probe = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
         SockRef::from(&stream).set_tcp_keepalive(&probe)?;
-        Ok(Self { stream, stop, patience, deadline: None })
+        Ok(Self { stream, stop, patience, deadline: None, halt: None })
     }
 
     /// Connects to `peer` ("HOST:PORT", with or without "tcp:"), trying each of its addresses.
@@ -88,6 +93,11 @@ impl Link {
         self.stop = stop;
     }
 
+    /// Sets the flag that ends any wait of this connection when another one of the same migration sets it.
+    pub(crate) fn set_halt(&mut self, halt: Option<Arc<AtomicBool>>) {
+        self.halt = halt;
+    }
+
     /// Sets how long the peer may make no progress.
     pub(crate) fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
@@ -109,6 +119,7 @@ impl Link {
     /// From now on a stop request is no reason to fail, and everything ends after [`LAST_WORDS`].
     pub(crate) fn begin_last_words(&mut self) {
         self.stop = Arc::default();
+        self.halt = None;
         self.deadline = Some(Instant::now() + LAST_WORDS);
     }
 
@@ -123,6 +134,50 @@ impl Link {
         while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
     }
 
+    /// Writes all of `buf`, which more follows at once: no packet is made for it alone.
+    pub(crate) fn write_all_more(&mut self, mut buf: &[u8]) -> io::Result<()> {
+        while !buf.is_empty() {
+            let sent = self.wait_until("took", |s| {
+                SockRef::from(&*s).send_with_flags(buf, libc::MSG_MORE | libc::MSG_NOSIGNAL)
+            })?;
+            buf = buf.get(sent..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    /// Writes a piece of guest memory from where it is.
+    pub(crate) fn write_all_volatile<B: BitmapSlice>(
+        &mut self,
+        slice: &VolatileSlice<'_, B>,
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < slice.len() {
+            let rest = slice.offset(done).map_err(outside)?;
+            done += match self.wait_until("took", |s| s.write_volatile(&rest).map_err(outside))? {
+                0 => return Err(closed()),
+                n => n,
+            };
+        }
+        Ok(())
+    }
+
+    /// Fills a piece of guest memory from the stream.
+    pub(crate) fn read_exact_volatile<B: BitmapSlice>(
+        &mut self,
+        slice: &VolatileSlice<'_, B>,
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < slice.len() {
+            let mut rest = slice.offset(done).map_err(outside)?;
+            done +=
+                match self.wait_until("sent", |s| s.read_volatile(&mut rest).map_err(outside))? {
+                    0 => return Err(closed()),
+                    n => n,
+                };
+        }
+        Ok(())
+    }
+
     fn wait_until<T>(
         &mut self,
         verb: &'static str,
@@ -134,6 +189,9 @@ impl Link {
         loop {
             if self.stop.is_cancelled() {
                 return Err(cancelled());
+            }
+            if self.halt.as_ref().is_some_and(|halt| halt.load(Ordering::Relaxed)) {
+                return Err(io::Error::other("another connection of this migration has ended"));
             }
             // A peer that trickles always makes progress: the deadline comes before any of it.
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
@@ -160,6 +218,13 @@ fn connect_any(name: &str, timeout: Duration) -> io::Result<TcpStream> {
         }
     }
     Err(last)
+}
+
+fn outside(e: VolatileMemoryError) -> io::Error {
+    match e {
+        VolatileMemoryError::IOError(e) => e,
+        e => io::Error::other(e),
+    }
 }
 
 fn waits(e: &io::Error) -> bool {

@@ -5,15 +5,18 @@
 
 use std::io::{self, IoSlice, Read, Write};
 
-use checkpoint::VmId;
 use checkpoint::format::{
     FormatError, HEADER_LEN, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
 };
+use checkpoint::{GuestRam, VmId};
+use dirty_tracker::FrameRun;
 use uuid::Uuid;
+use vm_memory::{GuestAddress, GuestMemoryBackend};
+use zerocopy::IntoBytes;
 
-use crate::error::WireError;
+use crate::error::{Cause, WireError};
 use crate::link::Link;
-use crate::message::{Message, Tag, clip};
+use crate::message::{Message, RawRun, Tag, clip};
 
 /// Most payload bytes of a record of an unknown tag that may be skipped.
 const MAX_SKIPPED: u32 = 64 << 10;
@@ -30,6 +33,8 @@ pub(crate) struct Wire<S> {
     payload: Vec<u8>,
     sent_bytes: u64,
     received_bytes: u64,
+    /// Bytes of the last message that its reader has not yet fetched.
+    content: usize,
     /// A write failed half-way: nothing that follows would be read as a record.
     torn: bool,
 }
@@ -44,6 +49,7 @@ impl<S> Wire<S> {
             payload,
             sent_bytes: 0,
             received_bytes: 0,
+            content: 0,
             torn: false,
         }
     }
@@ -85,16 +91,7 @@ impl<S: Write> Wire<S> {
     /// change meanwhile: the checksum goes before them.
     pub(crate) fn send_parts(&mut self, tag: Tag, parts: &[&[u8]]) -> Result<(), WireError> {
         let length: usize = parts.iter().map(|p| p.len()).sum();
-        debug_assert!(length <= tag.limit() as usize, "{} of {length} bytes", tag.name());
-        let head = RecordHead {
-            tag: tag as u16,
-            must_understand: true,
-            instance: 0,
-            length: length as u32,
-            payload_crc: parts.iter().fold(0, |crc, p| crc32c::crc32c_append(crc, p)),
-            sequence: self.next_out,
-        }
-        .to_bytes();
+        let head = self.head(tag, length, parts);
         let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(parts.len() + 1);
         slices.push(IoSlice::new(&head));
         slices.extend(parts.iter().map(|p| IoSlice::new(p)));
@@ -105,9 +102,56 @@ impl<S: Write> Wire<S> {
         self.sent_bytes += (RECORD_HEAD_LEN + length) as u64;
         Ok(())
     }
+
+    /// The head of the next record, whose checksum is over `parts`.
+    fn head(&self, tag: Tag, length: usize, parts: &[&[u8]]) -> [u8; RECORD_HEAD_LEN] {
+        debug_assert!(length <= tag.limit() as usize, "{} of {length} bytes", tag.name());
+        RecordHead {
+            tag: tag as u16,
+            must_understand: true,
+            instance: 0,
+            length: length as u32,
+            payload_crc: parts.iter().fold(0, |crc, p| crc32c::crc32c_append(crc, p)),
+            sequence: self.next_out,
+        }
+        .to_bytes()
+    }
 }
 
 impl Wire<Link> {
+    /// Sends a run of frames from where they are, as they are when the kernel takes them: the guest may write
+    /// them meanwhile, so there is no checksum of them.
+    pub(crate) fn send_frames(&mut self, ram: &GuestRam, run: FrameRun) -> Result<(), Cause> {
+        let table = RawRun::from(run);
+        let length = table.as_bytes().len() + run.bytes() as usize;
+        let head = self.head(Tag::Frames, length, &[table.as_bytes()]);
+        self.torn = true;
+        let mut start = [0; RECORD_HEAD_LEN + size_of::<RawRun>()];
+        start[..RECORD_HEAD_LEN].copy_from_slice(&head);
+        start[RECORD_HEAD_LEN..].copy_from_slice(table.as_bytes());
+        self.stream.write_all_more(&start).map_err(WireError::from)?;
+        for slice in ram.get_slices(GuestAddress(run.start.gpa()), run.bytes() as usize) {
+            let slice = slice.map_err(memory("reading guest memory"))?;
+            self.stream.write_all_volatile(&slice).map_err(WireError::from)?;
+        }
+        self.torn = false;
+        self.next_out = self.next_out.wrapping_add(1);
+        self.sent_bytes += (RECORD_HEAD_LEN + length) as u64;
+        Ok(())
+    }
+
+    /// Fetches the content of the FRAMES that [`recv`](Self::recv) has just given, straight to its frames.
+    pub(crate) fn recv_frames(&mut self, ram: &GuestRam, run: FrameRun) -> Result<(), Cause> {
+        let length = std::mem::take(&mut self.content);
+        debug_assert_eq!(length as u64, run.bytes());
+        for slice in ram.get_slices(GuestAddress(run.start.gpa()), length) {
+            let slice = slice.map_err(memory("writing guest memory"))?;
+            self.stream.read_exact_volatile(&slice).map_err(WireError::from)?;
+        }
+        self.received_bytes += length as u64;
+        Ok(())
+    }
+
     /// Last words: tells the peer that it ends here, if a record can still be written, and hangs up.
     /// Takes at most about two seconds, whatever was requested to stop.
     pub(crate) fn abort(&mut self, tag: Tag, reason: &str) {
@@ -129,6 +173,10 @@ impl Wire<Link> {
     }
 }
 
+fn memory(what: &'static str) -> impl Fn(vm_memory::GuestMemoryError) -> Cause {
+    move |e| Cause::System { what, cause: io::Error::other(e) }
+}
+
 fn write_all_slices(w: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
     IoSlice::advance_slices(&mut slices, 0);
     while !slices.is_empty() {
@@ -146,9 +194,21 @@ impl<S: Read> Wire<S> {
         Ok(header)
     }
 
-    /// The next message. Records of unknown tags that need not be understood are skipped. REFUSED
+    /// Reads the content of the FRAMES that [`recv`](Self::recv) has just given.
+    pub(crate) fn recv_content(&mut self) -> Result<&[u8], WireError> {
+        let length = std::mem::take(&mut self.content);
+        if self.payload.len() < length {
+            self.payload.resize(length, 0);
+        }
+        self.stream.read_exact(&mut self.payload[..length]).map_err(FormatError::Io)?;
+        self.received_bytes += length as u64;
+        Ok(&self.payload[..length])
+    }
+
+    /// The next message. After FRAMES, its content has to be fetched. Records of unknown tags that need not be understood are skipped. REFUSED
     /// and ABORT come back as errors: they end the conversation wherever they stand.
     pub(crate) fn recv(&mut self) -> Result<Message<'_>, WireError> {
+        debug_assert_eq!(self.content, 0, "content that was not fetched");
         let mut skipped = 0;
         let (tag, length) = loop {
             let head = RecordHead::read_from(&mut self.stream, self.next_in)?;
@@ -157,7 +217,8 @@ impl<S: Read> Wire<S> {
                 return Err(WireError::UnknownTag { tag: head.tag });
             }
             let head = head.bounded(tag.map_or(MAX_SKIPPED, Tag::limit))?;
-            let length = head.length as usize;
+            let length = tag.map_or(head.length, |tag| tag.checked(head.length)) as usize;
+            self.content = head.length as usize - length;
             if self.payload.len() < length {
                 self.payload.resize(length, 0);
             }
@@ -177,6 +238,10 @@ impl<S: Read> Wire<S> {
         match Message::parse(tag, &self.payload[..length])? {
             Message::Refused { reason } => Err(WireError::Refused { reason: reason.to_owned() }),
             Message::Abort { reason } => Err(WireError::Aborted { reason: reason.to_owned() }),
+            Message::Frames { run } if run.bytes() != self.content as u64 => {
+                let why = "its content is not as long as its run says";
+                Err(WireError::Malformed { message: Tag::Frames, why })
+            }
             message => Ok(message),
         }
     }

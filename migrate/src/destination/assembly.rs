@@ -1,30 +1,26 @@
 //! Memory as it arrives: messages into frames of the guest that is being built.
 //!
-//! A message is received whole into the wire's buffer, its checksum is compared, and only then are
-//! its frames written: what stands in guest memory has been checked. Meanwhile a second thread has the
-//! host give memory to the frames that are still to come.
+//! Scattered frames are received whole into the wire's buffer, their checksum is compared, and only then are
+//! they written; the content of long runs goes from the socket to where it belongs. Meanwhile a second thread has
+//! the host give memory to the frames that are still to come.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, GuestRam};
-use dirty_tracker::{PAGE_SIZE, Subscription, Tracker};
-use vm_memory::{Bytes, GuestAddress};
+use checkpoint::Guest;
 
 use super::Whole;
-use super::ahead::{self, Ahead};
+use super::ahead;
 use super::inbound::{Inbound, Step};
+use super::placing::Placing;
+use super::shares::Shares;
+use crate::compression::Unpacker;
 use crate::control::ReceiveControl;
 use crate::error::{Cause, WireError};
 use crate::link::Link;
-use crate::message::{Message, Runs};
+use crate::message::{Message, Tag};
 use crate::wire::Wire;
-
-const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
-
-/// Frames from which on it is worth a call to have the host give them memory all at once.
-const PREPARE_FROM: u64 = 4;
 
 /// Bytes of memory and state that a source has to move in each window of its [`Pace`].
 const MIN_PROGRESS: u64 = 256 << 10;
@@ -62,109 +58,137 @@ impl Pace {
 /// A guest whose memory is arriving.
 pub(super) struct Assembly<'g, G: Guest + ?Sized> {
     guest: &'g G,
-    ram: &'g GuestRam,
     inbound: Inbound,
-    /// Frames that content was written to: all others are zero already, and need not be written.
-    written: Subscription,
-    marks: Arc<Tracker>,
+    shares: Shares,
+}
+
+/// What the first connection's thread needs besides the connection.
+pub(super) struct Reading<'r> {
+    pub(super) control: &'r ReceiveControl,
+    pub(super) pace: Pace,
+    /// How long a connection may be silent within a pass.
+    pub(super) patience: Duration,
+    /// Gives the connections that have joined, so many of them.
+    pub(super) joined: &'r dyn Fn(u32) -> Result<Vec<Wire<Link>>, Cause>,
 }
 
 impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     pub(super) fn new(guest: &'g G) -> Self {
-        let layout = guest.layout().clone();
-        let marks = Arc::new(Tracker::new(layout.clone()));
-        let written = marks.subscribe("received");
-        Self { guest, ram: guest.ram(), inbound: Inbound::new(layout), written, marks }
+        let inbound = Inbound::new(guest.layout().clone());
+        Self { guest, inbound, shares: Shares::new() }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
-    pub(super) fn run(
-        self,
-        wire: &mut Wire<Link>,
-        pace: Pace,
-        control: &ReceiveControl,
-    ) -> Result<Whole, Cause> {
+    pub(super) fn run(self, wire: &mut Wire<Link>, reading: Reading<'_>) -> Result<Whole, Cause> {
         let (ahead, preparer) = ahead::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
+        let placing = Placing::new(guest, ahead);
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("migrate-prepare".into());
             // Without it each frame gets its memory when it comes.
             if let Err(e) = thread.spawn_scoped(scope, move || preparer.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
-            self.receive(wire, pace, control, ahead, over)
+            self.receive(scope, wire, reading, &placing, over)
         })
     }
 
-    fn receive(
+    fn receive<'scope>(
         mut self,
+        scope: &'scope Scope<'scope, '_>,
         wire: &mut Wire<Link>,
-        mut pace: Pace,
-        control: &ReceiveControl,
-        mut ahead: Ahead,
+        reading: Reading<'_>,
+        placing: &'scope Placing<'scope, G>,
         over: &AtomicBool,
     ) -> Result<Whole, Cause> {
         let _over = SetAtEnd(over);
+        // Or its thread would wait for more.
+        let _end = EndExpecting(placing);
+        wire.stream_mut().set_halt(Some(self.shares.halt()));
+        let result = self.read(scope, wire, reading, placing, over);
+        wire.stream_mut().set_halt(None);
+        // What ended a share says more than that it has ended.
+        result.map_err(|cause| self.shares.fault().unwrap_or(cause))
+    }
+
+    fn read<'scope>(
+        &mut self,
+        scope: &'scope Scope<'scope, '_>,
+        wire: &mut Wire<Link>,
+        reading: Reading<'_>,
+        placing: &'scope Placing<'scope, G>,
+        over: &AtomicBool,
+    ) -> Result<Whole, Cause> {
+        let Reading { control, mut pace, patience, joined } = reading;
+        let mut unpacker = Unpacker::new();
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
-            let message = wire.recv().map_err(|e| pace.judge(e, self.inbound.moved_bytes()))?;
-            let step = self.inbound.on(message)?;
-            match step {
+            let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
+            if let Message::PassEnd { pass, .. } = &message
+                && self.shares.count() > 0
+            {
+                let others = self.shares.await_end(*pass, pace.until);
+                let others = others.map_err(|cause| self.slow(&pace, cause))?;
+                self.inbound.count_others(others);
+            }
+            match self.inbound.on(message)? {
                 Step::Noted => {}
-                Step::Place { runs, contents } => {
-                    runs.iter().for_each(|run| ahead.arrived(run, true));
-                    ahead.go_on();
-                    self.place(runs, contents)?;
+                Step::Place { runs, contents } => placing.place(runs, contents)?,
+                Step::Unpack { codec, runs, packed } => {
+                    placing.unpack(&mut unpacker, codec, runs, packed)?;
                 }
-                Step::Zero { runs } => {
-                    runs.iter().for_each(|run| ahead.arrived(run, false));
-                    self.zero(runs)?;
+                Step::Digest => {
+                    let digest = placing.digest()?;
+                    wire.send(&Message::Digest(digest))?;
+                    // The time of that is not the source's.
+                    pace = Pace::begin(pace.window);
                 }
-                Step::Prepare { runs } => ahead.expect(runs.iter()),
+                Step::Fetch { run } => {
+                    placing.fetch(wire, run).map_err(|cause| self.slow(&pace, cause))?;
+                }
+                Step::Zero { runs } => placing.zero(runs)?,
+                Step::Prepare { runs } => placing.expect(runs),
+                Step::Join { joined: count } => {
+                    if self.shares.count() > 0 {
+                        let why = "it was said before";
+                        return Err(WireError::Malformed { message: Tag::Connections, why }.into());
+                    }
+                    for share in joined(count)? {
+                        let layout = self.guest.layout().clone();
+                        self.shares.add(scope, share, layout, placing, patience)?;
+                    }
+                }
                 Step::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
-                    ahead.end();
+                    placing.end_expecting();
+                    self.shares.acknowledge();
                     wire.send(&Message::PassAck { pass, counts })?;
-                    let bytes = wire.received_bytes();
+                    let bytes = wire.received_bytes() + self.shares.received_bytes();
                     control.update(|p| (p.pass, p.sent_bytes) = (pass, bytes));
                 }
                 Step::Complete { sections, was_running } => {
                     wire.stream_mut().set_deadline(None);
                     let (totals, passes) = (self.inbound.totals(), self.inbound.passes());
-                    return Ok(Whole { sections, was_running, totals, passes });
+                    let received_bytes = self.shares.received_bytes();
+                    return Ok(Whole { sections, was_running, totals, passes, received_bytes });
                 }
             }
-            pace.note(self.inbound.moved_bytes());
+            pace.note(self.moved_bytes());
         }
     }
 
-    fn place(&mut self, runs: Runs<'_>, mut contents: &[u8]) -> Result<(), Cause> {
-        for run in runs.iter() {
-            // Message::parse compared the runs with the length.
-            let (bytes, rest) = contents.split_at(run.bytes() as usize);
-            if run.count >= PREPARE_FROM && !self.written.is_marked(run.start) {
-                self.guest.prepare(run);
-            }
-            self.write(run.start.gpa(), bytes)?;
-            self.marks.mark(run).map_err(|e| memory(std::io::Error::other(e)))?;
-            contents = rest;
-        }
-        Ok(())
+    /// Over all connections. The shares of completed passes are in the first connection's totals too: they only make a
+    /// pace look better that is good.
+    fn moved_bytes(&self) -> u64 {
+        self.inbound.moved_bytes().saturating_add(self.shares.moved_bytes())
     }
 
-    fn zero(&mut self, runs: Runs<'_>) -> Result<(), Cause> {
-        for gfn in runs.iter().flat_map(|run| run.frames()) {
-            if self.written.is_marked(gfn) {
-                self.write(gfn.gpa(), &ZEROS)?;
-            }
+    fn slow(&self, pace: &Pace, cause: Cause) -> Cause {
+        match cause {
+            Cause::Wire(e) => pace.judge(e, self.moved_bytes()).into(),
+            cause => cause,
         }
-        Ok(())
-    }
-
-    fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), Cause> {
-        let written = self.ram.write_slice(bytes, GuestAddress(gpa));
-        written.map_err(|e| memory(std::io::Error::other(e)))
     }
 }
 
@@ -177,6 +201,11 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-fn memory(cause: std::io::Error) -> Cause {
-    Cause::System { what: "writing guest memory", cause }
+/// Ends the preparing when it goes.
+struct EndExpecting<'p, 'g, G: Guest + ?Sized>(&'p Placing<'g, G>);
+
+impl<G: Guest + ?Sized> Drop for EndExpecting<'_, '_, G> {
+    fn drop(&mut self) {
+        self.0.end_expecting();
+    }
 }

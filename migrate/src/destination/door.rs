@@ -35,6 +35,8 @@ const ENDED_LIMIT: Duration = Duration::from_secs(5);
 pub(super) enum Knock {
     /// A source that has the seat.
     Source(Box<Caller>),
+    /// One more connection of the migration that has the seat.
+    Joined(Box<Wire<Link>>),
     /// A source that was heard and then lost, while nobody had the seat.
     Left { peer: String, cause: WireError },
 }
@@ -157,6 +159,7 @@ impl Porter {
         wire.stream_mut().set_deadline(Some(came + self.handshake));
         let heard = match self.greet(&mut wire) {
             Ok((header, Purpose::Move)) => return self.seat(wire, header, came),
+            Ok((_, Purpose::Join)) => self.join(wire),
             Ok((_, Purpose::Query)) => self.answer(&mut wire),
             Ok((_, Purpose::Serve)) => {
                 let why = "a caller cannot be a destination";
@@ -259,6 +262,25 @@ impl Porter {
             Message::Config { token, layout, config } => Ok((token, layout, config.to_vec())),
             other => Err(unexpected(&other, "CONFIG")),
         }
+    }
+
+    /// One more connection of the migration that is under way: it goes to the thread that receives.
+    fn join(&self, mut wire: Wire<Link>) -> Result<(), WireError> {
+        self.say_hello(&mut wire)?;
+        let token = match wire.recv()? {
+            Message::Join { token } => token,
+            other => return Err(unexpected(&other, "JOIN")),
+        };
+        if let Err(reason) = self.ledger.join(token) {
+            self.refused(&wire.stream().peer(), &reason);
+            wire.abort(Tag::Refused, &reason);
+            return Ok(());
+        }
+        wire.send(&Message::Ready { site: self.ledger.site() })?;
+        wire.stream_mut().set_deadline(None);
+        // Where nobody listens any more, the migration is over.
+        drop(self.callers.send(Knock::Joined(Box::new(wire))));
+        Ok(())
     }
 
     /// A source said who it is, and its connection ended before it said more.

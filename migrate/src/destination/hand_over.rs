@@ -69,7 +69,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             running: whole.was_running,
             total_time_ms: ms(came.elapsed()),
             take_over_ms: ms(took),
-            received_bytes: wire.received_bytes(),
+            received_bytes: wire.received_bytes() + whole.received_bytes,
             zero_frames: whole.totals.zero,
             normal_frames: whole.totals.normal,
             passes: whole.passes,

@@ -4,9 +4,11 @@
 //!            PASS_BEGIN                         STATE
 //! Between ----------------> InPass   Between ----------> State --STATE_END--> Complete
 //!    ^                      |  ^ |                        ^ |
-//!    +------ PASS_END ------+  +-+ PAGES, ZERO            +-+ STATE
-//! A guest without state sections goes from Between to Complete. EXPECT comes Between, before pass 0.
+//!    +------ PASS_END ------+  +-+ PAGES, ZERO, FRAMES    +-+ STATE
+//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come Between, before pass 0.
 //! ```
+//!
+//! A connection that has joined knows Between and InPass alone: it brings shares of passes.
 //!
 //! Every run is checked against the guest's layout and every count against the peer's before
 //! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
@@ -14,9 +16,11 @@
 use checkpoint::Section;
 use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
+use crate::compression::Codec;
 use crate::error::WireError;
 use crate::message::{
-    Counts, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE, Message, Runs, Tag,
+    Counts, MAX_CONNECTIONS, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE,
+    Message, Runs, Tag,
 };
 use crate::wire::unexpected;
 
@@ -24,6 +28,10 @@ use crate::wire::unexpected;
 #[derive(Debug)]
 pub(crate) struct Inbound {
     layout: Layout,
+    /// Of a connection that has joined: a pass may have fewer frames here than it has in all.
+    shares: bool,
+    /// A digest was asked for, which costs time: once is enough.
+    verified: bool,
     stage: Stage,
     /// Passes completed.
     passes: u32,
@@ -40,7 +48,12 @@ pub(crate) struct Inbound {
 #[derive(Debug)]
 enum Stage {
     Between,
-    InPass { frames: u64, counts: Counts },
+    /// `others` came over other connections.
+    InPass {
+        frames: u64,
+        counts: Counts,
+        others: Counts,
+    },
     State,
     Complete,
 }
@@ -52,10 +65,18 @@ pub(crate) enum Step<'a> {
     Noted,
     /// Put the contents, in this order, into these frames.
     Place { runs: Runs<'a>, contents: &'a [u8] },
+    /// Unpack the contents, and put them into these frames.
+    Unpack { codec: Codec, runs: Runs<'a>, packed: &'a [u8] },
+    /// Say what memory there is.
+    Digest,
+    /// Fetch the content of these frames to where they are.
+    Fetch { run: FrameRun },
     /// Make these frames zero.
     Zero { runs: Runs<'a> },
     /// These frames will come.
     Prepare { runs: Runs<'a> },
+    /// So many connections have joined.
+    Join { joined: u32 },
     /// Everything of the pass is in place: say so.
     Ack { pass: u32, counts: Counts },
     /// Everything has come.
@@ -67,6 +88,8 @@ impl Inbound {
         let (stage, totals, sections) = (Stage::Between, Counts::default(), Vec::new());
         Self {
             layout,
+            shares: false,
+            verified: false,
             stage,
             passes: 0,
             expected: 0,
@@ -75,6 +98,23 @@ impl Inbound {
             totals,
             sections,
             state_bytes: 0,
+        }
+    }
+
+    /// For a connection that has joined.
+    pub(crate) fn shares(layout: Layout) -> Self {
+        Self { shares: true, ..Self::new(layout) }
+    }
+
+    /// Whether a pass is under way.
+    pub(crate) fn is_in_pass(&self) -> bool {
+        matches!(self.stage, Stage::InPass { .. })
+    }
+
+    /// Counts what other connections have brought of the pass under way.
+    pub(crate) fn count_others(&mut self, counts: Counts) {
+        if let Stage::InPass { others, .. } = &mut self.stage {
+            *others += counts;
         }
     }
 
@@ -101,6 +141,7 @@ impl Inbound {
 
     /// Takes the next message.
     pub(crate) fn on<'a>(&mut self, message: Message<'a>) -> Result<Step<'a>, WireError> {
+        let shares = self.shares;
         match (&mut self.stage, message) {
             (Stage::Between, Message::PassBegin { pass, frames }) => {
                 same("the number of the pass", pass.into(), self.passes.into())?;
@@ -112,36 +153,63 @@ impl Inbound {
                     let what = "the most frames that a pass can have";
                     return Err(WireError::Count { what, found, expected });
                 }
-                self.stage = Stage::InPass { frames, counts: Counts::default() };
+                let (counts, others) = (Counts::default(), Counts::default());
+                self.stage = Stage::InPass { frames, counts, others };
                 Ok(Step::Noted)
             }
-            (Stage::Between, Message::Expect { runs }) if self.passes == 0 => {
+            (Stage::Between, Message::Connections { joined }) if self.passes == 0 && !shares => {
+                at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
+                Ok(Step::Join { joined })
+            }
+            (Stage::Between, Message::Expect { runs }) if self.passes == 0 && !shares => {
                 let left = self.layout.frames() - self.expected;
-                self.expected += checked(&self.layout, Tag::Expect, runs, left)?;
+                self.expected += checked(&self.layout, Tag::Expect, runs.iter(), left)?;
                 self.expected_runs += runs.len();
                 at_most("expected runs", self.expected_runs as u64, MAX_EXPECTED as u64)?;
                 Ok(Step::Prepare { runs })
             }
-            (Stage::InPass { frames, counts }, Message::Pages { runs, contents }) => {
-                counts.normal += checked(&self.layout, Tag::Pages, runs, left(*frames, counts))?;
+            (Stage::InPass { frames, counts, .. }, Message::Pages { runs, contents }) => {
+                let left = left(*frames, counts);
+                counts.normal += checked(&self.layout, Tag::Pages, runs.iter(), left)?;
                 Ok(Step::Place { runs, contents })
             }
-            (Stage::InPass { frames, counts }, Message::Zero { runs }) => {
-                counts.zero += checked(&self.layout, Tag::Zero, runs, left(*frames, counts))?;
+            (Stage::InPass { frames, counts, .. }, Message::Packed { codec, runs, packed }) => {
+                let left = left(*frames, counts);
+                counts.normal += checked(&self.layout, Tag::Packed, runs.iter(), left)?;
+                Ok(Step::Unpack { codec, runs, packed })
+            }
+            (Stage::Between, Message::Verify) if self.passes > 0 && !shares && !self.verified => {
+                self.verified = true;
+                Ok(Step::Digest)
+            }
+            (Stage::InPass { frames, counts, .. }, Message::Frames { run }) => {
+                let left = left(*frames, counts);
+                counts.normal += checked(&self.layout, Tag::Frames, [run].into_iter(), left)?;
+                Ok(Step::Fetch { run })
+            }
+            (Stage::InPass { frames, counts, .. }, Message::Zero { runs }) => {
+                let left = left(*frames, counts);
+                counts.zero += checked(&self.layout, Tag::Zero, runs.iter(), left)?;
                 Ok(Step::Zero { runs })
             }
-            (Stage::InPass { frames, counts }, Message::PassEnd { pass, counts: theirs }) => {
-                let (frames, counts) = (*frames, *counts);
+            (
+                Stage::InPass { frames, counts, others },
+                Message::PassEnd { pass, counts: theirs },
+            ) => {
+                let (frames, mut counts) = (*frames, *counts);
+                counts += *others;
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 same("the pass's frames with content", theirs.normal, counts.normal)?;
                 same("the pass's zero frames", theirs.zero, counts.zero)?;
-                same("the pass's frames", frames, counts.normal + counts.zero)?;
+                if !shares {
+                    same("the pass's frames", frames, counts.normal + counts.zero)?;
+                }
                 self.totals += counts;
                 self.passes += 1;
                 self.stage = Stage::Between;
                 Ok(Step::Ack { pass, counts })
             }
-            (Stage::Between | Stage::State, Message::State(section)) => {
+            (Stage::Between | Stage::State, Message::State(section)) if !shares => {
                 self.stage = Stage::State;
                 self.state_bytes += section.bytes.len() as u64;
                 at_most("state sections", self.sections.len() as u64 + 1, MAX_SECTIONS.into())?;
@@ -152,7 +220,7 @@ impl Inbound {
             (
                 Stage::Between | Stage::State,
                 Message::StateEnd { sections, was_running, counts },
-            ) => {
+            ) if !shares => {
                 same("state sections", sections.into(), self.sections.len() as u64)?;
                 same("all frames with content", counts.normal, self.totals.normal)?;
                 same("all zero frames", counts.zero, self.totals.zero)?;
@@ -168,8 +236,8 @@ impl Inbound {
 impl Stage {
     const fn expects(&self) -> &'static str {
         match self {
-            Self::Between => "EXPECT, PASS_BEGIN, STATE or STATE_END",
-            Self::InPass { .. } => "PAGES, ZERO or PASS_END",
+            Self::Between => "EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END",
+            Self::InPass { .. } => "PAGES, PACKED, FRAMES, ZERO or PASS_END",
             Self::State => "STATE or STATE_END",
             Self::Complete => "COMMIT",
         }
@@ -182,13 +250,18 @@ fn left(announced: u64, counts: &Counts) -> u64 {
 }
 
 /// The frames of `runs`, all of them inside slots, and at most `left`.
-fn checked(layout: &Layout, message: Tag, runs: Runs<'_>, left: u64) -> Result<u64, WireError> {
+fn checked(
+    layout: &Layout,
+    message: Tag,
+    runs: impl Iterator<Item = FrameRun> + Clone,
+    left: u64,
+) -> Result<u64, WireError> {
     let outside = |run: &FrameRun| !layout.contains(*run);
-    if let Some(run) = runs.iter().find(outside) {
+    if let Some(run) = runs.clone().find(outside) {
         return Err(WireError::Outside { message, run });
     }
     // Each run lies in a slot, but a hostile table may name one slot many times.
-    let frames = runs.iter().fold(0u64, |n, r| n.saturating_add(r.count));
+    let frames = runs.fold(0u64, |n, r| n.saturating_add(r.count));
     let what = match message {
         Tag::Expect => "expected frames in the rest of memory",
         _ => "frames in the rest of the pass",

@@ -5,7 +5,8 @@ use std::io::Read;
 use checkpoint::VmId;
 
 use super::inbound::{Inbound, Step};
-use crate::error::WireError;
+use crate::compression::Unpacker;
+use crate::error::{Cause, WireError};
 use crate::message::{Message, StateDigest, Token};
 use crate::wire::{Wire, unexpected};
 
@@ -64,13 +65,30 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let memory_frames = layout.frames();
     let mut inbound = Inbound::new(layout);
     let mut content_crc = 0;
+    let mut unpacker = Unpacker::new();
     let (sections, was_running) = loop {
         match inbound.on(wire.recv()?)? {
             Step::Place { contents, .. } => {
                 content_crc = crc32c::crc32c_append(content_crc, contents);
             }
+            Step::Unpack { codec, runs, packed } => {
+                let frames = runs.frames().unwrap_or(0);
+                let contents = unpacker.unpack(codec, packed, frames).map_err(|e| match e {
+                    Cause::Wire(e) => e,
+                    other => std::io::Error::other(other).into(),
+                })?;
+                content_crc = crc32c::crc32c_append(content_crc, contents);
+            }
+            Step::Fetch { .. } => {
+                content_crc = crc32c::crc32c_append(content_crc, wire.recv_content()?);
+            }
             Step::Complete { sections, was_running } => break (sections, was_running),
-            Step::Noted | Step::Zero { .. } | Step::Prepare { .. } | Step::Ack { .. } => {}
+            Step::Noted
+            | Step::Zero { .. }
+            | Step::Prepare { .. }
+            | Step::Join { .. }
+            | Step::Digest
+            | Step::Ack { .. } => {}
         }
     };
     let totals = inbound.totals();

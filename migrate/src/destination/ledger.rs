@@ -13,7 +13,7 @@ use uuid::Uuid;
 use crate::control::Stop;
 use crate::handover::{Destination, DestinationEvent, DestinationOrder};
 use crate::link::SLICE;
-use crate::message::{Token, Verdict};
+use crate::message::{MAX_CONNECTIONS, Token, Verdict};
 use crate::records::{Decision, Records, RecordsError, StagedDecision};
 
 /// See the module.
@@ -41,6 +41,8 @@ struct Session {
     placed: bool,
     /// A source has been told that the guest was discarded.
     told: bool,
+    /// Connections besides the first.
+    joined: u32,
     /// Why the last decision could not be stored.
     fault: Option<RecordsError>,
 }
@@ -82,8 +84,23 @@ impl Ledger {
         // Not in the pause. Should it fail now, it is tried again then, and said.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
         let (placed, told, fault) = (false, false, None);
-        let session = Session { token, vm_id, state, staged, placed, told, fault };
+        let session = Session { token, vm_id, state, staged, placed, told, joined: 0, fault };
         self.lock().session = Some(session);
+    }
+
+    /// Lets one more connection take part in a migration whose guest is being received, or says why not.
+    pub(super) fn join(&self, token: Token) -> Result<(), String> {
+        let mut seat = self.lock();
+        let session = seat.session.as_mut().filter(|s| s.token == token);
+        let session = session.filter(|s| s.state == Destination::Assembling);
+        let Some(session) = session else {
+            return Err("it joins a migration that is not under way here".to_owned());
+        };
+        if session.joined + 1 >= MAX_CONNECTIONS {
+            return Err(format!("a migration has at most {MAX_CONNECTIONS} connections"));
+        }
+        session.joined += 1;
+        Ok(())
     }
 
     /// Passes an event through the state machine, and stores the decisions that it orders. Returns

@@ -10,6 +10,8 @@ mod hand_over;
 mod inbound;
 mod inspect;
 mod ledger;
+mod placing;
+mod shares;
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -29,7 +31,7 @@ use crate::message::{Counts, Message, Tag, Token};
 use crate::records::Records;
 use crate::report::{ReceiveReport, ms};
 use crate::wire::Wire;
-use assembly::{Assembly, Pace};
+use assembly::{Assembly, Pace, Reading};
 pub use door::Responder;
 use door::{Caller, Knock};
 pub use inspect::{StreamSummary, inspect};
@@ -160,6 +162,8 @@ struct Whole {
     was_running: bool,
     totals: Counts,
     passes: u32,
+    /// Over connections that have joined.
+    received_bytes: u64,
 }
 
 fn open<'a, F: GuestFactory + ?Sized>(
@@ -202,6 +206,8 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                     }
                     self.control.update(|p| p.phase = Phase::Waiting);
                 }
+                // Of a migration that is over.
+                Ok(Knock::Joined(_)) => {}
                 // It was queued while nobody had the seat: a source that has it now goes on.
                 Ok(Knock::Left { peer, cause }) if self.ledger.vacant().is_err() => {
                     door::left_early(self.control, &peer, &cause);
@@ -278,9 +284,35 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     /// Receives memory, pass by pass, and the state.
     fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, Failed> {
         let Arrival { wire, guest, .. } = arrival;
-        let pace = Pace::begin(self.options.pace_window);
-        let received = Assembly::new(&**guest).run(wire, pace, self.control);
+        let reading = Reading {
+            control: self.control,
+            pace: Pace::begin(self.options.pace_window),
+            patience: self.options.patience,
+            joined: &|count| self.joined(count),
+        };
+        let received = Assembly::new(&**guest).run(wire, reading);
         received.map_err(|cause| self.give_up(arrival, cause))
+    }
+
+    /// The connections that have joined; the source has heard of each before it says how many there are.
+    fn joined(&self, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
+        let mut joined = Vec::with_capacity(count as usize);
+        while (joined.len() as u32) < count {
+            match self.callers.recv_timeout(self.options.handshake_timeout) {
+                Ok(Knock::Joined(mut wire)) => {
+                    wire.stream_mut().set_stop(self.control.stop.clone());
+                    joined.push(*wire);
+                }
+                // Nobody else gets the seat; who left early was told of.
+                Ok(_) => {}
+                Err(_) => {
+                    let what = "the number of connections";
+                    let (found, expected) = (count.into(), joined.len() as u64);
+                    return Err(WireError::Count { what, found, expected }.into());
+                }
+            }
+        }
+        Ok(joined)
     }
 
     /// Puts the state into the guest.

@@ -12,17 +12,20 @@ use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 use uuid::Uuid;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
+use crate::compression::Codec;
 use crate::error::WireError;
 
 mod raw;
 
 use raw::*;
-pub(crate) use raw::{RawRun, runs_head, section_head};
+pub(crate) use raw::{RawRun, packed_head, runs_head, section_head};
 
 /// Most bytes of a text: a reason, a program's version.
 pub(crate) const MAX_TEXT: usize = 1024;
-/// Most frames in one PAGES: 1 MiB of content.
+/// Most frames in one PAGES or FRAMES: 1 MiB of content.
 pub(crate) const MAX_PAGES: u64 = 256;
+/// What stands before the content in FRAMES: its run.
+const FRAMES_HEAD: u32 = 16;
 /// Most runs in one ZERO.
 pub(crate) const MAX_ZERO_RUNS: u32 = 4096;
 /// Most runs in one EXPECT.
@@ -33,8 +36,16 @@ pub(crate) const MAX_EXPECTED: usize = 64 << 10;
 pub(crate) const MAX_PASSES: u32 = 4096;
 /// Most passes without a frame.
 pub(crate) const MAX_EMPTY_PASSES: u32 = 16;
-/// Feature bits of HELLO that this program offers: none yet.
-pub(crate) const FEATURES: u64 = 0;
+/// Most connections of one migration.
+pub const MAX_CONNECTIONS: u32 = 16;
+/// A feature bit of HELLO: a migration may have more than one connection.
+pub(crate) const SEVERAL_CONNECTIONS: u64 = 1;
+/// A feature bit of HELLO: contents may be PACKED.
+pub(crate) const PACKED_CONTENTS: u64 = 2;
+/// A feature bit of HELLO: VERIFY is answered.
+pub(crate) const MEMORY_DIGEST: u64 = 4;
+/// Feature bits of HELLO that this program offers.
+pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS | PACKED_CONTENTS | MEMORY_DIGEST;
 
 /// Names a message on the wire. Tags are never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -80,10 +91,22 @@ pub enum Tag {
     Expect = 19,
     /// Source: nobody is reached here any more; what has come for the guest since its state was saved.
     Late = 20,
+    /// Source: a run of frames whose content came straight from the guest's memory, without a checksum.
+    Frames = 21,
+    /// Source: frames with content, made smaller.
+    Packed = 22,
+    /// Source, on a connection that joins a migration: which.
+    Join = 23,
+    /// Source: how many connections have joined.
+    Connections = 28,
+    /// Source: say what memory you have.
+    Verify = 29,
+    /// Destination: this, as a digest.
+    Digest = 30,
 }
 
 impl Tag {
-    const ALL: [Tag; 20] = [
+    const ALL: [Tag; 26] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -104,6 +127,12 @@ impl Tag {
         Tag::Ended,
         Tag::Expect,
         Tag::Late,
+        Tag::Frames,
+        Tag::Join,
+        Tag::Connections,
+        Tag::Packed,
+        Tag::Verify,
+        Tag::Digest,
     ];
 
     /// The tag with this number, if it is one of this version's.
@@ -134,6 +163,12 @@ impl Tag {
             Self::Ended => "ENDED",
             Self::Expect => "EXPECT",
             Self::Late => "LATE",
+            Self::Frames => "FRAMES",
+            Self::Join => "JOIN",
+            Self::Connections => "CONNECTIONS",
+            Self::Packed => "PACKED",
+            Self::Verify => "VERIFY",
+            Self::Digest => "DIGEST",
         }
     }
 
@@ -145,18 +180,30 @@ impl Tag {
             Self::Config => 24 + MAX_SLOTS * 24 + MAX_CONFIG,
             Self::Ready => 16,
             Self::PassBegin => 16,
-            Self::Pages => 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32),
+            Self::Pages | Self::Packed => 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32),
             Self::Zero => 8 + MAX_ZERO_RUNS * 16,
             Self::Expect => 8 + MAX_EXPECTED_RUNS * 16,
             Self::PassEnd | Self::PassAck => 24,
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
             Self::Late => MAX_LATE as u32,
+            Self::Frames => FRAMES_HEAD + MAX_PAGES as u32 * PAGE_SIZE as u32,
             Self::Prepared => 56,
-            Self::Commit | Self::Ended => 16,
+            Self::Commit | Self::Ended | Self::Join => 16,
+            Self::Connections => 8,
+            Self::Verify => 0,
+            Self::Digest => 16,
             Self::Running => 24,
             Self::Query => 32,
             Self::Answer => 24,
+        }
+    }
+
+    /// How much of a payload of `length` bytes lies under its checksum: all of it, but of FRAMES.
+    pub(crate) const fn checked(self, length: u32) -> u32 {
+        match self {
+            Self::Frames if length > FRAMES_HEAD => FRAMES_HEAD,
+            _ => length,
         }
     }
 }
@@ -170,6 +217,8 @@ pub(crate) enum Purpose {
     Move,
     /// To ask what became of one.
     Query,
+    /// To carry a share of a migration that another connection has begun.
+    Join,
 }
 
 /// Names one migration: made by the source, unguessable, in every message that decides something.
@@ -237,26 +286,90 @@ pub(crate) struct PreparedSays {
 /// One message, borrowing its bulk from the receive buffer.
 #[derive(Debug)]
 pub(crate) enum Message<'a> {
-    Hello { purpose: Purpose, features: u64, version: &'a str },
-    Refused { reason: &'a str },
-    Abort { reason: &'a str },
-    Config { token: Token, layout: Layout, config: &'a [u8] },
-    Ready { site: Uuid },
-    PassBegin { pass: u32, frames: u64 },
-    Pages { runs: Runs<'a>, contents: &'a [u8] },
-    Zero { runs: Runs<'a> },
-    Expect { runs: Runs<'a> },
-    PassEnd { pass: u32, counts: Counts },
-    PassAck { pass: u32, counts: Counts },
+    Hello {
+        purpose: Purpose,
+        features: u64,
+        version: &'a str,
+    },
+    Refused {
+        reason: &'a str,
+    },
+    Abort {
+        reason: &'a str,
+    },
+    Config {
+        token: Token,
+        layout: Layout,
+        config: &'a [u8],
+    },
+    Ready {
+        site: Uuid,
+    },
+    PassBegin {
+        pass: u32,
+        frames: u64,
+    },
+    Pages {
+        runs: Runs<'a>,
+        contents: &'a [u8],
+    },
+    Zero {
+        runs: Runs<'a>,
+    },
+    Packed {
+        codec: Codec,
+        runs: Runs<'a>,
+        packed: &'a [u8],
+    },
+    Verify,
+    Digest(u128),
+    /// Its content is still in the stream.
+    Frames {
+        run: FrameRun,
+    },
+    Expect {
+        runs: Runs<'a>,
+    },
+    PassEnd {
+        pass: u32,
+        counts: Counts,
+    },
+    PassAck {
+        pass: u32,
+        counts: Counts,
+    },
     State(Section),
-    StateEnd { sections: u32, was_running: bool, counts: Counts },
+    StateEnd {
+        sections: u32,
+        was_running: bool,
+        counts: Counts,
+    },
     Prepared(PreparedSays),
     Late(&'a [u8]),
-    Commit { token: Token },
-    Running { token: Token, took_us: u64 },
-    Query { token: Token, site: Uuid },
-    Answer { token: Token, verdict: Verdict },
-    Ended { token: Token },
+    Commit {
+        token: Token,
+    },
+    Running {
+        token: Token,
+        took_us: u64,
+    },
+    Query {
+        token: Token,
+        site: Uuid,
+    },
+    Join {
+        token: Token,
+    },
+    Connections {
+        joined: u32,
+    },
+    Answer {
+        token: Token,
+        verdict: Verdict,
+    },
+    Ended {
+        token: Token,
+    },
 }
 
 /// A table of runs, as received: each is non-empty, nothing else is known of them.
@@ -270,7 +383,7 @@ impl std::fmt::Debug for Runs<'_> {
 }
 
 impl<'a> Runs<'a> {
-    pub(crate) fn iter(self) -> impl Iterator<Item = FrameRun> + 'a {
+    pub(crate) fn iter(self) -> impl Iterator<Item = FrameRun> + Clone + 'a {
         self.0.iter().map(FrameRun::from)
     }
 
@@ -279,7 +392,7 @@ impl<'a> Runs<'a> {
     }
 
     /// All frames of all runs; `None` if they overflow.
-    fn frames(self) -> Option<u64> {
+    pub(crate) fn frames(self) -> Option<u64> {
         self.iter().try_fold(0u64, |n, r| n.checked_add(r.count))
     }
 
@@ -332,6 +445,7 @@ impl<'a> Message<'a> {
                     0 => Purpose::Serve,
                     1 => Purpose::Move,
                     2 => Purpose::Query,
+                    3 => Purpose::Join,
                     _ => return Err(malformed(tag, "its purpose is unknown")),
                 };
                 Self::Hello { purpose, features: raw.features.get(), version: text(tag, rest)? }
@@ -351,6 +465,27 @@ impl<'a> Message<'a> {
                     return Err(malformed(tag, "its content is not as long as its runs say"));
                 }
                 Self::Pages { runs, contents }
+            }
+            Tag::Packed => {
+                let codec = bytes.get(4).copied().and_then(Codec::from_number);
+                let codec = codec.ok_or(malformed(tag, "its codec is unknown"))?;
+                let (runs, packed) = Runs::parse(tag, bytes)?;
+                if runs.frames().is_none_or(|n| n > MAX_PAGES) {
+                    return Err(malformed(tag, "its runs have more frames than may be"));
+                }
+                Self::Packed { codec, runs, packed }
+            }
+            Tag::Verify => {
+                exactly::<[u8; 0]>(tag, bytes)?;
+                Self::Verify
+            }
+            Tag::Digest => Self::Digest(u128::from_le_bytes(*exactly::<[u8; 16]>(tag, bytes)?)),
+            Tag::Frames => {
+                let run = FrameRun::from(exactly::<RawRun>(tag, bytes)?);
+                if run.count == 0 || run.count > MAX_PAGES {
+                    return Err(malformed(tag, "its run is empty, or longer than may be"));
+                }
+                Self::Frames { run }
             }
             Tag::Zero | Tag::Expect => {
                 let (runs, rest) = Runs::parse(tag, bytes)?;
@@ -398,6 +533,11 @@ impl<'a> Message<'a> {
             }
             Tag::Late => Self::Late(bytes),
             Tag::Commit => Self::Commit { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Join => Self::Join { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
+            Tag::Connections => {
+                let raw = exactly::<RawRuns>(tag, bytes)?;
+                Self::Connections { joined: raw.runs.get() }
+            }
             Tag::Ended => Self::Ended { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::Running => {
                 let raw = exactly::<RawTokenAnd>(tag, bytes)?;
@@ -447,6 +587,7 @@ impl<'a> Message<'a> {
             Self::PassBegin { .. } => Tag::PassBegin,
             Self::Pages { .. } => Tag::Pages,
             Self::Zero { .. } => Tag::Zero,
+            Self::Frames { .. } => Tag::Frames,
             Self::Expect { .. } => Tag::Expect,
             Self::PassEnd { .. } => Tag::PassEnd,
             Self::PassAck { .. } => Tag::PassAck,
@@ -457,6 +598,11 @@ impl<'a> Message<'a> {
             Self::Commit { .. } => Tag::Commit,
             Self::Running { .. } => Tag::Running,
             Self::Query { .. } => Tag::Query,
+            Self::Join { .. } => Tag::Join,
+            Self::Connections { .. } => Tag::Connections,
+            Self::Packed { .. } => Tag::Packed,
+            Self::Verify => Tag::Verify,
+            Self::Digest(_) => Tag::Digest,
             Self::Answer { .. } => Tag::Answer,
             Self::Ended { .. } => Tag::Ended,
         }

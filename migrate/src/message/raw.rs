@@ -7,6 +7,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Counts, Message, Token, clip};
+use crate::compression::Codec;
 
 /// A run of frames as it lies in PAGES and ZERO.
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -76,7 +77,8 @@ pub(super) struct RawCounts {
 #[repr(C)]
 pub(crate) struct RawRuns {
     pub(super) runs: U32,
-    zero: U32,
+    /// 0, but of PACKED the codec.
+    codec: U32,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -120,7 +122,7 @@ impl RawCounts {
 }
 
 impl Message<'_> {
-    /// The payload's bytes. PAGES and ZERO are sent from their own buffers ([`runs_head`]), so
+    /// The payload's bytes. PAGES, ZERO and FRAMES are sent from their own places ([`runs_head`]), so
     /// here they only serve tests and tools.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let counted = |number: u32, flag: bool, c: &Counts| {
@@ -152,6 +154,7 @@ impl Message<'_> {
             Self::Zero { runs } | Self::Expect { runs } => {
                 [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes()].concat()
             }
+            Self::Frames { run } => RawRun::from(*run).as_bytes().to_vec(),
             Self::PassEnd { pass, counts } | Self::PassAck { pass, counts } => {
                 counted(*pass, false, counts)
             }
@@ -170,7 +173,15 @@ impl Message<'_> {
             .as_bytes()
             .to_vec(),
             Self::Late(bytes) => bytes.to_vec(),
-            Self::Commit { token } | Self::Ended { token } => token.0.as_bytes().to_vec(),
+            Self::Packed { codec, runs, packed } => {
+                [packed_head(runs.0.len(), *codec).as_bytes(), runs.0.as_bytes(), packed].concat()
+            }
+            Self::Verify => Vec::new(),
+            Self::Digest(digest) => digest.to_le_bytes().to_vec(),
+            Self::Connections { joined } => runs_head(*joined as usize).as_bytes().to_vec(),
+            Self::Commit { token } | Self::Ended { token } | Self::Join { token } => {
+                token.0.as_bytes().to_vec()
+            }
             Self::Running { token, took_us } => token_and(token, *took_us),
             Self::Query { token, site } => [&token.0.as_bytes()[..], &site.as_bytes()[..]].concat(),
             Self::Answer { token, verdict } => token_and(token, *verdict as u64),
@@ -201,7 +212,12 @@ fn config_bytes(token: Token, layout: &Layout, config: &[u8]) -> Vec<u8> {
 
 /// What stands before a table of `runs` runs.
 pub(crate) fn runs_head(runs: usize) -> RawRuns {
-    RawRuns { runs: (runs as u32).into(), zero: 0.into() }
+    RawRuns { runs: (runs as u32).into(), codec: 0.into() }
+}
+
+/// What stands before the table of runs in PACKED.
+pub(crate) fn packed_head(runs: usize, codec: Codec) -> RawRuns {
+    RawRuns { codec: u32::from(codec as u8).into(), ..runs_head(runs) }
 }
 
 /// What stands before a section's bytes in STATE.

@@ -90,7 +90,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         handed: Handed<'a, G>,
     ) -> Result<SendReport, Failed> {
         let Handed { sealed, mut state, mut order, paused_at, tale } = handed;
-        let mut sent = peer.wire.sent_bytes();
+        let mut sent = peer.wire.sent_bytes() + tale.shared_bytes;
         // Why the last question had no answer, or what the answer was.
         let mut doubt = None;
         let mut resolved = None;
@@ -98,7 +98,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let event = match order {
                 SourceOrder::Commit => {
                     let event = self.commit(&mut peer.wire, &mut doubt);
-                    sent = peer.wire.sent_bytes();
+                    sent = peer.wire.sent_bytes() + tale.shared_bytes;
                     event
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
@@ -226,7 +226,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn query(&self, sealed: &Sealed<'a, G>) -> Result<(Verdict, Wire<Link>), Cause> {
         let limit = self.options.connect_timeout.min(QUERY_LIMIT);
         let resolved = self.control.resolved.clone();
-        let mut wire = self.introduce(Purpose::Query, limit, resolved)?;
+        let (mut wire, _) = self.introduce(Purpose::Query, limit, resolved)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + QUERY_LIMIT));
         wire.send(&Message::Query { token: self.token, site: sealed.record().site })?;
         match wire.recv()? {

@@ -4,11 +4,13 @@
 //! guest. Before the hand-over record is durable every failure gives the guest back here; after it
 //! only the state machine's permits decide (see `handover`).
 
+mod connections;
 mod expect;
 mod hand_over;
 mod hold;
 mod pacer;
 mod passes;
+mod verify;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,22 +20,26 @@ use checkpoint::{Guest, MAX_LATE, RunState, Section};
 use dirty_tracker::{PAGE_SIZE, Subscription};
 use uuid::Uuid;
 
+use crate::compression::Compression;
 use crate::control::{Phase, SendControl, Stop};
 use crate::convergence::{
     Goals, Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, judge, link_rate,
 };
-use crate::error::{Cause, GuestPlace, SendError, WireError};
+use crate::error::{Cause, GuestPlace, MemoryDigests, SendError, WireError};
 use crate::link::Link;
 use crate::message::{
-    Counts, FEATURES, MAX_CONFIG, MAX_PASSES, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
-    Message, Purpose, StateDigest, Tag, Token, section_head,
+    Counts, FEATURES, MAX_CONFIG, MAX_CONNECTIONS, MAX_PASSES, MAX_SECTION, MAX_SECTIONS,
+    MAX_SLOTS, MAX_STATE, MEMORY_DIGEST, Message, PACKED_CONTENTS, Purpose, SEVERAL_CONNECTIONS,
+    StateDigest, Tag, Token, section_head,
 };
 use crate::records::{Records, StagedSource};
 use crate::report::{PassReport, SendReport, ms, per_second};
 use crate::wire::{Wire, unexpected};
+use connections::{PassDone, Passes};
 use expect::announce;
 use hold::Held;
-use passes::{Limit, PassDone, PassSender, on_time};
+use passes::{Limit, on_time};
+use verify::{Verifier, allowance};
 
 /// How long precopy waits for disks after each pass, at most.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
@@ -59,6 +65,13 @@ pub struct SendOptions {
     /// judged by this: how fast a link is that was never used so is not known. Less than [`MIN_BANDWIDTH`] counts as
     /// that; `None`, the default: as fast as it goes.
     pub max_bandwidth: Option<u64>,
+    /// Connections that share in the sending of memory, 1 to [`MAX_CONNECTIONS`]. 1. More of them pay where one does
+    /// not fill the link: each costs a thread on either side.
+    pub connections: u32,
+    /// How contents are made smaller, message by message, where that wins an eighth at least. Not at all.
+    pub compression: Compression,
+    /// Whether both sides compare a digest of all memory in the pause: that costs the time to read it.
+    pub verify: bool,
     /// Time for a connection to be made. 10 s.
     pub connect_timeout: Duration,
     /// Time for the destination to build the machine. 30 s.
@@ -85,6 +98,9 @@ impl SendOptions {
             timeout: Duration::from_secs(3600),
             timeout_strategy: TimeoutStrategy::Cancel,
             max_bandwidth: None,
+            connections: 1,
+            compression: Compression::None,
+            verify: false,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             patience: Duration::from_secs(10),
@@ -185,14 +201,19 @@ struct Job<'a, G: Guest + ?Sized> {
 struct Peer {
     wire: Wire<Link>,
     records: Records,
+    /// Connections that have joined, until precopy has them.
+    joined: Vec<Wire<Link>>,
+    /// What the destination can do, from its HELLO.
+    features: u64,
     /// The record of this migration, from READY on, which tells the destination's site.
     staged: Option<StagedSource>,
 }
 
 /// Memory as precopy left it: what was written since is in `writes`.
 struct Copied<'a> {
-    sender: PassSender<'a>,
+    sender: Passes<'a>,
     writes: Subscription,
+    verifier: Option<Verifier>,
     tale: Tale,
 }
 
@@ -208,6 +229,8 @@ struct Tale {
     setup: Duration,
     passes: Vec<PassReport>,
     totals: Counts,
+    /// Bytes sent over connections that have joined.
+    shared_bytes: u64,
     reason: Reason,
 }
 
@@ -263,8 +286,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // Opened now, so that a directory that cannot be used fails before the guest is paused.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
-        let wire = self.introduce(Purpose::Move, self.options.connect_timeout, stop)?;
-        Ok(Peer { wire, records, staged: None })
+        let limit = self.options.connect_timeout;
+        let (wire, features) = self.introduce(Purpose::Move, limit, stop)?;
+        Ok(Peer { wire, records, joined: Vec::new(), features, staged: None })
     }
 
     /// A connection with introductions made; both within `limit`, and not once `stop` says so.
@@ -273,7 +297,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         purpose: Purpose,
         limit: Duration,
         stop: Arc<Stop>,
-    ) -> Result<Wire<Link>, Cause> {
+    ) -> Result<(Wire<Link>, u64), Cause> {
         let link = Link::connect(self.to, limit, self.options.patience, stop)
             .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
         let mut wire = Wire::new(link);
@@ -282,12 +306,15 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let version = env!("CARGO_PKG_VERSION");
         wire.send(&Message::Hello { purpose, features: FEATURES, version })?;
         wire.recv_header()?;
-        match wire.recv()? {
-            Message::Hello { version, .. } => tracing::debug!(to = self.to, version, "connected"),
+        let features = match wire.recv()? {
+            Message::Hello { version, features, .. } => {
+                tracing::debug!(to = self.to, version, features, "connected");
+                features
+            }
             other => return Err(unexpected(&other, "HELLO").into()),
-        }
+        };
         wire.stream_mut().set_deadline(None);
-        Ok(wire)
+        Ok((wire, features))
     }
 
     /// Has the machine built at the destination.
@@ -308,7 +335,51 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             other => return Err(unexpected(&other, "READY").into()),
         }
         wire.stream_mut().set_patience(self.options.patience);
-        Ok(())
+        let offers = |feature: u64, what| match peer.features & feature {
+            0 => Err(Cause::NotOffered { feature: what }),
+            _ => Ok(()),
+        };
+        if self.options.verify {
+            offers(MEMORY_DIGEST, "a digest of memory (--verify)")?;
+        }
+        if self.options.compression != Compression::None {
+            offers(PACKED_CONTENTS, "compressed contents (--compress)")?;
+        }
+        if self.options.connections > 1 {
+            offers(SEVERAL_CONNECTIONS, "several connections (--connections)")?;
+        }
+        self.join(peer)
+    }
+
+    /// Makes the connections that share in the sending, all at once.
+    fn join(&self, peer: &mut Peer) -> Result<(), Failed> {
+        let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
+        if more == 0 {
+            return Ok(());
+        }
+        let joined: Result<Vec<_>, Cause> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..more).map(|_| scope.spawn(|| self.join_one())).collect();
+            let ended = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            threads.into_iter().map(ended).collect()
+        });
+        peer.joined = joined?;
+        Ok(peer.wire.send(&Message::Connections { joined: more })?)
+    }
+
+    fn join_one(&self) -> Result<Wire<Link>, Cause> {
+        let (limit, stop) = (self.options.connect_timeout, self.control.stop.clone());
+        let (mut wire, _) = self.introduce(Purpose::Join, limit, stop)?;
+        wire.stream_mut().set_deadline(Some(Instant::now() + limit));
+        wire.send(&Message::Join { token: self.token })?;
+        match wire.recv()? {
+            Message::Ready { .. } => {}
+            other => return Err(unexpected(&other, "READY").into()),
+        }
+        wire.stream_mut().set_deadline(None);
+        Ok(wire)
     }
 
     /// Copies memory while the guest runs, until what is left is worth a pause.
@@ -321,7 +392,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let mut writes = self.guest.subscribe("migrate")?;
         let populated = self.guest.populated()?;
         let rate = self.options.max_bandwidth.map(|rate| rate.max(MIN_BANDWIDTH));
-        let mut sender = PassSender::new(self.guest.ram(), self.control, rate);
+        let verifier = match self.options.verify {
+            true => Some(Verifier::new(self.guest, &populated)?),
+            false => None,
+        };
+        let joined = std::mem::take(&mut peer.joined);
+        let speed = (rate, self.options.compression);
+        let mut sender = Passes::new(self.guest.ram(), self.control, speed, joined)?;
         let (mut measured, mut passes) = (Vec::new(), Vec::new());
         let late = || Cause::NotConverging {
             why: format!("precopy took longer than its {} s", goals.timeout.as_secs_f64()),
@@ -329,9 +406,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // Where the pause is to come at any price, a pass is finished first: it makes it shorter.
         let deadline = match goals.strategy {
             // A time beyond what the clock can say is no deadline.
-            TimeoutStrategy::Cancel => {
-                begun.checked_add(goals.timeout).map(|at| (at, &late as &dyn Fn() -> Cause))
-            }
+            TimeoutStrategy::Cancel => begun
+                .checked_add(goals.timeout)
+                .map(|at| (at, &late as &(dyn Fn() -> Cause + Sync))),
             TimeoutStrategy::Switchover => None,
         };
         let frames = populated.iter().map(|r| r.count).sum();
@@ -369,15 +446,15 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 // What was drained goes back, and is drained again with what the guest still writes.
                 Judgement::SwitchOver(reason) => {
                     epoch.give_back();
-                    let totals = sender.totals;
-                    return Ok(Copied {
-                        sender,
-                        writes,
-                        tale: Tale { setup, passes, totals, reason },
-                    });
+                    let (totals, shared_bytes) = (sender.totals, sender.shared_bytes());
+                    let tale = Tale { setup, passes, totals, shared_bytes, reason };
+                    return Ok(Copied { sender, writes, verifier, tale });
                 }
             }
             let pass = measured.len() as u32;
+            if let Some(verifier) = &verifier {
+                verifier.sends(epoch.runs())?;
+            }
             // An error drops the epoch, which gives it back (I4).
             done = on_time(&mut peer.wire, deadline, |wire| {
                 sender.begin(wire, pass, epoch.runs(), epoch.frames(), deadline)?.await_end(wire)
@@ -413,10 +490,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn switch_over(&self, peer: &mut Peer, copied: Copied<'a>) -> Result<Ready<'a, G>, Failed> {
         let record = peer.staged.take().ok_or_else(no_record)?;
         let mut held = Held::new(self.guest)?;
-        let limit = self.options.pause_limit(&copied.tale.reason);
+        let mut limit = self.options.pause_limit(&copied.tale.reason);
+        if copied.verifier.is_some() {
+            limit = limit.saturating_add(allowance(self.guest));
+        }
         let late = || Cause::PauseTooLong { limit };
         let until = held.since().checked_add(limit);
-        let until: Limit<'_> = until.map(|at| (at, &late as &dyn Fn() -> Cause));
+        let until: Limit<'_> = until.map(|at| (at, &late as &(dyn Fn() -> Cause + Sync)));
         let rest =
             on_time(&mut peer.wire, until, |wire| self.send_rest(wire, &mut held, copied, until));
         match rest {
@@ -436,20 +516,40 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         copied: Copied<'a>,
         until: Limit<'_>,
     ) -> Result<(Uuid, Tale), Cause> {
-        let Copied { mut sender, mut writes, mut tale } = copied;
+        let Copied { mut sender, mut writes, verifier, mut tale } = copied;
         // State first: saving it may make the host write into guest memory.
         let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;
         let pass = tale.passes.len() as u32;
         sender.hurry();
+        if let Some(verifier) = &verifier {
+            verifier.sends(epoch.runs())?;
+        }
         let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), until)?;
-        tale.totals = sender.totals;
+        (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());
+        if verifier.is_some() {
+            wire.send(&Message::Verify)?;
+            let patience = self.options.patience.saturating_add(allowance(self.guest));
+            wire.stream_mut().set_patience(patience);
+        }
         send_state(wire, &sections, held.was_running(), tale.totals)?;
         held.release()?;
+        let digest = verifier.map(|verifier| verifier.digest(self.guest)).transpose()?;
         // Heard only now: the way there and back is not worth a pause of its own.
         let done = sent.await_end(wire)?;
         epoch.commit();
         tale.passes.push(report_of(&done, 0, done.time));
+        if let Some(ours) = digest {
+            match wire.recv()? {
+                Message::Digest(theirs) if theirs == ours => {}
+                Message::Digest(theirs) => {
+                    let digests = MemoryDigests { ours, theirs };
+                    return Err(Cause::MemoryDiffers(Box::new(digests)));
+                }
+                other => return Err(unexpected(&other, "DIGEST").into()),
+            }
+            wire.stream_mut().set_patience(self.options.patience);
+        }
         let says = match wire.recv()? {
             Message::Prepared(says) => says,
             other => return Err(unexpected(&other, "PREPARED").into()),

@@ -1,13 +1,18 @@
 //! Holds a sender to a rate: after each message it waits until the next one may go.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::control::Stop;
 use crate::link::SLICE;
 
-/// Lets through so many bytes a second, in messages, without saving up for later what was not used.
+/// Lets through so many bytes a second, in messages, without saving up for later what was not used. All connections of
+/// a migration share one.
 #[derive(Debug)]
-pub(super) struct Pacer {
+pub(super) struct Pacer(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
     /// Bytes/s; `None`: as fast as it goes.
     rate: Option<u64>,
     /// When the next message may go.
@@ -16,22 +21,27 @@ pub(super) struct Pacer {
 
 impl Pacer {
     pub(super) fn new(rate: Option<u64>) -> Self {
-        Self { rate: rate.filter(|rate| *rate > 0), next: Instant::now() }
+        Self(Mutex::new(State { rate: rate.filter(|rate| *rate > 0), next: Instant::now() }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From now on as fast as it goes.
-    pub(super) fn end(&mut self) {
-        self.rate = None;
+    pub(super) fn end(&self) {
+        self.state().rate = None;
     }
 
     /// A pass begins: nothing is left of the time before.
-    pub(super) fn begin(&mut self) {
-        self.next = self.next.max(Instant::now());
+    pub(super) fn begin(&self) {
+        let mut state = self.state();
+        state.next = state.next.max(Instant::now());
     }
 
     /// `bytes` have just been sent: waits until more may go, or something stops that.
-    pub(super) fn pace(&mut self, bytes: u64, stop: &Stop) {
-        let next = self.due(bytes, Instant::now());
+    pub(super) fn pace(&self, bytes: u64, stop: &Stop) {
+        let next = self.state().due(bytes, Instant::now());
         loop {
             let left = next.saturating_duration_since(Instant::now());
             if left.is_zero() || stop.is_cancelled() {
@@ -40,7 +50,9 @@ impl Pacer {
             std::thread::sleep(left.min(SLICE));
         }
     }
+}
 
+impl State {
     /// When more may go after `bytes` that were sent until `now`.
     fn due(&mut self, bytes: u64, now: Instant) -> Instant {
         let Some(rate) = self.rate else { return now };
@@ -58,18 +70,20 @@ mod tests {
 
     #[test]
     fn messages_come_at_the_rate_and_not_faster_after_a_rest() {
-        let mut pacer = Pacer::new(Some(1000));
-        let begun = pacer.next;
+        let pacer = Pacer::new(Some(1000));
+        let mut state = pacer.state();
+        let begun = state.next;
         let ms = Duration::from_millis;
-        assert_eq!(pacer.due(500, begun), begun + ms(500));
-        assert_eq!(pacer.due(500, begun + ms(500)), begun + ms(1000));
+        assert_eq!(state.due(500, begun), begun + ms(500));
+        assert_eq!(state.due(500, begun + ms(500)), begun + ms(1000));
         // A link as slow as the rate is not made slower.
-        assert_eq!(pacer.due(500, begun + ms(1500)), begun + ms(1500));
+        assert_eq!(state.due(500, begun + ms(1500)), begun + ms(1500));
         let later = begun + ms(9000);
-        assert_eq!(pacer.due(500, later), later, "it had its own time");
-        assert_eq!(pacer.due(500, later), later + ms(500), "and no more");
+        assert_eq!(state.due(500, later), later, "it had its own time");
+        assert_eq!(state.due(500, later), later + ms(500), "and no more");
+        drop(state);
         pacer.end();
-        assert_eq!(pacer.due(u64::MAX, later), later);
+        assert_eq!(pacer.state().due(u64::MAX, later), later);
     }
 
     #[test]
@@ -77,7 +91,7 @@ mod tests {
         let stop = Stop::default();
         assert!(stop.cancel().is_ok());
         let begun = Instant::now();
-        let mut pacer = Pacer::new(Some(1));
+        let pacer = Pacer::new(Some(1));
         pacer.pace(1 << 40, &stop);
         assert!(begun.elapsed() < Duration::from_secs(60));
     }

@@ -1,39 +1,43 @@
-//! Passes over memory: runs of frames into PAGES and ZERO messages, and their acknowledgement.
+//! Frames into messages, over one connection: FRAMES, PAGES and ZERO.
 //!
-//! Content is copied into one reused buffer first: the guest may write a frame while it is being
-//! sent, and the checksum, which goes ahead of the bytes, must be of the bytes that go.
+//! Long runs go from guest memory to the socket as they are (FRAMES): the guest may write them meanwhile, and then they
+//! are dirty again and come again. Scattered frames are gathered in one reused buffer, and have a checksum (PAGES).
 
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
 use checkpoint::{GuestRam, is_zero};
 use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 
+use crate::compression::Packer;
 use crate::control::SendControl;
-use crate::error::{Cause, WireError};
+use crate::error::Cause;
 use crate::link::Link;
-use crate::message::{Counts, MAX_ZERO_RUNS, Message, RawRun, Tag, runs_head};
+use crate::message::{Counts, MAX_PAGES, MAX_ZERO_RUNS, RawRun, Tag, packed_head, runs_head};
 use crate::wire::{Wire, unexpected};
 
 use super::pacer::Pacer;
 
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
 const FRAMES_PER_MESSAGE: u64 = 128;
+/// Runs of so many frames are worth a message of their own: two system calls more cost about as much as to copy them.
+const DIRECT: u64 = 8;
+/// A frame of zeros is found in pieces of so many bytes: of most others the first one tells.
+const PIECE: usize = 512;
 const PAGE: usize = PAGE_SIZE as usize;
 
-/// Sends passes of one guest's memory over one connection.
+/// Sends a guest's memory, or shares of it, over one connection.
 pub(super) struct PassSender<'a> {
     ram: &'a GuestRam,
     control: &'a SendControl,
-    pacer: Pacer,
+    pacer: Arc<Pacer>,
+    packer: Option<Packer>,
     pages: Vec<u8>,
     runs: Vec<RawRun>,
-    last: Option<FrameRun>,
     frames: u64,
     zeros: ZeroRuns,
-    /// Of all passes.
-    pub(super) totals: Counts,
 }
 
 /// Zero frames collected for one ZERO message.
@@ -44,7 +48,7 @@ struct ZeroRuns {
 }
 
 /// A moment, and what it means to have reached it.
-pub(super) type Limit<'d> = Option<(Instant, &'d dyn Fn() -> Cause)>;
+pub(super) type Limit<'d> = Option<(Instant, &'d (dyn Fn() -> Cause + Sync))>;
 
 /// Does `work` under a limit that no peer can stretch, neither by silence nor by trickling.
 pub(super) fn on_time<T>(
@@ -63,33 +67,6 @@ pub(super) fn on_time<T>(
     }
 }
 
-/// A pass whose end the destination has not yet acknowledged.
-#[must_use = "the destination's word is not yet heard"]
-#[derive(Debug)]
-pub(super) struct PassSent {
-    pass: u32,
-    counts: Counts,
-    bytes: u64,
-    begun: Instant,
-}
-
-impl PassSent {
-    /// Waits until the destination has all of it.
-    pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
-        let Self { pass, counts, bytes, begun } = self;
-        acknowledged(wire, pass, counts)?;
-        Ok(PassDone { counts, bytes, time: begun.elapsed() })
-    }
-}
-
-/// What a pass did.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PassDone {
-    pub(super) counts: Counts,
-    pub(super) bytes: u64,
-    pub(super) time: Duration,
-}
-
 /// Extends the last run of a table by a frame, or begins a new one. `last` is forgotten where a
 /// source run ends, so that no run of the table reaches over the end of a slot.
 fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
@@ -104,96 +81,107 @@ fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
 }
 
 impl<'a> PassSender<'a> {
-    /// `rate`: bytes/s at most, until [`hurry`](Self::hurry).
-    pub(super) fn new(ram: &'a GuestRam, control: &'a SendControl, rate: Option<u64>) -> Self {
+    pub(super) fn new(
+        ram: &'a GuestRam,
+        control: &'a SendControl,
+        pacer: Arc<Pacer>,
+        packer: Option<Packer>,
+    ) -> Self {
         Self {
             ram,
             control,
-            pacer: Pacer::new(rate),
+            pacer,
+            packer,
             pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
             runs: Vec::with_capacity(FRAMES_PER_MESSAGE as usize),
-            last: None,
             frames: 0,
             zeros: ZeroRuns::default(),
-            totals: Counts::default(),
         }
     }
 
-    /// From now on as fast as the link goes.
-    pub(super) fn hurry(&mut self) {
-        self.pacer.end();
-    }
-
-    /// Sends `runs`, of `frames` frames in all, as pass number `pass`; the destination's word that it has all of it is left to
-    /// be waited for. Fails with `late` if `deadline` passes first. On an error the destination may have any part of it.
-    pub(super) fn begin(
+    /// Sends chunks as `next` gives them, until it gives no more: all of a pass, or this connection's share of it. Fails
+    /// with `deadline`'s cause if that passes first.
+    pub(super) fn share(
         &mut self,
         wire: &mut Wire<Link>,
-        pass: u32,
-        runs: impl Iterator<Item = FrameRun>,
-        frames: u64,
+        mut next: impl FnMut() -> Option<FrameRun>,
         deadline: Limit<'_>,
-    ) -> Result<PassSent, Cause> {
-        let (begun, before) = (Instant::now(), wire.sent_bytes());
-        self.pacer.begin();
-        self.control.update(|p| (p.pass, p.remaining_frames) = (pass, frames));
-        wire.send(&Message::PassBegin { pass, frames })?;
+    ) -> Result<Counts, Cause> {
         let mut counts = Counts::default();
-        for run in runs {
-            self.last = None;
-            self.zeros.last = None;
-            for chunk in run.chunks(FRAMES_PER_MESSAGE) {
-                if let Some((_, late)) = deadline.filter(|(at, _)| Instant::now() >= *at) {
-                    return Err(late());
-                }
-                self.chunk(wire, chunk, &mut counts)?;
+        while let Some(chunk) = next() {
+            if let Some((_, late)) = deadline.filter(|(at, _)| Instant::now() >= *at) {
+                return Err(late());
             }
+            self.chunk(wire, chunk, &mut counts)?;
         }
         self.flush_pages(wire)?;
         self.flush_zeros(wire)?;
-        wire.send(&Message::PassEnd { pass, counts })?;
-        self.totals += counts;
-        Ok(PassSent { pass, counts, bytes: wire.sent_bytes() - before, begun })
+        Ok(counts)
     }
 
-    /// Copies a chunk of at most one message's frames and sends what has become full.
+    /// Sends a chunk of at most one message's frames: its zeros and its scattered frames when enough of them have come together.
     fn chunk(
         &mut self,
         wire: &mut Wire<Link>,
         chunk: FrameRun,
         counts: &mut Counts,
     ) -> Result<(), Cause> {
-        if self.frames + chunk.count > FRAMES_PER_MESSAGE {
-            self.flush_pages(wire)?;
-        }
-        let at = self.frames as usize * PAGE;
-        let room = &mut self.pages[at..at + chunk.count as usize * PAGE];
-        self.ram.read_slice(room, GuestAddress(chunk.start.gpa())).map_err(|e| Cause::System {
-            what: "reading guest memory",
-            cause: std::io::Error::other(e),
-        })?;
-        for (i, gfn) in chunk.frames().enumerate() {
-            let from = at + i * PAGE;
-            if is_zero(&self.pages[from..from + PAGE]) {
+        let mut open: Option<FrameRun> = None;
+        // No run of the table reaches over the end of a slot.
+        self.zeros.last = None;
+        for gfn in chunk.frames() {
+            if self.reads_zero(gfn)? {
                 counts.zero += 1;
                 extend(&mut self.zeros.runs, &mut self.zeros.last, gfn);
+                self.content(wire, open.take())?;
             } else {
                 counts.normal += 1;
-                let to = self.frames as usize * PAGE;
-                if to != from {
-                    self.pages.copy_within(from..from + PAGE, to);
-                }
-                extend(&mut self.runs, &mut self.last, gfn);
-                self.frames += 1;
+                let so_far = open.unwrap_or(FrameRun { start: gfn, count: 0 });
+                open = Some(FrameRun { count: so_far.count + 1, ..so_far });
             }
         }
+        self.content(wire, open)?;
         self.control.update(|p| {
             p.remaining_frames = p.remaining_frames.saturating_sub(chunk.count);
         });
         // A chunk adds at most one run a frame.
-        if self.zeros.runs.len() as u64 + FRAMES_PER_MESSAGE > u64::from(MAX_ZERO_RUNS) {
+        if self.zeros.runs.len() as u64 + MAX_PAGES > u64::from(MAX_ZERO_RUNS) {
             self.flush_zeros(wire)?;
         }
+        Ok(())
+    }
+
+    fn reads_zero(&self, gfn: Gfn) -> Result<bool, Cause> {
+        let mut piece = [0; PIECE];
+        for at in (0..PAGE_SIZE).step_by(PIECE) {
+            self.ram.read_slice(&mut piece, GuestAddress(gfn.gpa() + at)).map_err(unreadable)?;
+            if !is_zero(&piece) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Sends a run of frames with content, or keeps it for the next PAGES.
+    fn content(&mut self, wire: &mut Wire<Link>, run: Option<FrameRun>) -> Result<(), Cause> {
+        let Some(run) = run else { return Ok(()) };
+        if run.count >= DIRECT && self.packer.is_none() {
+            let before = wire.sent_bytes();
+            wire.send_frames(self.ram, run)?;
+            return self.after_message(wire, before);
+        }
+        run.chunks(FRAMES_PER_MESSAGE).try_for_each(|run| self.gather(wire, run))
+    }
+
+    fn gather(&mut self, wire: &mut Wire<Link>, run: FrameRun) -> Result<(), Cause> {
+        if self.frames + run.count > FRAMES_PER_MESSAGE {
+            self.flush_pages(wire)?;
+        }
+        let at = self.frames as usize * PAGE;
+        let room = &mut self.pages[at..at + run.bytes() as usize];
+        self.ram.read_slice(room, GuestAddress(run.start.gpa())).map_err(unreadable)?;
+        self.runs.push(run.into());
+        self.frames += run.count;
         Ok(())
     }
 
@@ -202,11 +190,21 @@ impl<'a> PassSender<'a> {
             return Ok(());
         }
         let contents = &self.pages[..self.frames as usize * PAGE];
-        let head = runs_head(self.runs.len());
         let before = wire.sent_bytes();
-        wire.send_parts(Tag::Pages, &[head.as_bytes(), self.runs.as_bytes(), contents])?;
+        let (runs, packer) = (self.runs.as_bytes(), self.packer.as_mut());
+        let packed = packer.and_then(|p| Some((p.codec(), p.pack(contents)?)));
+        match packed {
+            Some((codec, packed)) => {
+                let head = packed_head(self.runs.len(), codec);
+                wire.send_parts(Tag::Packed, &[head.as_bytes(), runs, packed])?;
+            }
+            None => {
+                let head = runs_head(self.runs.len());
+                wire.send_parts(Tag::Pages, &[head.as_bytes(), runs, contents])?;
+            }
+        }
         self.runs.clear();
-        (self.last, self.frames) = (None, 0);
+        self.frames = 0;
         self.after_message(wire, before)
     }
 
@@ -224,7 +222,7 @@ impl<'a> PassSender<'a> {
 
     /// Counts, keeps the rate, and hears a destination that gives up in the middle of a pass.
     fn after_message(&mut self, wire: &mut Wire<Link>, before: u64) -> Result<(), Cause> {
-        self.control.update(|p| p.sent_bytes = wire.sent_bytes());
+        self.control.update(|p| p.sent_bytes += wire.sent_bytes() - before);
         self.pacer.pace(wire.sent_bytes() - before, &self.control.stop);
         if wire.stream().has_incoming() {
             let message = wire.recv()?;
@@ -234,16 +232,6 @@ impl<'a> PassSender<'a> {
     }
 }
 
-fn acknowledged(wire: &mut Wire<Link>, pass: u32, counts: Counts) -> Result<(), WireError> {
-    let (theirs, received) = match wire.recv()? {
-        Message::PassAck { pass, counts } => (pass, counts),
-        other => return Err(unexpected(&other, "PASS_ACK")),
-    };
-    let same = |what, found, expected| match found == expected {
-        true => Ok(()),
-        false => Err(WireError::Count { what, found, expected }),
-    };
-    same("the number of the pass", theirs.into(), pass.into())?;
-    same("the pass's frames with content", received.normal, counts.normal)?;
-    same("the pass's zero frames", received.zero, counts.zero)
+fn unreadable(e: vm_memory::GuestMemoryError) -> Cause {
+    Cause::System { what: "reading guest memory", cause: std::io::Error::other(e) }
 }

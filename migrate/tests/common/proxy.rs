@@ -100,6 +100,11 @@ impl Proxy {
     }
 
     pub fn start(destination: &str, plan: Plan) -> Self {
+        Self::nth(destination, 0, plan)
+    }
+
+    /// The plan is for the connection of that number, from 0; others pass untouched.
+    pub fn nth(destination: &str, which: usize, plan: Plan) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap().to_string();
         listener.set_nonblocking(true).unwrap();
@@ -111,6 +116,7 @@ impl Proxy {
         let thread = std::thread::spawn(move || {
             let only_first = plan.only_first;
             let mut plan = Some(plan);
+            let mut others = which;
             let mut open: Vec<TcpStream> = Vec::new();
             while !halt.load(Ordering::SeqCst) {
                 let Ok((near, _)) = listener.accept() else {
@@ -124,6 +130,11 @@ impl Proxy {
                     destination.lock().unwrap().take();
                 }
                 open.extend([near.try_clone().unwrap(), far.try_clone().unwrap()]);
+                if others > 0 {
+                    others -= 1;
+                    relay(near, far, Plan::default(), &Default::default());
+                    continue;
+                }
                 match plan.take() {
                     Some(plan) => relay(near, far, plan, &seen),
                     None => relay(near, far, Plan::default(), &Default::default()),

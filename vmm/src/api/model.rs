@@ -7,7 +7,10 @@ use std::path::PathBuf;
 
 use checkpoint::{EpochReport, RunState, VmId};
 use dirty_tracker::{TrackerStats, TrackingMode};
-use migrate::{MIN_BANDWIDTH, Phase, Progress, Resolution, SendReport, TimeoutStrategy};
+use migrate::{
+    Compression, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution, SendReport,
+    TimeoutStrategy,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Backend;
@@ -312,6 +315,15 @@ pub struct MigrationRequest {
     /// Bytes/s at most for copying while the guest runs; without it, as fast as it goes.
     #[serde(default)]
     pub max_bandwidth_bytes_per_s: Option<u64>,
+    /// Connections that share in the sending of memory.
+    #[serde(default = "one")]
+    pub connections: u32,
+    /// How contents are made smaller where that wins.
+    #[serde(default)]
+    pub compression: Compression,
+    /// Whether both sides compare a digest of all memory in the pause.
+    #[serde(default)]
+    pub verify: bool,
 }
 
 /// The longest downtime target that makes sense: an hour.
@@ -329,6 +341,12 @@ impl MigrationRequest {
         if *timeout_s > MAX_TIMEOUT_S {
             return Err(format!("timeout_s is {timeout_s}; it is at most {MAX_TIMEOUT_S}"));
         }
+        if !(1..=MAX_CONNECTIONS).contains(&self.connections) {
+            return Err(format!(
+                "connections is {}; it is 1 to {MAX_CONNECTIONS}",
+                self.connections
+            ));
+        }
         if let Some(bandwidth) = bandwidth.filter(|b| *b < MIN_BANDWIDTH) {
             return Err(format!(
                 "max_bandwidth_bytes_per_s is {bandwidth}; it is at least {MIN_BANDWIDTH}"
@@ -336,6 +354,10 @@ impl MigrationRequest {
         }
         Ok(())
     }
+}
+
+fn one() -> u32 {
+    1
 }
 
 fn default_downtime_ms() -> u64 {

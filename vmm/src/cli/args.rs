@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use dirty_tracker::TrackingMode;
-use migrate::TimeoutStrategy;
+use migrate::{Compression, TimeoutStrategy};
 use vmm::api::model::DisksPolicy;
 use vmm::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, NetSpec,
@@ -338,6 +338,15 @@ pub(crate) struct SendArgs {
     /// In the pause the link is used as it is; what that will take is judged by this bandwidth.
     #[arg(long, value_name = "SIZE", value_parser = values::bandwidth)]
     pub(crate) max_bandwidth: Option<u64>,
+    /// Connections that share in the sending of memory, for links that one does not fill
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::connections)]
+    pub(crate) connections: u32,
+    /// How contents are made smaller, message by message, where that wins: none, lz4 or zstd
+    #[arg(long, value_name = "NAME", default_value_t = Compression::None)]
+    pub(crate) compress: Compression,
+    /// Compare a digest of all memory on both sides, in the pause: it takes the time to read memory
+    #[arg(long)]
+    pub(crate) verify: bool,
 }
 
 #[derive(Args)]

@@ -36,6 +36,9 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         timeout_s: args.timeout_s,
         timeout_strategy: args.timeout_strategy,
         max_bandwidth_bytes_per_s: args.max_bandwidth,
+        connections: args.connections,
+        compression: args.compress,
+        verify: args.verify,
     };
     let JobBegun { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
         Ok(begun) => begun,

@@ -54,6 +54,13 @@ pub(super) fn bandwidth(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Connections of a migration.
+pub(super) fn connections(text: &str) -> Result<u32, String> {
+    let most = migrate::MAX_CONNECTIONS;
+    let parsed = text.parse().ok().filter(|n| (1..=most).contains(n));
+    parsed.ok_or_else(|| format!("a migration has 1 to {most} connections"))
+}
+
 fn at_most(text: &str, limit: u64, what: &str, unit: &str) -> Result<u64, String> {
     let parsed = text.parse().ok().filter(|n| *n <= limit);
     parsed.ok_or_else(|| format!("{what} is from 0 to {limit} {unit}"))

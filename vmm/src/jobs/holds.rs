@@ -202,6 +202,10 @@ impl Guest for View {
         self.holds.vm.populated()
     }
 
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.holds.vm.resident()
+    }
+
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.holds.vm.subscribe(name)
     }

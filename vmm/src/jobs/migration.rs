@@ -51,6 +51,9 @@ impl MigrationJob {
             timeout: Duration::from_secs(request.timeout_s),
             timeout_strategy: request.timeout_strategy,
             max_bandwidth: request.max_bandwidth_bytes_per_s,
+            connections: request.connections,
+            compression: request.compression,
+            verify: request.verify,
             ..SendOptions::new(records)
         };
         let (worker, held) = (job.clone(), holds.clone());

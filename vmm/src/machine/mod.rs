@@ -123,15 +123,19 @@ impl Guest for Machine {
 
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
         let free = self.free_frames();
-        let populated = self.memory.populated().map_err(|e| GuestError::System {
-            what: "reading /proc/self/pagemap",
-            cause: Box::new(e),
-        })?;
+        let populated = self.resident()?;
         if free.is_empty() {
             return Ok(populated);
         }
         tracing::debug!(frames = free.frames(), "the guest hints free frames");
         Ok(populated.into_iter().flat_map(|run| free.gaps(run)).collect())
+    }
+
+    fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.memory.populated().map_err(|e| GuestError::System {
+            what: "reading /proc/self/pagemap",
+            cause: Box::new(e),
+        })
     }
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {

@@ -1,0 +1,220 @@
+//! The connections that have joined a migration: a thread reads each, and brings its share of every pass.
+//!
+//! A pass begins on all connections once the one before it was acknowledged, so a frame that comes twice ends as its newest
+//! wherever it came. The first connection ends the pass: when it has heard from every share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+use checkpoint::Guest;
+use dirty_tracker::Layout;
+
+use super::inbound::{Inbound, Step};
+use super::placing::Placing;
+use crate::compression::Unpacker;
+use crate::error::{Cause, WireError};
+use crate::link::{Link, SLICE};
+use crate::message::{Counts, MAX_CONNECTIONS, Tag};
+use crate::wire::Wire;
+
+/// Between two passes a share waits for as long as its migration takes: the first connection has the limits.
+const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// What all connections of one migration know.
+#[derive(Debug)]
+pub(super) struct Shared {
+    /// Ends the waits of all.
+    halt: Arc<AtomicBool>,
+    /// Passes acknowledged.
+    acknowledged: AtomicU32,
+    /// Bytes of memory, zero frames included, that have come over shares.
+    moved: AtomicU64,
+    /// Bytes that have come over shares, heads included.
+    received: AtomicU64,
+    /// Why the first share failed.
+    fault: Mutex<Option<Cause>>,
+}
+
+/// A share of a pass is in place.
+#[derive(Debug)]
+struct Done {
+    pass: u32,
+    counts: Counts,
+}
+
+/// The shares, for the thread that reads the first connection.
+#[derive(Debug)]
+pub(super) struct Shares {
+    count: usize,
+    from: Receiver<Done>,
+    to: SyncSender<Done>,
+    shared: Arc<Shared>,
+}
+
+impl Shares {
+    /// None yet.
+    pub(super) fn new() -> Self {
+        let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
+        let shared = Arc::new(Shared {
+            halt: Arc::default(),
+            acknowledged: AtomicU32::new(0),
+            moved: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+            fault: Mutex::new(None),
+        });
+        Self { count: 0, from, to, shared }
+    }
+
+    /// What ends the waits of all connections.
+    pub(super) fn halt(&self) -> Arc<AtomicBool> {
+        self.shared.halt.clone()
+    }
+
+    /// How many have joined.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Has a thread of `scope` read a connection that has joined.
+    pub(super) fn add<'scope, G: Guest + ?Sized>(
+        &mut self,
+        scope: &'scope Scope<'scope, '_>,
+        wire: Wire<Link>,
+        layout: Layout,
+        placing: &'scope Placing<'scope, G>,
+        patience: Duration,
+    ) -> Result<(), Cause> {
+        let (to, shared) = (self.to.clone(), self.shared.clone());
+        let (inbound, unpacker) = (Inbound::shares(layout), Unpacker::new());
+        let share = Share { wire, inbound, placing, unpacker, patience, shared, to };
+        std::thread::Builder::new()
+            .name("migrate-share".into())
+            .spawn_scoped(scope, move || share.run())
+            .map_err(|cause| Cause::System { what: "starting a thread", cause })?;
+        self.count += 1;
+        Ok(())
+    }
+
+    /// Waits until all shares of `pass` are in place; what they brought. Fails at `until`, as silence does.
+    pub(super) fn await_end(&self, pass: u32, until: Instant) -> Result<Counts, Cause> {
+        let mut counts = Counts::default();
+        for _ in 0..self.count {
+            let done = loop {
+                match self.from.recv_timeout(SLICE) {
+                    Ok(done) => break done,
+                    Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+                    Err(_) => {
+                        return Err(WireError::from(std::io::Error::from(
+                            std::io::ErrorKind::TimedOut,
+                        ))
+                        .into());
+                    }
+                }
+                if self.shared.halt.load(Ordering::Relaxed) {
+                    let why =
+                        std::io::Error::other("another connection of this migration has ended");
+                    return Err(WireError::from(why).into());
+                }
+            };
+            if done.pass != pass {
+                let why = "it ends another pass than the first connection does";
+                return Err(WireError::Malformed { message: Tag::PassEnd, why }.into());
+            }
+            counts += done.counts;
+        }
+        Ok(counts)
+    }
+
+    /// The pass is about to be acknowledged: the next one may come.
+    pub(super) fn acknowledge(&self) {
+        self.shared.acknowledged.fetch_add(1, Ordering::Release);
+    }
+
+    /// Bytes of memory that have come over shares.
+    pub(super) fn moved_bytes(&self) -> u64 {
+        self.shared.moved.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that have come over shares, heads included.
+    pub(super) fn received_bytes(&self) -> u64 {
+        self.shared.received.load(Ordering::Relaxed)
+    }
+
+    /// Why a share failed, if one did.
+    pub(super) fn fault(&self) -> Option<Cause> {
+        self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl Drop for Shares {
+    /// Ends the threads, within a slice.
+    fn drop(&mut self) {
+        self.shared.halt.store(true, Ordering::Relaxed);
+    }
+}
+
+/// One joined connection.
+struct Share<'g, G: Guest + ?Sized> {
+    wire: Wire<Link>,
+    inbound: Inbound,
+    placing: &'g Placing<'g, G>,
+    unpacker: Unpacker,
+    patience: Duration,
+    shared: Arc<Shared>,
+    to: SyncSender<Done>,
+}
+
+impl<G: Guest + ?Sized> Share<'_, G> {
+    fn run(mut self) {
+        let Err(cause) = self.read() else { return };
+        // After a halt it is that, and not a cause.
+        if !self.shared.halt.load(Ordering::Relaxed) {
+            let mut fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner);
+            fault.get_or_insert(cause);
+            drop(fault);
+            self.shared.halt.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn read(&mut self) -> Result<(), Cause> {
+        self.wire.stream_mut().set_halt(Some(self.shared.halt.clone()));
+        loop {
+            let in_pass = self.inbound.is_in_pass();
+            let patience = if in_pass { self.patience } else { UNLIMITED };
+            self.wire.stream_mut().set_patience(patience);
+            let (moved, received) = (self.inbound.moved_bytes(), self.wire.received_bytes());
+            let message = self.wire.recv()?;
+            match self.inbound.on(message)? {
+                Step::Noted => {
+                    let begun = self.inbound.passes();
+                    if begun > self.shared.acknowledged.load(Ordering::Acquire) {
+                        let why = "the pass before it was not acknowledged";
+                        return Err(WireError::Malformed { message: Tag::PassBegin, why }.into());
+                    }
+                }
+                Step::Place { runs, contents } => self.placing.place(runs, contents)?,
+                Step::Unpack { codec, runs, packed } => {
+                    self.placing.unpack(&mut self.unpacker, codec, runs, packed)?;
+                }
+                Step::Fetch { run } => self.placing.fetch(&mut self.wire, run)?,
+                Step::Zero { runs } => self.placing.zero(runs)?,
+                Step::Ack { pass, counts } => {
+                    // The other end lives as long as this thread.
+                    let _ = self.to.send(Done { pass, counts });
+                }
+                // `Inbound` lets none of them through here.
+                Step::Prepare { .. } | Step::Join { .. } | Step::Digest | Step::Complete { .. } => {
+                    return Ok(());
+                }
+            }
+            let (moved, received) =
+                (self.inbound.moved_bytes() - moved, self.wire.received_bytes() - received);
+            self.shared.moved.fetch_add(moved, Ordering::Relaxed);
+            self.shared.received.fetch_add(received, Ordering::Relaxed);
+        }
+    }
+}

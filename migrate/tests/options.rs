@@ -1,0 +1,196 @@
+//! What a migration can be asked for besides: several connections, smaller contents, a comparison of all memory.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
+
+mod common;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use checkpoint::testing::MemoryConfig;
+use checkpoint::{Guest, RunState};
+use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag};
+use dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use migrate::{Cause, Compression, MAX_CONNECTIONS, SendOptions};
+use vm_memory::{Bytes, GuestAddress};
+
+const FRAMES: u64 = 16 << 10;
+
+/// 64 MiB in two slots, of which two writers use a part.
+fn large() -> MemoryConfig {
+    let slots = vec![
+        Slot { id: SlotId(0), base: Gfn(0), frames: 5000 },
+        Slot { id: SlotId(1), base: Gfn(0x2000), frames: FRAMES - 5000 },
+    ];
+    MemoryConfig { slots, working_set: 2048, ..MemoryConfig::small() }
+}
+
+/// Fills frames behind the working set with what `byte` says.
+fn fill(guest: &dyn Guest, frames: std::ops::Range<u64>, byte: impl Fn(u64, usize) -> u8) {
+    for gfn in frames {
+        let page: Vec<u8> = (0..PAGE_SIZE as usize).map(|at| byte(gfn, at)).collect();
+        guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+    }
+}
+
+const FILLED: std::ops::Range<u64> = 0x2800..0x2800 + 4096;
+
+fn same(ours: &dyn Guest, theirs: &dyn Guest, context: &str) {
+    for gfn in FILLED {
+        let [mut a, mut b] = [[0; PAGE_SIZE as usize]; 2];
+        ours.ram().read_slice(&mut a, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+        theirs.ram().read_slice(&mut b, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+        assert_eq!(a, b, "{context}: frame {gfn:#x}");
+    }
+}
+
+fn with(host: &Host, change: impl FnOnce(&mut SendOptions)) -> SendOptions {
+    let mut options = quick_send(host);
+    change(&mut options);
+    options
+}
+
+#[test]
+fn memory_comes_whole_over_several_connections_however_it_is_packed() {
+    for compression in [Compression::None, Compression::Lz4, Compression::Zstd] {
+        for connections in [1, 2, 5, MAX_CONNECTIONS] {
+            let context = format!("{connections} connections, {compression}");
+            let host = Host::new();
+            let guest = host.start(large());
+            // A third is zeros, a third packs well, a third does not.
+            fill(&*guest, FILLED, |gfn, at| match gfn % 3 {
+                0 => 0,
+                1 => gfn as u8,
+                _ => (gfn as usize ^ at.wrapping_mul(0x9e37_79b9) >> 7) as u8,
+            });
+            let there = host.receiver();
+            let options = with(&host, |o| {
+                (o.connections, o.compression, o.verify) = (connections, compression, true);
+            });
+            let sent = Sender::start(&guest, &there.to, &options).result();
+            let report = sent.unwrap_or_else(|e| panic!("{context}: {e}"));
+            let arrived = there.guest();
+            same(&*guest, &*arrived.guest, &context);
+            assert_eq!(arrived.report.normal_frames, report.normal_frames, "{context}");
+            assert_eq!(arrived.report.zero_frames, report.zero_frames, "{context}");
+            let content = report.normal_frames * PAGE_SIZE;
+            match compression {
+                Compression::None => assert!(report.transferred_bytes > content, "{context}"),
+                _ => assert!(report.transferred_bytes < content, "{context}: {report:?}"),
+            }
+            // Heads and small messages differ by what was said after the destination's last look.
+            let difference = report.transferred_bytes.abs_diff(arrived.report.received_bytes);
+            let bound = 500 + 200 * u64::from(connections);
+            assert!(difference < bound, "{context}: {difference}");
+            assert_eq!(host.drive.most_running(), 1, "{context}: I7");
+        }
+    }
+}
+
+#[test]
+fn each_connection_brings_a_share() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
+    fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
+    let there = host.receiver();
+    // The first one is slow, so the others have to.
+    let nap = || std::thread::sleep(Duration::from_millis(20));
+    let plan = Plan::default().before_from_source(tag("FRAMES"), nap);
+    let proxy = Proxy::start(&there.to, plan);
+    let options = with(&host, |o| o.connections = 3);
+    let report = Sender::start(&guest, &proxy.to, &options).result().unwrap();
+    let first = proxy.from_source.lock().unwrap();
+    let over_first = first.iter().filter(|t| **t == tag("FRAMES")).count() as u64;
+    assert!(over_first * 256 < report.passes[0].frames / 2, "{over_first}: {report:?}");
+    same(&*guest, &*there.guest().guest, "three connections");
+}
+
+#[test]
+fn a_connection_that_breaks_ends_the_migration_and_the_guest_goes_on() {
+    for cut in [Cut::Within, Cut::Stall] {
+        for which in [0, 1, 2] {
+            let context = format!("{cut:?} in connection {which}");
+            let host = Host::new();
+            let guest = host.start(large());
+            let there = host.receiver();
+            let plan = Plan::cut(true, At::Tag(tag("PASS_END")), cut);
+            let proxy = Proxy::nth(&there.to, which, plan);
+            let options = with(&host, |o| o.connections = 3);
+            let sent = Sender::start(&guest, &proxy.to, &options).result();
+            assert!(sent.is_err(), "{context}");
+            exactly_one_runs(&host, &guest, &sent, there, &context);
+        }
+    }
+}
+
+#[test]
+fn a_stranger_cannot_join() {
+    use std::io::{Read, Write};
+    let host = Host::new();
+    let guest = host.start(MemoryConfig::small());
+    let there = host.receiver();
+    let recorded = Arc::new(Mutex::new(Vec::new()));
+    let proxy = Proxy::nth(&there.to, 1, Plan::record(&recorded));
+    let options = with(&host, |o| o.connections = 2);
+    Sender::start(&guest, &proxy.to, &options).result().unwrap();
+    let arrived = there.guest();
+    // What the second connection said, said once more: that migration takes nobody any more.
+    let joining = recorded.lock().unwrap().clone();
+    let mut stranger = std::net::TcpStream::connect(arrived.responder.address()).unwrap();
+    stranger.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    stranger.write_all(&joining[..64 + 24 + 16 + 5 + 24 + 16]).unwrap();
+    let mut answer = Vec::new();
+    let _ = stranger.read_to_end(&mut answer);
+    let answer = String::from_utf8_lossy(&answer).into_owned();
+    assert!(answer.contains("not under way here"), "{answer:?}");
+    arrived.guest.verify().unwrap();
+}
+
+#[test]
+fn a_bit_that_flips_on_the_way_is_found_by_verify_and_by_nothing_else() {
+    // In the content, behind the record's head and the run.
+    let flip = || Plan::flip(true, At::Tag(tag("FRAMES")), 24 + 16 + 5000);
+    let host = Host::new();
+    let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
+    fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
+    let there = host.receiver();
+    let proxy = Proxy::start(&there.to, flip());
+    let options = with(&host, |o| o.verify = true);
+    let sent = Sender::start(&guest, &proxy.to, &options).result();
+    let error = sent.as_ref().unwrap_err();
+    assert!(matches!(error.cause, Cause::MemoryDiffers(_)), "{error}");
+    assert!(error.to_string().ends_with("the guest goes on here"), "{error}");
+    let refusal = there.error().to_string();
+    assert!(refusal.contains("memory is not the guest's"), "{refusal}");
+    assert_eq!(guest.run_state(), RunState::Running);
+    let there = host.receiver();
+    let proxy = Proxy::start(&there.to, flip());
+    Sender::start(&guest, &proxy.to, &quick_send(&host)).result().unwrap();
+    there.guest();
+}
+
+#[test]
+fn a_write_that_tracking_missed_is_found_by_verify() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
+    fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
+    // Behind the tracker's back: through a mapping of its own would be the same.
+    let (region, offset) = {
+        use vm_memory::GuestMemoryBackend;
+        let at = GuestAddress(0x2900 * PAGE_SIZE);
+        (guest.ram().get_host_address(at).unwrap() as usize, 77)
+    };
+    let missed = move || {
+        let byte = (region + offset) as *mut u8;
+        // SAFETY: inside the guest's memory, which outlives the proxy; nobody else writes there.
+        unsafe { byte.write_volatile(0x55) };
+    };
+    let there = host.receiver();
+    let proxy =
+        Proxy::start(&there.to, Plan::default().before_from_source(tag("PASS_END"), missed));
+    let options = with(&host, |o| o.verify = true);
+    let sent = Sender::start(&guest, &proxy.to, &options).result();
+    let error = sent.unwrap_err();
+    assert!(matches!(error.cause, Cause::MemoryDiffers(_)), "{error}");
+    there.error();
+    assert_eq!(guest.run_state(), RunState::Running);
+}
