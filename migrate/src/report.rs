@@ -36,7 +36,7 @@ pub struct SendReport {
     pub status: SendStatus,
     /// The guest that moved.
     pub vm_id: VmId,
-    /// From the call of `send` to its end, ms.
+    /// From the call of `send` to RUNNING heard here, ms; what was the guest's here ends after that.
     pub total_time_ms: f64,
     /// From the pause here to RUNNING heard here, ms: the destination's guest has run a little
     /// less long than that says.

@@ -14,7 +14,7 @@ use dirty_tracker::{FrameRun, Gfn};
 /// 64 MiB: some tens of milliseconds of a fast link.
 const AHEAD: u64 = 16 << 10;
 
-/// Frames that are prepared by one call, 2 MiB: a migration that is over does not wait for more.
+/// Frames that are prepared by one call, 2 MiB and so a huge page: a migration that is over does not wait for more.
 const AT_ONCE: u64 = 512;
 
 /// What is expected, for the thread that receives.
@@ -56,7 +56,9 @@ impl Ahead {
     /// Tells the preparer of what it may prepare now.
     pub(super) fn go_on(&mut self) {
         while let (Some(run), Some(to)) = (self.runs.front_mut(), &self.to) {
-            let next = FrameRun { start: run.start, count: run.count.min(AT_ONCE) };
+            // Up to where a huge page can begin.
+            let aligned = AT_ONCE - run.start.0 % AT_ONCE;
+            let next = FrameRun { start: run.start, count: run.count.min(aligned) };
             if next.end() > self.reached {
                 // A preparer that is busy, or is not there, is told later, or never.
                 if next.count > self.credit || to.try_send(next).is_err() {

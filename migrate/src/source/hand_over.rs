@@ -119,14 +119,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                     return Err(failed);
                 }
                 SourceOrder::End(permit) => {
-                    let downtime = paused_at.elapsed();
+                    let (downtime, total) = (paused_at.elapsed(), self.begun.elapsed());
                     sealed.end(permit, &format!("it has moved to {}", self.to));
                     self.forget(&mut peer);
                     let status = match resolved {
                         Some(_) => SendStatus::ResolvedDiscarded,
                         None => SendStatus::Completed,
                     };
-                    return Ok(self.report(status, downtime, sent, tale));
+                    return Ok(self.report(status, (downtime, total), sent, tale));
                 }
             };
             (state, order) = state.on(event);
@@ -254,11 +254,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn report(
         &self,
         status: SendStatus,
-        downtime: Duration,
+        (downtime, total): (Duration, Duration),
         transferred_bytes: u64,
         tale: Tale,
     ) -> SendReport {
-        let total = self.begun.elapsed();
         SendReport {
             status,
             vm_id: self.guest.vm_id(),

@@ -390,7 +390,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // First the subscription, then the look at what is populated: whatever is written between
         // the two is in the first epoch.
         let mut writes = self.guest.subscribe("migrate")?;
+        let subscribed = begun.elapsed();
         let populated = self.guest.populated()?;
+        let (subscribed, looked) = (ms(subscribed), ms(begun.elapsed()));
+        tracing::debug!(subscribed, looked, runs = populated.len(), "ms; writes are followed");
         let rate = self.options.max_bandwidth.map(|rate| rate.max(MIN_BANDWIDTH));
         let verifier = match self.options.verify {
             true => Some(Verifier::new(self.guest, &populated)?),
@@ -414,6 +417,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let frames = populated.iter().map(|r| r.count).sum();
         on_time(&mut peer.wire, deadline, |wire| announce(wire, self.guest.ram(), &populated))?;
         let mut done = on_time(&mut peer.wire, deadline, |wire| {
+            tracing::debug!(ms = ms(begun.elapsed()), "announced");
             sender.begin(wire, 0, populated.iter().copied(), frames, deadline)?.await_end(wire)
         })?;
         let mut since = begun;

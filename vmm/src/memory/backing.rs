@@ -181,6 +181,17 @@ pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
         .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
 }
 
+/// Has the kernel use huge pages for what of `len` bytes at `start`, part of a mapping of ours, they fit into: all
+/// of it is about to be written. Where the administrator has switched them off, or a process has too many mappings, it stays as it is.
+pub(super) fn prefer_huge(start: usize, len: usize) {
+    let first = start.next_multiple_of(HUGE_PAGE as usize);
+    let end = (start + len) / HUGE_PAGE as usize * HUGE_PAGE as usize;
+    if first < end {
+        // SAFETY: the range is part of a mapping that is ours; the advice changes no content.
+        unsafe { libc::madvise(first as *mut libc::c_void, end - first, libc::MADV_HUGEPAGE) };
+    }
+}
+
 /// Takes `len` bytes at `start`, part of a mapping of ours, from the host now, on this thread.
 pub(super) fn populate_piece(start: usize, len: usize) -> io::Result<()> {
     loop {

@@ -62,6 +62,8 @@ pub enum MemoryError {
 pub struct Memory {
     ram: GuestRam,
     tracker: Arc<Tracker>,
+    /// Nobody has said whether there may be huge pages.
+    may_be_huge: bool,
 }
 
 impl Memory {
@@ -102,7 +104,7 @@ impl Memory {
             regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
         }
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker })
+        Ok(Self { ram, tracker, may_be_huge: options.huge_pages.is_none() })
     }
 
     /// The mappings.
@@ -121,13 +123,16 @@ impl Memory {
     }
 
     /// Gives host memory to the frames of `run` that lie in this memory, in one call of the kernel for each
-    /// region; of huge pages where the options ask for those. They get it at their first write where the kernel
-    /// cannot, before 5.14, or has none.
+    /// region; huge pages where they fit into the run and the options do not exclude them: 512 frames for the price
+    /// of a few. They get it at their first write where the kernel cannot, before 5.14, or has none.
     pub fn prepare(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
             let address = slice.ptr_guard_mut().as_ptr() as usize;
+            if self.may_be_huge {
+                backing::prefer_huge(address, slice.len());
+            }
             if let Err(e) = backing::populate_piece(address, slice.len()) {
                 tracing::trace!("{run:?} is not populated beforehand: {e}");
             }
