@@ -28,7 +28,7 @@ const BEFORE_COMMIT: [(Direction, Tag); 12] = [
     (Direction::ToDestination, Tag::Config),
     (Direction::ToSource, Tag::Ready),
     (Direction::ToDestination, Tag::PassBegin),
-    (Direction::ToDestination, Tag::Pages),
+    (Direction::ToDestination, Tag::Frames),
     (Direction::ToDestination, Tag::PassEnd),
     (Direction::ToSource, Tag::PassAck),
     (Direction::ToDestination, Tag::State),
@@ -244,9 +244,23 @@ fn over_a_long_and_thin_line_a_guest_arrives_whole() {
     source.console().wait_reports(2, 1, SOON);
     let (destination, address) = Driftline::receive(&scratch, "destination");
     let line = Proxy::slow(&address, DELAY, RATE);
-    let sent = source.cli("send-migration", &[line.address(), "--json"]);
+    let sent = std::thread::scope(|scope| {
+        let sent = scope.spawn(|| source.cli("send-migration", &[line.address(), "--json"]));
+        // Meanwhile both sides say how it goes.
+        tests::wait_for("the source's progress", SOON, || {
+            let info = json_of(&source.cli("info", &["--json"]));
+            let sent_bytes = info["migration"]["sent_bytes"].as_u64();
+            (info["state"] == "migrating" && sent_bytes? > 1 << 20).then_some(())
+        });
+        tests::wait_for("the destination's progress", SOON, || {
+            let info = destination.cli("info", &[]);
+            String::from_utf8_lossy(&info.stderr).contains("receiving a guest: pass").then_some(())
+        });
+        sent.join().expect("the command ends")
+    });
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(0), "{said}\n{}", destination.log());
+    assert!(destination.log().contains("of the pass to come"), "{}", destination.log());
     let report = json_of(&sent);
     let figure = |name: &str| report[name].as_f64().expect("a figure");
     // The line was as long and thin as it should be: PREPARED and RUNNING have their ways in the pause.

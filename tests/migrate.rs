@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use tests::{Driftline, Load, SOON, Scratch, json_of};
+use vmm::testing::kvm_or_skip;
 
 /// Sends one guest through `hops` processes; each one's guest must go on writing without an error.
 fn in_a_row(load: Load, hops: usize) {
@@ -33,3 +34,42 @@ fn in_a_row(load: Load, hops: usize) {
 }
 
 tests::under_each_load!(in_a_row, 3, 20);
+
+#[test]
+fn a_guest_arrives_whole_however_it_is_sent() {
+    if !kvm_or_skip("a_guest_arrives_whole_however_it_is_sent") {
+        return;
+    }
+    let ways: [&[&str]; 5] = [
+        &["--verify"],
+        &["--connections", "3", "--verify"],
+        &["--compress", "lz4"],
+        &["--compress", "zstd", "--connections", "2", "--verify"],
+        &["--max-bandwidth", "200M", "--connections", "2"],
+    ];
+    let scratch = Scratch::new();
+    let machine = ["--mem", "256M", "--vcpus", "2"];
+    let mut here = Driftline::run(&scratch, "hop0", "payload,ws=32M,rate=100M", &machine);
+    here.console().wait_reports(2, 1, SOON);
+    for (hop, way) in ways.iter().enumerate() {
+        let (there, address) = Driftline::receive(&scratch, &format!("hop{}", hop + 1));
+        let mut args = vec![address.as_str(), "--json"];
+        args.extend_from_slice(way);
+        let sent = here.cli("send-migration", &args);
+        let said = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "{way:?}: {said}\n{}", there.log());
+        let report = json_of(&sent);
+        let of = |name: &str| report[name].as_u64().expect("a figure");
+        // The payload's pages are numbers that repeat.
+        if way.contains(&"--compress") {
+            let content = of("normal_frames") * 4096;
+            assert!(of("transferred_bytes") < content / 2, "{way:?}: {report}");
+        }
+        assert_eq!(here.wait_exit(SOON), 0, "{way:?}");
+        there.console().wait_reports(2, 1, SOON);
+        there.console().assert_clean();
+        here = there;
+    }
+    here.console().wait_reports(2, 2, SOON);
+    here.console().assert_clean();
+}

@@ -20,6 +20,7 @@ use crate::control::ReceiveControl;
 use crate::error::{Cause, WireError};
 use crate::link::Link;
 use crate::message::{Message, Tag};
+use crate::report::per_second;
 use crate::wire::Wire;
 
 /// Bytes of memory and state that a source has to move in each window of its [`Pace`].
@@ -122,6 +123,8 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     ) -> Result<Whole, Cause> {
         let Reading { control, mut pace, patience, joined } = reading;
         let mut unpacker = Unpacker::new();
+        // What had come, and when, at the end of the pass before.
+        let mut before = (wire.received_bytes(), Instant::now());
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
@@ -164,8 +167,11 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     placing.end_expecting();
                     self.shares.acknowledge();
                     wire.send(&Message::PassAck { pass, counts })?;
-                    let bytes = wire.received_bytes() + self.shares.received_bytes();
-                    control.update(|p| (p.pass, p.sent_bytes) = (pass, bytes));
+                    let received = wire.received_bytes() + self.shares.received_bytes();
+                    let (bytes, time) = (received - before.0, before.1.elapsed());
+                    before = (received, Instant::now());
+                    let rate = per_second(bytes, time);
+                    control.update(|p| p.link_rate_bytes_per_s = rate);
                 }
                 Step::Complete { sections, was_running } => {
                     wire.stream_mut().set_deadline(None);
@@ -175,6 +181,11 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                 }
             }
             pace.note(self.moved_bytes());
+            let received = wire.received_bytes() + self.shares.received_bytes();
+            control.update(|p| {
+                p.sent_bytes = received;
+                (p.pass, p.remaining_frames) = self.inbound.under_way();
+            });
         }
     }
 

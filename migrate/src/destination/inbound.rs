@@ -111,6 +111,15 @@ impl Inbound {
         matches!(self.stage, Stage::InPass { .. })
     }
 
+    /// The pass under way, or to come, and the frames that are to come of it, here.
+    pub(crate) fn under_way(&self) -> (u32, u64) {
+        let left = match self.stage {
+            Stage::InPass { frames, counts, .. } => left(frames, &counts),
+            _ => 0,
+        };
+        (self.passes, left)
+    }
+
     /// Counts what other connections have brought of the pass under way.
     pub(crate) fn count_others(&mut self, counts: Counts) {
         if let Stage::InPass { others, .. } = &mut self.stage {

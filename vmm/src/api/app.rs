@@ -9,8 +9,8 @@ type Hook = Box<dyn FnOnce() + Send>;
 /// The state behind every request.
 pub struct App {
     jobs: OnceLock<Arc<Jobs>>,
-    /// Why there is no guest yet, as the end of a sentence.
-    waiting: String,
+    /// Says why there is no guest yet, as the end of a sentence.
+    waiting: Box<dyn Fn() -> String + Send + Sync>,
     /// Ends the wait for a guest.
     give_up: Mutex<Option<Hook>>,
 }
@@ -18,7 +18,7 @@ pub struct App {
 impl App {
     /// Serves a guest that is already there.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
-        let app = Self::waiting("", || ());
+        let app = Self::waiting(String::new, || ());
         app.provide(jobs);
         app
     }
@@ -26,12 +26,12 @@ impl App {
     /// Will serve a guest later; until then requests are told that it is `waiting`. `give_up` is
     /// called if the wait is interrupted.
     pub fn waiting(
-        waiting: impl Into<String>,
+        waiting: impl Fn() -> String + Send + Sync + 'static,
         give_up: impl FnOnce() + Send + 'static,
     ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
-            waiting: waiting.into(),
+            waiting: Box::new(waiting),
             give_up: Mutex::new(Some(Box::new(give_up))),
         })
     }
@@ -43,7 +43,7 @@ impl App {
 
     /// The guest and its jobs, or why there is none.
     pub fn jobs(&self) -> Result<&Arc<Jobs>, String> {
-        self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", self.waiting))
+        self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", (self.waiting)()))
     }
 
     /// Someone wants this process to end: stops the guest, or the wait for one. Refused while another

@@ -57,7 +57,7 @@ impl GuestState {
 }
 
 /// `GET /info`.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Info {
     /// What the guest is doing.
     pub state: GuestState,
@@ -75,6 +75,9 @@ pub struct Info {
     pub uptime_ms: u64,
     /// Whether checkpoints are being taken.
     pub checkpointing: bool,
+    /// How the migration goes that is under way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration: Option<Progress>,
     /// Dirty ring overruns so far.
     pub ring_overruns: u64,
     /// Per vCPU.
@@ -98,6 +101,7 @@ impl Info {
             backend: vm.backend,
             uptime_ms: vm.uptime_ms,
             checkpointing,
+            migration: None,
             ring_overruns: vm.ring_overruns,
             vcpu: vm.vcpu,
             dirty: vm.dirty,

@@ -14,6 +14,7 @@ use vmm::devices::DeviceFigures;
 use super::args::{ApiArgs, QueryArgs};
 use super::failure::Failure;
 use super::output::{self, print, print_json};
+use super::progress::progress_line;
 
 /// `driftline info`.
 pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
@@ -42,6 +43,7 @@ fn info_table(info: &Info) -> String {
         ("dirty subscribers", info.dirty.subscribers.to_string()),
         ("frames marked", info.dirty.marked_frames.to_string()),
     ];
+    lines.extend(info.migration.iter().map(|p| ("migration", progress_line(p))));
     lines.extend(info.devices.iter().map(device_line));
     output::table(&lines)
 }

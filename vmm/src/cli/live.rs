@@ -27,6 +27,7 @@ use vmm::vm::{EndReason, SharedVm};
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
 use super::failure::Failure;
 use super::output::say;
+use super::progress::{Receiving, receiving_line};
 
 /// `driftline run`, in a process that has `started` then.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
@@ -94,8 +95,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
     let control = ReceiveControl::new();
     let give_up = control.clone();
-    let waiting = format!("waiting for a migration on tcp:{address}");
-    say(&waiting);
+    let (at, watched) = (format!("on tcp:{address}"), control.clone());
+    say(format_args!("waiting for a migration {at}"));
+    let waiting = move || format!("{}, {at}", receiving_line(&watched.progress()));
     let app = App::waiting(waiting, move || {
         if let Err(e) = give_up.cancel() {
             say(e);
@@ -105,7 +107,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let factory = Factory::new(host_config(&args.host, args.devices)?);
     let options =
         ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
+    let showing = Receiving::show(&control);
     let received = migrate::receive(listener, &factory, &options, &control);
+    drop(showing);
     let Received { guest: vm, report, responder } = received.map_err(receive_failure)?;
     let jobs = Jobs::new(vm.clone(), args.host.state_dir);
     jobs.keep_responder(responder);

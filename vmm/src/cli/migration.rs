@@ -1,13 +1,9 @@
 //! Owns the commands about a migration at its source: send, cancel, resolve.
 
-use std::io::IsTerminal;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use dirty_tracker::PAGE_SIZE;
 use hyper::Method;
-use indicatif::{ProgressBar, ProgressStyle};
-use migrate::{Phase, Progress, Resolution, SendReport, SendStatus};
+use migrate::{Phase, Resolution, SendReport, SendStatus};
 use serde_json::json;
 use vmm::api::model::{
     GuestWhere, JobBegun, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
@@ -19,6 +15,7 @@ use super::args::{ApiArgs, ResolveArgs, SendArgs};
 use super::client::{ask, block_on, not_begun};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
+use super::progress::{ProgressView, progress_line};
 
 /// How often progress is shown.
 const EVERY_MS: u64 = 200;
@@ -51,7 +48,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
             return Err(refused);
         }
     };
-    let mut view = ProgressView::new();
+    let mut view = ProgressView::new(progress_line);
     let mut cancelling = false;
     let page = loop {
         let page = match next_page(&client, job, &mut cancelling).await {
@@ -61,7 +58,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         if matches!(page.state, MigrationState::Completed | MigrationState::Failed) {
             break page;
         }
-        view.show(&page);
+        view.show(&page.progress);
     };
     view.end();
     conclude(args, page)
@@ -149,70 +146,6 @@ fn report_table(report: &SendReport) -> String {
         ("frames", format!("{} and {} of zeros", report.normal_frames, report.zero_frames)),
         ("ended because", report.converged.clone()),
     ])
-}
-
-/// Progress on a terminal, or a line a pass elsewhere.
-struct ProgressView {
-    bar: Option<ProgressBar>,
-    last: Option<(Phase, u32)>,
-}
-
-impl ProgressView {
-    fn new() -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = ProgressBar::new_spinner();
-            if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed_precise} {msg}") {
-                bar.set_style(style);
-            }
-            bar.enable_steady_tick(Duration::from_millis(100));
-            bar
-        });
-        Self { bar, last: None }
-    }
-
-    fn show(&mut self, page: &MigrationPage) {
-        let line = progress_line(&page.progress);
-        if let Some(bar) = &self.bar {
-            bar.set_message(line);
-            return;
-        }
-        let now = (page.progress.phase, page.progress.pass);
-        if self.last.replace(now) != Some(now) {
-            say(line);
-        }
-    }
-
-    fn end(self) {
-        if let Some(bar) = self.bar {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-fn progress_line(p: &Progress) -> String {
-    let sent = output::bytes(p.sent_bytes);
-    match p.phase {
-        Phase::Precopy => {
-            let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
-            let line = format!("precopy, pass {}: {sent} sent, {left} left", p.pass);
-            // Not known before a pass is done.
-            if p.link_rate_bytes_per_s == 0 {
-                return line;
-            }
-            let rate = |r| output::bytes(r);
-            format!(
-                "{line}, guest writes {}/s, link carries {}/s, pause now about {:.1} ms",
-                rate(p.dirty_rate_bytes_per_s),
-                rate(p.link_rate_bytes_per_s),
-                p.expected_downtime_ms
-            )
-        }
-        Phase::InDoubt => format!(
-            "in doubt: the guest is paused here and may run there; {}; settle it with `driftline resolve --run` or `--discard`",
-            p.doubt.as_deref().unwrap_or("the destination is being asked")
-        ),
-        phase => format!("{phase}: {sent} sent"),
-    }
 }
 
 /// `driftline cancel-migration`.

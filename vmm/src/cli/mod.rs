@@ -10,6 +10,7 @@ mod live;
 mod migration;
 pub(crate) mod output;
 mod pending;
+mod progress;
 mod store;
 mod values;
 

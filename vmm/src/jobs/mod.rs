@@ -72,14 +72,15 @@ impl Jobs {
     /// The guest's figures, with what its jobs make of its state.
     pub fn info(&self) -> Info {
         let migration = self.migration_job().filter(|job| !job.is_over());
-        let state = match (self.holds.operator_state(), migration) {
+        let state = match (self.holds.operator_state(), &migration) {
             (RunState::Stopped, _) => GuestState::Stopped,
             (_, Some(job)) if job.is_in_doubt() => GuestState::InDoubt,
             (_, Some(_)) => GuestState::Migrating,
             (state, None) => state.into(),
         };
         let checkpointing = self.checkpoint_job().is_some_and(|job| !job.is_over());
-        Info::new(self.vm.info(), state, checkpointing)
+        let migration = migration.map(|job| job.page().progress);
+        Info { migration, ..Info::new(self.vm.info(), state, checkpointing) }
     }
 
     /// The operator stops the vCPUs.

@@ -1,0 +1,138 @@
+//! How a migration goes, for the person at the keyboard: one line that changes on a terminal, a line for each step elsewhere.
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use dirty_tracker::PAGE_SIZE;
+use indicatif::{ProgressBar, ProgressStyle};
+use migrate::{Phase, Progress, ReceiveControl};
+
+use super::output::{self, say};
+
+/// How often a receiver looks.
+const EVERY: Duration = Duration::from_millis(200);
+
+/// Shows progress on stderr.
+pub(super) struct ProgressView {
+    line: fn(&Progress) -> String,
+    bar: Option<ProgressBar>,
+    last: Option<(Phase, u32)>,
+}
+
+impl ProgressView {
+    /// `line` says how it goes.
+    pub(super) fn new(line: fn(&Progress) -> String) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new_spinner();
+            if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed_precise} {msg}") {
+                bar.set_style(style);
+            }
+            bar.enable_steady_tick(Duration::from_millis(100));
+            bar
+        });
+        Self { line, bar, last: None }
+    }
+
+    pub(super) fn show(&mut self, progress: &Progress) {
+        if let Some(bar) = &self.bar {
+            bar.set_message((self.line)(progress));
+            return;
+        }
+        let now = (progress.phase, progress.pass);
+        if self.last.replace(now) != Some(now) {
+            say((self.line)(progress));
+        }
+    }
+
+    pub(super) fn end(self) {
+        if let Some(bar) = self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// A source's.
+pub(super) fn progress_line(p: &Progress) -> String {
+    let sent = output::bytes(p.sent_bytes);
+    match p.phase {
+        Phase::Precopy => {
+            let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
+            let line = format!("precopy, pass {}: {sent} sent, {left} left", p.pass);
+            // Not known before a pass is done.
+            if p.link_rate_bytes_per_s == 0 {
+                return line;
+            }
+            let rate = |r| output::bytes(r);
+            format!(
+                "{line}, guest writes {}/s, link carries {}/s, pause now about {:.1} ms",
+                rate(p.dirty_rate_bytes_per_s),
+                rate(p.link_rate_bytes_per_s),
+                p.expected_downtime_ms
+            )
+        }
+        Phase::InDoubt => format!(
+            "in doubt: the guest is paused here and may run there; {}; settle it with `driftline resolve --run` or `--discard`",
+            p.doubt.as_deref().unwrap_or("the destination is being asked")
+        ),
+        phase => format!("{phase}: {sent} sent"),
+    }
+}
+
+/// A destination's, as what it is doing.
+pub(super) fn receiving_line(p: &Progress) -> String {
+    let received = output::bytes(p.sent_bytes);
+    match p.phase {
+        Phase::Waiting | Phase::Connect => "waiting for a migration".to_owned(),
+        Phase::Setup => "building the machine of a guest that is to come".to_owned(),
+        Phase::Precopy => {
+            let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
+            let line = format!(
+                "receiving a guest: pass {}, {received} received, {left} of the pass to come",
+                p.pass
+            );
+            match p.link_rate_bytes_per_s {
+                0 => line,
+                rate => format!("{line}, link carries {}/s", output::bytes(rate)),
+            }
+        }
+        phase => format!("receiving a guest, {phase}: {received} received"),
+    }
+}
+
+/// Shows how a guest arrives, from a thread of its own, until it is dropped.
+pub(super) struct Receiving {
+    over: Option<Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Receiving {
+    pub(super) fn show(control: &Arc<ReceiveControl>) -> Self {
+        let (over, is_over) = mpsc::channel();
+        let control = control.clone();
+        let show = move || {
+            let mut view = ProgressView::new(receiving_line);
+            while is_over.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
+                let progress = control.progress();
+                // That it waits was said.
+                if !matches!(progress.phase, Phase::Waiting | Phase::Finished) {
+                    view.show(&progress);
+                }
+            }
+            view.end();
+        };
+        let thread = std::thread::Builder::new().name("progress".into()).spawn(show);
+        // Nothing but the showing is lost without it.
+        Self { over: Some(over), thread: thread.ok() }
+    }
+}
+
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        drop(self.over.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
