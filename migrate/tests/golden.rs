@@ -10,12 +10,17 @@ use checkpoint::Guest;
 use checkpoint::testing::MemoryConfig;
 use common::{Host, Plan, Proxy, Sender, quick_send, tag};
 use dirty_tracker::PAGE_SIZE;
-use migrate::{StreamSummary, inspect};
+use migrate::{Compression, StreamSummary, inspect};
 use vm_memory::{Bytes, GuestAddress};
 
 const V1: &[u8] = include_bytes!("golden/stream-v1.bin");
 /// Of the same version, with LATE.
 const V1_LATE: &[u8] = include_bytes!("golden/stream-v1-late.bin");
+/// Of the same version, with FRAMES and VERIFY.
+const V1_FRAMES: &[u8] = include_bytes!("golden/stream-v1-frames.bin");
+/// Of the same version, with PACKED by LZ4 and by Zstandard.
+const V1_LZ4: &[u8] = include_bytes!("golden/stream-v1-lz4.bin");
+const V1_ZSTD: &[u8] = include_bytes!("golden/stream-v1-zstd.bin");
 
 #[test]
 fn version_1_is_read() {
@@ -55,15 +60,30 @@ fn version_1_with_late_frames_is_read() {
 }
 
 #[test]
+fn version_1_with_frames_and_packed_contents_is_read() {
+    for (stream, counts, crc) in [
+        (V1_FRAMES, (2, 15, 2), 0x04e8_f41e),
+        (V1_LZ4, (2, 13, 3), 0x1874_169e),
+        (V1_ZSTD, (2, 15, 2), 0x5969_95a9),
+    ] {
+        let summary = inspect(stream).unwrap();
+        assert_eq!((summary.passes, summary.normal_frames, summary.zero_frames), counts);
+        assert_eq!((summary.content_crc, summary.committed), (crc, true));
+    }
+}
+
+/// Of FRAMES, whose content has no checksum, by the summary alone.
+#[test]
 fn every_flipped_byte_is_noticed() {
-    every_flip_of(V1);
-    every_flip_of(V1_LATE);
+    [V1, V1_LATE, V1_FRAMES, V1_LZ4, V1_ZSTD].into_iter().for_each(every_flip_of);
 }
 
 fn every_flip_of(stream: &[u8]) {
     let whole = inspect(stream).unwrap();
     let mut bytes = stream.to_vec();
-    for at in 0..bytes.len() {
+    // Of a long one that is mostly content some: a stream is read whole for each.
+    let step = if bytes.len() > 32 << 10 { 11 } else { 1 };
+    for at in (0..bytes.len()).step_by(step) {
         bytes[at] ^= 1 << (at % 8);
         // What follows COMMIT is not read; COMMIT itself then does not count.
         let same = inspect(&bytes[..]).is_ok_and(|s| s == whole);
@@ -75,7 +95,7 @@ fn every_flip_of(stream: &[u8]) {
 
 #[test]
 fn every_truncation_is_noticed() {
-    for stream in [V1, V1_LATE] {
+    for stream in [V1, V1_LATE, V1_LZ4, V1_ZSTD] {
         let whole = inspect(stream).unwrap();
         let ended = stream.len() - 24 - 16;
         for length in 0..ended {
@@ -84,37 +104,46 @@ fn every_truncation_is_noticed() {
     }
 }
 
-/// Records a stream of this version. Run it when the version changes, and keep the old files:
+/// Records streams of this version. Run it when the version changes, and keep the old files:
 /// `GOLDEN=record cargo test -p migrate --test golden -- --ignored`, then set the constants.
 #[test]
-#[ignore = "writes a golden file"]
-fn record_a_stream() {
+#[ignore = "writes golden files"]
+fn record_streams() {
     if std::env::var_os("GOLDEN").is_none_or(|v| v != "record") {
         return;
     }
-    let host = Host::new();
-    let config =
-        MemoryConfig { writers: 1, working_set: 4, writes_per_s: 100, ..MemoryConfig::small() };
-    let guest = host.start(config);
-    // A frame of zeros that was written with content before.
-    let at = GuestAddress(0x401 * PAGE_SIZE);
-    guest.ram().write_slice(&[0xa5; PAGE_SIZE as usize], at).unwrap();
-    std::thread::sleep(Duration::from_millis(60));
-    let zero = {
-        let guest = guest.clone();
-        move || guest.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap()
-    };
-    let there = host.receiver();
-    let recorded = Arc::new(Mutex::new(Vec::new()));
-    let proxy =
-        Proxy::start(&there.to, Plan::record(&recorded).before_from_source(tag("PASS_END"), zero));
-    Sender::start(&guest, &proxy.to, &quick_send(&host)).result().unwrap();
-    there.guest();
-    std::thread::sleep(Duration::from_millis(100));
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/stream-v1-late.bin");
-    let bytes = recorded.lock().unwrap().clone();
-    std::fs::write(path, &bytes).unwrap();
-    println!("{:#x?}", inspect(&bytes[..]));
+    for (name, compression, verify) in [
+        ("frames", Compression::None, true),
+        ("lz4", Compression::Lz4, false),
+        ("zstd", Compression::Zstd, false),
+    ] {
+        let host = Host::new();
+        let config =
+            MemoryConfig { writers: 1, working_set: 4, writes_per_s: 100, ..MemoryConfig::small() };
+        let guest = host.start(config);
+        // A run that is long enough for FRAMES, which packs well, and a frame of it that is zeros later.
+        let at = GuestAddress(0x401 * PAGE_SIZE);
+        let content: Vec<u8> = (0..9 * PAGE_SIZE).map(|i| (i / 512) as u8 | 1).collect();
+        guest.ram().write_slice(&content, at).unwrap();
+        std::thread::sleep(Duration::from_millis(60));
+        let zero = {
+            let guest = guest.clone();
+            move || guest.ram().write_slice(&[0; PAGE_SIZE as usize], at).unwrap()
+        };
+        let there = host.receiver();
+        let recorded = Arc::new(Mutex::new(Vec::new()));
+        let plan = Plan::record(&recorded).before_from_source(tag("PASS_END"), zero);
+        let proxy = Proxy::start(&there.to, plan);
+        let mut options = quick_send(&host);
+        (options.compression, options.verify) = (compression, verify);
+        Sender::start(&guest, &proxy.to, &options).result().unwrap();
+        there.guest();
+        std::thread::sleep(Duration::from_millis(100));
+        let path = format!("{}/tests/golden/stream-v1-{name}.bin", env!("CARGO_MANIFEST_DIR"));
+        let bytes = recorded.lock().unwrap().clone();
+        std::fs::write(path, &bytes).unwrap();
+        println!("{name}: {:#x?}", inspect(&bytes[..]));
+    }
 }
 
 const VM: &str = "f150a699-65bf-43c9-a639-68e695f7ec01";
