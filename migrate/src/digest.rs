@@ -5,6 +5,7 @@
 
 use std::sync::{Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
+use std::time::Duration;
 
 use checkpoint::{GuestRam, is_zero};
 use dirty_tracker::{FrameRun, PAGE_SIZE};
@@ -12,6 +13,14 @@ use vm_memory::{Bytes, GuestAddress};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use crate::error::Cause;
+
+/// How fast memory is digested at least, bytes/s, for limits.
+const LEAST_RATE: u64 = 250 << 20;
+
+/// What digesting so many frames may add to a limit, on either side.
+pub(crate) fn allowance(frames: u64) -> Duration {
+    Duration::from_secs(1 + frames.saturating_mul(PAGE_SIZE) / LEAST_RATE)
+}
 
 /// Frames that a thread takes at a time, 2 MiB.
 const PIECE: u64 = 512;

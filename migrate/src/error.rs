@@ -160,6 +160,22 @@ pub enum Cause {
     /// `--verify` found a difference: the guest must not run there.
     #[error("the destination's memory is not the guest's: {0}")]
     MemoryDiffers(Box<MemoryDigests>),
+    /// One of several connections failed.
+    #[error("connection {which} of {of}: {cause}")]
+    Connection {
+        /// Which, from 1: the first is the one that the others have joined.
+        which: u32,
+        /// How many there are.
+        of: u32,
+        /// What happened to it.
+        cause: Box<Cause>,
+    },
+    /// One of the connections that had joined failed.
+    #[error("a connection that had joined: {cause}")]
+    Joined {
+        /// What happened to it.
+        cause: Box<WireError>,
+    },
     /// The destination does not know what was asked for.
     #[error("the destination's version of driftline does not offer {feature}")]
     NotOffered {

@@ -6,7 +6,7 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,29 @@ const KEEPALIVE: Duration = Duration::from_secs(5);
 /// Time for saying why a conversation ends, and for the peer to hear it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
+/// What the connections of one migration share, while there are several.
+#[derive(Debug, Default)]
+pub(crate) struct Bundle {
+    halted: AtomicBool,
+    /// Grows with every read and write of any of them.
+    progress: AtomicU64,
+}
+
+impl Bundle {
+    /// Ends any wait of any of them, within [`SLICE`].
+    pub(crate) fn halt(&self) {
+        self.halted.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_halted(&self) -> bool {
+        self.halted.load(Ordering::Relaxed)
+    }
+
+    fn progress(&self) -> u64 {
+        self.progress.load(Ordering::Relaxed)
+    }
+}
+
 /// A connection with limits.
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -30,8 +53,7 @@ pub(crate) struct Link {
     stop: Arc<Stop>,
     patience: Duration,
     deadline: Option<Instant>,
-    /// Set when the other connections of the same migration have failed, or are done.
-    halt: Option<Arc<AtomicBool>>,
+    bundle: Option<Arc<Bundle>>,
 }
 
 impl Link {
@@ -43,7 +65,7 @@ impl Link {
         stream.set_write_timeout(Some(SLICE))?;
         let probe = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
         SockRef::from(&stream).set_tcp_keepalive(&probe)?;
-        Ok(Self { stream, stop, patience, deadline: None, halt: None })
+        Ok(Self { stream, stop, patience, deadline: None, bundle: None })
     }
 
     /// Connects to `peer` ("HOST:PORT", with or without "tcp:"), trying each of its addresses.
@@ -93,9 +115,26 @@ impl Link {
         self.stop = stop;
     }
 
-    /// Sets the flag that ends any wait of this connection when another one of the same migration sets it.
-    pub(crate) fn set_halt(&mut self, halt: Option<Arc<AtomicBool>>) {
-        self.halt = halt;
+    /// Makes this connection one of several: each other's progress counts for its patience, and each ends with the others.
+    pub(crate) fn set_bundle(&mut self, bundle: Option<Arc<Bundle>>) {
+        self.bundle = bundle;
+    }
+
+    /// Another handle to the same connection, to close it by.
+    pub(crate) fn closer(&self) -> io::Result<Closer> {
+        self.stream.try_clone().map(Closer)
+    }
+
+    /// Whether a wait would end at once: a stop request, another connection's end, or the deadline.
+    pub(crate) fn is_over(&self) -> bool {
+        self.stop.is_cancelled()
+            || self.bundle.as_ref().is_some_and(|bundle| bundle.is_halted())
+            || self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
+    /// How long the peer may make no progress.
+    pub(crate) fn patience(&self) -> Duration {
+        self.patience
     }
 
     /// Sets how long the peer may make no progress.
@@ -119,7 +158,7 @@ impl Link {
     /// From now on a stop request is no reason to fail, and everything ends after [`LAST_WORDS`].
     pub(crate) fn begin_last_words(&mut self) {
         self.stop = Arc::default();
-        self.halt = None;
+        self.bundle = None;
         self.deadline = Some(Instant::now() + LAST_WORDS);
     }
 
@@ -134,12 +173,13 @@ impl Link {
         while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
     }
 
-    /// Writes all of `buf`, which more follows at once: no packet is made for it alone.
-    pub(crate) fn write_all_more(&mut self, mut buf: &[u8]) -> io::Result<()> {
+    /// Writes all of `buf`, which more follows at once: no packet is made for it alone. From its first byte on `torn` is true.
+    pub(crate) fn write_all_more(&mut self, mut buf: &[u8], torn: &mut bool) -> io::Result<()> {
         while !buf.is_empty() {
             let sent = self.wait_until("took", |s| {
                 SockRef::from(&*s).send_with_flags(buf, libc::MSG_MORE | libc::MSG_NOSIGNAL)
             })?;
+            *torn = true;
             buf = buf.get(sent..).unwrap_or_default();
         }
         Ok(())
@@ -184,13 +224,13 @@ impl Link {
         mut attempt: impl FnMut(&mut TcpStream) -> io::Result<T>,
     ) -> io::Result<T> {
         let begun = Instant::now();
-        let limit = begun + self.patience;
-        let limit = self.deadline.map_or(limit, |d| d.min(limit));
+        let mut limit = begun + self.patience;
+        let mut seen = self.bundle.as_ref().map_or(0, |bundle| bundle.progress());
         loop {
             if self.stop.is_cancelled() {
                 return Err(cancelled());
             }
-            if self.halt.as_ref().is_some_and(|halt| halt.load(Ordering::Relaxed)) {
+            if self.bundle.as_ref().is_some_and(|bundle| bundle.is_halted()) {
                 return Err(io::Error::other("another connection of this migration has ended"));
             }
             // A peer that trickles always makes progress: the deadline comes before any of it.
@@ -199,12 +239,34 @@ impl Link {
             }
             match attempt(&mut self.stream) {
                 Err(e) if waits(&e) => {}
-                done => return done,
+                done => {
+                    if let Some(bundle) = &self.bundle {
+                        bundle.progress.fetch_add(1, Ordering::Relaxed);
+                    }
+                    return done;
+                }
             }
-            if Instant::now() >= limit {
-                return Err(silent(verb, begun.elapsed()));
+            if Instant::now() < limit {
+                continue;
+            }
+            match self.bundle.as_ref().map(|bundle| bundle.progress()) {
+                Some(progress) if progress != seen => {
+                    (seen, limit) = (progress, Instant::now() + self.patience);
+                }
+                _ => return Err(silent(verb, begun.elapsed())),
             }
         }
+    }
+}
+
+/// Closes a connection that somebody else reads.
+#[derive(Debug)]
+pub(crate) struct Closer(TcpStream);
+
+impl Closer {
+    /// Closes it at once, in both directions: who waits for it waits no more.
+    pub(crate) fn close(&self) {
+        let _ = self.0.shutdown(std::net::Shutdown::Both);
     }
 }
 

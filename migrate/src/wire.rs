@@ -4,6 +4,7 @@
 //! read. One buffer for the payload, reused, grown to what a message of a known tag may have.
 
 use std::io::{self, IoSlice, Read, Write};
+use std::time::{Duration, Instant};
 
 use checkpoint::format::{
     FormatError, HEADER_LEN, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
@@ -23,6 +24,9 @@ const MAX_SKIPPED: u32 = 64 << 10;
 
 /// Most records of unknown tags that may be skipped between two messages.
 const MAX_SKIPPED_RECORDS: u64 = 16;
+
+/// How long words may take that a peer says because another connection failed.
+const AT_HAND: Duration = Duration::from_millis(500);
 
 /// Both directions of one connection.
 #[derive(Debug)]
@@ -95,9 +99,7 @@ impl<S: Write> Wire<S> {
         let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(parts.len() + 1);
         slices.push(IoSlice::new(&head));
         slices.extend(parts.iter().map(|p| IoSlice::new(p)));
-        self.torn = true;
-        write_all_slices(&mut self.stream, &mut slices)?;
-        self.torn = false;
+        write_all_slices(&mut self.stream, &mut slices, &mut self.torn)?;
         self.next_out = self.next_out.wrapping_add(1);
         self.sent_bytes += (RECORD_HEAD_LEN + length) as u64;
         Ok(())
@@ -125,11 +127,10 @@ impl Wire<Link> {
         let table = RawRun::from(run);
         let length = table.as_bytes().len() + run.bytes() as usize;
         let head = self.head(Tag::Frames, length, &[table.as_bytes()]);
-        self.torn = true;
         let mut start = [0; RECORD_HEAD_LEN + size_of::<RawRun>()];
         start[..RECORD_HEAD_LEN].copy_from_slice(&head);
         start[RECORD_HEAD_LEN..].copy_from_slice(table.as_bytes());
-        self.stream.write_all_more(&start).map_err(WireError::from)?;
+        self.stream.write_all_more(&start, &mut self.torn).map_err(WireError::from)?;
         for slice in ram.get_slices(GuestAddress(run.start.gpa()), run.bytes() as usize) {
             let slice = slice.map_err(memory("reading guest memory"))?;
             self.stream.write_all_volatile(&slice).map_err(WireError::from)?;
@@ -163,6 +164,14 @@ impl Wire<Link> {
         self.stream.hang_up();
     }
 
+    /// What the peer said, or is just saying, before it goes, if it does.
+    pub(crate) fn words_at_hand(&mut self) -> Option<WireError> {
+        self.stream.set_deadline(Some(Instant::now() + AT_HAND));
+        let said = self.recv().err();
+        self.stream.set_deadline(None);
+        said.filter(|e| matches!(e, WireError::Aborted { .. } | WireError::Refused { .. }))
+    }
+
     /// After a failed write: what the peer said before it went, if it did.
     pub(crate) fn last_words(&mut self) -> Option<WireError> {
         self.stream.begin_last_words();
@@ -177,12 +186,19 @@ fn memory(what: &'static str) -> impl Fn(vm_memory::GuestMemoryError) -> Cause {
     move |e| Cause::System { what, cause: io::Error::other(e) }
 }
 
-fn write_all_slices(w: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+/// `torn` is true while a part of it has been written.
+fn write_all_slices(
+    w: &mut impl Write,
+    mut slices: &mut [IoSlice<'_>],
+    torn: &mut bool,
+) -> io::Result<()> {
     IoSlice::advance_slices(&mut slices, 0);
     while !slices.is_empty() {
         let n = w.write_vectored(slices)?;
+        *torn = true;
         IoSlice::advance_slices(&mut slices, n);
     }
+    *torn = false;
     Ok(())
 }
 

@@ -9,6 +9,7 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use checkpoint::Guest;
+use dirty_tracker::PAGE_SIZE;
 
 use super::Whole;
 use super::ahead;
@@ -17,6 +18,7 @@ use super::placing::Placing;
 use super::shares::Shares;
 use crate::compression::Unpacker;
 use crate::control::ReceiveControl;
+use crate::digest::allowance;
 use crate::error::{Cause, WireError};
 use crate::link::Link;
 use crate::message::{Message, Tag};
@@ -106,11 +108,10 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         let _over = SetAtEnd(over);
         // Or its thread would wait for more.
         let _end = EndExpecting(placing);
-        wire.stream_mut().set_halt(Some(self.shares.halt()));
+        wire.stream_mut().set_bundle(Some(self.shares.bundle()));
         let result = self.read(scope, wire, reading, placing, over);
-        wire.stream_mut().set_halt(None);
-        // What ended a share says more than that it has ended.
-        result.map_err(|cause| self.shares.fault().unwrap_or(cause))
+        wire.stream_mut().set_bundle(None);
+        result.map_err(|cause| self.shares.say_why(wire, cause))
     }
 
     fn read<'scope>(
@@ -125,6 +126,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         let mut unpacker = Unpacker::new();
         // What had come, and when, at the end of the pass before.
         let mut before = (wire.received_bytes(), Instant::now());
+        let mut moved_elsewhere = 0;
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
@@ -144,8 +146,10 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                 Step::Digest => {
                     let digest = placing.digest()?;
                     wire.send(&Message::Digest(digest))?;
-                    // The time of that is not the source's.
-                    pace = Pace::begin(pace.window);
+                    // The time of that is not the source's, which may be slower at its own.
+                    let allowance = allowance(self.guest.layout().frames());
+                    wire.stream_mut().set_patience(patience.saturating_add(allowance));
+                    pace = Pace::begin(pace.window.saturating_add(allowance));
                 }
                 Step::Fetch { run } => {
                     placing.fetch(wire, run).map_err(|cause| self.slow(&pace, cause))?;
@@ -170,6 +174,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     let received = wire.received_bytes() + self.shares.received_bytes();
                     let (bytes, time) = (received - before.0, before.1.elapsed());
                     before = (received, Instant::now());
+                    moved_elsewhere = self.shares.moved_bytes();
                     let rate = per_second(bytes, time);
                     control.update(|p| p.link_rate_bytes_per_s = rate);
                 }
@@ -184,7 +189,9 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
             let received = wire.received_bytes() + self.shares.received_bytes();
             control.update(|p| {
                 p.sent_bytes = received;
-                (p.pass, p.remaining_frames) = self.inbound.under_way();
+                let (pass, left) = self.inbound.under_way();
+                let elsewhere = (self.shares.moved_bytes() - moved_elsewhere) / PAGE_SIZE;
+                (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
             });
         }
     }

@@ -4,8 +4,9 @@
 //!            PASS_BEGIN                         STATE
 //! Between ----------------> InPass   Between ----------> State --STATE_END--> Complete
 //!    ^                      |  ^ |                        ^ |
-//!    +------ PASS_END ------+  +-+ PAGES, ZERO, FRAMES    +-+ STATE
-//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come Between, before pass 0.
+//!    +------ PASS_END ------+  +-+ content, ZERO          +-+ STATE
+//! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come Between, before pass 0,
+//! VERIFY once after one. Content is PAGES, PACKED and FRAMES.
 //! ```
 //!
 //! A connection that has joined knows Between and InPass alone: it brings shares of passes.

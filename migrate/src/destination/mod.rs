@@ -297,14 +297,17 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     /// The connections that have joined; the source has heard of each before it says how many there are.
     fn joined(&self, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
         let mut joined = Vec::with_capacity(count as usize);
+        let until = Instant::now() + self.options.handshake_timeout;
         while (joined.len() as u32) < count {
-            match self.callers.recv_timeout(self.options.handshake_timeout) {
+            match self.callers.recv_timeout(SLICE) {
                 Ok(Knock::Joined(mut wire)) => {
                     wire.stream_mut().set_stop(self.control.stop.clone());
                     joined.push(*wire);
                 }
                 // Nobody else gets the seat; who left early was told of.
                 Ok(_) => {}
+                Err(_) if self.control.stop.is_cancelled() => return Err(Cause::Cancelled),
+                Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
                 Err(_) => {
                     let what = "the number of connections";
                     let (found, expected) = (count.into(), joined.len() as u64);

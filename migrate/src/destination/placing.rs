@@ -78,17 +78,9 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
         self.place(runs, contents)
     }
 
-    /// The digest of all that has come.
+    /// The digest of all that is not zero, whether it has come or not.
     pub(super) fn digest(&self) -> Result<u128, Cause> {
-        let mut runs: Vec<FrameRun> = Vec::new();
-        let frames = self.guest.layout().slots().flat_map(|slot| slot.run().frames());
-        for gfn in frames.filter(|gfn| self.written.is_marked(*gfn)) {
-            match runs.last_mut() {
-                Some(run) if run.end() == gfn => run.count += 1,
-                _ => runs.push(FrameRun { start: gfn, count: 1 }),
-            }
-        }
-        digest::of(self.ram, &runs)
+        digest::of(self.ram, &self.guest.resident()?)
     }
 
     /// Has the content of `run`, which is next on `wire`, go to its frames.

@@ -4,7 +4,7 @@
 //! wherever it came. The first connection ends the pass: when it has heard from every share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread::Scope;
@@ -17,7 +17,7 @@ use super::inbound::{Inbound, Step};
 use super::placing::Placing;
 use crate::compression::Unpacker;
 use crate::error::{Cause, WireError};
-use crate::link::{Link, SLICE};
+use crate::link::{Bundle, Closer, Link, SLICE};
 use crate::message::{Counts, MAX_CONNECTIONS, Tag};
 use crate::wire::Wire;
 
@@ -27,8 +27,7 @@ const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 /// What all connections of one migration know.
 #[derive(Debug)]
 pub(super) struct Shared {
-    /// Ends the waits of all.
-    halt: Arc<AtomicBool>,
+    bundle: Arc<Bundle>,
     /// Passes acknowledged.
     acknowledged: AtomicU32,
     /// Bytes of memory, zero frames included, that have come over shares.
@@ -50,6 +49,8 @@ struct Done {
 #[derive(Debug)]
 pub(super) struct Shares {
     count: usize,
+    /// Their connections, to be closed.
+    closers: Vec<Closer>,
     from: Receiver<Done>,
     to: SyncSender<Done>,
     shared: Arc<Shared>,
@@ -60,18 +61,18 @@ impl Shares {
     pub(super) fn new() -> Self {
         let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
         let shared = Arc::new(Shared {
-            halt: Arc::default(),
+            bundle: Arc::default(),
             acknowledged: AtomicU32::new(0),
             moved: AtomicU64::new(0),
             received: AtomicU64::new(0),
             fault: Mutex::new(None),
         });
-        Self { count: 0, from, to, shared }
+        Self { count: 0, closers: Vec::new(), from, to, shared }
     }
 
-    /// What ends the waits of all connections.
-    pub(super) fn halt(&self) -> Arc<AtomicBool> {
-        self.shared.halt.clone()
+    /// What makes the first connection one of them.
+    pub(super) fn bundle(&self) -> Arc<Bundle> {
+        self.shared.bundle.clone()
     }
 
     /// How many have joined.
@@ -89,6 +90,8 @@ impl Shares {
         patience: Duration,
     ) -> Result<(), Cause> {
         let (to, shared) = (self.to.clone(), self.shared.clone());
+        let closer = wire.stream().closer();
+        self.closers.push(closer.map_err(|cause| Cause::System { what: "joining", cause })?);
         let (inbound, unpacker) = (Inbound::shares(layout), Unpacker::new());
         let share = Share { wire, inbound, placing, unpacker, patience, shared, to };
         std::thread::Builder::new()
@@ -114,7 +117,7 @@ impl Shares {
                         .into());
                     }
                 }
-                if self.shared.halt.load(Ordering::Relaxed) {
+                if self.shared.bundle.is_halted() {
                     let why =
                         std::io::Error::other("another connection of this migration has ended");
                     return Err(WireError::from(why).into());
@@ -144,16 +147,26 @@ impl Shares {
         self.shared.received.load(Ordering::Relaxed)
     }
 
-    /// Why a share failed, if one did.
-    pub(super) fn fault(&self) -> Option<Cause> {
-        self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).take()
+    /// Why receiving failed, where the first connection's end was `cause`. What the source says goes before all; what ended a
+    /// share says more than that it has ended.
+    pub(super) fn say_why(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
+        let fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match (cause, fault) {
+            (cause @ Cause::Wire(WireError::Aborted { .. }), _) | (cause, None) => cause,
+            (_, Some(Cause::Wire(e))) if e.is_loss() => match wire.words_at_hand() {
+                Some(said) => said.into(),
+                None => Cause::Joined { cause: Box::new(e) },
+            },
+            (_, Some(fault)) => fault,
+        }
     }
 }
 
 impl Drop for Shares {
-    /// Ends the threads, within a slice.
+    /// Ends the threads at once: the guest may stand meanwhile.
     fn drop(&mut self) {
-        self.shared.halt.store(true, Ordering::Relaxed);
+        self.shared.bundle.halt();
+        self.closers.iter().for_each(Closer::close);
     }
 }
 
@@ -172,16 +185,16 @@ impl<G: Guest + ?Sized> Share<'_, G> {
     fn run(mut self) {
         let Err(cause) = self.read() else { return };
         // After a halt it is that, and not a cause.
-        if !self.shared.halt.load(Ordering::Relaxed) {
+        if !self.shared.bundle.is_halted() {
             let mut fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner);
             fault.get_or_insert(cause);
             drop(fault);
-            self.shared.halt.store(true, Ordering::Relaxed);
+            self.shared.bundle.halt();
         }
     }
 
     fn read(&mut self) -> Result<(), Cause> {
-        self.wire.stream_mut().set_halt(Some(self.shared.halt.clone()));
+        self.wire.stream_mut().set_bundle(Some(self.shared.bundle.clone()));
         loop {
             let in_pass = self.inbound.is_in_pass();
             let patience = if in_pass { self.patience } else { UNLIMITED };

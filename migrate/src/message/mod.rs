@@ -44,8 +44,11 @@ pub(crate) const SEVERAL_CONNECTIONS: u64 = 1;
 pub(crate) const PACKED_CONTENTS: u64 = 2;
 /// A feature bit of HELLO: VERIFY is answered.
 pub(crate) const MEMORY_DIGEST: u64 = 4;
+/// A feature bit of HELLO: long runs may come as FRAMES.
+pub(crate) const DIRECT_FRAMES: u64 = 8;
 /// Feature bits of HELLO that this program offers.
-pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS | PACKED_CONTENTS | MEMORY_DIGEST;
+pub(crate) const FEATURES: u64 =
+    SEVERAL_CONNECTIONS | PACKED_CONTENTS | MEMORY_DIGEST | DIRECT_FRAMES;
 
 /// Names a message on the wire. Tags are never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -3,19 +3,19 @@
 //! A pass's chunks go to whichever connection is ready for one. All have ended their shares before the first one ends
 //! the pass, and no pass begins before the one before it is acknowledged: a frame that goes twice ends as its newest.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use checkpoint::GuestRam;
-use dirty_tracker::FrameRun;
+use dirty_tracker::{FrameRun, PAGE_SIZE};
 
 use super::pacer::Pacer;
 use super::passes::{Limit, PassSender};
 use crate::compression::{Compression, Packer};
 use crate::control::SendControl;
+use crate::convergence::Measured;
 use crate::error::{Cause, WireError};
-use crate::link::Link;
+use crate::link::{Bundle, Link};
 use crate::message::{Counts, MAX_PAGES, Message};
 use crate::wire::{Wire, unexpected};
 
@@ -43,6 +43,7 @@ pub(super) struct PassSent {
     counts: Counts,
     bytes: u64,
     begun: Instant,
+    connections: u32,
 }
 
 /// What a pass did.
@@ -53,11 +54,25 @@ pub(super) struct PassDone {
     pub(super) time: Duration,
 }
 
+impl PassDone {
+    /// What it says about the link, of a guest that has `dirtied` so many frames meanwhile. Bytes are those of contents where
+    /// these were made smaller: the next pass's will be, too.
+    pub(super) fn measured(&self, dirtied: u64) -> Measured {
+        let contents = self.counts.normal.saturating_mul(PAGE_SIZE);
+        Measured { bytes: self.bytes.max(contents), time: self.time, dirtied }
+    }
+}
+
 impl PassSent {
     /// Waits until the destination has all of it.
     pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
-        let Self { pass, counts, bytes, begun } = self;
-        acknowledged(wire, pass, counts)?;
+        let Self { pass, counts, bytes, begun, connections } = self;
+        // What lies in the buffers of all goes over one line, and nothing is heard meanwhile.
+        let patience = wire.stream().patience();
+        wire.stream_mut().set_patience(patience.saturating_mul(connections));
+        let acknowledged = acknowledged(wire, pass, counts);
+        wire.stream_mut().set_patience(patience);
+        acknowledged?;
         Ok(PassDone { counts, bytes, time: begun.elapsed() })
     }
 }
@@ -68,12 +83,12 @@ impl<'a> Passes<'a> {
         ram: &'a GuestRam,
         control: &'a SendControl,
         (rate, compression): (Option<u64>, Compression),
-        joined: Vec<Wire<Link>>,
+        (joined, features): (Vec<Wire<Link>>, u64),
     ) -> Result<Self, Cause> {
         let pacer = Arc::new(Pacer::new(rate));
         let sender = || -> Result<_, Cause> {
             let packer = Packer::new(compression)?;
-            Ok(PassSender::new(ram, control, pacer.clone(), packer))
+            Ok(PassSender::new(ram, control, pacer.clone(), packer, features))
         };
         let share = |wire| Ok(Share { wire, sender: sender()? });
         let shares = joined.into_iter().map(share).collect::<Result<_, Cause>>()?;
@@ -84,6 +99,11 @@ impl<'a> Passes<'a> {
     /// From now on as fast as the link goes.
     pub(super) fn hurry(&mut self) {
         self.pacer.end();
+    }
+
+    /// How many there are, the first one included.
+    fn connections(&self) -> u32 {
+        1 + self.shares.len() as u32
     }
 
     /// Bytes sent over the connections that have joined.
@@ -114,7 +134,8 @@ impl<'a> Passes<'a> {
         wire.send(&Message::PassEnd { pass, counts })?;
         self.totals += counts;
         let bytes = wire.sent_bytes() + self.shared_bytes() - before;
-        Ok(PassSent { pass, counts, bytes, begun })
+        let connections = self.connections();
+        Ok(PassSent { pass, counts, bytes, begun, connections })
     }
 
     /// Sends a pass's chunks over all connections; the first one's end is left to be told.
@@ -125,36 +146,40 @@ impl<'a> Passes<'a> {
         chunks: impl Iterator<Item = FrameRun> + Send,
         deadline: Limit<'_>,
     ) -> Result<Counts, Cause> {
-        let halt = Arc::new(AtomicBool::new(false));
+        let bundle = Arc::new(Bundle::default());
+        let of = self.connections();
         let chunks = Mutex::new(chunks);
         let next = || chunks.lock().unwrap_or_else(PoisonError::into_inner).next();
         // The first to fail says why, and ends the waits of the others.
         let fault = Mutex::new(None);
-        let heard = |result: Result<Counts, Cause>| match result {
+        let heard = |which: u32, result: Result<Counts, Cause>| match result {
             Ok(counts) => counts,
             Err(cause) => {
                 let mut fault = fault.lock().unwrap_or_else(PoisonError::into_inner);
-                fault.get_or_insert(cause);
-                halt.store(true, Ordering::Relaxed);
+                fault.get_or_insert_with(|| match which {
+                    0 => cause,
+                    _ => Cause::Connection { which: which + 1, of, cause: Box::new(cause) },
+                });
+                bundle.halt();
                 Counts::default()
             }
         };
         let mut counts = Counts::default();
-        wire.stream_mut().set_halt(Some(halt.clone()));
+        wire.stream_mut().set_bundle(Some(bundle.clone()));
         std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(self.shares.len());
-            for share in &mut self.shares {
-                share.wire.stream_mut().set_halt(Some(halt.clone()));
+            for (which, share) in (1..).zip(&mut self.shares) {
+                share.wire.stream_mut().set_bundle(Some(bundle.clone()));
                 let thread = std::thread::Builder::new().name("migrate-share".into());
-                let run = || heard(share.send(pass, next, deadline));
+                let run = move || heard(which, share.send(pass, next, deadline));
                 match thread.spawn_scoped(scope, run) {
                     Ok(thread) => threads.push(thread),
                     Err(cause) => {
-                        heard(Err(Cause::System { what: "starting a thread", cause }));
+                        heard(which, Err(Cause::System { what: "starting a thread", cause }));
                     }
                 }
             }
-            counts += heard(self.first.share(wire, next, deadline));
+            counts += heard(0, self.first.share(wire, next, deadline));
             for thread in threads {
                 match thread.join() {
                     Ok(share) => counts += share,
@@ -162,7 +187,7 @@ impl<'a> Passes<'a> {
                 }
             }
         });
-        wire.stream_mut().set_halt(None);
+        wire.stream_mut().set_bundle(None);
         match fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(cause) => Err(cause),
             None => Ok(counts),

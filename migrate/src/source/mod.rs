@@ -25,6 +25,7 @@ use crate::control::{Phase, SendControl, Stop};
 use crate::convergence::{
     Goals, Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, judge, link_rate,
 };
+use crate::digest::allowance;
 use crate::error::{Cause, GuestPlace, MemoryDigests, SendError, WireError};
 use crate::link::Link;
 use crate::message::{
@@ -39,13 +40,16 @@ use connections::{PassDone, Passes};
 use expect::announce;
 use hold::Held;
 use passes::{Limit, on_time};
-use verify::{Verifier, allowance};
+use verify::Verifier;
+
+/// Connections that join at once.
+const JOINS_AT_ONCE: usize = 4;
 
 /// How long precopy waits for disks after each pass, at most.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// The least bandwidth, bytes/s, that a migration can be held to: a message of memory takes half a second then, and a
-/// destination waits ten for it.
+/// The least bandwidth, bytes/s, that a migration can be held to: a message of memory takes a second then, and a
+/// destination waits ten for one.
 pub const MIN_BANDWIDTH: u64 = 1 << 20;
 
 /// How a guest is sent. [`SendOptions::new`] gives the defaults.
@@ -147,7 +151,8 @@ impl<E: Into<Cause>> From<E> for Failed {
 /// While neither is known, the migration is in doubt: this asks the destination, for ever if need
 /// be, until it answers or [`SendControl::resolve`] is called; `control.progress()` shows it.
 ///
-/// Costs one bit of memory a frame for tracking and 1 MiB of buffers.
+/// Costs one bit of memory a frame for tracking (three with `verify`), and for each connection 512 KiB of buffers, or 2 MiB
+/// with compression.
 pub fn send<G: Guest + ?Sized>(
     guest: &G,
     to: &str,
@@ -197,12 +202,14 @@ struct Job<'a, G: Guest + ?Sized> {
     begun: Instant,
 }
 
-/// The connection, and where the record of this migration goes.
-struct Peer {
+/// The connections, and where the record of this migration goes.
+struct Peer<'a> {
     wire: Wire<Link>,
     records: Records,
     /// Connections that have joined, until precopy has them.
     joined: Vec<Wire<Link>>,
+    /// From precopy on. Kept to the end: who closes a connection that has joined before saying why has said "lost".
+    sender: Option<Passes<'a>>,
     /// What the destination can do, from its HELLO.
     features: u64,
     /// The record of this migration, from READY on, which tells the destination's site.
@@ -210,8 +217,7 @@ struct Peer {
 }
 
 /// Memory as precopy left it: what was written since is in `writes`.
-struct Copied<'a> {
-    sender: Passes<'a>,
+struct Copied {
     writes: Subscription,
     verifier: Option<Verifier>,
     tale: Tale,
@@ -255,8 +261,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn told<T>(
         &self,
         phase: Phase,
-        peer: &mut Peer,
-        work: impl FnOnce(&mut Peer) -> Result<T, Failed>,
+        peer: &mut Peer<'a>,
+        work: impl FnOnce(&mut Peer<'a>) -> Result<T, Failed>,
     ) -> Result<T, Failed> {
         self.phase(phase, || work(peer)).map_err(|failed| {
             let cause = self.last_words(&mut peer.wire, failed.cause);
@@ -270,6 +276,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let cancelled = self.control.stop.is_cancelled();
         match cause {
             Cause::Wire(WireError::Refused { .. } | WireError::Aborted { .. }) => cause,
+            Cause::Connection { .. } if !cancelled => match wire.words_at_hand() {
+                Some(e) => Cause::Wire(e),
+                None => {
+                    wire.abort(Tag::Abort, &cause.to_string());
+                    cause
+                }
+            },
             Cause::Wire(WireError::Format(_)) if !cancelled => {
                 wire.last_words().map_or(cause, Cause::Wire)
             }
@@ -282,13 +295,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Connects and introduces itself.
-    fn connect(&self) -> Result<Peer, Failed> {
+    fn connect(&self) -> Result<Peer<'a>, Failed> {
         // Opened now, so that a directory that cannot be used fails before the guest is paused.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
         let limit = self.options.connect_timeout;
         let (wire, features) = self.introduce(Purpose::Move, limit, stop)?;
-        Ok(Peer { wire, records, joined: Vec::new(), features, staged: None })
+        Ok(Peer { wire, records, joined: Vec::new(), sender: None, features, staged: None })
     }
 
     /// A connection with introductions made; both within `limit`, and not once `stop` says so.
@@ -318,7 +331,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Has the machine built at the destination.
-    fn set_up(&self, peer: &mut Peer) -> Result<(), Failed> {
+    fn set_up(&self, peer: &mut Peer<'a>) -> Result<(), Failed> {
+        self.offered(peer.features)?;
         let config = self.guest.config();
         fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
         let layout = self.guest.layout().clone();
@@ -335,37 +349,57 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             other => return Err(unexpected(&other, "READY").into()),
         }
         wire.stream_mut().set_patience(self.options.patience);
-        let offers = |feature: u64, what| match peer.features & feature {
-            0 => Err(Cause::NotOffered { feature: what }),
-            _ => Ok(()),
-        };
-        if self.options.verify {
-            offers(MEMORY_DIGEST, "a digest of memory (--verify)")?;
-        }
-        if self.options.compression != Compression::None {
-            offers(PACKED_CONTENTS, "compressed contents (--compress)")?;
-        }
-        if self.options.connections > 1 {
-            offers(SEVERAL_CONNECTIONS, "several connections (--connections)")?;
-        }
         self.join(peer)
     }
 
+    /// Whether the destination knows all that is asked for.
+    fn offered(&self, features: u64) -> Result<(), Cause> {
+        let asked = [
+            (self.options.verify, MEMORY_DIGEST, "a digest of memory (--verify)"),
+            (
+                self.options.compression != Compression::None,
+                PACKED_CONTENTS,
+                "compressed contents (--compress)",
+            ),
+            (
+                self.options.connections > 1,
+                SEVERAL_CONNECTIONS,
+                "several connections (--connections)",
+            ),
+        ];
+        match asked.into_iter().find(|(is, bit, _)| *is && features & bit == 0) {
+            Some((.., feature)) => Err(Cause::NotOffered { feature }),
+            None => Ok(()),
+        }
+    }
+
     /// Makes the connections that share in the sending, all at once.
-    fn join(&self, peer: &mut Peer) -> Result<(), Failed> {
+    fn join(&self, peer: &mut Peer<'a>) -> Result<(), Failed> {
         let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
         if more == 0 {
             return Ok(());
         }
-        let joined: Result<Vec<_>, Cause> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..more).map(|_| scope.spawn(|| self.join_one())).collect();
-            let ended = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
-                Ok(result) => result,
-                Err(panic) => std::panic::resume_unwind(panic),
-            };
-            threads.into_iter().map(ended).collect()
-        });
-        peer.joined = joined?;
+        let numbers: Vec<u32> = (2..more + 2).collect();
+        // The destination's door hears so many at once, and others may call, too.
+        for batch in numbers.chunks(JOINS_AT_ONCE) {
+            let joined: Result<Vec<_>, Cause> = std::thread::scope(|scope| {
+                let join = |which: &u32| {
+                    let (which, of) = (*which, more + 1);
+                    let named = move |cause| {
+                        let cause = Box::new(cause);
+                        Cause::Connection { which, of, cause }
+                    };
+                    scope.spawn(move || self.join_one().map_err(named))
+                };
+                let threads: Vec<_> = batch.iter().map(join).collect();
+                let ended = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
+                    Ok(result) => result,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                };
+                threads.into_iter().map(ended).collect()
+            });
+            peer.joined.extend(joined?);
+        }
         Ok(peer.wire.send(&Message::Connections { joined: more })?)
     }
 
@@ -383,7 +417,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Copies memory while the guest runs, until what is left is worth a pause.
-    fn precopy(&self, peer: &mut Peer) -> Result<Copied<'a>, Failed> {
+    fn precopy(&self, peer: &mut Peer<'a>) -> Result<Copied, Failed> {
         let setup = self.begun.elapsed();
         let begun = Instant::now();
         let goals = self.options.goals();
@@ -399,9 +433,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             true => Some(Verifier::new(self.guest, &populated)?),
             false => None,
         };
-        let joined = std::mem::take(&mut peer.joined);
-        let speed = (rate, self.options.compression);
-        let mut sender = Passes::new(self.guest.ram(), self.control, speed, joined)?;
+        let (speed, joined) = ((rate, self.options.compression), std::mem::take(&mut peer.joined));
+        let sender = Passes::new(self.guest.ram(), self.control, speed, (joined, peer.features))?;
+        let sender = peer.sender.insert(sender);
         let (mut measured, mut passes) = (Vec::new(), Vec::new());
         let late = || Cause::NotConverging {
             why: format!("precopy took longer than its {} s", goals.timeout.as_secs_f64()),
@@ -430,7 +464,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let window = since.elapsed();
             since = Instant::now();
             passes.push(report_of(&done, epoch.frames(), window));
-            measured.push(Measured { bytes: done.bytes, time: done.time, dirtied: epoch.frames() });
+            measured.push(done.measured(epoch.frames()));
             self.show(&measured, epoch.frames(), window);
             let mut judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
             if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
@@ -452,7 +486,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                     epoch.give_back();
                     let (totals, shared_bytes) = (sender.totals, sender.shared_bytes());
                     let tale = Tale { setup, passes, totals, shared_bytes, reason };
-                    return Ok(Copied { sender, writes, verifier, tale });
+                    return Ok(Copied { writes, verifier, tale });
                 }
             }
             let pass = measured.len() as u32;
@@ -491,18 +525,20 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Pauses the guest, sends the rest of it, and has the destination prepare.
-    fn switch_over(&self, peer: &mut Peer, copied: Copied<'a>) -> Result<Ready<'a, G>, Failed> {
+    fn switch_over(&self, peer: &mut Peer<'a>, copied: Copied) -> Result<Ready<'a, G>, Failed> {
         let record = peer.staged.take().ok_or_else(no_record)?;
         let mut held = Held::new(self.guest)?;
         let mut limit = self.options.pause_limit(&copied.tale.reason);
         if copied.verifier.is_some() {
-            limit = limit.saturating_add(allowance(self.guest));
+            limit = limit.saturating_add(allowance(self.guest.layout().frames()));
         }
         let late = || Cause::PauseTooLong { limit };
         let until = held.since().checked_add(limit);
         let until: Limit<'_> = until.map(|at| (at, &late as &(dyn Fn() -> Cause + Sync)));
+        let Peer { wire, sender, .. } = peer;
+        let sender = sender.as_mut().ok_or_else(no_record)?;
         let rest =
-            on_time(&mut peer.wire, until, |wire| self.send_rest(wire, &mut held, copied, until));
+            on_time(wire, until, |wire| self.send_rest((wire, sender), &mut held, copied, until));
         match rest {
             Ok((site, _)) if site != record.site() => {
                 let why = "PREPARED names another site than READY";
@@ -515,12 +551,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
 
     fn send_rest(
         &self,
-        wire: &mut Wire<Link>,
+        (wire, sender): (&mut Wire<Link>, &mut Passes<'a>),
         held: &mut Held<'a, G>,
-        copied: Copied<'a>,
+        copied: Copied,
         until: Limit<'_>,
     ) -> Result<(Uuid, Tale), Cause> {
-        let Copied { mut sender, mut writes, verifier, mut tale } = copied;
+        let Copied { mut writes, verifier, mut tale } = copied;
         // State first: saving it may make the host write into guest memory.
         let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;
@@ -533,12 +569,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());
         if verifier.is_some() {
             wire.send(&Message::Verify)?;
-            let patience = self.options.patience.saturating_add(allowance(self.guest));
+            let patience =
+                self.options.patience.saturating_add(allowance(self.guest.layout().frames()));
             wire.stream_mut().set_patience(patience);
         }
+        // Beside the destination's, and before the state: once it has that, it waits for COMMIT no longer than it must.
+        let digest = verifier.map(|verifier| verifier.digest(self.guest)).transpose()?;
         send_state(wire, &sections, held.was_running(), tale.totals)?;
         held.release()?;
-        let digest = verifier.map(|verifier| verifier.digest(self.guest)).transpose()?;
         // Heard only now: the way there and back is not worth a pause of its own.
         let done = sent.await_end(wire)?;
         epoch.commit();

@@ -15,7 +15,9 @@ use crate::compression::Packer;
 use crate::control::SendControl;
 use crate::error::Cause;
 use crate::link::Link;
-use crate::message::{Counts, MAX_PAGES, MAX_ZERO_RUNS, RawRun, Tag, packed_head, runs_head};
+use crate::message::{
+    Counts, DIRECT_FRAMES, MAX_PAGES, MAX_ZERO_RUNS, RawRun, Tag, packed_head, runs_head,
+};
 use crate::wire::{Wire, unexpected};
 
 use super::pacer::Pacer;
@@ -24,6 +26,9 @@ use super::pacer::Pacer;
 const FRAMES_PER_MESSAGE: u64 = 128;
 /// Runs of so many frames are worth a message of their own: two system calls more cost about as much as to copy them.
 const DIRECT: u64 = 8;
+/// Runs from which on a ZERO is sent. A chunk adds at most one a frame, so they stay below what a message may have.
+const ZERO_RUNS: usize = 512;
+const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
 /// A frame of zeros is found in pieces of so many bytes: of most others the first one tells.
 const PIECE: usize = 512;
 const PAGE: usize = PAGE_SIZE as usize;
@@ -34,6 +39,8 @@ pub(super) struct PassSender<'a> {
     control: &'a SendControl,
     pacer: Arc<Pacer>,
     packer: Option<Packer>,
+    /// Whether long runs go as FRAMES.
+    direct: bool,
     pages: Vec<u8>,
     runs: Vec<RawRun>,
     frames: u64,
@@ -86,12 +93,15 @@ impl<'a> PassSender<'a> {
         control: &'a SendControl,
         pacer: Arc<Pacer>,
         packer: Option<Packer>,
+        features: u64,
     ) -> Self {
+        let direct = packer.is_none() && features & DIRECT_FRAMES != 0;
         Self {
             ram,
             control,
             pacer,
             packer,
+            direct,
             pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
             runs: Vec::with_capacity(FRAMES_PER_MESSAGE as usize),
             frames: 0,
@@ -144,8 +154,8 @@ impl<'a> PassSender<'a> {
         self.control.update(|p| {
             p.remaining_frames = p.remaining_frames.saturating_sub(chunk.count);
         });
-        // A chunk adds at most one run a frame.
-        if self.zeros.runs.len() as u64 + MAX_PAGES > u64::from(MAX_ZERO_RUNS) {
+        // Not only when no more would fit: the destination is to hear something now and then.
+        if self.zeros.runs.len() >= ZERO_RUNS {
             self.flush_zeros(wire)?;
         }
         Ok(())
@@ -165,7 +175,7 @@ impl<'a> PassSender<'a> {
     /// Sends a run of frames with content, or keeps it for the next PAGES.
     fn content(&mut self, wire: &mut Wire<Link>, run: Option<FrameRun>) -> Result<(), Cause> {
         let Some(run) = run else { return Ok(()) };
-        if run.count >= DIRECT && self.packer.is_none() {
+        if run.count >= DIRECT && self.direct {
             let before = wire.sent_bytes();
             wire.send_frames(self.ram, run)?;
             return self.after_message(wire, before);
@@ -223,7 +233,7 @@ impl<'a> PassSender<'a> {
     /// Counts, keeps the rate, and hears a destination that gives up in the middle of a pass.
     fn after_message(&mut self, wire: &mut Wire<Link>, before: u64) -> Result<(), Cause> {
         self.control.update(|p| p.sent_bytes += wire.sent_bytes() - before);
-        self.pacer.pace(wire.sent_bytes() - before, &self.control.stop);
+        self.pacer.pace(wire.sent_bytes() - before, || wire.stream().is_over());
         if wire.stream().has_incoming() {
             let message = wire.recv()?;
             return Err(unexpected(&message, "nothing before PASS_END").into());

@@ -5,16 +5,12 @@
 //! and the destination does not have it.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use checkpoint::Guest;
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, Tracker};
+use dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
 
 use crate::digest;
 use crate::error::Cause;
-
-/// How fast memory is digested at least, bytes/s, for limits.
-const LEAST_RATE: u64 = 250 << 20;
 
 /// Follows what was sent, so that the digest can be told which frames count.
 pub(super) struct Verifier {
@@ -70,10 +66,4 @@ impl Verifier {
         }
         digest::of(guest.ram(), &runs)
     }
-}
-
-/// What digesting a guest's memory may add to the pause, on either side.
-pub(super) fn allowance<G: Guest + ?Sized>(guest: &G) -> Duration {
-    let bytes = guest.layout().frames().saturating_mul(PAGE_SIZE);
-    Duration::from_secs(1 + bytes / LEAST_RATE)
 }

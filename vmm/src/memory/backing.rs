@@ -181,12 +181,33 @@ pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
         .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
 }
 
-/// Has the kernel use huge pages for what of `len` bytes at `start`, part of a mapping of ours, they fit into: all
-/// of it is about to be written. Where the administrator has switched them off, or a process has too many mappings, it stays as it is.
-pub(super) fn prefer_huge(start: usize, len: usize) {
-    let first = start.next_multiple_of(HUGE_PAGE as usize);
-    let end = (start + len) / HUGE_PAGE as usize * HUGE_PAGE as usize;
-    if first < end {
+/// The most ranges for which huge pages are asked: each may split a mapping in three, and a process has 65,530 at most.
+const MAX_HUGE_RANGES: usize = 4096;
+
+/// Where huge pages were asked for.
+#[derive(Debug, Default)]
+pub(super) struct HugeRanges {
+    count: usize,
+    /// Where the last one ends: what goes on there needs no mapping of its own.
+    end: usize,
+}
+
+impl HugeRanges {
+    /// Has the kernel use huge pages for what of `len` bytes at `start`, part of a mapping of ours, they fit into: all of it is
+    /// about to be written. Where the administrator has switched them off, or there are too many such ranges, it stays as it is.
+    pub(super) fn prefer(&mut self, start: usize, len: usize) {
+        let first = start.next_multiple_of(HUGE_PAGE as usize);
+        let end = (start + len) / HUGE_PAGE as usize * HUGE_PAGE as usize;
+        if first >= end {
+            return;
+        }
+        if first != self.end {
+            if self.count == MAX_HUGE_RANGES {
+                return;
+            }
+            self.count += 1;
+        }
+        self.end = end;
         // SAFETY: the range is part of a mapping that is ours; the advice changes no content.
         unsafe { libc::madvise(first as *mut libc::c_void, end - first, libc::MADV_HUGEPAGE) };
     }

@@ -7,12 +7,13 @@ mod map;
 mod populated;
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use checkpoint::GuestRam;
 use dirty_tracker::{FrameRun, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
+use backing::HugeRanges;
 pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
@@ -62,8 +63,8 @@ pub enum MemoryError {
 pub struct Memory {
     ram: GuestRam,
     tracker: Arc<Tracker>,
-    /// Nobody has said whether there may be huge pages.
-    may_be_huge: bool,
+    /// Huge pages that were asked for where nobody has said whether there may be any; `None` where somebody has.
+    huge: Option<Mutex<HugeRanges>>,
 }
 
 impl Memory {
@@ -103,8 +104,9 @@ impl Memory {
             let region = GuestRegionMmap::new(map, GuestAddress(slot.base.gpa()));
             regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
         }
+        let huge = options.huge_pages.is_none().then(Mutex::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker, may_be_huge: options.huge_pages.is_none() })
+        Ok(Self { ram, tracker, huge })
     }
 
     /// The mappings.
@@ -130,8 +132,9 @@ impl Memory {
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
             let address = slice.ptr_guard_mut().as_ptr() as usize;
-            if self.may_be_huge {
-                backing::prefer_huge(address, slice.len());
+            if let Some(huge) = &self.huge {
+                let mut huge = huge.lock().unwrap_or_else(PoisonError::into_inner);
+                huge.prefer(address, slice.len());
             }
             if let Err(e) = backing::populate_piece(address, slice.len()) {
                 tracing::trace!("{run:?} is not populated beforehand: {e}");
