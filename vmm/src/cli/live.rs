@@ -97,7 +97,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let give_up = control.clone();
     let (at, watched) = (format!("on tcp:{address}"), control.clone());
     say(format_args!("waiting for a migration {at}"));
-    let waiting = move || format!("{}, {at}", receiving_line(&watched.progress()));
+    let waiting = move || format!("{} {at}", receiving_line(&watched.progress()));
     let app = App::waiting(waiting, move || {
         if let Err(e) = give_up.cancel() {
             say(e);
