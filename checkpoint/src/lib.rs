@@ -16,6 +16,7 @@
 mod cadence;
 mod chain;
 mod checkpointer;
+mod drive;
 pub mod durable;
 pub mod format;
 mod guest;
@@ -29,8 +30,9 @@ mod zero;
 
 pub use cadence::Taken;
 pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
+pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};
 pub use guest::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VmId,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VmId, WithCopies,
 };
 pub use restore::{RestoreError, RestoreReport, restore};
 pub use section::{Section, SectionTag, section_tags};
