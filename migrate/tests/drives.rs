@@ -14,7 +14,7 @@ use common::{
     At, Cut, Disked, DiskedFactory, Host, Plan, Proxy, Receiver, Sender, exactly_one_runs,
     quick_send, tag, within,
 };
-use migrate::{Compression, CopyDrives, SendControl, SendOptions, send};
+use migrate::{Compression, CopyDrives, SendControl, SendOptions, TimeoutStrategy, send};
 use proptest::prelude::*;
 
 /// A partial last block, and a drive of less than a block.
@@ -35,7 +35,8 @@ impl World {
     }
 
     fn guest(&self, seed: u64) -> Arc<Disked> {
-        let config = MemoryConfig { writes_per_s: 5_000, ..MemoryConfig::small() };
+        // Less than the links here carry.
+        let config = MemoryConfig { writes_per_s: 1_000, ..MemoryConfig::small() };
         Disked::start(self.host.start(config), self.here.path(), &SIZES, seed)
     }
 
@@ -46,6 +47,14 @@ impl World {
 
     fn options(&self) -> SendOptions {
         SendOptions { copy_drives: CopyDrives::All, ..quick_send(&self.host) }
+    }
+
+    /// Slow enough for the guest to write during passes, and a pause that takes several to reach; on a busy machine it may
+    /// take too many.
+    fn slow_options(&self) -> SendOptions {
+        let (max_bandwidth, downtime) = (Some(48 << 20), Duration::from_millis(4));
+        let timeout_strategy = TimeoutStrategy::Switchover;
+        SendOptions { max_bandwidth, downtime, timeout_strategy, ..self.options() }
     }
 
     fn copy(&self, i: usize) -> PathBuf {
@@ -70,9 +79,7 @@ proptest! {
         let guest = world.guest(seed);
         std::thread::sleep(Duration::from_millis(wait_ms));
         let there = world.receiver();
-        // Slow enough for the guest to write during passes, and a pause that takes several to reach.
-        let (max_bandwidth, downtime) = (Some(48 << 20), Duration::from_millis(4));
-        let options = SendOptions { max_bandwidth, downtime, ..world.options() };
+        let options = world.slow_options();
         let before = guest.writes.load(Ordering::SeqCst);
         let report = send(&*guest, &there.to, &options, &SendControl::new()).unwrap();
         let during = guest.writes.load(Ordering::SeqCst) - before;
@@ -100,9 +107,7 @@ fn drives_go_along_with_whatever_else_is_asked_for() {
         connections: 3,
         compression: Compression::Lz4,
         verify: true,
-        downtime: Duration::from_millis(4),
-        max_bandwidth: Some(48 << 20),
-        ..world.options()
+        ..world.slow_options()
     };
     let report = send(&*guest, &there.to, &options, &SendControl::new()).unwrap();
     there.guest().guest.verify().unwrap();
