@@ -7,6 +7,7 @@
 //! Guest           a guest that can be tracked, paused, saved and restored
 //! Checkpointer    takes epochs of one: a short pause, then written behind the running guest
 //! Store           a directory of epochs, each published whole or not at all (FORMAT.md)
+//! GuestDrive      a drive of a guest, to be copied; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
 //! ```
 //!
