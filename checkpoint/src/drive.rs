@@ -1,7 +1,7 @@
 //! Drives as whoever copies them sees them: at the host that has the guest, and where a copy is being made.
 //!
-//! A drive is counted in blocks of [`PAGE_SIZE`] bytes, as if they were the frames of one memory slot from 0 on. Its last
-//! block may reach over its end; what lies behind that reads as zeros, and is not written.
+//! A drive is counted in blocks of [`PAGE_SIZE`] bytes, as if they were the frames of one memory slot from 0 on. Its
+//! last block may reach over its end; what lies behind that reads as zeros, and is not written.
 
 use std::fmt;
 use std::fs::File;
@@ -47,16 +47,16 @@ pub fn block_layout(bytes: u64) -> Result<Layout, LayoutError> {
 
 /// A drive of a guest that is here, to be copied while the guest uses it.
 ///
-/// The device marks a write when it is done and before the guest is told so. So whoever subscribes first, then reads what
-/// is in the drive, and from then on reads what an epoch holds *after* it was drained, misses none: a write that was done
-/// before the drain is in the epoch and in what is read; one that is still under way is in the next epoch, whatever part of
-/// it was read. With the guest paused its devices stand, so nothing is under way.
+/// The device marks a write when it is done and before the guest is told so. So whoever subscribes first, then reads
+/// what is in the drive, and from then on reads what an epoch holds *after* it was drained, misses none: a write that
+/// was done before the drain is in the epoch and in what is read; one that is still under way is in the next epoch,
+/// whatever part of it was read. With the guest paused its devices stand, so nothing is under way.
 pub trait GuestDrive: Send + Sync {
     /// Which one it is.
     fn head(&self) -> DriveHead;
 
-    /// Begins to follow writes, by blocks; `None` for a drive that its guest cannot write to. Costs a bit of memory for each
-    /// block until it is dropped.
+    /// Begins to follow writes, by blocks; `None` for a drive that its guest cannot write to. Costs a bit of memory
+    /// for each block until it is dropped.
     fn subscribe(&self, name: &str) -> Option<Subscription>;
 
     /// Its content, for reading: an open file of the caller's own, at least as long as the drive.
@@ -75,8 +75,8 @@ pub trait DriveCopy: Send + Sync {
     /// Returns when what was written before will survive a crash of the host. Another thread may write meanwhile.
     fn make_durable(&self) -> io::Result<()>;
 
-    /// Lets the guest have it: what kept others from it is given up, so that [`Guest::acquire`](crate::Guest::acquire) can
-    /// take it.
+    /// Lets the guest have it: what kept others from it is given up, so that
+    /// [`Guest::acquire`](crate::Guest::acquire) can take it.
     fn yield_to_guest(&self) -> io::Result<()>;
 
     /// It is the guest's drive from now on.

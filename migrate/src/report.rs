@@ -28,7 +28,8 @@ pub struct PassReport {
     /// From its begin to its acknowledgement, ms; that of the last pass is heard after the guest's state
     /// was sent and its drives were let go of.
     pub time_ms: f64,
-    /// Whole frames, and blocks of drives that go along, that the guest wrote meanwhile, bytes/s; 0 in the last pass, when it was paused.
+    /// Whole frames, and blocks of drives that go along, that the guest wrote meanwhile, bytes/s; 0 in the last pass,
+    /// when it was paused.
     pub dirty_rate_bytes_per_s: u64,
 }
 

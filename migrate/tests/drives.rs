@@ -49,8 +49,8 @@ impl World {
         SendOptions { copy_drives: CopyDrives::All, ..quick_send(&self.host) }
     }
 
-    /// Slow enough for the guest to write during passes, and a pause that takes several to reach; on a busy machine it may
-    /// take too many.
+    /// Slow enough for the guest to write during passes, and a pause that takes several to reach; on a busy machine
+    /// it may take too many.
     fn slow_options(&self) -> SendOptions {
         let (max_bandwidth, downtime) = (Some(48 << 20), Duration::from_millis(4));
         let timeout_strategy = TimeoutStrategy::Switchover;

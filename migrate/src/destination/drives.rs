@@ -1,7 +1,8 @@
 //! Drives that come along: what may come of them and when, and their copies as they arrive.
 //!
-//! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said PREPARED has all that the guest
-//! had made durable on its last host. A thread makes copies durable while more comes, so that little is left to do then.
+//! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said PREPARED has all
+//! that the guest had made durable on its last host. A thread makes copies durable while more comes, so that little
+//! is left to do then.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, Scope};
@@ -111,8 +112,8 @@ impl InboundDrives {
         Ok(counts.normal + counts.zero)
     }
 
-    /// The drive that is meant and the blocks of `runs`: all of them in that drive, and no more in this pass than all drives
-    /// have.
+    /// The drive that is meant and the blocks of `runs`: all of them in that drive, and no more in this pass than all
+    /// drives have.
     fn checked(&self, message: Tag, drive: u32, runs: Runs<'_>) -> Result<(usize, u64), WireError> {
         let none = || WireError::NoDrive { message, drive, drives: self.heads.len() };
         let head = self.heads.get(drive as usize).ok_or_else(none)?;

@@ -28,8 +28,8 @@ struct RawDrive {
     id: [u8; MAX_DRIVE_ID],
 }
 
-/// A message about drives. `drive` is a place in the list of DRIVES, from 0; whether there is one, and whether it has these
-/// blocks, is for whoever knows that list.
+/// A message about drives. `drive` is a place in the list of DRIVES, from 0; whether there is one, and whether it has
+/// these blocks, is for whoever knows that list.
 #[derive(Debug)]
 pub(crate) enum DriveMessage<'a> {
     /// Those that go along.

@@ -113,8 +113,9 @@ impl<'a> Passes<'a> {
         self.shares.iter().map(|share| share.wire.sent_bytes()).sum()
     }
 
-    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the destination's word that it has all of it is left to
-    /// be waited for. Fails with `late` if `deadline` passes first. On an error the destination may have any part of it.
+    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the destination's word that
+    /// it has all of it is left to be waited for. Fails with `late` if `deadline` passes first. On an error the destination
+    /// may have any part of it.
     pub(super) fn begin(
         &mut self,
         wire: &mut Wire<Link>,

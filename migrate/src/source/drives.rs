@@ -1,8 +1,8 @@
 //! Drives that go along: which they are, what of each is still to be sent, and their part of a pass.
 //!
-//! A pass reads what it sends after it was drained, so that nothing is missed (see [`GuestDrive`]), through an open file of its
-//! own: the device and its queues know nothing of it. Blocks are copied into one reused buffer first, since the checksum goes
-//! ahead of the bytes, and the guest may write meanwhile.
+//! A pass reads what it sends after it was drained, so that nothing is missed (see [`GuestDrive`]), through an open
+//! file of its own: the device and its queues know nothing of it. Blocks are copied into one reused buffer first,
+//! since the checksum goes ahead of the bytes, and the guest may write meanwhile.
 
 use std::fs::File;
 use std::io;
@@ -30,6 +30,9 @@ use crate::wire::Wire;
 
 /// Blocks in one BLOCKS: as PAGES has frames.
 const BLOCKS_PER_MESSAGE: u64 = 128;
+/// Blocks of zeros after which they are told, 16 MiB: to find more takes a disk a while, and a destination does not
+/// wait for ever to hear something.
+const ZEROS_PER_MESSAGE: u64 = 4096;
 const BLOCK: usize = PAGE_SIZE as usize;
 
 /// Which of a guest's drives go along; the destination has the others already.
@@ -143,7 +146,8 @@ impl Moving {
         let head = drive.head();
         let failed = |what, cause| Cause::Drive { id: head.id.clone(), what, cause };
         block_layout(head.bytes).map_err(|e| failed("following it", io::Error::other(e)))?;
-        // First the subscription, then the look at what there is: what is written between the two is in the first epoch.
+        // First the subscription, then the look at what there is: what is written between the two is in the first
+        // epoch.
         let writes = drive.subscribe("migrate");
         let file = drive.open().map_err(|e| failed("opening it", e))?;
         let runs = data_runs(&file, head.bytes).map_err(|e| failed("looking for its data", e))?;
@@ -187,8 +191,8 @@ impl Drives {
         }
     }
 
-    /// Sends what was drained, as the drives' part of pass number `pass`. `sent` is told after each message of how many bytes
-    /// had been sent before it. Fails with `late` if `deadline` passes first.
+    /// Sends what was drained, as the drives' part of pass number `pass`. `sent` is told after each message of how
+    /// many bytes had been sent before it. Fails with `late` if `deadline` passes first.
     pub(super) fn send(
         &mut self,
         wire: &mut Wire<Link>,
@@ -233,14 +237,17 @@ struct Batch {
     filled: usize,
     runs: Vec<RawRun>,
     zeros: Vec<RawRun>,
+    /// Blocks of `zeros`.
+    zeroed: u64,
 }
 
+/// A block is a run at most.
+const _: () = assert!(ZEROS_PER_MESSAGE <= MAX_ZERO_RUNS as u64);
+
 impl Batch {
-    /// Whether so many more blocks may not find room.
+    /// Whether so many more blocks may be too many for a message of either kind.
     fn is_full(&self, blocks: u64) -> bool {
-        // A chunk adds at most one run a block.
-        self.filled as u64 + blocks > BLOCKS_PER_MESSAGE
-            || self.zeros.len() as u64 + blocks > u64::from(MAX_ZERO_RUNS)
+        self.filled as u64 + blocks > BLOCKS_PER_MESSAGE || self.zeroed + blocks > ZEROS_PER_MESSAGE
     }
 
     /// Reads a chunk of at most a message's blocks.
@@ -256,6 +263,7 @@ impl Batch {
             let from = at + i * BLOCK;
             if is_zero(&self.contents[from..from + BLOCK]) {
                 counts.zero += 1;
+                self.zeroed += 1;
                 extend(&mut self.zeros, block);
             } else {
                 counts.normal += 1;
@@ -289,7 +297,7 @@ impl Batch {
         }
         self.runs.clear();
         self.zeros.clear();
-        self.filled = 0;
+        (self.filled, self.zeroed) = (0, 0);
         Ok(())
     }
 }
@@ -316,8 +324,8 @@ fn read(drive: &Moving, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     drive.file.read_exact_at(content, offset)
 }
 
-/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device that does
-/// not tell. Costs two calls a hole.
+/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device
+/// that does not tell. Costs two calls a hole.
 fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), 0);
     while at < bytes {
@@ -372,6 +380,23 @@ mod tests {
         // A file system may have larger blocks than ours.
         assert!(found.iter().map(|r| r.count).sum::<u64>() <= 4 * 16, "{found:?}");
         assert!(found.is_sorted_by(|a, b| a.end() < b.start), "{found:?}");
+    }
+
+    #[test]
+    fn what_is_found_to_be_zeros_is_told_soon() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 30).unwrap();
+        let head = DriveHead { id: "d".into(), bytes: 1 << 30, readonly: true };
+        let drive = Moving { head, file, writes: None, next: Next::Nothing };
+        let (mut batch, mut counts) = (Batch::default(), Counts::default());
+        for chunk in run(0, 1 << 18).chunks(BLOCKS_PER_MESSAGE) {
+            if batch.is_full(chunk.count) {
+                break;
+            }
+            batch.take(&drive, chunk, &mut counts).unwrap();
+        }
+        assert_eq!((batch.zeros.len(), batch.filled), (1, 0));
+        assert_eq!((batch.zeroed, counts.zero), (ZEROS_PER_MESSAGE, ZEROS_PER_MESSAGE));
     }
 
     #[test]

@@ -28,7 +28,8 @@ pub struct TestDrive {
 }
 
 impl TestDrive {
-    /// As a disk of a virtual machine: first the file, and when that is done, the mark. `slowly` lets others look in between.
+    /// As a disk of a virtual machine: first the file, and when that is done, the mark. `slowly` lets others look in
+    /// between.
     fn write(&self, offset: u64, bytes: &[u8], hole: bool, slowly: bool) {
         let file = OpenOptions::new().write(true).open(&self.path).unwrap();
         let mut model = self.model.lock().unwrap();
@@ -87,8 +88,8 @@ impl Random {
 }
 
 impl Disked {
-    /// A running guest with drives of so many bytes, the first half of each written to; the last one is read-only if there are
-    /// several. `seed` decides what is written.
+    /// A running guest with drives of so many bytes, the first half of each written to; the last one is read-only if
+    /// there are several. `seed` decides what is written.
     pub fn start(guest: Arc<MemoryGuest>, dir: &Path, sizes: &[u64], seed: u64) -> Arc<Self> {
         let drives: Vec<_> = sizes
             .iter()

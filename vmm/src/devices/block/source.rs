@@ -1,4 +1,5 @@
-//! A disk of a guest that is here, as whoever copies it sees it: read beside the device, through an open file of the copier's own.
+//! A disk of a guest that is here, as whoever copies it sees it: read beside the device, through an open file of the
+//! copier's own.
 
 use std::fs::File;
 use std::io;
@@ -47,7 +48,8 @@ mod tests {
     use super::*;
     use crate::devices::virtio::driver::Driver;
 
-    /// What one epoch after the other holds, read from the disk behind its device's back, until it `stands`; and then the rest.
+    /// What one epoch after the other holds, read from the disk behind its device's back, until it `stands`; and then
+    /// the rest.
     fn copy_on(source: &DriveSource, stands: &AtomicBool) -> (Vec<u8>, u64) {
         let mut writes = source.subscribe("copy").unwrap();
         let file = source.open().unwrap();
