@@ -3,13 +3,16 @@
 
 mod common;
 
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use checkpoint::format::{Header, MAGIC_STREAM, RecordHead};
 use checkpoint::testing::MemoryConfig;
-use checkpoint::{Guest, RunState};
+use checkpoint::{Guest, RunState, VmId};
 use common::{
     At, Cut, Disked, DiskedFactory, Host, Plan, Proxy, Receiver, Sender, exactly_one_runs,
     quick_send, tag, within,
@@ -71,7 +74,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(6))]
+    #![proptest_config(ProptestConfig { cases: 6, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn the_copy_is_what_the_guest_wrote_whenever_it_wrote_it(seed in any::<u64>(), wait_ms in 0u64..40) {
@@ -159,6 +162,47 @@ fn a_host_that_makes_no_copies_refuses_by_name() {
     let sent = Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result();
     sent.unwrap();
     there.guest().guest.verify().unwrap();
+}
+
+/// A destination of before there were copies: it says hello, without the feature, and hears the rest.
+#[test]
+fn a_destination_that_is_too_old_is_told_so() {
+    let world = World::new();
+    let guest = world.guest(2);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = listener.local_addr().unwrap().to_string();
+    let old = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut said = Vec::new();
+        Header::new(MAGIC_STREAM, VmId(Default::default()), 0, 0).write_to(&mut said).unwrap();
+        let hello = [&[0; 16][..], b"0.0.1"].concat();
+        let head = RecordHead {
+            tag: tag("HELLO"),
+            must_understand: true,
+            instance: 0,
+            length: hello.len() as u32,
+            payload_crc: crc32c::crc32c(&hello),
+            sequence: 0,
+        };
+        said.extend(head.to_bytes());
+        stream.write_all(&[said, hello].concat()).unwrap();
+        Header::read_from(&mut stream, MAGIC_STREAM).unwrap();
+        let mut heard = Vec::new();
+        for sequence in 0.. {
+            let Ok(head) = RecordHead::read_from(&mut stream, sequence) else { break };
+            let mut payload = vec![0; head.length as usize];
+            stream.read_exact(&mut payload).unwrap();
+            heard.push((head.tag, payload));
+        }
+        heard
+    });
+    let error = send(&*guest, &to, &world.options(), &SendControl::new()).unwrap_err().to_string();
+    assert!(error.contains("does not offer copies of disks (--copy-disks)"), "{error}");
+    assert!(error.ends_with("the guest goes on here"), "{error}");
+    let heard = old.join().unwrap();
+    let tags: Vec<u16> = heard.iter().map(|(tag, _)| *tag).collect();
+    assert_eq!(tags, [tag("HELLO"), tag("ABORT")], "it is not sent a guest");
+    assert!(String::from_utf8_lossy(&heard[1].1).contains("--copy-disks"));
 }
 
 /// The connection cut in every message: exactly one guest runs, and of a guest that did not go there is no copy.
