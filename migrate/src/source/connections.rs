@@ -56,9 +56,9 @@ pub(super) struct PassDone {
 }
 
 impl PassDone {
-    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks meanwhile, of which the pass
-    /// had `blocks` besides its frames. Bytes are those of contents where
-    /// these were made smaller: the next pass's will be, too.
+    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks meanwhile; besides frames the
+    /// pass had `blocks` of drives. Bytes are those of contents where these were made smaller: the next pass's will be,
+    /// too.
     pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
         let contents = (self.counts.normal + blocks.normal).saturating_mul(PAGE_SIZE);
         Measured { bytes: self.bytes.max(contents), time: self.time, dirtied }
