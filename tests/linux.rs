@@ -80,13 +80,29 @@ impl<'t> Story<'t> {
     /// Moves it to the other host, while `echo` talks to it; the longest silence.
     fn move_on(&mut self, echo: &mut Echo) -> u64 {
         let name = self.next_name();
+        self.go(echo, &name, &[], &[])
+    }
+
+    /// Moves it likewise, with its disk, which then is in a new file alone.
+    fn move_on_with_disk(&mut self, echo: &mut Echo) -> u64 {
+        let name = self.next_name();
+        let copy = self.scratch.path(&format!("disk-{name}"));
+        let spec = format!("path={},id=disk0,copy", text(&copy));
+        let silence = self.go(echo, &name, &["--disk", &spec], &["--copy-disks"]);
+        std::fs::remove_file(&self.disk).expect("the disk is ours");
+        self.disk = copy;
+        silence
+    }
+
+    /// Moves it as `name`, to a receiver that is told `there` more, by a sender that is told `how`.
+    fn go(&mut self, echo: &mut Echo, name: &str, there: &[&str], how: &[&str]) -> u64 {
         self.at = 1 - self.at;
         let host = &self.network.hosts[self.at];
-        let (there, address) =
-            Driftline::receive_at(host, self.scratch, &name, &["--net", "tap=tap0"]);
+        let args = [&["--net", "tap=tap0"], there].concat();
+        let (there, address) = Driftline::receive_at(host, self.scratch, name, &args);
         let mark = echo.mark();
         let resting = echo.silence_since(mark.saturating_sub(5));
-        let sent = self.here.cli("send-migration", &[&address, "--json"]);
+        let sent = self.here.cli("send-migration", &[&[&address, "--json"], how].concat());
         let said = String::from_utf8_lossy(&sent.stderr);
         assert_eq!(sent.status.code(), Some(0), "{name}: {said}\n{}", there.log());
         let report = json_of(&sent);
@@ -99,10 +115,13 @@ impl<'t> Story<'t> {
         echo.wait_answers(20);
         let silence = echo.silence_since(mark);
         eprintln!(
-            "{name}: moved in {:.0} ms, downtime {:.1} ms, longest silence {silence} ms, {resting} ms before; {progress:?}",
+            "{name}: moved in {:.0} ms, {} bytes of its disk, downtime {:.1} ms, longest silence {silence} ms, {resting} ms \
+             before; {progress:?}",
             report["total_time_ms"].as_f64().unwrap_or(f64::NAN),
+            report["disk_bytes"],
             report["downtime_ms"].as_f64().unwrap_or(f64::NAN),
         );
+        assert_eq!(report["disk_bytes"].as_u64() > Some(0), !how.is_empty(), "{name}: {report}");
         silence
     }
 
@@ -215,6 +234,22 @@ fn checkers_find_nothing_under_rings() {
 #[test]
 fn checkers_find_nothing_under_bitmaps() {
     moved_and_brought_back("checkers_find_nothing_under_bitmaps", "dirty-bitmap");
+}
+
+/// There and back, while the disk's checker writes to it.
+#[test]
+fn a_disk_goes_along_and_its_log_is_whole() {
+    let _alone = tests::one_at_a_time();
+    let test = "a_disk_goes_along_and_its_log_is_whole";
+    let Some((linux, network)) = linux_and_network(test) else { return };
+    let scratch = Scratch::new();
+    let mut story = Story::begin(&linux, &network, &scratch, "dirty-ring");
+    let mut echo = story.echo();
+    for _ in 0..repeats(2, 20) {
+        story.move_on_with_disk(&mut echo);
+    }
+    echo.finish();
+    story.end();
 }
 
 /// The network alone, on one vCPU: how long the peer hears nothing.

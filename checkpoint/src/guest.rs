@@ -9,7 +9,7 @@ use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBit
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::Section;
+use crate::{DriveCopy, DriveHead, GuestDrive, Section};
 
 /// Guest memory whose VMM-side writes mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
@@ -147,6 +147,11 @@ pub trait Guest: Send + Sync {
     /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
 
+    /// The guest's drives, for whoever copies them; a guest without has none.
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        Vec::new()
+    }
+
     /// Brings every subscriber's tree up to date: harvest, reprotect, insert. Of a running guest it
     /// takes what has been reported so far; of a paused one, everything.
     fn collect(&self) -> Result<Collected, GuestError>;
@@ -195,6 +200,9 @@ pub trait Guest: Send + Sync {
     fn stop(&self, why: &str);
 }
 
+/// A guest, and the copies of its drives that are being made.
+pub type WithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
+
 /// Builds guests from what [`Guest::config`] returned, on this host or another.
 pub trait GuestFactory: Send + Sync {
     /// What it builds.
@@ -203,6 +211,21 @@ pub trait GuestFactory: Send + Sync {
     /// A paused guest with zeroed memory, before any state is restored. `config` is hostile input:
     /// bounds are checked before anything is allocated.
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<Self::Guest>, GuestError>;
+
+    /// As [`create`](Self::create), for a guest whose `drives`, hostile input too, are copied here: beside it, for each of them in
+    /// their order, its copy in the making, which the guest has for its drive. A factory that makes no copies refuses.
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<Self::Guest>, GuestError> {
+        let Some(drive) = drives.first() else {
+            return Ok((self.create(vm_id, config)?, Vec::new()));
+        };
+        let why = "no copies of drives are made here".to_owned();
+        Err(GuestError::Unsupported { what: drive.to_string(), why })
+    }
 }
 
 /// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves

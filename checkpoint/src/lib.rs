@@ -7,6 +7,7 @@
 //! Guest           a guest that can be tracked, paused, saved and restored
 //! Checkpointer    takes epochs of one: a short pause, then written behind the running guest
 //! Store           a directory of epochs, each published whole or not at all (FORMAT.md)
+//! GuestDrive      a drive of a guest, to be copied; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
 //! ```
 //!
@@ -16,6 +17,7 @@
 mod cadence;
 mod chain;
 mod checkpointer;
+mod drive;
 pub mod durable;
 pub mod format;
 mod guest;
@@ -29,8 +31,9 @@ mod zero;
 
 pub use cadence::Taken;
 pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
+pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};
 pub use guest::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VmId,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VmId, WithCopies,
 };
 pub use restore::{RestoreError, RestoreReport, restore};
 pub use section::{Section, SectionTag, section_tags};

@@ -55,7 +55,10 @@ pub struct Progress {
     pub sent_bytes: u64,
     /// Frames that this pass has still to send (by a destination: unknown, 0).
     pub remaining_frames: u64,
-    /// How fast the guest wrote during the last complete pass, bytes/s of whole frames.
+    /// Bytes of drives that go along which this pass has still to send (by a destination: unknown, 0).
+    #[serde(default)]
+    pub remaining_disk_bytes: u64,
+    /// How fast the guest wrote during the last complete pass, bytes/s of whole frames, and blocks of drives that go along.
     pub dirty_rate_bytes_per_s: u64,
     /// How fast the last complete pass moved, bytes/s.
     pub link_rate_bytes_per_s: u64,

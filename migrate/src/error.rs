@@ -52,6 +52,28 @@ pub enum WireError {
         /// The run.
         run: FrameRun,
     },
+    /// Blocks of a drive that does not go along.
+    #[error("a {} message names drive {drive}, and {drives} go along", message.name())]
+    NoDrive {
+        /// BLOCKS or BLOCK_ZEROS.
+        message: Tag,
+        /// Its place in the list, from 0.
+        drive: u32,
+        /// How many there are.
+        drives: usize,
+    },
+    /// Blocks that the drive does not have.
+    #[error("a {} message names blocks {}..{} of disk \"{id}\", which has {blocks}", message.name(), run.start.0, run.end().0)]
+    OutsideDrive {
+        /// BLOCKS or BLOCK_ZEROS.
+        message: Tag,
+        /// The blocks.
+        run: FrameRun,
+        /// The drive's name.
+        id: String,
+        /// Blocks that it has.
+        blocks: u64,
+    },
     /// The two sides counted differently.
     #[error("{what} is {found} by the peer's count and {expected} by this side's")]
     Count {
@@ -206,6 +228,16 @@ pub enum Cause {
     /// A guest did not do what it was asked: the one here, or the one being built here.
     #[error("{0}")]
     Guest(#[from] GuestError),
+    /// A drive that goes along: it could not be read, or its copy not be written.
+    #[error("copying disk \"{id}\" failed: {what}: {cause}")]
+    Drive {
+        /// The drive's name.
+        id: String,
+        /// The operation.
+        what: &'static str,
+        /// The system's answer.
+        cause: io::Error,
+    },
     /// A hand-over record could not be read or made durable.
     #[error("{0}")]
     Records(#[from] RecordsError),

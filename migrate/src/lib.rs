@@ -62,4 +62,4 @@ pub use error::{Cause, GuestPlace, MemoryDigests, ReceiveError, SendError, WireE
 pub use message::{MAX_CONNECTIONS, Tag, Token, Verdict};
 pub use records::{Pending, Records, RecordsError, SourceRecord};
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus};
-pub use source::{MIN_BANDWIDTH, SendOptions, send};
+pub use source::{CopyDrives, MIN_BANDWIDTH, SendOptions, send};

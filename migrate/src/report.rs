@@ -22,10 +22,14 @@ pub struct PassReport {
     pub frames: u64,
     /// Bytes on the wire.
     pub bytes: u64,
+    /// Of drives that go along: bytes of blocks sent, with and without content.
+    #[serde(default)]
+    pub disk_bytes: u64,
     /// From its begin to its acknowledgement, ms; that of the last pass is heard after the guest's state
     /// was sent and its drives were let go of.
     pub time_ms: f64,
-    /// Whole frames that the guest wrote meanwhile, bytes/s; 0 in the last pass, when it was paused.
+    /// Whole frames, and blocks of drives that go along, that the guest wrote meanwhile, bytes/s; 0 in the last pass,
+    /// when it was paused.
     pub dirty_rate_bytes_per_s: u64,
 }
 
@@ -49,6 +53,12 @@ pub struct SendReport {
     pub zero_frames: u64,
     /// Frames sent with content, repetitions included.
     pub normal_frames: u64,
+    /// Of drives that went along: bytes of blocks sent with content, repetitions included.
+    #[serde(default)]
+    pub disk_bytes: u64,
+    /// Of drives that went along: bytes of blocks sent as zeros, repetitions included; their holes are not sent.
+    #[serde(default)]
+    pub disk_zero_bytes: u64,
     /// `transferred_bytes` over the time without setup.
     pub throughput_bytes_per_s: u64,
     /// Why precopy ended, in words.
@@ -74,6 +84,9 @@ pub struct ReceiveReport {
     pub zero_frames: u64,
     /// Frames received with content, repetitions included.
     pub normal_frames: u64,
+    /// Of drives that came along: bytes of blocks received with content, repetitions included.
+    #[serde(default)]
+    pub disk_bytes: u64,
     /// Passes, the last one included.
     pub passes: u32,
 }

@@ -265,5 +265,10 @@ impl<S: Read> Wire<S> {
 
 /// `found` came where something else should have.
 pub(crate) fn unexpected(found: &Message<'_>, expected: &'static str) -> WireError {
-    WireError::Unexpected { found: found.tag(), expected }
+    unexpected_tag(found.tag(), expected)
+}
+
+/// As [`unexpected`], of a message by its tag.
+pub(crate) fn unexpected_tag(found: Tag, expected: &'static str) -> WireError {
+    WireError::Unexpected { found, expected }
 }

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use checkpoint::Guest;
 use checkpoint::testing::MemoryConfig;
-use common::{Host, Plan, Proxy, Sender, quick_send, tag};
+use common::{Disked, DiskedFactory, Host, Plan, Proxy, Sender, quick_send, tag};
 use dirty_tracker::PAGE_SIZE;
-use migrate::{Compression, StreamSummary, inspect};
+use migrate::{Compression, CopyDrives, SendOptions, StreamSummary, inspect};
 use vm_memory::{Bytes, GuestAddress};
 
 const V1: &[u8] = include_bytes!("golden/stream-v1.bin");
@@ -21,6 +21,8 @@ const V1_FRAMES: &[u8] = include_bytes!("golden/stream-v1-frames.bin");
 /// Of the same version, with PACKED by LZ4 and by Zstandard.
 const V1_LZ4: &[u8] = include_bytes!("golden/stream-v1-lz4.bin");
 const V1_ZSTD: &[u8] = include_bytes!("golden/stream-v1-zstd.bin");
+/// Of the same version, with drives.
+const V1_DRIVES: &[u8] = include_bytes!("golden/stream-v1-drives.bin");
 
 #[test]
 fn version_1_is_read() {
@@ -33,6 +35,9 @@ fn version_1_is_read() {
         passes,
         normal_frames,
         zero_frames,
+        drives,
+        normal_blocks,
+        zero_blocks,
         content_crc,
         sections,
         state_digest,
@@ -48,6 +53,7 @@ fn version_1_is_read() {
     assert_eq!((content_crc, state_digest), (CONTENT_CRC, STATE_DIGEST));
     assert_eq!((sections, was_running, committed), (1, true, true));
     assert_eq!(late_bytes, 0, "from before there was LATE");
+    assert_eq!((drives, normal_blocks, zero_blocks), (0, 0, 0), "and drives");
 }
 
 #[test]
@@ -57,6 +63,16 @@ fn version_1_with_late_frames_is_read() {
     assert_eq!((summary.passes, summary.normal_frames, summary.zero_frames), (2, 7, 2));
     assert_eq!((summary.content_crc, summary.state_digest), (0x301b_08bc, 0x89d5_a8ba));
     assert_eq!((summary.late_bytes, summary.committed), (8, true));
+}
+
+#[test]
+fn version_1_with_drives_is_read() {
+    let summary = inspect(V1_DRIVES).unwrap();
+    assert_eq!(summary.vm_id.to_string(), "27cb0f8e-4be7-4ec2-94a2-8ab77e7b4b8b");
+    assert_eq!((summary.passes, summary.normal_frames), (2, 1));
+    let drives = (summary.drives, summary.normal_blocks, summary.zero_blocks);
+    assert_eq!(drives, (2, 12, 1));
+    assert_eq!((summary.content_crc, summary.committed), (0x4d4e_db93, true));
 }
 
 #[test]
@@ -75,7 +91,7 @@ fn version_1_with_frames_and_packed_contents_is_read() {
 /// Of FRAMES, whose content has no checksum, by the summary alone.
 #[test]
 fn every_flipped_byte_is_noticed() {
-    [V1, V1_LATE, V1_FRAMES, V1_LZ4, V1_ZSTD].into_iter().for_each(every_flip_of);
+    [V1, V1_LATE, V1_FRAMES, V1_LZ4, V1_ZSTD, V1_DRIVES].into_iter().for_each(every_flip_of);
 }
 
 fn every_flip_of(stream: &[u8]) {
@@ -95,13 +111,40 @@ fn every_flip_of(stream: &[u8]) {
 
 #[test]
 fn every_truncation_is_noticed() {
-    for stream in [V1, V1_LATE, V1_LZ4, V1_ZSTD] {
+    for stream in [V1, V1_LATE, V1_LZ4, V1_ZSTD, V1_DRIVES] {
         let whole = inspect(stream).unwrap();
         let ended = stream.len() - 24 - 16;
         for length in 0..ended {
             assert!(!inspect(&stream[..length]).is_ok_and(|s| s == whole), "{length} bytes");
         }
     }
+}
+
+/// Records a stream of a guest whose drives go along; see below.
+#[test]
+#[ignore = "writes a golden file"]
+fn record_a_stream_with_drives() {
+    if std::env::var_os("GOLDEN").is_none_or(|v| v != "record") {
+        return;
+    }
+    let (host, dir) = (Host::new(), tempfile::tempdir().unwrap());
+    let guest = Disked::start(host.start(MemoryConfig::still()), dir.path(), &[20992, 1536], 7);
+    guest.ram().write_slice(&[0xa5; PAGE_SIZE as usize], GuestAddress(PAGE_SIZE)).unwrap();
+    let copies = tempfile::tempdir().unwrap();
+    let there = host.receiver_of(DiskedFactory::new(&host, copies.path()));
+    let recorded = Arc::new(Mutex::new(Vec::new()));
+    let nap = || std::thread::sleep(Duration::from_millis(150));
+    let plan = Plan::record(&recorded).before_from_source(tag("PASS_END"), nap);
+    let proxy = Proxy::start(&there.to, plan);
+    let options = SendOptions { copy_drives: CopyDrives::All, ..quick_send(&host) };
+    Sender::start(&guest, &proxy.to, &options).result().unwrap();
+    there.guest();
+    (0..2).for_each(|i| guest.compare(i, &copies.path().join(format!("disk{i}"))));
+    std::thread::sleep(Duration::from_millis(100));
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/stream-v1-drives.bin");
+    let bytes = recorded.lock().unwrap().clone();
+    std::fs::write(path, &bytes).unwrap();
+    println!("{:#x?}", inspect(&bytes[..]));
 }
 
 /// Records streams of this version. Run it when the version changes, and keep the old files:

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use checkpoint::{GuestError, GuestFactory, VmId};
+use checkpoint::{DriveHead, GuestError, GuestFactory, VmId, WithCopies};
 
 use crate::config::{Backend, HostConfig, MachineConfig};
+use crate::devices::make_copies;
 use crate::machine::{Machine, MachineError};
 use crate::threads::ThreadMachine;
 use crate::vm::{SharedVm, Vm};
@@ -52,10 +53,22 @@ impl GuestFactory for Factory {
     type Guest = dyn Vm;
 
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<dyn Vm>, GuestError> {
-        let config = MachineConfig::decode(config)?.on_host(&self.host)?;
-        Ok(match config.backend {
-            Backend::Kvm => Machine::empty(vm_id, config, &self.host)?,
-            Backend::Threads => ThreadMachine::new(vm_id, config, &self.host)?,
-        })
+        self.create_with_copies(vm_id, config, &[]).map(|(vm, _)| vm)
+    }
+
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<dyn Vm>, GuestError> {
+        let host = self.host.with_copies_of(drives);
+        let config = MachineConfig::decode(config)?.on_host(&host)?;
+        let copies = make_copies(vm_id, &config, drives)?;
+        let vm: SharedVm = match config.backend {
+            Backend::Kvm => Machine::empty(vm_id, config, &host)?,
+            Backend::Threads => ThreadMachine::new(vm_id, config, &host)?,
+        };
+        Ok((vm, copies))
     }
 }

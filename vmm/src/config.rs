@@ -12,6 +12,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use checkpoint::DriveHead;
 use dirty_tracker::TrackingMode;
 use serde::{Deserialize, Serialize};
 
@@ -112,6 +113,14 @@ pub struct MachineConfig {
     pub devices: Vec<DeviceConfig>,
 }
 
+impl HostConfig {
+    /// This host as it is for a guest whose `drives` come along.
+    pub(crate) fn with_copies_of(&self, drives: &[DriveHead]) -> Self {
+        let copied = drives.iter().map(|drive| drive.id.clone()).collect();
+        Self { copied, ..self.clone() }
+    }
+}
+
 impl MachineConfig {
     /// The same machine with this host's files, taps and sockets; the error is a sentence. Its disks keep their
     /// identities where they are to be the same ones.
@@ -165,8 +174,10 @@ pub struct HostConfig {
     /// They are expected to be others than the guest had, as after a restore. Else one that is known to be another disk than
     /// the guest's is refused.
     pub disks_are_copies: bool,
-    /// Likewise for its network interfaces.
+    /// As `disks`, for its network interfaces.
     pub nets: Vec<NetSpec>,
     /// Likewise for its vsock.
     pub vsock: Option<VsockSpec>,
+    /// Of a guest that comes: the names of the disks that come along, into files that are made here.
+    pub copied: Vec<String>,
 }

@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use checkpoint::Guest;
+use checkpoint::{DriveCopy, DriveHead, Guest};
 use dirty_tracker::PAGE_SIZE;
 
 use super::Whole;
 use super::ahead;
+use super::drives::Arriving;
 use super::inbound::{Inbound, Step};
 use super::placing::Placing;
 use super::shares::Shares;
@@ -44,8 +45,13 @@ impl Pace {
     /// `moved` bytes have come in all.
     fn note(&mut self, moved: u64) {
         if moved - self.before >= MIN_PROGRESS {
-            (self.until, self.before) = (Instant::now() + self.window, moved);
+            self.renew(moved);
         }
+    }
+
+    /// A new window begins, with `moved` bytes that have come in all.
+    fn renew(&mut self, moved: u64) {
+        (self.until, self.before) = (Instant::now() + self.window, moved);
     }
 
     /// What silence until now means: at the window's end, that the source was too slow.
@@ -63,6 +69,7 @@ pub(super) struct Assembly<'g, G: Guest + ?Sized> {
     guest: &'g G,
     inbound: Inbound,
     shares: Shares,
+    drives: Arriving<'g>,
 }
 
 /// What the first connection's thread needs besides the connection.
@@ -76,13 +83,23 @@ pub(super) struct Reading<'r> {
 }
 
 impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
-    pub(super) fn new(guest: &'g G) -> Self {
-        let inbound = Inbound::new(guest.layout().clone());
-        Self { guest, inbound, shares: Shares::new() }
+    /// `drives` come along, into `copies`.
+    pub(super) fn new(
+        guest: &'g G,
+        drives: &'g [DriveHead],
+        copies: &'g [Box<dyn DriveCopy>],
+    ) -> Self {
+        let inbound = Inbound::new(guest.layout().clone(), drives.to_vec());
+        let drives = Arriving::new(copies, drives);
+        Self { guest, inbound, shares: Shares::new(), drives }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
-    pub(super) fn run(self, wire: &mut Wire<Link>, reading: Reading<'_>) -> Result<Whole, Cause> {
+    pub(super) fn run(
+        mut self,
+        wire: &mut Wire<Link>,
+        reading: Reading<'_>,
+    ) -> Result<Whole, Cause> {
         let (ahead, preparer) = ahead::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
@@ -93,6 +110,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
             if let Err(e) = thread.spawn_scoped(scope, move || preparer.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
+            self.drives.start(scope)?;
             self.receive(scope, wire, reading, &placing, over)
         })
     }
@@ -166,9 +184,14 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                         self.shares.add(scope, share, layout, placing, patience)?;
                     }
                 }
+                Step::Drive(step) => self.drives.take(step)?,
                 Step::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
                     placing.end_expecting();
+                    // The source does not pay for the time that this host's disks take.
+                    if self.drives.settle()? {
+                        pace.renew(self.moved_bytes());
+                    }
                     self.shares.acknowledge();
                     wire.send(&Message::PassAck { pass, counts })?;
                     let received = wire.received_bytes() + self.shares.received_bytes();
@@ -182,7 +205,15 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     wire.stream_mut().set_deadline(None);
                     let (totals, passes) = (self.inbound.totals(), self.inbound.passes());
                     let received_bytes = self.shares.received_bytes();
-                    return Ok(Whole { sections, was_running, totals, passes, received_bytes });
+                    let drive_totals = self.inbound.drive_totals();
+                    return Ok(Whole {
+                        sections,
+                        was_running,
+                        totals,
+                        drive_totals,
+                        passes,
+                        received_bytes,
+                    });
                 }
             }
             pace.note(self.moved_bytes());

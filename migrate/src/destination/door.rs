@@ -13,6 +13,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use checkpoint::DriveHead;
 use checkpoint::format::{FormatError, Header};
 use dirty_tracker::Layout;
 use socket2::SockRef;
@@ -21,7 +22,7 @@ use super::ledger::Ledger;
 use crate::control::{ReceiveControl, Stop};
 use crate::error::WireError;
 use crate::link::{Link, SLICE};
-use crate::message::{FEATURES, Message, Purpose, Tag, Token, Verdict};
+use crate::message::{DriveMessage, FEATURES, Message, Purpose, Tag, Token, Verdict};
 use crate::wire::{Wire, unexpected};
 
 /// Callers heard at once; more are turned away without a word.
@@ -47,9 +48,18 @@ pub(super) struct Caller {
     pub(super) wire: Wire<Link>,
     pub(super) header: Header,
     pub(super) token: Token,
+    pub(super) drives: Vec<DriveHead>,
     pub(super) layout: Layout,
     pub(super) config: Vec<u8>,
     pub(super) came: Instant,
+}
+
+/// What a source says of its guest.
+struct Described {
+    token: Token,
+    drives: Vec<DriveHead>,
+    layout: Layout,
+    config: Vec<u8>,
 }
 
 /// Answers QUERY in the background; dropping it closes the listener.
@@ -237,15 +247,16 @@ impl Porter {
                 Err(e) => self.refused(&peer, &format!("{reason}; {e}")),
             };
         }
-        let (token, layout, config) = match self.configuration(&mut wire) {
-            Ok(configuration) => configuration,
+        let described = match self.configuration(&mut wire) {
+            Ok(described) => described,
             Err(e) if e.is_loss() => return self.left(peer, e),
             Err(e) => return refuse(wire, &e.to_string()),
         };
         match self.ledger.claim(header.vm_id()) {
             Ok(()) => {
                 wire.stream_mut().set_deadline(None);
-                let caller = Caller { wire, header, token, layout, config, came };
+                let Described { token, drives, layout, config } = described;
+                let caller = Caller { wire, header, token, drives, layout, config, came };
                 if self.callers.send(Knock::Source(Box::new(caller))).is_err() {
                     self.ledger.vacate();
                 }
@@ -255,12 +266,18 @@ impl Porter {
     }
 
     /// Answers a source's HELLO and hears the guest that it has.
-    fn configuration(&self, wire: &mut Wire<Link>) -> Result<(Token, Layout, Vec<u8>), WireError> {
+    fn configuration(&self, wire: &mut Wire<Link>) -> Result<Described, WireError> {
         self.say_hello(wire)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
-        match wire.recv()? {
-            Message::Config { token, layout, config } => Ok((token, layout, config.to_vec())),
-            other => Err(unexpected(&other, "CONFIG")),
+        let mut drives = Vec::new();
+        loop {
+            match wire.recv()? {
+                Message::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
+                Message::Config { token, layout, config } => {
+                    return Ok(Described { token, drives, layout, config: config.to_vec() });
+                }
+                other => return Err(unexpected(&other, "CONFIG")),
+            }
         }
     }
 

@@ -6,7 +6,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, GuestError, GuestFactory};
+use checkpoint::{DriveCopy, Guest, GuestError, GuestFactory};
+use dirty_tracker::PAGE_SIZE;
 
 use super::{Arrival, Failed, Host, Whole, door};
 use crate::error::{Cause, WireError};
@@ -26,10 +27,10 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         arrival: Arrival<F::Guest>,
         whole: Whole,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
-        let Arrival { mut wire, guest, token, came } = arrival;
+        let Arrival { mut wire, guest, drives: _, copies, token, came } = arrival;
         let (_say_prepared, _) = self.ledger.post(DestinationEvent::Restored);
         if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &whole) {
-            return Err(self.discard(&mut wire, &*guest, token, cause));
+            return Err(self.discard(&mut wire, &*guest, copies, token, cause));
         }
         let committed = Instant::now();
         let permit = match self.ledger.post(DestinationEvent::Commit) {
@@ -40,16 +41,18 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                     &*guest,
                     "it was not received: the decision to run it could not be made",
                 );
+                drop(copies);
                 let cause = fault.map_or(Cause::Discarded { reason: None }, Cause::Records);
                 return Err(self.tell(&mut wire, token, cause));
             }
         };
-        if let Err(e) = take_over(&*guest, permit, whole.was_running) {
+        if let Err(e) = take_over(&*guest, &copies, permit, whole.was_running) {
             // It never ran. What it took it lets go of before the source may have it.
             if let Err(e) = guest.release() {
                 tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
             }
             throw_away(&*guest, &format!("it was not received: {e}"));
+            drop(copies);
             let (_, fault) = self.ledger.post(DestinationEvent::NotResumed);
             if let Some(fault) = fault {
                 tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
@@ -58,6 +61,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             drop(guest);
             return Err(self.tell(&mut wire, token, e.into()));
         }
+        copies.into_iter().for_each(|copy| copy.keep());
         let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);
         let took = committed.elapsed();
         // A source that does not hear it asks, and the door answers.
@@ -72,6 +76,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             received_bytes: wire.received_bytes() + whole.received_bytes,
             zero_frames: whole.totals.zero,
             normal_frames: whole.totals.normal,
+            disk_bytes: whole.drive_totals.normal.saturating_mul(PAGE_SIZE),
             passes: whole.passes,
         };
         door::await_end(wire, self.ledger.clone(), token, END_LIMIT);
@@ -125,10 +130,12 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         &self,
         wire: &mut Wire<Link>,
         guest: &F::Guest,
+        copies: Vec<Box<dyn DriveCopy>>,
         token: Token,
         cause: Cause,
     ) -> Failed {
         throw_away(guest, &format!("it was not received: {cause}"));
+        drop(copies);
         tracing::warn!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             self.ledger.post(DestinationEvent::Aborted);
@@ -162,9 +169,14 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
 /// Takes what only one host may hold, and lets the guest run if it ran on its source.
 fn take_over<G: Guest + ?Sized>(
     guest: &G,
+    copies: &[Box<dyn DriveCopy>],
     _permit: MayRun,
     was_running: bool,
 ) -> Result<(), GuestError> {
+    for copy in copies {
+        let failed = |e| GuestError::System { what: "taking a copied disk", cause: Box::new(e) };
+        copy.yield_to_guest().map_err(failed)?;
+    }
     guest.acquire()?;
     if was_running { guest.resume() } else { Ok(()) }
 }

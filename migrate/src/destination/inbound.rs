@@ -6,7 +6,7 @@
 //!    ^                      |  ^ |                        ^ |
 //!    +------ PASS_END ------+  +-+ content, ZERO          +-+ STATE
 //! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come Between, before pass 0,
-//! VERIFY once after one. Content is PAGES, PACKED and FRAMES.
+//! VERIFY once after one. Content is PAGES, PACKED and FRAMES, and what there is of drives.
 //! ```
 //!
 //! A connection that has joined knows Between and InPass alone: it brings shares of passes.
@@ -14,9 +14,10 @@
 //! Every run is checked against the guest's layout and every count against the peer's before
 //! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
 
-use checkpoint::Section;
+use checkpoint::{DriveHead, Section};
 use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
+use super::drives::{DriveStep, InboundDrives};
 use crate::compression::Codec;
 use crate::error::WireError;
 use crate::message::{
@@ -29,6 +30,7 @@ use crate::wire::unexpected;
 #[derive(Debug)]
 pub(crate) struct Inbound {
     layout: Layout,
+    drives: InboundDrives,
     /// Of a connection that has joined: a pass may have fewer frames here than it has in all.
     shares: bool,
     /// A digest was asked for, which costs time: once is enough.
@@ -39,7 +41,7 @@ pub(crate) struct Inbound {
     /// Frames and runs that pass 0 is said to bring.
     expected: u64,
     expected_runs: usize,
-    /// Passes begun that announced no frame.
+    /// Passes that had neither a frame nor a block.
     empty_passes: u32,
     totals: Counts,
     sections: Vec<Section>,
@@ -78,6 +80,8 @@ pub(crate) enum Step<'a> {
     Prepare { runs: Runs<'a> },
     /// So many connections have joined.
     Join { joined: u32 },
+    /// About a drive that comes along.
+    Drive(DriveStep<'a>),
     /// Everything of the pass is in place: say so.
     Ack { pass: u32, counts: Counts },
     /// Everything has come.
@@ -85,10 +89,12 @@ pub(crate) enum Step<'a> {
 }
 
 impl Inbound {
-    pub(crate) fn new(layout: Layout) -> Self {
+    /// `drives` come along.
+    pub(crate) fn new(layout: Layout, drives: Vec<DriveHead>) -> Self {
         let (stage, totals, sections) = (Stage::Between, Counts::default(), Vec::new());
         Self {
             layout,
+            drives: InboundDrives::new(drives),
             shares: false,
             verified: false,
             stage,
@@ -104,7 +110,7 @@ impl Inbound {
 
     /// For a connection that has joined.
     pub(crate) fn shares(layout: Layout) -> Self {
-        Self { shares: true, ..Self::new(layout) }
+        Self { shares: true, ..Self::new(layout, Vec::new()) }
     }
 
     /// Whether a pass is under way.
@@ -138,7 +144,12 @@ impl Inbound {
         self.totals
     }
 
-    /// Bytes of memory, zero frames included, and of state that have come so far.
+    /// Blocks of drives of all completed passes.
+    pub(crate) fn drive_totals(&self) -> Counts {
+        self.drives.totals()
+    }
+
+    /// Bytes of memory and drives, zeros included, and of state that have come so far.
     pub(crate) fn moved_bytes(&self) -> u64 {
         let pass = match self.stage {
             Stage::InPass { counts, .. } => counts,
@@ -146,7 +157,8 @@ impl Inbound {
         };
         let frames = [self.totals, pass].iter().map(|c| c.normal + c.zero).sum::<u64>();
         // A pass has at most as many frames as memory, and there are few passes.
-        frames.saturating_mul(PAGE_SIZE).saturating_add(self.state_bytes)
+        let rest = self.state_bytes.saturating_add(self.drives.moved_bytes());
+        frames.saturating_mul(PAGE_SIZE).saturating_add(rest)
     }
 
     /// Takes the next message.
@@ -156,8 +168,9 @@ impl Inbound {
             (Stage::Between, Message::PassBegin { pass, frames }) => {
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
-                self.empty_passes += u32::from(frames == 0);
-                at_most("empty passes", self.empty_passes.into(), MAX_EMPTY_PASSES.into())?;
+                if self.drives.are_none() {
+                    self.note_pass(frames)?;
+                }
                 if frames > self.layout.frames() {
                     let (found, expected) = (frames, self.layout.frames());
                     let what = "the most frames that a pass can have";
@@ -202,12 +215,19 @@ impl Inbound {
                 counts.zero += checked(&self.layout, Tag::Zero, runs.iter(), left)?;
                 Ok(Step::Zero { runs })
             }
+            (Stage::InPass { .. }, Message::Drive(message)) => {
+                Ok(Step::Drive(self.drives.on(self.passes, message)?))
+            }
             (
                 Stage::InPass { frames, counts, others },
                 Message::PassEnd { pass, counts: theirs },
             ) => {
                 let (frames, mut counts) = (*frames, *counts);
                 counts += *others;
+                let blocks = self.drives.end_pass()?;
+                if !self.drives.are_none() {
+                    self.note_pass(frames.saturating_add(blocks))?;
+                }
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 same("the pass's frames with content", theirs.normal, counts.normal)?;
                 same("the pass's zero frames", theirs.zero, counts.zero)?;
@@ -240,6 +260,12 @@ impl Inbound {
             }
             (stage, other) => Err(unexpected(&other, stage.expects())),
         }
+    }
+
+    /// Few passes may bring nothing.
+    fn note_pass(&mut self, pieces: u64) -> Result<(), WireError> {
+        self.empty_passes += u32::from(pieces == 0);
+        at_most("empty passes", self.empty_passes.into(), MAX_EMPTY_PASSES.into())
     }
 }
 
@@ -300,7 +326,7 @@ mod tests {
 
     fn inbound() -> Inbound {
         let slot = Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES };
-        Inbound::new(Layout::new([slot]).unwrap())
+        Inbound::new(Layout::new([slot]).unwrap(), Vec::new())
     }
 
     /// One whole pass of `frames` zero frames.

@@ -4,10 +4,11 @@ use std::io::Read;
 
 use checkpoint::VmId;
 
+use super::drives::DriveStep;
 use super::inbound::{Inbound, Step};
 use crate::compression::Unpacker;
 use crate::error::{Cause, WireError};
-use crate::message::{Message, StateDigest, Token};
+use crate::message::{DriveMessage, Message, StateDigest, Token};
 use crate::wire::{Wire, unexpected};
 
 /// A source's side of a migration, checked from header to state.
@@ -29,6 +30,12 @@ pub struct StreamSummary {
     pub normal_frames: u64,
     /// Frames of zeros.
     pub zero_frames: u64,
+    /// Drives that go along.
+    pub drives: usize,
+    /// Their blocks with content.
+    pub normal_blocks: u64,
+    /// Their blocks of zeros; holes are in no stream.
+    pub zero_blocks: u64,
     /// CRC32C of all content, in the order in which it came.
     pub content_crc: u32,
     /// State sections.
@@ -54,21 +61,28 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         Message::Hello { version, .. } => version.to_owned(),
         other => return Err(unexpected(&other, "HELLO")),
     };
-    let (token, layout, config_bytes) = match wire.recv()? {
-        Message::Config { token, layout, config } => (token, layout, config.len() as u64),
-        other => return Err(unexpected(&other, "CONFIG")),
+    let mut drives = Vec::new();
+    let (token, layout, config_bytes) = loop {
+        match wire.recv()? {
+            Message::Drive(DriveMessage::Drives(heads)) if drives.is_empty() => drives = heads,
+            Message::Config { token, layout, config } => {
+                break (token, layout, config.len() as u64);
+            }
+            other => return Err(unexpected(&other, "CONFIG")),
+        }
     };
     let (found, expected) = (header.layout_hash().into(), layout.hash().into());
     if found != expected {
         return Err(WireError::Count { what: "the layout's hash", found, expected });
     }
     let memory_frames = layout.frames();
-    let mut inbound = Inbound::new(layout);
+    let drive_count = drives.len();
+    let mut inbound = Inbound::new(layout, drives);
     let mut content_crc = 0;
     let mut unpacker = Unpacker::new();
     let (sections, was_running) = loop {
         match inbound.on(wire.recv()?)? {
-            Step::Place { contents, .. } => {
+            Step::Place { contents, .. } | Step::Drive(DriveStep::Place { contents, .. }) => {
                 content_crc = crc32c::crc32c_append(content_crc, contents);
             }
             Step::Unpack { codec, runs, packed } => {
@@ -88,10 +102,11 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
             | Step::Prepare { .. }
             | Step::Join { .. }
             | Step::Digest
+            | Step::Drive(_)
             | Step::Ack { .. } => {}
         }
     };
-    let totals = inbound.totals();
+    let (totals, blocks) = (inbound.totals(), inbound.drive_totals());
     // A stream may well end here: COMMIT is said only to a destination that is prepared.
     let mut late = None;
     let committed = loop {
@@ -110,6 +125,9 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         passes: inbound.passes(),
         normal_frames: totals.normal,
         zero_frames: totals.zero,
+        drives: drive_count,
+        normal_blocks: blocks.normal,
+        zero_blocks: blocks.zero,
         content_crc,
         sections: sections.len() as u32,
         state_digest: StateDigest::of(&sections),

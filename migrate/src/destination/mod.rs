@@ -6,6 +6,7 @@
 mod ahead;
 mod assembly;
 mod door;
+mod drives;
 mod hand_over;
 mod inbound;
 mod inspect;
@@ -20,7 +21,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use checkpoint::format::Header;
-use checkpoint::{Clock, Guest, GuestFactory, Section};
+use checkpoint::{Clock, DriveCopy, DriveHead, Guest, GuestFactory, Section, WithCopies};
 use dirty_tracker::Layout;
 
 use crate::control::{Phase, ReceiveControl};
@@ -152,6 +153,10 @@ struct Host<'a, F: GuestFactory + ?Sized> {
 struct Arrival<G: Guest + ?Sized> {
     wire: Wire<Link>,
     guest: Arc<G>,
+    /// The drives that come along.
+    drives: Vec<DriveHead>,
+    /// Their copies, which go with this unless they are kept.
+    copies: Vec<Box<dyn DriveCopy>>,
     token: Token,
     came: Instant,
 }
@@ -161,6 +166,8 @@ struct Whole {
     sections: Vec<Section>,
     was_running: bool,
     totals: Counts,
+    /// Of drives that came along.
+    drive_totals: Counts,
     passes: u32,
     /// Over connections that have joined.
     received_bytes: u64,
@@ -230,10 +237,12 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
 
     /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone.
     fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
-        let Caller { mut wire, header, token, layout, config, came } = caller;
+        let Caller { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
-        let cause = match self.build(&mut wire, &header, token, &layout, &config) {
-            Ok(guest) => return Ok(Some(Arrival { wire, guest, token, came })),
+        let cause = match self.build(&mut wire, &header, token, &layout, &config, &drives) {
+            Ok((guest, copies)) => {
+                return Ok(Some(Arrival { wire, guest, drives, copies, token, came }));
+            }
             Err(cause) => cause,
         };
         let peer = wire.stream().peer();
@@ -259,10 +268,11 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         token: Token,
         layout: &Layout,
         config: &[u8],
-    ) -> Result<Arc<F::Guest>, Cause> {
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<F::Guest>, Cause> {
         let vm_id = header.vm_id();
         differs("the layout's hash", layout.hash(), header.layout_hash())?;
-        let guest = self.factory.create(vm_id, config)?;
+        let (guest, copies) = self.factory.create_with_copies(vm_id, config, drives)?;
         let ready = differs(
             "the memory layout of the guest built here",
             guest.layout().hash(),
@@ -273,7 +283,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
         });
         match ready {
-            Ok(()) => Ok(guest),
+            Ok(()) => Ok((guest, copies)),
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
                 Err(cause)
@@ -283,14 +293,14 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
 
     /// Receives memory, pass by pass, and the state.
     fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, Failed> {
-        let Arrival { wire, guest, .. } = arrival;
+        let Arrival { wire, guest, drives, copies, .. } = arrival;
         let reading = Reading {
             control: self.control,
             pace: Pace::begin(self.options.pace_window),
             patience: self.options.patience,
             joined: &|count| self.joined(count),
         };
-        let received = Assembly::new(&**guest).run(wire, reading);
+        let received = Assembly::new(&**guest, drives, copies).run(wire, reading);
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 
@@ -331,6 +341,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
         hand_over::throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
+        arrival.copies.clear();
         let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
         if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             arrival.wire.abort(Tag::Abort, &cause.to_string());

@@ -220,7 +220,11 @@ impl<G: Guest + ?Sized> Share<'_, G> {
                     let _ = self.to.send(Done { pass, counts });
                 }
                 // `Inbound` lets none of them through here.
-                Step::Prepare { .. } | Step::Join { .. } | Step::Digest | Step::Complete { .. } => {
+                Step::Prepare { .. }
+                | Step::Join { .. }
+                | Step::Drive(_)
+                | Step::Digest
+                | Step::Complete { .. } => {
                     return Ok(());
                 }
             }

@@ -15,8 +15,10 @@ use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 use crate::compression::Codec;
 use crate::error::WireError;
 
+mod drives;
 mod raw;
 
+pub(crate) use drives::{DriveMessage, MAX_DRIVES, blocks_head};
 use raw::*;
 pub(crate) use raw::{RawRun, packed_head, runs_head, section_head};
 
@@ -46,9 +48,11 @@ pub(crate) const PACKED_CONTENTS: u64 = 2;
 pub(crate) const MEMORY_DIGEST: u64 = 4;
 /// A feature bit of HELLO: long runs may come as FRAMES.
 pub(crate) const DIRECT_FRAMES: u64 = 8;
+/// A feature bit of HELLO: a destination that makes copies of drives, by DRIVES and what follows from it.
+pub(crate) const COPIES_DRIVES: u64 = 16;
 /// Feature bits of HELLO that this program offers.
 pub(crate) const FEATURES: u64 =
-    SEVERAL_CONNECTIONS | PACKED_CONTENTS | MEMORY_DIGEST | DIRECT_FRAMES;
+    SEVERAL_CONNECTIONS | PACKED_CONTENTS | MEMORY_DIGEST | DIRECT_FRAMES | COPIES_DRIVES;
 
 /// Names a message on the wire. Tags are never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -100,6 +104,14 @@ pub enum Tag {
     Packed = 22,
     /// Source, on a connection that joins a migration: which.
     Join = 23,
+    /// Source, before CONFIG: the drives that go along.
+    Drives = 24,
+    /// Source: blocks of a drive, with content.
+    Blocks = 25,
+    /// Source: blocks of a drive, of zeros.
+    BlockZeros = 26,
+    /// Source: the drives' part of a pass ends.
+    BlocksEnd = 27,
     /// Source: how many connections have joined.
     Connections = 28,
     /// Source: say what memory you have.
@@ -109,7 +121,7 @@ pub enum Tag {
 }
 
 impl Tag {
-    const ALL: [Tag; 26] = [
+    const ALL: [Tag; 30] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -136,6 +148,10 @@ impl Tag {
         Tag::Packed,
         Tag::Verify,
         Tag::Digest,
+        Tag::Drives,
+        Tag::Blocks,
+        Tag::BlockZeros,
+        Tag::BlocksEnd,
     ];
 
     /// The tag with this number, if it is one of this version's.
@@ -172,6 +188,10 @@ impl Tag {
             Self::Packed => "PACKED",
             Self::Verify => "VERIFY",
             Self::Digest => "DIGEST",
+            Self::Drives => "DRIVES",
+            Self::Blocks => "BLOCKS",
+            Self::BlockZeros => "BLOCK_ZEROS",
+            Self::BlocksEnd => "BLOCKS_END",
         }
     }
 
@@ -183,10 +203,13 @@ impl Tag {
             Self::Config => 24 + MAX_SLOTS * 24 + MAX_CONFIG,
             Self::Ready => 16,
             Self::PassBegin => 16,
-            Self::Pages | Self::Packed => 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32),
-            Self::Zero => 8 + MAX_ZERO_RUNS * 16,
+            Self::Pages | Self::Packed | Self::Blocks => {
+                8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32)
+            }
+            Self::Zero | Self::BlockZeros => 8 + MAX_ZERO_RUNS * 16,
             Self::Expect => 8 + MAX_EXPECTED_RUNS * 16,
-            Self::PassEnd | Self::PassAck => 24,
+            Self::PassEnd | Self::PassAck | Self::BlocksEnd => 24,
+            Self::Drives => drives::MAX_DRIVES_BYTES,
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
             Self::Late => MAX_LATE as u32,
@@ -349,6 +372,7 @@ pub(crate) enum Message<'a> {
     },
     Prepared(PreparedSays),
     Late(&'a [u8]),
+    Drive(DriveMessage<'a>),
     Commit {
         token: Token,
     },
@@ -535,6 +559,9 @@ impl<'a> Message<'a> {
                 })
             }
             Tag::Late => Self::Late(bytes),
+            Tag::Drives | Tag::Blocks | Tag::BlockZeros | Tag::BlocksEnd => {
+                Self::Drive(DriveMessage::parse(tag, bytes)?)
+            }
             Tag::Commit => Self::Commit { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::Join => Self::Join { token: token(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::Connections => {
@@ -598,6 +625,7 @@ impl<'a> Message<'a> {
             Self::StateEnd { .. } => Tag::StateEnd,
             Self::Prepared(_) => Tag::Prepared,
             Self::Late(_) => Tag::Late,
+            Self::Drive(message) => message.tag(),
             Self::Commit { .. } => Tag::Commit,
             Self::Running { .. } => Tag::Running,
             Self::Query { .. } => Tag::Query,

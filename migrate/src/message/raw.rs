@@ -77,8 +77,8 @@ pub(super) struct RawCounts {
 #[repr(C)]
 pub(crate) struct RawRuns {
     pub(super) runs: U32,
-    /// 0, but of PACKED the codec.
-    codec: U32,
+    /// 0, but of PACKED the codec, and of blocks their drive.
+    pub(super) of: U32,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -116,6 +116,11 @@ pub(super) struct RawTokenAnd {
 }
 
 impl RawCounts {
+    pub(super) fn new(number: u32, flag: bool, c: &Counts) -> Self {
+        let (normal, zero) = (c.normal.into(), c.zero.into());
+        Self { number: number.into(), flag: u32::from(flag).into(), normal, zero }
+    }
+
     pub(super) fn counts(&self) -> Counts {
         Counts { normal: self.normal.get(), zero: self.zero.get() }
     }
@@ -126,10 +131,7 @@ impl Message<'_> {
     /// here they only serve tests and tools.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let counted = |number: u32, flag: bool, c: &Counts| {
-            let (normal, zero) = (c.normal.into(), c.zero.into());
-            let raw =
-                RawCounts { number: number.into(), flag: u32::from(flag).into(), normal, zero };
-            raw.as_bytes().to_vec()
+            RawCounts::new(number, flag, c).as_bytes().to_vec()
         };
         match self {
             Self::Hello { purpose, features, version } => {
@@ -173,6 +175,7 @@ impl Message<'_> {
             .as_bytes()
             .to_vec(),
             Self::Late(bytes) => bytes.to_vec(),
+            Self::Drive(message) => message.to_bytes(),
             Self::Packed { codec, runs, packed } => {
                 [packed_head(runs.0.len(), *codec).as_bytes(), runs.0.as_bytes(), packed].concat()
             }
@@ -212,12 +215,12 @@ fn config_bytes(token: Token, layout: &Layout, config: &[u8]) -> Vec<u8> {
 
 /// What stands before a table of `runs` runs.
 pub(crate) fn runs_head(runs: usize) -> RawRuns {
-    RawRuns { runs: (runs as u32).into(), codec: 0.into() }
+    RawRuns { runs: (runs as u32).into(), of: 0.into() }
 }
 
 /// What stands before the table of runs in PACKED.
 pub(crate) fn packed_head(runs: usize, codec: Codec) -> RawRuns {
-    RawRuns { codec: u32::from(codec as u8).into(), ..runs_head(runs) }
+    RawRuns { of: u32::from(codec as u8).into(), ..runs_head(runs) }
 }
 
 /// What stands before a section's bytes in STATE.

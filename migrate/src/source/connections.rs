@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use checkpoint::GuestRam;
 use dirty_tracker::{FrameRun, PAGE_SIZE};
 
+use super::drives::Drives;
 use super::pacer::Pacer;
 use super::passes::{Limit, PassSender};
 use crate::compression::{Compression, Packer};
@@ -55,10 +56,11 @@ pub(super) struct PassDone {
 }
 
 impl PassDone {
-    /// What it says about the link, of a guest that has `dirtied` so many frames meanwhile. Bytes are those of contents where
-    /// these were made smaller: the next pass's will be, too.
-    pub(super) fn measured(&self, dirtied: u64) -> Measured {
-        let contents = self.counts.normal.saturating_mul(PAGE_SIZE);
+    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks meanwhile; besides frames the
+    /// pass had `blocks` of drives. Bytes are those of contents where these were made smaller: the next pass's will be,
+    /// too.
+    pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
+        let contents = (self.counts.normal + blocks.normal).saturating_mul(PAGE_SIZE);
         Measured { bytes: self.bytes.max(contents), time: self.time, dirtied }
     }
 }
@@ -111,14 +113,16 @@ impl<'a> Passes<'a> {
         self.shares.iter().map(|share| share.wire.sent_bytes()).sum()
     }
 
-    /// Sends `runs`, of `frames` frames in all, as pass number `pass`; the destination's word that it has all of it is left to
-    /// be waited for. Fails with `late` if `deadline` passes first. On an error the destination may have any part of it.
+    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the destination's word that
+    /// it has all of it is left to be waited for. Fails with `late` if `deadline` passes first. On an error the destination
+    /// may have any part of it.
     pub(super) fn begin(
         &mut self,
         wire: &mut Wire<Link>,
         pass: u32,
         runs: impl Iterator<Item = FrameRun> + Send,
         frames: u64,
+        drives: &mut Drives,
         deadline: Limit<'_>,
     ) -> Result<PassSent, Cause> {
         let begun = Instant::now();
@@ -131,6 +135,10 @@ impl<'a> Passes<'a> {
             true => self.first.share(wire, || chunks.next(), deadline)?,
             false => self.all(wire, (pass, frames), chunks, deadline)?,
         };
+        let (first, control) = (&mut self.first, self.control);
+        drives.send(wire, pass, control, deadline, |wire, before| {
+            first.after_message(wire, before)
+        })?;
         wire.send(&Message::PassEnd { pass, counts })?;
         self.totals += counts;
         let bytes = wire.sent_bytes() + self.shared_bytes() - before;

@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use checkpoint::Guest;
+use dirty_tracker::PAGE_SIZE;
 
 use super::hold::Sealed;
 use super::{Failed, Job, Peer, Ready, Tale};
@@ -267,6 +268,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             transferred_bytes,
             zero_frames: tale.totals.zero,
             normal_frames: tale.totals.normal,
+            disk_bytes: tale.drive_totals.normal.saturating_mul(PAGE_SIZE),
+            disk_zero_bytes: tale.drive_totals.zero.saturating_mul(PAGE_SIZE),
             throughput_bytes_per_s: per_second(transferred_bytes, total.saturating_sub(tale.setup)),
             converged: tale.reason.to_string(),
             passes: tale.passes,

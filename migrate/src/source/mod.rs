@@ -5,6 +5,7 @@
 //! only the state machine's permits decide (see `handover`).
 
 mod connections;
+mod drives;
 mod expect;
 mod hand_over;
 mod hold;
@@ -16,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, MAX_LATE, RunState, Section};
+use checkpoint::{Guest, GuestDrive, MAX_LATE, RunState, Section};
 use dirty_tracker::{PAGE_SIZE, Subscription};
 use uuid::Uuid;
 
@@ -29,14 +30,16 @@ use crate::digest::allowance;
 use crate::error::{Cause, GuestPlace, MemoryDigests, SendError, WireError};
 use crate::link::Link;
 use crate::message::{
-    Counts, FEATURES, MAX_CONFIG, MAX_CONNECTIONS, MAX_PASSES, MAX_SECTION, MAX_SECTIONS,
-    MAX_SLOTS, MAX_STATE, MEMORY_DIGEST, Message, PACKED_CONTENTS, Purpose, SEVERAL_CONNECTIONS,
-    StateDigest, Tag, Token, section_head,
+    COPIES_DRIVES, Counts, FEATURES, MAX_CONFIG, MAX_CONNECTIONS, MAX_PASSES, MAX_SECTION,
+    MAX_SECTIONS, MAX_SLOTS, MAX_STATE, MEMORY_DIGEST, Message, PACKED_CONTENTS, Purpose,
+    SEVERAL_CONNECTIONS, StateDigest, Tag, Token, section_head,
 };
 use crate::records::{Records, StagedSource};
 use crate::report::{PassReport, SendReport, ms, per_second};
 use crate::wire::{Wire, unexpected};
 use connections::{PassDone, Passes};
+pub use drives::CopyDrives;
+use drives::Drives;
 use expect::announce;
 use hold::Held;
 use passes::{Limit, on_time};
@@ -76,6 +79,8 @@ pub struct SendOptions {
     pub compression: Compression,
     /// Whether both sides compare a digest of all memory in the pause: that costs the time to read it.
     pub verify: bool,
+    /// Drives that go along, because the destination cannot reach them. None.
+    pub copy_drives: CopyDrives,
     /// Time for a connection to be made. 10 s.
     pub connect_timeout: Duration,
     /// Time for the destination to build the machine. 30 s.
@@ -105,6 +110,7 @@ impl SendOptions {
             connections: 1,
             compression: Compression::None,
             verify: false,
+            copy_drives: CopyDrives::None,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             patience: Duration::from_secs(10),
@@ -152,7 +158,7 @@ impl<E: Into<Cause>> From<E> for Failed {
 /// be, until it answers or [`SendControl::resolve`] is called; `control.progress()` shows it.
 ///
 /// Costs one bit of memory a frame for tracking (three with `verify`), and for each connection 512 KiB of buffers, or 2 MiB
-/// with compression.
+/// with compression. Drives that go along cost a bit a block, and 512 KiB.
 pub fn send<G: Guest + ?Sized>(
     guest: &G,
     to: &str,
@@ -212,14 +218,17 @@ struct Peer<'a> {
     sender: Option<Passes<'a>>,
     /// What the destination can do, from its HELLO.
     features: u64,
+    /// That go along.
+    drives: Vec<Box<dyn GuestDrive>>,
     /// The record of this migration, from READY on, which tells the destination's site.
     staged: Option<StagedSource>,
 }
 
-/// Memory as precopy left it: what was written since is in `writes`.
+/// Memory and drives as precopy left them: what was written since is in `writes`, and in theirs.
 struct Copied {
     writes: Subscription,
     verifier: Option<Verifier>,
+    drives: Drives,
     tale: Tale,
 }
 
@@ -237,6 +246,7 @@ struct Tale {
     totals: Counts,
     /// Bytes sent over connections that have joined.
     shared_bytes: u64,
+    drive_totals: Counts,
     reason: Reason,
 }
 
@@ -299,9 +309,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // Opened now, so that a directory that cannot be used fails before the guest is paused.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
+        let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
         let limit = self.options.connect_timeout;
         let (wire, features) = self.introduce(Purpose::Move, limit, stop)?;
-        Ok(Peer { wire, records, joined: Vec::new(), sender: None, features, staged: None })
+        let joined = Vec::new();
+        Ok(Peer { wire, records, joined, sender: None, features, drives, staged: None })
     }
 
     /// A connection with introductions made; both within `limit`, and not once `stop` says so.
@@ -337,7 +349,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
         let layout = self.guest.layout().clone();
         fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
+        if !peer.drives.is_empty() && peer.features & COPIES_DRIVES == 0 {
+            return Err(Cause::NotOffered { feature: "copies of disks (--copy-disks)" }.into());
+        }
         let wire = &mut peer.wire;
+        drives::announce(wire, &peer.drives)?;
         wire.send(&Message::Config { token: self.token, layout, config: &config })?;
         // Building a machine shows no progress on the wire.
         wire.stream_mut().set_patience(self.options.setup_timeout);
@@ -428,6 +444,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let populated = self.guest.populated()?;
         let (subscribed, looked) = (ms(subscribed), ms(begun.elapsed()));
         tracing::debug!(subscribed, looked, runs = populated.len(), "ms; writes are followed");
+        let mut drives = Drives::follow(&peer.drives)?;
         let rate = self.options.max_bandwidth.map(|rate| rate.max(MIN_BANDWIDTH));
         let verifier = match self.options.verify {
             true => Some(Verifier::new(self.guest, &populated)?),
@@ -452,8 +469,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         on_time(&mut peer.wire, deadline, |wire| announce(wire, self.guest.ram(), &populated))?;
         let mut done = on_time(&mut peer.wire, deadline, |wire| {
             tracing::debug!(ms = ms(begun.elapsed()), "announced");
-            sender.begin(wire, 0, populated.iter().copied(), frames, deadline)?.await_end(wire)
+            let runs = populated.iter().copied();
+            sender.begin(wire, 0, runs, frames, &mut drives, deadline)?.await_end(wire)
         })?;
+        drives.commit();
         let mut since = begun;
         let mut disks_settled = false;
         loop {
@@ -461,12 +480,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             self.flush_disks(Duration::ZERO);
             self.guest.collect()?;
             let mut epoch = writes.drain();
+            drives.drain();
             let window = since.elapsed();
             since = Instant::now();
-            passes.push(report_of(&done, epoch.frames(), window));
-            measured.push(done.measured(epoch.frames()));
-            self.show(&measured, epoch.frames(), window);
-            let mut judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
+            let dirtied = epoch.frames() + drives.pending();
+            passes.push(report_of(&done, &drives, dirtied, window));
+            measured.push(done.measured(dirtied, drives.passed));
+            self.show(&measured, epoch.frames(), &drives, window);
+            let mut judgement = judge(&goals, &measured, dirtied, begun.elapsed());
             if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
                 disks_settled = true;
                 self.flush_disks(FLUSH_LIMIT);
@@ -474,7 +495,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 epoch.give_back();
                 self.guest.collect()?;
                 epoch = writes.drain();
-                judgement = judge(&goals, &measured, epoch.frames(), begun.elapsed());
+                drives.drain();
+                let pending = epoch.frames() + drives.pending();
+                judgement = judge(&goals, &measured, pending, begun.elapsed());
             }
             match judgement {
                 Judgement::KeepGoing => {}
@@ -484,9 +507,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 // What was drained goes back, and is drained again with what the guest still writes.
                 Judgement::SwitchOver(reason) => {
                     epoch.give_back();
+                    drives.give_back();
                     let (totals, shared_bytes) = (sender.totals, sender.shared_bytes());
-                    let tale = Tale { setup, passes, totals, shared_bytes, reason };
-                    return Ok(Copied { writes, verifier, tale });
+                    let drive_totals = drives.totals;
+                    let tale = Tale { setup, passes, totals, shared_bytes, drive_totals, reason };
+                    return Ok(Copied { writes, verifier, drives, tale });
                 }
             }
             let pass = measured.len() as u32;
@@ -495,9 +520,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             }
             // An error drops the epoch, which gives it back (I4).
             done = on_time(&mut peer.wire, deadline, |wire| {
-                sender.begin(wire, pass, epoch.runs(), epoch.frames(), deadline)?.await_end(wire)
+                let (runs, frames) = (epoch.runs(), epoch.frames());
+                sender.begin(wire, pass, runs, frames, &mut drives, deadline)?.await_end(wire)
             })?;
             epoch.commit();
+            drives.commit();
         }
     }
 
@@ -511,13 +538,15 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
     }
 
-    fn show(&self, measured: &[Measured], pending: u64, window: Duration) {
+    fn show(&self, measured: &[Measured], frames: u64, drives: &Drives, window: Duration) {
+        let pending = frames + drives.pending();
         let dirty = per_second(pending.saturating_mul(PAGE_SIZE), window);
         let link = link_rate(measured).unwrap_or(0);
         let expected = expected_downtime(pending, link).map_or(0.0, ms);
         tracing::info!(pass = measured.len() - 1, pending, dirty, link, expected, "pass done");
         self.control.update(|p| {
-            p.remaining_frames = pending;
+            p.remaining_frames = frames;
+            p.remaining_disk_bytes = drives.pending().saturating_mul(PAGE_SIZE);
             p.dirty_rate_bytes_per_s = dirty;
             p.link_rate_bytes_per_s = link;
             p.expected_downtime_ms = expected;
@@ -556,17 +585,20 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         copied: Copied,
         until: Limit<'_>,
     ) -> Result<(Uuid, Tale), Cause> {
-        let Copied { mut writes, verifier, mut tale } = copied;
+        let Copied { mut writes, verifier, mut drives, mut tale } = copied;
         // State first: saving it may make the host write into guest memory.
         let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;
+        // The devices stand: nothing is under way any more.
+        drives.drain();
         let pass = tale.passes.len() as u32;
         sender.hurry();
         if let Some(verifier) = &verifier {
             verifier.sends(epoch.runs())?;
         }
-        let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), until)?;
+        let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), &mut drives, until)?;
         (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());
+        tale.drive_totals = drives.totals;
         if verifier.is_some() {
             wire.send(&Message::Verify)?;
             let patience =
@@ -580,7 +612,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         // Heard only now: the way there and back is not worth a pause of its own.
         let done = sent.await_end(wire)?;
         epoch.commit();
-        tale.passes.push(report_of(&done, 0, done.time));
+        drives.commit();
+        tale.passes.push(report_of(&done, &drives, 0, done.time));
         if let Some(ours) = digest {
             match wire.recv()? {
                 Message::Digest(theirs) if theirs == ours => {}
@@ -650,10 +683,13 @@ fn fits(what: &'static str, found: u64, limit: u64) -> Result<(), Cause> {
     if found > limit { Err(Cause::TooLarge { what, found, limit }) } else { Ok(()) }
 }
 
-fn report_of(done: &PassDone, dirtied: u64, window: Duration) -> PassReport {
+/// Of the last pass.
+fn report_of(done: &PassDone, drives: &Drives, dirtied: u64, window: Duration) -> PassReport {
+    let blocks = drives.passed.normal + drives.passed.zero;
     PassReport {
         frames: done.counts.normal + done.counts.zero,
         bytes: done.bytes,
+        disk_bytes: blocks.saturating_mul(PAGE_SIZE),
         time_ms: ms(done.time),
         dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
     }

@@ -231,7 +231,11 @@ impl<'a> PassSender<'a> {
     }
 
     /// Counts, keeps the rate, and hears a destination that gives up in the middle of a pass.
-    fn after_message(&mut self, wire: &mut Wire<Link>, before: u64) -> Result<(), Cause> {
+    pub(super) fn after_message(
+        &mut self,
+        wire: &mut Wire<Link>,
+        before: u64,
+    ) -> Result<(), Cause> {
         self.control.update(|p| p.sent_bytes += wire.sent_bytes() - before);
         self.pacer.pace(wire.sent_bytes() - before, || wire.stream().is_over());
         if wire.stream().has_incoming() {

@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
+mod disked;
 mod hooked;
 mod proxy;
 
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use checkpoint::{Guest, GuestFactory, RunState};
+pub use disked::{CopyFaults, Disked, DiskedFactory};
 pub use hooked::Hooked;
 use migrate::{
     GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, SendControl,
@@ -81,10 +83,30 @@ impl Host {
     }
 
     pub fn receiver_with(&self, options: ReceiveOptions) -> Receiver {
+        self.receive(self.factory(), options)
+    }
+
+    /// One that builds its guests so.
+    pub fn receiver_of(
+        &self,
+        factory: impl GuestFactory<Guest = MemoryGuest> + 'static,
+    ) -> Receiver {
+        self.receive(factory, self.receive_options())
+    }
+
+    /// What receivers build guests by.
+    pub fn factory(&self) -> MemoryGuestFactory {
+        MemoryGuestFactory { faults: self.there.clone(), drive: self.drive.clone() }
+    }
+
+    fn receive(
+        &self,
+        factory: impl GuestFactory<Guest = MemoryGuest> + 'static,
+        options: ReceiveOptions,
+    ) -> Receiver {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap().to_string();
         let control = ReceiveControl::new();
-        let factory = MemoryGuestFactory { faults: self.there.clone(), drive: self.drive.clone() };
         let mine = control.clone();
         let thread = std::thread::spawn(move || receive(listener, &factory, &options, &mine));
         Receiver { to, control, thread }
@@ -143,7 +165,7 @@ pub struct Sender {
 }
 
 impl Sender {
-    pub fn start(guest: &Arc<MemoryGuest>, to: &str, options: &SendOptions) -> Self {
+    pub fn start<G: Guest + 'static>(guest: &Arc<G>, to: &str, options: &SendOptions) -> Self {
         let (tell, result) = std::sync::mpsc::channel();
         let (guest, to, options) = (guest.clone(), to.to_owned(), options.clone());
         let control = SendControl::new();

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use checkpoint::{EpochReport, RunState, VmId};
 use dirty_tracker::{TrackerStats, TrackingMode};
 use migrate::{
-    Compression, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution, SendReport,
-    TimeoutStrategy,
+    Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
+    SendReport, TimeoutStrategy,
 };
 use serde::{Deserialize, Serialize};
 
@@ -328,6 +328,9 @@ pub struct MigrationRequest {
     /// Whether both sides compare a digest of all memory in the pause.
     #[serde(default)]
     pub verify: bool,
+    /// Disks that go along: "none", "all" or {"named": [..]}.
+    #[serde(default)]
+    pub copy_disks: CopyDrives,
 }
 
 /// The longest downtime target that makes sense: an hour.

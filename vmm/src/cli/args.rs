@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use dirty_tracker::TrackingMode;
-use migrate::{Compression, TimeoutStrategy};
+use migrate::{Compression, CopyDrives, TimeoutStrategy};
 use vmm::api::model::DisksPolicy;
 use vmm::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, NetSpec,
@@ -224,13 +224,14 @@ pub(crate) enum OnOff {
 /// What a guest's devices are on the host that it comes to.
 #[derive(Args, Default)]
 pub(crate) struct DeviceArgs {
-    /// Use this file for one of the guest's disks: path=FILE[,readonly][,id=NAME][,identity=any]
+    /// Use this file for one of the guest's disks: path=FILE[,readonly][,id=NAME][,identity=any][,copy]
     ///
     /// With id=NAME for the disk of that name, else for the next in the guest's order. Without any,
     /// disks are where they were on the host that the guest comes from. A migration refuses a file (by
     /// its number and the time at which it was made) or block device (by its maker's name for it) that is
     /// known to be another disk than there; identity=any says that it may be: a copy, or storage whose
-    /// hosts number files differently.
+    /// hosts number files differently. With copy the disk comes along (send-migration --copy-disks): the
+    /// file is made, or is one without data in it, and is removed if the guest does not arrive.
     #[arg(long = "disk", value_name = "SPEC")]
     pub(crate) disks: Vec<DiskSpec>,
     /// Use this tap for one of the guest's network interfaces: tap=NAME[,id=NAME]
@@ -347,6 +348,14 @@ pub(crate) struct SendArgs {
     /// Compare a digest of all memory on both sides, in the pause: it takes the time to read memory
     #[arg(long)]
     pub(crate) verify: bool,
+    /// Copy the guest's disks along, all or those with these names, into files that the receiver names
+    /// (--disk path=FILE,id=NAME,copy)
+    ///
+    /// Without, both hosts need the same disks. The files here stay, as the guest has left them, and are
+    /// out of date from then on.
+    #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
+          default_missing_value = "")]
+    pub(crate) copy_disks: Option<CopyDrives>,
 }
 
 #[derive(Args)]

@@ -48,6 +48,11 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
 
 /// `driftline restore`.
 pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
+    if args.devices.disks.iter().any(|disk| disk.copy) {
+        return Err(Failure::error(
+            "copy of --disk is for a guest that comes with its disks: a checkpoint has none",
+        ));
+    }
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     named.read.push(args.store.clone());
     let socket = prepare(&args.host, named)?;
@@ -115,6 +120,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     jobs.keep_responder(responder);
     app.provide(jobs.clone());
     drop(app);
+    if report.disk_bytes > 0 {
+        say(format_args!("{} of its disks came along", super::output::bytes(report.disk_bytes)));
+    }
     say(format_args!(
         "guest {} has arrived and {}: {} passes in {:.1} ms, taken over in {:.1} ms",
         report.vm_id,
@@ -138,10 +146,20 @@ struct Named {
 
 impl Named {
     fn of_devices(disks: &[DiskSpec], vsock: Option<&VsockSpec>) -> Self {
-        let (read, write): (Vec<_>, Vec<_>) = disks.iter().partition(|disk| disk.readonly);
-        let paths = |disks: Vec<&DiskSpec>| disks.into_iter().map(|d| d.path.clone()).collect();
+        let (read, write): (Vec<_>, Vec<_>) =
+            disks.iter().partition(|disk| disk.readonly && !disk.copy);
+        let paths = |disks: Vec<&DiskSpec>| disks.into_iter().map(place).collect();
         let sockets = vsock.iter().map(|vsock| vsock.uds.clone()).collect();
         Self { read: paths(read), write: paths(write), sockets }
+    }
+}
+
+/// What of a disk is to be let through: its file, or the directory in which it is made, and removed if its guest does not come.
+fn place(disk: &DiskSpec) -> PathBuf {
+    match disk.path.parent().filter(|_| disk.copy) {
+        None => disk.path.clone(),
+        Some(parent) if parent.as_os_str().is_empty() => ".".into(),
+        Some(parent) => parent.to_owned(),
     }
 }
 
@@ -203,7 +221,8 @@ fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
         *path = std::path::absolute(&*path)?;
     }
     let serial = host.serial.clone();
-    Ok(HostConfig { serial, memory, disks, nets, vsock, disks_are_copies: false })
+    let (disks_are_copies, copied) = (false, Vec::new());
+    Ok(HostConfig { serial, memory, disks, disks_are_copies, nets, vsock, copied })
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -246,11 +265,12 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
 
 /// The disk of a new guest, number `i` of its disks: as large as its file.
 fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
-    let DiskSpec { path, readonly, id, serial, any_identity } = spec;
-    if any_identity {
-        return Err(Failure::error(
-            "identity=any of --disk is for a guest that comes from another host: a new one has no disk yet",
-        ));
+    let DiskSpec { path, readonly, id, serial, any_identity, copy } = spec;
+    if any_identity || copy {
+        let what = if copy { "copy" } else { "identity=any" };
+        return Err(Failure::error(format_args!(
+            "{what} of --disk is for a guest that comes from another host: a new one has no disk yet"
+        )));
     }
     let (bytes, block_bytes) = probe_disk(&path, readonly).map_err(Failure::error)?;
     // The file may be looked for from another working directory, after a restore.

@@ -36,6 +36,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         connections: args.connections,
         compression: args.compress,
         verify: args.verify,
+        copy_disks: args.copy_disks.clone().unwrap_or_default(),
     };
     let JobBegun { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
         Ok(begun) => begun,
@@ -135,7 +136,7 @@ fn print_failure(
 
 fn report_table(report: &SendReport) -> String {
     let per_second = output::bytes(report.throughput_bytes_per_s);
-    output::table(&[
+    let mut lines = vec![
         ("guest", report.vm_id.to_string()),
         ("total", format!("{:.1} ms", report.total_time_ms)),
         ("downtime", format!("{:.1} ms", report.downtime_ms)),
@@ -145,7 +146,16 @@ fn report_table(report: &SendReport) -> String {
         ("throughput", format!("{per_second}/s")),
         ("frames", format!("{} and {} of zeros", report.normal_frames, report.zero_frames)),
         ("ended because", report.converged.clone()),
-    ])
+    ];
+    if report.disk_bytes > 0 || report.disk_zero_bytes > 0 {
+        let (sent, zeros) =
+            (output::bytes(report.disk_bytes), output::bytes(report.disk_zero_bytes));
+        lines.push((
+            "disks",
+            format!("{sent} and {zeros} of zeros; their files here are out of date"),
+        ));
+    }
+    output::table(&lines)
 }
 
 /// `driftline cancel-migration`.

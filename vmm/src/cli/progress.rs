@@ -59,7 +59,10 @@ pub(super) fn progress_line(p: &Progress) -> String {
     match p.phase {
         Phase::Precopy => {
             let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
-            let line = format!("precopy, pass {}: {sent} sent, {left} left", p.pass);
+            let mut line = format!("precopy, pass {}: {sent} sent, {left} left", p.pass);
+            if p.remaining_disk_bytes > 0 {
+                line += &format!(" and {} of disks", output::bytes(p.remaining_disk_bytes));
+            }
             // Not known before a pass is done.
             if p.link_rate_bytes_per_s == 0 {
                 return line;

@@ -70,7 +70,7 @@ pub struct DiskConfig {
     pub identity: Option<DiskIdentity>,
 }
 
-/// A disk as asked for: `path=F[,readonly][,id=NAME][,serial=TEXT][,identity=any]`.
+/// A disk as asked for: `path=F[,readonly][,id=NAME][,serial=TEXT][,identity=any][,copy]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DiskSpec {
     /// A raw image or a block device.
@@ -83,6 +83,8 @@ pub struct DiskSpec {
     pub serial: Option<String>,
     /// It may be another disk than the one that the guest comes with.
     pub any_identity: bool,
+    /// It comes along with its guest: the file is made for it.
+    pub copy: bool,
 }
 
 impl FromStr for DiskSpec {
@@ -90,23 +92,24 @@ impl FromStr for DiskSpec {
 
     fn from_str(s: &str) -> Result<Self, String> {
         let (mut path, mut readonly, mut id, mut serial) = (None, false, None, None);
-        let mut any_identity = false;
+        let (mut any_identity, mut copy) = (false, false);
         for option in s.split(',') {
             match option.split_once('=') {
                 Some(("path", value)) if !value.is_empty() => path = Some(PathBuf::from(value)),
                 Some(("id", value)) => id = Some(check_id(value)?),
                 Some(("serial", value)) => serial = Some(check_serial(value)?),
                 None if option == "readonly" => readonly = true,
+                None if option == "copy" => copy = true,
                 Some(("identity", "any")) => any_identity = true,
                 _ => {
                     return Err(format!(
-                        "\"{option}\" is no option of a disk: they are path=FILE, readonly, id=NAME, serial=TEXT and identity=any"
+                        "\"{option}\" is no option of a disk: they are path=FILE, readonly, id=NAME, serial=TEXT, identity=any and copy"
                     ));
                 }
             }
         }
         let path = path.ok_or_else(|| format!("\"{s}\" names no file: path=FILE is missing"))?;
-        Ok(Self { path, readonly, id, serial, any_identity })
+        Ok(Self { path, readonly, id, serial, any_identity, copy })
     }
 }
 
@@ -219,7 +222,20 @@ pub(super) fn replace(
         }
     }
     let disk_specs = host.disks.iter().map(|spec| (spec.id.as_deref(), spec)).collect();
-    replace_each(("disk", "path"), disks, disk_specs, replace_disk)?;
+    let mut made = HashSet::new();
+    replace_each(("disk", "path"), disks, disk_specs, |disk: &mut DiskConfig, spec| {
+        replace_disk(disk, spec, host.copied.contains(&disk.id))?;
+        if spec.copy {
+            made.insert(disk.id.clone());
+        }
+        Ok(())
+    })?;
+    if let Some(id) = host.copied.iter().find(|id| !made.contains(*id)) {
+        return Err(ReplaceError(format!(
+            "disk \"{id}\" comes along (--copy-disks), and this host names no file for its copy: --disk \
+             path=FILE,id={id},copy does"
+        )));
+    }
     let net_specs = host.nets.iter().map(|spec: &NetSpec| (spec.id.as_deref(), spec)).collect();
     replace_each(("network interface", "tap"), nets, net_specs, replace_net)?;
     host.vsock.as_ref().map_or(Ok(()), |with: &VsockSpec| replace_vsock(vsock, with))
@@ -234,7 +250,7 @@ fn replace_each<P, S>(
     what: (&str, &str),
     places: Named<String, &mut P>,
     with: Named<Option<&str>, &S>,
-    replace: impl Fn(&mut P, &S) -> Result<(), ReplaceError>,
+    mut replace: impl FnMut(&mut P, &S) -> Result<(), ReplaceError>,
 ) -> Result<(), ReplaceError> {
     let (kind, part) = what;
     let (mut rest, mut found) = (Vec::new(), HashSet::new());
@@ -263,7 +279,15 @@ fn replace_each<P, S>(
     Ok(())
 }
 
-fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec) -> Result<(), ReplaceError> {
+fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec, copied: bool) -> Result<(), ReplaceError> {
+    if with.copy && !copied {
+        return Err(ReplaceError(format!(
+            "\"{}\" is to be made as a copy of disk \"{}\", which does not come along: send-migration --copy-disks sends it; without \
+             copy, a disk is used that both hosts have",
+            with.path.display(),
+            disk.id
+        )));
+    }
     if with.readonly != disk.readonly || with.serial.is_some() {
         return Err(ReplaceError(format!(
             "disk \"{}\" is the guest's as it is: only its path can be another one here",
@@ -271,7 +295,7 @@ fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec) -> Result<(), ReplaceErr
         )));
     }
     disk.path.clone_from(&with.path);
-    if with.any_identity {
+    if with.any_identity || with.copy {
         disk.identity = None;
     }
     Ok(())

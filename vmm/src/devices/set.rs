@@ -12,7 +12,7 @@ use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{Balloon, BalloonControl};
-use super::block::{Block, DiskError, FileIdentity, Flusher, flush_all};
+use super::block::{Block, DiskError, DriveSource, FileIdentity, Flusher, flush_all};
 use super::figures::Meter;
 use super::net::{Net, TapError};
 use super::opener::Opener;
@@ -84,6 +84,7 @@ impl Drive {
 pub(crate) struct DeviceSet {
     devices: Vec<Transport>,
     drives: Vec<Drive>,
+    sources: Vec<DriveSource>,
     files: Vec<OpenFile>,
     meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
@@ -106,6 +107,7 @@ impl DeviceSet {
         Self {
             devices: Vec::new(),
             drives: Vec::new(),
+            sources: Vec::new(),
             files: Vec::new(),
             meters: Vec::new(),
             balloon: None,
@@ -121,17 +123,19 @@ impl DeviceSet {
     }
 
     /// The devices of `config`, the configuration of `guest`, standing. With `acquire` they hold what only
-    /// one host may hold; else nobody else holds it, but for the host that the guest comes from.
+    /// one host may hold; else nobody else holds it, but for the host that the guest comes from. The files of the disks
+    /// `made_here` are copies that were made for this guest.
     pub(crate) fn build(
         config: &MachineConfig,
         ram: &GuestRam,
         guest: VmId,
         acquire: bool,
+        made_here: &[String],
     ) -> Result<Self, DeviceError> {
         let mut set = Self::empty();
         for device in &config.devices {
             let id = device.id();
-            let mut built = set.create(device, config.vcpus, guest)?;
+            let mut built = set.create(device, config.vcpus, guest, made_here)?;
             if acquire {
                 built.acquire().map_err(|why| DeviceError::InUse { why })?;
             }
@@ -146,11 +150,16 @@ impl DeviceSet {
         device: &DeviceConfig,
         vcpus: u8,
         guest: VmId,
+        made_here: &[String],
     ) -> Result<Box<dyn Device>, DeviceError> {
         let system = |cause| DeviceError::System { id: device.id().to_owned(), cause };
         Ok(match device {
             DeviceConfig::Disk(disk) => {
-                let block = Block::open(disk, vcpus, guest)?;
+                let mut block = Block::open(disk, vcpus, guest)?;
+                if made_here.contains(&disk.id) {
+                    block.note_made_here();
+                }
+                self.sources.push(block.source());
                 self.meters.push(Meter::Disk(disk.id.clone(), block.counters().clone()));
                 let file = OpenFile {
                     disk: disk.id.clone(),
@@ -229,6 +238,11 @@ impl DeviceSet {
     /// The drives that the guest can write to.
     pub(crate) fn drives(&self) -> &[Drive] {
         &self.drives
+    }
+
+    /// All disks, as whoever copies them sees them.
+    pub(crate) fn sources(&self) -> &[DriveSource] {
+        &self.sources
     }
 
     /// Where the figures of those devices are that have some.
@@ -430,7 +444,7 @@ mod tests {
             cpu: CpuConfig::default(),
             devices,
         };
-        let set = DeviceSet::build(&config, memory.ram(), VmId::random(), false).unwrap();
+        let set = DeviceSet::build(&config, memory.ram(), VmId::random(), false, &[]).unwrap();
         let mut other = Block::open(&b, 1, VmId::random()).unwrap();
         other.acquire().unwrap();
         let why = set.acquire().unwrap_err();

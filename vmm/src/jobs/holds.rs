@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use checkpoint::{Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VmId};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 use crate::vm::SharedVm;
@@ -208,6 +208,10 @@ impl Guest for View {
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.holds.vm.subscribe(name)
+    }
+
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.holds.vm.drives()
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {

@@ -54,6 +54,7 @@ impl MigrationJob {
             connections: request.connections,
             compression: request.compression,
             verify: request.verify,
+            copy_drives: request.copy_disks.clone(),
             ..SendOptions::new(records)
         };
         let (worker, held) = (job.clone(), holds.clone());

@@ -59,7 +59,9 @@ impl Machine {
         host: &HostConfig,
         load: bool,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::build_around(vm_id, config, host, load, DeviceSet::build)
+        Self::build_around(vm_id, config, host, load, |config, ram, guest, acquire| {
+            DeviceSet::build(config, ram, guest, acquire, &host.copied)
+        })
     }
 
     /// As [`build`](Self::build), with what `devices` makes for it.
@@ -83,7 +85,7 @@ impl Machine {
         let holds = load || config.devices.is_empty();
         let devices = devices(&config, memory.ram(), vm_id, load)?;
         devices.note_disks(&mut config.devices);
-        let drives = devices.drives().to_vec();
+        let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
         let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
@@ -122,6 +124,7 @@ impl Machine {
             config,
             memory,
             drives,
+            sources,
             meters,
             balloon,
             status,

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use checkpoint::{GuestError, GuestFactory, VmId};
+use checkpoint::{DriveHead, GuestError, GuestFactory, VmId, WithCopies};
 
 use super::Machine;
 use crate::config::{HostConfig, MachineConfig};
+use crate::devices::make_copies;
 
 /// Builds KVM machines that wait for their memory and state.
 #[derive(Clone, Debug, Default)]
@@ -18,7 +19,18 @@ impl GuestFactory for MachineFactory {
     type Guest = Machine;
 
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<Machine>, GuestError> {
-        let config = MachineConfig::decode(config)?.on_host(&self.host)?;
-        Ok(Machine::empty(vm_id, config, &self.host)?)
+        self.create_with_copies(vm_id, config, &[]).map(|(machine, _)| machine)
+    }
+
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<Machine>, GuestError> {
+        let host = self.host.with_copies_of(drives);
+        let config = MachineConfig::decode(config)?.on_host(&host)?;
+        let copies = make_copies(vm_id, &config, drives)?;
+        Ok((Machine::empty(vm_id, config, &host)?, copies))
     }
 }

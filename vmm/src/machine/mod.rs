@@ -29,12 +29,12 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use checkpoint::{Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VmId};
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
-use crate::devices::{BalloonControl, Drive, InputThread, Meter, SinkThread};
+use crate::devices::{BalloonControl, Drive, DriveSource, InputThread, Meter, SinkThread};
 use crate::memory::Memory;
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
@@ -53,6 +53,7 @@ pub struct Machine {
     config: MachineConfig,
     memory: Arc<Memory>,
     drives: Vec<Drive>,
+    sources: Vec<DriveSource>,
     meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
     status: Arc<Status>,
@@ -140,6 +141,10 @@ impl Guest for Machine {
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.collector()?.subscribe(name)
+    }
+
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.sources.iter().map(|drive| Box::new(drive.clone()) as Box<dyn GuestDrive>).collect()
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {

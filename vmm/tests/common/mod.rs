@@ -155,6 +155,11 @@ impl<'p> Vmm<'p> {
         fail(code, &[args, &["--api-sock", &self.socket()]].concat())
     }
 
+    /// Whether it has not ended yet.
+    pub fn is_alive(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
     /// Kills it hard.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();

@@ -95,6 +95,16 @@ pub enum DiskError {
         /// Which one it is here.
         ours: DiskIdentity,
     },
+    /// It comes along with its guest, and no file can be made for it.
+    #[error("disk \"{id}\" cannot be copied to \"{}\": {why}", path.display())]
+    NoCopy {
+        /// The disk's name.
+        id: String,
+        /// Where it was to be.
+        path: PathBuf,
+        /// What stands against it.
+        why: String,
+    },
     /// Its writes cannot be followed.
     #[error("the writes to disk \"{id}\" cannot be followed: {cause}")]
     Untracked {
@@ -269,21 +279,26 @@ impl DiskFile {
 
     /// Makes `len` bytes from `offset` read as zeros; they keep their room unless `unmap`.
     pub(super) fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        let how = if unmap { FallocateFlags::PUNCH_HOLE } else { FallocateFlags::ZERO_RANGE };
-        match fallocate(&self.file, how | FallocateFlags::KEEP_SIZE, offset, len) {
-            Err(rustix::io::Errno::OPNOTSUPP) => self.write_zeroes_plainly(offset, len),
-            other => Ok(other?),
-        }
+        write_zeroes(&self.file, offset, len, unmap)
     }
+}
 
-    fn write_zeroes_plainly(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
-        use std::os::unix::fs::FileExt;
-        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
-        while len > 0 {
-            let now = len.min(ZEROS.len() as u64);
-            self.file.write_all_at(&ZEROS[..now as usize], offset)?;
-            (offset, len) = (offset + now, len - now);
-        }
-        Ok(())
+/// See [`DiskFile::write_zeroes`].
+pub(super) fn write_zeroes(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    let how = if unmap { FallocateFlags::PUNCH_HOLE } else { FallocateFlags::ZERO_RANGE };
+    match fallocate(file, how | FallocateFlags::KEEP_SIZE, offset, len) {
+        Err(rustix::io::Errno::OPNOTSUPP) => write_zeroes_plainly(file, offset, len),
+        other => Ok(other?),
     }
+}
+
+fn write_zeroes_plainly(file: &File, mut offset: u64, mut len: u64) -> io::Result<()> {
+    use std::os::unix::fs::FileExt;
+    static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+    while len > 0 {
+        let now = len.min(ZEROS.len() as u64);
+        file.write_all_at(&ZEROS[..now as usize], offset)?;
+        (offset, len) = (offset + now, len - now);
+    }
+    Ok(())
 }

@@ -28,7 +28,7 @@ pub(in crate::devices) struct Flusher {
     path: PathBuf,
     /// Says which file it is, whatever its path leads to by now; not open for anything, and the lock is not its.
     /// `None` if the system does not give it.
-    which: Option<File>,
+    which: Option<Arc<File>>,
     state: Mutex<State>,
     ended: Condvar,
 }
@@ -73,7 +73,13 @@ impl Flusher {
             .inspect_err(|e| tracing::warn!("disk \"{disk}\" is flushed in pauses only: {e}"));
         let (disk, path) = (disk.to_owned(), path.to_owned());
         let (state, ended) = (Mutex::default(), Condvar::new());
-        Arc::new(Self { disk, path, which: which.ok(), state, ended })
+        let which = which.ok().map(Arc::new);
+        Arc::new(Self { disk, path, which, state, ended })
+    }
+
+    /// Says which file it is.
+    pub(super) fn which(&self) -> Option<Arc<File>> {
+        self.which.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -230,7 +236,7 @@ pub(in crate::devices) fn flush_all<'f>(
 }
 
 /// Another open file of what `file` has open, for reading and with `flags`.
-fn open_again(file: &File, flags: i32) -> io::Result<File> {
+pub(super) fn open_again(file: &File, flags: i32) -> io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     OpenOptions::new().read(true).custom_flags(flags).open(path)
 }

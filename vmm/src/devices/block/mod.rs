@@ -15,8 +15,10 @@ mod flusher;
 mod held;
 mod identity;
 mod lock;
+mod made;
 mod plain;
 mod request;
+mod source;
 #[cfg(test)]
 mod storage;
 #[cfg(test)]
@@ -30,8 +32,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::VmId;
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SHIFT, PAGE_SIZE, Slot, SlotId, Tracker};
+use checkpoint::{DriveHead, VmId, block_layout};
+use dirty_tracker::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
@@ -50,6 +52,8 @@ pub(super) use self::file::FileIdentity;
 pub use self::file::probe;
 use self::flusher::Promise;
 pub(super) use self::flusher::{Flusher, flush_all};
+pub(crate) use self::made::make_copies;
+pub(crate) use self::source::DriveSource;
 
 const QUEUE_SIZE: u16 = 256;
 /// Queues at most; a guest has no use for more than it has vCPUs.
@@ -84,6 +88,8 @@ pub(super) struct Block {
     writes_through: bool,
     /// The file is locked for this guest.
     held: bool,
+    /// The file was made here, for a guest that comes.
+    made_here: bool,
     /// Another host may have written to the file since it was opened: the guest comes from there, and has not run here.
     may_be_stale: bool,
     next_token: u64,
@@ -145,7 +151,10 @@ impl Block {
     ) -> Result<Self, DiskError> {
         let tracker = match disk.readonly {
             true => None,
-            false => Some(Arc::new(Tracker::new(block_layout(disk)?))),
+            false => Some(Arc::new(Tracker::new(
+                block_layout(disk.bytes)
+                    .map_err(|cause| DiskError::Untracked { id: disk.id.clone(), cause })?,
+            ))),
         };
         Ok(Self {
             disk: disk.clone(),
@@ -158,6 +167,7 @@ impl Block {
             waiting: 0,
             writes_through: false,
             held: false,
+            made_here: false,
             may_be_stale: false,
             next_token: 0,
             counters: Arc::default(),
@@ -168,6 +178,18 @@ impl Block {
     /// What follows the guest's writes.
     pub(super) fn tracker(&self) -> Option<&Arc<Tracker>> {
         self.tracker.as_ref()
+    }
+
+    /// The disk as whoever copies it sees it.
+    pub(super) fn source(&self) -> DriveSource {
+        let DiskConfig { id, bytes, readonly, .. } = &self.disk;
+        let head = DriveHead { id: id.clone(), bytes: *bytes, readonly: *readonly };
+        DriveSource { head, tracker: self.tracker.clone(), which: self.flusher().which() }
+    }
+
+    /// Its file was made on this host: no other one has ever written to it.
+    pub(super) fn note_made_here(&mut self) {
+        self.made_here = true;
     }
 
     /// What it has done.
@@ -251,7 +273,9 @@ impl Block {
         io: &mut Io<'_>,
     ) -> Result<(), Violation> {
         for (from, bytes) in request.writes {
-            // Also if it failed: part of it may be written.
+            // After it was done, and before the driver hears of it: whoever drains the tree and then reads the file has it, if
+            // it was done by then; if not, it is marked after the drain, and in the next epoch, whatever of it was read. A device
+            // that stands has nothing under way, so all of it is marked. Also if it failed: part of it may be written.
             self.mark(from, bytes);
         }
         let answer = self.file.flusher().answer(request.promise, result);
@@ -344,13 +368,6 @@ fn finish(
     ring.push(io.ram, head, data_len + 1).map(|()| heard)
 }
 
-/// A drive's blocks, as if they were the frames of one slot.
-fn block_layout(disk: &DiskConfig) -> Result<Layout, DiskError> {
-    let frames = disk.bytes.div_ceil(PAGE_SIZE);
-    let slot = Slot { id: SlotId(0), base: Gfn(0), frames };
-    Layout::new([slot]).map_err(|cause| DiskError::Untracked { id: disk.id.clone(), cause })
-}
-
 impl Device for Block {
     fn kind(&self) -> Kind {
         Kind::Block
@@ -381,7 +398,7 @@ impl Device for Block {
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
         // A disk that is only read is locked against writers all the time, here or there.
-        self.may_be_stale = !self.disk.readonly && !self.held;
+        self.may_be_stale = !self.disk.readonly && !self.held && !self.made_here;
         match self.engine.announcer() {
             Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
             None => Ok(()),

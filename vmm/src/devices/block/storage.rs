@@ -66,6 +66,13 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     hand_over_and_back(&waits);
     assert_eq!(is_cached(&disk), Ok(true));
     drop(waits);
+    // One whose file was filled on this host.
+    let mut block = disk.block(With::Plain);
+    block.note_made_here();
+    let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
+    waits.acquire().unwrap();
+    assert_eq!(is_cached(&disk), Ok(true));
+    drop(waits);
     let mut block = disk.block(With::Plain);
     block.acquire().unwrap();
     let launched = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();

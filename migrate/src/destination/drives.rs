@@ -1,0 +1,342 @@
+//! Drives that come along: what may come of them and when, and their copies as they arrive.
+//!
+//! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said PREPARED has all
+//! that the guest had made durable on its last host. A thread makes copies durable while more comes, so that little
+//! is left to do then.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::{Builder, Scope};
+
+use checkpoint::{DriveCopy, DriveHead};
+use dirty_tracker::PAGE_SIZE;
+
+use crate::error::{Cause, WireError};
+use crate::message::{Counts, DriveMessage, Runs, Tag};
+use crate::wire::unexpected_tag;
+
+/// Bytes of blocks after which copies are made durable, while more comes: twice as many at most wait for that.
+const SYNC_EVERY: u64 = 64 << 20;
+
+/// What may come of the drives that go along: the pure half, as `Inbound` is of memory.
+#[derive(Debug)]
+pub(crate) struct InboundDrives {
+    heads: Vec<DriveHead>,
+    /// Of the pass under way.
+    counts: Counts,
+    /// Nothing more comes in the pass under way.
+    ended: bool,
+    totals: Counts,
+}
+
+/// What to do with a message about drives.
+#[derive(Debug)]
+pub(crate) enum DriveStep<'a> {
+    /// Nothing: it was noted.
+    Noted,
+    /// Put the contents, in this order, into these blocks of this drive.
+    Place { drive: usize, runs: Runs<'a>, contents: &'a [u8] },
+    /// Make these blocks of this drive zero.
+    Zero { drive: usize, runs: Runs<'a> },
+}
+
+impl InboundDrives {
+    pub(crate) fn new(heads: Vec<DriveHead>) -> Self {
+        let (counts, totals) = Default::default();
+        Self { heads, counts, ended: false, totals }
+    }
+
+    /// Whether any go along.
+    pub(crate) fn are_none(&self) -> bool {
+        self.heads.is_empty()
+    }
+
+    /// Blocks of all complete passes.
+    pub(crate) fn totals(&self) -> Counts {
+        self.totals
+    }
+
+    /// Bytes of blocks, zeros included, that have come so far.
+    pub(crate) fn moved_bytes(&self) -> u64 {
+        let blocks =
+            [self.totals, self.counts].into_iter().map(|c| c.normal.saturating_add(c.zero));
+        blocks.fold(0, u64::saturating_add).saturating_mul(PAGE_SIZE)
+    }
+
+    /// Takes a message that comes in pass number `pass`.
+    pub(crate) fn on<'a>(
+        &mut self,
+        pass: u32,
+        message: DriveMessage<'a>,
+    ) -> Result<DriveStep<'a>, WireError> {
+        let tag = message.tag();
+        if self.ended {
+            return Err(unexpected_tag(tag, "PASS_END"));
+        }
+        match message {
+            DriveMessage::Blocks { drive, runs, contents } => {
+                let (drive, blocks) = self.checked(tag, drive, runs)?;
+                self.counts.normal += blocks;
+                Ok(DriveStep::Place { drive, runs, contents })
+            }
+            DriveMessage::BlockZeros { drive, runs } => {
+                let (drive, blocks) = self.checked(tag, drive, runs)?;
+                self.counts.zero += blocks;
+                Ok(DriveStep::Zero { drive, runs })
+            }
+            DriveMessage::BlocksEnd { pass: theirs, counts } if !self.are_none() => {
+                let same = |what, found, expected| match found == expected {
+                    true => Ok(()),
+                    false => Err(WireError::Count { what, found, expected }),
+                };
+                same("the number of the pass", theirs.into(), pass.into())?;
+                same("the pass's blocks with content", counts.normal, self.counts.normal)?;
+                same("the pass's blocks of zeros", counts.zero, self.counts.zero)?;
+                self.ended = true;
+                Ok(DriveStep::Noted)
+            }
+            DriveMessage::BlocksEnd { .. } | DriveMessage::Drives(_) => {
+                Err(unexpected_tag(tag, "PAGES, ZERO or PASS_END"))
+            }
+        }
+    }
+
+    /// The pass is over; how many blocks it had.
+    pub(crate) fn end_pass(&mut self) -> Result<u64, WireError> {
+        if !self.ended && !self.are_none() {
+            return Err(unexpected_tag(Tag::PassEnd, "BLOCKS, BLOCK_ZEROS or BLOCKS_END"));
+        }
+        self.ended = false;
+        let counts = std::mem::take(&mut self.counts);
+        self.totals.normal = self.totals.normal.saturating_add(counts.normal);
+        self.totals.zero = self.totals.zero.saturating_add(counts.zero);
+        Ok(counts.normal + counts.zero)
+    }
+
+    /// The drive that is meant and the blocks of `runs`: all of them in that drive, and no more in this pass than all
+    /// drives have.
+    fn checked(&self, message: Tag, drive: u32, runs: Runs<'_>) -> Result<(usize, u64), WireError> {
+        let none = || WireError::NoDrive { message, drive, drives: self.heads.len() };
+        let head = self.heads.get(drive as usize).ok_or_else(none)?;
+        if let Some(run) = runs.iter().find(|run| run.end().0 > head.blocks()) {
+            let (id, blocks) = (head.id.clone(), head.blocks());
+            return Err(WireError::OutsideDrive { message, run, id, blocks });
+        }
+        // Each run lies in the drive, but a hostile table may name one block many times.
+        let found = runs.iter().fold(0u64, |n, run| n.saturating_add(run.count));
+        let all = self.heads.iter().fold(0u64, |n, head| n.saturating_add(head.blocks()));
+        let limit = all - (self.counts.normal + self.counts.zero);
+        match found <= limit {
+            true => Ok((drive as usize, found)),
+            false => {
+                let what = "blocks in the rest of the pass";
+                Err(WireError::TooMany { what, found, limit })
+            }
+        }
+    }
+}
+
+/// The copies, as they arrive.
+pub(super) struct Arriving<'c> {
+    copies: &'c [Box<dyn DriveCopy>],
+    heads: &'c [DriveHead],
+    /// Bytes written since copies were last made durable, or begun to be.
+    unsynced: u64,
+    syncing: Option<Syncing>,
+}
+
+/// The thread that makes copies durable, as the thread that receives sees it.
+struct Syncing {
+    ask: SyncSender<()>,
+    told: Receiver<Result<(), Cause>>,
+    under_way: bool,
+}
+
+impl<'c> Arriving<'c> {
+    /// `copies` are those of `heads`, in the same order.
+    pub(super) fn new(copies: &'c [Box<dyn DriveCopy>], heads: &'c [DriveHead]) -> Self {
+        Self { copies, heads, unsynced: 0, syncing: None }
+    }
+
+    /// Starts the thread, if there is anything for it to do.
+    pub(super) fn start<'s>(&mut self, scope: &'s Scope<'s, '_>) -> Result<(), Cause>
+    where
+        'c: 's,
+    {
+        if self.copies.is_empty() {
+            return Ok(());
+        }
+        let ((ask, asked), (tell, told)) = (sync_channel::<()>(1), sync_channel(1));
+        let (copies, heads) = (self.copies, self.heads);
+        let work = move || {
+            for () in asked {
+                if tell.send(sync_all(copies, heads)).is_err() {
+                    return;
+                }
+            }
+        };
+        let thread = Builder::new().name("migrate-sync".into());
+        thread
+            .spawn_scoped(scope, work)
+            .map_err(|cause| Cause::System { what: "starting a thread", cause })?;
+        self.syncing = Some(Syncing { ask, told, under_way: false });
+        Ok(())
+    }
+
+    pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<(), Cause> {
+        match step {
+            DriveStep::Noted => Ok(()),
+            DriveStep::Place { drive, runs, mut contents } => {
+                for run in runs.iter() {
+                    // Parsing has compared the runs with the length.
+                    let (bytes, rest) = contents.split_at(run.bytes() as usize);
+                    let has = self.part(drive, run.start.gpa(), run.bytes()) as usize;
+                    let written = self.copies[drive].write(run.start.gpa(), &bytes[..has]);
+                    written.map_err(|e| self.failed(drive, "writing its copy", e))?;
+                    contents = rest;
+                }
+                self.note(runs)
+            }
+            DriveStep::Zero { drive, runs } => {
+                for run in runs.iter() {
+                    let has = self.part(drive, run.start.gpa(), run.bytes());
+                    let zeroed = self.copies[drive].zero(run.start.gpa(), has);
+                    zeroed.map_err(|e| self.failed(drive, "writing zeros to its copy", e))?;
+                }
+                self.note(runs)
+            }
+        }
+    }
+
+    /// How many of `len` bytes from `offset` the drive has: of its last block perhaps a part.
+    fn part(&self, drive: usize, offset: u64, len: u64) -> u64 {
+        self.heads[drive].bytes.saturating_sub(offset).min(len)
+    }
+
+    fn failed(&self, drive: usize, what: &'static str, cause: std::io::Error) -> Cause {
+        Cause::Drive { id: self.heads[drive].id.clone(), what, cause }
+    }
+
+    fn note(&mut self, runs: Runs<'_>) -> Result<(), Cause> {
+        let bytes: u64 = runs.iter().map(|run| run.bytes()).sum();
+        self.unsynced = self.unsynced.saturating_add(bytes);
+        if self.unsynced >= SYNC_EVERY { self.begin_sync() } else { Ok(()) }
+    }
+
+    /// Has what was written so far made durable, once what was before is.
+    fn begin_sync(&mut self) -> Result<(), Cause> {
+        self.await_sync()?;
+        let Some(syncing) = &mut self.syncing else { return Ok(()) };
+        self.unsynced = 0;
+        syncing.ask.send(()).map_err(|_| gone())?;
+        syncing.under_way = true;
+        Ok(())
+    }
+
+    fn await_sync(&mut self) -> Result<(), Cause> {
+        let Some(syncing) = &mut self.syncing else { return Ok(()) };
+        match std::mem::take(&mut syncing.under_way) {
+            true => syncing.told.recv().map_err(|_| gone())?,
+            false => Ok(()),
+        }
+    }
+
+    /// Returns when all that has come is durable; whether that was worth waiting for.
+    pub(super) fn settle(&mut self) -> Result<bool, Cause> {
+        let waits = self.unsynced > 0 || self.syncing.as_ref().is_some_and(|s| s.under_way);
+        if self.unsynced > 0 {
+            self.begin_sync()?;
+        }
+        self.await_sync()?;
+        Ok(waits)
+    }
+}
+
+fn gone() -> Cause {
+    let cause = std::io::Error::other("its thread has ended");
+    Cause::System { what: "making copies of disks durable", cause }
+}
+
+fn sync_all(copies: &[Box<dyn DriveCopy>], heads: &[DriveHead]) -> Result<(), Cause> {
+    copies.iter().zip(heads).try_for_each(|(copy, head)| {
+        copy.make_durable().map_err(|cause| {
+            let (id, what) = (head.id.clone(), "making its copy durable");
+            Cause::Drive { id, what, cause }
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use dirty_tracker::{FrameRun, Gfn};
+    use zerocopy::IntoBytes;
+
+    use super::*;
+    use crate::message::{Message, RawRun, blocks_head};
+
+    fn inbound() -> InboundDrives {
+        let head = |id: &str, bytes| DriveHead { id: id.into(), bytes, readonly: false };
+        InboundDrives::new(vec![head("a", 4 * PAGE_SIZE), head("b", 512)])
+    }
+
+    fn zeros(
+        inbound: &mut InboundDrives,
+        drive: u32,
+        start: u64,
+        count: u64,
+    ) -> Result<(), WireError> {
+        let run = RawRun::from(FrameRun { start: Gfn(start), count });
+        let bytes = [blocks_head(drive, 1).as_bytes(), run.as_bytes()].concat();
+        let Message::Drive(message) = Message::parse(Tag::BlockZeros, &bytes)? else {
+            panic!("another message");
+        };
+        inbound.on(7, message).map(drop)
+    }
+
+    fn end(inbound: &mut InboundDrives, pass: u32, zero: u64) -> Result<(), WireError> {
+        let counts = Counts { normal: 0, zero };
+        inbound.on(7, DriveMessage::BlocksEnd { pass, counts }).map(drop)
+    }
+
+    #[test]
+    fn blocks_lie_in_a_drive_that_goes_along() {
+        let mut inbound = inbound();
+        zeros(&mut inbound, 0, 0, 4).unwrap();
+        zeros(&mut inbound, 1, 0, 1).unwrap();
+        for (drive, start, count, why) in [
+            (2, 0, 1, "names drive 2, and 2 go along"),
+            (u32::MAX, 0, 1, "names drive 4294967295, and 2 go along"),
+            (0, 4, 1, "names blocks 4..5 of disk \"a\", which has 4"),
+            (0, 3, 2, "names blocks 3..5"),
+            (1, 0, 2, "of disk \"b\", which has 1"),
+            (0, u64::MAX, u64::MAX, "of disk \"a\", which has 4"),
+        ] {
+            let said = zeros(&mut self::inbound(), drive, start, count).unwrap_err().to_string();
+            assert!(said.contains(why), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_pass_has_as_many_blocks_as_was_said_and_no_more_than_there_are() {
+        let mut inbound = inbound();
+        zeros(&mut inbound, 0, 0, 4).unwrap();
+        zeros(&mut inbound, 0, 0, 1).unwrap();
+        let said = zeros(&mut inbound, 0, 0, 1).unwrap_err().to_string();
+        assert_eq!(said, "1 blocks in the rest of the pass, more than the 0 allowed");
+        assert!(inbound.end_pass().is_err(), "their end was not said");
+        assert!(end(&mut inbound, 6, 5).unwrap_err().to_string().contains("number of the pass"));
+        assert!(end(&mut inbound, 7, 4).unwrap_err().to_string().contains("blocks of zeros"));
+        end(&mut inbound, 7, 5).unwrap();
+        assert!(zeros(&mut inbound, 0, 0, 1).unwrap_err().to_string().contains("PASS_END was"));
+        assert_eq!(inbound.end_pass().unwrap(), 5);
+        assert_eq!((inbound.totals().zero, inbound.moved_bytes()), (5, 5 * PAGE_SIZE));
+        zeros(&mut inbound, 0, 0, 4).unwrap();
+    }
+
+    #[test]
+    fn without_a_list_nothing_of_drives_may_come() {
+        let mut none = InboundDrives::new(Vec::new());
+        assert!(zeros(&mut none, 0, 0, 1).unwrap_err().to_string().contains("and 0 go along"));
+        assert!(end(&mut none, 7, 0).unwrap_err().to_string().starts_with("BLOCKS_END came"));
+        assert_eq!(none.end_pass().unwrap(), 0);
+    }
+}

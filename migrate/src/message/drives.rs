@@ -1,0 +1,192 @@
+//! The messages about drives that go along: which they are, and their blocks. PROTOCOL.md draws them.
+
+use checkpoint::DriveHead;
+use dirty_tracker::PAGE_SIZE;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::raw::{RawCounts, RawRuns};
+use super::{Counts, MAX_PAGES, Runs, Tag, exactly, fixed, malformed, runs_head};
+use crate::error::WireError;
+
+/// Most drives that go along.
+pub(crate) const MAX_DRIVES: u32 = 64;
+/// Most bytes of a drive's name.
+pub(crate) const MAX_DRIVE_ID: usize = 64;
+/// Most bytes of DRIVES.
+pub(super) const MAX_DRIVES_BYTES: u32 = 8 + MAX_DRIVES * size_of::<RawDrive>() as u32;
+
+/// Bit 0 of a drive's flags: its guest cannot write to it.
+const READONLY: u32 = 1;
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawDrive {
+    bytes: U64,
+    flags: U32,
+    id_bytes: U32,
+    id: [u8; MAX_DRIVE_ID],
+}
+
+/// A message about drives. `drive` is a place in the list of DRIVES, from 0; whether there is one, and whether it has
+/// these blocks, is for whoever knows that list.
+#[derive(Debug)]
+pub(crate) enum DriveMessage<'a> {
+    /// Those that go along.
+    Drives(Vec<DriveHead>),
+    /// Blocks with content.
+    Blocks { drive: u32, runs: Runs<'a>, contents: &'a [u8] },
+    /// Blocks of zeros.
+    BlockZeros { drive: u32, runs: Runs<'a> },
+    /// That was all of this pass.
+    BlocksEnd { pass: u32, counts: Counts },
+}
+
+impl<'a> DriveMessage<'a> {
+    /// As [`Message::parse`](super::Message::parse), for these tags.
+    pub(super) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<Self, WireError> {
+        Ok(match tag {
+            Tag::Drives => Self::Drives(heads(bytes)?),
+            Tag::Blocks => {
+                let drive = fixed::<RawRuns>(tag, bytes)?.0.of.get();
+                let (runs, contents) = Runs::parse(tag, bytes)?;
+                let blocks = runs.frames().filter(|n| *n <= MAX_PAGES);
+                if blocks.is_none_or(|n| n * PAGE_SIZE != contents.len() as u64) {
+                    return Err(malformed(tag, "its content is not as long as its runs say"));
+                }
+                Self::Blocks { drive, runs, contents }
+            }
+            Tag::BlockZeros => {
+                let drive = fixed::<RawRuns>(tag, bytes)?.0.of.get();
+                let (runs, rest) = Runs::parse(tag, bytes)?;
+                if !rest.is_empty() {
+                    return Err(malformed(tag, "bytes follow its table of runs"));
+                }
+                Self::BlockZeros { drive, runs }
+            }
+            Tag::BlocksEnd => {
+                let raw = exactly::<RawCounts>(tag, bytes)?;
+                Self::BlocksEnd { pass: raw.number.get(), counts: raw.counts() }
+            }
+            _ => return Err(malformed(tag, "it is not about drives")),
+        })
+    }
+
+    pub(crate) fn tag(&self) -> Tag {
+        match self {
+            Self::Drives(_) => Tag::Drives,
+            Self::Blocks { .. } => Tag::Blocks,
+            Self::BlockZeros { .. } => Tag::BlockZeros,
+            Self::BlocksEnd { .. } => Tag::BlocksEnd,
+        }
+    }
+
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Drives(drives) => {
+                let mut bytes = runs_head(drives.len()).as_bytes().to_vec();
+                drives.iter().for_each(|drive| bytes.extend_from_slice(raw(drive).as_bytes()));
+                bytes
+            }
+            Self::Blocks { drive, runs, contents } => {
+                let head = blocks_head(*drive, runs.len());
+                [head.as_bytes(), runs.0.as_bytes(), contents].concat()
+            }
+            Self::BlockZeros { drive, runs } => {
+                [blocks_head(*drive, runs.len()).as_bytes(), runs.0.as_bytes()].concat()
+            }
+            Self::BlocksEnd { pass, counts } => {
+                RawCounts::new(*pass, false, counts).as_bytes().to_vec()
+            }
+        }
+    }
+}
+
+/// What stands before a table of `runs` runs of blocks of a drive.
+pub(crate) fn blocks_head(drive: u32, runs: usize) -> RawRuns {
+    RawRuns { of: drive.into(), ..runs_head(runs) }
+}
+
+/// A name that is too long is cut: no drive of that name is found then.
+fn raw(drive: &DriveHead) -> RawDrive {
+    let name = &drive.id.as_bytes()[..drive.id.len().min(MAX_DRIVE_ID)];
+    let mut id = [0; MAX_DRIVE_ID];
+    id[..name.len()].copy_from_slice(name);
+    let flags = if drive.readonly { READONLY } else { 0 };
+    let (bytes, id_bytes) = (drive.bytes.into(), (name.len() as u32).into());
+    RawDrive { bytes, flags: flags.into(), id_bytes, id }
+}
+
+fn heads(bytes: &[u8]) -> Result<Vec<DriveHead>, WireError> {
+    let (head, rest) = fixed::<RawRuns>(Tag::Drives, bytes)?;
+    let count = head.runs.get();
+    if !(1..=MAX_DRIVES).contains(&count) {
+        return Err(malformed(Tag::Drives, "it has no drives, or more than can go along"));
+    }
+    let (drives, rest) = <[RawDrive]>::ref_from_prefix_with_elems(rest, count as usize)
+        .map_err(|_| malformed(Tag::Drives, "its table of drives is longer than the message"))?;
+    if !rest.is_empty() {
+        return Err(malformed(Tag::Drives, "bytes follow its table of drives"));
+    }
+    drives.iter().map(head_of).collect()
+}
+
+fn head_of(raw: &RawDrive) -> Result<DriveHead, WireError> {
+    let name = raw.id.get(..raw.id_bytes.get() as usize).filter(|name| !name.is_empty());
+    let name = name.and_then(|name| std::str::from_utf8(name).ok());
+    // What is said about it is said on a terminal.
+    let name = name.filter(|name| name.chars().all(|c| c.is_ascii_graphic()));
+    let id = name.ok_or(malformed(Tag::Drives, "it has a name that is none of a drive"))?;
+    let (bytes, readonly) = (raw.bytes.get(), raw.flags.get() & READONLY != 0);
+    if bytes == 0 {
+        return Err(malformed(Tag::Drives, "it has a drive of no bytes"));
+    }
+    Ok(DriveHead { id: id.to_owned(), bytes, readonly })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(id: &str, bytes: u64) -> DriveHead {
+        DriveHead { id: id.to_owned(), bytes, readonly: bytes.is_multiple_of(2) }
+    }
+
+    #[test]
+    fn a_list_of_drives_is_read_as_it_was_written() {
+        let long = "x".repeat(MAX_DRIVE_ID);
+        let list = [head("disk0", 1), head(&long, u64::MAX), head("b", 4096)];
+        let bytes = DriveMessage::Drives(list.to_vec()).to_bytes();
+        assert_eq!(bytes.len(), 8 + 3 * 80);
+        let DriveMessage::Drives(read) = DriveMessage::parse(Tag::Drives, &bytes).unwrap() else {
+            panic!("another message");
+        };
+        assert_eq!(read, list);
+    }
+
+    #[test]
+    fn a_list_that_is_none_is_refused() {
+        let bytes = DriveMessage::Drives(vec![head("disk0", 512)]).to_bytes();
+        let said = |bytes: &[u8]| DriveMessage::parse(Tag::Drives, bytes).unwrap_err().to_string();
+        let with = |at: usize, byte: u8| {
+            let mut bytes = bytes.clone();
+            bytes[at] = byte;
+            said(&bytes)
+        };
+        for (at, byte, why) in [
+            (0, 0, "it has no drives"),
+            (0, MAX_DRIVES as u8 + 1, "more than can go along"),
+            (0, 2, "longer than the message"),
+            (8 + 12, 0, "a name that is none"),
+            (8 + 12, MAX_DRIVE_ID as u8 + 1, "a name that is none"),
+            (8 + 16, b'\n', "a name that is none"),
+            (8 + 16, 0xff, "a name that is none"),
+            (8 + 1, 0, "a drive of no bytes"),
+        ] {
+            let said = with(at, byte);
+            assert!(said.contains(why), "byte {at}: {said}");
+        }
+        assert!(said(&[&bytes[..], &[0]].concat()).contains("bytes follow"));
+        assert!(said(&bytes[..7]).contains("too short"));
+    }
+}

@@ -1,0 +1,416 @@
+//! Drives that go along: which they are, what of each is still to be sent, and their part of a pass.
+//!
+//! A pass reads what it sends after it was drained, so that nothing is missed (see [`GuestDrive`]), through an open
+//! file of its own: the device and its queues know nothing of it. Blocks are copied into one reused buffer first,
+//! since the checksum goes ahead of the bytes, and the guest may write meanwhile.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::str::FromStr;
+use std::time::Instant;
+
+use checkpoint::{DriveHead, Guest, GuestDrive, GuestError, block_layout, is_zero};
+use dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use zerocopy::IntoBytes;
+
+use super::fits;
+use super::passes::Limit;
+use crate::control::SendControl;
+use crate::error::Cause;
+use crate::link::Link;
+use crate::message::{
+    Counts, DriveMessage, MAX_DRIVES, MAX_ZERO_RUNS, Message, RawRun, Tag, blocks_head,
+};
+use crate::wire::Wire;
+
+/// Blocks in one BLOCKS: as PAGES has frames.
+const BLOCKS_PER_MESSAGE: u64 = 128;
+/// Blocks of zeros after which they are told, 16 MiB: to find more takes a disk a while, and a destination does not
+/// wait for ever to hear something.
+const ZEROS_PER_MESSAGE: u64 = 4096;
+const BLOCK: usize = PAGE_SIZE as usize;
+
+/// Which of a guest's drives go along; the destination has the others already.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CopyDrives {
+    /// None: both hosts have the same ones.
+    #[default]
+    None,
+    /// All.
+    All,
+    /// Those with these names.
+    Named(Vec<String>),
+}
+
+impl FromStr for CopyDrives {
+    type Err = String;
+
+    /// Names with commas between; nothing is all of them.
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s.split(',').map(str::to_owned).collect::<Vec<_>>() {
+            names if names == [""] => Ok(Self::All),
+            names if names.iter().any(String::is_empty) => {
+                Err(format!("\"{s}\" is no list of names: it is NAME,NAME"))
+            }
+            names => Ok(Self::Named(names)),
+        }
+    }
+}
+
+/// The drives of `guest` that `which` means, in the guest's order.
+pub(super) fn chosen<G: Guest + ?Sized>(
+    guest: &G,
+    which: &CopyDrives,
+) -> Result<Vec<Box<dyn GuestDrive>>, Cause> {
+    let unsupported = |what: String, why: &str| GuestError::Unsupported { what, why: why.into() };
+    let mut drives = match which {
+        CopyDrives::None => return Ok(Vec::new()),
+        CopyDrives::All | CopyDrives::Named(_) => guest.drives(),
+    };
+    if drives.is_empty() {
+        return Err(unsupported("copying disks".into(), "the guest has none").into());
+    }
+    if let CopyDrives::Named(names) = which {
+        let has = |name: &&String| !drives.iter().any(|drive| drive.head().id == **name);
+        if let Some(name) = names.iter().find(has) {
+            let what = format!("copying disk \"{name}\"");
+            return Err(unsupported(what, "the guest has no disk of this name").into());
+        }
+        drives.retain(|drive| names.contains(&drive.head().id));
+    }
+    fits("the list of disks that go along", drives.len() as u64, MAX_DRIVES.into())?;
+    Ok(drives)
+}
+
+/// Says which drives go along, if any do.
+pub(super) fn announce(wire: &mut Wire<Link>, drives: &[Box<dyn GuestDrive>]) -> Result<(), Cause> {
+    if drives.is_empty() {
+        return Ok(());
+    }
+    let heads = drives.iter().map(|drive| drive.head()).collect();
+    Ok(wire.send(&Message::Drive(DriveMessage::Drives(heads)))?)
+}
+
+/// The drives that go along, while they are copied. None, for most migrations.
+pub(super) struct Drives {
+    drives: Vec<Moving>,
+    batch: Batch,
+    /// Of the last pass.
+    pub(super) passed: Counts,
+    /// Of all passes.
+    pub(super) totals: Counts,
+}
+
+struct Moving {
+    head: DriveHead,
+    file: File,
+    writes: Option<Subscription>,
+    next: Next,
+}
+
+/// What of a drive the next pass sends.
+enum Next {
+    Nothing,
+    /// What it held when it was first looked at.
+    First(Vec<FrameRun>),
+    /// What was written since. Dropping it gives it back (I4).
+    Epoch(Epoch),
+}
+
+impl Next {
+    fn blocks(&self) -> u64 {
+        match self {
+            Self::Nothing => 0,
+            Self::First(runs) => runs.iter().map(|run| run.count).sum(),
+            Self::Epoch(epoch) => epoch.frames(),
+        }
+    }
+
+    fn runs(&self) -> Box<dyn Iterator<Item = FrameRun> + '_> {
+        match self {
+            Self::Nothing => Box::new(std::iter::empty()),
+            Self::First(runs) => Box::new(runs.iter().copied()),
+            Self::Epoch(epoch) => Box::new(epoch.runs()),
+        }
+    }
+}
+
+impl Moving {
+    fn follow(drive: &dyn GuestDrive) -> Result<Self, Cause> {
+        let head = drive.head();
+        let failed = |what, cause| Cause::Drive { id: head.id.clone(), what, cause };
+        block_layout(head.bytes).map_err(|e| failed("following it", io::Error::other(e)))?;
+        // First the subscription, then the look at what there is: what is written between the two is in the first
+        // epoch.
+        let writes = drive.subscribe("migrate");
+        let file = drive.open().map_err(|e| failed("opening it", e))?;
+        let runs = data_runs(&file, head.bytes).map_err(|e| failed("looking for its data", e))?;
+        Ok(Self { file, writes, next: Next::First(runs), head })
+    }
+}
+
+impl Drives {
+    /// Begins to follow these drives; the first pass has what they hold now, without their holes. Costs, beside their
+    /// trees, 512 KiB.
+    pub(super) fn follow(drives: &[Box<dyn GuestDrive>]) -> Result<Self, Cause> {
+        let drives: Result<Vec<_>, _> = drives.iter().map(|d| Moving::follow(&**d)).collect();
+        let (passed, totals) = Default::default();
+        Ok(Self { drives: drives?, batch: Batch::default(), passed, totals })
+    }
+
+    /// Blocks that the next pass has.
+    pub(super) fn pending(&self) -> u64 {
+        self.drives.iter().map(|drive| drive.next.blocks()).sum()
+    }
+
+    /// What was written since the last drain, and what was given back, is what the next pass has.
+    pub(super) fn drain(&mut self) {
+        self.give_back();
+        for drive in &mut self.drives {
+            drive.next = drive.writes.as_mut().map_or(Next::Nothing, |w| Next::Epoch(w.drain()));
+        }
+    }
+
+    /// What was drained and not sent is to be drained again (I4).
+    pub(super) fn give_back(&mut self) {
+        self.drives.iter_mut().for_each(|drive| drive.next = Next::Nothing);
+    }
+
+    /// The destination has all of the pass, durably (I4).
+    pub(super) fn commit(&mut self) {
+        for drive in &mut self.drives {
+            if let Next::Epoch(epoch) = std::mem::replace(&mut drive.next, Next::Nothing) {
+                epoch.commit();
+            }
+        }
+    }
+
+    /// Sends what was drained, as the drives' part of pass number `pass`. `sent` is told after each message of how
+    /// many bytes had been sent before it. Fails with `late` if `deadline` passes first.
+    pub(super) fn send(
+        &mut self,
+        wire: &mut Wire<Link>,
+        pass: u32,
+        control: &SendControl,
+        deadline: Limit<'_>,
+        mut sent: impl FnMut(&mut Wire<Link>, u64) -> Result<(), Cause>,
+    ) -> Result<(), Cause> {
+        if self.drives.is_empty() {
+            return Ok(());
+        }
+        let left = self.pending() * PAGE_SIZE;
+        control.update(|p| p.remaining_disk_bytes = left);
+        let Self { drives, batch, passed, totals } = self;
+        *passed = Counts::default();
+        for (drive, number) in drives.iter().zip(0..) {
+            for chunk in drive.next.runs().flat_map(|run| run.chunks(BLOCKS_PER_MESSAGE)) {
+                if let Some((_, late)) = deadline.filter(|(at, _)| Instant::now() >= *at) {
+                    return Err(late());
+                }
+                if batch.is_full(chunk.count) {
+                    batch.send(wire, number, &mut sent)?;
+                }
+                batch.take(drive, chunk, passed)?;
+                let bytes = chunk.bytes();
+                control.update(|p| {
+                    p.remaining_disk_bytes = p.remaining_disk_bytes.saturating_sub(bytes);
+                });
+            }
+            batch.send(wire, number, &mut sent)?;
+        }
+        *totals += *passed;
+        wire.send(&Message::Drive(DriveMessage::BlocksEnd { pass, counts: *passed }))?;
+        Ok(())
+    }
+}
+
+/// Blocks of one drive that are sent together.
+#[derive(Default)]
+struct Batch {
+    contents: Vec<u8>,
+    filled: usize,
+    runs: Vec<RawRun>,
+    zeros: Vec<RawRun>,
+    /// Blocks of `zeros`.
+    zeroed: u64,
+}
+
+/// A block is a run at most.
+const _: () = assert!(ZEROS_PER_MESSAGE <= MAX_ZERO_RUNS as u64);
+
+impl Batch {
+    /// Whether so many more blocks may be too many for a message of either kind.
+    fn is_full(&self, blocks: u64) -> bool {
+        self.filled as u64 + blocks > BLOCKS_PER_MESSAGE || self.zeroed + blocks > ZEROS_PER_MESSAGE
+    }
+
+    /// Reads a chunk of at most a message's blocks.
+    fn take(&mut self, drive: &Moving, chunk: FrameRun, counts: &mut Counts) -> Result<(), Cause> {
+        self.contents.resize(BLOCKS_PER_MESSAGE as usize * BLOCK, 0);
+        let at = self.filled * BLOCK;
+        let room = &mut self.contents[at..at + chunk.count as usize * BLOCK];
+        read(drive, chunk.start, room).map_err(|cause| {
+            let id = drive.head.id.clone();
+            Cause::Drive { id, what: "reading it", cause }
+        })?;
+        for (i, block) in chunk.frames().enumerate() {
+            let from = at + i * BLOCK;
+            if is_zero(&self.contents[from..from + BLOCK]) {
+                counts.zero += 1;
+                self.zeroed += 1;
+                extend(&mut self.zeros, block);
+            } else {
+                counts.normal += 1;
+                let to = self.filled * BLOCK;
+                if to != from {
+                    self.contents.copy_within(from..from + BLOCK, to);
+                }
+                extend(&mut self.runs, block);
+                self.filled += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends what there is, as blocks of drive `number`.
+    fn send(
+        &mut self,
+        wire: &mut Wire<Link>,
+        number: u32,
+        sent: &mut impl FnMut(&mut Wire<Link>, u64) -> Result<(), Cause>,
+    ) -> Result<(), Cause> {
+        let contents = &self.contents[..self.filled * BLOCK];
+        for (tag, runs, contents) in
+            [(Tag::Blocks, &self.runs, contents), (Tag::BlockZeros, &self.zeros, &[])]
+        {
+            if !runs.is_empty() {
+                let (head, before) = (blocks_head(number, runs.len()), wire.sent_bytes());
+                wire.send_parts(tag, &[head.as_bytes(), runs.as_bytes(), contents])?;
+                sent(wire, before)?;
+            }
+        }
+        self.runs.clear();
+        self.zeros.clear();
+        (self.filled, self.zeroed) = (0, 0);
+        Ok(())
+    }
+}
+
+/// Adds a block to a table of runs, each ahead of the next.
+fn extend(runs: &mut Vec<RawRun>, block: Gfn) {
+    let last = runs.last().map(FrameRun::from).filter(|run| run.end() == block);
+    let run = match last {
+        Some(run) => FrameRun { count: run.count + 1, ..run },
+        None => FrameRun { start: block, count: 1 },
+    };
+    if last.is_some() {
+        runs.pop();
+    }
+    runs.push(run.into());
+}
+
+/// Reads whole blocks from `start` on; zeros behind the drive's end, whatever its file has there.
+fn read(drive: &Moving, start: Gfn, to: &mut [u8]) -> io::Result<()> {
+    let offset = start.gpa();
+    let has = drive.head.bytes.saturating_sub(offset).min(to.len() as u64) as usize;
+    let (content, behind) = to.split_at_mut(has);
+    behind.fill(0);
+    drive.file.read_exact_at(content, offset)
+}
+
+/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device
+/// that does not tell. Costs two calls a hole.
+fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
+    let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), 0);
+    while at < bytes {
+        let start = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
+            Ok(start) => start.min(bytes),
+            // Nothing but a hole follows.
+            Err(Errno::NXIO) => break,
+            Err(Errno::INVAL) => at,
+            Err(e) => return Err(e.into()),
+        };
+        at = match rustix::fs::seek(file.as_fd(), SeekFrom::Hole(start)) {
+            // A file that was cut meanwhile has no end there; it fails where it is read.
+            Err(Errno::INVAL | Errno::NXIO) => bytes,
+            other => other?.clamp(start, bytes),
+        };
+        let (first, end) = (start / PAGE_SIZE, at.div_ceil(PAGE_SIZE));
+        // Data may end and begin again within a block.
+        let first = runs.last().map_or(first, |run| first.max(run.end().0));
+        if end > first {
+            let run = FrameRun { start: Gfn(first), count: end - first };
+            match runs.last_mut().filter(|last| last.end() == run.start) {
+                Some(last) => last.count += run.count,
+                None => runs.push(run),
+            }
+        }
+    }
+    Ok(runs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(start: u64, count: u64) -> FrameRun {
+        FrameRun { start: Gfn(start), count }
+    }
+
+    #[test]
+    fn holes_are_not_read() {
+        let file = tempfile::tempfile().unwrap();
+        let bytes = (1 << 30) + 512;
+        file.set_len(bytes + 10 * PAGE_SIZE).unwrap();
+        assert_eq!(data_runs(&file, bytes).unwrap(), []);
+        let data = [3, 4, 1000, bytes / PAGE_SIZE, bytes / PAGE_SIZE + 2];
+        for block in data {
+            file.write_all_at(&[1; BLOCK], block * PAGE_SIZE).unwrap();
+        }
+        let found = data_runs(&file, bytes).unwrap();
+        let has = |block| found.iter().any(|r| r.start.0 <= block && block < r.end().0);
+        assert!(data[..4].iter().all(|block| has(*block)), "{found:?}");
+        assert!(!has(data[4]), "it is behind the drive's end: {found:?}");
+        // A file system may have larger blocks than ours.
+        assert!(found.iter().map(|r| r.count).sum::<u64>() <= 4 * 16, "{found:?}");
+        assert!(found.is_sorted_by(|a, b| a.end() < b.start), "{found:?}");
+    }
+
+    #[test]
+    fn what_is_found_to_be_zeros_is_told_soon() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 30).unwrap();
+        let head = DriveHead { id: "d".into(), bytes: 1 << 30, readonly: true };
+        let drive = Moving { head, file, writes: None, next: Next::Nothing };
+        let (mut batch, mut counts) = (Batch::default(), Counts::default());
+        for chunk in run(0, 1 << 18).chunks(BLOCKS_PER_MESSAGE) {
+            if batch.is_full(chunk.count) {
+                break;
+            }
+            batch.take(&drive, chunk, &mut counts).unwrap();
+        }
+        assert_eq!((batch.zeros.len(), batch.filled), (1, 0));
+        assert_eq!((batch.zeroed, counts.zero), (ZEROS_PER_MESSAGE, ZEROS_PER_MESSAGE));
+    }
+
+    #[test]
+    fn tables_of_runs_are_as_short_as_they_can_be() {
+        let mut runs = Vec::new();
+        [1, 2, 3, 7, 9, 10].into_iter().for_each(|block| extend(&mut runs, Gfn(block)));
+        let runs: Vec<FrameRun> = runs.iter().map(FrameRun::from).collect();
+        assert_eq!(runs, [run(1, 3), run(7, 1), run(9, 2)]);
+    }
+
+    #[test]
+    fn names_of_drives_are_told_from_all() {
+        assert_eq!("".parse(), Ok(CopyDrives::All));
+        assert_eq!("a,b".parse(), Ok(CopyDrives::Named(vec!["a".into(), "b".into()])));
+        assert!("a,".parse::<CopyDrives>().is_err());
+    }
+}

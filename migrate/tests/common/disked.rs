@@ -1,0 +1,333 @@
+//! A guest with drives that it writes to while it runs, and a factory that makes copies of them.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::Host;
+use checkpoint::testing::{MemoryGuest, MemoryGuestFactory};
+use checkpoint::{
+    Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, RunState,
+    Section, VmId, WithCopies, block_layout,
+};
+use dirty_tracker::{Collected, FrameRun, Gfn, Layout, Subscription, Tracker};
+
+const SECTOR: u64 = 512;
+
+/// A drive, and beside its file what must be in it.
+pub struct TestDrive {
+    pub head: DriveHead,
+    path: PathBuf,
+    tracker: Option<Arc<Tracker>>,
+    model: Mutex<Vec<u8>>,
+}
+
+impl TestDrive {
+    /// As a disk of a virtual machine: first the file, and when that is done, the mark. `slowly` lets others look in
+    /// between.
+    fn write(&self, offset: u64, bytes: &[u8], hole: bool, slowly: bool) {
+        let file = OpenOptions::new().write(true).open(&self.path).unwrap();
+        let mut model = self.model.lock().unwrap();
+        if hole {
+            let flags =
+                rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(&file, flags, offset, bytes.len() as u64).unwrap();
+        } else {
+            file.write_all_at(bytes, offset).unwrap();
+        }
+        model[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        if slowly {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let (start, end) =
+            (Gfn::containing(offset), Gfn::containing(offset + bytes.len() as u64 - 1));
+        let run = FrameRun { start, count: end.0 - start.0 + 1 };
+        self.tracker.as_ref().unwrap().mark(run).unwrap();
+    }
+}
+
+struct Shown(Arc<TestDrive>);
+
+impl GuestDrive for Shown {
+    fn head(&self) -> DriveHead {
+        self.0.head.clone()
+    }
+    fn subscribe(&self, name: &str) -> Option<Subscription> {
+        self.0.tracker.as_ref().map(|tracker| tracker.subscribe(name))
+    }
+    fn open(&self) -> io::Result<File> {
+        File::open(&self.0.path)
+    }
+}
+
+/// See the module. Its drives are written to by a thread of their own, which stands when the guest does.
+pub struct Disked {
+    guest: Arc<MemoryGuest>,
+    pub drives: Vec<Arc<TestDrive>>,
+    runs: Arc<RwLock<bool>>,
+    over: Arc<AtomicBool>,
+    pub writes: Arc<AtomicU64>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % n
+    }
+}
+
+impl Disked {
+    /// A running guest with drives of so many bytes, the first half of each written to; the last one is read-only if
+    /// there are several. `seed` decides what is written.
+    pub fn start(guest: Arc<MemoryGuest>, dir: &Path, sizes: &[u64], seed: u64) -> Arc<Self> {
+        let drives: Vec<_> = sizes
+            .iter()
+            .enumerate()
+            .map(|(i, bytes)| {
+                let readonly = i > 0 && i == sizes.len() - 1;
+                let head = DriveHead { id: format!("disk{i}"), bytes: *bytes, readonly };
+                let path = dir.join(&head.id);
+                let mut model = vec![0; *bytes as usize];
+                let half = (*bytes / 2) as usize;
+                model[..half].iter_mut().enumerate().for_each(|(at, b)| *b = (at / 4096) as u8 | 1);
+                let file = File::create_new(&path).unwrap();
+                // More than the guest knows of.
+                file.set_len(*bytes + 8192).unwrap();
+                file.write_all_at(&model[..half], 0).unwrap();
+                file.write_all_at(&[0xee; 8192], *bytes).unwrap();
+                let layout = block_layout(*bytes).unwrap();
+                let tracker = (!readonly).then(|| Arc::new(Tracker::new(layout)));
+                Arc::new(TestDrive { head, path, tracker, model: Mutex::new(model) })
+            })
+            .collect();
+        let (runs, over, writes) = (Arc::new(RwLock::new(true)), Arc::default(), Arc::default());
+        let mut disked = Self { guest, drives, runs, over, writes, thread: None };
+        disked.thread = Some(disked.write_on(seed));
+        Arc::new(disked)
+    }
+
+    fn write_on(&self, seed: u64) -> JoinHandle<()> {
+        let drives: Vec<_> = self.drives.iter().filter(|d| d.tracker.is_some()).cloned().collect();
+        let (runs, over, writes) = (self.runs.clone(), self.over.clone(), self.writes.clone());
+        std::thread::spawn(move || {
+            let mut random = Random(seed | 1);
+            while !over.load(Ordering::SeqCst) {
+                let guard = runs.read().unwrap();
+                if *guard {
+                    let drive = &drives[random.below(drives.len() as u64) as usize];
+                    let sectors = drive.head.bytes / SECTOR;
+                    let at = random.below(sectors);
+                    let len = (1 + random.below(24)).min(sectors - at) * SECTOR;
+                    let kind = random.below(8);
+                    let byte = if kind < 2 { 0 } else { random.below(256) as u8 };
+                    let slowly = random.below(16) == 0;
+                    drive.write(at * SECTOR, &vec![byte; len as usize], kind == 0, slowly);
+                    writes.fetch_add(1, Ordering::SeqCst);
+                }
+                drop(guard);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        })
+    }
+
+    pub fn guest(&self) -> &Arc<MemoryGuest> {
+        &self.guest
+    }
+
+    /// Compares a copy of drive `i` with what must be in it.
+    pub fn compare(&self, i: usize, copy: &Path) {
+        let (model, copy) = (self.drives[i].model.lock().unwrap(), std::fs::read(copy).unwrap());
+        assert_eq!(copy.len(), model.len(), "disk{i}");
+        let wrong = model.chunks(512).zip(copy.chunks(512)).position(|(a, b)| a != b);
+        assert_eq!(wrong, None, "disk{i}: the first wrong sector");
+        let own = std::fs::read(&self.drives[i].path).unwrap();
+        assert_eq!(
+            &own[..model.len()],
+            &model[..],
+            "disk{i}: its own file is as the guest left it"
+        );
+    }
+}
+
+impl Drop for Disked {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take() {
+            assert!(thread.join().is_ok() || std::thread::panicking());
+        }
+    }
+}
+
+impl Guest for Disked {
+    fn vm_id(&self) -> VmId {
+        self.guest.vm_id()
+    }
+    fn config(&self) -> Vec<u8> {
+        self.guest.config()
+    }
+    fn layout(&self) -> &Layout {
+        self.guest.layout()
+    }
+    fn ram(&self) -> &GuestRam {
+        self.guest.ram()
+    }
+    fn prepare(&self, frames: FrameRun) {
+        self.guest.prepare(frames);
+    }
+    fn populated(&self) -> Result<Vec<FrameRun>, GuestError> {
+        self.guest.populated()
+    }
+    fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
+        self.guest.subscribe(name)
+    }
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.drives.iter().map(|d| Box::new(Shown(d.clone())) as Box<dyn GuestDrive>).collect()
+    }
+    fn collect(&self) -> Result<Collected, GuestError> {
+        self.guest.collect()
+    }
+    fn run_state(&self) -> RunState {
+        self.guest.run_state()
+    }
+    fn pause(&self) -> Result<RunState, GuestError> {
+        let before = self.guest.pause()?;
+        *self.runs.write().unwrap() = false;
+        Ok(before)
+    }
+    fn resume(&self) -> Result<(), GuestError> {
+        self.guest.resume()?;
+        *self.runs.write().unwrap() = true;
+        Ok(())
+    }
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        self.guest.save_state()
+    }
+    fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        self.guest.restore_state(sections, clock)
+    }
+    fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
+        self.guest.flush(limit)
+    }
+    fn release(&self) -> Result<(), GuestError> {
+        self.guest.release()
+    }
+    fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        self.guest.detach()
+    }
+    fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
+        self.guest.attach(late)
+    }
+    fn acquire(&self) -> Result<(), GuestError> {
+        self.guest.acquire()
+    }
+    fn stop(&self, why: &str) {
+        *self.runs.write().unwrap() = false;
+        self.guest.stop(why);
+    }
+}
+
+/// What a copy does when it is written to.
+#[derive(Default)]
+pub struct CopyFaults {
+    /// Bytes for which there is room; 0: for all.
+    pub room: AtomicU64,
+    /// Making it durable fails.
+    pub loses: AtomicBool,
+    /// Pieces written and not yet durable.
+    pub unsynced: AtomicU64,
+}
+
+/// Builds guests without drives, with copies in `dir` under the drives' names.
+pub struct DiskedFactory {
+    pub guests: MemoryGuestFactory,
+    pub dir: PathBuf,
+    pub faults: Arc<CopyFaults>,
+}
+
+impl DiskedFactory {
+    /// For receivers of `host`.
+    pub fn new(host: &Host, dir: &Path) -> Self {
+        Self { guests: host.factory(), dir: dir.to_owned(), faults: Arc::default() }
+    }
+}
+
+struct Copy {
+    file: File,
+    path: PathBuf,
+    faults: Arc<CopyFaults>,
+    written: AtomicU64,
+    kept: bool,
+}
+
+impl DriveCopy for Copy {
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let room = self.faults.room.load(Ordering::SeqCst);
+        let written = self.written.fetch_add(bytes.len() as u64, Ordering::SeqCst);
+        if room > 0 && written + bytes.len() as u64 > room {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        self.faults.unsynced.fetch_add(1, Ordering::SeqCst);
+        self.file.write_all_at(bytes, offset)
+    }
+    fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.faults.unsynced.fetch_add(1, Ordering::SeqCst);
+        self.file.write_all_at(&vec![0; len as usize], offset)
+    }
+    fn make_durable(&self) -> io::Result<()> {
+        if self.faults.loses.load(Ordering::SeqCst) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        self.faults.unsynced.store(0, Ordering::SeqCst);
+        Ok(())
+    }
+    fn yield_to_guest(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn keep(mut self: Box<Self>) {
+        assert_eq!(self.faults.unsynced.load(Ordering::SeqCst), 0, "all of it is durable");
+        self.kept = true;
+    }
+}
+
+impl Drop for Copy {
+    fn drop(&mut self) {
+        if !self.kept {
+            std::fs::remove_file(&self.path).unwrap();
+        }
+    }
+}
+
+impl GuestFactory for DiskedFactory {
+    type Guest = MemoryGuest;
+
+    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<MemoryGuest>, GuestError> {
+        self.guests.create(vm_id, config)
+    }
+
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        let copy = |head: &DriveHead| {
+            let path = self.dir.join(&head.id);
+            let file = File::create_new(&path).unwrap();
+            file.set_len(head.bytes).unwrap();
+            let (faults, written) = (self.faults.clone(), AtomicU64::new(0));
+            Box::new(Copy { file, path, faults, written, kept: false }) as Box<dyn DriveCopy>
+        };
+        Ok((self.create(vm_id, config)?, drives.iter().map(copy).collect()))
+    }
+}

@@ -1,0 +1,275 @@
+//! A disk's file that is made here, for a guest whose disks come along with it.
+//!
+//! Nothing that has data in it is ever written over. What was made goes again unless the guest stays; while it is
+//! being filled it is locked for its guest, so that no second one is filled into it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use checkpoint::durable::sync_dir;
+use checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
+use rustix::fs::SeekFrom;
+
+use super::file::{DiskError, write_zeroes};
+use super::lock::{self, Lock};
+use crate::config::{DiskConfig, MachineConfig, disks};
+use crate::sandbox::hint;
+
+/// For each of `drives`, which are hostile input, a copy in the making, at the path that `config` has for it on this
+/// host. On an error there is nothing of any.
+pub(crate) fn make_copies(
+    guest: VmId,
+    config: &MachineConfig,
+    drives: &[DriveHead],
+) -> Result<Vec<Box<dyn DriveCopy>>, GuestError> {
+    let mut copies: Vec<Box<dyn DriveCopy>> = Vec::new();
+    for (drive, i) in drives.iter().zip(0..) {
+        let malformed = |why: &str| {
+            let why = format!("{drive} {why}");
+            GuestError::Malformed { what: "the list of disks that come along".to_owned(), why }
+        };
+        let known = disks(&config.devices).find(|disk| disk.id == drive.id);
+        let Some(disk) = known else { return Err(malformed("is none of the guest's")) };
+        if (disk.bytes, disk.readonly) != (drive.bytes, drive.readonly) {
+            return Err(malformed("is another one in the guest's configuration"));
+        }
+        if drives[..i].iter().any(|other| other.id == drive.id) {
+            return Err(malformed("stands there twice"));
+        }
+        let made = MadeDisk::make(disk, guest).map_err(|e| GuestError::System {
+            what: "making copies of disks",
+            cause: Box::new(e),
+        })?;
+        copies.push(Box::new(made));
+    }
+    Ok(copies)
+}
+
+/// See the module.
+#[derive(Debug)]
+struct MadeDisk {
+    file: File,
+    path: PathBuf,
+    guest: VmId,
+    before: Before,
+    kept: bool,
+}
+
+/// What was there before it was made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Before {
+    Nothing,
+    /// A file of so many bytes, and no data.
+    Room(u64),
+}
+
+impl MadeDisk {
+    fn make(disk: &DiskConfig, guest: VmId) -> Result<Self, DiskError> {
+        let path = &disk.path;
+        let refused = |why: String| {
+            let (id, path) = (disk.id.clone(), path.clone());
+            DiskError::NoCopy { id, path, why }
+        };
+        let failed =
+            |what: &str, e: io::Error| refused(format!("{what} failed: {e}{}", hint(path, &e)));
+        let opened = open(path).map_err(|e| failed("making it", e))?;
+        let Some((file, before)) = opened else {
+            return Err(refused("it is no regular file".to_owned()));
+        };
+        // Until it is certain that it is ours, it stays as it is.
+        let mut made = Self { file, path: path.clone(), guest, before, kept: true };
+        match lock::set(&made.file, Lock::Exclusive, guest) {
+            Ok(true) => {}
+            Ok(false) => return Err(refused("it is in use by another".to_owned())),
+            Err(e) => {
+                made.kept = before != Before::Nothing;
+                return Err(failed("locking it", e));
+            }
+        }
+        // Not before it is locked: whoever had the lock may have been filling it.
+        if let Before::Room(bytes) = before {
+            if has_data(&made.file).map_err(|e| failed("looking for data in it", e))? {
+                let why = "there is a file with data in it, and a copy is never written over what is there: name a file \
+                           that does not exist, or remove it";
+                return Err(refused(why.to_owned()));
+            }
+            if bytes > disk.bytes {
+                let has = disk.bytes;
+                return Err(refused(format!(
+                    "there is a file of {bytes} bytes, and the disk has {has}"
+                )));
+            }
+        }
+        made.kept = false;
+        made.file.set_len(disk.bytes).map_err(|e| failed("giving it its size", e))?;
+        if before == Before::Nothing {
+            // The guest's data is not durable in a file that has no durable name.
+            sync_dir(parent(path)).map_err(|e| failed("making its name durable", e))?;
+        }
+        Ok(made)
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        match self.before {
+            Before::Nothing => {
+                let (ours, named) = (self.file.metadata()?, fs::symlink_metadata(&self.path)?);
+                if (ours.dev(), ours.ino()) != (named.dev(), named.ino()) {
+                    return Err(io::Error::other("its name is another file's now"));
+                }
+                fs::remove_file(&self.path)?;
+                sync_dir(parent(&self.path))
+            }
+            Before::Room(bytes) => {
+                self.file.set_len(0)?;
+                self.file.set_len(bytes)
+            }
+        }
+    }
+}
+
+impl DriveCopy for MadeDisk {
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(bytes, offset)
+    }
+
+    fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
+        write_zeroes(&self.file, offset, len, true)
+    }
+
+    fn make_durable(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn yield_to_guest(&self) -> io::Result<()> {
+        lock::set(&self.file, Lock::None, self.guest).map(drop)
+    }
+
+    fn keep(mut self: Box<Self>) {
+        self.kept = true;
+    }
+}
+
+impl Drop for MadeDisk {
+    fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        if let Err(e) = self.remove() {
+            tracing::warn!("a copy that is not complete is left at {}: {e}", self.path.display());
+        }
+    }
+}
+
+/// The file at `path`, made if there is none, and what was there; `None` if that is no regular file.
+fn open(path: &Path) -> io::Result<Option<(File, Before)>> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    // What is in a guest's disk is for nobody else on this host.
+    match options.clone().create_new(true).mode(0o600).open(path) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+        made => return made.map(|file| Some((file, Before::Nothing))),
+    }
+    // Looked at before it is opened: opening a FIFO would wait for its other end.
+    if !fs::metadata(path)?.is_file() {
+        return Ok(None);
+    }
+    let file = options.open(path)?;
+    let bytes = file.metadata()?.len();
+    Ok(Some((file, Before::Room(bytes))))
+}
+
+/// Whether anything was ever written to `file`, as far as its file system tells: one that does not tell holds for
+/// data what has a length.
+fn has_data(file: &File) -> io::Result<bool> {
+    match rustix::fs::seek(file.as_fd(), SeekFrom::Data(0)) {
+        Ok(_) => Ok(true),
+        Err(rustix::io::Errno::NXIO) => Ok(false),
+        Err(rustix::io::Errno::INVAL) => Ok(file.metadata()?.len() > 0),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::disk;
+
+    const BYTES: u64 = 1 << 20;
+
+    fn make(path: &Path, guest: VmId) -> Result<MadeDisk, String> {
+        MadeDisk::make(&disk("d", path, BYTES), guest).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_copy_is_there_when_it_is_kept_and_gone_when_it_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("copy");
+        let guest = VmId::random();
+        let made = make(&path, guest).unwrap();
+        made.write(4096, &[7; 8192]).unwrap();
+        made.zero(8192, 4096).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
+        drop(made);
+        assert!(!path.exists());
+        let made = make(&path, guest).unwrap();
+        made.write(4096, &[7; 8192]).unwrap();
+        made.zero(8192, 4096).unwrap();
+        made.make_durable().unwrap();
+        Box::new(made).keep();
+        let content = fs::read(&path).unwrap();
+        assert_eq!(content.len() as u64, BYTES);
+        assert!(content[4096..8192].iter().all(|b| *b == 7));
+        assert!(content[8192..].iter().chain(&content[..4096]).all(|b| *b == 0));
+    }
+
+    #[test]
+    fn room_that_is_there_is_used_and_data_never_written_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("room");
+        let guest = VmId::random();
+        for bytes in [0, 4096, BYTES] {
+            File::create(&path).unwrap().set_len(bytes).unwrap();
+            let made = make(&path, guest).unwrap();
+            made.write(0, &[1; 4096]).unwrap();
+            drop(made);
+            let left = fs::read(&path).unwrap();
+            assert_eq!(left, vec![0; bytes as usize], "as it was before");
+        }
+        File::create(&path).unwrap().set_len(BYTES + 512).unwrap();
+        let said = make(&path, guest).unwrap_err();
+        assert!(said.contains("a file of 1049088 bytes, and the disk has 1048576"), "{said}");
+        fs::write(&path, "precious").unwrap();
+        let said = make(&path, guest).unwrap_err();
+        let why = "disk \"d\" cannot be copied to \"";
+        assert!(said.starts_with(why) && said.contains("a file with data in it"), "{said}");
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+        assert!(make(dir.path(), guest).unwrap_err().contains("it is no regular file"));
+        let none = dir.path().join("none/copy");
+        assert!(make(&none, guest).unwrap_err().contains("making it failed: No such file"));
+    }
+
+    #[test]
+    fn one_guest_at_a_time_is_copied_into_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("copy");
+        let (one, other) = (VmId::random(), VmId::random());
+        let made = make(&path, one).unwrap();
+        for guest in [one, other] {
+            let said = make(&path, guest).unwrap_err();
+            assert!(said.contains("it is in use by another"), "{said}");
+        }
+        assert!(path.exists());
+        made.yield_to_guest().unwrap();
+        let guests = File::options().read(true).write(true).open(&path).unwrap();
+        assert!(lock::set(&guests, Lock::Exclusive, one).unwrap());
+        drop(made);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,127 @@
+//! A disk of a guest that is here, as whoever copies it sees it: read beside the device, through an open file of the
+//! copier's own.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use checkpoint::{DriveHead, GuestDrive};
+use dirty_tracker::{Subscription, Tracker};
+
+use super::flusher::open_again;
+
+/// See the module. Keeps the file from nobody: the lock is the device's.
+#[derive(Clone, Debug)]
+pub(crate) struct DriveSource {
+    pub(super) head: DriveHead,
+    /// Follows the guest's writes; `None` for a disk that it cannot write to.
+    pub(super) tracker: Option<Arc<Tracker>>,
+    /// Says which file it is; `None` if the system did not give it.
+    pub(super) which: Option<Arc<File>>,
+}
+
+impl GuestDrive for DriveSource {
+    fn head(&self) -> DriveHead {
+        self.head.clone()
+    }
+
+    fn subscribe(&self, name: &str) -> Option<Subscription> {
+        self.tracker.as_ref().map(|tracker| tracker.subscribe(name))
+    }
+
+    fn open(&self) -> io::Result<File> {
+        let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
+        open_again(which, 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+
+    use dirty_tracker::PAGE_SIZE;
+    use virtio_bindings::virtio_blk::*;
+
+    use super::super::tests::{Disk, OK, engines, header, pattern, range, request};
+    use super::*;
+    use crate::devices::virtio::driver::Driver;
+
+    /// What one epoch after the other holds, read from the disk behind its device's back, until it `stands`; and then
+    /// the rest.
+    fn copy_on(source: &DriveSource, stands: &AtomicBool) -> (Vec<u8>, u64) {
+        let mut writes = source.subscribe("copy").unwrap();
+        let file = source.open().unwrap();
+        let mut copy = vec![0; source.head().bytes as usize];
+        file.read_exact_at(&mut copy, 0).unwrap();
+        let mut epochs = 0;
+        let mut pass = |writes: &mut Subscription| {
+            let epoch = writes.drain();
+            epochs += u64::from(!epoch.is_empty());
+            for run in epoch.runs() {
+                let at = run.start.gpa();
+                let to = &mut copy[at as usize..(at + run.bytes()) as usize];
+                file.read_exact_at(to, at).unwrap();
+            }
+            epoch.commit();
+        };
+        while !stands.load(Ordering::SeqCst) {
+            pass(&mut writes);
+        }
+        pass(&mut writes);
+        assert!(writes.drain().is_empty());
+        (copy, epochs)
+    }
+
+    /// As a migration does it: whatever was under way when, the copy is what the driver has written.
+    #[test]
+    fn epochs_read_after_they_were_drained_make_the_disk() {
+        for with in engines() {
+            let disk = Disk::new();
+            let block = disk.block(with);
+            let source = block.source();
+            let mut driver = Driver::started(Box::new(block));
+            let blocks = disk.config.bytes / PAGE_SIZE;
+            let stands = AtomicBool::new(false);
+            thread::scope(|scope| {
+                let copier = scope.spawn(|| copy_on(&source, &stands));
+                for round in 0..60u64 {
+                    let mut sent = Vec::new();
+                    for n in 0..24u64 {
+                        // Of two that are under way none writes what the other does: virtio has no order between them.
+                        let (n, seed) = (round * 24 + n, n);
+                        let block = (round * 7 + seed * (blocks / 24)) % blocks;
+                        let (sector, len) = (block * 8 + n % 3, 512 * (1 + n as usize % 5));
+                        let bytes = pattern(n, len);
+                        let head = header(&mut driver, VIRTIO_BLK_T_OUT, sector);
+                        let (data, status) = (driver.given(&bytes), driver.wanted(1));
+                        let head = driver.post((n % 2) as usize, &[head, data, status]);
+                        sent.push(((n % 2) as usize, head, status));
+                    }
+                    driver.kick(0);
+                    driver.kick(1);
+                    for (queue, head, status) in sent {
+                        driver.wait_used(queue, head);
+                        assert_eq!(driver.bytes(status), [OK]);
+                    }
+                    driver.forget_buffers();
+                    let kind = match round % 2 {
+                        0 => VIRTIO_BLK_T_DISCARD,
+                        _ => VIRTIO_BLK_T_WRITE_ZEROES,
+                    };
+                    let ranges = driver.given(&range(round * 80 % 8000, 1 + round as u32 % 40, 0));
+                    assert_eq!(request(&mut driver, kind, 0, &[ranges]), OK);
+                    driver.forget_buffers();
+                }
+                driver.quiesce();
+                stands.store(true, Ordering::SeqCst);
+                let (copy, epochs) = copier.join().unwrap();
+                let written = disk.contents(0, disk.config.bytes as usize);
+                let wrong = copy.chunks(512).zip(written.chunks(512)).position(|(a, b)| a != b);
+                assert_eq!(wrong, None, "the first wrong sector, of {epochs} epochs");
+                assert!(written.iter().any(|b| *b != 0) && epochs > 1, "{epochs} epochs");
+            });
+        }
+    }
+}
