@@ -341,11 +341,12 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
         hand_over::throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
-        arrival.copies.clear();
         let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
         if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             arrival.wire.abort(Tag::Abort, &cause.to_string());
         }
+        // Large files take their time to be removed.
+        arrival.copies.clear();
         cause.into()
     }
 }

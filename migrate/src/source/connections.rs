@@ -58,9 +58,10 @@ pub(super) struct PassDone {
 impl PassDone {
     /// What it says about the link, of a guest that has `dirtied` so many frames and blocks meanwhile; besides frames the
     /// pass had `blocks` of drives. Bytes are those of contents where these were made smaller: the next pass's will be,
-    /// too.
+    /// too. Of drives, zeros count: to read them takes the time of the others, and what is written next may be zeros or not.
     pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
-        let contents = (self.counts.normal + blocks.normal).saturating_mul(PAGE_SIZE);
+        let contents = self.counts.normal + blocks.normal + blocks.zero;
+        let contents = contents.saturating_mul(PAGE_SIZE);
         Measured { bytes: self.bytes.max(contents), time: self.time, dirtied }
     }
 }
@@ -128,7 +129,10 @@ impl<'a> Passes<'a> {
         let begun = Instant::now();
         let before = wire.sent_bytes() + self.shared_bytes();
         self.pacer.begin();
-        self.control.update(|p| (p.pass, p.remaining_frames) = (pass, frames));
+        let disk_bytes = drives.pending().saturating_mul(PAGE_SIZE);
+        self.control.update(|p| {
+            (p.pass, p.remaining_frames, p.remaining_disk_bytes) = (pass, frames, disk_bytes);
+        });
         wire.send(&Message::PassBegin { pass, frames })?;
         let mut chunks = runs.flat_map(|run| run.chunks(MAX_PAGES));
         let counts = match self.shares.is_empty() {

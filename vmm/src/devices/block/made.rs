@@ -103,20 +103,28 @@ impl MadeDisk {
                 )));
             }
         }
+        // Somebody may have removed it, and made another, since it was opened.
+        if !made.is_named().map_err(|e| failed("looking at it", e))? {
+            return Err(refused("its name is another file's now".to_owned()));
+        }
         made.kept = false;
         made.file.set_len(disk.bytes).map_err(|e| failed("giving it its size", e))?;
-        if before == Before::Nothing {
-            // The guest's data is not durable in a file that has no durable name.
-            sync_dir(parent(path)).map_err(|e| failed("making its name durable", e))?;
-        }
+        // The guest's data is not durable in a file that has no durable size or name.
+        made.file.sync_all().map_err(|e| failed("making its size durable", e))?;
+        sync_dir(parent(path)).map_err(|e| failed("making its name durable", e))?;
         Ok(made)
+    }
+
+    /// Whether the name is still this file's.
+    fn is_named(&self) -> io::Result<bool> {
+        let (ours, named) = (self.file.metadata()?, fs::metadata(&self.path)?);
+        Ok((ours.dev(), ours.ino()) == (named.dev(), named.ino()))
     }
 
     fn remove(&self) -> io::Result<()> {
         match self.before {
             Before::Nothing => {
-                let (ours, named) = (self.file.metadata()?, fs::symlink_metadata(&self.path)?);
-                if (ours.dev(), ours.ino()) != (named.dev(), named.ino()) {
+                if !self.is_named()? {
                     return Err(io::Error::other("its name is another file's now"));
                 }
                 fs::remove_file(&self.path)?;
@@ -144,6 +152,9 @@ impl DriveCopy for MadeDisk {
     }
 
     fn yield_to_guest(&self) -> io::Result<()> {
+        if !self.is_named()? {
+            return Err(io::Error::other("its name is another file's now"));
+        }
         lock::set(&self.file, Lock::None, self.guest).map(drop)
     }
 
