@@ -35,6 +35,8 @@ use crate::{SlotId, Tracker};
 #[derive(Debug)]
 pub struct Harvester {
     vcpus: Vec<(RingConsumer, DirtyList)>,
+    /// Per vCPU, see [`dirtied`](Self::dirtied).
+    dirtied: Vec<u64>,
     /// Entries were lost, or may have been, and all memory has not been reprotected since (I6).
     distrust: bool,
 }
@@ -43,7 +45,44 @@ impl Harvester {
     /// For `vcpus` rings of `ring_entries` entries each; allocates everything it will ever use.
     pub fn new(vcpus: usize, ring_entries: usize) -> Self {
         let one = || (RingConsumer::new(), DirtyList::with_capacity(ring_entries));
-        Self { vcpus: (0..vcpus).map(|_| one()).collect(), distrust: false }
+        let vcpus: Vec<_> = (0..vcpus).map(|_| one()).collect();
+        Self { dirtied: vec![0; vcpus.len()], vcpus, distrust: false }
+    }
+
+    /// Frames that each vCPU, in the order of the rings, has made dirty so far: those of its ring that
+    /// a subscriber did not have marked when they were [absorbed](Readable::absorb). A frame that two
+    /// vCPUs write is the first one's; one that is drained and written again counts again. For one
+    /// subscriber these sum up to what it drains, but for marks that came from elsewhere. O(1).
+    ///
+    /// ```
+    /// # use dirty_tracker::*;
+    /// # use std::sync::atomic::Ordering;
+    /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
+    /// # let rings: [Vec<RingEntry>; 2] = std::array::from_fn(|_| (0..8).map(|_| RingEntry::default()).collect());
+    /// # let mut harvester = Harvester::new(rings.len(), 8);
+    /// # let wrote = |vcpu: usize, entry: usize, frame| {
+    /// #     rings[vcpu][entry].offset.store(frame, Ordering::Relaxed);
+    /// #     rings[vcpu][entry].flags.store(ENTRY_DIRTY, Ordering::Release);
+    /// # };
+    /// # let collect = |harvester: &mut Harvester| {
+    /// #     let harvest = harvester.harvest(rings.iter().map(|r| r.as_slice()));
+    /// #     let count = harvest.entries();
+    /// #     rings.iter().flatten().for_each(|e| e.flags.store(0, Ordering::Release));
+    /// #     harvest.reprotected(count).absorb(&tracker)
+    /// # };
+    /// let mut subscription = tracker.subscribe("doc");
+    /// wrote(0, 0, 5);
+    /// wrote(0, 1, 6);
+    /// wrote(1, 0, 5); // vCPU 0 was there before
+    /// assert_eq!(collect(&mut harvester).frames, 3);
+    /// assert_eq!(harvester.dirtied(), [2, 0]);
+    /// wrote(0, 2, 6); // dirty already
+    /// collect(&mut harvester);
+    /// assert_eq!((harvester.dirtied(), subscription.drain().frames()), (&[2, 0][..], 2));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn dirtied(&self) -> &[u64] {
+        &self.dirtied
     }
 
     /// Where vCPU number `vcpu` (in the order of the rings) reports that it found its ring full; `None`
@@ -170,10 +209,11 @@ impl Readable<'_> {
     /// [`all_reprotected`](Self::all_reprotected).
     ///
     /// Costs one lock for all frames, and one insert in each tree for consecutive frames of a word.
+    /// [`Harvester::dirtied`] then says whose they were.
     pub fn absorb(self, tracker: &Tracker) -> Absorbed {
         let mut out = Absorbed::default();
         let mut marking = tracker.marking();
-        for (_, list) in &mut self.lists.vcpus {
+        for ((_, list), dirtied) in self.lists.vcpus.iter_mut().zip(&mut self.lists.dirtied) {
             for frame in list.frames() {
                 // The high half is KVM's address space number; the guest's memory is the same in all.
                 match marking.mark_offset(SlotId(frame.slot & 0xffff), frame.offset) {
@@ -182,6 +222,7 @@ impl Readable<'_> {
                 }
             }
             list.clear();
+            *dirtied += marking.take_new();
         }
         drop(marking);
         if self.lists.distrust {

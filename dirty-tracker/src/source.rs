@@ -160,4 +160,10 @@ pub trait DirtySource: Send {
     /// Delivers every write since the last collection to all of `tracker`'s trees. With all vCPUs
     /// stopped the trees are then complete. On an error nothing is lost: the next call has it.
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError>;
+
+    /// Frames that each vCPU has made dirty so far, see [`Harvester::dirtied`](crate::Harvester::dirtied);
+    /// nothing, the default, where it is not known whose writes are caught. No system call.
+    fn dirtied(&self) -> &[u64] {
+        &[]
+    }
 }

@@ -210,7 +210,7 @@ impl Tracker {
     /// Marks many frames under one lock.
     pub(crate) fn marking(&self) -> Marking<'_> {
         let homes = sync::read(&self.homes);
-        Marking { tracker: self, homes, slot: None, words: [(0, 0); GATHERED], len: 0 }
+        Marking { tracker: self, homes, slot: None, words: [(0, 0); GATHERED], len: 0, new: 0 }
     }
 
     fn mark_bits(&self, first: u64, count: u64) {
@@ -237,6 +237,8 @@ pub(crate) struct Marking<'t> {
     /// Words and their bits; the last one may still get some.
     words: [(u64, u64); GATHERED],
     len: usize,
+    /// See [`take_new`](Self::take_new).
+    new: u64,
 }
 
 /// Words that are inserted together.
@@ -270,17 +272,23 @@ impl Marking<'_> {
         }
     }
 
+    /// Inserts what is gathered. How many of the frames since the last call a subscriber did not have
+    /// marked yet: of each gathered lot, those of the subscriber who had fewest.
+    pub(crate) fn take_new(&mut self) -> u64 {
+        self.flush();
+        std::mem::take(&mut self.new)
+    }
+
     fn flush(&mut self) {
         let words = &self.words[..self.len];
         self.len = 0;
-        if self.homes.is_empty() {
+        if self.homes.is_empty() || words.is_empty() {
             return;
         }
         let count = words.iter().map(|(_, bits)| u64::from(bits.count_ones())).sum();
         self.tracker.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
-        for home in self.homes.iter() {
-            home.tree.insert_words(words);
-        }
+        let new = self.homes.iter().map(|home| home.tree.insert_words(words)).max();
+        self.new += new.unwrap_or(0);
     }
 }
 

@@ -250,18 +250,21 @@ impl Tree {
         new
     }
 
-    /// As [`insert_word`](Self::insert_word) of each, with one look at the list for all.
-    pub(crate) fn insert_words(&self, words: &[(u64, u64)]) {
+    /// As [`insert_word`](Self::insert_word) of each, with one look at the list for all. Returns how
+    /// many bits were new.
+    pub(crate) fn insert_words(&self, words: &[(u64, u64)]) -> u64 {
         let mut list = self.recent.try_list();
         let mut listed = list.is_some();
+        let mut new = 0;
         for (word, bits) in words {
-            self.insert_word_unlisted(*word, *bits);
+            new += u64::from(self.insert_word_unlisted(*word, *bits).count_ones());
             listed = listed && list.as_mut().is_some_and(|list| list.add(*word));
         }
         drop(list);
         if !listed {
             self.recent.left_out();
         }
+        new
     }
 
     fn insert_word_unlisted(&self, word: u64, bits: u64) -> u64 {
