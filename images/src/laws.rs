@@ -290,6 +290,19 @@ proptest! {
     }
 
     #[test]
+    fn only_the_writers_write_again(spec in any_spec(), share in any_share(), writers in 1u64..32) {
+        let writes = u64::from(share.vcpu) < writers;
+        let pattern = if writes { spec.pattern } else { Pattern::Once };
+        let same = PayloadSpec { pattern, ..spec.clone() };
+        let mut bench = Bench::new(&PayloadSpec { writers: Some(writers), ..spec }, share);
+        let mut plain = Bench::new(&same, share);
+        bench.steps(share.pages * 3);
+        plain.steps(share.pages * 3);
+        prop_assert_eq!(bench.workload.pages(), plain.workload.pages());
+        prop_assert_eq!(&bench.memory.writes, &plain.memory.writes);
+    }
+
+    #[test]
     fn once_writes_every_page_exactly_once(spec in any_spec(), share in any_share()) {
         let mut bench = Bench::new(&PayloadSpec { pattern: Pattern::Once, ..spec }, share);
         bench.steps(share.pages * 5 / 2);

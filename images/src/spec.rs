@@ -21,7 +21,7 @@ impl FromStr for PayloadSpec {
     type Err = SpecError;
 
     /// Reads `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N][,ring=0|3]
-    /// [,fill=zero|random][,seconds=N][,passes=N]`.
+    /// [,fill=zero|random][,seconds=N][,passes=N][,writers=N]`.
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut items = text.split(',');
         if items.next() != Some("payload") {
@@ -94,8 +94,8 @@ mod tests {
         let ring = prop_oneof![Just(Ring::Zero), Just(Ring::Three)];
         let fill = prop_oneof![Just(Fill::Zero), Just(Fill::Random)];
         let end = || option::of(1u64..=0xffff_ffff);
-        (1u64..1 << 26, rate, pattern, any::<u64>(), ring, fill, end(), end()).prop_map(
-            |(pages, rate, pattern, seed, ring, fill, seconds, passes)| PayloadSpec {
+        (1u64..1 << 26, rate, pattern, any::<u64>(), ring, fill, (end(), end(), end())).prop_map(
+            |(pages, rate, pattern, seed, ring, fill, (seconds, passes, writers))| PayloadSpec {
                 ws_bytes: pages * 4096,
                 rate,
                 pattern,
@@ -104,6 +104,7 @@ mod tests {
                 fill,
                 seconds,
                 passes,
+                writers,
             },
         )
     }
@@ -172,6 +173,7 @@ mod tests {
             ("payload,fill=ones", "is not a known fill"),
             ("payload,seconds=0", "is not a number from 1"),
             ("payload,passes=x", "is not a number from 1"),
+            ("payload,writers=0", "is not a number from 1"),
             (
                 "payload,colour=red",
                 "\"colour=red\" in \"payload,colour=red\" is not a setting of the payload",

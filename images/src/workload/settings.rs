@@ -55,6 +55,8 @@ pub struct PayloadSpec {
     pub seconds: Option<u64>,
     /// Ends after so many passes.
     pub passes: Option<u64>,
+    /// Only so many vCPUs, the first ones, write again and again; the others do what `once` does.
+    pub writers: Option<u64>,
 }
 
 impl Default for PayloadSpec {
@@ -68,6 +70,7 @@ impl Default for PayloadSpec {
             fill: Fill::Zero,
             seconds: None,
             passes: None,
+            writers: None,
         }
     }
 }
@@ -80,6 +83,14 @@ const WS_MAX: u64 = 256 << 30;
 const RATE_MAX: u64 = 64 << 30;
 
 impl PayloadSpec {
+    /// The order in which `vcpu` visits its pages.
+    pub fn pattern_of(&self, vcpu: u32) -> Pattern {
+        match self.writers {
+            Some(writers) if u64::from(vcpu) >= writers => Pattern::Once,
+            _ => self.pattern,
+        }
+    }
+
     /// Pages in the working set.
     pub fn ws_pages(&self) -> u64 {
         self.ws_bytes / PAGE_SIZE
@@ -110,9 +121,10 @@ impl PayloadSpec {
             }
             b"seconds" => self.seconds = Some(parse_end(value)?),
             b"passes" => self.passes = Some(parse_end(value)?),
+            b"writers" => self.writers = Some(parse_end(value)?),
             _ => {
                 return Err(Reason(
-                    "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, seconds, passes)",
+                    "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, seconds, passes, writers)",
                 ));
             }
         }
@@ -147,6 +159,9 @@ impl PayloadSpec {
         }
         if let Some(passes) = self.passes {
             number(line, "passes", passes);
+        }
+        if let Some(writers) = self.writers {
+            number(line, "writers", writers);
         }
     }
 }

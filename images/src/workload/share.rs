@@ -74,14 +74,15 @@ impl Workload {
         // Reading a page whole takes long where ring 0 is emulated, and at full speed it takes from the writes.
         let paced = spec.rate != Rate::Max && spec.ring == Ring::Three;
         let sweep_every = if paced { SWEEP_EVERY_PACED } else { SWEEP_EVERY };
+        let pattern = spec.pattern_of(share.vcpu);
         Workload {
             share,
-            pattern: spec.pattern,
+            pattern,
             fill: spec.fill,
             seed: spec.seed,
             generator: Generator::new(spec.seed, u64::from(share.vcpu)),
             zipf: Zipf::new(share.pages),
-            reach: spec.pattern.reach(share.pages),
+            reach: pattern.reach(share.pages),
             cursor: 0,
             sweep_cursor: 0,
             sweep_every,
