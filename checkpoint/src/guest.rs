@@ -107,6 +107,15 @@ pub enum GuestError {
 /// Most bytes that [`Guest::detach`] gives: they are sent while the guest stands, and whoever sends to it decides how many come.
 pub const MAX_LATE: usize = 256 << 10;
 
+/// What one vCPU has done since the guest was built here.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct VcpuWrites {
+    /// Frames that it has made dirty. One that is drained and written again counts again.
+    pub dirtied_frames: u64,
+    /// How long it was held back by [`Guest::throttle`].
+    pub held: Duration,
+}
+
 /// A guest that can be tracked, paused, saved and restored.
 ///
 /// All methods may be called from any thread; implementations pass them as messages to the thread
@@ -155,6 +164,20 @@ pub trait Guest: Send + Sync {
     /// Brings every subscriber's tree up to date: harvest, reprotect, insert. Of a running guest it
     /// takes what has been reported so far; of a paused one, everything.
     fn collect(&self) -> Result<Collected, GuestError>;
+
+    /// What each vCPU has written, as of the last collection, in the order of vCPUs. Empty, the default, where it
+    /// is not known who writes.
+    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
+        Vec::new()
+    }
+
+    /// From now on holds back each vCPU that makes more than so many frames a second dirty, in holds too short to be
+    /// noticed as pauses, and never for all of the time; `None` holds nobody. A vCPU that makes fewer dirty is let be. A pause
+    /// does not wait for a hold. Whoever asks for this takes it back: it is no part of the guest's state. Does nothing,
+    /// the default, where it is not known who [writes](Self::vcpu_writes).
+    fn throttle(&self, frames_per_s: Option<u64>) {
+        let _ = frames_per_s;
+    }
 
     /// Whether the guest runs.
     fn run_state(&self) -> RunState;

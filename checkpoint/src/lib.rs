@@ -33,7 +33,8 @@ pub use cadence::Taken;
 pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};
 pub use guest::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VmId, WithCopies,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuWrites, VmId,
+    WithCopies,
 };
 pub use restore::{RestoreError, RestoreReport, restore};
 pub use section::{Section, SectionTag, section_tags};

@@ -32,6 +32,9 @@ pub struct VcpuInfo {
     pub exits: u64,
     /// Of these, exits because the dirty ring was full.
     pub ring_full_exits: u64,
+    /// How long it was held back by migrations that it outran, ms.
+    #[serde(default)]
+    pub held_ms: u64,
 }
 
 /// What `info` reports.

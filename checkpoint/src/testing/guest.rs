@@ -18,7 +18,8 @@ use super::faults::{Drive, Faults, Op};
 use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::writers::{Gate, Writer};
 use crate::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, RunState, Section, VmId, section_tags,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, RunState, Section, VcpuWrites, VmId,
+    section_tags,
 };
 
 /// Most frames of a guest built from hostile bytes: 1 GiB.
@@ -122,6 +123,11 @@ impl MemoryGuest {
         self.prepared.load(SeqCst)
     }
 
+    /// What each writer is held to now, writes a second, if they are held.
+    pub fn throttled(&self) -> Option<u64> {
+        self.gate.throttled()
+    }
+
     /// A paused guest that has never run.
     pub fn new(vm_id: VmId, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         Self::build(vm_id, config, Arc::default(), Arc::default())
@@ -171,6 +177,7 @@ impl MemoryGuest {
                 steps: AtomicU64::new(0),
                 errors: AtomicU64::new(0),
                 rate: guest.config.writes_per_s,
+                held_ns: AtomicU64::new(0),
             });
             let (gate, layout, ram) = (guest.gate.clone(), guest.layout.clone(), guest.ram.clone());
             let mine = writer.clone();
@@ -336,6 +343,19 @@ impl Guest for MemoryGuest {
     fn collect(&self) -> Result<Collected, GuestError> {
         self.faults.check(Op::Collect, "collecting dirty frames")?;
         Ok(Collected::default())
+    }
+
+    /// Every write counts, also one to a frame that is dirty already.
+    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
+        let writes = |w: &Arc<Writer>| VcpuWrites {
+            dirtied_frames: w.steps.load(SeqCst),
+            held: Duration::from_nanos(w.held_ns.load(SeqCst)),
+        };
+        self.writers.iter().map(writes).collect()
+    }
+
+    fn throttle(&self, frames_per_s: Option<u64>) {
+        self.gate.throttle(frames_per_s);
     }
 
     fn run_state(&self) -> RunState {

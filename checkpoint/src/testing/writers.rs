@@ -33,13 +33,28 @@ pub(super) struct Gate {
     changed: Condvar,
     /// Whether to come to the gate; looked at before every write.
     halt: AtomicBool,
+    /// Writes a second that each writer may make; 0 is as many as it can. See `Guest::throttle`.
+    most: AtomicU64,
 }
 
 impl Gate {
     /// A closed gate for `writers` threads.
     pub(super) fn new(writers: usize) -> Self {
         let control = Mutex::new(Control { want: RunState::Paused, holds: 0, parked: 0 });
-        Self { writers, control, changed: Condvar::new(), halt: AtomicBool::new(true) }
+        let (halt, most) = (AtomicBool::new(true), AtomicU64::new(0));
+        Self { writers, control, changed: Condvar::new(), halt, most }
+    }
+
+    /// Has each writer make at most `writes_per_s`.
+    pub(super) fn throttle(&self, writes_per_s: Option<u64>) {
+        let control = self.lock();
+        self.most.store(writes_per_s.map_or(0, |most| most.max(1)), Ordering::SeqCst);
+        self.changed.notify_all();
+        drop(control);
+    }
+
+    pub(super) fn throttled(&self) -> Option<u64> {
+        Some(self.most.load(Ordering::SeqCst)).filter(|most| *most > 0)
     }
 
     fn lock(&self) -> MutexGuard<'_, Control> {
@@ -120,6 +135,8 @@ pub(super) struct Writer {
     pub(super) errors: AtomicU64,
     /// Writes a second; 0 is as fast as it can.
     pub(super) rate: u32,
+    /// How long it was held back, ns.
+    pub(super) held_ns: AtomicU64,
 }
 
 /// Writes between two looks at the clock, when the rate is limited.
@@ -143,7 +160,17 @@ impl Writer {
                         gate.nap(early);
                     }
                 }
+                self.pay(gate);
             }
+        }
+    }
+
+    /// Waits for as long as the write just made takes at the most that it may make.
+    fn pay(&self, gate: &Gate) {
+        if let Some(most) = gate.throttled() {
+            let since = Instant::now();
+            gate.nap(Duration::from_secs_f64(1.0 / most as f64));
+            self.held_ns.fetch_add(since.elapsed().as_nanos() as u64, Ordering::SeqCst);
         }
     }
 

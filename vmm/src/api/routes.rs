@@ -274,6 +274,8 @@ async fn metrics(State(app): Shared) -> Result<String, Fault> {
     gauge("exits_total", "Exits of all vCPUs to the VMM.", "counter", exits);
     let full = info.vcpu.iter().map(|v| v.ring_full_exits).sum();
     gauge("ring_full_exits_total", "Exits because a dirty ring was full.", "counter", full);
+    let held = info.vcpu.iter().map(|v| v.held_ms).sum();
+    gauge("vcpu_held_ms_total", "How long vCPUs were held back, ms.", "counter", held);
     gauge("ring_overruns_total", "Dirty ring overruns.", "counter", info.ring_overruns);
     let d = info.dirty;
     gauge("dirty_subscribers", "Subscribers of the dirty tracker.", "gauge", d.subscribers);

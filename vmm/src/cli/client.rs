@@ -29,6 +29,7 @@ pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
 
 fn info_table(info: &Info) -> String {
     let exits: Vec<String> = info.vcpu.iter().map(|v| v.exits.to_string()).collect();
+    let held: Vec<String> = info.vcpu.iter().map(|v| v.held_ms.to_string()).collect();
     let mut lines = vec![
         ("state", info.state.name().to_owned()),
         ("guest", info.vm_id.to_string()),
@@ -39,6 +40,7 @@ fn info_table(info: &Info) -> String {
         ("here since", format!("{:.1} s", info.uptime_ms as f64 / 1e3)),
         ("checkpointing", if info.checkpointing { "yes" } else { "no" }.to_owned()),
         ("exits by vcpu", exits.join(" ")),
+        ("held by vcpu", format!("{} ms", held.join(" "))),
         ("ring overruns", info.ring_overruns.to_string()),
         ("dirty subscribers", info.dirty.subscribers.to_string()),
         ("frames marked", info.dirty.marked_frames.to_string()),

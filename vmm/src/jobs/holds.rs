@@ -8,7 +8,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use checkpoint::{Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VmId};
+use checkpoint::{
+    Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VcpuWrites, VmId,
+};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 use crate::vm::SharedVm;
@@ -216,6 +218,14 @@ impl Guest for View {
 
     fn collect(&self) -> Result<Collected, GuestError> {
         self.holds.vm.collect()
+    }
+
+    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
+        self.holds.vm.vcpu_writes()
+    }
+
+    fn throttle(&self, frames_per_s: Option<u64>) {
+        self.holds.vm.throttle(frames_per_s);
     }
 
     fn run_state(&self) -> RunState {

@@ -3,13 +3,13 @@
 //! *Kick*: put a command into the thread's channel, set `immediate_exit`, send the signal. The
 //! thread, out of `KVM_RUN`, clears the flag and only then looks at its channel. If the signal
 //! arrives between that look and the next `KVM_RUN`, the flag is still set and `KVM_RUN` returns at
-//! once; so no kick is lost.
+//! once; so no kick is lost. A thread that has not begun yet, or has ended, needs no signal.
 
 use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::thread::JoinHandle;
 
 use kvm_bindings::kvm_run;
@@ -21,10 +21,13 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler, unblock_
 const MAP_BYTES: usize = 4096;
 const FLAG_OFFSET: usize = std::mem::offset_of!(kvm_run, immediate_exit);
 
-/// A second mapping of one vCPU's `kvm_run`, for its `immediate_exit` flag alone.
+/// The way to kick one vCPU: a second mapping of its `kvm_run`, for its `immediate_exit` flag alone, and
+/// its thread.
 #[derive(Debug)]
 pub struct ImmediateExit {
     map: NonNull<u8>,
+    /// The thread that listens; 0 while there is none.
+    thread: AtomicI32,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread, and is only used atomically.
@@ -41,8 +44,37 @@ impl ImmediateExit {
         let map =
             unsafe { libc::mmap(null, MAP_BYTES, prot, libc::MAP_SHARED, vcpu.as_raw_fd(), 0) };
         match NonNull::new(map.cast()) {
-            Some(bytes) if map != libc::MAP_FAILED => Ok(Self { map: bytes }),
+            Some(bytes) if map != libc::MAP_FAILED => {
+                Ok(Self { map: bytes, thread: AtomicI32::new(0) })
+            }
             _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Makes sure that kicks reach the calling thread, whatever signal mask it inherited.
+    pub fn listen(&self) {
+        if let Err(e) = unblock_signal(SIGRTMIN()) {
+            tracing::warn!("the kick signal cannot be unblocked: {e:?}");
+        }
+        // SAFETY: gettid only returns a number.
+        self.thread.store(unsafe { libc::gettid() }, Ordering::SeqCst);
+    }
+
+    /// As [`kick`], for those who do not own the thread.
+    pub fn kick(&self) {
+        self.set();
+        let thread = self.thread.load(Ordering::SeqCst);
+        if thread == 0 {
+            return;
+        }
+        let [process, signal] = [std::process::id().into(), libc::c_long::from(SIGRTMIN())];
+        // SAFETY: tgkill takes numbers, and reaches threads of this process only; our handler of the signal does
+        // nothing, so it does no harm to a thread that got the number of one that has ended.
+        let sent =
+            unsafe { libc::syscall(libc::SYS_tgkill, process, libc::c_long::from(thread), signal) };
+        let error = io::Error::last_os_error();
+        if sent != 0 && error.raw_os_error() != Some(libc::ESRCH) {
+            tracing::warn!("a vCPU thread cannot be signalled: {error}");
         }
     }
 
@@ -77,13 +109,6 @@ pub fn register_kick_handler() -> Result<(), errno::Error> {
     extern "C" fn nothing(_: c_int, _: *mut siginfo_t, _: *mut c_void) {}
     static REGISTERED: OnceLock<Result<(), errno::Error>> = OnceLock::new();
     *REGISTERED.get_or_init(|| register_signal_handler(SIGRTMIN(), nothing))
-}
-
-/// Makes sure that kicks reach the calling thread, whatever mask it inherited.
-pub fn listen_for_kicks() {
-    if let Err(e) = unblock_signal(SIGRTMIN()) {
-        tracing::warn!("the kick signal cannot be unblocked: {e:?}");
-    }
 }
 
 /// Blocks all signals for the calling thread: `KVM_RESET_DIRTY_RINGS` stops early at a signal, with

@@ -14,14 +14,14 @@ use kvm_ioctls::{Kvm, VcpuFd};
 use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
 use super::{Machine, MachineError};
 use crate::boot::{self, Entry, MmioSlot};
-use crate::collector::{Collector, Message};
+use crate::collector::{Brake, Collector, Message};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{Bus, Com1, DeviceError, DeviceSet, InputThread, open_sink, placement};
 use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
 use crate::sandbox::{self, Class};
 use crate::sources::{BitmapSource, RingSource};
-use crate::vcpu::{Counters, StateContext, Vcpu, cpuid, msrs, promises, tsc};
+use crate::vcpu::{Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
 /// place of a firmware.
@@ -109,6 +109,7 @@ impl Machine {
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
+        let brakes = handles.iter().map(VcpuHandle::brake).collect();
         let input = match host.serial {
             SerialSink::Stdio => InputThread::start(bus.clone()),
             SerialSink::Null | SerialSink::File(_) => Ok(None),
@@ -138,7 +139,8 @@ impl Machine {
             _input: input,
             _serial: serial,
         };
-        machine.collector = start_collector(&vm, source, &machine.config, collector_channel)?;
+        machine.collector =
+            start_collector(&vm, source, &machine.config, brakes, collector_channel)?;
         Ok(Arc::new(machine))
     }
 }
@@ -359,6 +361,7 @@ fn start_vcpus(
             inbox: inbox.clone(),
             peers: peer(id),
             awaited: 0,
+            hold: Hold::default(),
             stands_since: None,
             _vm: vm.clone(),
         };
@@ -373,6 +376,7 @@ fn start_collector(
     vm: &Arc<KvmVm>,
     source: Option<Box<dyn DirtySource>>,
     config: &MachineConfig,
+    brakes: Vec<Brake>,
     channel: (Sender<Message>, Receiver<Message>),
 ) -> Result<Option<Collector>, MachineError> {
     let Some(source) = source else { return Ok(None) };
@@ -381,7 +385,7 @@ fn start_collector(
         rayon::current_num_threads();
     }
     let many = MANY_FRAMES.min(u64::from(config.ring_entries) / 4);
-    Collector::spawn(source, vm.memory().tracker().clone(), many, channel)
+    Collector::spawn(source, vm.memory().tracker().clone(), many, brakes, channel)
         .map(Some)
         .map_err(MachineError::system("starting the collector"))
 }

@@ -3,6 +3,7 @@
 //! ```text
 //! API, jobs --Request--> supervisor --Command--> vCPU threads     pause, save, restore, end
 //!          \--Message--> collector  <--RingFull-- vCPU threads    who changed what
+//!                        collector  ----Hold----> vCPU threads    who changes too much
 //! supervisor --Command--> device threads                         quiesce, save, restore, locks
 //! vCPU threads --registers--> device threads
 //! vCPU threads --bytes--> serial thread --> the sink
@@ -29,7 +30,9 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VmId};
+use checkpoint::{
+    Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VcpuWrites, VmId,
+};
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription};
 
 use crate::collector::Collector;
@@ -149,6 +152,18 @@ impl Guest for Machine {
 
     fn collect(&self) -> Result<Collected, GuestError> {
         self.collector()?.collect()
+    }
+
+    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
+        let Some(collector) = &self.collector else { return Vec::new() };
+        let both = collector.dirtied().zip(&self.counters);
+        both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, held: c.held() }).collect()
+    }
+
+    fn throttle(&self, frames_per_s: Option<u64>) {
+        if let Some(collector) = &self.collector {
+            collector.throttle(frames_per_s);
+        }
     }
 
     fn run_state(&self) -> RunState {

@@ -10,7 +10,7 @@ use checkpoint::{Clock, GuestError, RunState, Section};
 
 use super::MachineError;
 use super::state::{self, Saved};
-use crate::collector;
+use crate::collector::{self, Brake};
 use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm, kick};
 use crate::sandbox::{self, Class};
@@ -100,6 +100,10 @@ impl Peers for Peer {
         let reply = reply.clone();
         self.collector.send(collector::Message::RingFull { vcpu, reply }).is_ok()
     }
+
+    fn slice_over(&self, vcpu: u8, holds: u64) -> bool {
+        self.collector.send(collector::Message::SliceOver { vcpu, holds }).is_ok()
+    }
 }
 
 /// One vCPU as the supervisor sees it.
@@ -119,6 +123,12 @@ impl VcpuHandle {
         thread: JoinHandle<()>,
     ) -> Self {
         Self { commands, immediate_exit, counters, thread }
+    }
+
+    /// How the collector holds it.
+    pub(super) fn brake(&self) -> Brake {
+        let (commands, kick) = (self.commands.clone(), self.immediate_exit.clone());
+        Brake { commands, kick, counters: self.counters.clone() }
     }
 
     /// Sends to a vCPU that may be running.

@@ -26,6 +26,12 @@ pub(super) const DEVICE: &[Sysno] = &[
     epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2,
 ];
 
+/// Of a vCPU: the timer that ends its slices.
+#[rustfmt::skip]
+pub(super) const VCPU: &[Sysno] = &[
+    timer_create, timer_settime, timer_delete,
+];
+
 /// Of a disk: its data, durable data and space, by itself or by the io_uring that it has; and what is cached of it.
 #[rustfmt::skip]
 pub(super) const BLOCK: &[Sysno] = &[
@@ -70,6 +76,7 @@ pub(super) const PROCESS: &[Sysno] = &[
     // Events.
     epoll_create, epoll_create1, epoll_ctl, epoll_wait, epoll_pwait, epoll_pwait2, select,
     pselect6, eventfd, eventfd2, timerfd_create, timerfd_settime, timerfd_gettime, signalfd4, pipe,
+    timer_create, timer_settime, timer_delete,
     dup2, bind, listen,
     // Signals and threads.
     rt_sigaction, rt_sigpending, rt_sigtimedwait, rt_sigsuspend, clone3, set_tid_address,

@@ -19,7 +19,10 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
     match class {
         Class::Worker | Class::Serial => {}
         Class::SerialInput => table.kvm(LINE_IOCTLS)?,
-        Class::Vcpu => table.kvm(VCPU_IOCTLS)?,
+        Class::Vcpu => {
+            table.kvm(VCPU_IOCTLS)?;
+            table.allow(VCPU);
+        }
         Class::Collector => table.kvm(DIRTY_IOCTLS)?,
         Class::Supervisor => table.kvm(VM_IOCTLS)?,
         Class::Rng => table.allow(DEVICE),

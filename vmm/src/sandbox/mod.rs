@@ -5,7 +5,7 @@
 //! | thread | system calls | files by name, TCP |
 //! | --- | --- | --- |
 //! | main, `control`, `opener`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
-//! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU | none |
+//! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU, a timer of its own | none |
 //! | `collector`, `supervisor` | the same with their own ioctls of KVM | none |
 //! | `serial`, workers of the threads backend | memory, waiting, what is open | none |
 //! | `serial-input` | the same, and the port's interrupt | none |

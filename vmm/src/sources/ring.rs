@@ -107,4 +107,8 @@ impl DirtySource for RingSource {
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
         self.collect_into(tracker)
     }
+
+    fn dirtied(&self) -> &[u64] {
+        self.harvester.dirtied()
+    }
 }

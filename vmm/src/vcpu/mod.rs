@@ -10,11 +10,14 @@
 //! A vCPU that stops completes what it is in the middle of: an instruction whose port or device
 //! access left `KVM_RUN` is half done until the next `KVM_RUN`, and would be lost or done twice if
 //! the state were saved before.
+//!
+//! A running vCPU may be held, see `hold`: it is told so by the collector and goes on by itself.
 
 pub mod baseline;
 mod control;
 pub mod cpuid;
 pub mod features;
+mod hold;
 pub mod msrs;
 pub mod promises;
 mod state;
@@ -31,9 +34,10 @@ use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use crate::devices::{Bus, Done};
-use crate::kvm::{ImmediateExit, KvmVm, internal_error, listen_for_kicks};
+use crate::kvm::{ImmediateExit, KvmVm, internal_error};
 use crate::vm::{EndReason, VcpuInfo};
 
+pub(crate) use hold::Hold;
 pub use state::{Adjust, SavedVcpu, StateContext};
 pub(crate) use state::{away_ns, wall_ns};
 
@@ -52,6 +56,10 @@ pub(crate) enum Command {
     RingsDrained,
     /// A device has done what the guest's write set in motion.
     DeviceDone,
+    /// It makes frames dirty too fast: do not enter the guest until then, and report after so long in it.
+    Hold(Instant, Duration),
+    /// Enter it again at once, if it is held.
+    EndHold,
     /// Give the whole state.
     Save(Sender<Result<Box<SavedVcpu>, GuestError>>),
     /// Take a whole state.
@@ -77,6 +85,10 @@ pub(crate) trait Peers: Send {
     /// vCPU `id` cannot go on before the rings are harvested; it waits for `RingsDrained` on
     /// `reply`. Whether there is anyone to harvest.
     fn ring_full(&self, id: u8, reply: &Sender<Command>) -> bool;
+
+    /// vCPU `id`, `holds` of whose holds are over, has run for the slice that it was given; it waits for `Hold` or
+    /// `EndHold`. Whether there is anyone to say so.
+    fn slice_over(&self, id: u8, holds: u64) -> bool;
 }
 
 /// A vCPU's figures, readable by anyone.
@@ -84,6 +96,9 @@ pub(crate) trait Peers: Send {
 pub(crate) struct Counters {
     exits: AtomicU64,
     ring_full_exits: AtomicU64,
+    /// Holds that are over.
+    holds: AtomicU64,
+    held_ns: AtomicU64,
 }
 
 impl Counters {
@@ -91,7 +106,25 @@ impl Counters {
         VcpuInfo {
             exits: self.exits.load(Ordering::Relaxed),
             ring_full_exits: self.ring_full_exits.load(Ordering::Relaxed),
+            held_ms: u64::try_from(self.held().as_millis()).unwrap_or(u64::MAX),
         }
+    }
+
+    /// How many holds are over.
+    pub(crate) fn holds(&self) -> u64 {
+        self.holds.load(Ordering::Relaxed)
+    }
+
+    /// How long those took.
+    pub(crate) fn held(&self) -> Duration {
+        Duration::from_nanos(self.held_ns.load(Ordering::Relaxed))
+    }
+
+    /// A hold is over.
+    fn count_hold(&self, took: Duration) {
+        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.held_ns.fetch_add(ns, Ordering::Relaxed);
+        self.holds.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -113,6 +146,8 @@ pub(crate) struct Vcpu<P: Peers> {
     pub(crate) peers: P,
     /// Writes of the guest's that devices are at work on: it goes on when there are none.
     pub(crate) awaited: usize,
+    /// While it is held back.
+    pub(crate) hold: Hold,
     /// Since when it stands, if it ran before.
     pub(crate) stands_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.
@@ -138,7 +173,7 @@ enum After {
 impl<P: Peers> Vcpu<P> {
     /// The thread's life.
     pub(crate) fn live(mut self) {
-        listen_for_kicks();
+        self.immediate_exit.listen();
         let mut state = State::Paused;
         while state != State::Gone {
             state = match state {
@@ -156,7 +191,9 @@ impl<P: Peers> Vcpu<P> {
                 return State::Running;
             }
             Ok(Command::DeviceDone) => self.device_done(),
-            Ok(Command::Resume | Command::RingsDrained) => {}
+            Ok(Command::Resume | Command::RingsDrained | Command::EndHold) => {}
+            // It is not entering the guest.
+            Ok(Command::Hold(..)) => self.counters.count_hold(Duration::ZERO),
             Ok(Command::Pause(reply)) => answer(&reply, stood(state)),
             Ok(Command::Save(reply)) => answer(&reply, self.save()),
             Ok(Command::Restore(saved, adjust, reply)) => {
@@ -180,8 +217,14 @@ impl<P: Peers> Vcpu<P> {
     /// Runs the guest until a command or its end.
     fn run(&mut self) -> State {
         loop {
+            if self.hold.slice_is_over() {
+                match self.peers.slice_over(self.id, self.counters.holds()) {
+                    true => self.hold.wait(),
+                    false => self.hold.end(&self.counters),
+                }
+            }
             let command = match self.awaited {
-                0 => self.commands.try_recv(),
+                0 => self.hold.next(&self.commands, &self.counters),
                 _ => self.commands.recv().map_err(TryRecvError::from),
             };
             match command {
@@ -192,7 +235,7 @@ impl<P: Peers> Vcpu<P> {
                 Err(TryRecvError::Empty) => {}
                 Err(TryRecvError::Disconnected) => return State::Gone,
             }
-            if self.awaited > 0 {
+            if self.awaited > 0 || self.hold.is_on() {
                 continue;
             }
             match self.step() {
@@ -216,7 +259,16 @@ impl<P: Peers> Vcpu<P> {
                 State::Running
             }
             Command::Resume | Command::RingsDrained => State::Running,
+            Command::Hold(until, slice) => {
+                self.hold.begin(until, slice, &self.counters);
+                State::Running
+            }
+            Command::EndHold => {
+                self.hold.end(&self.counters);
+                State::Running
+            }
             Command::Pause(reply) => {
+                self.hold.end(&self.counters);
                 let state = match self.complete() {
                     None => State::Paused,
                     Some(why) => self.end(why),

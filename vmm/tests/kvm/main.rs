@@ -10,4 +10,5 @@ mod lifecycle;
 mod linux_protocol;
 mod processor;
 mod state;
+mod throttle;
 mod tracking;

@@ -2,21 +2,26 @@
 //!
 //! It starts the source for the first subscriber and stops it when the last one has gone. In
 //! between it collects when asked, when a vCPU finds its ring full, and now and then by itself, so
-//! that rings seldom get that far.
+//! that rings seldom get that far. While a throttle is on it collects as often as that needs, and holds
+//! vCPUs back (see `pacing`).
 //!
 //! It waits for no other thread: a vCPU that waits for it can be paused all the same.
+
+mod pacing;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use checkpoint::GuestError;
 use dirty_tracker::{Collected, DirtySource, SourceError, Subscription, Tracker};
 
 use crate::sandbox::{self, Class};
 use crate::vcpu::Command;
+pub(crate) use pacing::Brake;
+use pacing::Pacing;
 
 /// Between two collections of its own: at least, and at most.
 const PERIOD_LEAST: Duration = Duration::from_millis(1);
@@ -30,6 +35,10 @@ pub(crate) enum Message {
     Collect { reply: Sender<Result<Collected, GuestError>> },
     /// A vCPU waits for room in its ring.
     RingFull { vcpu: u8, reply: Sender<Command> },
+    /// A vCPU has run for the slice that a hold gave it, and waits for the next word. So many of its holds were over.
+    SliceOver { vcpu: u8, holds: u64 },
+    /// From now on no vCPU makes more frames dirty in a second than this; `None`: as many as it can.
+    Throttle(Option<u64>),
     /// No more collections.
     Quit,
 }
@@ -39,19 +48,22 @@ pub(crate) enum Message {
 pub(crate) struct Collector {
     inbox: Sender<Message>,
     overruns: Arc<AtomicU64>,
+    dirtied: Arc<[AtomicU64]>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Collector {
-    /// Starts a collector over `source`. A collection of `many` frames or more is worth hurrying
-    /// for: the next one comes sooner.
+    /// Starts a collector over `source`, of vCPUs with these `brakes`. A collection of `many` frames or
+    /// more is worth hurrying for: the next one comes sooner.
     pub(crate) fn spawn(
         source: Box<dyn DirtySource>,
         tracker: Arc<Tracker>,
         many: u64,
+        brakes: Vec<Brake>,
         (inbox, messages): (Sender<Message>, Receiver<Message>),
     ) -> std::io::Result<Self> {
         let overruns = Arc::new(AtomicU64::new(0));
+        let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
         let work = Work {
             source,
             tracker,
@@ -61,9 +73,11 @@ impl Collector {
             unreported: Collected::default(),
             period: PERIOD_MOST,
             overruns: overruns.clone(),
+            dirtied: dirtied.clone(),
+            pacing: Pacing::new(brakes),
         };
         let thread = Some(sandbox::spawn(Class::Collector, "collector", move || work.run())?);
-        Ok(Self { inbox, overruns, thread })
+        Ok(Self { inbox, overruns, dirtied, thread })
     }
 
     pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
@@ -78,6 +92,17 @@ impl Collector {
     /// Ring overruns so far (I6).
     pub(crate) fn overruns(&self) -> u64 {
         self.overruns.load(Ordering::Relaxed)
+    }
+
+    /// Frames that each vCPU has made dirty, as of the last collection; nothing where that is not known.
+    pub(crate) fn dirtied(&self) -> impl Iterator<Item = u64> {
+        self.dirtied.iter().map(|frames| frames.load(Ordering::Relaxed))
+    }
+
+    /// Holds back vCPUs that make more frames dirty in a second, or lets all of them go.
+    pub(crate) fn throttle(&self, frames_per_s: Option<u64>) {
+        // A collector that has ended holds nobody.
+        let _ = self.inbox.send(Message::Throttle(frames_per_s));
     }
 
     fn ask<T>(
@@ -121,6 +146,9 @@ struct Work {
     unreported: Collected,
     period: Duration,
     overruns: Arc<AtomicU64>,
+    /// For others to read.
+    dirtied: Arc<[AtomicU64]>,
+    pacing: Pacing<Brake>,
 }
 
 impl Work {
@@ -129,7 +157,7 @@ impl Work {
         loop {
             let message = match self.caught {
                 Caught::Nothing => self.messages.recv().map_err(RecvTimeoutError::from),
-                Caught::Everything | Caught::Some => self.messages.recv_timeout(self.period),
+                Caught::Everything | Caught::Some => self.messages.recv_timeout(self.pause()),
             };
             match message {
                 Ok(Message::Subscribe { name, reply }) => {
@@ -142,10 +170,26 @@ impl Work {
                     self.relieve(vcpu);
                     let _ = reply.send(Command::RingsDrained);
                 }
+                Ok(Message::SliceOver { vcpu, holds }) => {
+                    if let Err(e) = self.collect() {
+                        tracing::warn!("what vCPU {vcpu} has written is not known yet: {e}");
+                    }
+                    self.pacing.reported(vcpu.into(), holds, Instant::now());
+                }
+                Ok(Message::Throttle(rate)) => {
+                    self.pacing.set_rate(rate, self.source.dirtied(), Instant::now());
+                }
                 Err(RecvTimeoutError::Timeout) => self.tick(),
                 Ok(Message::Quit) | Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    /// Until the next collection of its own.
+    fn pause(&self) -> Duration {
+        let look = self.pacing.next_look();
+        let left = look.map(|look| look.saturating_duration_since(Instant::now()));
+        left.unwrap_or(self.period).min(self.period)
     }
 
     fn subscribe(&mut self, name: String) -> Result<Subscription, GuestError> {
@@ -163,7 +207,10 @@ impl Work {
 
     /// One collection, added to what is unreported.
     fn collect(&mut self) -> Result<u64, SourceError> {
-        let now = self.source.collect(&self.tracker)?;
+        let collected = self.source.collect(&self.tracker);
+        // Also after an error, so that the next look is not due at once.
+        self.pacing.harvested(self.source.dirtied(), Instant::now());
+        let now = collected?;
         self.overruns.fetch_add(now.overruns, Ordering::Relaxed);
         let sum = &mut self.unreported;
         sum.frames += now.frames;
@@ -172,6 +219,9 @@ impl Work {
         sum.harvest_ns += now.harvest_ns;
         sum.reprotect_ns += now.reprotect_ns;
         sum.insert_ns += now.insert_ns;
+        for (shared, frames) in self.dirtied.iter().zip(self.source.dirtied()) {
+            shared.store(*frames, Ordering::Relaxed);
+        }
         Ok(now.frames)
     }
 
@@ -197,6 +247,8 @@ impl Work {
     /// Time has passed: look whether anyone is still interested, and keep the rings from filling.
     fn tick(&mut self) {
         if self.tracker.subscribers() == 0 {
+            // Nobody is left for whom it could be.
+            self.pacing.set_rate(None, &[], Instant::now());
             let stopped = self.source.stop();
             if let Err(e) = &stopped {
                 tracing::warn!("dirty tracking cannot be stopped yet: {e}");
@@ -288,7 +340,8 @@ mod tests {
         let slots = Arc::new(Mutex::new(slots));
         let tracker = Arc::new(Tracker::new(Layout::new(vec![slot(0), slot(1)]).unwrap()));
         let source = Box::new(Fake(slots.clone()));
-        (Collector::spawn(source, tracker, 1000, mpsc::channel()).unwrap(), slots)
+        let collector = Collector::spawn(source, tracker, 1000, Vec::new(), mpsc::channel());
+        (collector.unwrap(), slots)
     }
 
     #[track_caller]

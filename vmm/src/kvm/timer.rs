@@ -1,0 +1,60 @@
+//! A timer that gets the thread which made it out of `KVM_RUN`, again and again until it is stopped: a signal that comes
+//! between a look at the clock and `KVM_RUN` does nothing, and the next one makes up for it.
+
+use std::io;
+use std::ptr;
+use std::time::Duration;
+
+use libc::{itimerspec, sigevent, timer_t, timespec};
+use vmm_sys_util::signal::SIGRTMIN;
+
+/// A timer of the thread that made it, stopped at first. Its signal is that of kicks.
+#[derive(Debug)]
+pub struct ExitTimer(timer_t);
+
+// SAFETY: a timer is a number to the kernel, and belongs to the process.
+unsafe impl Send for ExitTimer {}
+
+impl ExitTimer {
+    /// For the calling thread.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: all zeros is a sigevent.
+        let mut event: sigevent = unsafe { std::mem::zeroed() };
+        event.sigev_notify = libc::SIGEV_THREAD_ID;
+        event.sigev_signo = SIGRTMIN();
+        // SAFETY: gettid only returns a number.
+        event.sigev_notify_thread_id = unsafe { libc::gettid() };
+        let mut timer = ptr::null_mut();
+        // SAFETY: both pointers are to values of ours that outlive the call.
+        let made = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };
+        if made == 0 { Ok(Self(timer)) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// From now on every `interval`.
+    pub fn start(&self, interval: Duration) -> io::Result<()> {
+        self.set(interval)
+    }
+
+    /// No more.
+    pub fn stop(&self) -> io::Result<()> {
+        self.set(Duration::ZERO)
+    }
+
+    fn set(&self, interval: Duration) -> io::Result<()> {
+        let time = timespec {
+            tv_sec: interval.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+            tv_nsec: interval.subsec_nanos().into(),
+        };
+        let value = itimerspec { it_interval: time, it_value: time };
+        // SAFETY: the timer lives as long as self, and the value as long as the call.
+        let set = unsafe { libc::timer_settime(self.0, 0, &value, ptr::null_mut()) };
+        if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+impl Drop for ExitTimer {
+    fn drop(&mut self) {
+        // SAFETY: the timer is ours, and nobody uses it after this.
+        unsafe { libc::timer_delete(self.0) };
+    }
+}

@@ -1,0 +1,125 @@
+//! vCPUs that write faster than they may: held back, and nothing is missed of what they write.
+
+use std::time::{Duration, Instant};
+
+use checkpoint::{Guest, Paused};
+use dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
+use vm_memory::{Bytes, GuestAddress};
+use vmm::config::MachineConfig;
+use vmm::machine::Machine;
+use vmm::testing::kvm_or_skip;
+use vmm::vm::Vm;
+
+use crate::harness::*;
+
+/// The first vCPU writes, the second one reads what it has written once.
+const GUEST: &str = "payload,ws=32M,rate=max,writers=1";
+
+/// Frames that each vCPU makes dirty in a second, measured for `time` while somebody drains now and then.
+fn rates(machine: &Machine, subscription: &mut Subscription, time: Duration) -> Vec<f64> {
+    let (before, begun) = (machine.vcpu_writes(), Instant::now());
+    while begun.elapsed() < time {
+        std::thread::sleep(Duration::from_millis(20));
+        machine.collect().unwrap();
+        subscription.drain().commit();
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    let now = machine.vcpu_writes();
+    let both = now.iter().zip(&before);
+    both.map(|(n, b)| (n.dirtied_frames - b.dirtied_frames) as f64 / seconds).collect()
+}
+
+fn held(machine: &Machine) -> Vec<Duration> {
+    machine.vcpu_writes().iter().map(|v| v.held).collect()
+}
+
+fn throttled(config: MachineConfig) {
+    // More than what a vCPU that only reads makes dirty anew after each drain: its stack.
+    const RATE: u64 = 500;
+    let console = Console::new();
+    let machine = launch(config, &console);
+    let mut subscription = machine.subscribe("test").unwrap();
+    machine.resume().unwrap();
+    // The second one has only to read now.
+    console.wait_for("a round of the second vCPU", |_| {
+        console.reports().iter().any(|r| r.vcpu == 1 && r.passes > 0)
+    });
+    let long = Duration::from_millis(500);
+    let free = rates(&machine, &mut subscription, long);
+    assert!(free[0] > 8.0 * RATE as f64, "a guest this slow shows nothing: {free:?} a second");
+    assert_eq!(held(&machine), [Duration::ZERO; 2]);
+
+    machine.throttle(Some(RATE));
+    // What it owes from before is paid.
+    std::thread::sleep(Duration::from_millis(300));
+    let slow = rates(&machine, &mut subscription, long);
+    assert!(slow[0] < free[0] / 3.0, "{slow:?} frames a second, free {free:?}");
+    let held_now = held(&machine);
+    assert!(held_now[1] * 20 < held_now[0], "{held_now:?}");
+    let info = machine.info().vcpu;
+    assert!(info[0].held_ms > 0 && info[1].held_ms * 20 < info[0].held_ms, "{info:?}");
+
+    // It can be paused at any moment, and every frame that has changed is dirty.
+    let mut before = vec![0; machine.machine_config().mem_bytes as usize];
+    let mut after = before.clone();
+    for round in 0..50 {
+        let paused = Paused::new(&*machine).unwrap();
+        let epoch = paused.drain(&mut subscription).unwrap();
+        if round % 10 == 1 {
+            machine.ram().read_slice(&mut after, GuestAddress(0)).unwrap();
+            let dirty: FrameSet = epoch.runs().collect();
+            let frames = before.chunks(PAGE_SIZE as usize).zip(after.chunks(PAGE_SIZE as usize));
+            for (gfn, _) in (0..).zip(frames).filter(|(_, (before, after))| before != after) {
+                assert!(dirty.contains(dirty_tracker::Gfn(gfn)), "frame {gfn} was missed");
+            }
+            std::mem::swap(&mut before, &mut after);
+        } else if round % 10 == 0 {
+            machine.ram().read_slice(&mut before, GuestAddress(0)).unwrap();
+        }
+        epoch.commit();
+        paused.resume().unwrap();
+        std::thread::sleep(Duration::from_millis(round % 7));
+    }
+    // Saving a state needs vCPUs that hear it.
+    let paused = Paused::new(&*machine).unwrap();
+    paused.save_state().unwrap();
+    paused.resume().unwrap();
+
+    machine.throttle(None);
+    let again = rates(&machine, &mut subscription, long);
+    assert!(again[0] > 2.0 * slow[0], "{slow:?} frames a second, free again {again:?}");
+    let held_then = held(&machine);
+    console.wait_for_reports(2, console.reports().len() / 2 + 2);
+    assert_eq!(held(&machine), held_then, "nobody is held any more");
+
+    // A throttle ends with the last subscriber.
+    machine.throttle(Some(RATE));
+    drop(subscription);
+    let end = Instant::now() + LONG;
+    let (mut last, mut quiet) = (held(&machine), 0);
+    while quiet < 5 {
+        assert!(Instant::now() < end, "nobody subscribes, and vCPUs are held");
+        std::thread::sleep(Duration::from_millis(50));
+        let now = held(&machine);
+        quiet = if now == last { quiet + 1 } else { 0 };
+        last = now;
+    }
+    machine.stop("it has shown enough");
+    console.assert_no_errors();
+}
+
+#[test]
+fn a_vcpu_that_writes_too_much_is_held_and_nothing_is_missed() {
+    if kvm_or_skip("a_vcpu_that_writes_too_much_is_held_and_nothing_is_missed") {
+        throttled(MachineConfig { vcpus: 2, ..payload(GUEST) });
+    }
+}
+
+#[test]
+fn a_vcpu_that_waits_for_room_in_its_ring_is_held_as_well() {
+    if kvm_or_skip("a_vcpu_that_waits_for_room_in_its_ring_is_held_as_well") {
+        let config = MachineConfig { vcpus: 2, ..payload(GUEST) };
+        let ring_entries = smallest_ring(&config);
+        throttled(MachineConfig { ring_entries, ..config });
+    }
+}
