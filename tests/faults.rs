@@ -283,7 +283,8 @@ fn a_guest_that_outruns_a_thin_line_stays_and_is_told_why() {
     source.console().wait_reports(2, 1, SOON);
     let (mut destination, address) = Driftline::receive(&scratch, "destination");
     let line = Proxy::slow(&address, DELAY, RATE);
-    let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "3"]);
+    let args = [line.address(), "--json", "--timeout-s", "3", "--no-throttle"];
+    let sent = source.cli("send-migration", &args);
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");
     let reasons = ["outruns the link", "precopy took longer than its 3 s"];

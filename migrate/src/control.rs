@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use crate::report::VcpuThrottle;
+
 /// The phases of a migration, at either end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -64,6 +66,9 @@ pub struct Progress {
     pub link_rate_bytes_per_s: u64,
     /// What the pause would take if it began now, ms; 0 while unknown.
     pub expected_downtime_ms: f64,
+    /// Every vCPU and how it is held, see [`SendReport::throttle`](crate::SendReport::throttle).
+    #[serde(default)]
+    pub throttle: Vec<VcpuThrottle>,
     /// In doubt: what the last question to the destination brought, as a sentence.
     pub doubt: Option<String>,
     /// At a destination: connections that were refused, and the last one's reason.

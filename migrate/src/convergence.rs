@@ -11,6 +11,8 @@
 //! | longer | no limit is reached | keep going |
 //! | longer | passes or time have run out | as the strategy says: a long pause, or none |
 //!
+//! A guest that does not let passes shrink is held back before a limit is reached: see [`throttle`](crate::throttle).
+//!
 //! The passes that only make the pause shorter take together at most `1 / (1 - SHRINKS)` times what the pause would have taken
 //! without them, if the guest goes on as it did.
 
@@ -83,6 +85,8 @@ pub struct Goals {
 /// One pass as measured, and what the guest did meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Measured {
+    /// Frames sent, with and without content.
+    pub frames: u64,
     /// Bytes on the wire.
     pub bytes: u64,
     /// From its begin to its acknowledgement.
@@ -193,6 +197,16 @@ pub fn link_rate(passes: &[Measured]) -> Option<u64> {
     }
 }
 
+/// As [`link_rate`], in frames a second, by the same passes: what the link carries of what this guest writes, whatever
+/// becomes of it on the wire.
+pub(crate) fn frame_rate(passes: &[Measured]) -> Option<f64> {
+    let telling =
+        passes.iter().rev().find(|p| p.bytes >= TELLING_BYTES).map_or(passes, std::slice::from_ref);
+    let seconds = telling.iter().map(|p| p.time).sum::<Duration>().as_secs_f64();
+    let frames: u64 = telling.iter().map(|p| p.frames).sum();
+    (frames > 0 && seconds > 0.0).then(|| frames as f64 / seconds)
+}
+
 /// What sending `frames` with the guest paused is expected to take.
 pub fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
     let bytes = frames.saturating_mul(PAGE_SIZE);
@@ -202,14 +216,13 @@ pub fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
 /// A pause for less than this is short enough: stopping and starting a guest takes about as long.
 pub const WORTH_A_PASS: Duration = Duration::from_millis(2);
 
-/// The part of a pass's bytes that the guest may have written meanwhile for another pass to be called
-/// a gain.
+/// The part of a pass's frames that the guest may have written meanwhile for another pass to be called
+/// a gain. Frames, not bytes: those of zeros and packed ones are few bytes, whoever sends them.
 pub const SHRINKS: f64 = 0.7;
 
 /// Whether the guest wrote so little during the last pass that the next one would leave less still.
-fn shrinks(passes: &[Measured], pending: u64) -> bool {
-    let bytes = pending.saturating_mul(PAGE_SIZE);
-    passes.last().is_some_and(|p| (bytes as f64) < SHRINKS * p.bytes as f64)
+pub(crate) fn shrinks(passes: &[Measured], pending: u64) -> bool {
+    passes.last().is_some_and(|p| (pending as f64) < SHRINKS * p.frames as f64)
 }
 
 /// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames wait;
@@ -263,10 +276,14 @@ mod tests {
     }
 
     fn passes() -> impl Strategy<Value = Vec<Measured>> {
-        let pass =
-            (0u64..1 << 34, 0u64..10_000_000, 0u64..1 << 22).prop_map(|(bytes, us, dirtied)| {
-                Measured { bytes, time: Duration::from_micros(us), dirtied }
-            });
+        let pass = (0u64..1 << 22, 0u64..1 << 34, 0u64..10_000_000, 0u64..1 << 22).prop_map(
+            |(frames, bytes, us, dirtied)| Measured {
+                frames,
+                bytes,
+                time: Duration::from_micros(us),
+                dirtied,
+            },
+        );
         prop::collection::vec(pass, 0..40)
     }
 
@@ -330,7 +347,7 @@ mod tests {
                 }
                 let dirtied = (pending as f64 * share) as u64;
                 let bytes = pending * PAGE_SIZE;
-                passes.push(Measured { bytes, time: time(pending), dirtied });
+                passes.push(Measured { frames: pending, bytes, time: time(pending), dirtied });
                 pending = dirtied;
                 if fits.is_none() && time(pending) <= goals.downtime {
                     fits = Some(time(pending));
@@ -371,6 +388,7 @@ mod tests {
         };
         // 100 MB/s: 300 ms carry 7,324 frames.
         let pass = |frames: u64| Measured {
+            frames,
             bytes: frames * PAGE_SIZE,
             time: Duration::from_secs_f64(frames as f64 * PAGE_SIZE as f64 / 100e6),
             dirtied: frames / 2,

@@ -11,6 +11,7 @@
 //! destination   receive; the door (who calls); inbound (what may come when); its end
 //! handover      both ends' decisions as pure state machines, checked against each other
 //! convergence   when to stop copying: a pure function of the passes measured
+//! throttle      how fast vCPUs may write meanwhile: another one
 //! records       what must survive a crash: the hand-over record, the decision
 //! message, wire, link   payloads; records with checksums; TCP with limits
 //! ```
@@ -52,6 +53,7 @@ mod message;
 mod records;
 mod report;
 mod source;
+pub mod throttle;
 mod wire;
 
 pub use compression::{Compression, UnknownCompression};
@@ -61,5 +63,5 @@ pub use destination::{ReceiveOptions, Received, Responder, StreamSummary, inspec
 pub use error::{Cause, GuestPlace, MemoryDigests, ReceiveError, SendError, WireError};
 pub use message::{MAX_CONNECTIONS, Tag, Token, Verdict};
 pub use records::{Pending, Records, RecordsError, SourceRecord};
-pub use report::{PassReport, ReceiveReport, SendReport, SendStatus};
+pub use report::{PassReport, ReceiveReport, SendReport, SendStatus, VcpuThrottle};
 pub use source::{CopyDrives, MIN_BANDWIDTH, SendOptions, send};

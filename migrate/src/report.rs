@@ -33,6 +33,21 @@ pub struct PassReport {
     pub dirty_rate_bytes_per_s: u64,
 }
 
+/// One vCPU, and how it was held back so that precopy could get ahead of the guest.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct VcpuThrottle {
+    /// Its number.
+    pub vcpu: u32,
+    /// Whole frames that it made dirty during the last complete pass, bytes/s.
+    pub dirty_rate_bytes_per_s: u64,
+    /// What it may make dirty, bytes/s of whole frames; `None` as long as no vCPU is held.
+    pub most_bytes_per_s: Option<u64>,
+    /// How long it was held in this migration, until the end of the last complete pass, ms.
+    pub held_ms: f64,
+    /// For which part of the last complete pass it was held, percent.
+    pub held_percent: f64,
+}
+
 /// What `send` did. The names are those of `send-migration --json`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct SendReport {
@@ -65,6 +80,10 @@ pub struct SendReport {
     pub converged: String,
     /// Every pass, the last one with the guest paused.
     pub passes: Vec<PassReport>,
+    /// Every vCPU, until the last pass; empty where it is not known which of them write (tracking mode `dirty-bitmap`,
+    /// the threads backend).
+    #[serde(default)]
+    pub throttle: Vec<VcpuThrottle>,
 }
 
 /// What `receive` did.

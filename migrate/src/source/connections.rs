@@ -61,8 +61,9 @@ impl PassDone {
     /// too. Of drives, zeros count: to read them takes the time of the others, and what is written next may be zeros or not.
     pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
         let contents = self.counts.normal + blocks.normal + blocks.zero;
-        let contents = contents.saturating_mul(PAGE_SIZE);
-        Measured { bytes: self.bytes.max(contents), time: self.time, dirtied }
+        let frames = contents + self.counts.zero;
+        let bytes = self.bytes.max(contents.saturating_mul(PAGE_SIZE));
+        Measured { frames, bytes, time: self.time, dirtied }
     }
 }
 

@@ -273,6 +273,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             throughput_bytes_per_s: per_second(transferred_bytes, total.saturating_sub(tale.setup)),
             converged: tale.reason.to_string(),
             passes: tale.passes,
+            throttle: tale.throttle,
         }
     }
 }

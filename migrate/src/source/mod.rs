@@ -11,6 +11,7 @@ mod hand_over;
 mod hold;
 mod pacer;
 mod passes;
+mod throttle;
 mod verify;
 
 use std::path::PathBuf;
@@ -35,7 +36,7 @@ use crate::message::{
     SEVERAL_CONNECTIONS, StateDigest, Tag, Token, section_head,
 };
 use crate::records::{Records, StagedSource};
-use crate::report::{PassReport, SendReport, ms, per_second};
+use crate::report::{PassReport, SendReport, VcpuThrottle, ms, per_second};
 use crate::wire::{Wire, unexpected};
 use connections::{PassDone, Passes};
 pub use drives::CopyDrives;
@@ -43,6 +44,7 @@ use drives::Drives;
 use expect::announce;
 use hold::Held;
 use passes::{Limit, on_time};
+use throttle::Throttled;
 use verify::Verifier;
 
 /// Connections that join at once.
@@ -81,6 +83,9 @@ pub struct SendOptions {
     pub verify: bool,
     /// Drives that go along, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,
+    /// Whether vCPUs that write are held back, by short holds, when passes do not shrink (see
+    /// [`throttle`](crate::throttle)). They are.
+    pub throttle: bool,
     /// Time for a connection to be made. 10 s.
     pub connect_timeout: Duration,
     /// Time for the destination to build the machine. 30 s.
@@ -111,6 +116,7 @@ impl SendOptions {
             compression: Compression::None,
             verify: false,
             copy_drives: CopyDrives::None,
+            throttle: true,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
             patience: Duration::from_secs(10),
@@ -225,10 +231,11 @@ struct Peer<'a> {
 }
 
 /// Memory and drives as precopy left them: what was written since is in `writes`, and in theirs.
-struct Copied {
+struct Copied<'a, G: Guest + ?Sized> {
     writes: Subscription,
     verifier: Option<Verifier>,
     drives: Drives,
+    throttled: Throttled<'a, G>,
     tale: Tale,
 }
 
@@ -243,6 +250,7 @@ struct Ready<'a, G: Guest + ?Sized> {
 struct Tale {
     setup: Duration,
     passes: Vec<PassReport>,
+    throttle: Vec<VcpuThrottle>,
     totals: Counts,
     /// Bytes sent over connections that have joined.
     shared_bytes: u64,
@@ -433,10 +441,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Copies memory while the guest runs, until what is left is worth a pause.
-    fn precopy(&self, peer: &mut Peer<'a>) -> Result<Copied, Failed> {
+    fn precopy(&self, peer: &mut Peer<'a>) -> Result<Copied<'a, G>, Failed> {
         let setup = self.begun.elapsed();
         let begun = Instant::now();
         let goals = self.options.goals();
+        let mut throttled = Throttled::new(self.guest, self.options.throttle);
         // First the subscription, then the look at what is populated: whatever is written between
         // the two is in the first epoch.
         let mut writes = self.guest.subscribe("migrate")?;
@@ -471,7 +480,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             tracing::debug!(ms = ms(begun.elapsed()), "announced");
             let runs = populated.iter().copied();
             sender.begin(wire, 0, runs, frames, &mut drives, deadline)?.await_end(wire)
-        })?;
+        })
+        .map_err(|cause| throttled.explain(cause))?;
         drives.commit();
         let mut since = begun;
         let mut disks_settled = false;
@@ -486,6 +496,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let dirtied = epoch.frames() + drives.pending();
             passes.push(report_of(&done, &drives, dirtied, window));
             measured.push(done.measured(dirtied, drives.passed));
+            throttled.measure(window);
             self.show(&measured, epoch.frames(), &drives, window);
             let mut judgement = judge(&goals, &measured, dirtied, begun.elapsed());
             if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
@@ -500,20 +511,30 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 judgement = judge(&goals, &measured, pending, begun.elapsed());
             }
             match judgement {
-                Judgement::KeepGoing => {}
+                Judgement::KeepGoing => throttled.adjust(&goals, &measured, dirtied),
                 Judgement::GiveUp(reason) => {
-                    return Err(Cause::NotConverging { why: reason.to_string() }.into());
+                    let cause = Cause::NotConverging { why: reason.to_string() };
+                    return Err(throttled.explain(cause).into());
                 }
                 // What was drained goes back, and is drained again with what the guest still writes.
                 Judgement::SwitchOver(reason) => {
                     epoch.give_back();
                     drives.give_back();
                     let (totals, shared_bytes) = (sender.totals, sender.shared_bytes());
-                    let drive_totals = drives.totals;
-                    let tale = Tale { setup, passes, totals, shared_bytes, drive_totals, reason };
-                    return Ok(Copied { writes, verifier, drives, tale });
+                    let (drive_totals, throttle) = (drives.totals, throttled.figures());
+                    let tale = Tale {
+                        setup,
+                        passes,
+                        throttle,
+                        totals,
+                        shared_bytes,
+                        drive_totals,
+                        reason,
+                    };
+                    return Ok(Copied { writes, verifier, drives, throttled, tale });
                 }
             }
+            self.control.update(|p| p.throttle = throttled.figures());
             let pass = measured.len() as u32;
             if let Some(verifier) = &verifier {
                 verifier.sends(epoch.runs())?;
@@ -522,7 +543,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             done = on_time(&mut peer.wire, deadline, |wire| {
                 let (runs, frames) = (epoch.runs(), epoch.frames());
                 sender.begin(wire, pass, runs, frames, &mut drives, deadline)?.await_end(wire)
-            })?;
+            })
+            .map_err(|cause| throttled.explain(cause))?;
             epoch.commit();
             drives.commit();
         }
@@ -554,7 +576,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Pauses the guest, sends the rest of it, and has the destination prepare.
-    fn switch_over(&self, peer: &mut Peer<'a>, copied: Copied) -> Result<Ready<'a, G>, Failed> {
+    fn switch_over(
+        &self,
+        peer: &mut Peer<'a>,
+        copied: Copied<'a, G>,
+    ) -> Result<Ready<'a, G>, Failed> {
         let record = peer.staged.take().ok_or_else(no_record)?;
         let mut held = Held::new(self.guest)?;
         let mut limit = self.options.pause_limit(&copied.tale.reason);
@@ -582,10 +608,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         &self,
         (wire, sender): (&mut Wire<Link>, &mut Passes<'a>),
         held: &mut Held<'a, G>,
-        copied: Copied,
+        copied: Copied<'a, G>,
         until: Limit<'_>,
     ) -> Result<(Uuid, Tale), Cause> {
-        let Copied { mut writes, verifier, mut drives, mut tale } = copied;
+        let Copied { mut writes, verifier, mut drives, throttled, mut tale } = copied;
+        // Should the guest go on here after all, it does so at full speed.
+        drop(throttled);
         // State first: saving it may make the host write into guest memory.
         let sections = held.save_state()?;
         let epoch = held.drain(&mut writes)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::testing::MemoryGuest;
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VcpuWrites, VmId};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 pub struct Hooked {
@@ -43,6 +43,12 @@ impl Guest for Hooked {
     }
     fn collect(&self) -> Result<Collected, GuestError> {
         self.guest.collect()
+    }
+    fn vcpu_writes(&self) -> Vec<VcpuWrites> {
+        self.guest.vcpu_writes()
+    }
+    fn throttle(&self, frames_per_s: Option<u64>) {
+        self.guest.throttle(frames_per_s);
     }
     fn run_state(&self) -> RunState {
         self.guest.run_state()

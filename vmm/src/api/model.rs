@@ -331,6 +331,9 @@ pub struct MigrationRequest {
     /// Disks that go along: "none", "all" or {"named": [..]}.
     #[serde(default)]
     pub copy_disks: CopyDrives,
+    /// Whether vCPUs that outrun the link are held back; they are where nothing is said.
+    #[serde(default = "default_throttle")]
+    pub throttle: bool,
 }
 
 /// The longest downtime target that makes sense: an hour.
@@ -369,6 +372,10 @@ fn one() -> u32 {
 
 fn default_downtime_ms() -> u64 {
     300
+}
+
+fn default_throttle() -> bool {
+    true
 }
 
 fn default_timeout_s() -> u64 {

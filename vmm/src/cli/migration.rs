@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use hyper::Method;
-use migrate::{Phase, Resolution, SendReport, SendStatus};
+use migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
 use serde_json::json;
 use vmm::api::model::{
     GuestWhere, JobBegun, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
@@ -37,6 +37,7 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         compression: args.compress,
         verify: args.verify,
         copy_disks: args.copy_disks.clone().unwrap_or_default(),
+        throttle: !args.no_throttle,
     };
     let JobBegun { job } = match client.call(Method::POST, "/migration", Some(&request)).await {
         Ok(begun) => begun,
@@ -145,6 +146,7 @@ fn report_table(report: &SendReport) -> String {
         ("transferred", output::bytes(report.transferred_bytes)),
         ("throughput", format!("{per_second}/s")),
         ("frames", format!("{} and {} of zeros", report.normal_frames, report.zero_frames)),
+        ("held back", throttle_summary(&report.throttle)),
         ("ended because", report.converged.clone()),
     ];
     if report.disk_bytes > 0 || report.disk_zero_bytes > 0 {
@@ -156,6 +158,16 @@ fn report_table(report: &SendReport) -> String {
         ));
     }
     output::table(&lines)
+}
+
+/// Of which vCPUs how much was held, of a migration that is over.
+fn throttle_summary(vcpus: &[VcpuThrottle]) -> String {
+    let held = |v: &VcpuThrottle| format!("vCPU {} for {:.0} ms", v.vcpu, v.held_ms);
+    let held: Vec<String> = vcpus.iter().filter(|v| v.held_ms > 0.0).map(held).collect();
+    match held.is_empty() {
+        true => "none".to_owned(),
+        false => held.join(", "),
+    }
 }
 
 /// `driftline cancel-migration`.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dirty_tracker::PAGE_SIZE;
 use indicatif::{ProgressBar, ProgressStyle};
-use migrate::{Phase, Progress, ReceiveControl};
+use migrate::{Phase, Progress, ReceiveControl, VcpuThrottle};
 
 use super::output::{self, say};
 
@@ -69,10 +69,11 @@ pub(super) fn progress_line(p: &Progress) -> String {
             }
             let rate = |r| output::bytes(r);
             format!(
-                "{line}, guest writes {}/s, link carries {}/s, pause now about {:.1} ms",
+                "{line}, guest writes {}/s, link carries {}/s, pause now about {:.1} ms{}",
                 rate(p.dirty_rate_bytes_per_s),
                 rate(p.link_rate_bytes_per_s),
-                p.expected_downtime_ms
+                p.expected_downtime_ms,
+                throttle_words(&p.throttle)
             )
         }
         Phase::InDoubt => format!(
@@ -81,6 +82,15 @@ pub(super) fn progress_line(p: &Progress) -> String {
         ),
         phase => format!("{phase}: {sent} sent"),
     }
+}
+
+/// Which vCPUs are held, and how much.
+fn throttle_words(vcpus: &[VcpuThrottle]) -> String {
+    let Some(most) = vcpus.iter().find_map(|v| v.most_bytes_per_s) else { return String::new() };
+    let held = |v: &VcpuThrottle| format!("vCPU {} held {:.0} %", v.vcpu, v.held_percent);
+    let held: Vec<String> = vcpus.iter().filter(|v| v.held_percent >= 0.5).map(held).collect();
+    let all = [format!(", vCPUs held to {}/s each", output::bytes(most))];
+    all.into_iter().chain(held).collect::<Vec<_>>().join(", ")
 }
 
 /// A destination's, as what it is doing.

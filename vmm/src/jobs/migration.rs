@@ -55,6 +55,7 @@ impl MigrationJob {
             compression: request.compression,
             verify: request.verify,
             copy_drives: request.copy_disks.clone(),
+            throttle: request.throttle,
             ..SendOptions::new(records)
         };
         let (worker, held) = (job.clone(), holds.clone());

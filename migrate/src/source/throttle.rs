@@ -1,0 +1,131 @@
+//! The guest's throttle while precopy lasts: who wrote in each pass, what [`throttle`] makes of it, and the end of it.
+//!
+//! [`Throttled`] takes the throttle away by itself, whatever path is left by an error or a panic.
+
+use std::time::Duration;
+
+use checkpoint::{Guest, VcpuWrites};
+use dirty_tracker::PAGE_SIZE;
+
+use crate::convergence::{Goals, Measured};
+use crate::error::Cause;
+use crate::report::{VcpuThrottle, ms, per_second};
+use crate::throttle::{Throttle, throttle};
+
+/// A guest whose vCPUs may be held.
+#[must_use = "dropping this takes the throttle away"]
+pub(super) struct Throttled<'g, G: Guest + ?Sized> {
+    guest: &'g G,
+    /// The operator wants no holds.
+    forbidden: bool,
+    now: Throttle,
+    /// Before the migration, and at the end of the last pass.
+    first: Vec<VcpuWrites>,
+    last: Vec<VcpuWrites>,
+    /// Frames that each vCPU made dirty during the last pass, how long that was, and what it says of it.
+    dirtied: Vec<u64>,
+    window: Duration,
+    figures: Vec<VcpuThrottle>,
+}
+
+impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
+    /// Not throttled yet, and never if it is not `allowed`.
+    pub(super) fn new(guest: &'g G, allowed: bool) -> Self {
+        let first = guest.vcpu_writes();
+        Self {
+            guest,
+            forbidden: !allowed,
+            now: Throttle::Off,
+            last: first.clone(),
+            dirtied: vec![0; first.len()],
+            window: Duration::ZERO,
+            figures: Vec::new(),
+            first,
+        }
+    }
+
+    /// A pass's frames have been drained, `window` after those of the one before.
+    pub(super) fn measure(&mut self, window: Duration) {
+        let now = self.guest.vcpu_writes();
+        let writes = now.iter().zip(&self.last);
+        self.dirtied.clear();
+        self.dirtied.extend(writes.map(|(n, l)| n.dirtied_frames.saturating_sub(l.dirtied_frames)));
+        let held = now.iter().zip(&self.last).zip(&self.first);
+        let figures = held.zip(&self.dirtied).zip(0u32..).map(|((held, dirtied), vcpu)| {
+            let ((now, last), first) = held;
+            let part = now.held.saturating_sub(last.held).as_secs_f64() / window.as_secs_f64();
+            VcpuThrottle {
+                vcpu,
+                dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
+                held_ms: ms(now.held.saturating_sub(first.held)),
+                held_percent: if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 },
+                most_bytes_per_s: None,
+            }
+        });
+        self.figures = figures.collect();
+        (self.last, self.window) = (now, window);
+    }
+
+    /// Precopy goes on with `pending` frames: holds vCPUs if it must.
+    pub(super) fn adjust(&mut self, goals: &Goals, passes: &[Measured], pending: u64) {
+        if self.forbidden {
+            return;
+        }
+        let writes = (&*self.dirtied, self.window);
+        let next = throttle(self.now, goals, passes, pending, writes);
+        if next.rate() != self.now.rate() {
+            let most = next.rate().map_or(0, |rate| rate.saturating_mul(PAGE_SIZE));
+            tracing::info!(vm = %self.guest.vm_id(), ?next, most, "vCPUs are held");
+            self.guest.throttle(next.rate());
+        }
+        self.now = next;
+    }
+
+    /// Each vCPU as of the last pass; nothing where it is not known who writes.
+    pub(super) fn figures(&self) -> Vec<VcpuThrottle> {
+        let most = self.now.rate().map(|rate| rate.saturating_mul(PAGE_SIZE));
+        let with_most = |f: &VcpuThrottle| VcpuThrottle { most_bytes_per_s: most, ..*f };
+        self.figures.iter().map(with_most).collect()
+    }
+
+    /// A cause with what was done about the guest, if it is that the guest was given up.
+    pub(super) fn explain(&self, cause: Cause) -> Cause {
+        match cause {
+            Cause::NotConverging { why } => {
+                Cause::NotConverging { why: format!("{why}; {}", self.words()) }
+            }
+            other => other,
+        }
+    }
+
+    fn words(&self) -> String {
+        if self.forbidden {
+            return "its vCPUs were not held back, as asked".to_owned();
+        }
+        if self.first.is_empty() {
+            return "none of its vCPUs was held back: which of them write is not known".to_owned();
+        }
+        let Some(rate) = self.now.rate() else {
+            return "its vCPUs were not held back".to_owned();
+        };
+        let held: Vec<String> = self
+            .figures
+            .iter()
+            .filter(|f| f.held_ms > 0.0)
+            .map(|f| format!("vCPU {} for {:.0} % of the last pass", f.vcpu, f.held_percent))
+            .collect();
+        let most = rate.saturating_mul(PAGE_SIZE) as f64 / 1e6;
+        match held.is_empty() {
+            true => format!("none of its vCPUs writes more than {most:.1} MB/s"),
+            false => format!("held to {most:.1} MB/s each: {}", held.join(", ")),
+        }
+    }
+}
+
+impl<G: Guest + ?Sized> Drop for Throttled<'_, G> {
+    fn drop(&mut self) {
+        if self.now != Throttle::Off {
+            self.guest.throttle(None);
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! How fast a guest's vCPUs may make frames dirty while precopy does not get ahead: a pure function over the
+//! passes measured so far, beside [`judge`](crate::convergence::judge).
+//!
+//! | after a pass | the throttle |
+//! | --- | --- |
+//! | it is not known who writes | none |
+//! | what is left fits into the downtime target | stays as it is |
+//! | none so far, and what is left is less than [`SHRINKS`] of the frames that the pass before the last one sent | none: the guest converges by itself |
+//! | none so far, and it is not | begins: all vCPUs together get [`FIRST_SHARE`] of the link |
+//! | there is one, and what is left is less than [`SHRINKS`] of the frames that the last pass sent | stays as it is |
+//! | there is one, and it is not | their share becomes [`TIGHTER`] times what it was, but no less than [`LEAST_SHARE`] |
+//!
+//! The share is given out as evenly as can be: there is one rate for all vCPUs, the highest at which they together keep
+//! to the share if they go on as they did. So those that write less than the rate are not held at all, and a
+//! program that the guest moves to another vCPU gets no more there. The rate never rises in a migration: what
+//! is gained by holding a guest would be lost again.
+//!
+//! A guest that keeps to a share `s` leaves at most `s` times what a pass sent for the next one, so that passes that take
+//! `t` shrink to a pause of `d` in `log(d / t) / log(s)` of them, which take `t / (1 - s)` together.
+
+use std::time::Duration;
+
+#[cfg(doc)]
+use crate::convergence::SHRINKS;
+use crate::convergence::{Goals, Measured, expected_downtime, frame_rate, link_rate, shrinks};
+
+/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that holds need not be exact.
+pub const FIRST_SHARE: f64 = 0.6;
+
+/// What the share is multiplied with when a pass did not shrink in spite of it.
+pub const TIGHTER: f64 = 0.5;
+
+/// The least share: a guest that outruns the link even so writes in ways that holds do not slow down.
+pub const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
+
+/// Whether vCPUs are held, and how.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub enum Throttle {
+    /// They write as fast as they can.
+    #[default]
+    Off,
+    /// They are held to a rate.
+    On {
+        /// The part of the link's rate that all of them together were given last.
+        share: f64,
+        /// Frames that each of them may make dirty in a second, at least 1.
+        rate: u64,
+    },
+}
+
+impl Throttle {
+    /// Frames that each vCPU may make dirty in a second; `None`: as many as it can.
+    pub fn rate(&self) -> Option<u64> {
+        match self {
+            Self::Off => None,
+            Self::On { rate, .. } => Some(*rate),
+        }
+    }
+}
+
+/// What follows from one more pass. `passes` are those measured so far, oldest first; `pending` frames wait; `dirtied`
+/// are the frames that each vCPU made dirty in `window`, the time from the last drain but one to the last, empty where
+/// that is not known. Costs a sort of as many numbers as there are vCPUs.
+///
+/// Laws (tests below): the same arguments give the same throttle; a guest that converges by itself is never throttled;
+/// the rate never rises; together vCPUs that go on as they did keep to their share, and with a frame a second more each
+/// they would not; whoever writes at most at the rate loses nothing; a guest that does not change converges.
+pub fn throttle(
+    now: Throttle,
+    goals: &Goals,
+    passes: &[Measured],
+    pending: u64,
+    (dirtied, window): (&[u64], Duration),
+) -> Throttle {
+    let link = link_rate(passes).unwrap_or(0);
+    let Some(expected) = expected_downtime(pending, link) else { return now };
+    if dirtied.is_empty() || expected <= goals.downtime {
+        return now;
+    }
+    let share = match now {
+        Throttle::Off if gets_ahead(passes, pending) => return now,
+        Throttle::Off => FIRST_SHARE,
+        Throttle::On { .. } if shrinks(passes, pending) => return now,
+        Throttle::On { share, .. } => (share * TIGHTER).max(LEAST_SHARE),
+    };
+    let frames = share * frame_rate(passes).unwrap_or(0.0);
+    let level = level(dirtied, frames * window.as_secs_f64());
+    let rate = level.map(|frames| ((frames / window.as_secs_f64()) as u64).max(1));
+    match (now, rate) {
+        // It is not they who outrun the link.
+        (Throttle::Off, None) => now,
+        (Throttle::Off, Some(rate)) => Throttle::On { share, rate },
+        (Throttle::On { rate: before, .. }, rate) => {
+            Throttle::On { share, rate: rate.map_or(before, |rate| rate.min(before)) }
+        }
+    }
+}
+
+/// Whether the last two passes, or the one that there is, left much less than they began with.
+fn gets_ahead(passes: &[Measured], pending: u64) -> bool {
+    passes.len() < 2 || shrinks(&passes[..passes.len() - 1], pending)
+}
+
+/// The most for each by which all together have no more than `all`, if they would have more: the level of a flood
+/// that covers the high ones. No less than nothing.
+fn level(each: &[u64], all: f64) -> Option<f64> {
+    let mut ascending = each.to_vec();
+    ascending.sort_unstable();
+    let mut left = all;
+    for (covered, one) in ascending.iter().enumerate() {
+        let even = left / (ascending.len() - covered) as f64;
+        if *one as f64 > even {
+            return Some(even);
+        }
+        left -= *one as f64;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use dirty_tracker::PAGE_SIZE;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::convergence::{Judgement, SHRINKS, TimeoutStrategy, WORTH_A_PASS, judge};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn goals(downtime: Duration) -> Goals {
+        let strategy = TimeoutStrategy::Cancel;
+        Goals { downtime, max_passes: 60, timeout: Duration::MAX, strategy }
+    }
+
+    /// A pass of `frames` over a link of `link` bytes/s.
+    fn pass(frames: u64, dirtied: u64, link: u64) -> Measured {
+        let bytes = frames * PAGE_SIZE;
+        let time = Duration::from_secs_f64(bytes as f64 / link as f64);
+        Measured { frames, bytes, time, dirtied }
+    }
+
+    fn any_passes() -> impl Strategy<Value = Vec<Measured>> {
+        let pass = (0u64..1 << 22, 0u64..1 << 34, 0u64..10_000_000, 0u64..1 << 22).prop_map(
+            |(frames, bytes, us, dirtied)| Measured {
+                frames,
+                bytes,
+                time: Duration::from_micros(us),
+                dirtied,
+            },
+        );
+        prop::collection::vec(pass, 0..6)
+    }
+
+    fn any_throttle() -> impl Strategy<Value = Throttle> {
+        let on = (LEAST_SHARE..=FIRST_SHARE, 1u64..1 << 30);
+        prop_oneof![Just(Throttle::Off), on.prop_map(|(share, rate)| Throttle::On { share, rate }),]
+    }
+
+    /// A guest: what each vCPU writes over and over, frames, and how many a second.
+    type Vcpus = Vec<(u64, u64)>;
+
+    fn any_vcpus() -> impl Strategy<Value = Vcpus> {
+        prop::collection::vec((1u64..1 << 18, 0u64..1 << 20), 1..9)
+    }
+
+    /// Frames that each vCPU has made dirty after `time`, if it may make so many dirty.
+    fn dirtied(vcpus: &Vcpus, time: Duration, throttle: Throttle) -> Vec<u64> {
+        let most = throttle.rate().unwrap_or(u64::MAX);
+        let one = |(set, rate): &(u64, u64)| {
+            let written = (*rate).min(most) as f64 * time.as_secs_f64();
+            (written as u64).min(*set)
+        };
+        vcpus.iter().map(one).collect()
+    }
+
+    /// What became of a migration.
+    struct Course {
+        passes: Vec<Measured>,
+        throttles: Vec<Throttle>,
+        end: Judgement,
+    }
+
+    /// Migrates a guest that never changes its ways over a link of `link` bytes/s.
+    fn migrate(vcpus: &Vcpus, link: u64, goals: &Goals, allowed: bool) -> Course {
+        let (mut passes, mut throttles) = (Vec::new(), vec![Throttle::Off]);
+        let mut pending: u64 = vcpus.iter().map(|(set, _)| set).sum();
+        let mut elapsed = Duration::ZERO;
+        loop {
+            let sent = pass(pending, 0, link);
+            let now = *throttles.last().unwrap();
+            let by = dirtied(vcpus, sent.time, now);
+            pending = by.iter().sum();
+            passes.push(Measured { dirtied: pending, ..sent });
+            elapsed += sent.time;
+            let end = judge(goals, &passes, pending, elapsed);
+            if end != Judgement::KeepGoing {
+                return Course { passes, throttles, end };
+            }
+            if allowed {
+                throttles.push(throttle(now, goals, &passes, pending, (&by, sent.time)));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_rate_never_rises_and_the_share_only_falls(
+            now in any_throttle(), p in any_passes(), pending in 0u64..1 << 22,
+            by in prop::collection::vec(0u64..1 << 20, 0..9), ms in 1u64..100_000,
+        ) {
+            let goals = goals(Duration::from_millis(300));
+            let window = Duration::from_millis(ms);
+            let next = throttle(now, &goals, &p, pending, (&by, window));
+            prop_assert_eq!(next, throttle(now, &goals, &p, pending, (&by, window)));
+            prop_assert!(next.rate().unwrap_or(u64::MAX) <= now.rate().unwrap_or(u64::MAX));
+            prop_assert!(next.rate() != Some(0));
+            if let (Throttle::On { share: before, .. }, Throttle::On { share, .. }) = (now, next) {
+                prop_assert!(share == before || share == (before * TIGHTER).max(LEAST_SHARE));
+            }
+            prop_assert!(now == Throttle::Off || next != Throttle::Off);
+        }
+
+        #[test]
+        fn a_level_is_the_highest_that_keeps_to_what_there_is(
+            each in prop::collection::vec(0u64..1 << 20, 1..9), all in 0.0f64..4e6,
+        ) {
+            let under = |level: f64| each.iter().map(|one| (*one as f64).min(level)).sum::<f64>();
+            match level(&each, all) {
+                None => prop_assert!(under(f64::INFINITY) <= all + 1e-3),
+                Some(level) => {
+                    prop_assert!((under(level) - all).abs() < 1e-3, "{level}: {}", under(level));
+                    prop_assert!(each.iter().any(|one| *one as f64 > level));
+                }
+            }
+        }
+
+        #[test]
+        fn who_begins_a_throttle_gets_the_first_share_of_the_link(vcpus in any_vcpus(), mb in 1u64..2000) {
+            let link = mb * 1_000_000;
+            let goals = goals(Duration::from_millis(300));
+            let course = migrate(&vcpus, link, &goals, true);
+            let began = course.throttles.iter().position(|t| *t != Throttle::Off);
+            if let Some((at, Throttle::On { share, rate })) = began.map(|at| (at, course.throttles[at])) {
+                prop_assert_eq!(share, FIRST_SHARE);
+                // Those who go on as in the last pass keep to it, but for a frame a second of rounding up.
+                let window = course.passes[at - 1].time;
+                let by = dirtied(&vcpus, window, Throttle::Off);
+                let kept: f64 = by.iter().map(|d| (*d as f64 / window.as_secs_f64()).min(rate as f64)).sum();
+                prop_assert!(kept <= share * link as f64 / PAGE_SIZE as f64 + vcpus.len() as f64);
+            }
+        }
+
+        #[test]
+        fn a_guest_that_converges_by_itself_is_never_throttled(vcpus in any_vcpus(), mb in 1u64..2000) {
+            // What all write together is less than a pass takes along.
+            let rate: u64 = vcpus.iter().map(|(_, rate)| rate).sum();
+            let link = (mb * 1_000_000).max(rate * PAGE_SIZE * 10 / 7 + PAGE_SIZE);
+            let course = migrate(&vcpus, link, &goals(Duration::from_millis(300)), true);
+            prop_assert!(matches!(course.end, Judgement::SwitchOver(_)), "{:?}", course.end);
+            prop_assert!(course.throttles.iter().all(|t| *t == Throttle::Off));
+        }
+
+        #[test]
+        fn with_a_throttle_every_guest_converges_that_does_not_change(vcpus in any_vcpus(), mb in 1u64..2000) {
+            let link = mb * 1_000_000;
+            let goals = goals(Duration::from_millis(300));
+            let with = migrate(&vcpus, link, &goals, true);
+            prop_assert!(matches!(with.end, Judgement::SwitchOver(_)), "{:?}", with.end);
+            // From when it begins each pass shrinks, or makes the throttle tighter for the next one.
+            let begins = with.throttles.iter().position(|t| *t != Throttle::Off);
+            let Some(begins) = begins else { return Ok(()) };
+            let first = with.passes[begins].time.as_secs_f64() / WORTH_A_PASS.as_secs_f64();
+            let later = with.passes.len() - begins;
+            prop_assert!(later as f64 <= first.ln() / SHRINKS.recip().ln() + 6.0, "{later} for {first}");
+        }
+
+        #[test]
+        fn whoever_writes_no_more_than_the_rate_loses_nothing(vcpus in any_vcpus(), mb in 1u64..2000) {
+            let course = migrate(&vcpus, mb * 1_000_000, &goals(Duration::from_millis(300)), true);
+            let Some(rate) = course.throttles.last().unwrap().rate() else { return Ok(()) };
+            for idle in vcpus.iter().filter(|(_, own)| *own <= rate) {
+                let idle = vec![*idle];
+                let held = dirtied(&idle, SECOND, *course.throttles.last().unwrap());
+                prop_assert_eq!(held, dirtied(&idle, SECOND, Throttle::Off));
+            }
+        }
+    }
+
+    const LINK: u64 = 10_000_000;
+
+    #[test]
+    fn a_guest_that_outruns_the_link_converges_with_a_throttle_and_is_given_up_without() {
+        // 256 MiB, written at 1.2 GB/s, over 10 MB/s; beside it a vCPU that writes a little.
+        let vcpus = vec![(1 << 16, 300_000), (100, 50)];
+        let goals = goals(Duration::from_millis(300));
+        let without = migrate(&vcpus, LINK, &goals, false);
+        assert!(matches!(without.end, Judgement::GiveUp(_)), "{:?}", without.end);
+        let with = migrate(&vcpus, LINK, &goals, true);
+        assert!(matches!(with.end, Judgement::SwitchOver(_)), "{:?}", with.end);
+        assert!(with.passes.len() <= 24, "{}", with.passes.len());
+        // Both together at 0.6 of 2,441 frames a second, 100 in 27 s of which the second one takes.
+        assert_eq!(with.throttles[2].rate(), Some(1461));
+        let tightest = with.throttles.last().unwrap();
+        assert_eq!(tightest, &with.throttles[2], "it was enough");
+    }
+
+    #[test]
+    fn it_begins_after_two_passes_without_progress_and_becomes_tighter_only_if_it_must() {
+        let goals = goals(Duration::from_millis(300));
+        let (big, half) = (pass(40_000, 40_000, LINK), pass(20_000, 20_000, LINK));
+        let by = |frames: u64, p: Measured| (vec![frames], p.time);
+        let after = |now, passes: &[Measured], pending| {
+            let (by, window) = by(pending, *passes.last().unwrap());
+            throttle(now, &goals, passes, pending, (&by, window))
+        };
+        assert_eq!(after(Throttle::Off, &[big], 40_000), Throttle::Off, "one pass says little");
+        assert_eq!(after(Throttle::Off, &[big, big], 27_000), Throttle::Off, "it gets ahead");
+        assert_eq!(after(Throttle::Off, &[big, half], 20_000), Throttle::Off, "slowly");
+        let first = after(Throttle::Off, &[big, big], 40_000);
+        assert_eq!(first, Throttle::On { share: 0.6, rate: 1464 });
+        assert_eq!(after(first, &[big, big, big], 24_000), first, "it shrinks");
+        let tighter = after(first, &[big, big, big], 30_000);
+        assert_eq!(tighter, Throttle::On { share: 0.3, rate: 732 });
+        assert_eq!(after(first, &[big, big, big], 500), first, "what fits needs nothing");
+        let unknown = throttle(Throttle::Off, &goals, &[big, big], 40_000, (&[], SECOND));
+        assert_eq!(unknown, Throttle::Off);
+        let others = throttle(Throttle::Off, &goals, &[big, big], 40_000, (&[10, 20], big.time));
+        assert_eq!(others, Throttle::Off, "devices write, not vCPUs");
+        // Packed to a quarter, the link carries four times as many frames.
+        let packed = Measured { bytes: big.bytes / 4, time: big.time / 4, ..big };
+        let rate = after(Throttle::Off, &[packed, packed], 40_000).rate();
+        assert_eq!(rate, Some(1464 * 4 + 3), "{rate:?}");
+    }
+}

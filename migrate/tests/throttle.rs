@@ -1,0 +1,86 @@
+//! Guests that outrun the link: held back while precopy lasts, and never after it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
+use checkpoint::{Guest, RunState};
+use common::{Host, Sender, exactly_one_runs, quick_send, within};
+use migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
+
+/// 2 MiB, written as fast as two threads can.
+fn restless(host: &Host) -> Arc<MemoryGuest> {
+    host.start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() })
+}
+
+/// A quarter of a second for those 2 MiB, and a pause that 40 frames fit into.
+fn slow_send(host: &Host) -> SendOptions {
+    SendOptions {
+        max_bandwidth: Some(8 * MIN_BANDWIDTH),
+        downtime: Duration::from_millis(20),
+        ..quick_send(host)
+    }
+}
+
+#[test]
+fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
+    let host = Host::new();
+    let guest = restless(&host);
+    let there = host.receiver();
+    let forbidden = SendOptions { throttle: false, max_passes: 5, ..slow_send(&host) };
+    let error = send(&*guest, &there.to, &forbidden, &SendControl::new()).unwrap_err().to_string();
+    assert!(error.contains("outruns the link"), "{error}");
+    assert!(error.contains("its vCPUs were not held back, as asked"), "{error}");
+    let held = || guest.vcpu_writes().iter().map(|v| v.held).sum::<Duration>();
+    assert_eq!((guest.run_state(), held()), (RunState::Running, Duration::ZERO));
+    there.error();
+
+    let there = host.receiver();
+    let sent = Sender::start(&guest, &there.to, &slow_send(&host)).result();
+    let report = sent.as_ref().unwrap();
+    assert!(report.converged.contains("within the downtime target"), "{report:?}");
+    assert_eq!(report.throttle.len(), 2, "{report:?}");
+    for vcpu in &report.throttle {
+        assert!(vcpu.held_ms > 0.0 && vcpu.held_percent > 10.0, "{report:?}");
+        assert!(vcpu.most_bytes_per_s.is_some_and(|most| most < 8 * MIN_BANDWIDTH), "{report:?}");
+    }
+    assert_eq!(guest.throttled(), None);
+    exactly_one_runs(&host, &guest, &sent, there, "held");
+}
+
+#[test]
+fn a_guest_that_converges_by_itself_is_not_held() {
+    let host = Host::new();
+    let guest = host.start(MemoryConfig { writes_per_s: 200, ..MemoryConfig::small() });
+    let there = host.receiver();
+    let sent = Sender::start(&guest, &there.to, &slow_send(&host)).result();
+    let report = sent.as_ref().unwrap();
+    assert!(report.throttle.iter().all(|v| v.held_ms == 0.0), "{report:?}");
+    exactly_one_runs(&host, &guest, &sent, there, "not held");
+}
+
+#[test]
+fn whatever_ends_a_migration_ends_the_throttle() {
+    let ends = ["cancelled here", "cancelled there", "it cannot be paused", "it cannot be saved"];
+    for ends in ends {
+        let host = Host::new();
+        let guest = restless(&host);
+        let there = host.receiver();
+        let sender = Sender::start(&guest, &there.to, &slow_send(&host));
+        within(Duration::from_secs(60), "a throttle", || guest.throttled().is_some());
+        match ends {
+            "cancelled here" => sender.control.cancel().unwrap(),
+            "cancelled there" => there.control.cancel().unwrap(),
+            "it cannot be paused" => host.here.fail_next(Op::Pause, 1),
+            _ => host.here.fail_next(Op::Save, 1),
+        }
+        let error = sender.result().unwrap_err();
+        assert_eq!(guest.throttled(), None, "{ends}: {error}");
+        assert_eq!(guest.run_state(), RunState::Running, "{ends}: {error}");
+        let before = guest.writes();
+        within(Duration::from_secs(60), "more writes", || guest.writes() > before + 5000);
+    }
+}
