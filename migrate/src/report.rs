@@ -44,7 +44,7 @@ pub struct VcpuThrottle {
     pub most_bytes_per_s: Option<u64>,
     /// How long it was held in this migration, until the end of the last complete pass, ms.
     pub held_ms: f64,
-    /// For which part of the last complete pass it was held, percent.
+    /// The part that this is of the time since the first vCPU was held, percent.
     pub held_percent: f64,
 }
 

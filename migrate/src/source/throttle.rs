@@ -2,7 +2,7 @@
 //!
 //! [`Throttled`] takes the throttle away by itself, whatever path is left by an error or a panic.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, VcpuWrites};
 use dirty_tracker::PAGE_SIZE;
@@ -19,6 +19,8 @@ pub(super) struct Throttled<'g, G: Guest + ?Sized> {
     /// The operator wants no holds.
     forbidden: bool,
     now: Throttle,
+    /// When the first one began.
+    since: Option<Instant>,
     /// Before the migration, and at the end of the last pass.
     first: Vec<VcpuWrites>,
     last: Vec<VcpuWrites>,
@@ -36,6 +38,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
             guest,
             forbidden: !allowed,
             now: Throttle::Off,
+            since: None,
             last: first.clone(),
             dirtied: vec![0; first.len()],
             window: Duration::ZERO,
@@ -50,20 +53,26 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         let writes = now.iter().zip(&self.last);
         self.dirtied.clear();
         self.dirtied.extend(writes.map(|(n, l)| n.dirtied_frames.saturating_sub(l.dirtied_frames)));
-        let held = now.iter().zip(&self.last).zip(&self.first);
+        let held = now.iter().zip(&self.first);
         let figures = held.zip(&self.dirtied).zip(0u32..).map(|((held, dirtied), vcpu)| {
-            let ((now, last), first) = held;
-            let part = now.held.saturating_sub(last.held).as_secs_f64() / window.as_secs_f64();
+            let held = held.0.held.saturating_sub(held.1.held);
             VcpuThrottle {
                 vcpu,
                 dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
-                held_ms: ms(now.held.saturating_sub(first.held)),
-                held_percent: if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 },
+                held_ms: ms(held),
+                held_percent: self.percent(held),
                 most_bytes_per_s: None,
             }
         });
         self.figures = figures.collect();
         (self.last, self.window) = (now, window);
+    }
+
+    /// The part that `held` is of the time since the first throttle began.
+    fn percent(&self, held: Duration) -> f64 {
+        let since = self.since.map_or(Duration::ZERO, |since| since.elapsed());
+        let part = held.as_secs_f64() / since.as_secs_f64();
+        if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 }
     }
 
     /// Precopy goes on with `pending` frames: holds vCPUs if it must.
@@ -76,6 +85,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         if next.rate() != self.now.rate() {
             let most = next.rate().map_or(0, |rate| rate.saturating_mul(PAGE_SIZE));
             tracing::info!(vm = %self.guest.vm_id(), ?next, most, "vCPUs are held");
+            self.since.get_or_insert_with(Instant::now);
             self.guest.throttle(next.rate());
         }
         self.now = next;
@@ -108,11 +118,13 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         let Some(rate) = self.now.rate() else {
             return "its vCPUs were not held back".to_owned();
         };
-        let held: Vec<String> = self
-            .figures
-            .iter()
-            .filter(|f| f.held_ms > 0.0)
-            .map(|f| format!("vCPU {} for {:.0} % of the last pass", f.vcpu, f.held_percent))
+        // As of now: a pass that was given up has no figures.
+        let now = self.guest.vcpu_writes();
+        let held = now.iter().zip(&self.first).map(|(n, f)| n.held.saturating_sub(f.held));
+        let held: Vec<String> = (0u32..)
+            .zip(held)
+            .filter(|(_, held)| !held.is_zero())
+            .map(|(vcpu, held)| format!("vCPU {vcpu} for {:.0} % of the time", self.percent(held)))
             .collect();
         let most = rate.saturating_mul(PAGE_SIZE) as f64 / 1e6;
         match held.is_empty() {

@@ -312,6 +312,8 @@ impl<P: Peers> Vcpu<P> {
     }
 
     fn end(&mut self, why: EndReason) -> State {
+        // Its timer would go on for nobody.
+        self.hold.end(&self.counters);
         self.peers.ended(self.id, why);
         State::Finished
     }
