@@ -1,6 +1,6 @@
 //! Contents made smaller: which codecs there are, and one message's content through them.
 //!
-//! Off by default: on a link of a gigabyte a second both codecs cost more time than they save. Buffers are made once.
+//! Off by default: what a codec's time saves depends on the link and the guest. Buffers are made once.
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,9 +24,9 @@ pub enum Compression {
     /// Not at all.
     #[default]
     None,
-    /// LZ4 blocks: for links of some hundred MB/s.
+    /// LZ4 blocks: the faster one.
     Lz4,
-    /// Zstandard, level 1: for slower ones.
+    /// Zstandard, level 1: the one that makes them smaller.
     Zstd,
 }
 
