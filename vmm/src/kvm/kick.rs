@@ -1,8 +1,8 @@
 //! Getting a vCPU thread out of `KVM_RUN`: a signal, and the flag that closes the race before it.
 //!
 //! *Kick*: put a command into the thread's channel, set `immediate_exit`, send the signal. The
-//! thread, out of `KVM_RUN`, clears the flag and only then looks at its channel. If the signal
-//! arrives between that look and the next `KVM_RUN`, the flag is still set and `KVM_RUN` returns at
+//! thread, out of `KVM_RUN`, clears the flag and only then empties its channel. If the signal
+//! arrives between the last look and the next `KVM_RUN`, the flag is still set and `KVM_RUN` returns at
 //! once; so no kick is lost. A thread that has not begun yet, or has ended, needs no signal.
 
 use std::io;

@@ -10,12 +10,17 @@ use std::time::{Duration, Instant};
 use super::{Command, Counters};
 use crate::kvm::ExitTimer;
 
+/// How long it waits for the collector's answer to a report. Without one it runs as it likes.
+const ANSWER: Duration = Duration::from_secs(1);
+
 /// Where one vCPU stands with a throttle.
 #[derive(Debug, Default)]
 pub(crate) struct Hold {
     state: State,
     /// Made for the first slice.
     timer: Option<ExitTimer>,
+    /// That there is no timer has been said.
+    told: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -42,7 +47,7 @@ impl Hold {
         self.state = State::Held { since, until: Some(until), slice };
     }
 
-    /// The slice is over and that has been reported: out of the guest until told.
+    /// The slice is over and that has been reported: out of the guest until told, or [`ANSWER`] has passed.
     pub(super) fn wait(&mut self) {
         self.stop_timer();
         self.state = State::Held { since: Instant::now(), until: None, slice: Duration::ZERO };
@@ -73,12 +78,14 @@ impl Hold {
         counters: &Counters,
     ) -> Result<Command, TryRecvError> {
         let State::Held { until, slice, .. } = self.state else { return commands.try_recv() };
-        let Some(until) = until else { return commands.recv().map_err(TryRecvError::from) };
-        match commands.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        let left = until.map_or(ANSWER, |until| until.saturating_duration_since(Instant::now()));
+        match commands.recv_timeout(left) {
             Ok(command) => Ok(command),
             Err(RecvTimeoutError::Timeout) => {
                 self.end(counters);
-                self.begin_slice(slice);
+                if until.is_some() {
+                    self.begin_slice(slice);
+                }
                 Err(TryRecvError::Empty)
             }
             Err(RecvTimeoutError::Disconnected) => Err(TryRecvError::Disconnected),
@@ -91,12 +98,18 @@ impl Hold {
             Some(timer) => Ok(timer),
             None => ExitTimer::new(),
         };
+        // Before the timer starts: its one signal is to come when this has passed.
+        let until = Instant::now() + slice;
         match made.and_then(|timer| timer.start(slice).map(|()| timer)) {
             Ok(timer) => {
                 self.timer = Some(timer);
-                self.state = State::Slice { until: Instant::now() + slice };
+                self.state = State::Slice { until };
             }
-            Err(e) => tracing::warn!("a vCPU has no timer to end its slices: {e}"),
+            Err(_) if self.told => {}
+            Err(e) => {
+                self.told = true;
+                tracing::warn!("a vCPU has no timer to end its slices: {e}");
+            }
         }
     }
 
@@ -163,5 +176,10 @@ mod tests {
         assert_eq!(counters.holds(), 2);
         hold.end(&counters);
         assert!(!hold.slice_is_over() && counters.holds() == 2);
+        // A collector that never answers.
+        hold.wait();
+        assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));
+        assert!(!hold.is_on() && !hold.slice_is_over() && counters.holds() == 3);
+        assert!(counters.held() >= ANSWER);
     }
 }

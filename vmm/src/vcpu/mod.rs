@@ -228,8 +228,9 @@ impl<P: Peers> Vcpu<P> {
                 _ => self.commands.recv().map_err(TryRecvError::from),
             };
             match command {
+                // Until there is none: of several kicks only the first may be heard.
                 Ok(command) => match self.interrupt(command) {
-                    State::Running => {}
+                    State::Running => continue,
                     other => return other,
                 },
                 Err(TryRecvError::Empty) => {}
