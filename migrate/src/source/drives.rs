@@ -34,6 +34,8 @@ const BLOCKS_PER_MESSAGE: u64 = 128;
 /// wait for ever to hear something.
 const ZEROS_PER_MESSAGE: u64 = 4096;
 const BLOCK: usize = PAGE_SIZE as usize;
+/// Runs of data that are looked for in a drive: a second's work at most, and 1 MiB.
+const MOST_RUNS: usize = 64 << 10;
 
 /// Which of a guest's drives go along; the destination has the others already.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -325,10 +327,19 @@ fn read(drive: &Moving, start: Gfn, to: &mut [u8]) -> io::Result<()> {
 }
 
 /// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device
-/// that does not tell. Costs two calls a hole.
+/// that does not tell, and what lies behind the first [`MOST_RUNS`] runs: a guest makes as many holes as it likes. Costs two
+/// calls a hole.
 fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), 0);
     while at < bytes {
+        if runs.len() == MOST_RUNS {
+            let end = runs.last().map_or(0, |run| run.end().0);
+            let rest = bytes.div_ceil(PAGE_SIZE) - end;
+            if let Some(last) = runs.last_mut() {
+                last.count += rest;
+            }
+            break;
+        }
         let start = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
             Ok(start) => start.min(bytes),
             // Nothing but a hole follows.
@@ -380,6 +391,22 @@ mod tests {
         // A file system may have larger blocks than ours.
         assert!(found.iter().map(|r| r.count).sum::<u64>() <= 4 * 16, "{found:?}");
         assert!(found.is_sorted_by(|a, b| a.end() < b.start), "{found:?}");
+    }
+
+    #[test]
+    fn the_holes_that_are_looked_for_are_bounded() {
+        let file = tempfile::tempfile().unwrap();
+        // Larger blocks than of any file system here, with data in every other one.
+        let (piece, pieces) = (64 << 10, MOST_RUNS as u64 + 10);
+        let bytes = 2 * piece * pieces;
+        file.set_len(bytes).unwrap();
+        for i in 0..pieces {
+            file.write_all_at(&[1], 2 * piece * i).unwrap();
+        }
+        let found = data_runs(&file, bytes).unwrap();
+        assert_eq!(found.len(), MOST_RUNS);
+        assert_eq!(found.last().map(|run| run.end().0), Some(bytes / PAGE_SIZE), "all the rest");
+        assert!(found.iter().rev().skip(1).all(|run| run.bytes() <= piece));
     }
 
     #[test]

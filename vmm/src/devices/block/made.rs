@@ -130,8 +130,12 @@ impl MadeDisk {
                 fs::remove_file(&self.path)?;
                 sync_dir(parent(&self.path))
             }
+            // What was set aside for it stays so.
             Before::Room(bytes) => {
-                self.file.set_len(0)?;
+                let len = self.file.metadata()?.len();
+                if len > 0 {
+                    write_zeroes(&self.file, 0, len, false)?;
+                }
                 self.file.set_len(bytes)
             }
         }
@@ -144,7 +148,8 @@ impl DriveCopy for MadeDisk {
     }
 
     fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
-        write_zeroes(&self.file, offset, len, true)
+        // Room that was set aside is not given back.
+        write_zeroes(&self.file, offset, len, self.before == Before::Nothing)
     }
 
     fn make_durable(&self) -> io::Result<()> {
@@ -253,6 +258,17 @@ mod tests {
             let left = fs::read(&path).unwrap();
             assert_eq!(left, vec![0; bytes as usize], "as it was before");
         }
+        let file = File::create(&path).unwrap();
+        let set_aside = rustix::fs::FallocateFlags::empty();
+        rustix::fs::fallocate(&file, set_aside, 0, BYTES).unwrap();
+        let room = file.metadata().unwrap().blocks();
+        let made = make(&path, guest).unwrap();
+        made.write(0, &[1; 8192]).unwrap();
+        made.zero(0, BYTES).unwrap();
+        assert!(file.metadata().unwrap().blocks() >= room, "it keeps its room");
+        drop(made);
+        assert!(file.metadata().unwrap().blocks() >= room, "and gets it back");
+        assert!(!has_data(&file).unwrap());
         File::create(&path).unwrap().set_len(BYTES + 512).unwrap();
         let said = make(&path, guest).unwrap_err();
         assert!(said.contains("a file of 1049088 bytes, and the disk has 1048576"), "{said}");
