@@ -8,9 +8,9 @@ use images::Report;
 use tests::{Driftline, Proxy, SOON, Scratch, driftline, json_of, one_at_a_time, wait_for};
 use vmm::testing::kvm_or_skip;
 
-/// Twice as much as goes over the line in a second, written as fast as it can be.
-const FAST: &str = "payload,ws=128M,rate=max";
-const RATE: u64 = 64_000_000;
+/// More than goes over the line in a second, written as fast as it can be.
+const FAST: &str = "payload,ws=64M,rate=max";
+const RATE: u64 = 40_000_000;
 const DELAY: Duration = Duration::from_millis(1);
 /// The reports of a vCPU that is held come late.
 const LATER: Duration = Duration::from_secs(120);
@@ -63,7 +63,7 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
     let mut source = start(&scratch, FAST, 1, "dirty-ring");
     let (mut refused, address) = Driftline::receive(&scratch, "refused");
     let line = Proxy::slow(&address, DELAY, RATE);
-    let limit = ["--timeout-s", "10"];
+    let limit = ["--timeout-s", "6"];
     let sent = source.cli(
         "send-migration",
         &[&[line.address(), "--json", "--no-throttle"], &limit[..]].concat(),
@@ -96,7 +96,7 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
         .iter()
         .filter_map(|p| p["frames"].as_u64())
         .collect();
-    let (whole, last) = (128 << 20 >> 12, frames[frames.len() - 1]);
+    let (whole, last) = (64 << 20 >> 12, frames[frames.len() - 1]);
     assert!(frames.iter().filter(|f| **f > whole * 9 / 10).count() >= 2, "{report}");
     assert!(last < whole / 4, "{report}");
     assert_eq!(source.wait_exit(SOON), 0);
@@ -114,7 +114,7 @@ fn only_the_vcpu_that_writes_is_held_and_it_is_free_again_after_a_cancel() {
     let _alone = one_at_a_time();
     let scratch = Scratch::new();
     // The second one reads what it has written once.
-    let source = start(&scratch, "payload,ws=128M,rate=max,writers=1", 2, "dirty-ring");
+    let source = start(&scratch, "payload,ws=64M,rate=max,writers=1", 2, "dirty-ring");
     let (mut destination, address) = Driftline::receive(&scratch, "destination");
     // Passes long enough for all that follows.
     let line = Proxy::slow(&address, DELAY, RATE / 6);
@@ -151,7 +151,7 @@ fn where_nobody_knows_who_writes_nobody_is_held_and_that_is_said() {
     let source = start(&scratch, FAST, 1, "dirty-bitmap");
     let (mut destination, address) = Driftline::receive(&scratch, "destination");
     let line = Proxy::slow(&address, DELAY, RATE);
-    let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "8"]);
+    let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "5"]);
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");
     assert!(

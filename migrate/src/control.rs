@@ -81,7 +81,7 @@ pub struct Progress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// The hand-over record is written (at a destination: COMMIT has come).
+    /// COMMIT is being said (at a destination: it has come).
     #[error("it is too late to cancel: the guest has been handed over")]
     TooLate,
     /// Only a migration in doubt can be resolved.

@@ -178,17 +178,6 @@ impl Records {
         Ok(SourceMark { record })
     }
 
-    /// Removes a source's record whose COMMIT was never said. An error leaves it there, or gone
-    /// without that being durable.
-    pub(crate) fn undo(&self, token: Token) -> Result<(), RecordsError> {
-        self.settle(token)
-    }
-
-    /// Whether a source's record stands; where that cannot be seen, it does.
-    pub(crate) fn has_source(&self, token: Token) -> bool {
-        self.source_path(token).try_exists().unwrap_or(true)
-    }
-
     /// What was decided about a token by any process of this site.
     pub(crate) fn decision(&self, token: Token) -> Result<Option<Decision>, RecordsError> {
         let record: Option<DestinationRecord> = read(&self.decision_path(token), token)?;
@@ -283,6 +272,11 @@ pub(crate) struct StagedSource {
 }
 
 impl StagedSource {
+    /// The migration.
+    pub(crate) fn token(&self) -> Token {
+        self.record.token
+    }
+
     /// The destination's site.
     pub(crate) fn site(&self) -> Uuid {
         self.record.site

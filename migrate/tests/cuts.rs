@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest};
@@ -37,7 +37,7 @@ fn units() -> (Vec<u16>, Vec<u16>) {
     let sent = Sender::start(&guest, &proxy.to, &options(&host)).result();
     exactly_one_runs(&host, &guest, &sent, there, "no cut");
     std::thread::sleep(Duration::from_millis(50));
-    let seen = |tags: &std::sync::Mutex<Vec<u16>>| tags.lock().unwrap().clone();
+    let seen = |tags: &Mutex<Vec<u16>>| tags.lock().unwrap().clone();
     (seen(&proxy.from_source), seen(&proxy.from_destination))
 }
 
@@ -51,45 +51,66 @@ fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
     units().filter(|(unit, tag)| among(*unit, *tag)).collect()
 }
 
+/// Migrations at once: most of the time they wait, for a guest's writes or for a limit.
+const AT_ONCE: usize = 4;
+
 fn cut_everywhere(cut: Cut) {
     let (from_source, from_destination) = units();
     assert_eq!(from_source.last(), Some(&tag("ENDED")), "{from_source:?}");
     assert_eq!(from_destination.last(), Some(&tag("RUNNING")), "{from_destination:?}");
-    for (source, tags) in [(true, from_source), (false, from_destination)] {
-        for (unit, tag) in some_of_each(&tags) {
-            let side = if source { "source" } else { "destination" };
-            let context = format!("{cut:?} unit {unit} (tag {tag}) from the {side}");
-            println!("{context}");
-            let host = Host::new();
-            let guest = start(&host);
-            let mut receiving = host.receive_options();
-            let mut sending = options(&host);
-            if cut == Cut::Stall {
-                // Only limits end these: short where the stall is, long where a busy machine would
-                // reach them before it.
-                let limit = |here| Duration::from_millis(if here { 300 } else { 60_000 });
-                sending.connect_timeout = limit(unit <= 1);
-                receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });
-                sending.setup_timeout = limit(unit == 2);
-                receiving.patience = limit(true);
-                sending.patience = limit(true);
-            }
-            let there = host.receiver_with(receiving);
-            let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
-            let sent = Sender::start(&guest, &proxy.to, &sending).result();
-            let ended = || there.thread.is_finished();
-            within(Duration::from_secs(8), &context, || ended() || there.waits_on());
-            // Who was not heard to the end of HELLO is nobody; who is silent may be anybody.
-            let hello = unit + usize::from(cut == Cut::After) <= 1;
-            let unknown = if cut == Cut::Stall {
-                (source && unit <= 2) || (!source && unit <= 1)
-            } else {
-                source && hello
-            };
-            assert_eq!(ended(), !unknown, "{context}: {:?}", there.control.progress());
-            exactly_one_runs(&host, &guest, &sent, there, &context);
+    let sides = [(true, from_source), (false, from_destination)];
+    let cuts = sides.iter().flat_map(|(source, tags)| {
+        some_of_each(tags).into_iter().map(|(unit, tag)| (*source, unit, tag))
+    });
+    each(cuts.collect(), |(source, unit, tag)| cut_at(cut, source, unit, tag));
+}
+
+/// Does all of it, a few at once; who fails fails the test.
+fn each<T: Send>(all: Vec<T>, work: impl Fn(T) + Sync) {
+    let left = Mutex::new(all.into_iter());
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                // Bound here, so that the lock is not kept for the work.
+                while let Some(next) = { left.lock().unwrap().next() } {
+                    work(next);
+                }
+            });
         }
+    });
+}
+
+fn cut_at(cut: Cut, source: bool, unit: usize, tag: u16) {
+    let side = if source { "source" } else { "destination" };
+    let context = format!("{cut:?} unit {unit} (tag {tag}) from the {side}");
+    println!("{context}");
+    let host = Host::new();
+    let guest = start(&host);
+    let mut receiving = host.receive_options();
+    let mut sending = options(&host);
+    if cut == Cut::Stall {
+        // Only limits end these: short where the stall is, long where a busy machine would reach them before it.
+        let limit = |here| Duration::from_millis(if here { 300 } else { 60_000 });
+        sending.connect_timeout = limit(unit <= 1);
+        receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });
+        sending.setup_timeout = limit(unit == 2);
+        receiving.patience = limit(true);
+        sending.patience = limit(true);
     }
+    let there = host.receiver_with(receiving);
+    let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
+    let sent = Sender::start(&guest, &proxy.to, &sending).result();
+    let ended = || there.thread.is_finished();
+    within(Duration::from_secs(8), &context, || ended() || there.waits_on());
+    // Who was not heard to the end of HELLO is nobody; who is silent may be anybody.
+    let hello = unit + usize::from(cut == Cut::After) <= 1;
+    let unknown = if cut == Cut::Stall {
+        (source && unit <= 2) || (!source && unit <= 1)
+    } else {
+        source && hello
+    };
+    assert_eq!(ended(), !unknown, "{context}: {:?}", there.control.progress());
+    exactly_one_runs(&host, &guest, &sent, there, &context);
 }
 
 #[test]
@@ -119,12 +140,9 @@ fn a_flipped_bit_in_any_message_is_noticed() {
         // By tag: how many PAGES and ZERO there are differs from run to run.
         tags.sort();
         tags.dedup();
-        for tag_number in tags {
-            // In the head of a record, and in its payload (or the head again, where there is none).
-            for byte in [13, 30] {
-                flip(source, tag_number, byte);
-            }
-        }
+        // In the head of a record, and in its payload (or the head again, where there is none).
+        let flips = tags.into_iter().flat_map(|tag| [(tag, 13), (tag, 30)]);
+        each(flips.collect(), |(tag, byte)| flip(source, tag, byte));
     }
 }
 

@@ -21,6 +21,8 @@ const V1_FRAMES: &[u8] = include_bytes!("golden/stream-v1-frames.bin");
 /// Of the same version, with PACKED by LZ4 and by Zstandard.
 const V1_LZ4: &[u8] = include_bytes!("golden/stream-v1-lz4.bin");
 const V1_ZSTD: &[u8] = include_bytes!("golden/stream-v1-zstd.bin");
+/// Of the same version, with STATE before the last pass.
+const V1_EARLY: &[u8] = include_bytes!("golden/stream-v1-early.bin");
 /// Of the same version, with drives.
 const V1_DRIVES: &[u8] = include_bytes!("golden/stream-v1-drives.bin");
 
@@ -76,8 +78,9 @@ fn version_1_with_drives_is_read() {
 }
 
 #[test]
-fn version_1_with_frames_and_packed_contents_is_read() {
+fn version_1_with_frames_early_state_and_packed_contents_is_read() {
     for (stream, counts, crc) in [
+        (V1_EARLY, (2, 13, 3), 0xbd14_cbf7),
         (V1_FRAMES, (2, 15, 2), 0x04e8_f41e),
         (V1_LZ4, (2, 13, 3), 0x1874_169e),
         (V1_ZSTD, (2, 15, 2), 0x5969_95a9),
@@ -91,7 +94,9 @@ fn version_1_with_frames_and_packed_contents_is_read() {
 /// Of FRAMES, whose content has no checksum, by the summary alone.
 #[test]
 fn every_flipped_byte_is_noticed() {
-    [V1, V1_LATE, V1_FRAMES, V1_LZ4, V1_ZSTD, V1_DRIVES].into_iter().for_each(every_flip_of);
+    [V1, V1_LATE, V1_EARLY, V1_FRAMES, V1_LZ4, V1_ZSTD, V1_DRIVES]
+        .into_iter()
+        .for_each(every_flip_of);
 }
 
 fn every_flip_of(stream: &[u8]) {
@@ -148,18 +153,20 @@ fn record_a_stream_with_drives() {
 }
 
 /// Records streams of this version. Run it when the version changes, and keep the old files:
-/// `GOLDEN=record cargo test -p migrate --test golden -- --ignored`, then set the constants.
+/// `GOLDEN=record cargo test -p migrate --test golden -- --ignored`, then set the constants. `GOLDEN=NAME` records one.
 #[test]
 #[ignore = "writes golden files"]
 fn record_streams() {
-    if std::env::var_os("GOLDEN").is_none_or(|v| v != "record") {
-        return;
-    }
+    let wanted = std::env::var("GOLDEN").unwrap_or_default();
     for (name, compression, verify) in [
+        ("early", Compression::None, false),
         ("frames", Compression::None, true),
         ("lz4", Compression::Lz4, false),
         ("zstd", Compression::Zstd, false),
     ] {
+        if wanted != "record" && wanted != name {
+            continue;
+        }
         let host = Host::new();
         let config =
             MemoryConfig { writers: 1, working_set: 4, writes_per_s: 100, ..MemoryConfig::small() };

@@ -156,25 +156,27 @@ fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
 }
 
 #[test]
-fn the_destination_killed_while_the_record_is_written_leaves_no_doubt() {
-    let host = Host::new();
-    let guest = host.start(MemoryConfig::small());
-    let records = ("RECORDS", host.destination_records().display().to_string());
-    let (child, to) = start("role_destination", &[records]);
-    let slot = Arc::new(Mutex::new(Some(child)));
-    let control = migrate::SendControl::new();
-    let kill = Mutex::new(kill(&slot));
-    let seen = control.clone();
-    // The guest is asked for its name when the record is made, after the first look at the peer.
-    let hooked = Hooked::new(guest.clone(), move || {
-        if seen.progress().phase == Phase::HandOver {
-            kill.lock().unwrap()();
-        }
-    });
-    let error = migrate::send(&hooked, &to, &options(&host), &control).unwrap_err();
-    assert!(slot.lock().unwrap().is_none(), "it was killed");
-    assert_eq!(error.phase, Phase::HandOver, "{error}");
-    assert_eq!(guest.run_state(), RunState::Running, "{error}");
-    assert!(host.records_left().is_empty(), "{:?}", host.records_left());
-    guest.verify().unwrap();
+fn the_destination_killed_around_the_record_leaves_no_doubt() {
+    // It is written after the one, and stands before the other.
+    for at in ["release", "detach"] {
+        let host = Host::new();
+        let guest = host.start(MemoryConfig::small());
+        let records = ("RECORDS", host.destination_records().display().to_string());
+        let (child, to) = start("role_destination", &[records]);
+        let slot = Arc::new(Mutex::new(Some(child)));
+        let control = migrate::SendControl::new();
+        let kill = Mutex::new(kill(&slot));
+        let hooked = Hooked::new(guest.clone(), move |what| {
+            if what == at {
+                kill.lock().unwrap()();
+            }
+        });
+        let error = migrate::send(&hooked, &to, &options(&host), &control).unwrap_err();
+        assert!(slot.lock().unwrap().is_none(), "it was killed");
+        let phase = error.phase;
+        assert!(matches!(phase, Phase::SwitchOver | Phase::HandOver), "{at}: {error}");
+        assert_eq!(guest.run_state(), RunState::Running, "{at}: {error}");
+        assert!(host.records_left().is_empty(), "{at}: {:?}", host.records_left());
+        guest.verify().unwrap();
+    }
 }

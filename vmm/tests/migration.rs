@@ -192,7 +192,9 @@ fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
         std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
         let mut piece = vec![0; 1 << 16];
         while let Ok(n @ 1..) = source.read(&mut piece) {
-            if record_in(&state) {
+            // The record stands earlier, while the destination restores.
+            if ends_with_commit(&piece[..n]) {
+                assert!(record_in(&state));
                 // Kept open until the source ends.
                 while matches!(source.read(&mut piece), Ok(1..)) {}
                 return;
@@ -203,6 +205,13 @@ fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
         }
     });
     address
+}
+
+/// Whether these bytes of a stream end with a COMMIT: nothing follows it before its answer.
+fn ends_with_commit(bytes: &[u8]) -> bool {
+    let (commit, head, payload) = (14u16.to_le_bytes(), 24, 16u32.to_le_bytes());
+    let Some(at) = bytes.len().checked_sub(head + 16) else { return false };
+    bytes[at..at + 2] == commit && bytes[at + 8..at + 12] == payload
 }
 
 fn record_in(state: &Path) -> bool {
@@ -224,7 +233,10 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
         let (socket, to) = (first.socket(), to.clone());
         move || common::output(&["send-migration", &to, "--api-sock", &socket])
     });
-    wait_for("the record", || record_in(&place.path("state")).then_some(()));
+    wait_for("COMMIT", || {
+        let info = first.info()?;
+        (info["migration"]["phase"] == "hand-over").then_some(())
+    });
     let said = first.refuse(1, &["stop"]);
     assert!(said.contains("settle it with `driftline resolve --discard`"), "{said}");
     let pid = rustix::process::Pid::from_raw(first.pid().try_into().unwrap()).unwrap();
@@ -309,8 +321,13 @@ fn nobody_there_is_4_and_wrong_addresses_are_usage() {
 fn a_waiting_receiver_answers_and_can_be_interrupted() {
     let place = Place::new();
     let (mut vmm, _) = receiver(&place, "a", &[]);
-    let said = vmm.refuse(1, &["info"]);
+    let said = vmm.refuse(1, &["pause"]);
     assert!(said.contains("there is no guest yet: waiting for a migration on tcp:"), "{said}");
+    let said = vmm.tell(&["info"]);
+    assert!(said.contains("receiving") && said.contains("waiting for a migration"), "{said}");
+    let info: Value = serde_json::from_str(&vmm.tell(&["info", "--json"])).unwrap();
+    assert_eq!(info["state"], "receiving", "{info}");
+    assert_eq!(info["migration"]["phase"], "waiting", "{info}");
     let pid = rustix::process::Pid::from_raw(vmm.pid().try_into().unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
     assert_eq!(vmm.wait(), Some(1));

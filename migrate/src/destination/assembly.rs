@@ -4,11 +4,12 @@
 //! they written; the content of long runs goes from the socket to where it belongs. Meanwhile a second thread has
 //! the host give memory to the frames that are still to come.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::Scope;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use checkpoint::{DriveCopy, DriveHead, Guest};
+use checkpoint::{Clock, DriveCopy, DriveHead, Guest, GuestError, Section};
 use dirty_tracker::PAGE_SIZE;
 
 use super::Whole;
@@ -95,11 +96,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     }
 
     /// Receives until the state is complete; acknowledges each pass.
-    pub(super) fn run(
-        mut self,
-        wire: &mut Wire<Link>,
-        reading: Reading<'_>,
-    ) -> Result<Whole, Cause> {
+    pub(super) fn run(self, wire: &mut Wire<Link>, reading: Reading<'_>) -> Result<Whole, Cause> {
         let (ahead, preparer) = ahead::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
@@ -110,7 +107,6 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
             if let Err(e) = thread.spawn_scoped(scope, move || preparer.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
-            self.drives.start(scope)?;
             self.receive(scope, wire, reading, &placing, over)
         })
     }
@@ -122,10 +118,14 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         reading: Reading<'_>,
         placing: &'scope Placing<'scope, G>,
         over: &AtomicBool,
-    ) -> Result<Whole, Cause> {
+    ) -> Result<Whole, Cause>
+    where
+        'g: 'scope,
+    {
         let _over = SetAtEnd(over);
         // Or its thread would wait for more.
         let _end = EndExpecting(placing);
+        self.drives.start(scope)?;
         wire.stream_mut().set_bundle(Some(self.shares.bundle()));
         let result = self.read(scope, wire, reading, placing, over);
         wire.stream_mut().set_bundle(None);
@@ -139,12 +139,16 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         reading: Reading<'_>,
         placing: &'scope Placing<'scope, G>,
         over: &AtomicBool,
-    ) -> Result<Whole, Cause> {
+    ) -> Result<Whole, Cause>
+    where
+        'g: 'scope,
+    {
         let Reading { control, mut pace, patience, joined } = reading;
         let mut unpacker = Unpacker::new();
         // What had come, and when, at the end of the pass before.
         let mut before = (wire.received_bytes(), Instant::now());
         let mut moved_elsewhere = 0;
+        let mut restoring = None;
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
@@ -201,13 +205,23 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     let rate = per_second(bytes, time);
                     control.update(|p| p.link_rate_bytes_per_s = rate);
                 }
+                Step::Restore { sections } => {
+                    restoring = Some(self.restore_beside(scope, sections)?);
+                }
                 Step::Complete { sections, was_running } => {
                     wire.stream_mut().set_deadline(None);
+                    let restored = restoring.is_some();
+                    match restoring.take().map(ScopedJoinHandle::join) {
+                        None => {}
+                        Some(Ok(result)) => result?,
+                        Some(Err(panic)) => std::panic::resume_unwind(panic),
+                    }
                     let (totals, passes) = (self.inbound.totals(), self.inbound.passes());
                     let received_bytes = self.shares.received_bytes();
                     let drive_totals = self.inbound.drive_totals();
                     return Ok(Whole {
                         sections,
+                        restored,
                         was_running,
                         totals,
                         drive_totals,
@@ -225,6 +239,22 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                 (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
             });
         }
+    }
+
+    /// Puts the state into the guest while the last pass comes.
+    fn restore_beside<'scope>(
+        &self,
+        scope: &'scope Scope<'scope, '_>,
+        sections: Arc<[Section]>,
+    ) -> Result<ScopedJoinHandle<'scope, Result<(), GuestError>>, Cause>
+    where
+        'g: 'scope,
+    {
+        let guest = self.guest;
+        let thread = std::thread::Builder::new().name("migrate-restore".into());
+        let restore = move || guest.restore_state(&sections, Clock::Advance);
+        let spawned = thread.spawn_scoped(scope, restore);
+        spawned.map_err(|cause| Cause::System { what: "starting a thread", cause })
     }
 
     /// Over all connections. The shares of completed passes are in the first connection's totals too: they only make a

@@ -7,12 +7,16 @@
 //!    +------ PASS_END ------+  +-+ content, ZERO          +-+ STATE
 //! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come Between, before pass 0,
 //! VERIFY once after one. Content is PAGES, PACKED and FRAMES, and what there is of drives.
+//! The state may come before the last pass: from State PASS_BEGIN leads to InPass, and PASS_END then to Last, where only
+//! STATE_END is left.
 //! ```
 //!
 //! A connection that has joined knows Between and InPass alone: it brings shares of passes.
 //!
 //! Every run is checked against the guest's layout and every count against the peer's before
 //! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
+
+use std::sync::Arc;
 
 use checkpoint::{DriveHead, Section};
 use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
@@ -45,6 +49,8 @@ pub(crate) struct Inbound {
     empty_passes: u32,
     totals: Counts,
     sections: Vec<Section>,
+    /// The state, once it has come before the last pass.
+    early: Option<Arc<[Section]>>,
     state_bytes: u64,
 }
 
@@ -58,6 +64,7 @@ enum Stage {
         others: Counts,
     },
     State,
+    Last,
     Complete,
 }
 
@@ -84,8 +91,10 @@ pub(crate) enum Step<'a> {
     Drive(DriveStep<'a>),
     /// Everything of the pass is in place: say so.
     Ack { pass: u32, counts: Counts },
+    /// Restore this state: all of it has come, and the last pass is to follow.
+    Restore { sections: Arc<[Section]> },
     /// Everything has come.
-    Complete { sections: Vec<Section>, was_running: bool },
+    Complete { sections: Arc<[Section]>, was_running: bool },
 }
 
 impl Inbound {
@@ -104,6 +113,7 @@ impl Inbound {
             empty_passes: 0,
             totals,
             sections,
+            early: None,
             state_bytes: 0,
         }
     }
@@ -165,7 +175,8 @@ impl Inbound {
     pub(crate) fn on<'a>(&mut self, message: Message<'a>) -> Result<Step<'a>, WireError> {
         let shares = self.shares;
         match (&mut self.stage, message) {
-            (Stage::Between, Message::PassBegin { pass, frames }) => {
+            (stage @ (Stage::Between | Stage::State), Message::PassBegin { pass, frames }) => {
+                let early = matches!(stage, Stage::State);
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
                 if self.drives.are_none() {
@@ -178,7 +189,12 @@ impl Inbound {
                 }
                 let (counts, others) = (Counts::default(), Counts::default());
                 self.stage = Stage::InPass { frames, counts, others };
-                Ok(Step::Noted)
+                if !early {
+                    return Ok(Step::Noted);
+                }
+                let sections: Arc<[Section]> = std::mem::take(&mut self.sections).into();
+                self.early = Some(sections.clone());
+                Ok(Step::Restore { sections })
             }
             (Stage::Between, Message::Connections { joined }) if self.passes == 0 && !shares => {
                 at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
@@ -236,7 +252,7 @@ impl Inbound {
                 }
                 self.totals += counts;
                 self.passes += 1;
-                self.stage = Stage::Between;
+                self.stage = if self.early.is_some() { Stage::Last } else { Stage::Between };
                 Ok(Step::Ack { pass, counts })
             }
             (Stage::Between | Stage::State, Message::State(section)) if !shares => {
@@ -248,14 +264,15 @@ impl Inbound {
                 Ok(Step::Noted)
             }
             (
-                Stage::Between | Stage::State,
-                Message::StateEnd { sections, was_running, counts },
+                Stage::Between | Stage::State | Stage::Last,
+                Message::StateEnd { sections: said, was_running, counts },
             ) if !shares => {
-                same("state sections", sections.into(), self.sections.len() as u64)?;
+                let late = || std::mem::take(&mut self.sections).into();
+                let sections = self.early.take().unwrap_or_else(late);
+                same("state sections", said.into(), sections.len() as u64)?;
                 same("all frames with content", counts.normal, self.totals.normal)?;
                 same("all zero frames", counts.zero, self.totals.zero)?;
                 self.stage = Stage::Complete;
-                let sections = std::mem::take(&mut self.sections);
                 Ok(Step::Complete { sections, was_running })
             }
             (stage, other) => Err(unexpected(&other, stage.expects())),
@@ -274,7 +291,8 @@ impl Stage {
         match self {
             Self::Between => "EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END",
             Self::InPass { .. } => "PAGES, PACKED, FRAMES, ZERO or PASS_END",
-            Self::State => "STATE or STATE_END",
+            Self::State => "STATE, STATE_END or PASS_BEGIN",
+            Self::Last => "STATE_END",
             Self::Complete => "COMMIT",
         }
     }
@@ -382,6 +400,32 @@ mod tests {
         }
         let e = pass(&mut inbound, n, 0).unwrap_err().to_string();
         assert_eq!(e, "17 empty passes, more than the 16 allowed");
+    }
+
+    #[test]
+    fn state_may_come_before_the_last_pass_and_only_there() {
+        let mut inbound = inbound();
+        pass(&mut inbound, 0, 2).unwrap();
+        let section = || Section::new(checkpoint::SectionTag(7), 0, vec![1]);
+        inbound.on(Message::State(section())).unwrap();
+        let step = inbound.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
+        assert!(matches!(step, Step::Restore { sections } if sections[..] == [section()]));
+        let e = inbound.on(Message::State(section())).unwrap_err().to_string();
+        assert!(e.contains("STATE"), "{e}");
+        let counts = Counts::default();
+        inbound.on(Message::PassEnd { pass: 1, counts }).unwrap();
+        for more in
+            [Message::PassBegin { pass: 2, frames: 0 }, Message::State(section()), Message::Verify]
+        {
+            let e = inbound.on(more).unwrap_err().to_string();
+            assert!(e.contains("STATE_END"), "{e}");
+        }
+        let end = |sections| {
+            let counts = Counts { normal: 0, zero: 2 };
+            Message::StateEnd { sections, was_running: true, counts }
+        };
+        let step = inbound.on(end(1)).unwrap();
+        assert!(matches!(step, Step::Complete { sections, .. } if sections.len() == 1));
     }
 
     #[test]

@@ -102,6 +102,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
             | Step::Prepare { .. }
             | Step::Join { .. }
             | Step::Digest
+            | Step::Restore { .. }
             | Step::Drive(_)
             | Step::Ack { .. } => {}
         }

@@ -163,7 +163,9 @@ struct Arrival<G: Guest + ?Sized> {
 
 /// Everything of a guest: memory in place, state to be restored.
 struct Whole {
-    sections: Vec<Section>,
+    sections: Arc<[Section]>,
+    /// The state came before the last pass, and is in the guest.
+    restored: bool,
     was_running: bool,
     totals: Counts,
     /// Of drives that came along.
@@ -328,8 +330,11 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         Ok(joined)
     }
 
-    /// Puts the state into the guest.
+    /// Puts the state into the guest, if that was not done beside the last pass.
     fn restore(&self, arrival: &mut Arrival<F::Guest>, whole: Whole) -> Result<Whole, Failed> {
+        if whole.restored {
+            return Ok(whole);
+        }
         match arrival.guest.restore_state(&whole.sections, Clock::Advance) {
             Ok(()) => Ok(whole),
             Err(e) => Err(self.give_up(arrival, e.into())),

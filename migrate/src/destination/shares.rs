@@ -224,6 +224,7 @@ impl<G: Guest + ?Sized> Share<'_, G> {
                 | Step::Join { .. }
                 | Step::Drive(_)
                 | Step::Digest
+                | Step::Restore { .. }
                 | Step::Complete { .. } => {
                     return Ok(());
                 }

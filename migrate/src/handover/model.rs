@@ -45,6 +45,8 @@ struct World {
     source_alive: bool,
     source_runs: bool,
     source_todo: ToDo,
+    /// The guest is held and the destination has been sent all of it.
+    sent: bool,
     /// The source's record stands on its disk.
     recorded: bool,
     /// COMMIT has been said.
@@ -84,6 +86,7 @@ impl World {
             source_alive: true,
             source_runs: true,
             source_todo: ToDo::Nothing,
+            sent: false,
             recorded: false,
             commit_said: false,
             destination: Destination::Assembling,
@@ -187,7 +190,10 @@ impl World {
             Bad,
             Self { source_alive: false, source_runs: false, source_hung_up: true, ..self.clone() },
         ));
-        if let Some((first, rest)) = self.to_source.split_first() {
+        // One thread: what comes while it writes its record waits.
+        if self.source_todo != ToDo::Record
+            && let Some((first, rest)) = self.to_source.split_first()
+        {
             let rest = Self { to_source: rest.to_vec(), ..self.clone() };
             all.push((
                 Good,
@@ -195,15 +201,18 @@ impl World {
                     Message::Prepared => rest.source_event(E::Prepared),
                     Message::Running => rest.source_event(E::Running),
                     Message::Answer(v) => rest.source_event(E::Answer(*v)),
-                    Message::Abort => rest.source_event(E::Failed),
+                    Message::Abort => rest.source_event(E::Lost),
                     Message::Commit => unreachable!("the source says COMMIT"),
                 },
             ));
         }
-        // A cut, a deadline, or before the record a cancel.
-        if matches!(self.source, Source::Streaming | Source::Committed) {
+        if self.source == Source::Streaming {
+            all.push((Good, Self { sent: true, ..self.source_event(E::Sent) }));
+        }
+        // A cut, a deadline, or before COMMIT a cancel.
+        if matches!(self.source, Source::Streaming | Source::Recorded | Source::Committed) {
             let mut w = self.source_event(E::Lost);
-            if self.source == Source::Streaming {
+            if self.source != Source::Committed {
                 w = w.say_to_destination(Message::Abort);
             }
             w.source_hung_up = true;
@@ -214,9 +223,9 @@ impl World {
             ToDo::Record => {
                 let recorded = Self { recorded: true, ..self.done_source() };
                 all.push((Good, recorded.source_event(E::Recorded)));
-                // Not written, written half-way, or removed again because the peer was gone.
-                for event in [E::Failed, E::Undone] {
-                    let failed = self.done_source().source_event(event);
+                // Not written, or written half-way.
+                for half in [self.done_source(), Self { recorded: true, ..self.done_source() }] {
+                    let failed = half.source_event(E::Lost);
                     all.push((Bad, failed.clone().say_to_destination(Message::Abort)));
                     all.push((Bad, Self { source_hung_up: true, ..failed }));
                 }
@@ -229,6 +238,9 @@ impl World {
             ToDo::TakeBack => {
                 let w = Self { source_runs: true, recorded: false, ..self.done_source() };
                 all.push((Good, w));
+                // The record cannot be removed.
+                let w = Self { source_runs: true, ..self.done_source() };
+                all.push((Bad, w));
             }
             ToDo::End => all.push((Good, Self { recorded: false, ..self.done_source() })),
             _ => {}
@@ -316,9 +328,13 @@ impl World {
         }
         match self.destination {
             Destination::Assembling => {
-                all.push((Good, self.destination_event(E::Restored)));
+                if self.sent {
+                    all.push((Good, self.destination_event(E::Restored)));
+                }
                 let failed = self.destination_event(E::Failed);
-                all.push((Bad, failed.say_to_source(Message::Abort)));
+                // A connection that has ended is noticed.
+                let kind = if self.source_hung_up { Good } else { Bad };
+                all.push((kind, failed.say_to_source(Message::Abort)));
             }
             // A cut or the deadline, once PREPARED has been said or tried.
             Destination::Prepared if self.destination_todo == ToDo::Nothing => {
@@ -469,10 +485,21 @@ fn without_faults_the_guest_arrives() {
 }
 
 #[test]
-fn a_record_can_be_undone_only_before_commit() {
-    for state in [Source::Committed, Source::InDoubt, Source::Gone] {
-        assert_eq!(state.on(SourceEvent::Undone), (state, SourceOrder::Wait));
+fn only_before_commit_a_failure_gives_the_guest_back() {
+    for state in [Source::Streaming, Source::Recording, Source::Recorded] {
+        let (next, order) = state.on(SourceEvent::Lost);
+        assert!(next == Source::Here && matches!(order, SourceOrder::TakeBack(_)), "{state:?}");
     }
-    let (state, order) = Source::Recording.on(SourceEvent::Undone);
-    assert!(state == Source::Here && matches!(order, SourceOrder::TakeBack(_)));
+    for state in [Source::Committed, Source::InDoubt] {
+        assert_eq!(state.on(SourceEvent::Lost), (Source::InDoubt, SourceOrder::Ask));
+    }
+}
+
+#[test]
+fn commit_needs_the_record_and_prepared() {
+    for state in [Source::Streaming, Source::Recording] {
+        assert_eq!(state.on(SourceEvent::Prepared), (state, SourceOrder::Wait));
+    }
+    let (recorded, _) = Source::Recording.on(SourceEvent::Recorded);
+    assert_eq!(recorded.on(SourceEvent::Prepared), (Source::Committed, SourceOrder::Commit));
 }

@@ -1,14 +1,16 @@
 //! The source's half.
 //!
 //! ```text
-//! Streaming --Prepared--> Recording --Recorded--> Committed --Running--> Gone
-//!     |                       |                       |  \
-//!   Failed             Failed, Undone               Lost  Discarded
-//!     v                       v                       v     v
-//!    Here <-------------------+     InDoubt <---------+    Here
-//!                                      |  Running, operator's Discard  -> Gone
-//!                                      |  Discarded, operator's Run    -> Here
+//! Streaming --Sent--> Recording --Recorded--> Recorded --Prepared--> Committed --Running--> Gone
+//!     |                   |                      |                       |  \
+//!     +-------------------+----------------------+                     Lost  Discarded
+//!                 Lost    v                                              v     v
+//!                        Here                            InDoubt <-------+    Here
+//!                                                           |  Running, operator's Discard  -> Gone
+//!                                                           |  Discarded, operator's Run    -> Here
 //! ```
+//!
+//! The record is made while the destination restores. Until COMMIT is said it forbids nothing.
 
 use crate::control::Resolution;
 use crate::message::Verdict;
@@ -17,11 +19,13 @@ use crate::message::Verdict;
 /// COMMIT has not been said; after it, only on the destination's or the operator's word.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Source {
-    /// Everything up to PREPARED.
+    /// Everything up to the end of the state.
     Streaming,
-    /// The destination is prepared; the record is being made durable.
+    /// The destination has everything; the record is being made durable.
     Recording,
-    /// The record is durable; COMMIT is being said and its answer awaited.
+    /// It is; PREPARED is awaited.
+    Recorded,
+    /// COMMIT is being said and its answer awaited.
     Committed,
     /// No answer came.
     InDoubt,
@@ -34,17 +38,15 @@ pub(crate) enum Source {
 /// What happens to the source.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum SourceEvent {
-    /// PREPARED came, and its digest and counts are ours.
-    Prepared,
-    /// Anything failed, or it was cancelled.
-    Failed,
+    /// The guest is held, and the destination has been sent all of it.
+    Sent,
     /// The hand-over record is durable.
     Recorded,
-    /// The destination was gone before COMMIT was said, and the record has been removed again.
-    Undone,
+    /// PREPARED came, and its digest and counts are ours.
+    Prepared,
     /// RUNNING came.
     Running,
-    /// The connection broke, or the answer did not come in time.
+    /// The connection broke, the answer did not come in time; before COMMIT: anything failed, or it was cancelled.
     Lost,
     /// ANSWER came.
     Answer(Verdict),
@@ -71,7 +73,7 @@ pub(crate) enum SourceOrder {
     Commit,
     /// Ask the destination again, after a while.
     Ask,
-    /// Take the guest back.
+    /// Take the guest back, and remove a record that stands.
     TakeBack(MayRunHere),
     /// End the guest here.
     End(MayEnd),
@@ -85,16 +87,16 @@ impl Source {
         let take_back = (Self::Here, O::TakeBack(MayRunHere(())));
         let end = (Self::Gone, O::End(MayEnd(())));
         match (self, event) {
-            (Self::Streaming, E::Prepared) => (Self::Recording, O::Record),
-            (Self::Streaming, E::Failed | E::Lost) => take_back,
-            // A record that failed half-way may stand: it forbids nothing, COMMIT was never said.
-            (Self::Recording, E::Failed | E::Undone) => take_back,
-            (Self::Recording, E::Recorded) => (Self::Committed, O::Commit),
+            (Self::Streaming, E::Sent) => (Self::Recording, O::Record),
+            (Self::Recording, E::Recorded) => (Self::Recorded, O::Wait),
+            (Self::Recorded, E::Prepared) => (Self::Committed, O::Commit),
+            // A record that cannot be removed, or failed half-way, may stand: COMMIT was never said.
+            (Self::Streaming | Self::Recording | Self::Recorded, E::Lost) => take_back,
             (Self::Committed | Self::InDoubt, E::Running | E::Answer(Verdict::Running)) => end,
             (Self::Committed | Self::InDoubt, E::Answer(Verdict::Discarded)) => take_back,
             // COMMIT may have arrived even if sending it failed.
-            (Self::Committed, E::Lost | E::Failed | E::Answer(_)) => (Self::InDoubt, O::Ask),
-            (Self::InDoubt, E::Lost | E::Failed | E::Answer(_)) => (Self::InDoubt, O::Ask),
+            (Self::Committed, E::Lost | E::Answer(_)) => (Self::InDoubt, O::Ask),
+            (Self::InDoubt, E::Lost | E::Answer(_)) => (Self::InDoubt, O::Ask),
             (Self::InDoubt, E::Operator(Resolution::Run)) => take_back,
             (Self::InDoubt, E::Operator(Resolution::Discard)) => end,
             (state, _) => (state, O::Wait),

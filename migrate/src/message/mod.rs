@@ -7,7 +7,7 @@
 
 // What can be stored can be sent: the bounds of a guest are the store's.
 pub(crate) use checkpoint::format::{MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE};
-use checkpoint::{MAX_LATE, Section, SectionTag};
+use checkpoint::{Section, SectionTag};
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 use uuid::Uuid;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
@@ -17,10 +17,12 @@ use crate::error::WireError;
 
 mod drives;
 mod raw;
+mod tag;
 
 pub(crate) use drives::{DriveMessage, MAX_DRIVES, blocks_head};
 use raw::*;
 pub(crate) use raw::{RawRun, packed_head, runs_head, section_head};
+pub use tag::Tag;
 
 /// Most bytes of a text: a reason, a program's version.
 pub(crate) const MAX_TEXT: usize = 1024;
@@ -50,189 +52,15 @@ pub(crate) const MEMORY_DIGEST: u64 = 4;
 pub(crate) const DIRECT_FRAMES: u64 = 8;
 /// A feature bit of HELLO: a destination that makes copies of drives, by DRIVES and what follows from it.
 pub(crate) const COPIES_DRIVES: u64 = 16;
+/// A feature bit of HELLO: the state may come before the last pass.
+pub(crate) const EARLY_STATE: u64 = 32;
 /// Feature bits of HELLO that this program offers.
-pub(crate) const FEATURES: u64 =
-    SEVERAL_CONNECTIONS | PACKED_CONTENTS | MEMORY_DIGEST | DIRECT_FRAMES | COPIES_DRIVES;
-
-/// Names a message on the wire. Tags are never reused.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u16)]
-pub enum Tag {
-    /// Both: who speaks.
-    Hello = 1,
-    /// Destination: not with you; nothing was begun.
-    Refused = 2,
-    /// Either: it ends here, and why.
-    Abort = 3,
-    /// Source: the machine to build.
-    Config = 4,
-    /// Destination: the machine stands, paused and zeroed.
-    Ready = 5,
-    /// Source: a pass begins.
-    PassBegin = 6,
-    /// Source: frames with content.
-    Pages = 7,
-    /// Source: frames of zeros.
-    Zero = 8,
-    /// Source: a pass ends.
-    PassEnd = 9,
-    /// Destination: everything of the pass is in place.
-    PassAck = 10,
-    /// Source: one state section.
-    State = 11,
-    /// Source: that was all.
-    StateEnd = 12,
-    /// Destination: restored, paused, and this is what I have.
-    Prepared = 13,
-    /// Source: the guest is yours.
-    Commit = 14,
-    /// Destination: taken over.
-    Running = 15,
-    /// Source, on a connection of its own: what became of it?
-    Query = 16,
-    /// Destination: this.
-    Answer = 17,
-    /// Source: the guest here has ended and its record is gone; you may forget the migration.
-    Ended = 18,
-    /// Source: frames that pass 0 will bring, to be prepared meanwhile.
-    Expect = 19,
-    /// Source: nobody is reached here any more; what has come for the guest since its state was saved.
-    Late = 20,
-    /// Source: a run of frames whose content came straight from the guest's memory, without a checksum.
-    Frames = 21,
-    /// Source: frames with content, made smaller.
-    Packed = 22,
-    /// Source, on a connection that joins a migration: which.
-    Join = 23,
-    /// Source, before CONFIG: the drives that go along.
-    Drives = 24,
-    /// Source: blocks of a drive, with content.
-    Blocks = 25,
-    /// Source: blocks of a drive, of zeros.
-    BlockZeros = 26,
-    /// Source: the drives' part of a pass ends.
-    BlocksEnd = 27,
-    /// Source: how many connections have joined.
-    Connections = 28,
-    /// Source: say what memory you have.
-    Verify = 29,
-    /// Destination: this, as a digest.
-    Digest = 30,
-}
-
-impl Tag {
-    const ALL: [Tag; 30] = [
-        Tag::Hello,
-        Tag::Refused,
-        Tag::Abort,
-        Tag::Config,
-        Tag::Ready,
-        Tag::PassBegin,
-        Tag::Pages,
-        Tag::Zero,
-        Tag::PassEnd,
-        Tag::PassAck,
-        Tag::State,
-        Tag::StateEnd,
-        Tag::Prepared,
-        Tag::Commit,
-        Tag::Running,
-        Tag::Query,
-        Tag::Answer,
-        Tag::Ended,
-        Tag::Expect,
-        Tag::Late,
-        Tag::Frames,
-        Tag::Join,
-        Tag::Connections,
-        Tag::Packed,
-        Tag::Verify,
-        Tag::Digest,
-        Tag::Drives,
-        Tag::Blocks,
-        Tag::BlockZeros,
-        Tag::BlocksEnd,
-    ];
-
-    /// The tag with this number, if it is one of this version's.
-    pub fn from_number(n: u16) -> Option<Self> {
-        Self::ALL.into_iter().find(|t| *t as u16 == n)
-    }
-
-    /// The name in PROTOCOL.md.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Hello => "HELLO",
-            Self::Refused => "REFUSED",
-            Self::Abort => "ABORT",
-            Self::Config => "CONFIG",
-            Self::Ready => "READY",
-            Self::PassBegin => "PASS_BEGIN",
-            Self::Pages => "PAGES",
-            Self::Zero => "ZERO",
-            Self::PassEnd => "PASS_END",
-            Self::PassAck => "PASS_ACK",
-            Self::State => "STATE",
-            Self::StateEnd => "STATE_END",
-            Self::Prepared => "PREPARED",
-            Self::Commit => "COMMIT",
-            Self::Running => "RUNNING",
-            Self::Query => "QUERY",
-            Self::Answer => "ANSWER",
-            Self::Ended => "ENDED",
-            Self::Expect => "EXPECT",
-            Self::Late => "LATE",
-            Self::Frames => "FRAMES",
-            Self::Join => "JOIN",
-            Self::Connections => "CONNECTIONS",
-            Self::Packed => "PACKED",
-            Self::Verify => "VERIFY",
-            Self::Digest => "DIGEST",
-            Self::Drives => "DRIVES",
-            Self::Blocks => "BLOCKS",
-            Self::BlockZeros => "BLOCK_ZEROS",
-            Self::BlocksEnd => "BLOCKS_END",
-        }
-    }
-
-    /// Most payload bytes, checked before anything is allocated for them.
-    pub(crate) const fn limit(self) -> u32 {
-        match self {
-            Self::Hello => 16 + MAX_TEXT as u32,
-            Self::Refused | Self::Abort => MAX_TEXT as u32,
-            Self::Config => 24 + MAX_SLOTS * 24 + MAX_CONFIG,
-            Self::Ready => 16,
-            Self::PassBegin => 16,
-            Self::Pages | Self::Packed | Self::Blocks => {
-                8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32)
-            }
-            Self::Zero | Self::BlockZeros => 8 + MAX_ZERO_RUNS * 16,
-            Self::Expect => 8 + MAX_EXPECTED_RUNS * 16,
-            Self::PassEnd | Self::PassAck | Self::BlocksEnd => 24,
-            Self::Drives => drives::MAX_DRIVES_BYTES,
-            Self::State => 8 + MAX_SECTION,
-            Self::StateEnd => 24,
-            Self::Late => MAX_LATE as u32,
-            Self::Frames => FRAMES_HEAD + MAX_PAGES as u32 * PAGE_SIZE as u32,
-            Self::Prepared => 56,
-            Self::Commit | Self::Ended | Self::Join => 16,
-            Self::Connections => 8,
-            Self::Verify => 0,
-            Self::Digest => 16,
-            Self::Running => 24,
-            Self::Query => 32,
-            Self::Answer => 24,
-        }
-    }
-
-    /// How much of a payload of `length` bytes lies under its checksum: all of it, but of FRAMES.
-    pub(crate) const fn checked(self, length: u32) -> u32 {
-        match self {
-            Self::Frames if length > FRAMES_HEAD => FRAMES_HEAD,
-            _ => length,
-        }
-    }
-}
+pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS
+    | PACKED_CONTENTS
+    | MEMORY_DIGEST
+    | DIRECT_FRAMES
+    | COPIES_DRIVES
+    | EARLY_STATE;
 
 /// Why a connection was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,4 +1,4 @@
-//! The source's end of the hand-over: the record, COMMIT, and what follows if no answer comes.
+//! The source's end of the hand-over: COMMIT, and what follows if no answer comes.
 //!
 //! What to do is decided in `crate::handover::Source`; here it is done.
 
@@ -33,54 +33,22 @@ pub(super) struct Handed<'a, G: Guest + ?Sized> {
 }
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
-    /// Makes the hand-over record durable: the last moment at which a failure gives the guest back.
+    /// The last moment at which a failure gives the guest back.
     pub(super) fn seal(
         &self,
         peer: &mut Peer,
         ready: Ready<'a, G>,
     ) -> Result<Handed<'a, G>, Failed> {
-        let Ready { held, record, tale } = ready;
+        let Ready { held, recorded, tale } = ready;
         // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
         if let Some(cause) = gone(&mut peer.wire) {
             return Err(held.give_up(cause));
         }
-        let (state, order) = Source::Streaming.on(SourceEvent::Prepared);
-        debug_assert_eq!(order, SourceOrder::Record);
         if !self.control.stop.seal() {
-            let (_here, _take_back) = state.on(SourceEvent::Failed);
             return Err(held.give_up(Cause::Cancelled));
         }
-        let vm = self.guest.vm_id();
-        tracing::debug!(%vm, token = %self.token, "the hand-over record is put into its place");
-        let mark = match peer.records.place_source(record) {
-            Ok(mark) => mark,
-            Err(e) => {
-                // It may stand there half-way; COMMIT was never said, so it says nothing.
-                let _ = peer.records.settle(self.token);
-                let (_here, _take_back) = state.on(SourceEvent::Failed);
-                return Err(held.give_up(e));
-            }
-        };
-        // The record took a sync. COMMIT was not said yet: without a destination it says nothing.
-        if let Some(cause) = gone(&mut peer.wire) {
-            match peer.records.undo(self.token) {
-                Ok(()) => {
-                    let (_here, _take_back) = state.on(SourceEvent::Undone);
-                    return Err(held.give_up(cause));
-                }
-                Err(e) if peer.records.has_source(self.token) => {
-                    tracing::warn!("the hand-over goes on without its destination: {e}");
-                }
-                // Neither does it stand, nor is that durable: COMMIT must not be said.
-                Err(e) => {
-                    let (_here, _take_back) = state.on(SourceEvent::Failed);
-                    return Err(held.give_up(e));
-                }
-            }
-        }
         let paused_at = held.since();
-        let sealed = held.seal(mark);
-        let (state, order) = state.on(SourceEvent::Recorded);
+        let (sealed, state, order) = held.seal(recorded);
         Ok(Handed { sealed, state, order, paused_at, tale })
     }
 

@@ -11,8 +11,9 @@ use dirty_tracker::{Epoch, Subscription};
 
 use super::Failed;
 use crate::error::{Cause, GuestPlace};
-use crate::handover::{MayEnd, MayRunHere};
-use crate::records::{SourceMark, SourceRecord};
+use crate::handover::{MayEnd, MayRunHere, Source, SourceEvent, SourceOrder};
+use crate::message::Token;
+use crate::records::{Records, RecordsError, SourceMark, SourceRecord, StagedSource};
 
 /// A paused guest that is certainly this host's.
 #[must_use = "dropping this gives the guest back"]
@@ -20,14 +21,23 @@ pub(super) struct Held<'g, G: Guest + ?Sized> {
     guest: &'g G,
     paused: Option<Paused<'g, G>>,
     released: bool,
+    /// The record that stands, or may.
+    record: Option<(Records, Token)>,
     since: Instant,
+}
+
+/// Proof that the record of a held guest is durable.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    mark: SourceMark,
+    state: Source,
 }
 
 impl<'g, G: Guest + ?Sized> Held<'g, G> {
     /// Pauses the guest.
     pub(super) fn new(guest: &'g G) -> Result<Self, GuestError> {
         let since = Instant::now();
-        Ok(Self { guest, paused: Some(Paused::new(guest)?), released: false, since })
+        Ok(Self { guest, paused: Some(Paused::new(guest)?), released: false, record: None, since })
     }
 
     /// When the pause was asked for.
@@ -61,8 +71,37 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
         self.guest.detach()
     }
 
+    /// Makes the hand-over record durable. It goes when the guest is given back.
+    pub(super) fn record(
+        &mut self,
+        records: &Records,
+        staged: StagedSource,
+    ) -> Result<Recorded, RecordsError> {
+        let (state, order) = Source::Streaming.on(SourceEvent::Sent);
+        debug_assert_eq!(order, SourceOrder::Record);
+        // Before it is tried: one that failed half-way may stand.
+        self.record = Some((records.clone(), staged.token()));
+        let mark = records.place_source(staged)?;
+        let (state, _wait) = state.on(SourceEvent::Recorded);
+        Ok(Recorded { mark, state })
+    }
+
     /// Takes everything back and lets the guest run, if it ran before.
     fn take_back(&mut self) -> Result<(), GuestError> {
+        let taken = self.resume();
+        // COMMIT was not said: it says nothing. The guest does not wait for the disk.
+        if let Some((records, token)) = self.record.take()
+            && let Err(e) = records.settle(token)
+        {
+            tracing::warn!(
+                vm = %self.guest.vm_id(), %token,
+                "the guest is here, and a record that says otherwise may stay: {e}"
+            );
+        }
+        taken
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
         let Some(paused) = self.paused.take() else { return Ok(()) };
         if self.released
             && let Err(e) = self.guest.acquire()
@@ -79,13 +118,16 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
         Failed { cause: cause.into(), place: place(self.take_back()) }
     }
 
-    /// From here on the guest may be the destination's.
-    pub(super) fn seal(mut self, mark: SourceMark) -> Sealed<'g, G> {
+    /// PREPARED came: from here on the guest may be the destination's.
+    pub(super) fn seal(mut self, recorded: Recorded) -> (Sealed<'g, G>, Source, SourceOrder) {
         let was_running = self.was_running();
+        let Recorded { mark, state } = recorded;
+        self.record = None;
         if let Some(paused) = self.paused.take() {
             paused.keep_paused();
         }
-        Sealed { guest: self.guest, was_running, mark }
+        let (state, order) = state.on(SourceEvent::Prepared);
+        (Sealed { guest: self.guest, was_running, mark }, state, order)
     }
 }
 

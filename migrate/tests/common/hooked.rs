@@ -1,4 +1,4 @@
-//! A guest that does something of a test's whenever it is asked for its name.
+//! A guest that does something of a test's before it lets go of what only one host may hold, or of what peers reach it by.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,18 +9,21 @@ use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 pub struct Hooked {
     guest: Arc<MemoryGuest>,
-    hook: Box<dyn Fn() + Send + Sync>,
+    hook: Box<dyn Fn(&'static str) + Send + Sync>,
 }
 
 impl Hooked {
-    pub fn new(guest: Arc<MemoryGuest>, hook: impl Fn() + Send + Sync + 'static) -> Self {
+    /// `hook` is told which of the two it is: `release` or `detach`.
+    pub fn new(
+        guest: Arc<MemoryGuest>,
+        hook: impl Fn(&'static str) + Send + Sync + 'static,
+    ) -> Self {
         Self { guest, hook: Box::new(hook) }
     }
 }
 
 impl Guest for Hooked {
     fn vm_id(&self) -> VmId {
-        (self.hook)();
         self.guest.vm_id()
     }
     fn config(&self) -> Vec<u8> {
@@ -69,9 +72,11 @@ impl Guest for Hooked {
         self.guest.flush(limit)
     }
     fn release(&self) -> Result<(), GuestError> {
+        (self.hook)("release");
         self.guest.release()
     }
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
+        (self.hook)("detach");
         self.guest.detach()
     }
     fn attach(&self, late: &[u8]) -> Result<(), GuestError> {

@@ -18,8 +18,8 @@ use checkpoint::{Guest, GuestFactory, RunState};
 pub use disked::{CopyFaults, Disked, DiskedFactory};
 pub use hooked::Hooked;
 use migrate::{
-    GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, SendControl,
-    SendError, SendOptions, SendReport, Tag, receive, send,
+    GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, Records,
+    SendControl, SendError, SendOptions, SendReport, Tag, receive, send,
 };
 pub use proxy::{At, Cut, Plan, Proxy};
 
@@ -203,6 +203,8 @@ pub fn exactly_one_runs(
         Err(e) => {
             assert_eq!(e.guest, GuestPlace::Here, "{context}: {e}");
             assert_eq!(source.run_state(), RunState::Running, "{context}: {e}");
+            let pending = Records::open(host.source_records()).unwrap().pending().unwrap();
+            assert!(pending.records.is_empty(), "{context}: {pending:?}");
             within(Duration::from_secs(8), &format!("{context}: the receiver settles"), || {
                 ended(&there) || there.waits_on()
             });

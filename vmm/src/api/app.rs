@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use migrate::Progress;
+
 use crate::jobs::Jobs;
 
 type Hook = Box<dyn FnOnce() + Send>;
@@ -9,29 +11,38 @@ type Hook = Box<dyn FnOnce() + Send>;
 /// The state behind every request.
 pub struct App {
     jobs: OnceLock<Arc<Jobs>>,
-    /// Says why there is no guest yet, as the end of a sentence.
-    waiting: Box<dyn Fn() -> String + Send + Sync>,
+    /// How far a guest is that comes from another host.
+    arriving: Box<dyn Fn() -> Arriving + Send + Sync>,
     /// Ends the wait for a guest.
     give_up: Mutex<Option<Hook>>,
+}
+
+/// Where a guest that is not here yet stands.
+#[derive(Clone, Debug, Default)]
+pub struct Arriving {
+    /// Why there is none, as the end of a sentence.
+    pub words: String,
+    /// What has come of it.
+    pub progress: Progress,
 }
 
 impl App {
     /// Serves a guest that is already there.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
-        let app = Self::waiting(String::new, || ());
+        let app = Self::waiting(Arriving::default, || ());
         app.provide(jobs);
         app
     }
 
-    /// Will serve a guest later; until then requests are told that it is `waiting`. `give_up` is
+    /// Will serve a guest later; until then requests are told how it is `arriving`. `give_up` is
     /// called if the wait is interrupted.
     pub fn waiting(
-        waiting: impl Fn() -> String + Send + Sync + 'static,
+        arriving: impl Fn() -> Arriving + Send + Sync + 'static,
         give_up: impl FnOnce() + Send + 'static,
     ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
-            waiting: Box::new(waiting),
+            arriving: Box::new(arriving),
             give_up: Mutex::new(Some(Box::new(give_up))),
         })
     }
@@ -43,7 +54,12 @@ impl App {
 
     /// The guest and its jobs, or why there is none.
     pub fn jobs(&self) -> Result<&Arc<Jobs>, String> {
-        self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", (self.waiting)()))
+        self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", (self.arriving)().words))
+    }
+
+    /// How far the guest is, while there is none.
+    pub fn arriving(&self) -> Option<Progress> {
+        self.jobs.get().is_none().then(|| (self.arriving)().progress)
     }
 
     /// Someone wants this process to end: stops the guest, or the wait for one. Refused while another

@@ -13,6 +13,6 @@ pub mod model;
 mod routes;
 mod server;
 
-pub use app::App;
+pub use app::{App, Arriving};
 pub use client::{Client, ClientError};
 pub use server::Server;

@@ -89,6 +89,40 @@ pub struct Info {
     pub devices: Vec<DeviceFigures>,
 }
 
+/// `GET /info` of a process that has no guest yet, but waits for one or is receiving it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct ArrivingInfo {
+    /// Always so.
+    pub state: ArrivingState,
+    /// How far that is.
+    pub migration: Progress,
+}
+
+impl ArrivingInfo {
+    /// Of a guest that is so far.
+    pub fn new(migration: Progress) -> Self {
+        Self { state: ArrivingState::Receiving, migration }
+    }
+}
+
+/// What a process does that has no guest yet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ArrivingState {
+    /// It waits for one, or is receiving it.
+    Receiving,
+}
+
+/// What `GET /info` answers.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum InfoPage {
+    /// There is a guest.
+    Guest(Box<Info>),
+    /// There is none yet.
+    Arriving(ArrivingInfo),
+}
+
 impl Info {
     /// A machine's figures, and what the jobs on it make of its state.
     pub fn new(vm: VmInfo, state: GuestState, checkpointing: bool) -> Self {

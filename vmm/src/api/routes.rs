@@ -18,8 +18,9 @@ use super::balloon;
 use super::devices;
 use super::fault::{Fault, Input};
 use super::model::{
-    ActionRequest, CheckpointPage, CheckpointRequest, GuestState, Info, InstanceInfo, JobBegun,
-    MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest, VmRequest, VmTarget,
+    ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
+    InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
+    VmRequest, VmTarget,
 };
 use crate::config::{Boot, MachineConfig};
 use crate::jobs::Jobs;
@@ -87,8 +88,11 @@ async fn version() -> Json<Value> {
     Json(json!({ "driftline_version": env!("CARGO_PKG_VERSION") }))
 }
 
-async fn info(State(app): Shared) -> Answer<Info> {
-    current_info(app).await.map(Json)
+async fn info(State(app): Shared) -> Answer<InfoPage> {
+    match app.arriving() {
+        Some(migration) => Ok(Json(InfoPage::Arriving(ArrivingInfo::new(migration)))),
+        None => Ok(Json(InfoPage::Guest(Box::new(current_info(app).await?)))),
+    }
 }
 
 async fn current_info(app: Arc<App>) -> Result<Info, Fault> {

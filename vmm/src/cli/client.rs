@@ -7,22 +7,26 @@ use hyper::Method;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
-use vmm::api::model::{GuestState, Info, MigrationPage, VmRequest, VmTarget};
+use vmm::api::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
 use vmm::api::{Client, ClientError};
 use vmm::devices::DeviceFigures;
 
 use super::args::{ApiArgs, QueryArgs};
 use super::failure::Failure;
 use super::output::{self, print, print_json};
-use super::progress::progress_line;
+use super::progress::{progress_line, receiving_line};
 
 /// `driftline info`.
 pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
-    let info: Info = ask(&args.api, Method::GET, "/info", None::<&()>)?;
-    if args.json {
-        print_json(&info)?;
-    } else {
-        print(info_table(&info))?;
+    let page: InfoPage = ask(&args.api, Method::GET, "/info", None::<&()>)?;
+    match &page {
+        _ if args.json => print_json(&page)?,
+        InfoPage::Guest(info) => print(info_table(info))?,
+        InfoPage::Arriving(info) => {
+            let lines =
+                [("state", "receiving".to_owned()), ("migration", receiving_line(&info.migration))];
+            print(output::table(&lines))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

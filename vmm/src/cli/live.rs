@@ -11,7 +11,7 @@ use std::time::Instant;
 use checkpoint::durable::create_dir;
 use checkpoint::{Clock, GuestError, RestoreError, Store};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
-use vmm::api::{App, Server};
+use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
     Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MacAddr,
@@ -102,8 +102,11 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let give_up = control.clone();
     let (at, watched) = (format!("on tcp:{address}"), control.clone());
     say(format_args!("waiting for a migration {at}"));
-    let waiting = move || format!("{} {at}", receiving_line(&watched.progress()));
-    let app = App::waiting(waiting, move || {
+    let arriving = move || {
+        let progress = watched.progress();
+        Arriving { words: format!("{} {at}", receiving_line(&progress)), progress }
+    };
+    let app = App::waiting(arriving, move || {
         if let Err(e) = give_up.cancel() {
             say(e);
         }

@@ -104,7 +104,7 @@ impl MigrationJob {
         self.is_lost() || self.control.progress().phase == Phase::InDoubt
     }
 
-    /// The record is written, or being written, and whose the guest is has not been settled.
+    /// COMMIT is said, or being said, and whose the guest is has not been settled.
     pub(super) fn is_handed_over(&self) -> bool {
         self.control.is_sealed() && !self.is_over()
     }

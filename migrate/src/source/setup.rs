@@ -1,0 +1,151 @@
+//! The source until precopy: connections and introductions, and the machine that is built at the destination.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::Guest;
+
+use super::{Failed, Job, Peer, drives, fits};
+use crate::compression::Compression;
+use crate::control::Stop;
+use crate::error::Cause;
+use crate::link::Link;
+use crate::message::{
+    COPIES_DRIVES, FEATURES, MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS, MEMORY_DIGEST, Message,
+    PACKED_CONTENTS, Purpose, SEVERAL_CONNECTIONS,
+};
+use crate::records::Records;
+use crate::wire::{Wire, unexpected};
+
+/// Connections that join at once.
+const JOINS_AT_ONCE: usize = 4;
+
+impl<'a, G: Guest + ?Sized> Job<'a, G> {
+    /// Connects and introduces itself.
+    pub(super) fn connect(&self) -> Result<Peer<'a>, Failed> {
+        // Opened now, so that a directory that cannot be used fails before the guest is paused.
+        let records = Records::open(&self.options.records)?;
+        let stop = self.control.stop.clone();
+        let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
+        let limit = self.options.connect_timeout;
+        let (wire, features) = self.introduce(Purpose::Move, limit, stop)?;
+        let joined = Vec::new();
+        Ok(Peer { wire, records, joined, sender: None, features, drives, staged: None })
+    }
+
+    /// A connection with introductions made; both within `limit`, and not once `stop` says so.
+    pub(super) fn introduce(
+        &self,
+        purpose: Purpose,
+        limit: Duration,
+        stop: Arc<Stop>,
+    ) -> Result<(Wire<Link>, u64), Cause> {
+        let link = Link::connect(self.to, limit, self.options.patience, stop)
+            .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
+        let mut wire = Wire::new(link);
+        wire.stream_mut().set_deadline(Some(Instant::now() + limit));
+        wire.send_header(Some((self.guest.vm_id(), self.guest.layout().hash())))?;
+        let version = env!("CARGO_PKG_VERSION");
+        wire.send(&Message::Hello { purpose, features: FEATURES, version })?;
+        wire.recv_header()?;
+        let features = match wire.recv()? {
+            Message::Hello { version, features, .. } => {
+                tracing::debug!(to = self.to, version, features, "connected");
+                features
+            }
+            other => return Err(unexpected(&other, "HELLO").into()),
+        };
+        wire.stream_mut().set_deadline(None);
+        Ok((wire, features))
+    }
+
+    /// Has the machine built at the destination.
+    pub(super) fn set_up(&self, peer: &mut Peer<'a>) -> Result<(), Failed> {
+        self.offered(peer.features)?;
+        let config = self.guest.config();
+        fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
+        let layout = self.guest.layout().clone();
+        fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
+        if !peer.drives.is_empty() && peer.features & COPIES_DRIVES == 0 {
+            return Err(Cause::NotOffered { feature: "copies of disks (--copy-disks)" }.into());
+        }
+        let wire = &mut peer.wire;
+        drives::announce(wire, &peer.drives)?;
+        wire.send(&Message::Config { token: self.token, layout, config: &config })?;
+        // Building a machine shows no progress on the wire.
+        wire.stream_mut().set_patience(self.options.setup_timeout);
+        match wire.recv()? {
+            Message::Ready { site } => {
+                let (vm, records) = (self.guest.vm_id(), &peer.records);
+                peer.staged = Some(records.stage_source(self.token, vm, self.to, site)?);
+            }
+            other => return Err(unexpected(&other, "READY").into()),
+        }
+        wire.stream_mut().set_patience(self.options.patience);
+        self.join(peer)
+    }
+
+    /// Whether the destination knows all that is asked for.
+    fn offered(&self, features: u64) -> Result<(), Cause> {
+        let asked = [
+            (self.options.verify, MEMORY_DIGEST, "a digest of memory (--verify)"),
+            (
+                self.options.compression != Compression::None,
+                PACKED_CONTENTS,
+                "compressed contents (--compress)",
+            ),
+            (
+                self.options.connections > 1,
+                SEVERAL_CONNECTIONS,
+                "several connections (--connections)",
+            ),
+        ];
+        match asked.into_iter().find(|(is, bit, _)| *is && features & bit == 0) {
+            Some((.., feature)) => Err(Cause::NotOffered { feature }),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes the connections that share in the sending, all at once.
+    fn join(&self, peer: &mut Peer<'a>) -> Result<(), Failed> {
+        let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
+        if more == 0 {
+            return Ok(());
+        }
+        let numbers: Vec<u32> = (2..more + 2).collect();
+        // The destination's door hears so many at once, and others may call, too.
+        for batch in numbers.chunks(JOINS_AT_ONCE) {
+            let joined: Result<Vec<_>, Cause> = std::thread::scope(|scope| {
+                let join = |which: &u32| {
+                    let (which, of) = (*which, more + 1);
+                    let named = move |cause| {
+                        let cause = Box::new(cause);
+                        Cause::Connection { which, of, cause }
+                    };
+                    scope.spawn(move || self.join_one().map_err(named))
+                };
+                let threads: Vec<_> = batch.iter().map(join).collect();
+                let ended = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
+                    Ok(result) => result,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                };
+                threads.into_iter().map(ended).collect()
+            });
+            peer.joined.extend(joined?);
+        }
+        Ok(peer.wire.send(&Message::Connections { joined: more })?)
+    }
+
+    fn join_one(&self) -> Result<Wire<Link>, Cause> {
+        let (limit, stop) = (self.options.connect_timeout, self.control.stop.clone());
+        let (mut wire, _) = self.introduce(Purpose::Join, limit, stop)?;
+        wire.stream_mut().set_deadline(Some(Instant::now() + limit));
+        wire.send(&Message::Join { token: self.token })?;
+        match wire.recv()? {
+            Message::Ready { .. } => {}
+            other => return Err(unexpected(&other, "READY").into()),
+        }
+        wire.stream_mut().set_deadline(None);
+        Ok(wire)
+    }
+}

@@ -1,0 +1,153 @@
+//! The source's pause up to PREPARED: the last pass, the state, and the record that is made while the destination restores.
+
+use checkpoint::{Guest, MAX_LATE, Section};
+use uuid::Uuid;
+
+use super::connections::Passes;
+use super::hold::{Held, Recorded};
+use super::passes::{Limit, on_time};
+use super::{Copied, Failed, Job, Peer, Ready, Tale, fits, no_record, report_of};
+use crate::digest::allowance;
+use crate::error::{Cause, MemoryDigests, WireError};
+use crate::link::Link;
+use crate::message::{
+    EARLY_STATE, MAX_SECTION, MAX_SECTIONS, MAX_STATE, Message, StateDigest, Tag, section_head,
+};
+use crate::records::{Records, StagedSource};
+use crate::wire::{Wire, unexpected};
+
+impl<'a, G: Guest + ?Sized> Job<'a, G> {
+    /// Pauses the guest, sends the rest of it, and has the destination prepare.
+    pub(super) fn switch_over(
+        &self,
+        peer: &mut Peer<'a>,
+        copied: Copied<'a, G>,
+    ) -> Result<Ready<'a, G>, Failed> {
+        let staged = peer.staged.take().ok_or_else(no_record)?;
+        let site = staged.site();
+        let mut held = Held::new(self.guest)?;
+        let mut limit = self.options.pause_limit(&copied.tale.reason);
+        if copied.verifier.is_some() {
+            limit = limit.saturating_add(allowance(self.guest.layout().frames()));
+        }
+        let late = || Cause::PauseTooLong { limit };
+        let until = held.since().checked_add(limit);
+        let until: Limit<'_> = until.map(|at| (at, &late as &(dyn Fn() -> Cause + Sync)));
+        let Peer { wire, sender, records, features, .. } = peer;
+        let sender = sender.as_mut().ok_or_else(no_record)?;
+        let record = (&*records, staged);
+        let rest = on_time(wire, until, |wire| {
+            self.send_rest((wire, sender, *features), &mut held, copied, record, until)
+        });
+        match rest {
+            Ok((named, recorded, tale)) if named == site => Ok(Ready { held, recorded, tale }),
+            Ok(_) => {
+                let why = "PREPARED names another site than READY";
+                Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }))
+            }
+            Err(cause) => Err(held.give_up(cause)),
+        }
+    }
+
+    fn send_rest(
+        &self,
+        (wire, sender, features): (&mut Wire<Link>, &mut Passes<'a>, u64),
+        held: &mut Held<'a, G>,
+        copied: Copied<'a, G>,
+        (records, staged): (&Records, StagedSource),
+        until: Limit<'_>,
+    ) -> Result<(Uuid, Recorded, Tale), Cause> {
+        let Copied { mut writes, verifier, mut drives, throttled, mut tale } = copied;
+        // Should the guest go on here after all, it does so at full speed.
+        drop(throttled);
+        // State first: saving it may make the host write into guest memory. The destination restores it while the rest
+        // comes; where digests are compared only afterwards, because restoring may write into memory, too.
+        let sections = held.save_state()?;
+        let early = verifier.is_none() && features & EARLY_STATE != 0;
+        if early {
+            send_sections(wire, &sections)?;
+        }
+        let epoch = held.drain(&mut writes)?;
+        // The devices stand: nothing is under way any more.
+        drives.drain();
+        let pass = tale.passes.len() as u32;
+        sender.hurry();
+        if let Some(verifier) = &verifier {
+            verifier.sends(epoch.runs())?;
+        }
+        let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), &mut drives, until)?;
+        (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());
+        tale.drive_totals = drives.totals;
+        if verifier.is_some() {
+            wire.send(&Message::Verify)?;
+            let patience =
+                self.options.patience.saturating_add(allowance(self.guest.layout().frames()));
+            wire.stream_mut().set_patience(patience);
+        }
+        // Beside the destination's, and before the state: once it has that, it waits for COMMIT no longer than it must.
+        let digest = verifier.map(|verifier| verifier.digest(self.guest)).transpose()?;
+        if !early {
+            send_sections(wire, &sections)?;
+        }
+        let (count, was_running) = (sections.len() as u32, held.was_running());
+        wire.send(&Message::StateEnd { sections: count, was_running, counts: tale.totals })?;
+        held.release()?;
+        // Beside the restoring; where digests are compared, only then: that takes long, and a record is in an operator's way.
+        let (done, recorded) = match digest {
+            None => {
+                let recorded = held.record(records, staged)?;
+                // Heard only now: the way there and back is not worth a pause of its own.
+                (sent.await_end(wire)?, recorded)
+            }
+            Some(ours) => {
+                let done = sent.await_end(wire)?;
+                self.same_memory(wire, ours)?;
+                (done, held.record(records, staged)?)
+            }
+        };
+        epoch.commit();
+        drives.commit();
+        tale.passes.push(report_of(&done, &drives, 0, done.time));
+        let says = match wire.recv()? {
+            Message::Prepared(says) => says,
+            other => return Err(unexpected(&other, "PREPARED").into()),
+        };
+        self.own(Tag::Prepared, says.token)?;
+        let same = |what, ours: u64, theirs: u64| match ours == theirs {
+            true => Ok(()),
+            false => Err(Cause::Differs { what, ours, theirs }),
+        };
+        same("the state's digest", StateDigest::of(&sections).into(), says.digest.into())?;
+        same("the count of frames with content", tale.totals.normal, says.counts.normal)?;
+        same("the count of zero frames", tale.totals.zero, says.counts.zero)?;
+        let late = held.detach()?;
+        fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
+        wire.send(&Message::Late(&late))?;
+        Ok((says.site, recorded, tale))
+    }
+
+    /// Hears the destination's digest of all memory, which must be ours.
+    fn same_memory(&self, wire: &mut Wire<Link>, ours: u128) -> Result<(), Cause> {
+        match wire.recv()? {
+            Message::Digest(theirs) if theirs == ours => {}
+            Message::Digest(theirs) => {
+                let digests = MemoryDigests { ours, theirs };
+                return Err(Cause::MemoryDiffers(Box::new(digests)));
+            }
+            other => return Err(unexpected(&other, "DIGEST").into()),
+        }
+        wire.stream_mut().set_patience(self.options.patience);
+        Ok(())
+    }
+}
+
+fn send_sections(wire: &mut Wire<Link>, sections: &[Section]) -> Result<(), Cause> {
+    fits("the guest's state", sections.len() as u64, MAX_SECTIONS.into())?;
+    let all = sections.iter().map(|s| s.bytes.len() as u64).sum();
+    fits("the guest's state", all, MAX_STATE)?;
+    for section in sections {
+        fits("a state section", section.bytes.len() as u64, MAX_SECTION.into())?;
+        wire.send_parts(Tag::State, &[&section_head(section), &section.bytes])?;
+    }
+    Ok(())
+}
