@@ -30,6 +30,10 @@ use crate::wire::Wire;
 /// Bytes of memory and state that a source has to move in each window of its [`Pace`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
+/// Frames of a last pass beside which the state is restored by another thread: to place fewer takes less time than to
+/// start one.
+const BESIDE: u64 = 512;
+
 /// Holds a source to a least pace: whenever it has moved enough, a new window begins.
 pub(super) struct Pace {
     window: Duration,
@@ -148,7 +152,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         // What had come, and when, at the end of the pass before.
         let mut before = (wire.received_bytes(), Instant::now());
         let mut moved_elsewhere = 0;
-        let mut restoring = None;
+        let (mut restored, mut restoring) = (false, None);
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
@@ -205,16 +209,18 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     let rate = per_second(bytes, time);
                     control.update(|p| p.link_rate_bytes_per_s = rate);
                 }
-                Step::Restore { sections } => {
+                Step::Restore { sections, frames } if frames < BESIDE => {
+                    self.guest.restore_state(&sections, Clock::Advance)?;
+                    restored = true;
+                }
+                Step::Restore { sections, .. } => {
                     restoring = Some(self.restore_beside(scope, sections)?);
                 }
                 Step::Complete { sections, was_running } => {
                     wire.stream_mut().set_deadline(None);
-                    let restored = restoring.is_some();
-                    match restoring.take().map(ScopedJoinHandle::join) {
-                        None => {}
-                        Some(Ok(result)) => result?,
-                        Some(Err(panic)) => std::panic::resume_unwind(panic),
+                    if let Some(thread) = restoring.take() {
+                        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                        restored = true;
                     }
                     let (totals, passes) = (self.inbound.totals(), self.inbound.passes());
                     let received_bytes = self.shares.received_bytes();

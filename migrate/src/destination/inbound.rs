@@ -91,8 +91,8 @@ pub(crate) enum Step<'a> {
     Drive(DriveStep<'a>),
     /// Everything of the pass is in place: say so.
     Ack { pass: u32, counts: Counts },
-    /// Restore this state: all of it has come, and the last pass is to follow.
-    Restore { sections: Arc<[Section]> },
+    /// Restore this state: all of it has come, and the last pass, of so many frames, is to follow.
+    Restore { sections: Arc<[Section]>, frames: u64 },
     /// Everything has come.
     Complete { sections: Arc<[Section]>, was_running: bool },
 }
@@ -194,7 +194,7 @@ impl Inbound {
                 }
                 let sections: Arc<[Section]> = std::mem::take(&mut self.sections).into();
                 self.early = Some(sections.clone());
-                Ok(Step::Restore { sections })
+                Ok(Step::Restore { sections, frames })
             }
             (Stage::Between, Message::Connections { joined }) if self.passes == 0 && !shares => {
                 at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
@@ -409,7 +409,9 @@ mod tests {
         let section = || Section::new(checkpoint::SectionTag(7), 0, vec![1]);
         inbound.on(Message::State(section())).unwrap();
         let step = inbound.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
-        assert!(matches!(step, Step::Restore { sections } if sections[..] == [section()]));
+        assert!(
+            matches!(step, Step::Restore { sections, frames: 0 } if sections[..] == [section()])
+        );
         let e = inbound.on(Message::State(section())).unwrap_err().to_string();
         assert!(e.contains("STATE"), "{e}");
         let counts = Counts::default();

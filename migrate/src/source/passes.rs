@@ -29,8 +29,10 @@ const DIRECT: u64 = 8;
 /// Runs from which on a ZERO is sent. A chunk adds at most one a frame, so they stay below what a message may have.
 const ZERO_RUNS: usize = 512;
 const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
-/// A frame of zeros is found in pieces of so many bytes: of most others the first one tells.
+/// A frame of zeros is found in pieces of so many bytes.
 const PIECE: usize = 512;
+/// Of a cache.
+const LINE: usize = 64;
 const PAGE: usize = PAGE_SIZE as usize;
 
 /// Sends a guest's memory, or shares of it, over one connection.
@@ -163,6 +165,12 @@ impl<'a> PassSender<'a> {
 
     fn reads_zero(&self, gfn: Gfn) -> Result<bool, Cause> {
         let mut piece = [0; PIECE];
+        // Of most frames that are not zero the first line tells, and only that is fetched.
+        let line = &mut piece[..LINE];
+        self.ram.read_slice(line, GuestAddress(gfn.gpa())).map_err(unreadable)?;
+        if line.iter().any(|byte| *byte != 0) {
+            return Ok(false);
+        }
         for at in (0..PAGE_SIZE).step_by(PIECE) {
             self.ram.read_slice(&mut piece, GuestAddress(gfn.gpa() + at)).map_err(unreadable)?;
             if !is_zero(&piece) {

@@ -1,5 +1,8 @@
 //! The source's pause up to PREPARED: the last pass, the state, and the record that is made while the destination restores.
 
+use std::fmt::Write as _;
+use std::time::Instant;
+
 use checkpoint::{Guest, MAX_LATE, Section};
 use uuid::Uuid;
 
@@ -62,12 +65,16 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         drop(throttled);
         // State first: saving it may make the host write into guest memory. The destination restores it while the rest
         // comes; where digests are compared only afterwards, because restoring may write into memory, too.
+        let mut laps = Laps::begin(held.since());
+        laps.end("paused");
         let sections = held.save_state()?;
+        laps.end("saved");
         let early = verifier.is_none() && features & EARLY_STATE != 0;
         if early {
             send_sections(wire, &sections)?;
         }
         let epoch = held.drain(&mut writes)?;
+        laps.end("drained");
         // The devices stand: nothing is under way any more.
         drives.drain();
         let pass = tale.passes.len() as u32;
@@ -91,7 +98,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
         let (count, was_running) = (sections.len() as u32, held.was_running());
         wire.send(&Message::StateEnd { sections: count, was_running, counts: tale.totals })?;
+        laps.end("sent");
         held.release()?;
+        laps.end("released");
         // Beside the restoring; where digests are compared, only then: that takes long, and a record is in an operator's way.
         let (done, recorded) = match digest {
             None => {
@@ -105,6 +114,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 (done, held.record(records, staged)?)
             }
         };
+        laps.end("recorded");
         epoch.commit();
         drives.commit();
         tale.passes.push(report_of(&done, &drives, 0, done.time));
@@ -112,6 +122,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             Message::Prepared(says) => says,
             other => return Err(unexpected(&other, "PREPARED").into()),
         };
+        laps.end("prepared");
+        tracing::debug!("the pause, in us: {}", laps.text);
         self.own(Tag::Prepared, says.token)?;
         let same = |what, ours: u64, theirs: u64| match ours == theirs {
             true => Ok(()),
@@ -138,6 +150,26 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
         wire.stream_mut().set_patience(self.options.patience);
         Ok(())
+    }
+}
+
+/// What the pause is spent on, for the log.
+struct Laps {
+    last: Instant,
+    text: String,
+}
+
+impl Laps {
+    fn begin(last: Instant) -> Self {
+        Self { last, text: String::with_capacity(128) }
+    }
+
+    /// A step has ended.
+    fn end(&mut self, step: &str) {
+        let now = Instant::now();
+        // Writing to a text cannot fail.
+        let _ = write!(self.text, "{step} {} ", now.duration_since(self.last).as_micros());
+        self.last = now;
     }
 }
 
