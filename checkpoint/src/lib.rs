@@ -23,6 +23,7 @@ pub mod format;
 mod guest;
 mod restore;
 mod section;
+pub mod slots;
 mod staging;
 mod store;
 #[cfg(feature = "testing")]

@@ -1,0 +1,211 @@
+//! The allocator against a plain row of booleans.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// What is true, looked at slot by slot.
+struct Plain(Vec<bool>);
+
+impl Plain {
+    fn is_free(&self, start: u32, count: u32) -> bool {
+        let slots = self.0.get(start as usize..start as usize + count as usize);
+        slots.is_some_and(|slots| slots.iter().all(|used| !used))
+    }
+
+    fn has_room(&self, count: u32, align: u32) -> bool {
+        (0..self.0.len() as u32).step_by(align as usize).any(|at| self.is_free(at, count))
+    }
+
+    fn longest(&self) -> u32 {
+        self.0.split(|used| *used).map(<[bool]>::len).max().unwrap_or(0) as u32
+    }
+
+    fn set(&mut self, run: SlotRun, used: bool) {
+        self.0[run.start as usize..run.end() as usize].fill(used);
+    }
+
+    fn used_runs(&self) -> Vec<SlotRun> {
+        let mut runs: Vec<SlotRun> = Vec::new();
+        for (slot, _) in self.0.iter().enumerate().filter(|(_, used)| **used) {
+            match runs.last_mut() {
+                Some(run) if run.end() == slot as u64 => run.count += 1,
+                _ => runs.push(SlotRun { start: slot as u32, count: 1 }),
+            }
+        }
+        runs
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Act {
+    Take {
+        count: u32,
+        align: u32,
+    },
+    UpTo {
+        count: u32,
+    },
+    /// Frees a part of a used run: which, from where, and how much of it.
+    Free {
+        which: prop::sample::Index,
+        from: prop::sample::Index,
+        count: u32,
+    },
+    /// Frees every other one of so many slots.
+    Comb {
+        from: prop::sample::Index,
+        teeth: u32,
+    },
+    Mark {
+        start: u32,
+        count: u32,
+    },
+    Grow {
+        by: u32,
+    },
+}
+
+fn counts() -> impl Strategy<Value = u32> {
+    prop_oneof![1u32..6, 1u32..130, Just(64), 1000u32..=4096]
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    let index = any::<prop::sample::Index>;
+    prop_oneof![
+        6 => (counts(), 0u32..=12).prop_map(|(count, bits)| Act::Take { count, align: 1 << bits }),
+        4 => counts().prop_map(|count| Act::Take { count, align: 1 }),
+        3 => counts().prop_map(|count| Act::UpTo { count }),
+        8 => (index(), index(), counts())
+            .prop_map(|(which, from, count)| Act::Free { which, from, count }),
+        1 => (index(), 1u32..400).prop_map(|(from, teeth)| Act::Comb { from, teeth }),
+        1 => (0u32..20_000, counts()).prop_map(|(start, count)| Act::Mark { start, count }),
+        1 => (1u32..5000).prop_map(|by| Act::Grow { by }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn it_gives_what_is_there_and_nothing_twice(
+        total in 1u32..14_000,
+        full in any::<bool>(),
+        acts in prop::collection::vec(act(), 1..60),
+    ) {
+        let (mut slots, mut plain) = (Slots::new(total), Plain(vec![false; total as usize]));
+        if full {
+            let all = SlotRun { start: 0, count: total };
+            slots.mark(all).unwrap();
+            plain.set(all, true);
+        }
+        for act in acts {
+            match act {
+                Act::Take { count, align } => match slots.allocate(count, align) {
+                    Some(run) => {
+                        prop_assert!(run.count == count && run.start.is_multiple_of(align));
+                        prop_assert!(plain.is_free(run.start, count), "{run} twice");
+                        plain.set(run, true);
+                    }
+                    None => prop_assert!(!plain.has_room(count, align), "{count} by {align}"),
+                },
+                Act::UpTo { count } => {
+                    let expected = count.min(plain.longest());
+                    let run = slots.allocate_up_to(count);
+                    prop_assert_eq!(run.map_or(0, |run| run.count), expected);
+                    if let Some(run) = run {
+                        prop_assert!(plain.is_free(run.start, run.count), "{run} twice");
+                        plain.set(run, true);
+                    }
+                }
+                Act::Free { which, from, count } => {
+                    let runs = plain.used_runs();
+                    if runs.is_empty() { continue; }
+                    let run = runs[which.index(runs.len())];
+                    let start = run.start + from.index(run.count as usize) as u32;
+                    let count = count.min((run.end() - u64::from(start)) as u32);
+                    let part = SlotRun { start, count };
+                    slots.free(part).unwrap();
+                    plain.set(part, false);
+                    prop_assert_eq!(
+                        slots.free(part),
+                        Err(SlotError::Free { run: part, slot: start })
+                    );
+                }
+                Act::Comb { from, teeth } => {
+                    let from = from.index(plain.0.len()) as u32;
+                    for tooth in 0..teeth {
+                        let run = SlotRun { start: from + 2 * tooth, count: 1 };
+                        if run.end() <= plain.0.len() as u64 && !plain.is_free(run.start, 1) {
+                            slots.free(run).unwrap();
+                            plain.set(run, false);
+                        }
+                    }
+                }
+                Act::Mark { start, count } => {
+                    let run = SlotRun { start, count };
+                    let marked = slots.mark(run);
+                    if plain.is_free(start, count) {
+                        prop_assert_eq!(marked, Ok(()));
+                        plain.set(run, true);
+                    } else {
+                        prop_assert!(marked.is_err());
+                    }
+                }
+                Act::Grow { by } => {
+                    let total = slots.total() + by;
+                    slots.grow_to(total);
+                    plain.0.resize(total as usize, false);
+                }
+            }
+            let used = plain.0.iter().rposition(|used| *used).map_or(0, |slot| slot as u32 + 1);
+            prop_assert_eq!(slots.used_end(), used);
+            let free = plain.0.iter().filter(|used| !**used).count() as u64;
+            prop_assert_eq!(slots.free_slots(), free);
+        }
+        for (slot, used) in plain.0.iter().enumerate() {
+            prop_assert_eq!(slots.is_used(slot as u32), *used);
+        }
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_by_name() {
+    let mut slots = Slots::new(5000);
+    for (count, align) in [(0, 1), (4097, 1), (1, 0), (1, 3), (1, 8192)] {
+        assert_eq!(slots.allocate(count, align), None, "{count} by {align}");
+    }
+    assert_eq!(slots.allocate_up_to(0), None);
+    let run = SlotRun { start: 4990, count: 20 };
+    let message = slots.free(run).unwrap_err().to_string();
+    assert_eq!(message, "slots 4990..5010 are not all there: the file has 5000 slots");
+    let run = SlotRun { start: u32::MAX, count: u32::MAX };
+    assert!(matches!(slots.mark(run), Err(SlotError::Outside { .. })));
+    slots.mark(SlotRun { start: 4090, count: 10 }).unwrap();
+    let message = slots.free(SlotRun { start: 4095, count: 6 }).unwrap_err().to_string();
+    assert_eq!(message, "slots 4095..4101 cannot be freed: slot 4100 is free already");
+    let message = slots.mark(SlotRun { start: 4000, count: 91 }).unwrap_err().to_string();
+    assert_eq!(message, "slots 4000..4091 cannot be marked as used: slot 4090 is used already");
+    assert_eq!(slots.free_slots(), 4990, "nothing has changed");
+}
+
+#[test]
+fn a_run_may_cross_from_block_to_block() {
+    let mut slots = Slots::new(3 * 4096);
+    slots.mark(SlotRun { start: 0, count: 3 * 4096 }).unwrap();
+    slots.free(SlotRun { start: 4000, count: 4096 }).unwrap();
+    assert_eq!(slots.allocate(4096, 1), Some(SlotRun { start: 4000, count: 4096 }));
+    assert_eq!(slots.allocate_up_to(7), None);
+}
+
+#[test]
+fn all_of_it_can_be_taken_one_after_the_other() {
+    for count in [1, 3, 64, 100] {
+        let total = 3 * 4096 + 100;
+        let mut slots = Slots::new(total);
+        for n in 0..total / count {
+            let run = SlotRun { start: n * count, count };
+            assert_eq!(slots.allocate(count, 1), Some(run));
+        }
+        assert_eq!(slots.allocate(count, 1), None);
+    }
+}
