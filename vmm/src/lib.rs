@@ -3,6 +3,7 @@
 //! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`checkpoint::Guest`] with a beginning
 //! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.
 
+#[cfg(feature = "api")]
 pub mod api;
 pub mod backend;
 pub mod boot;
@@ -13,6 +14,7 @@ pub mod doctor;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+#[cfg(feature = "api")]
 pub mod jobs;
 pub mod kvm;
 pub mod limits;
