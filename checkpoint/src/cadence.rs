@@ -4,10 +4,28 @@ use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::{CheckpointError, Checkpointer, EpochReport};
+use serde::{Deserialize, Serialize};
+
+use crate::spread::Times;
+use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
 
 /// How long a wait goes on after it has been cancelled, at most.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
+
+/// How often a wait looks whether much has changed already.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// When epochs are to be taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Cadence {
+    /// From the beginning of one to the beginning of the next.
+    pub every: Duration,
+    /// How many; without it, until told to stop.
+    pub count: Option<u64>,
+    /// How long the guest may stand still for one. One that would take longer if it were taken when it is due is taken
+    /// earlier, as far as that can be known: see [`Checkpointer::run`].
+    pub max_pause: Option<Duration>,
+}
 
 /// An epoch of a series.
 #[derive(Debug)]
@@ -16,35 +34,127 @@ pub struct Taken {
     pub outcome: Result<EpochReport, CheckpointError>,
     /// How long after it was due it was begun.
     pub late: Duration,
+    /// Since the one before was begun.
+    pub interval: Option<Duration>,
+    /// It was begun before it was due, because much had changed.
+    pub early: bool,
     /// Epochs that were due before this one was begun and are not made up for.
     pub skipped: u64,
 }
 
+/// What a series of epochs has come to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Achieved {
+    /// Epochs that are durable.
+    pub epochs: u64,
+    /// Epochs that were not stored.
+    pub failed: u64,
+    /// Those that came before they were due.
+    pub early: u64,
+    /// Those that were left out because one before them took too long.
+    pub skipped: u64,
+    /// How long the guest stood still.
+    pub pause: Spread,
+    /// From the beginning of one to the beginning of the next.
+    pub interval: Spread,
+    /// From the end of a pause until the epoch was durable.
+    pub write: Spread,
+}
+
+/// Keeps count of a series.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    achieved: Achieved,
+    pause: Times,
+    interval: Times,
+    write: Times,
+}
+
+impl Tally {
+    /// One more.
+    pub fn add(&mut self, taken: &Taken) {
+        let sum = &mut self.achieved;
+        sum.early += u64::from(taken.early);
+        sum.skipped += taken.skipped;
+        if let Some(interval) = taken.interval {
+            self.interval.add(interval);
+        }
+        match &taken.outcome {
+            Ok(report) => {
+                sum.epochs += 1;
+                self.pause.add(Duration::from_micros(report.pause_us));
+                self.write.add(Duration::from_secs_f64(report.write_ms.max(0.0) / 1e3));
+            }
+            Err(_) => sum.failed += 1,
+        }
+    }
+
+    /// What it has come to so far.
+    pub fn achieved(&self) -> Achieved {
+        let (pause, interval) = (self.pause.spread(), self.interval.spread());
+        Achieved { pause, interval, write: self.write.spread(), ..self.achieved }
+    }
+}
+
 impl Checkpointer {
-    /// Takes an epoch every `every`, the first at once, until `count` were tried, `cancel` becomes
+    /// Takes epochs as `cadence` says, the first at once, until so many were tried, `cancel` becomes
     /// true, or `on_taken` breaks off. Returns how many were tried.
     ///
     /// Nothing queues: an epoch that is due while the one before is still being written is taken as
     /// soon as that is durable, and says how late it was; others that were due by then are skipped,
     /// and the next is due one interval later. A failed epoch is handed over like a stored one.
+    ///
+    /// With a longest pause it looks every 2 ms at what has changed, and takes an epoch early when that nears what fits
+    /// into the staging area or, where frames are copied in the pause, into that pause, judged by those before.
     pub fn run(
         &mut self,
-        every: Duration,
-        count: Option<u64>,
+        cadence: &Cadence,
         cancel: &AtomicBool,
         mut on_taken: impl FnMut(Taken) -> ControlFlow<()>,
     ) -> u64 {
-        let mut pace = Pace { every, due: Instant::now() };
+        let (mut pace, mut before) = (Pace { every: cadence.every, due: Instant::now() }, None);
         let mut tried = 0;
-        while count.is_none_or(|count| tried < count) && wait_until(pace.due, cancel) {
-            let (late, skipped) = pace.begin(Instant::now());
+        while cadence.count.is_none_or(|count| tried < count) {
+            let Some(early) = self.wait(pace.due, cadence.max_pause, cancel) else { break };
+            let now = Instant::now();
+            let (late, skipped) = if early {
+                pace.due = now + cadence.every;
+                (Duration::ZERO, 0)
+            } else {
+                pace.begin(now)
+            };
+            let interval = before.replace(now).map(|before| now - before);
             let outcome = self.take();
             tried += 1;
-            if on_taken(Taken { outcome, late, skipped }).is_break() {
+            if on_taken(Taken { outcome, late, interval, early, skipped }).is_break() {
                 break;
             }
         }
         tried
+    }
+
+    /// Waits until `due`, or until much has changed: then it is early. `None` if that was cancelled.
+    fn wait(
+        &mut self,
+        due: Instant,
+        max_pause: Option<Duration>,
+        cancel: &AtomicBool,
+    ) -> Option<bool> {
+        let Some(most) = max_pause.and_then(|most| self.most_changed(most)) else {
+            return wait_until(due, cancel).then_some(false);
+        };
+        loop {
+            let look = Instant::now() + LOOK;
+            if !wait_until(look.min(due), cancel) {
+                return None;
+            }
+            if look >= due {
+                return Some(false);
+            }
+            if self.changed().is_some_and(|frames| frames >= most) {
+                return Some(true);
+            }
+        }
     }
 }
 

@@ -9,10 +9,13 @@ use serde::Serialize;
 use vm_memory::GuestMemoryError;
 
 use crate::chain::Chain;
+use crate::instant::{self, Means};
 use crate::staging::{Staging, StagingLimits, window};
 use crate::store::{EpochWriter, Published, Store, StoreError, peek};
-use crate::{Guest, GuestError, Paused, RunState, Section, VmId};
+use crate::{Guest, GuestError, RunState, Shield, VmId};
 
+/// Of so many changed frames on they are copied behind the guest's back: see `tests/bench/pause.rs`.
+const BEHIND_FROM: u64 = 512;
 /// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
 const LIVE_FRAMES: u64 = 256;
 /// How often a full epoch goes over what changed under its copy before it pauses the guest.
@@ -29,14 +32,18 @@ pub enum Phase {
     CopyLive,
     /// Stopping the vCPUs. The guest stands still from here to the end of `Resume`.
     Pause,
-    /// Learning what changed.
+    /// Learning what changed; once before the pause already.
     Drain,
-    /// Copying it to the staging area.
+    /// Keeping what changed as it is, to be copied while the guest runs.
+    Protect,
+    /// Copying what changed to the staging area.
     Copy,
     /// Saving the state besides memory.
     Save,
     /// Letting the guest run.
     Resume,
+    /// Copying what is protected, while the guest runs.
+    CopyBehind,
     /// Writing frames and state to the file.
     Write,
     /// Making the file durable and giving it its name.
@@ -51,7 +58,9 @@ impl fmt::Display for Phase {
             Self::CopyLive => "copying memory",
             Self::Pause => "pausing the guest",
             Self::Drain => "collecting what changed",
+            Self::Protect => "protecting what changed",
             Self::Copy => "copying what changed",
+            Self::CopyBehind => "copying what changed behind the guest",
             Self::Save => "saving the guest's state",
             Self::Resume => "resuming the guest",
             Self::Write => "writing",
@@ -73,6 +82,9 @@ pub enum Cause {
     /// The guest's memory.
     #[error("{0}")]
     Memory(#[from] GuestMemoryError),
+    /// The store took nothing for so long while the guest waited to write to what was not copied yet.
+    #[error("the store has taken nothing for {} s while the guest waits to write", .0.as_secs())]
+    Stalled(Duration),
 }
 
 /// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).
@@ -106,6 +118,10 @@ pub struct EpochReport {
     pub frames: u64,
     /// From the request to pause until the guest had been resumed, in microseconds.
     pub pause_us: u64,
+    /// Those of the frames that were copied while the guest ran on, after the pause.
+    pub behind_frames: u64,
+    /// How often somebody waited to write to one of them until it was copied.
+    pub waits: u64,
     /// From the end of the pause until the epoch was durable, in milliseconds.
     pub write_ms: f64,
     /// Bytes of the epoch's file.
@@ -147,15 +163,44 @@ pub struct Checkpointer {
     next: u64,
     /// The store's lock was found to be another one than ours.
     lock_lost: bool,
+    shield: Shielding,
+    behind_from: u64,
+    cost: CopyCost,
 }
 
-/// What was taken from the guest while it stood still.
-struct Held {
-    changed: Epoch,
-    /// Frames of `changed` that are not in the staging area but in the file already.
-    written: u64,
-    sections: Vec<Section>,
-    pause: Duration,
+/// What pauses have cost in which frames were copied.
+#[derive(Clone, Copy, Default)]
+struct CopyCost {
+    /// The shortest of them.
+    least: Duration,
+    /// Of each frame, beyond that, in the last one that had many.
+    frame: Duration,
+}
+
+impl CopyCost {
+    fn note(&mut self, pause: Duration, frames: u64) {
+        if self.least.is_zero() || pause < self.least {
+            self.least = pause;
+        }
+        if let Ok(many @ 64..) = u32::try_from(frames) {
+            self.frame = (pause - self.least) / many;
+        }
+    }
+
+    /// How many frames a pause of `most` has room for, if that is known and there is any.
+    fn fit(&self, most: Duration) -> Option<u64> {
+        let room = most.checked_sub(self.least)?.as_nanos();
+        let frames = room.checked_div(self.frame.as_nanos())?;
+        Some(u64::try_from(frames).unwrap_or(u64::MAX))
+    }
+}
+
+/// Whether frames can be copied behind the guest's back.
+enum Shielding {
+    NotAsked,
+    /// The host or the guest does not offer it, or it has failed.
+    No,
+    Yes(Box<dyn Shield>),
 }
 
 impl fmt::Debug for Checkpointer {
@@ -185,7 +230,25 @@ impl Checkpointer {
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
-        Ok(Self { guest, store, staging, chain: None, next, lock_lost: false })
+        let (shield, behind_from) = (Shielding::NotAsked, BEHIND_FROM);
+        Ok(Self {
+            guest,
+            store,
+            staging,
+            chain: None,
+            next,
+            lock_lost: false,
+            shield,
+            behind_from,
+            cost: CopyCost::default(),
+        })
+    }
+
+    /// From so many changed frames on an epoch is copied behind the running guest, where that can keep its frames as they
+    /// are meanwhile ([`Guest::shield`]); with fewer, in the pause, which then costs less than to protect and copy
+    /// them. `u64::MAX` has all copied in the pause.
+    pub fn copy_behind_from(&mut self, frames: u64) {
+        self.behind_from = frames;
     }
 
     /// The store that it writes to.
@@ -193,11 +256,34 @@ impl Checkpointer {
         &self.store
     }
 
+    /// With so many changed frames an epoch should be taken if its pause is not to exceed `max_pause`: three quarters of what
+    /// has room. `None` before the first one.
+    pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
+        self.chain.as_ref()?;
+        let copied = match self.shield {
+            // What is copied behind the guest's back is not in the pause.
+            Shielding::Yes(_) => None,
+            Shielding::NotAsked | Shielding::No => self.cost.fit(max_pause),
+        };
+        Some((copied.unwrap_or(u64::MAX).min(self.staging.frames()) / 4 * 3).max(1))
+    }
+
+    /// How many frames have changed since the last epoch; `None` if nobody knows.
+    pub(crate) fn changed(&mut self) -> Option<u64> {
+        let chain = self.chain.as_mut()?;
+        self.guest.collect().ok()?;
+        let changed = chain.subscription.drain();
+        let frames = changed.frames();
+        changed.give_back();
+        Some(frames)
+    }
+
     /// Takes one epoch and returns when it is durable.
     ///
-    /// The guest stands still while what changed is copied and its state is saved; the copy is
-    /// written behind the running guest. Frames beyond the staging area's size are written in the
-    /// pause, which is then as slow as the disk's cache; the area has grown, within its limit, by
+    /// The guest stands still while its state is saved. What changed is copied, and written, behind the running guest: who
+    /// writes to a frame that has not been copied waits for that. If it is little, or the guest offers no
+    /// [shield](Guest::shield), it is copied in the pause and written behind. Then frames beyond the staging area's size
+    /// are written in the pause, which is as slow as the disk's cache; the area has grown, within its limit, by
     /// the next epoch. A full epoch first copies populated memory while the guest runs, and, a few
     /// times, what changed meanwhile.
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
@@ -234,6 +320,10 @@ impl Checkpointer {
             Err((phase, cause)) => tracing::warn!(full, %phase, %cause, "not stored"),
         }
         result.map_err(|(phase, cause)| {
+            if matches!((phase, &cause), (Phase::Protect | Phase::CopyBehind, Cause::Guest(_))) {
+                tracing::warn!("from now on what changed is copied in the pause");
+                self.shield = Shielding::No;
+            }
             self.lock_lost |= matches!(cause, Cause::Store(StoreError::LockLost { .. }));
             if full {
                 // What was copied is in no epoch; the next one copies again.
@@ -261,7 +351,7 @@ impl Checkpointer {
     }
 
     fn attempt(&mut self, full: bool) -> Result<EpochReport, (Phase, Cause)> {
-        let Self { guest, store, staging, chain, next, .. } = self;
+        let Self { guest, store, staging, chain, next, shield, behind_from, cost, .. } = self;
         let (guest, epoch) = (&**guest, next.saturating_sub(1));
         let parent = chain.as_ref().and_then(|c| c.parent());
         let mut file = step(Phase::Begin, || EpochWriter::create(store, epoch, guest, parent))?;
@@ -277,22 +367,27 @@ impl Checkpointer {
             let subscription = &mut chain.subscription;
             copied = step(Phase::CopyLive, || copy_live(guest, staging, &mut file, subscription))?;
         }
-        let held = hold(guest, staging, &mut file, &mut chain.subscription)?;
-        let resumed = Instant::now();
-        let frames = held.changed.frames();
-        step(Phase::Write, || write_behind(&held, staging, &mut file))?;
+        let shield = shield.ask(guest);
+        let means = Means { guest, shield, behind_from: *behind_from, staging, file: &mut file };
+        let taken = instant::take(means, &mut chain.subscription)?;
         let Published { link, frames: stored, bytes } = step(Phase::Publish, || file.publish())?;
-        copied.into_iter().chain([held.changed]).for_each(Epoch::commit);
+        copied.into_iter().chain(taken.changed).for_each(Epoch::commit);
         chain.append(link, bytes);
-        let write_ms = (resumed.elapsed().as_micros() as f64) / 1000.0;
-        if frames > staging.frames() {
-            tracing::warn!(frames, staged = staging.frames(), "wrote during the pause");
+        let write_ms = (taken.resumed.elapsed().as_micros() as f64) / 1000.0;
+        if taken.staged > 0 {
+            cost.note(taken.pause, taken.staged);
         }
-        staging.grow_to(frames);
+        if taken.staged > staging.frames() {
+            let (frames, staged) = (taken.staged, staging.frames());
+            tracing::warn!(frames, staged, "wrote during the pause");
+        }
+        staging.grow_to(taken.staged);
         Ok(EpochReport {
             epoch,
             frames: stored,
-            pause_us: held.pause.as_micros() as u64,
+            pause_us: taken.pause.as_micros() as u64,
+            behind_frames: taken.behind,
+            waits: taken.waits,
             write_ms,
             written_bytes: bytes,
             durable: true,
@@ -323,8 +418,28 @@ fn next_number(store: &Store, asked: VmId) -> Result<u64, StoreError> {
     last.checked_add(1).ok_or_else(|| StoreError::Full { dir: store.dir(), last })
 }
 
+impl Shielding {
+    /// Asks the guest the first time.
+    fn ask(&mut self, guest: &dyn Guest) -> Option<&dyn Shield> {
+        if let Self::NotAsked = self {
+            *self = match guest.shield() {
+                Ok(Some(shield)) => Self::Yes(shield),
+                Ok(None) => Self::No,
+                Err(e) => {
+                    tracing::warn!("what changed is copied in the pause: {e}");
+                    Self::No
+                }
+            };
+        }
+        match self {
+            Self::Yes(shield) => Some(&**shield),
+            Self::NotAsked | Self::No => None,
+        }
+    }
+}
+
 /// Does one step, with an event where it begins and one where it ends.
-fn step<T, E: Into<Cause>>(
+pub(crate) fn step<T, E: Into<Cause>>(
     phase: Phase,
     act: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, (Phase, Cause)> {
@@ -401,53 +516,4 @@ fn batches(runs: &[FrameRun], frames: u64) -> Vec<Vec<FrameRun>> {
         }
     }
     groups
-}
-
-/// The pause. On every way out of it the guest runs again if it ran before.
-fn hold(
-    guest: &dyn Guest,
-    staging: &mut Staging,
-    file: &mut EpochWriter<'_>,
-    subscription: &mut Subscription,
-) -> Result<Held, (Phase, Cause)> {
-    let since = Instant::now();
-    let paused = step(Phase::Pause, || Paused::new(guest))?;
-    // Before the drain: saving may make the host write into guest memory.
-    let sections = step(Phase::Save, || paused.save_state())?;
-    let changed = step(Phase::Drain, || paused.drain(subscription))?;
-    let written = step(Phase::Copy, || copy_changed(guest, staging, file, &changed))?;
-    step(Phase::Resume, || paused.resume())?;
-    Ok(Held { changed, written, sections, pause: since.elapsed() })
-}
-
-/// Copies the epoch to the staging area, writing out whatever does not fit. Returns how many of
-/// its frames are in the file and no longer in the area.
-fn copy_changed(
-    guest: &dyn Guest,
-    staging: &mut Staging,
-    file: &mut EpochWriter<'_>,
-    changed: &Epoch,
-) -> Result<u64, Cause> {
-    let (mut written, at_once) = (0, staging.frames());
-    loop {
-        let part = || window(changed.runs(), written, at_once);
-        let contents = staging.copy(guest.ram(), part())?;
-        if changed.frames() - written <= at_once {
-            return Ok(written);
-        }
-        file.frames(part(), contents, false)?;
-        written += at_once;
-    }
-}
-
-/// Writes what the pause left in memory.
-fn write_behind(
-    held: &Held,
-    staging: &Staging,
-    file: &mut EpochWriter<'_>,
-) -> Result<(), StoreError> {
-    let left = held.changed.frames() - held.written;
-    let runs = window(held.changed.runs(), held.written, left);
-    file.frames(runs, staging.copied(left), false)?;
-    held.sections.iter().try_for_each(|section| file.section(section))
 }

@@ -9,7 +9,7 @@ use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBit
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::{DriveCopy, DriveHead, GuestDrive, Section};
+use crate::{DriveCopy, DriveHead, GuestDrive, Section, Shield};
 
 /// Guest memory whose VMM-side writes mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
@@ -156,6 +156,13 @@ pub trait Guest: Send + Sync {
     /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
 
+    /// What keeps frames as they are while the guest runs on, so that they are copied behind its back; one at a time. `None`,
+    /// the default, where that cannot be had: then they are copied while it stands. Opening it costs about as much as
+    /// a few pauses do, so it is kept for as long as epochs are taken; while nothing is protected it costs the guest nothing.
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        Ok(None)
+    }
+
     /// The guest's drives, for whoever copies them; a guest without has none.
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
         Vec::new()
@@ -254,8 +261,9 @@ pub trait GuestFactory: Send + Sync {
 /// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves
 /// a guest standing; only [`keep_paused`](Self::keep_paused) ends the hold without that.
 ///
-/// Holds of one guest do not nest: the one that began first resumes it, whoever else holds it still.
-/// Whoever checkpoints and migrates one guest keeps the two pauses apart.
+/// Holds of one guest do not nest by themselves: the one that began first resumes it, whoever else holds it still. Where
+/// one guest is checkpointed and migrated, each does so through a [`Guest`] of its own that counts holds, as the machine's
+/// jobs do.
 #[must_use = "dropping this resumes the guest"]
 pub struct Paused<'g, G: Guest + ?Sized> {
     guest: &'g G,

@@ -5,7 +5,8 @@
 //!
 //! ```text
 //! Guest           a guest that can be tracked, paused, saved and restored
-//! Checkpointer    takes epochs of one: a short pause, then written behind the running guest
+//! Checkpointer    takes epochs of one: a short pause, then copied and written behind the running guest
+//! Shield          what of a guest nobody writes to until it is copied
 //! Store           a directory of epochs, each published whole or not at all (FORMAT.md)
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
@@ -21,16 +22,20 @@ mod drive;
 pub mod durable;
 pub mod format;
 mod guest;
+mod instant;
+mod pieces;
 mod restore;
 mod section;
+mod shield;
 pub mod slots;
+mod spread;
 mod staging;
 mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod zero;
 
-pub use cadence::Taken;
+pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};
 pub use guest::{
@@ -39,6 +44,8 @@ pub use guest::{
 };
 pub use restore::{RestoreError, RestoreReport, restore};
 pub use section::{Section, SectionTag, section_tags};
+pub use shield::Shield;
+pub use spread::Spread;
 pub use staging::StagingLimits;
 pub use store::{
     Backend, Damage, DirBackend, EpochInfo, LOCK_FILE, Listing, LockError, ParentLink, Store,

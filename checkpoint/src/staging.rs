@@ -60,13 +60,13 @@ impl Staging {
         ram: &GuestRam,
         runs: impl Iterator<Item = FrameRun>,
     ) -> Result<&[u8], GuestMemoryError> {
-        let mut used = 0;
-        for run in runs {
-            let end = used + run.bytes() as usize;
-            ram.read_slice(&mut self.bytes[used..end], GuestAddress(run.start.gpa()))?;
-            used = end;
-        }
+        let used = copy(&mut self.bytes, ram, runs)?;
         Ok(&self.bytes[..used])
+    }
+
+    /// All of it: `frames` frames, of which it has more, and the rest.
+    pub(crate) fn split(&mut self, frames: u64) -> (&mut [u8], &mut [u8]) {
+        self.bytes.split_at_mut((frames * PAGE_SIZE) as usize)
     }
 
     /// What [`copy`](Self::copy) returned last, if that was `frames` frames.
@@ -87,6 +87,21 @@ impl Staging {
         }
         true
     }
+}
+
+/// Copies `runs` to the beginning of `bytes`, where they must fit. How many bytes they are.
+pub(crate) fn copy(
+    bytes: &mut [u8],
+    ram: &GuestRam,
+    runs: impl Iterator<Item = FrameRun>,
+) -> Result<usize, GuestMemoryError> {
+    let mut used = 0;
+    for run in runs {
+        let end = used + run.bytes() as usize;
+        ram.read_slice(&mut bytes[used..end], GuestAddress(run.start.gpa()))?;
+        used = end;
+    }
+    Ok(used)
 }
 
 /// Rounded down, but at least one frame.

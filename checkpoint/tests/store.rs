@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op};
 use checkpoint::{
-    Backend, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits,
-    Store, StoreError, VmId, restore,
+    Backend, Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState,
+    StagingLimits, Store, StoreError, Tally, VmId, restore,
 };
 use vm_memory::{Bytes, GuestAddress};
 
@@ -280,6 +280,10 @@ fn an_empty_store_and_an_epoch_that_is_not_there_are_said() {
     assert!(Store::open(&dir.path().join("nowhere")).is_err());
 }
 
+fn every(ms: u64, count: Option<u64>) -> Cadence {
+    Cadence { every: Duration::from_millis(ms), count, max_pause: None }
+}
+
 #[test]
 fn a_cadence_never_queues_and_can_be_cancelled() {
     let dir = tempfile::tempdir().unwrap();
@@ -288,7 +292,7 @@ fn a_cadence_never_queues_and_can_be_cancelled() {
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
     let cancel = AtomicBool::new(false);
     let mut lines = Vec::new();
-    let tried = checkpointer.run(Duration::from_millis(2), Some(10), &cancel, |taken| {
+    let tried = checkpointer.run(&every(2, Some(10)), &cancel, |taken| {
         if lines.is_empty() {
             std::thread::sleep(Duration::from_millis(20));
             guest.faults().fail_next(Op::Save, 1);
@@ -301,9 +305,33 @@ fn a_cadence_never_queues_and_can_be_cancelled() {
     assert!(lines[1].outcome.is_err() && lines[2..].iter().all(|l| l.outcome.is_ok()));
     restored(dir.path(), None).0.verify().unwrap();
     cancel.store(true, std::sync::atomic::Ordering::Relaxed);
-    let none =
-        checkpointer.run(Duration::from_secs(9), None, &cancel, |_| ControlFlow::Continue(()));
+    let none = checkpointer.run(&every(9000, None), &cancel, |_| ControlFlow::Continue(()));
     assert_eq!(none, 0);
+    let mut tally = Tally::default();
+    lines.iter().for_each(|taken| tally.add(taken));
+    let achieved = tally.achieved();
+    assert_eq!((achieved.epochs, achieved.failed, achieved.early), (9, 1, 0));
+    assert!(achieved.skipped >= 7 && achieved.interval.max_us >= 20_000, "{achieved:?}");
+    assert!(achieved.pause.p50_us <= achieved.pause.p99_us && achieved.write.max_us > 0);
+}
+
+#[test]
+fn an_epoch_comes_early_when_what_has_changed_nears_what_there_is_room_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let guest = busy();
+    let limits = StagingLimits { first_bytes: 256 * 4096, most_bytes: 256 * 4096 };
+    let mut checkpointer = Checkpointer::with_staging(guest, store, limits).unwrap();
+    let max_pause = Some(Duration::from_secs(1));
+    // None of them would be due within the test's patience.
+    let cadence = Cadence { max_pause, ..every(600_000, Some(5)) };
+    let mut taken = Vec::new();
+    checkpointer.run(&cadence, &AtomicBool::new(false), |t| {
+        taken.push(t);
+        ControlFlow::Continue(())
+    });
+    assert!(!taken[0].early && taken[1..].iter().all(|t| t.early), "{taken:?}");
+    assert!(taken[1..].iter().all(|t| t.outcome.as_ref().unwrap().frames >= 192), "{taken:?}");
 }
 
 #[test]
@@ -314,7 +342,17 @@ fn a_report_has_the_names_that_the_command_line_promises() {
         Checkpointer::new(guest, Store::create_or_open(dir.path()).unwrap()).unwrap();
     let line = serde_json::to_value(checkpointer.take().unwrap()).unwrap();
     let names: Vec<&String> = line.as_object().unwrap().keys().collect();
-    assert_eq!(names, ["durable", "epoch", "frames", "pause_us", "write_ms", "written_bytes"]);
+    let promised = [
+        "behind_frames",
+        "durable",
+        "epoch",
+        "frames",
+        "pause_us",
+        "waits",
+        "write_ms",
+        "written_bytes",
+    ];
+    assert_eq!(names, promised);
 }
 
 #[test]

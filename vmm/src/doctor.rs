@@ -1,14 +1,13 @@
 //! What this host offers to a VMM, and what each missing thing costs.
 
 use std::fs;
-use std::path::Path;
 
 use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
 use crate::kvm::{Capabilities, Need, Unusable, open_device};
-use crate::memory::meminfo_bytes;
+use crate::memory::{Userfault, meminfo_bytes};
 use crate::vcpu::baseline;
 
 /// One thing that a host may offer.
@@ -149,13 +148,15 @@ fn pagemap() -> Finding {
 }
 
 fn userfaultfd() -> Finding {
-    let device = Path::new("/dev/userfaultfd").exists();
-    let sysctl = read("/proc/sys/vm/unprivileged_userfaultfd");
-    match (device, sysctl.as_str()) {
-        (true, _) => present("userfaultfd", "/dev/userfaultfd".into(), ""),
-        (false, "1") => present("userfaultfd", "the system call, for everyone".into(), ""),
-        (false, "0") => present("userfaultfd", "the system call, for root".into(), ""),
-        _ => missing("userfaultfd", "nothing in this version"),
+    match Userfault::open() {
+        Ok(_) => present("userfaultfd", "write protection, also of pages never written".into(), ""),
+        Err(e) => missing(
+            "userfaultfd",
+            &format!(
+                "{e}: a checkpoint's pause grows with what changed, some 0.4 ms for each MiB; it wants Linux 6.4, and \
+                 root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
+            ),
+        ),
     }
 }
 

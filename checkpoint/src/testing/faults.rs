@@ -35,9 +35,15 @@ pub enum Op {
     Populated,
     /// `GuestFactory::create`
     Create,
+    /// `Guest::shield`: the guest has none
+    Shield,
+    /// `Shield::protect`
+    Protect,
+    /// `Shield::release`
+    Unprotect,
 }
 
-const OPS: usize = Op::Create as usize + 1;
+const OPS: usize = Op::Unprotect as usize + 1;
 
 /// How many of the next calls of each operation fail. Share it behind an `Arc`.
 #[derive(Debug, Default)]

@@ -16,9 +16,10 @@ use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 
 use super::faults::{Drive, Faults, Op};
 use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
+use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
 use crate::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, RunState, Section, VcpuWrites, VmId,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, RunState, Section, Shield, VcpuWrites, VmId,
     section_tags,
 };
 
@@ -109,6 +110,7 @@ pub struct MemoryGuest {
     serial: u64,
     /// Frames that were to be prepared.
     prepared: AtomicU64,
+    protected: Arc<Protected>,
 }
 
 impl fmt::Debug for MemoryGuest {
@@ -165,6 +167,7 @@ impl MemoryGuest {
             drive,
             serial: SERIAL.fetch_add(1, SeqCst),
             prepared: AtomicU64::new(0),
+            protected: Arc::default(),
             config,
         };
         let of = u64::from(guest.config.writers);
@@ -180,10 +183,10 @@ impl MemoryGuest {
                 held_ns: AtomicU64::new(0),
             });
             let (gate, layout, ram) = (guest.gate.clone(), guest.layout.clone(), guest.ram.clone());
-            let mine = writer.clone();
+            let (mine, protected) = (writer.clone(), guest.protected.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("writer-{index}"))
-                .spawn(move || mine.run(&gate, &layout, &ram))
+                .spawn(move || mine.run(&gate, &layout, &ram, &protected))
                 .map_err(|e| system("starting a writer", e))?;
             guest.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(thread);
             guest.writers.push(writer);
@@ -214,6 +217,18 @@ impl MemoryGuest {
     /// Page writes made by all writers since the guest was first started, wherever that was.
     pub fn writes(&self) -> u64 {
         self.writers.iter().map(|w| w.steps.load(SeqCst)).sum()
+    }
+
+    /// Writes to a frame as a device of the guest does, or one of its vCPUs: not while somebody keeps it as it is.
+    pub fn write(&self, gfn: Gfn, bytes: &[u8]) -> Result<(), GuestError> {
+        self.protected.wait(gfn);
+        let written = self.ram.write_slice(bytes, GuestAddress(gfn.gpa()));
+        written.map_err(|e| system("writing memory", e))
+    }
+
+    /// Frames that nobody may write to now.
+    pub fn protected(&self) -> u64 {
+        self.protected.frames()
     }
 
     /// The tracker behind its memory.
@@ -338,6 +353,13 @@ impl Guest for MemoryGuest {
         self.faults.check(Op::Subscribe, "following writes")?;
         // Held, so that no write is under way that saw no subscriber and is not yet in memory.
         Ok(self.gate.held(|| self.tracker.subscribe(name)))
+    }
+
+    /// Keeps out its writers and those who [`write`](MemoryGuest::write); not who writes to its memory otherwise.
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        self.faults.check(Op::Shield, "opening a shield")?;
+        let (protected, faults) = (self.protected.clone(), self.faults.clone());
+        Ok(Some(Box::new(SoftShield { protected, faults })))
     }
 
     fn collect(&self) -> Result<Collected, GuestError> {

@@ -23,6 +23,7 @@ mod disk;
 mod faults;
 mod guest;
 mod pages;
+mod shield;
 mod writers;
 
 pub use disk::{DiskOp, MemoryDisk, Survives};

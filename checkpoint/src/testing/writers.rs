@@ -8,6 +8,7 @@ use dirty_tracker::Layout;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::pages::{PAGE, Sweep, fill, nth_frame};
+use super::shield::Protected;
 use crate::{GuestRam, RunState};
 
 /// What the writers shall do, and how many of them stand still.
@@ -144,13 +145,19 @@ const BATCH: u64 = 8;
 
 impl Writer {
     /// The thread's body: writes until the gate says stop.
-    pub(super) fn run(&self, gate: &Gate, layout: &Arc<Layout>, ram: &GuestRam) {
+    pub(super) fn run(
+        &self,
+        gate: &Gate,
+        layout: &Arc<Layout>,
+        ram: &GuestRam,
+        protected: &Protected,
+    ) {
         let mut pages = (Box::new([0; PAGE]), Box::new([0; PAGE]));
         while gate.pass() {
             let (since, first) = (Instant::now(), self.steps.load(Ordering::SeqCst));
             while !gate.halt.load(Ordering::SeqCst) {
                 let step = self.steps.load(Ordering::SeqCst);
-                self.write(step, layout, ram, &mut pages.0, &mut pages.1);
+                self.write(step, layout, (ram, protected), &mut pages.0, &mut pages.1);
                 self.steps.store(step + 1, Ordering::SeqCst);
                 let done = step + 1 - first;
                 if self.rate > 0 && done.is_multiple_of(BATCH) {
@@ -178,7 +185,7 @@ impl Writer {
         &self,
         step: u64,
         layout: &Layout,
-        ram: &GuestRam,
+        (ram, protected): (&GuestRam, &Protected),
         page: &mut [u8; PAGE],
         seen: &mut [u8; PAGE],
     ) {
@@ -191,6 +198,7 @@ impl Writer {
             self.errors.fetch_add(1, Ordering::SeqCst);
         }
         fill(page, gfn, generation);
+        protected.wait(gfn);
         if ram.write_slice(&page[..], at).is_err() {
             self.errors.fetch_add(1, Ordering::SeqCst);
         }

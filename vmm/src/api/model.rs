@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use checkpoint::{EpochReport, RunState, VmId};
+use checkpoint::{Achieved, EpochReport, RunState, Taken, VmId};
 use dirty_tracker::{TrackerStats, TrackingMode};
 use migrate::{
     Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
@@ -247,6 +247,9 @@ pub struct CheckpointRequest {
     pub every_ms: Option<u64>,
     /// How many; without it, until told to stop.
     pub count: Option<u64>,
+    /// How long the guest may stand still for one; one that nears that comes early.
+    #[serde(default)]
+    pub max_pause_ms: Option<u64>,
     /// What becomes of disks that the guest can write to; needed if it has any.
     #[serde(default)]
     pub disks: Option<DisksPolicy>,
@@ -294,6 +297,8 @@ pub struct CheckpointPage {
     pub next: u64,
     /// What became of each epoch tried.
     pub epochs: Vec<EpochOutcome>,
+    /// What the run has come to so far.
+    pub achieved: Achieved,
 }
 
 /// What became of an epoch.
@@ -315,6 +320,10 @@ pub struct EpochLine {
     pub frames: u64,
     /// How long the guest stood still.
     pub pause_us: u64,
+    /// Those of its frames that were copied while the guest ran on after the pause.
+    pub behind_frames: u64,
+    /// How often the guest or one of its devices waited to write to one of them.
+    pub waits: u64,
     /// From the end of the pause until it was durable.
     pub write_ms: f64,
     /// Its size.
@@ -323,15 +332,28 @@ pub struct EpochLine {
     pub durable: bool,
     /// How long after it was due it was begun.
     pub late_ms: u64,
+    /// It was begun before it was due, because much had changed.
+    pub early: bool,
     /// Epochs that were due before it and were left out.
     pub skipped: u64,
 }
 
 impl EpochLine {
     /// A report of the checkpointer, with what its pace adds.
-    pub fn new(report: &EpochReport, late_ms: u64, skipped: u64) -> Self {
-        let EpochReport { epoch, frames, pause_us, write_ms, written_bytes, durable } = *report;
-        Self { epoch, frames, pause_us, write_ms, written_bytes, durable, late_ms, skipped }
+    pub fn new(report: &EpochReport, taken: &Taken) -> Self {
+        Self {
+            epoch: report.epoch,
+            frames: report.frames,
+            pause_us: report.pause_us,
+            behind_frames: report.behind_frames,
+            waits: report.waits,
+            write_ms: report.write_ms,
+            written_bytes: report.written_bytes,
+            durable: report.durable,
+            late_ms: u64::try_from(taken.late.as_millis()).unwrap_or(u64::MAX),
+            early: taken.early,
+            skipped: taken.skipped,
+        }
     }
 }
 

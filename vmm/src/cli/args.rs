@@ -255,6 +255,10 @@ pub(crate) struct CheckpointArgs {
     /// Take one at this interval until --count or Ctrl-C; without it, take one
     #[arg(long, value_name = "TIME", value_parser = values::duration)]
     pub(crate) every: Option<Duration>,
+    /// How long the guest may stand still for one: when so much has changed that the next would take longer, or would not
+    /// fit into the memory kept for copies, it is taken early
+    #[arg(long, value_name = "TIME", requires = "every", value_parser = values::duration)]
+    pub(crate) max_pause: Option<Duration>,
     /// Checkpoint a guest with disks that it can write to: `external` says that you keep, for each
     /// checkpoint, copies of the disks as they were then
     ///
@@ -265,7 +269,7 @@ pub(crate) struct CheckpointArgs {
     /// Stop after so many
     #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
-    /// Print one JSON object a line for each checkpoint
+    /// Print one JSON object a line for each checkpoint; with --every, a last one says what was achieved
     #[arg(long)]
     pub(crate) json: bool,
 }

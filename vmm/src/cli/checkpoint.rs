@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use checkpoint::{Achieved, Spread};
 use hyper::Method;
 use vmm::api::model::{CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome, JobBegun};
 use vmm::api::{Client, ClientError};
@@ -26,6 +27,7 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         store: std::path::absolute(&args.store)?,
         every_ms: args.every.map(millis),
         count: args.count,
+        max_pause_ms: args.max_pause.map(millis),
         disks: args.disks,
     };
     let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {
@@ -33,7 +35,7 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         Err(e) => return Err(not_begun(&client, e).await),
     };
     let (mut since, mut failed) = (0, None);
-    let guest_ended = loop {
+    let (guest_ended, achieved) = loop {
         let page = next_page(&client, job, since).await?;
         for outcome in &page.epochs {
             match outcome {
@@ -47,9 +49,15 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         }
         since = page.next;
         if !page.running {
-            break page.guest_ended;
+            break (page.guest_ended, page.achieved);
         }
     };
+    if args.every.is_some() {
+        match args.json {
+            true => print_json(&serde_json::json!({ "achieved": achieved }))?,
+            false => say(summary(&achieved)),
+        }
+    }
     match (failed, args.count) {
         (Some(why), _) => Err(verdict(&client, &why).await),
         (None, Some(count)) if guest_ended && since < count => {
@@ -96,19 +104,38 @@ async fn verdict(client: &Client, why: &str) -> Failure {
 }
 
 fn describe(line: &EpochLine) -> String {
+    let behind = match line.behind_frames {
+        0 => String::new(),
+        frames => format!(" ({frames} copied behind it)"),
+    };
     let late = match (line.late_ms, line.skipped) {
+        _ if line.early => ", early".to_owned(),
         (0..10, 0) => String::new(),
         (late, 0) => format!(", {late} ms late"),
         (late, skipped) => format!(", {late} ms late, {skipped} left out"),
     };
     format!(
-        "epoch {}: {} frames, pause {:.2} ms, durable after {:.1} ms, {}{late}",
+        "epoch {}: {} frames, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
         line.epoch,
         line.frames,
         line.pause_us as f64 / 1e3,
         line.write_ms,
         output::bytes(line.written_bytes),
     )
+}
+
+/// What a run came to, in three lines.
+fn summary(achieved: &Achieved) -> String {
+    let Achieved { epochs, failed, early, skipped, pause, interval, write } = *achieved;
+    let line = |name: &str, s: Spread| {
+        let [p50, p90, p99, max] =
+            [s.p50_us, s.p90_us, s.p99_us, s.max_us].map(|us| us as f64 / 1e3);
+        format!(
+            "\n  {name:9} p50 {p50:8.2} ms   p90 {p90:8.2} ms   p99 {p99:8.2} ms   max {max:8.2} ms"
+        )
+    };
+    let lines = [line("pause", pause), line("interval", interval), line("durable", write)].concat();
+    format!("{epochs} checkpoints, {failed} failed, {early} early, {skipped} left out{lines}")
 }
 
 fn millis(d: Duration) -> u64 {

@@ -170,6 +170,7 @@ impl Demo<'_> {
             store: self.dir.join("store"),
             every_ms: Some(CHECKPOINT_EVERY_MS),
             count: Some(CHECKPOINTS),
+            max_pause_ms: None,
             disks: None,
         };
         let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;

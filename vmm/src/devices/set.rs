@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use checkpoint::{GuestRam, MAX_LATE, VmId};
+use checkpoint::{MAX_LATE, VmId};
 use dirty_tracker::Tracker;
 use kvm_ioctls::IoEventAddress;
 
@@ -22,6 +22,7 @@ use super::virtio::{Device, Done, Transport, VirtioState};
 use super::vsock::{Vsock, VsockError};
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
 use crate::kvm::KvmVm;
+use crate::memory::{Kept, Memory};
 
 /// How long a pause waits for requests that are under way in a device.
 const STALL_LIMIT: Duration = Duration::from_secs(10);
@@ -89,6 +90,8 @@ pub(crate) struct DeviceSet {
     meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
     opener: Option<Opener>,
+    /// Frames that no device may change now.
+    kept: Arc<Kept>,
     /// How long a pause waits for requests that are under way.
     stall_limit: Duration,
 }
@@ -112,6 +115,7 @@ impl DeviceSet {
             meters: Vec::new(),
             balloon: None,
             opener: None,
+            kept: Arc::default(),
             stall_limit: STALL_LIMIT,
         }
     }
@@ -127,12 +131,12 @@ impl DeviceSet {
     /// `made_here` are copies that were made for this guest.
     pub(crate) fn build(
         config: &MachineConfig,
-        ram: &GuestRam,
+        memory: &Memory,
         guest: VmId,
         acquire: bool,
         made_here: &[String],
     ) -> Result<Self, DeviceError> {
-        let mut set = Self::empty();
+        let mut set = Self { kept: memory.kept().clone(), ..Self::empty() };
         for device in &config.devices {
             let id = device.id();
             let mut built = set.create(device, config.vcpus, guest, made_here)?;
@@ -140,7 +144,7 @@ impl DeviceSet {
                 built.acquire().map_err(|why| DeviceError::InUse { why })?;
             }
             let system = |cause| DeviceError::System { id: id.to_owned(), cause };
-            set.devices.push(Transport::spawn(id, built, ram.clone()).map_err(system)?);
+            set.devices.push(Transport::spawn(id, built, memory.ram().clone()).map_err(system)?);
         }
         Ok(set)
     }
@@ -185,7 +189,7 @@ impl DeviceSet {
                 Box::new(Vsock::open(vsock, self.opener().map_err(system)?)?)
             }
             DeviceConfig::Balloon(config) => {
-                let (balloon, control) = Balloon::new(config).map_err(system)?;
+                let (balloon, control) = Balloon::new(config, self.kept.clone()).map_err(system)?;
                 self.balloon = Some(control);
                 Box::new(balloon)
             }
@@ -408,7 +412,6 @@ mod tests {
     use super::*;
     use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES};
     use crate::devices::virtio::fake::{Fake, Script};
-    use crate::memory::Memory;
 
     fn disk(dir: &Path, id: &str) -> DiskConfig {
         let path = dir.join(id);
@@ -444,7 +447,7 @@ mod tests {
             cpu: CpuConfig::default(),
             devices,
         };
-        let set = DeviceSet::build(&config, memory.ram(), VmId::random(), false, &[]).unwrap();
+        let set = DeviceSet::build(&config, &memory, VmId::random(), false, &[]).unwrap();
         let mut other = Block::open(&b, 1, VmId::random()).unwrap();
         other.acquire().unwrap();
         let why = set.acquire().unwrap_err();

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use checkpoint::{Checkpointer, RunState, Store, Taken};
+use checkpoint::{Cadence, Checkpointer, RunState, Store, Taken, Tally};
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
@@ -35,6 +35,7 @@ struct Log {
     /// The number of the first report kept.
     first: u64,
     kept: VecDeque<EpochOutcome>,
+    tally: Tally,
     /// The run ended because the guest did.
     guest_ended: bool,
     /// Whether somebody has read the end.
@@ -59,14 +60,17 @@ impl CheckpointJob {
             log: Mutex::default(),
             news: watch::Sender::new((0, false)),
         });
-        let every = Duration::from_millis(request.every_ms.unwrap_or(0));
-        let count = request.count.or(request.every_ms.is_none().then_some(1));
+        let cadence = Cadence {
+            every: Duration::from_millis(request.every_ms.unwrap_or(0)),
+            count: request.count.or(request.every_ms.is_none().then_some(1)),
+            max_pause: request.max_pause_ms.map(Duration::from_millis),
+        };
         let worker = job.clone();
         thread::Builder::new()
             .name("checkpoint".into())
             .spawn(move || {
                 let _end = EndGuard(&worker);
-                checkpointer.run(every, count, &worker.cancel, |taken| worker.note(&taken));
+                checkpointer.run(&cadence, &worker.cancel, |taken| worker.note(&taken));
                 // The store's lock goes before anyone hears that the run is over.
                 drop(checkpointer);
             })
@@ -76,10 +80,7 @@ impl CheckpointJob {
 
     fn note(&self, taken: &Taken) -> ControlFlow<()> {
         let outcome = match &taken.outcome {
-            Ok(report) => {
-                let late_ms = u64::try_from(taken.late.as_millis()).unwrap_or(u64::MAX);
-                EpochOutcome::Stored(EpochLine::new(report, late_ms, taken.skipped))
-            }
+            Ok(report) => EpochOutcome::Stored(EpochLine::new(report, taken)),
             Err(e) if e.guest == RunState::Stopped => {
                 self.guest_ended();
                 return ControlFlow::Break(());
@@ -87,6 +88,7 @@ impl CheckpointJob {
             Err(e) => EpochOutcome::Failed(e.to_string()),
         };
         let mut log = self.log();
+        log.tally.add(taken);
         if log.kept.len() == KEPT_REPORTS {
             log.kept.pop_front();
             log.first += 1;
@@ -134,7 +136,8 @@ impl CheckpointJob {
         log.end_was_read |= !running;
         let guest_ended = log.guest_ended && !running;
         let (job, store) = (self.number, self.store.clone());
-        CheckpointPage { job, running, guest_ended, store, next, epochs }
+        let achieved = log.tally.achieved();
+        CheckpointPage { job, running, guest_ended, store, next, epochs, achieved }
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {

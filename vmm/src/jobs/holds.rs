@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{
-    Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VcpuWrites, VmId,
+    Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
@@ -210,6 +210,10 @@ impl Guest for View {
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.holds.vm.subscribe(name)
+    }
+
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        self.holds.vm.shield()
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {

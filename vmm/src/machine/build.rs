@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
-use checkpoint::{GuestRam, VmId};
+use checkpoint::VmId;
 use dirty_tracker::{DirtySource, RingFull, TrackingMode};
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
@@ -59,8 +59,8 @@ impl Machine {
         host: &HostConfig,
         load: bool,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::build_around(vm_id, config, host, load, |config, ram, guest, acquire| {
-            DeviceSet::build(config, ram, guest, acquire, &host.copied)
+        Self::build_around(vm_id, config, host, load, |config, memory, guest, acquire| {
+            DeviceSet::build(config, memory, guest, acquire, &host.copied)
         })
     }
 
@@ -70,7 +70,7 @@ impl Machine {
         mut config: MachineConfig,
         host: &HostConfig,
         load: bool,
-        devices: impl FnOnce(&MachineConfig, &GuestRam, VmId, bool) -> Result<DeviceSet, DeviceError>,
+        devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
         let (kvm, capabilities) = kvm::open()?;
@@ -83,7 +83,7 @@ impl Machine {
         let (sink, serial) = open_sink(&host.serial)?;
         // A new guest holds its disks before anything of it runs; one that arrives does when told.
         let holds = load || config.devices.is_empty();
-        let devices = devices(&config, memory.ram(), vm_id, load)?;
+        let devices = devices(&config, &memory, vm_id, load)?;
         devices.note_disks(&mut config.devices);
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());

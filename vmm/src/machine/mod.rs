@@ -31,7 +31,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::{
-    Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, VcpuWrites, VmId,
+    Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription};
 
@@ -144,6 +144,10 @@ impl Guest for Machine {
 
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.collector()?.subscribe(name)
+    }
+
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        self.memory.shield()
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {

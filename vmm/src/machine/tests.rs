@@ -47,10 +47,11 @@ impl World {
         let host = HostConfig { serial, ..Default::default() };
         let script = Arc::new(fake::Script::default());
         let device = Box::new(fake::Fake(script.clone()));
-        let build = Machine::build_around(VmId::random(), config, &host, true, |_, ram, _, _| {
-            let fake = fake::spawn("fake", device, ram.clone()).unwrap();
-            Ok(DeviceSet::of(vec![fake], stall_limit))
-        });
+        let build =
+            Machine::build_around(VmId::random(), config, &host, true, |_, memory, _, _| {
+                let fake = fake::spawn("fake", device, memory.ram().clone()).unwrap();
+                Ok(DeviceSet::of(vec![fake], stall_limit))
+            });
         Self { machine: build.unwrap(), script, dir }
     }
 

@@ -6,11 +6,14 @@
 //! content or zeros, and either way finds it in the next epoch and reads zeros then (I3, I4). Frames
 //! that had no memory read as zeros before and after, and are not marked.
 //!
+//! A frame that is protected until it has been copied (`shield.rs`) is waited for.
+//!
 //! The guest's next write is followed too: with the host's page goes KVM's mapping of it, so that
 //! the write faults and is reported, whether or not the frame was reported before.
 
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use checkpoint::GuestRam;
 use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
@@ -21,18 +24,20 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 use super::Region;
 use super::backing::HUGE_PAGE;
 use super::populated::{Populated, all, is_pooled};
+use super::shield::Kept;
 
 /// Gives frames back. What it keeps between calls only saves time.
 #[derive(Debug, Default)]
 pub(crate) struct Discarder {
     populated: Populated,
     runs: Vec<FrameRun>,
+    kept: Arc<Kept>,
 }
 
 impl Discarder {
-    /// Opens all that it needs of the system.
-    pub(crate) fn open() -> io::Result<Self> {
-        Ok(Self { populated: Populated::open()?, runs: Vec::new() })
+    /// Opens all that it needs of the system. Frames that are `kept` are discarded when they no longer are.
+    pub(crate) fn open(kept: Arc<Kept>) -> io::Result<Self> {
+        Ok(Self { populated: Populated::open()?, runs: Vec::new(), kept })
     }
 
     /// Discards the frames of `run`, which lie in one slot of `ram`, and returns how many of them had
@@ -56,6 +61,8 @@ impl Discarder {
         if self.runs.is_empty() {
             return Ok(0);
         }
+        // Not one by one: part of it must not be gone if the rest is waited for.
+        self.kept.wait(run);
         let discarded = discard_in(region, run);
         // Also after an error: part of it may be done.
         for run in &self.runs {

@@ -5,11 +5,13 @@ mod backing;
 mod discard;
 mod map;
 mod populated;
+mod shield;
+mod userfault;
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use checkpoint::GuestRam;
+use checkpoint::{GuestError, GuestRam, Shield};
 use dirty_tracker::{FrameRun, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
@@ -18,6 +20,9 @@ pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
 use populated::Populated;
+pub(crate) use shield::Kept;
+use shield::MemoryShield;
+pub(crate) use userfault::Userfault;
 
 /// Why there is no guest memory.
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +70,8 @@ pub struct Memory {
     tracker: Arc<Tracker>,
     /// Huge pages that were asked for where nobody has said whether there may be any; `None` where somebody has.
     huge: Option<Mutex<HugeRanges>>,
+    /// Frames that nobody may change now.
+    kept: Arc<Kept>,
 }
 
 impl Memory {
@@ -106,7 +113,7 @@ impl Memory {
         }
         let huge = options.huge_pages.is_none().then(Mutex::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker, huge })
+        Ok(Self { ram, tracker, huge, kept: Arc::default() })
     }
 
     /// The mappings.
@@ -117,6 +124,21 @@ impl Memory {
     /// The tracker of all writes.
     pub fn tracker(&self) -> &Arc<Tracker> {
         &self.tracker
+    }
+
+    /// Frames that nobody may change now, for whoever changes them without writing.
+    pub(crate) fn kept(&self) -> &Arc<Kept> {
+        &self.kept
+    }
+
+    /// What keeps frames as they are while the guest runs; one at a time. `None` where the host or this memory's pages
+    /// do not allow it.
+    pub(crate) fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        let opened = MemoryShield::open(&self.ram, &self.kept).map_err(|e| GuestError::System {
+            what: "registering guest memory with userfaultfd",
+            cause: Box::new(e),
+        })?;
+        Ok(opened.map(|shield| Box::new(shield) as Box<dyn Shield>))
     }
 
     /// The slots.

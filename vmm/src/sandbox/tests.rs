@@ -321,8 +321,7 @@ fn devices() {
         devices,
     };
     let memory = crate::memory::Memory::new(64 << 20, &Default::default()).unwrap();
-    let set =
-        DeviceSet::build(&config, memory.ram(), checkpoint::VmId::random(), true, &[]).unwrap();
+    let set = DeviceSet::build(&config, &memory, checkpoint::VmId::random(), true, &[]).unwrap();
     for _ in 0..3 {
         set.resume();
         std::os::unix::net::UnixStream::connect(&uds).unwrap();

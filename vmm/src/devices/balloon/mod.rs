@@ -31,7 +31,7 @@ use super::virtio::{
     Buffer, Chain, Device, Io, Kind, Shared, Stall, Violation, Watcher, decode_state, encode_state,
 };
 use crate::config::BalloonConfig;
-use crate::memory::Discarder;
+use crate::memory::{Discarder, Kept};
 use control::{Ask, Figures};
 pub use control::{BalloonControl, BalloonFigures};
 use hints::{Hints, STOP};
@@ -85,8 +85,11 @@ struct State {
 }
 
 impl Balloon {
-    /// The device, and what the rest of the machine asks it by.
-    pub(super) fn new(config: &BalloonConfig) -> io::Result<(Self, BalloonControl)> {
+    /// The device, and what the rest of the machine asks it by. It discards no frames of those that are `kept`.
+    pub(super) fn new(
+        config: &BalloonConfig,
+        kept: Arc<Kept>,
+    ) -> io::Result<(Self, BalloonControl)> {
         let (control, asks) = BalloonControl::new(config)?;
         let balloon = Self {
             config: config.clone(),
@@ -94,7 +97,7 @@ impl Balloon {
             features: 0,
             roles: Vec::new(),
             hints: Hints::default(),
-            discarder: Discarder::open()?,
+            discarder: Discarder::open(kept)?,
             runs: Vec::new(),
             figures: control.shared_figures(),
             wake: control.wake(),

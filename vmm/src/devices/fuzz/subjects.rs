@@ -420,7 +420,7 @@ impl Inflatable {
 
 impl Subject for Inflatable {
     fn make(&mut self) -> Box<dyn Device> {
-        let (balloon, control) = Balloon::new(&self.config).unwrap();
+        let (balloon, control) = Balloon::new(&self.config, Default::default()).unwrap();
         self.control = Some(control);
         Box::new(balloon)
     }

@@ -1,0 +1,388 @@
+//! The instant of an epoch: the guest is stopped for as long as it takes to know what changed and to save its state.
+//! What changed is copied in that pause, or, where it is much and the guest can [shield](Shield) it, behind its back:
+//!
+//! ```text
+//! this thread    collect, drain   protect   PAUSE: save, drain again, copy that   write ............  publish
+//! the saver              let go of what is written to .......................   copy, let go ...
+//! the guest      runs ........................................................  runs; writes wait for what is not copied
+//! ```
+//!
+//! So the pause depends on what changes while much is protected, which is little, and not on what changed before. Frames are
+//! protected before the pause; one that is written to in between is let go of at once, is dirty again, and is copied in
+//! the pause. From the pause on a frame is let go of when it has been copied: those that somebody waits for first, the
+//! others in order. Copies wait in the staging area for the file; where that is slow, writers wait for room in it.
+
+use std::io;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
+
+use crate::checkpointer::{Cause, Phase, step};
+use crate::pieces::{Pieces, in_slots, spans};
+use crate::shield::Released;
+use crate::staging::{Staging, copy, window};
+use crate::store::EpochWriter;
+use crate::{Guest, GuestError, Paused, Section, Shield};
+
+/// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a writer for longer.
+const PIECE_FRAMES: u64 = 64;
+/// How often the saver looks whether the pause has come.
+const BEFORE_LOOK: Duration = Duration::from_micros(500);
+/// How long the store may take nothing while the guest waits to write. Less than a pause waits for vCPUs and devices,
+/// which may be among those that wait.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What an epoch is taken with.
+pub(crate) struct Means<'m, 's> {
+    pub(crate) guest: &'m dyn Guest,
+    pub(crate) shield: Option<&'m dyn Shield>,
+    /// Of so many frames on they are copied behind the guest's back.
+    pub(crate) behind_from: u64,
+    pub(crate) staging: &'m mut Staging,
+    pub(crate) file: &'m mut EpochWriter<'s>,
+}
+
+/// An epoch all of which is in the file; nothing of it is durable yet.
+pub(crate) struct Taken {
+    /// To be committed once it is.
+    pub(crate) changed: Vec<Epoch>,
+    /// Frames that had to fit into the staging area at once.
+    pub(crate) staged: u64,
+    /// Frames copied while the guest ran.
+    pub(crate) behind: u64,
+    /// How often somebody waited for one of those.
+    pub(crate) waits: u64,
+    pub(crate) pause: Duration,
+    pub(crate) resumed: Instant,
+}
+
+/// Takes what changed since the last epoch, and the state. On every way out the guest runs again if it ran before, and
+/// nobody waits for a frame.
+pub(crate) fn take(
+    means: Means<'_, '_>,
+    subscription: &mut Subscription,
+) -> Result<Taken, (Phase, Cause)> {
+    // What is collected now is not in the pause.
+    step(Phase::Drain, || means.guest.collect())?;
+    if let Some(shield) = means.shield
+        && means.staging.frames() > 1
+    {
+        let early = subscription.drain();
+        if early.frames() >= means.behind_from.max(1) {
+            return behind(means, shield, early, subscription);
+        }
+        early.give_back();
+    }
+    in_the_pause(means, subscription)
+}
+
+/// What a pause brought.
+struct Pause<T> {
+    changed: Epoch,
+    sections: Vec<Section>,
+    dealt: T,
+    time: Duration,
+}
+
+/// The pause: saves the state and learns what changed. Ends when that has been dealt with by `deal`.
+fn pause<T>(
+    guest: &dyn Guest,
+    subscription: &mut Subscription,
+    deal: impl FnOnce(&Epoch) -> Result<T, (Phase, Cause)>,
+) -> Result<Pause<T>, (Phase, Cause)> {
+    let since = Instant::now();
+    let paused = step(Phase::Pause, || Paused::new(guest))?;
+    // Before the drain: saving may make the host write into guest memory.
+    let sections = step(Phase::Save, || paused.save_state())?;
+    let changed = step(Phase::Drain, || paused.drain(subscription))?;
+    let dealt = deal(&changed)?;
+    step(Phase::Resume, || paused.resume())?;
+    Ok(Pause { changed, sections, dealt, time: since.elapsed() })
+}
+
+fn in_the_pause(
+    means: Means<'_, '_>,
+    subscription: &mut Subscription,
+) -> Result<Taken, (Phase, Cause)> {
+    let Means { guest, staging, file, .. } = means;
+    let Pause { changed, sections, dealt: written, time } =
+        pause(guest, subscription, |changed| {
+            step(Phase::Copy, || copy_changed(guest, staging, file, changed))
+        })?;
+    let resumed = Instant::now();
+    step::<_, Cause>(Phase::Write, || {
+        let left = changed.frames() - written;
+        file.frames(window(changed.runs(), written, left), staging.copied(left), false)?;
+        Ok(sections.iter().try_for_each(|section| file.section(section))?)
+    })?;
+    let staged = changed.frames();
+    Ok(Taken { changed: vec![changed], staged, behind: 0, waits: 0, pause: time, resumed })
+}
+
+/// Copies the epoch to the staging area, writing out whatever does not fit. Returns how many of
+/// its frames are in the file and no longer in the area.
+fn copy_changed(
+    guest: &dyn Guest,
+    staging: &mut Staging,
+    file: &mut EpochWriter<'_>,
+    changed: &Epoch,
+) -> Result<u64, Cause> {
+    let (mut written, at_once) = (0, staging.frames());
+    loop {
+        let part = || window(changed.runs(), written, at_once);
+        let contents = staging.copy(guest.ram(), part())?;
+        if changed.frames() - written <= at_once {
+            return Ok(written);
+        }
+        file.frames(part(), contents, false)?;
+        written += at_once;
+    }
+}
+
+/// Takes an epoch of which `early` is drained already.
+fn behind(
+    means: Means<'_, '_>,
+    shield: &dyn Shield,
+    early: Epoch,
+    subscription: &mut Subscription,
+) -> Result<Taken, (Phase, Cause)> {
+    let Means { guest, behind_from, staging, file, .. } = means;
+    // The saver has one of its own, and may end before something is protected.
+    let _released = Released(shield);
+    let piece_frames = PIECE_FRAMES.min(staging.frames() / 2);
+    let (late_room, room) = staging.split(behind_from.min(staging.frames() / 2));
+    let (to_guest, empty) = mpsc::channel();
+    for buffer in room.chunks_exact_mut((piece_frames * PAGE_SIZE) as usize) {
+        // The receiver is here.
+        let _ = to_guest.send(buffer);
+    }
+    let (go, gone) = mpsc::channel();
+    let (to_file, full) = mpsc::channel();
+    let before = Mutex::new(Some(Vec::new()));
+    let saver =
+        Saver { guest, shield, before: &before, gone, empty, to_file, piece_frames, awaited: None };
+    thread::scope(|scope| {
+        let saving = thread::Builder::new()
+            .name("checkpoint-copy".into())
+            .spawn_scoped(scope, move || saver.run())
+            .map_err(|e| (Phase::Protect, system("starting a thread that copies", e)))?;
+        let taker = Taker { guest, shield, before: &before, late_room, file, go, full, to_guest };
+        let taken = taker.take(early, subscription);
+        // Its channels are closed: the saver ends if it has not.
+        let saved = saving.join().unwrap_or_else(|_| {
+            Err(system("copying behind the guest", io::Error::other("its thread panicked")))
+        });
+        let mut taken = taken?;
+        let saved = saved.map_err(|cause| (Phase::CopyBehind, cause))?;
+        (taken.behind, taken.waits) = (saved.frames, saved.waits);
+        Ok(taken)
+    })
+}
+
+fn system(what: &'static str, e: io::Error) -> Cause {
+    GuestError::System { what, cause: e.into() }.into()
+}
+
+/// What was let go of before the pause; `None` once that is no longer done. Under one lock, so that nothing is let go of
+/// unknown to the pause: who waited may have been stopped before it wrote, and writes after.
+type Before = Mutex<Option<Vec<FrameRun>>>;
+
+/// A piece on its way to the file.
+struct Full<'b> {
+    runs: Vec<FrameRun>,
+    buffer: &'b mut [u8],
+}
+
+/// What the thread has that takes the epoch.
+struct Taker<'m, 'b, 's> {
+    guest: &'m dyn Guest,
+    shield: &'m dyn Shield,
+    before: &'m Before,
+    late_room: &'b mut [u8],
+    file: &'m mut EpochWriter<'s>,
+    go: Sender<(FrameSet, FrameSet)>,
+    full: Receiver<Full<'b>>,
+    to_guest: Sender<&'b mut [u8]>,
+}
+
+impl Taker<'_, '_, '_> {
+    fn take(self, early: Epoch, subscription: &mut Subscription) -> Result<Taken, (Phase, Cause)> {
+        let Self { guest, shield, before, late_room, file, go, full, to_guest } = self;
+        let layout = guest.layout();
+        let mut frames: FrameSet = early.runs().collect();
+        step(Phase::Protect, || shield.protect(&spans(layout, &frames)))?;
+        let Pause { changed, sections, dealt: late, time } =
+            pause(guest, subscription, |changed| {
+                let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let mut late: FrameSet =
+                    changed.runs().chain(released.unwrap_or_default()).collect();
+                if late.frames() * PAGE_SIZE <= late_room.len() as u64 {
+                    step(Phase::Copy, || copy(late_room, guest.ram(), in_slots(layout, &late)))?;
+                } else {
+                    step(Phase::Protect, || shield.protect(&spans(layout, &late)))?;
+                    frames.insert_all(late.as_slice());
+                    late.clear();
+                }
+                // While it stands: from here on nothing is let go of that is not copied. A saver that has ended says why
+                // when it is joined.
+                let _ = go.send((std::mem::take(&mut frames), late.clone()));
+                Ok(late)
+            })?;
+        let resumed = Instant::now();
+        step::<_, Cause>(Phase::Write, || {
+            for Full { runs, buffer } in full {
+                file.frames(runs.iter().copied(), buffer, false)?;
+                // The saver may have copied all there is.
+                let _ = to_guest.send(buffer);
+            }
+            let bytes = (late.frames() * PAGE_SIZE) as usize;
+            file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;
+            Ok(sections.iter().try_for_each(|section| file.section(section))?)
+        })?;
+        let changed = vec![early, changed];
+        Ok(Taken { changed, staged: 0, behind: 0, waits: 0, pause: time, resumed })
+    }
+}
+
+/// Copies what is protected and lets go of it.
+struct Saver<'m, 'b> {
+    guest: &'m dyn Guest,
+    shield: &'m dyn Shield,
+    before: &'m Before,
+    /// What is to be copied, and what not of that, told while the guest stands; closed if nothing is.
+    gone: Receiver<(FrameSet, FrameSet)>,
+    empty: Receiver<&'b mut [u8]>,
+    to_file: Sender<Full<'b>>,
+    piece_frames: u64,
+    /// Somebody waits for them, and that is not looked at yet.
+    awaited: Option<FrameRun>,
+}
+
+/// What a saver did.
+#[derive(Default)]
+struct Saved {
+    frames: u64,
+    waits: u64,
+}
+
+impl<'b> Saver<'_, 'b> {
+    fn run(mut self) -> Result<Saved, Cause> {
+        let _released = Released(self.shield);
+        let mut saved = Saved::default();
+        let Some((frames, late)) = self.until_the_pause()? else { return Ok(saved) };
+        let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
+        let mut pieces = Pieces::new(self.guest.layout(), &frames, self.piece_frames);
+        while let Some(next) = pieces.next() {
+            let awaited = self.awaited()?;
+            let piece = match awaited {
+                None => next,
+                Some(FrameRun { start, .. }) => {
+                    saved.waits += 1;
+                    let Some(piece) = pieces.with(start) else {
+                        // It is free already, or was copied in the pause.
+                        self.shield.release(FrameRun { start, count: 1 })?;
+                        continue;
+                    };
+                    piece
+                }
+            };
+            let Some(buffer) = self.room(awaited.is_some())? else { return Ok(saved) };
+            let runs = pieces.runs(piece).to_vec();
+            copy(buffer, self.guest.ram(), runs.iter().copied())?;
+            pieces.spans(piece).try_for_each(|span| self.shield.release(span))?;
+            pieces.done(piece);
+            saved.frames += runs.iter().map(|run| run.count).sum::<u64>();
+            if self.to_file.send(Full { runs, buffer }).is_err() {
+                // The file has failed, which is the better reason.
+                return Ok(saved);
+            }
+        }
+        Ok(saved)
+    }
+
+    fn awaited(&mut self) -> Result<Option<FrameRun>, GuestError> {
+        match self.awaited.take() {
+            Some(frames) => Ok(Some(frames)),
+            None => self.shield.awaited(Duration::ZERO),
+        }
+    }
+
+    /// Lets go of what is written to, until it is said what is to be copied. `None` if nothing is.
+    fn until_the_pause(&mut self) -> Result<Option<(FrameSet, FrameSet)>, Cause> {
+        loop {
+            match self.gone.try_recv() {
+                Ok(sets) => return Ok(Some(sets)),
+                Err(TryRecvError::Disconnected) => return Ok(None),
+                Err(TryRecvError::Empty) => {}
+            }
+            let Some(frames) = self.shield.awaited(BEFORE_LOOK)? else { continue };
+            let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+            match &mut *before {
+                Some(released) => {
+                    self.shield.release(frames)?;
+                    released.push(frames);
+                }
+                None => {
+                    // The guest stands, or has stood.
+                    self.awaited = Some(frames);
+                    return Ok(self.gone.recv().ok());
+                }
+            }
+        }
+    }
+
+    /// Room for a piece, which somebody may wait for; `None` if the file has failed.
+    fn room(&self, waited_for: bool) -> Result<Option<&'b mut [u8]>, Cause> {
+        loop {
+            match self.empty.recv_timeout(PATIENCE) {
+                Ok(buffer) => return Ok(Some(buffer)),
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if waited_for || self.shield.awaited(Duration::ZERO)?.is_some() {
+                return Err(Cause::Stalled(PATIENCE));
+            }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use super::*;
+    use crate::VmId;
+    use crate::testing::{MemoryConfig, MemoryGuest};
+    use dirty_tracker::Gfn;
+
+    #[test]
+    fn a_store_that_takes_nothing_does_not_hold_the_guest_for_ever() {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let shield = guest.shield().unwrap().unwrap();
+        let frames = FrameRun { start: Gfn(3), count: 5 };
+        shield.protect(&[frames]).unwrap();
+        let ((go, gone), (to_file, _full)) = (mpsc::channel(), mpsc::channel());
+        // Open, and nothing ever comes back.
+        let (_to_guest, empty) = mpsc::channel();
+        go.send((FrameSet::from_iter([frames]), FrameSet::new())).unwrap();
+        let writer = guest.clone();
+        let writer = thread::spawn(move || writer.write(Gfn(5), &[1]));
+        let (guest_dyn, before, awaited) = (&*guest as &dyn Guest, Mutex::new(None), None);
+        let saver = Saver {
+            guest: guest_dyn,
+            shield: &*shield,
+            before: &before,
+            gone,
+            empty,
+            to_file,
+            piece_frames: 4,
+            awaited,
+        };
+        let since = Instant::now();
+        assert!(matches!(saver.run(), Err(Cause::Stalled(_))));
+        assert!(since.elapsed() >= PATIENCE);
+        writer.join().unwrap().unwrap();
+        assert_eq!(guest.protected(), 0);
+    }
+}

@@ -1,0 +1,169 @@
+//! The frames of an epoch in pieces: what is copied, and let go of, at once.
+//!
+//! ```text
+//! frames    ##.#  ##       .: a gap so small that it is protected along with its neighbours
+//! spans     [  ]  []       what is protected
+//! pieces    0  1  1        each is protected from its first frame up to the next piece's first
+//! ```
+
+use dirty_tracker::{FrameRun, FrameSet, Gfn, Layout};
+
+/// Runs with at most so many frames between them are protected as one. A call of the kernel costs about as much as so many
+/// frames in it (`tests/bench/pause.rs` has both).
+const GAP: u64 = 16;
+
+/// What is to be protected so that all of `frames` is: few runs, each in one slot.
+pub(crate) fn spans(layout: &Layout, frames: &FrameSet) -> Vec<FrameRun> {
+    let mut spans: Vec<FrameRun> = Vec::new();
+    for slot in layout.slots() {
+        let first = spans.len();
+        for run in frames.within(slot.run()) {
+            match spans[first..].last_mut() {
+                Some(span) if run.start.0 - span.end().0 <= GAP => {
+                    span.count = run.end().0 - span.start.0;
+                }
+                _ => spans.push(run),
+            }
+        }
+    }
+    spans
+}
+
+/// `frames` as runs each of which lies in one slot.
+pub(crate) fn in_slots(layout: &Layout, frames: &FrameSet) -> impl Iterator<Item = FrameRun> {
+    layout.slots().flat_map(|slot| frames.within(slot.run()))
+}
+
+/// Frames to be copied, in pieces, and which of those are done.
+#[derive(Debug)]
+pub(crate) struct Pieces {
+    /// Ascending, each in one slot and one piece.
+    runs: Vec<FrameRun>,
+    /// Of each piece, where its runs begin; ascending.
+    firsts: Vec<usize>,
+    done: Vec<bool>,
+    /// None before this is left.
+    next: usize,
+    spans: FrameSet,
+}
+
+impl Pieces {
+    /// `frames` in pieces of `most` frames at most, of which at least one.
+    pub(crate) fn new(layout: &Layout, frames: &FrameSet, most: u64) -> Self {
+        let most = most.max(1);
+        let (mut runs, mut firsts, mut room) = (Vec::new(), Vec::new(), 0);
+        for mut run in in_slots(layout, frames) {
+            while run.count > 0 {
+                if room == 0 {
+                    firsts.push(runs.len());
+                    room = most;
+                }
+                let count = run.count.min(room);
+                runs.push(FrameRun { start: run.start, count });
+                room -= count;
+                run = FrameRun { start: Gfn(run.start.0 + count), count: run.count - count };
+            }
+        }
+        let spans = spans(layout, frames).into_iter().collect();
+        Self { done: vec![false; firsts.len()], runs, firsts, next: 0, spans }
+    }
+
+    /// The next that is left, in order.
+    pub(crate) fn next(&mut self) -> Option<usize> {
+        while *self.done.get(self.next)? {
+            self.next += 1;
+        }
+        Some(self.next)
+    }
+
+    /// The piece with which `gfn` is let go of, if that is left.
+    pub(crate) fn with(&self, gfn: Gfn) -> Option<usize> {
+        let after = self.firsts.partition_point(|first| self.runs[*first].start <= gfn);
+        let piece = after.checked_sub(1)?;
+        (!self.done[piece] && self.spans.contains(gfn)).then_some(piece)
+    }
+
+    /// What of `piece` is to be copied.
+    pub(crate) fn runs(&self, piece: usize) -> &[FrameRun] {
+        let first = self.firsts.get(piece).copied().unwrap_or(self.runs.len());
+        let end = self.firsts.get(piece + 1).copied().unwrap_or(self.runs.len());
+        &self.runs[first..end]
+    }
+
+    /// What is to be let go of with `piece`.
+    pub(crate) fn spans(&self, piece: usize) -> impl Iterator<Item = FrameRun> {
+        let start = self.runs(piece).first().map_or(Gfn(u64::MAX), |run| run.start);
+        let next = self.runs(piece + 1).first().map_or(Gfn(u64::MAX), |run| run.start);
+        self.spans.within(FrameRun { start, count: next.0 - start.0 })
+    }
+
+    /// It is done.
+    pub(crate) fn done(&mut self, piece: usize) {
+        if let Some(done) = self.done.get_mut(piece) {
+            *done = true;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dirty_tracker::{Slot, SlotId};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Two slots that touch, and one apart.
+    fn layout() -> Layout {
+        let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+        Layout::new([slot(0, 3, 200), slot(1, 203, 100), slot(2, 310, 300)]).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_have_every_frame_once_and_let_go_of_all_that_is_protected(
+            wanted in prop::collection::vec((0u64..620, 1u64..40), 0..20),
+            most in 1u64..70,
+            order in prop::collection::vec(0u64..620, 0..40),
+        ) {
+            let layout = layout();
+            let mut frames = FrameSet::new();
+            for (start, count) in wanted {
+                let run = FrameRun { start: Gfn(start), count };
+                for slot in layout.slots() {
+                    let low = run.start.max(slot.base);
+                    let high = run.end().min(slot.run().end());
+                    frames.insert(FrameRun { start: low, count: high.0.saturating_sub(low.0) });
+                }
+            }
+            let all = spans(&layout, &frames);
+            prop_assert!(all.iter().all(|span| layout.contains(*span)), "none crosses slots");
+            prop_assert!(frames.iter().all(|run| run.frames().all(|g| all.iter().any(|s| (s.start..s.end()).contains(&g)))));
+            let mut pieces = Pieces::new(&layout, &frames, most);
+            let (mut copied, mut released) = (FrameSet::new(), FrameSet::new());
+            let mut awaited = order.into_iter();
+            while let Some(next) = pieces.next() {
+                let wanted = awaited.next().and_then(|gfn| {
+                    let piece = pieces.with(Gfn(gfn));
+                    let due = all.iter().any(|s| (s.start..s.end()).contains(&Gfn(gfn)))
+                        && !released.contains(Gfn(gfn));
+                    assert_eq!(piece.is_some(), due, "whoever waits has a piece to wait for");
+                    piece
+                });
+                let piece = wanted.unwrap_or(next);
+                let count: u64 = pieces.runs(piece).iter().map(|run| run.count).sum();
+                prop_assert!(count <= most && count > 0);
+                for run in pieces.runs(piece) {
+                    prop_assert!(layout.contains(*run));
+                    prop_assert_eq!(copied.insert(*run), run.count, "copied once");
+                    prop_assert!(!released.intersects(*run), "copied before it is let go of");
+                }
+                for span in pieces.spans(piece) {
+                    prop_assert_eq!(released.insert(span), span.count);
+                }
+                pieces.done(piece);
+            }
+            prop_assert_eq!(copied, frames);
+            prop_assert_eq!(released, all.into_iter().collect::<FrameSet>());
+        }
+    }
+}

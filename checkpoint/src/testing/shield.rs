@@ -1,0 +1,93 @@
+//! A shield in software: who is about to write asks first.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use dirty_tracker::{FrameRun, FrameSet, Gfn};
+
+use super::faults::{Faults, Op};
+use crate::{GuestError, Shield};
+
+#[derive(Debug, Default)]
+struct State {
+    protected: FrameSet,
+    awaited: VecDeque<Gfn>,
+    /// How often frames were protected.
+    times: u64,
+}
+
+/// Which frames are protected, and who waits for one.
+#[derive(Debug, Default)]
+pub(super) struct Protected {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Protected {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns when `gfn` may be written to, as far as whoever stands at a pause is concerned: nobody protects frames in earnest
+    /// while a writer is between this and its write.
+    pub(super) fn wait(&self, gfn: Gfn) {
+        let mut state = self.lock();
+        while state.protected.contains(gfn) {
+            state.awaited.push_back(gfn);
+            self.changed.notify_all();
+            // Let go of and protected again before it has woken up: it waits anew, and says so.
+            let times = state.times;
+            let waits = |s: &mut State| s.protected.contains(gfn) && s.times == times;
+            state = self.changed.wait_while(state, waits).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// How many frames are protected.
+    pub(super) fn frames(&self) -> u64 {
+        self.lock().protected.frames()
+    }
+}
+
+/// What a guest gives out; lets go of everything when it goes.
+pub(super) struct SoftShield {
+    pub(super) protected: Arc<Protected>,
+    pub(super) faults: Arc<Faults>,
+}
+
+impl Shield for SoftShield {
+    fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        self.faults.check(Op::Protect, "protecting frames")?;
+        let mut state = self.protected.lock();
+        state.protected.insert_all(frames);
+        state.times += 1;
+        self.protected.changed.notify_all();
+        Ok(())
+    }
+
+    fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+        self.faults.check(Op::Unprotect, "letting go of frames")?;
+        self.protected.lock().protected.remove(frames);
+        self.protected.changed.notify_all();
+        Ok(())
+    }
+
+    fn release_all(&self) {
+        self.protected.lock().protected.clear();
+        self.protected.changed.notify_all();
+    }
+
+    fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
+        let state = self.protected.lock();
+        let none = |state: &mut State| state.awaited.is_empty();
+        let waited = self.protected.changed.wait_timeout_while(state, limit, none);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        Ok(state.awaited.pop_front().map(|start| FrameRun { start, count: 1 }))
+    }
+}
+
+impl Drop for SoftShield {
+    fn drop(&mut self) {
+        self.release_all();
+    }
+}

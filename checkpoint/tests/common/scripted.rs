@@ -1,0 +1,271 @@
+//! A guest whose writes are a script: they come between the steps of whoever takes an epoch of it, in an order that does not
+//! depend on threads. It holds what memory was when it stood.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use checkpoint::testing::MemoryGuest;
+use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, Shield, VmId};
+use dirty_tracker::{Collected, FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription};
+use vm_memory::{Bytes, GuestAddress};
+
+/// A write, and how it goes on should it have to wait.
+#[derive(Clone, Copy, Debug)]
+pub struct Write {
+    /// Of all frames of memory, which.
+    pub frame: u64,
+    pub value: u8,
+    /// When it begins, at the earliest: before the first pause 0, after it 1, before the second 2, and so on.
+    pub phase: u8,
+    /// Once let go of, it does not write before the next pause is over: a vCPU that was stopped before it could.
+    pub slow: bool,
+}
+
+struct State {
+    script: VecDeque<Write>,
+    /// Have to wait, or have been let go of and have not written yet.
+    waiting: Vec<Write>,
+    protected: FrameSet,
+    awaited: VecDeque<Gfn>,
+    standing: bool,
+    /// How often it was asked who waits since somebody did.
+    looks: u32,
+    phase: u8,
+    /// All of memory when it last stood.
+    was: Vec<u8>,
+}
+
+/// See the module.
+pub struct Scripted {
+    guest: Arc<MemoryGuest>,
+    state: Mutex<State>,
+    /// What saving the state writes to.
+    written_by_save: u64,
+}
+
+impl Scripted {
+    pub fn new(guest: Arc<MemoryGuest>, mut script: Vec<Write>, written_by_save: u64) -> Arc<Self> {
+        script.sort_by_key(|write| write.phase);
+        let state = State {
+            script: script.into(),
+            waiting: Vec::new(),
+            protected: FrameSet::new(),
+            awaited: VecDeque::new(),
+            standing: false,
+            looks: 0,
+            phase: 0,
+            was: Vec::new(),
+        };
+        let state = Mutex::new(state);
+        Arc::new(Self { guest, state, written_by_save })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn memory(guest: &MemoryGuest) -> Vec<u8> {
+        let mut all = vec![0; (guest.layout().frames() * PAGE_SIZE) as usize];
+        let mut at = 0;
+        for slot in guest.layout().slots() {
+            let end = at + slot.run().bytes() as usize;
+            guest.ram().read_slice(&mut all[at..end], GuestAddress(slot.base.gpa())).unwrap();
+            at = end;
+        }
+        all
+    }
+
+    /// What memory was when it last stood.
+    pub fn was(&self) -> Vec<u8> {
+        self.lock().was.clone()
+    }
+
+    /// How many frames are protected, and how many writes wait.
+    pub fn held(&self) -> (u64, usize) {
+        let mut state = self.lock();
+        self.go_on(&mut state, true);
+        (state.protected.frames(), state.waiting.len())
+    }
+
+    fn gfn(&self, frame: u64) -> Gfn {
+        let mut n = frame % self.guest.layout().frames();
+        for slot in self.guest.layout().slots() {
+            if n < slot.frames {
+                return Gfn(slot.base.0 + n);
+            }
+            n -= slot.frames;
+        }
+        unreachable!("the layout has as many frames as it says")
+    }
+
+    fn write(&self, state: &mut State, write: Write) {
+        let gfn = self.gfn(write.frame);
+        if state.protected.contains(gfn) {
+            state.awaited.push_back(gfn);
+            state.waiting.push(write);
+            return;
+        }
+        // Of one byte: the rest must be what it was.
+        let at = gfn.gpa() + u64::from(write.value) * 16;
+        self.guest.ram().write_obj(write.value, GuestAddress(at)).unwrap();
+    }
+
+    /// Those that waited try again.
+    fn go_on(&self, state: &mut State, slow: bool) {
+        if !state.standing {
+            for write in std::mem::take(&mut state.waiting) {
+                if write.slow && !slow {
+                    state.waiting.push(write);
+                } else {
+                    self.write(state, write);
+                }
+            }
+        }
+    }
+
+    /// The guest does something.
+    fn step(&self, state: &mut State) {
+        if state.standing {
+            return;
+        }
+        self.go_on(state, false);
+        if state.script.front().is_some_and(|write| write.phase <= state.phase)
+            && let Some(write) = state.script.pop_front()
+        {
+            self.write(state, write);
+        }
+    }
+}
+
+/// What is given out as its shield.
+struct Script(Arc<Scripted>);
+
+impl Shield for Script {
+    fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        for run in frames {
+            assert!(self.0.layout().contains(*run), "{run:?} is not in one slot");
+            let mut state = self.0.lock();
+            state.protected.insert(*run);
+            state.looks = 0;
+            self.0.step(&mut state);
+        }
+        Ok(())
+    }
+
+    fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+        let mut state = self.0.lock();
+        state.protected.remove(frames);
+        self.0.go_on(&mut state, false);
+        Ok(())
+    }
+
+    fn release_all(&self) {
+        self.0.lock().protected.clear();
+    }
+
+    fn awaited(&self, _: Duration) -> Result<Option<FrameRun>, GuestError> {
+        let mut state = self.0.lock();
+        self.0.step(&mut state);
+        state.looks = if state.awaited.is_empty() { state.looks + 1 } else { 0 };
+        Ok(state.awaited.pop_front().map(|start| FrameRun { start, count: 1 }))
+    }
+}
+
+/// Cloned as a guest of its own, so that a shield can have it.
+pub struct Handle(pub Arc<Scripted>);
+
+macro_rules! delegated {
+    ($($name:ident(&self $(, $arg:ident: $type:ty)*) -> $out:ty;)*) => {
+        $(fn $name(&self $(, $arg: $type)*) -> $out {
+            self.0.guest.$name($($arg),*)
+        })*
+    };
+}
+
+impl Guest for Handle {
+    delegated! {
+        vm_id(&self) -> VmId;
+        config(&self) -> Vec<u8>;
+        prepare(&self, frames: FrameRun) -> ();
+        populated(&self) -> Result<Vec<FrameRun>, GuestError>;
+        subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
+        run_state(&self) -> RunState;
+        restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
+        flush(&self, limit: Duration) -> Result<bool, GuestError>;
+        release(&self) -> Result<(), GuestError>;
+        detach(&self) -> Result<Vec<u8>, GuestError>;
+        attach(&self, late: &[u8]) -> Result<(), GuestError>;
+        acquire(&self) -> Result<(), GuestError>;
+        stop(&self, why: &str) -> ();
+    }
+
+    fn layout(&self) -> &Layout {
+        self.0.layout()
+    }
+
+    fn ram(&self) -> &GuestRam {
+        self.0.guest.ram()
+    }
+
+    fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        Ok(Some(Box::new(Script(self.0.clone()))))
+    }
+
+    fn collect(&self) -> Result<Collected, GuestError> {
+        let mut state = self.0.lock();
+        if !state.standing {
+            // The first thing that is done for an epoch.
+            state.phase = state.phase.next_multiple_of(2);
+        }
+        self.0.step(&mut state);
+        self.0.guest.collect()
+    }
+
+    fn pause(&self) -> Result<RunState, GuestError> {
+        // A pause that comes only when all who wait have been heard: with threads alone that would be seldom.
+        while let Some(state) =
+            Some(self.0.lock()).filter(|s| !s.protected.is_empty() && s.looks < 9)
+        {
+            drop(state);
+            std::thread::yield_now();
+        }
+        let before = self.0.guest.pause()?;
+        self.0.lock().standing = true;
+        Ok(before)
+    }
+
+    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+        // As the host's kernel writes for a vCPU: waits, too, for somebody to let go.
+        let gfn = self.0.gfn(self.0.written_by_save);
+        loop {
+            let mut state = self.0.lock();
+            if !state.protected.contains(gfn) {
+                self.0.guest.ram().write_obj(0xeeu8, GuestAddress(gfn.gpa() + 8)).unwrap();
+                break;
+            }
+            if !state.awaited.contains(&gfn) {
+                state.awaited.push_back(gfn);
+            }
+            drop(state);
+            std::thread::yield_now();
+        }
+        self.0.guest.save_state()
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        let mut state = self.0.lock();
+        state.was = Scripted::memory(&self.0.guest);
+        state.standing = false;
+        state.phase += 1;
+        // Whoever was stopped goes on before anybody else does something.
+        self.0.go_on(&mut state, true);
+        self.0.guest.resume()
+    }
+}
+
+impl Scripted {
+    fn layout(&self) -> &Layout {
+        self.guest.layout()
+    }
+}

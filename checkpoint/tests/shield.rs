@@ -1,0 +1,158 @@
+//! Epochs that are copied behind the guest's back are what a copy in the pause would have been.
+#![allow(clippy::unwrap_used)]
+
+#[path = "common/scripted.rs"]
+mod scripted;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::testing::{DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op};
+use checkpoint::{
+    Checkpointer, Clock, Guest, Phase, RunState, StagingLimits, Store, VmId, restore,
+};
+use proptest::prelude::*;
+use scripted::{Handle, Scripted, Write};
+
+fn writes() -> impl Strategy<Value = Vec<Write>> {
+    // Crowded, so that what is written to is often protected.
+    let frame = prop_oneof![0u64..60, 290u64..320, 0u64..1024];
+    let write = (frame, any::<u8>(), 0u8..8, any::<bool>());
+    let write = write.prop_map(|(frame, value, phase, slow)| Write { frame, value, phase, slow });
+    prop::collection::vec(write, 0..400)
+}
+
+fn limits(frames: u64) -> StagingLimits {
+    StagingLimits { first_bytes: frames * 4096, most_bytes: frames * 4096 }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(if full() { 2000 } else { 100 }))]
+
+    #[test]
+    fn an_epoch_is_what_memory_was_whatever_is_written_meanwhile(
+        script in writes(),
+        staged in 2u64..80,
+        behind_from in 1u64..20,
+        saved in 0u64..300,
+    ) {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        guest.resume().unwrap();
+        let scripted = Scripted::new(guest.clone(), script, saved);
+        let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
+        let handle = Arc::new(Handle(scripted.clone()));
+        let mut checkpointer = Checkpointer::with_staging(handle, store, limits(staged)).unwrap();
+        checkpointer.copy_behind_from(behind_from);
+        let mut behind = 0;
+        for _ in 0..4 {
+            let report = checkpointer.take().unwrap();
+            behind += report.behind_frames;
+            prop_assert_eq!(scripted.held(), (0, 0), "nobody waits when it is over");
+            let factory = MemoryGuestFactory::default();
+            let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
+            let (is, was) = (Scripted::memory(&copy), scripted.was());
+            let wrong = is.chunks(4096).zip(was.chunks(4096)).position(|(is, was)| is != was);
+            prop_assert_eq!(wrong, None, "epoch {} has another content of a frame", report.epoch);
+        }
+        prop_assume!(behind_from > 4 || behind > 0 || staged < 4);
+    }
+}
+
+fn full() -> bool {
+    std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")
+}
+
+/// Four writers that write as fast as they can to most of memory.
+fn fastest() -> Arc<MemoryGuest> {
+    let config =
+        MemoryConfig { writers: 4, working_set: 900, writes_per_s: 0, ..MemoryConfig::small() };
+    MemoryGuest::start(config).unwrap()
+}
+
+#[track_caller]
+fn goes_on(guest: &MemoryGuest) {
+    assert_eq!((guest.run_state(), guest.protected()), (RunState::Running, 0));
+    let (before, end) = (guest.writes(), Instant::now() + Duration::from_secs(30));
+    while guest.writes() < before + 1000 {
+        assert!(Instant::now() < end, "its writers wait for somebody");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn each_epoch_of_a_guest_that_writes_as_fast_as_it_can_is_whole() {
+    let (guest, disk) = (fastest(), MemoryDisk::default());
+    let store = Store::with_backend(Box::new(disk), true).unwrap();
+    let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
+    checkpointer.copy_behind_from(16);
+    let (mut behind, mut waits) = (0, 0);
+    for _ in 0..if full() { 300 } else { 30 } {
+        let report = checkpointer.take().unwrap();
+        (behind, waits) = (behind + report.behind_frames, waits + report.waits);
+        goes_on(&guest);
+        let factory = MemoryGuestFactory::default();
+        let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
+        copy.verify().unwrap();
+    }
+    guest.verify().unwrap();
+    assert!(behind > 0 && waits > 0, "{behind} frames behind its back, {waits} waits");
+}
+
+#[test]
+fn whatever_fails_nobody_waits_and_the_next_epoch_has_it() {
+    let (guest, disk) = (fastest(), MemoryDisk::default());
+    let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+    let mut checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
+    checkpointer.copy_behind_from(16);
+    checkpointer.take().unwrap();
+    let whole = |checkpointer: &mut Checkpointer| {
+        goes_on(&guest);
+        checkpointer.take().unwrap();
+        let factory = MemoryGuestFactory::default();
+        let (copy, _) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
+        copy.verify().unwrap();
+    };
+    for op in [Op::Pause, Op::Save, Op::Collect] {
+        goes_on(&guest);
+        guest.faults().fail_next(op, 1);
+        checkpointer.take().unwrap_err();
+        whole(&mut checkpointer);
+    }
+    for nth in 0..12 {
+        goes_on(&guest);
+        disk.fail(DiskOp::Write, libc::EIO, nth);
+        let failed = checkpointer.take().is_err();
+        disk.heal();
+        assert!(failed || nth > 2, "write {nth} of an epoch of hundreds of frames");
+        whole(&mut checkpointer);
+    }
+    for (op, phase) in [(Op::Unprotect, Phase::CopyBehind), (Op::Protect, Phase::Protect)] {
+        goes_on(&guest);
+        guest.faults().fail_next(op, 1);
+        let e = checkpointer.take().unwrap_err();
+        assert_eq!(e.phase, phase, "{e}");
+        whole(&mut checkpointer);
+        // It has given that up; another one has not.
+        goes_on(&guest);
+        assert_eq!(checkpointer.take().unwrap().behind_frames, 0);
+        drop(checkpointer);
+        let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
+        checkpointer = Checkpointer::with_staging(guest.clone(), store, limits(200)).unwrap();
+        checkpointer.copy_behind_from(16);
+        whole(&mut checkpointer);
+    }
+    guest.verify().unwrap();
+}
+
+#[test]
+fn a_guest_without_a_shield_is_copied_in_the_pause() {
+    let guest = fastest();
+    guest.faults().fail_next(Op::Shield, 1);
+    let store = Store::with_backend(Box::new(MemoryDisk::default()), true).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.copy_behind_from(1);
+    for _ in 0..3 {
+        goes_on(&guest);
+        assert_eq!(checkpointer.take().unwrap().behind_frames, 0);
+    }
+}

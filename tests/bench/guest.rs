@@ -1,0 +1,60 @@
+//! A guest for benches, in this process, and what it says of itself.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::Guest;
+use dirty_tracker::TrackingMode;
+use images::Report;
+use vmm::config::{
+    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+};
+use vmm::machine::Machine;
+
+/// Two vCPUs, 1 GiB, and a file for what it prints.
+pub struct BenchGuest {
+    pub machine: Arc<Machine>,
+    pub dir: tempfile::TempDir,
+    serial: PathBuf,
+}
+
+impl BenchGuest {
+    /// Runs `spec` until each vCPU has been over its share once.
+    pub fn start(spec: &str) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let serial = dir.path().join("serial");
+        let host = HostConfig { serial: SerialSink::File(serial.clone()), ..HostConfig::default() };
+        let config = MachineConfig {
+            mem_bytes: 1 << 30,
+            vcpus: 2,
+            tracking: TrackingMode::DirtyRing,
+            ring_entries: DEFAULT_RING_ENTRIES,
+            backend: Backend::Kvm,
+            boot: Boot::Payload(spec.to_owned()),
+            cpu: CpuConfig::default(),
+            devices: Vec::new(),
+        };
+        let machine = Machine::launch(config, &host).expect("a guest");
+        machine.resume().expect("it runs");
+        let guest = Self { machine, dir, serial };
+        let start = Instant::now();
+        while (0..2).any(|vcpu| !guest.reports().any(|r| r.vcpu == vcpu && r.passes > 0)) {
+            assert!(start.elapsed() < Duration::from_secs(60), "the guest gets nowhere");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        guest
+    }
+
+    /// All reports so far.
+    pub fn reports(&self) -> impl Iterator<Item = Report> {
+        let text = std::fs::read_to_string(&self.serial).unwrap_or_default();
+        text.lines().filter_map(Report::parse).collect::<Vec<_>>().into_iter()
+    }
+}
+
+impl Drop for BenchGuest {
+    fn drop(&mut self) {
+        self.machine.stop("measured");
+    }
+}

@@ -1,0 +1,115 @@
+//! Checkpoints of a guest that writes as fast as it can, and of one that is being migrated meanwhile: what is restored from any
+//! of them is whole.
+#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use tests::{Driftline, Load, SOON, Scratch, driftline, json_of, repeats, run_cli};
+use vmm::testing::kvm_or_skip;
+
+/// Restores `epoch`, or the latest, and has the guest check its memory for a while.
+fn restores_whole(scratch: &Scratch, store: &str, epoch: Option<u64>) {
+    let number = epoch.map(|epoch| epoch.to_string());
+    let mut args = vec!["restore", "--store", store];
+    if let Some(number) = &number {
+        args.extend(["--epoch", number]);
+    }
+    let name = format!("of{}", number.as_deref().unwrap_or("latest"));
+    let copy = Driftline::start(scratch, &name, &args);
+    copy.console().wait_reports(2, 2, SOON);
+    copy.console().assert_clean();
+}
+
+fn every_epoch_restores(load: Load, epochs: usize) {
+    let scratch = Scratch::new();
+    let here = load.start(&scratch, "guest");
+    let store = scratch.path("store");
+    let store = store.to_str().expect("UTF-8");
+    let count = epochs.to_string();
+    let args =
+        ["--store", store, "--every", "50ms", "--max-pause", "5ms", "--count", &count, "--json"];
+    let taken = here.cli("checkpoint", &args);
+    let said = String::from_utf8_lossy(&taken.stderr);
+    assert_eq!(taken.status.code(), Some(0), "{said}");
+    let text = String::from_utf8_lossy(&taken.stdout).into_owned();
+    let lines: Vec<serde_json::Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(lines.len(), epochs + 1);
+    let achieved = &lines[epochs]["achieved"];
+    assert_eq!(achieved["epochs"], epochs, "{achieved}");
+    assert!(achieved["pause"]["p99_us"].as_u64() > Some(0), "{achieved}");
+    here.console().assert_clean();
+    drop(here);
+    for line in &lines[..epochs] {
+        restores_whole(&scratch, store, line["epoch"].as_u64());
+    }
+    assert_eq!(run_cli(&["store", "verify", store]).status.code(), Some(0));
+}
+
+tests::under_each_load!(every_epoch_restores, 3, 100);
+
+#[test]
+fn checkpoints_go_on_while_the_guest_is_migrated_and_both_are_whole() {
+    if !kvm_or_skip("checkpoints_go_on_while_the_guest_is_migrated_and_both_are_whole") {
+        return;
+    }
+    let _alone = tests::one_at_a_time();
+    for round in 0..repeats(1, 10) {
+        let scratch = Scratch::new();
+        let mut here = Load::paced("dirty-ring").start(&scratch, "source");
+        let store = scratch.path("store");
+        let store = store.to_str().expect("UTF-8");
+        let mut taking = Command::new(driftline())
+            .args([
+                "checkpoint",
+                "--api-sock",
+                here.socket(),
+                "--store",
+                store,
+                "--every",
+                "20ms",
+                "--json",
+            ])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("driftline starts");
+        let (epochs, taken) = mpsc::channel();
+        let out = BufReader::new(taking.stdout.take().expect("its output"));
+        let reader = thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+                if let Some(epoch) = line["epoch"].as_u64() {
+                    let _ = epochs.send(epoch);
+                }
+            }
+        });
+        for _ in 0..5 {
+            taken.recv_timeout(SOON).expect("an epoch");
+        }
+        let (there, address) = Driftline::receive(&scratch, "destination");
+        let before = taken.try_iter().count();
+        // Slow enough for many epochs to be taken meanwhile.
+        let args = [&address, "--json", "--max-bandwidth", "500M", "--verify"];
+        let sent = here.cli("send-migration", &args);
+        let said = String::from_utf8_lossy(&sent.stderr);
+        assert_eq!(sent.status.code(), Some(0), "round {round}: {said}\n{}", there.log());
+        assert_eq!(json_of(&sent)["status"], "completed", "round {round}");
+        assert_eq!(here.wait_exit(SOON), 0, "round {round}");
+        there.console().wait_reports(2, 1, SOON);
+        there.console().assert_clean();
+        taking.wait().expect("it ends with the guest");
+        reader.join().expect("it printed JSON");
+        let meanwhile: Vec<u64> = taken.try_iter().collect();
+        assert!(meanwhile.len() > 2, "round {round}: {meanwhile:?} after {before}");
+        // One that was taken while memory was being sent, and the last that became durable.
+        restores_whole(&scratch, store, meanwhile.get(meanwhile.len() / 2).copied());
+        restores_whole(&scratch, store, None);
+        there.console().wait_reports(2, 1, Duration::from_secs(60));
+        there.console().assert_clean();
+    }
+}

@@ -1,0 +1,340 @@
+//! Owns which frames nobody writes to until they have been copied (see [`Shield`]): userfaultfd's write protection of guest
+//! memory, and those who would change frames without a fault.
+//!
+//! Whoever writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in its store or in its `readv`, KVM
+//! for a vCPU. All of them can be interrupted or killed. Giving a frame back to the host is no write, and would empty it at
+//! once: the balloon therefore asks [`Kept`] first, and waits there.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use checkpoint::{GuestError, GuestRam, Shield};
+use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use super::populated::{all, is_pooled};
+use super::userfault::Userfault;
+
+/// The frames that are protected, for those who do not write and must wait all the same.
+#[derive(Debug, Default)]
+pub(crate) struct Kept {
+    /// Whether any are: looked at before the lock is taken.
+    any: AtomicBool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    protected: FrameSet,
+    /// How often frames were protected.
+    times: u64,
+    /// What somebody waits for here.
+    awaited: Vec<FrameRun>,
+}
+
+impl Kept {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns when none of `frames` is protected. Not to be called by whoever a pause does not wait for: frames are
+    /// protected in earnest only while the guest and its devices stand.
+    pub(crate) fn wait(&self, frames: FrameRun) {
+        if !self.any.load(Ordering::Acquire) {
+            return;
+        }
+        let mut state = self.lock();
+        loop {
+            let Some(first) = state.protected.within(frames).next() else { return };
+            state.awaited.push(first);
+            let first = FrameRun { start: first.start, count: 1 };
+            // Let go of and protected again before it has woken up: it waits anew, and says so.
+            let times = state.times;
+            let waits = |s: &mut State| s.protected.intersects(first) && s.times == times;
+            state = self.changed.wait_while(state, waits).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn add(&self, frames: &[FrameRun]) {
+        let mut state = self.lock();
+        state.protected.insert_all(frames);
+        state.times += 1;
+        self.changed.notify_all();
+        self.any.store(!state.protected.is_empty(), Ordering::Release);
+    }
+
+    fn remove(&self, frames: FrameRun) {
+        let mut state = self.lock();
+        if state.protected.remove(frames) > 0 {
+            self.any.store(!state.protected.is_empty(), Ordering::Release);
+            self.changed.notify_all();
+        }
+    }
+
+    fn clear(&self) -> FrameSet {
+        let mut state = self.lock();
+        state.awaited.clear();
+        self.any.store(false, Ordering::Release);
+        self.changed.notify_all();
+        std::mem::take(&mut state.protected)
+    }
+
+    fn awaited(&self) -> Option<FrameRun> {
+        if self.any.load(Ordering::Acquire) { self.lock().awaited.pop() } else { None }
+    }
+}
+
+/// The protection of one guest's memory. Dropping it lets go of everything and of the memory.
+#[derive(Debug)]
+pub(crate) struct MemoryShield {
+    userfault: Userfault,
+    /// Keeps the mappings.
+    ram: GuestRam,
+    kept: Arc<Kept>,
+    /// Addresses that are not asked for yet.
+    faults: Mutex<VecDeque<u64>>,
+}
+
+impl MemoryShield {
+    /// Over `ram`; `None` where its pages or the host do not allow it. Changes nothing for the guest: measured, its first
+    /// touches and its writes take as long as before (`tests/bench/pause.rs`).
+    pub(super) fn open(ram: &GuestRam, kept: &Arc<Kept>) -> io::Result<Option<Self>> {
+        if ram.iter().any(is_pooled) {
+            // Their smallest unit is 2 MiB.
+            tracing::debug!(
+                "huge pages from the pool are not protected: frames are copied in the pause"
+            );
+            return Ok(None);
+        }
+        let userfault = match Userfault::open() {
+            Ok(userfault) => userfault,
+            Err(e) => {
+                tracing::info!("no userfaultfd: {e}; what changed is copied in the pause");
+                return Ok(None);
+            }
+        };
+        let shield =
+            Self { userfault, ram: ram.clone(), kept: kept.clone(), faults: Mutex::default() };
+        for region in ram.iter() {
+            shield.userfault.register(region.as_ptr() as u64, region.len())?;
+        }
+        Ok(Some(shield))
+    }
+
+    /// Does something with the addresses of `frames`, by mapping.
+    fn each(
+        &self,
+        frames: FrameRun,
+        act: impl Fn(&Userfault, u64, u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (start, end) = (frames.start, frames.end());
+        for region in self.ram.iter() {
+            let has = all(region);
+            let (low, high) = (start.max(has.start), end.min(has.end()));
+            if low < high {
+                let address = region.as_ptr() as u64 + (low.gpa() - has.start.gpa());
+                act(&self.userfault, address, (high.0 - low.0) * PAGE_SIZE)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn gfn(&self, address: u64) -> Option<Gfn> {
+        self.ram.iter().find_map(|region| {
+            let offset = address.checked_sub(region.as_ptr() as u64)?;
+            (offset < region.len()).then(|| Gfn::containing(region.start_addr().0 + offset))
+        })
+    }
+}
+
+impl Shield for MemoryShield {
+    fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        // First, so that whatever becomes of it is let go of with the rest.
+        self.kept.add(frames);
+        let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
+        protected.map_err(|e| failed("protecting frames", e))
+    }
+
+    fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+        let released = self.each(frames, Userfault::release);
+        released.map_err(|e| failed("letting go of frames", e))?;
+        self.kept.remove(frames);
+        Ok(())
+    }
+
+    fn release_all(&self) {
+        let left = self.kept.clear();
+        let released = left.iter().map(|run| self.each(run, Userfault::release));
+        if let Some(e) = released.filter_map(Result::err).last() {
+            tracing::error!("frames cannot be let go of one by one: {e}");
+            for region in self.ram.iter() {
+                let (start, len) = (region.as_ptr() as u64, region.len());
+                if let Err(e) = self.userfault.unregister(start, len) {
+                    tracing::error!("nor all at once: {e}");
+                }
+            }
+        }
+    }
+
+    fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
+        if let Some(frames) = self.kept.awaited() {
+            return Ok(Some(frames));
+        }
+        let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            while let Some(address) = faults.pop_front() {
+                if let Some(start) = self.gfn(address) {
+                    return Ok(Some(FrameRun { start, count: 1 }));
+                }
+            }
+            self.userfault.faults(limit, &mut *faults).map_err(|e| failed("reading faults", e))?;
+            if faults.is_empty() {
+                return Ok(None);
+            }
+        }
+    }
+}
+
+impl Drop for MemoryShield {
+    fn drop(&mut self) {
+        // The descriptor goes with the rest.
+        self.release_all();
+    }
+}
+
+fn failed(what: &'static str, e: io::Error) -> GuestError {
+    GuestError::System { what, cause: Box::new(e) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::memory::{Backing, Discarder, HugePages, Memory, MemoryOptions};
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn run(start: u64, count: u64) -> FrameRun {
+        FrameRun { start: Gfn(start), count }
+    }
+
+    fn ways() -> impl Iterator<Item = MemoryOptions> {
+        let pages = [Some(HugePages::None), Some(HugePages::Thp)];
+        [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
+            pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
+        })
+    }
+
+    /// Memory and its shield, if this host has one.
+    fn shielded(test: &str, options: &MemoryOptions) -> Option<(Memory, Box<dyn Shield>)> {
+        // In two slots.
+        let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
+        let shield = memory.shield().unwrap();
+        if shield.is_none() {
+            crate::testing::skip(test, "this host has no userfaultfd that protects");
+        }
+        Some((memory, shield?))
+    }
+
+    fn byte(ram: &GuestRam, gfn: u64) -> u8 {
+        ram.read_obj(GuestAddress(Gfn(gfn).gpa() + 9)).unwrap()
+    }
+
+    fn write(ram: &GuestRam, gfn: u64, value: u8) {
+        ram.write_obj(value, GuestAddress(Gfn(gfn).gpa() + 9)).unwrap();
+    }
+
+    #[test]
+    fn what_is_protected_stays_as_it_is_until_it_is_let_go_of() {
+        for options in ways() {
+            let name = "what_is_protected_stays_as_it_is_until_it_is_let_go_of";
+            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let ram = memory.ram();
+            // Written, never written, and the last of one slot.
+            for (gfn, value) in [(5000, 7), (5001, 0), (0xb_ffff, 8)] {
+                if value > 0 {
+                    write(ram, gfn, value);
+                }
+                shield.protect(&[run(gfn - 1, 2)]).unwrap();
+                let (told, hears) = mpsc::channel();
+                let theirs = ram.clone();
+                let writer = thread::spawn(move || {
+                    write(&theirs, gfn, 200);
+                    told.send(()).unwrap();
+                });
+                assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
+                hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+                assert_eq!(byte(ram, gfn), value, "{options:?}");
+                shield.release(run(gfn - 1, 1)).unwrap();
+                hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+                shield.release(run(gfn, 1)).unwrap();
+                hears.recv_timeout(SOON).unwrap();
+                writer.join().unwrap();
+                assert_eq!(byte(ram, gfn), 200);
+                // Not twice: nobody waits.
+                write(ram, gfn, 201);
+                assert_eq!(shield.awaited(Duration::ZERO).unwrap(), None);
+            }
+        }
+    }
+
+    #[test]
+    fn all_that_wait_go_on_when_it_is_dropped_and_another_can_be_had() {
+        for options in ways() {
+            let name = "all_that_wait_go_on_when_it_is_dropped_and_another_can_be_had";
+            let Some((memory, shield)) = shielded(name, &options) else { return };
+            // In both slots.
+            let frames = [run(100, 1000), run(0x10_0000, 500)];
+            shield.protect(&frames).unwrap();
+            let writers = [100, 600, 1099, 0x10_0000, 0x10_01f3].map(|gfn| {
+                let ram = memory.ram().clone();
+                thread::spawn(move || write(&ram, gfn, 3))
+            });
+            shield.awaited(SOON).unwrap().unwrap();
+            let refused = memory.shield().err().map(|e| e.to_string());
+            assert!(refused.is_some_and(|e| e.contains("userfaultfd")), "one at a time");
+            drop(shield);
+            writers.into_iter().for_each(|writer| writer.join().unwrap());
+            let again = memory.shield().unwrap().unwrap();
+            again.protect(&frames).unwrap();
+            again.release_all();
+            write(memory.ram(), 100, 4);
+        }
+    }
+
+    #[test]
+    fn frames_are_given_back_to_the_host_when_they_have_been_copied_and_not_before() {
+        for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
+            let name =
+                "frames_are_given_back_to_the_host_when_they_have_been_copied_and_not_before";
+            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let ram = memory.ram();
+            (64..128).for_each(|gfn| write(ram, gfn, 9));
+            shield.protect(&[run(70, 4), run(120, 50)]).unwrap();
+            let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
+            // What is not protected waits for nobody.
+            assert_eq!(discarder.discard(ram, run(64, 6)).unwrap(), 6);
+            let theirs = ram.clone();
+            let balloon = thread::spawn(move || discarder.discard(&theirs, run(64, 64)).unwrap());
+            for (first, all) in [(70, run(70, 4)), (120, run(120, 50))] {
+                // It asks without a fault, which no descriptor tells of.
+                let mut looks =
+                    (0..4000).map(|_| shield.awaited(Duration::from_millis(5)).unwrap());
+                let awaited = looks.find_map(|awaited| awaited);
+                assert_eq!(awaited.map(|run| run.start), Some(Gfn(first)));
+                assert_eq!(byte(ram, first), 9, "{options:?}");
+                shield.release(all).unwrap();
+            }
+            assert_eq!(balloon.join().unwrap(), 58);
+            assert!((64..128).all(|gfn| byte(ram, gfn) == 0));
+        }
+    }
+}
