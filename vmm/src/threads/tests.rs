@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use checkpoint::{Clock, Guest, GuestError, Paused, RunState, VmId};
+use checkpoint::{Checkpointer, Clock, Guest, GuestError, Paused, RunState, Store, VmId, restore};
 use dirty_tracker::{FrameRun, TrackingMode};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -102,6 +102,41 @@ fn a_restored_state_goes_on_without_errors() {
     let done = |log: &str| log.matches(" done ").count();
     assert_eq!(done(&log) + done(&lines(&before)), 3, "{log}");
     assert_eq!(log.matches(" errors=0 ").count(), log.matches("errors=").count(), "{log}");
+}
+
+#[test]
+fn epochs_that_are_copied_behind_the_workers_go_on_without_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    // At its end each worker has looked at all its pages.
+    let guest = machine("payload,ws=16M,rate=max,pattern=random,seconds=4", 2, SerialSink::Null);
+    if guest.shield().unwrap().is_none() {
+        let name = "epochs_that_are_copied_behind_the_workers_go_on_without_errors";
+        return crate::testing::skip(name, "this host has no userfaultfd that protects");
+    }
+    guest.resume().unwrap();
+    let store = Store::create_or_open(&dir.path().join("store")).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.copy_behind_from(64);
+    let mut behind = 0;
+    for _ in 0..6 {
+        std::thread::sleep(Duration::from_millis(30));
+        behind += checkpointer.take().unwrap().behind_frames;
+    }
+    assert!(behind > 64, "{behind} frames copied behind them");
+    guest.stop("there are copies");
+    for epoch in [2, 4, 6] {
+        let log = dir.path().join(format!("of{epoch}"));
+        let host = HostConfig { serial: SerialSink::File(log.clone()), ..Default::default() };
+        let factory = crate::backend::Factory::new(host);
+        let (copy, _) =
+            restore(checkpointer.store(), Some(epoch), &factory, Clock::Continue).unwrap();
+        copy.resume().unwrap();
+        let end = copy.wait_end(Some(Duration::from_secs(60)));
+        assert_eq!(end, Some(EndReason::PowerOff), "{}", lines(&log));
+        let log = lines(&log);
+        assert_eq!(log.matches(" done ").count(), 2, "{log}");
+        assert_eq!(log.matches(" errors=0 ").count(), log.matches("errors=").count(), "{log}");
+    }
 }
 
 #[test]
