@@ -12,7 +12,8 @@ use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
 /// How long a wait goes on after it has been cancelled, at most.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
 
-/// How often a wait looks whether much has changed already.
+/// A wait looks four times whether much has changed already, but not more often than this: each look protects anew what was
+/// written, and so costs a guest that writes to few frames again and again.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// When epochs are to be taken.
@@ -104,7 +105,7 @@ impl Checkpointer {
     /// soon as that is durable, and says how late it was; others that were due by then are skipped,
     /// and the next is due one interval later. A failed epoch is handed over like a stored one.
     ///
-    /// With a longest pause it looks every 2 ms at what has changed, and takes an epoch early when that nears what fits
+    /// With a longest pause it looks now and then at what has changed, and takes an epoch early when that nears what fits
     /// into the staging area or, where frames are copied in the pause, into that pause, judged by those before.
     pub fn run(
         &mut self,
@@ -115,7 +116,7 @@ impl Checkpointer {
         let (mut pace, mut before) = (Pace { every: cadence.every, due: Instant::now() }, None);
         let mut tried = 0;
         while cadence.count.is_none_or(|count| tried < count) {
-            let Some(early) = self.wait(pace.due, cadence.max_pause, cancel) else { break };
+            let Some(early) = self.wait(pace.due, cadence, cancel) else { break };
             let now = Instant::now();
             let (late, skipped) = if early {
                 pace.due = now + cadence.every;
@@ -134,17 +135,12 @@ impl Checkpointer {
     }
 
     /// Waits until `due`, or until much has changed: then it is early. `None` if that was cancelled.
-    fn wait(
-        &mut self,
-        due: Instant,
-        max_pause: Option<Duration>,
-        cancel: &AtomicBool,
-    ) -> Option<bool> {
-        let Some(most) = max_pause.and_then(|most| self.most_changed(most)) else {
+    fn wait(&mut self, due: Instant, cadence: &Cadence, cancel: &AtomicBool) -> Option<bool> {
+        let Some(most) = cadence.max_pause.and_then(|most| self.most_changed(most)) else {
             return wait_until(due, cancel).then_some(false);
         };
         loop {
-            let look = Instant::now() + LOOK;
+            let look = Instant::now() + LOOK.max(cadence.every / 4);
             if !wait_until(look.min(due), cancel) {
                 return None;
             }

@@ -323,8 +323,8 @@ fn an_epoch_comes_early_when_what_has_changed_nears_what_there_is_room_for() {
     let limits = StagingLimits { first_bytes: 256 * 4096, most_bytes: 256 * 4096 };
     let mut checkpointer = Checkpointer::with_staging(guest, store, limits).unwrap();
     let max_pause = Some(Duration::from_secs(1));
-    // None of them would be due within the test's patience.
-    let cadence = Cadence { max_pause, ..every(600_000, Some(5)) };
+    // Long before each is due its writers have been everywhere.
+    let cadence = Cadence { max_pause, ..every(4_000, Some(4)) };
     let mut taken = Vec::new();
     checkpointer.run(&cadence, &AtomicBool::new(false), |t| {
         taken.push(t);

@@ -37,8 +37,15 @@ fn a_killed_guest_is_restored_and_runs_on_without_errors() {
         "10",
         "--json",
     ]);
-    let epochs = lines(&json);
+    let mut epochs = lines(&json);
+    let achieved = epochs.pop().unwrap();
     assert_eq!(epochs.len(), 10, "{json}");
+    let achieved = &achieved["achieved"];
+    assert_eq!((&achieved["epochs"], &achieved["failed"]), (&10.into(), &0.into()), "{json}");
+    for what in ["pause", "interval", "write"] {
+        let [p50, p99, max] = ["p50_us", "p99_us", "max_us"].map(|p| achieved[what][p].as_u64());
+        assert!(Some(0) < p50 && p50 <= p99 && p99 <= max, "{json}");
+    }
     for (i, e) in epochs.iter().enumerate() {
         assert_eq!((&e["epoch"], &e["durable"]), (&(i + 1).into(), &true.into()));
         assert!(e["pause_us"].as_u64().unwrap() > 0 && e["write_ms"].as_f64().unwrap() > 0.0);
@@ -113,6 +120,8 @@ fn damage_and_absence_are_sentences() {
     assert!(said.contains("opening the store"), "{said}");
     let mut vmm = Vmm::run(&place, "a", GUEST);
     vmm.tell(&["checkpoint", "--store", &store]);
+    let said = vmm.refuse(2, &["checkpoint", "--store", &store, "--max-pause", "2ms"]);
+    assert!(said.contains("--every"), "{said}");
     let said = vmm.refuse(2, &["checkpoint", "--store", &store, "--every", "soon"]);
     assert!(said.contains("a duration is digits and ms or s"), "{said}");
     vmm.tell(&["stop"]);

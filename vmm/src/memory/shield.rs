@@ -100,8 +100,9 @@ pub(crate) struct MemoryShield {
 }
 
 impl MemoryShield {
-    /// Over `ram`; `None` where its pages or the host do not allow it. Changes nothing for the guest: measured, its first
-    /// touches and its writes take as long as before (`tests/bench/pause.rs`).
+    /// Over `ram`; `None` where its pages or the host do not allow it. While nothing is protected the guest writes as fast as
+    /// before (`tests/bench/cadence.rs`); of a memory file the kernel maps no more pages around one that is touched, and khugepaged
+    /// fills no holes.
     pub(super) fn open(ram: &GuestRam, kept: &Arc<Kept>) -> io::Result<Option<Self>> {
         if ram.iter().any(is_pooled) {
             // Their smallest unit is 2 MiB.
