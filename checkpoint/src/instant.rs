@@ -29,6 +29,8 @@ use crate::{Guest, GuestError, Paused, Section, Shield};
 
 /// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a writer for longer.
 const PIECE_FRAMES: u64 = 64;
+/// What changes while much is protected is copied in the pause if it is at most so many frames, else protected, too.
+const LATE_FRAMES: u64 = 512;
 /// How often the saver looks whether the pause has come.
 const BEFORE_LOOK: Duration = Duration::from_micros(500);
 /// How long the store may take nothing while the guest waits to write. Less than a pause waits for vCPUs and devices,
@@ -149,11 +151,11 @@ fn behind(
     early: Epoch,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
-    let Means { guest, behind_from, staging, file, .. } = means;
+    let Means { guest, staging, file, .. } = means;
     // The saver has one of its own, and may end before something is protected.
     let _released = Released(shield);
     let piece_frames = PIECE_FRAMES.min(staging.frames() / 2);
-    let (late_room, room) = staging.split(behind_from.min(staging.frames() / 2));
+    let (late_room, room) = staging.split(LATE_FRAMES.min(staging.frames() / 2));
     let (to_guest, empty) = mpsc::channel();
     for buffer in room.chunks_exact_mut((piece_frames * PAGE_SIZE) as usize) {
         // The receiver is here.

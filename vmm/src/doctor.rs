@@ -153,7 +153,7 @@ fn userfaultfd() -> Finding {
         Err(e) => missing(
             "userfaultfd",
             &format!(
-                "{e}: a checkpoint's pause grows with what changed, some 0.4 ms for each MiB; it wants Linux 6.4, and \
+                "{e}: a checkpoint's pause grows with what changed, some 0.2 ms for each MiB; it wants Linux 6.4, and \
                  root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
             ),
         ),
