@@ -97,6 +97,8 @@ pub(crate) struct MemoryShield {
     kept: Arc<Kept>,
     /// Addresses that are not asked for yet.
     faults: Mutex<VecDeque<u64>>,
+    /// Memory had to be given back to be let go of: nothing can be protected or let go of by this one any more.
+    broken: AtomicBool,
 }
 
 impl MemoryShield {
@@ -118,12 +120,24 @@ impl MemoryShield {
                 return Ok(None);
             }
         };
-        let shield =
-            Self { userfault, ram: ram.clone(), kept: kept.clone(), faults: Mutex::default() };
+        // Before there is a `Self`, whose end would let go of what another one protects.
         for region in ram.iter() {
-            shield.userfault.register(region.as_ptr() as u64, region.len())?;
+            userfault.register(region.as_ptr() as u64, region.len())?;
         }
-        Ok(Some(shield))
+        Ok(Some(Self {
+            userfault,
+            ram: ram.clone(),
+            kept: kept.clone(),
+            faults: Mutex::default(),
+            broken: AtomicBool::new(false),
+        }))
+    }
+
+    fn whole(&self) -> Result<(), GuestError> {
+        if self.broken.load(Ordering::Acquire) {
+            return Err(failed("protecting frames", io::Error::other("memory was given back")));
+        }
+        Ok(())
     }
 
     /// Does something with the addresses of `frames`, by mapping.
@@ -154,6 +168,7 @@ impl MemoryShield {
 
 impl Shield for MemoryShield {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        self.whole()?;
         // First, so that whatever becomes of it is let go of with the rest.
         self.kept.add(frames);
         let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
@@ -161,6 +176,7 @@ impl Shield for MemoryShield {
     }
 
     fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+        self.whole()?;
         let released = self.each(frames, Userfault::release);
         released.map_err(|e| failed("letting go of frames", e))?;
         self.kept.remove(frames);
@@ -172,9 +188,12 @@ impl Shield for MemoryShield {
         let released = left.iter().map(|run| self.each(run, Userfault::release));
         if let Some(e) = released.filter_map(Result::err).last() {
             tracing::error!("frames cannot be let go of one by one: {e}");
+            self.broken.store(true, Ordering::Release);
             for region in self.ram.iter() {
                 let (start, len) = (region.as_ptr() as u64, region.len());
-                if let Err(e) = self.userfault.unregister(start, len) {
+                // The first alone wakes nobody who waits to write.
+                let given_back = self.userfault.unregister(start, len);
+                if let Err(e) = given_back.and(self.userfault.wake(start, len)) {
                     tracing::error!("nor all at once: {e}");
                 }
             }
@@ -308,6 +327,71 @@ mod tests {
             again.protect(&frames).unwrap();
             again.release_all();
             write(memory.ram(), 100, 4);
+        }
+    }
+
+    #[test]
+    fn a_second_one_is_refused_and_takes_nothing_from_the_first() {
+        for options in ways() {
+            let name = "a_second_one_is_refused_and_takes_nothing_from_the_first";
+            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let ram = memory.ram();
+            write(ram, 70, 5);
+            shield.protect(&[run(70, 4), run(0x10_0000, 3)]).unwrap();
+            for _ in 0..2 {
+                memory.shield().map(|other| other.is_some()).unwrap_err();
+            }
+            assert_eq!(memory.kept().lock().protected.frames(), 7, "the balloon waits for them");
+            let (told, hears) = mpsc::channel();
+            for gfn in [70, 0x10_0002] {
+                let (theirs, told) = (ram.clone(), told.clone());
+                thread::spawn(move || {
+                    write(&theirs, gfn, 6);
+                    told.send(()).unwrap();
+                });
+                assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
+            }
+            hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+            assert_eq!(byte(ram, 70), 5, "{options:?}");
+            shield.release_all();
+            hears.recv_timeout(SOON).unwrap();
+            hears.recv_timeout(SOON).unwrap();
+            assert_eq!((byte(ram, 70), memory.kept().lock().protected.frames()), (6, 0));
+        }
+    }
+
+    #[test]
+    fn who_waits_goes_on_when_frames_cannot_be_let_go_of_and_nothing_is_protected_after() {
+        for options in ways() {
+            let memory = Memory::new((3 << 30) + (16 << 20), &options).unwrap();
+            let ram = memory.ram();
+            let Some(shield) = MemoryShield::open(ram, memory.kept()).unwrap() else {
+                let name = "who_waits_goes_on_when_frames_cannot_be_let_go_of_and_nothing_is_protected_after";
+                return crate::testing::skip(name, "this host has no userfaultfd that protects");
+            };
+            let (told, hears) = mpsc::channel();
+            for gfn in [500, 0x10_0007] {
+                shield.protect(&[run(gfn, 1)]).unwrap();
+                let (theirs, told) = (ram.clone(), told.clone());
+                thread::spawn(move || {
+                    write(&theirs, gfn, 6);
+                    told.send(()).unwrap();
+                });
+                assert_eq!(shield.awaited(SOON).unwrap(), Some(run(gfn, 1)), "{options:?}");
+            }
+            // Now the kernel refuses to let go of frames, and whoever waits is not told.
+            let first = ram.iter().next().unwrap();
+            shield.userfault.unregister(first.as_ptr() as u64, first.len()).unwrap();
+            shield.release(run(500, 1)).unwrap_err();
+            hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+            shield.release_all();
+            hears.recv_timeout(SOON).unwrap();
+            hears.recv_timeout(SOON).unwrap();
+            shield.protect(&[run(0x10_0000, 1)]).unwrap_err();
+            shield.release(run(0x10_0000, 1)).unwrap_err();
+            drop(shield);
+            let again = memory.shield().unwrap().unwrap();
+            again.protect(&[run(500, 1)]).unwrap();
         }
     }
 

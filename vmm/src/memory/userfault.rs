@@ -48,6 +48,7 @@ ioctl_io_nr!(USERFAULTFD_IOC_NEW, UFFD, 0x00);
 ioctl_iowr_nr!(UFFDIO_API, UFFD, 0x3f, Api);
 ioctl_iowr_nr!(UFFDIO_REGISTER, UFFD, 0x00, Register);
 ioctl_ior_nr!(UFFDIO_UNREGISTER, UFFD, 0x01, Range);
+ioctl_ior_nr!(UFFDIO_WAKE, UFFD, 0x02, Range);
 ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, WriteProtect);
 
 /// `UFFD_API`, the version.
@@ -120,11 +121,18 @@ impl Userfault {
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_REGISTER(), &mut register) })
     }
 
-    /// Gives back what was registered; nothing in it is protected any more.
+    /// Gives back what was registered; nothing in it is protected any more. Who waits is not told: see [`wake`](Self::wake).
     pub(crate) fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
         let mut range = Range { start, len };
         // SAFETY: as for `register`.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_UNREGISTER(), &mut range) })
+    }
+
+    /// Whoever waits to write there tries again, and waits again if it is protected.
+    pub(crate) fn wake(&self, start: u64, len: u64) -> io::Result<()> {
+        let mut range = Range { start, len };
+        // SAFETY: the kernel reads the structure, and does nothing with the memory.
+        check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_WAKE(), &mut range) })
     }
 
     /// From now on writes to `len` bytes at `start` wait.
