@@ -24,6 +24,11 @@ fn restores_whole(scratch: &Scratch, store: &str, epoch: Option<u64>) {
     copy.console().assert_clean();
 }
 
+/// Whether this host can keep frames as they are while a guest runs on.
+fn shields() -> bool {
+    vmm::doctor::diagnose().findings.iter().any(|f| f.name == "userfaultfd" && f.present)
+}
+
 fn every_epoch_restores(load: Load, epochs: usize) {
     let scratch = Scratch::new();
     let here = load.start(&scratch, "guest");
@@ -42,6 +47,8 @@ fn every_epoch_restores(load: Load, epochs: usize) {
     let achieved = &lines[epochs]["achieved"];
     assert_eq!(achieved["epochs"], epochs, "{achieved}");
     assert!(achieved["pause"]["p99_us"].as_u64() > Some(0), "{achieved}");
+    let behind: u64 = lines[..epochs].iter().filter_map(|l| l["behind_frames"].as_u64()).sum();
+    assert_eq!(behind > 0, shields(), "{behind} frames copied behind the guest's back");
     here.console().assert_clean();
     drop(here);
     for line in &lines[..epochs] {
