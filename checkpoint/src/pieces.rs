@@ -8,8 +8,8 @@
 
 use dirty_tracker::{FrameRun, FrameSet, Gfn, Layout};
 
-/// Runs with at most so many frames between them are protected as one. A call of the kernel costs about as much as so many
-/// frames in it (`tests/bench/pause.rs` has both).
+/// Runs with at most so many frames between them are protected as one: fewer calls of the kernel, for frames that are protected
+/// without need. Chosen, not measured.
 const GAP: u64 = 16;
 
 /// What is to be protected so that all of `frames` is: few runs, each in one slot.
