@@ -10,9 +10,10 @@ use vm_memory::GuestMemoryError;
 
 use crate::chain::Chain;
 use crate::instant::{self, Means};
+use crate::shielding::Shielding;
 use crate::staging::{Staging, StagingLimits, window};
 use crate::store::{EpochWriter, Published, Store, StoreError, peek};
-use crate::{Guest, GuestError, RunState, Shield, VmId};
+use crate::{Guest, GuestError, RunState, VmId};
 
 /// Of so many changed frames on they are copied behind the guest's back. Measured with `tests/bench/pause.rs`: at 256 that
 /// makes the pause shorter, and a busy guest's longest gap too; at 16 both ways are alike, and an epoch is durable later.
@@ -83,8 +84,8 @@ pub enum Cause {
     /// The guest's memory.
     #[error("{0}")]
     Memory(#[from] GuestMemoryError),
-    /// The store took nothing for so long while the guest waited to write to what was not copied yet.
-    #[error("the store has taken nothing for {} s while the guest waits to write", .0.as_secs())]
+    /// For so long, all in all, the guest waited to write to what was not copied yet, and the store had no room for a copy.
+    #[error("the store is too slow: the guest has waited {} s to write to what is not copied yet", .0.as_secs())]
     Stalled(Duration),
 }
 
@@ -121,8 +122,10 @@ pub struct EpochReport {
     pub pause_us: u64,
     /// Those of the frames that were copied while the guest ran on, after the pause.
     pub behind_frames: u64,
-    /// How often somebody waited to write to one of them until it was copied.
+    /// How often somebody waited to write to a frame that was kept as it was, before the pause or after it.
     pub waits: u64,
+    /// For how long somebody did, in microseconds, as far as it was known: several at a time count once.
+    pub waited_us: u64,
     /// From the end of the pause until the epoch was durable, in milliseconds.
     pub write_ms: f64,
     /// Bytes of the epoch's file.
@@ -196,14 +199,6 @@ impl CopyCost {
     }
 }
 
-/// Whether frames can be copied behind the guest's back.
-enum Shielding {
-    NotAsked,
-    /// The host or the guest does not offer it, or it has failed.
-    No,
-    Yes(Box<dyn Shield>),
-}
-
 impl fmt::Debug for Checkpointer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (store, next) = (&self.store, self.next);
@@ -231,7 +226,7 @@ impl Checkpointer {
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
-        let (shield, behind_from) = (Shielding::NotAsked, BEHIND_FROM);
+        let (shield, behind_from) = (Shielding::default(), BEHIND_FROM);
         Ok(Self {
             guest,
             store,
@@ -261,10 +256,10 @@ impl Checkpointer {
     /// has room. `None` before the first one.
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
-        let copied = match self.shield {
+        let copied = match self.shield.is_used() {
             // What is copied behind the guest's back is not in the pause.
-            Shielding::Yes(_) => None,
-            Shielding::NotAsked | Shielding::No => self.cost.fit(max_pause),
+            true => None,
+            false => self.cost.fit(max_pause),
         };
         Some((copied.unwrap_or(u64::MAX).min(self.staging.frames()) / 4 * 3).max(1))
     }
@@ -321,10 +316,7 @@ impl Checkpointer {
             Err((phase, cause)) => tracing::warn!(full, %phase, %cause, "not stored"),
         }
         result.map_err(|(phase, cause)| {
-            if matches!((phase, &cause), (Phase::Protect | Phase::CopyBehind, Cause::Guest(_))) {
-                tracing::warn!("from now on what changed is copied in the pause");
-                self.shield = Shielding::No;
-            }
+            self.shield.failed(phase, &cause);
             self.lock_lost |= matches!(cause, Cause::Store(StoreError::LockLost { .. }));
             if full {
                 // What was copied is in no epoch; the next one copies again.
@@ -389,6 +381,7 @@ impl Checkpointer {
             pause_us: taken.pause.as_micros() as u64,
             behind_frames: taken.behind,
             waits: taken.waits,
+            waited_us: taken.waited.as_micros() as u64,
             write_ms,
             written_bytes: bytes,
             durable: true,
@@ -417,26 +410,6 @@ fn next_number(store: &Store, asked: VmId) -> Result<u64, StoreError> {
     }
     let last = numbers.last().copied().unwrap_or(0);
     last.checked_add(1).ok_or_else(|| StoreError::Full { dir: store.dir(), last })
-}
-
-impl Shielding {
-    /// Asks the guest the first time.
-    fn ask(&mut self, guest: &dyn Guest) -> Option<&dyn Shield> {
-        if let Self::NotAsked = self {
-            *self = match guest.shield() {
-                Ok(Some(shield)) => Self::Yes(shield),
-                Ok(None) => Self::No,
-                Err(e) => {
-                    tracing::warn!("what changed is copied in the pause: {e}");
-                    Self::No
-                }
-            };
-        }
-        match self {
-            Self::Yes(shield) => Some(&**shield),
-            Self::NotAsked | Self::No => None,
-        }
-    }
 }
 
 /// Does one step, with an event where it begins and one where it ends.

@@ -22,7 +22,7 @@ use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::checkpointer::{Cause, Phase, step};
 use crate::pieces::{Pieces, in_slots, spans};
-use crate::shield::Released;
+use crate::shield::{OfEpoch, Released};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
 use crate::{Guest, GuestError, Paused, Section, Shield};
@@ -33,8 +33,10 @@ const PIECE_FRAMES: u64 = 64;
 const LATE_FRAMES: u64 = 512;
 /// How often the saver looks whether the pause has come.
 const BEFORE_LOOK: Duration = Duration::from_micros(500);
-/// How long the store may take nothing while the guest waits to write. Less than a pause waits for vCPUs and devices,
-/// which may be among those that wait.
+/// How often the saver looks whether somebody waits while there is no room for a copy.
+const ROOM_LOOK: Duration = Duration::from_millis(1);
+/// How long somebody may have waited to write, all in all in an epoch, when there is no room for a copy. Less than a pause
+/// waits for vCPUs and devices, which may be among those that wait.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What an epoch is taken with.
@@ -55,8 +57,10 @@ pub(crate) struct Taken {
     pub(crate) staged: u64,
     /// Frames copied while the guest ran.
     pub(crate) behind: u64,
-    /// How often somebody waited for one of those.
+    /// How often somebody waited to write, before the pause or after it.
     pub(crate) waits: u64,
+    /// For how long somebody did.
+    pub(crate) waited: Duration,
     pub(crate) pause: Duration,
     pub(crate) resumed: Instant,
 }
@@ -121,7 +125,8 @@ fn in_the_pause(
         Ok(sections.iter().try_for_each(|section| file.section(section))?)
     })?;
     let staged = changed.frames();
-    Ok(Taken { changed: vec![changed], staged, behind: 0, waits: 0, pause: time, resumed })
+    let (changed, waited) = (vec![changed], Duration::ZERO);
+    Ok(Taken { changed, staged, behind: 0, waits: 0, waited, pause: time, resumed })
 }
 
 /// Copies the epoch to the staging area, writing out whatever does not fit. Returns how many of
@@ -152,7 +157,8 @@ fn behind(
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
     let Means { guest, staging, file, .. } = means;
-    // The saver has one of its own, and may end before something is protected.
+    let shield = &OfEpoch::new(shield);
+    // The saver has one of its own: if it ends early, nothing is protected after.
     let _released = Released(shield);
     let piece_frames = PIECE_FRAMES.min(staging.frames() / 2);
     let (late_room, room) = staging.split(LATE_FRAMES.min(staging.frames() / 2));
@@ -164,8 +170,16 @@ fn behind(
     let (go, gone) = mpsc::channel();
     let (to_file, full) = mpsc::channel();
     let before = Mutex::new(Some(Vec::new()));
-    let saver =
-        Saver { guest, shield, before: &before, gone, empty, to_file, piece_frames, awaited: None };
+    let saver = Saver {
+        guest,
+        shield,
+        before: &before,
+        gone,
+        empty,
+        to_file,
+        piece_frames,
+        waits: Waits::default(),
+    };
     thread::scope(|scope| {
         let saving = thread::Builder::new()
             .name("checkpoint-copy".into())
@@ -177,9 +191,10 @@ fn behind(
         let saved = saving.join().unwrap_or_else(|_| {
             Err(system("copying behind the guest", io::Error::other("its thread panicked")))
         });
-        let mut taken = taken?;
+        // First why the saver ended: what befell the other may have come of that. By itself it fails for no other's failure.
         let saved = saved.map_err(|cause| (Phase::CopyBehind, cause))?;
-        (taken.behind, taken.waits) = (saved.frames, saved.waits);
+        let mut taken = taken?;
+        (taken.behind, taken.waits, taken.waited) = (saved.frames, saved.waits, saved.waited);
         Ok(taken)
     })
 }
@@ -201,7 +216,7 @@ struct Full<'b> {
 /// What the thread has that takes the epoch.
 struct Taker<'m, 'b, 's> {
     guest: &'m dyn Guest,
-    shield: &'m dyn Shield,
+    shield: &'m OfEpoch<'m>,
     before: &'m Before,
     late_room: &'b mut [u8],
     file: &'m mut EpochWriter<'s>,
@@ -245,70 +260,112 @@ impl Taker<'_, '_, '_> {
             Ok(sections.iter().try_for_each(|section| file.section(section))?)
         })?;
         let changed = vec![early, changed];
-        Ok(Taken { changed, staged: 0, behind: 0, waits: 0, pause: time, resumed })
+        let waited = Duration::ZERO;
+        Ok(Taken { changed, staged: 0, behind: 0, waits: 0, waited, pause: time, resumed })
     }
 }
 
 /// Copies what is protected and lets go of it.
 struct Saver<'m, 'b> {
     guest: &'m dyn Guest,
-    shield: &'m dyn Shield,
+    shield: &'m OfEpoch<'m>,
     before: &'m Before,
     /// What is to be copied, and what not of that, told while the guest stands; closed if nothing is.
     gone: Receiver<(FrameSet, FrameSet)>,
     empty: Receiver<&'b mut [u8]>,
     to_file: Sender<Full<'b>>,
     piece_frames: u64,
+    waits: Waits,
+}
+
+/// Who waits to write, as far as the saver knows.
+#[derive(Default)]
+struct Waits {
     /// Somebody waits for them, and that is not looked at yet.
     awaited: Option<FrameRun>,
+    /// Since when somebody does.
+    since: Option<Instant>,
+    times: u64,
+    /// Without what is since then.
+    before: Duration,
+}
+
+impl Waits {
+    /// Learns whether somebody waits, if that is not known yet.
+    fn look(&mut self, shield: &OfEpoch<'_>, limit: Duration) -> Result<(), GuestError> {
+        if self.awaited.is_none()
+            && let Some(frames) = shield.awaited(limit)?
+        {
+            self.awaited = Some(frames);
+            self.times += 1;
+            self.since = self.since.or(Some(Instant::now()));
+        }
+        Ok(())
+    }
+
+    /// Who was known to wait goes on.
+    fn over(&mut self) {
+        self.before = self.all();
+        (self.awaited, self.since) = (None, None);
+    }
+
+    /// For how long somebody has waited.
+    fn all(&self) -> Duration {
+        self.before + self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
 }
 
 /// What a saver did.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Saved {
     frames: u64,
     waits: u64,
+    waited: Duration,
 }
 
 impl<'b> Saver<'_, 'b> {
     fn run(mut self) -> Result<Saved, Cause> {
         let _released = Released(self.shield);
-        let mut saved = Saved::default();
-        let Some((frames, late)) = self.until_the_pause()? else { return Ok(saved) };
+        let frames = match self.until_the_pause()? {
+            Some((frames, late)) => self.save(&frames, &late)?,
+            None => 0,
+        };
+        Ok(Saved { frames, waits: self.waits.times, waited: self.waits.all() })
+    }
+
+    /// Copies `frames` without `late`. How many; fewer if the file has failed, which is the better reason.
+    fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, Cause> {
         let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
         let mut pieces = Pieces::new(self.guest.layout(), &frames, self.piece_frames);
+        let mut saved = 0;
         while let Some(next) = pieces.next() {
-            let awaited = self.awaited()?;
-            let piece = match awaited {
-                None => next,
-                Some(FrameRun { start, .. }) => {
-                    saved.waits += 1;
-                    let Some(piece) = pieces.with(start) else {
-                        // It is free already, or was copied in the pause.
-                        self.shield.release(FrameRun { start, count: 1 })?;
-                        continue;
-                    };
-                    piece
-                }
-            };
-            let Some(buffer) = self.room(awaited.is_some())? else { return Ok(saved) };
+            // Before it is chosen what to copy: somebody may begin to wait meanwhile.
+            let Some(buffer) = self.room(&pieces)? else { return Ok(saved) };
+            let piece = self.wanted(&pieces)?.unwrap_or(next);
             let runs = pieces.runs(piece).to_vec();
             copy(buffer, self.guest.ram(), runs.iter().copied())?;
             pieces.spans(piece).try_for_each(|span| self.shield.release(span))?;
+            self.waits.over();
             pieces.done(piece);
-            saved.frames += runs.iter().map(|run| run.count).sum::<u64>();
+            saved += runs.iter().map(|run| run.count).sum::<u64>();
             if self.to_file.send(Full { runs, buffer }).is_err() {
-                // The file has failed, which is the better reason.
                 return Ok(saved);
             }
         }
         Ok(saved)
     }
 
-    fn awaited(&mut self) -> Result<Option<FrameRun>, GuestError> {
-        match self.awaited.take() {
-            Some(frames) => Ok(Some(frames)),
-            None => self.shield.awaited(Duration::ZERO),
+    /// The piece that somebody waits for, if it is to be copied. What is not is let go of.
+    fn wanted(&mut self, pieces: &Pieces) -> Result<Option<usize>, GuestError> {
+        loop {
+            self.waits.look(self.shield, Duration::ZERO)?;
+            let Some(FrameRun { start, .. }) = self.waits.awaited else { return Ok(None) };
+            if let Some(piece) = pieces.with(start) {
+                return Ok(Some(piece));
+            }
+            // It is free already, or was copied in the pause.
+            self.shield.release(FrameRun { start, count: 1 })?;
+            self.waits.over();
         }
     }
 
@@ -320,31 +377,33 @@ impl<'b> Saver<'_, 'b> {
                 Err(TryRecvError::Disconnected) => return Ok(None),
                 Err(TryRecvError::Empty) => {}
             }
-            let Some(frames) = self.shield.awaited(BEFORE_LOOK)? else { continue };
+            self.waits.look(self.shield, BEFORE_LOOK)?;
+            let Some(frames) = self.waits.awaited else { continue };
             let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
-            match &mut *before {
-                Some(released) => {
-                    self.shield.release(frames)?;
-                    released.push(frames);
-                }
-                None => {
-                    // The guest stands, or has stood.
-                    self.awaited = Some(frames);
-                    return Ok(self.gone.recv().ok());
-                }
-            }
+            let Some(released) = &mut *before else {
+                drop(before);
+                // The guest stands, or has stood.
+                let sets = self.gone.recv().ok();
+                // A pause is not the store's doing.
+                self.waits.since = Some(Instant::now());
+                return Ok(sets);
+            };
+            self.shield.release(frames)?;
+            released.push(frames);
+            self.waits.over();
         }
     }
 
-    /// Room for a piece, which somebody may wait for; `None` if the file has failed.
-    fn room(&self, waited_for: bool) -> Result<Option<&'b mut [u8]>, Cause> {
+    /// Room for a piece; `None` if the file has failed. Fails if somebody has waited for too long.
+    fn room(&mut self, pieces: &Pieces) -> Result<Option<&'b mut [u8]>, Cause> {
+        let mut limit = Duration::ZERO;
         loop {
-            match self.empty.recv_timeout(PATIENCE) {
+            match self.empty.recv_timeout(limit) {
                 Ok(buffer) => return Ok(Some(buffer)),
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
-                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Timeout) => limit = ROOM_LOOK,
             }
-            if waited_for || self.shield.awaited(Duration::ZERO)?.is_some() {
+            if self.wanted(pieces)?.is_some() && self.waits.all() >= PATIENCE {
                 return Err(Cause::Stalled(PATIENCE));
             }
         }
@@ -352,39 +411,63 @@ impl<'b> Saver<'_, 'b> {
 }
 
 #[cfg(all(test, feature = "testing"))]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::VmId;
     use crate::testing::{MemoryConfig, MemoryGuest};
     use dirty_tracker::Gfn;
 
-    #[test]
-    fn a_store_that_takes_nothing_does_not_hold_the_guest_for_ever() {
+    /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long the saver put up with that.
+    fn stalled(every: Option<Duration>) -> Duration {
         let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
-        let shield = guest.shield().unwrap().unwrap();
-        let frames = FrameRun { start: Gfn(3), count: 5 };
+        let opened = guest.shield().unwrap().unwrap();
+        let shield = &OfEpoch::new(&*opened);
+        let frames = FrameRun { start: Gfn(3), count: 40 };
         shield.protect(&[frames]).unwrap();
-        let ((go, gone), (to_file, _full)) = (mpsc::channel(), mpsc::channel());
-        // Open, and nothing ever comes back.
-        let (_to_guest, empty) = mpsc::channel();
+        let mut buffer = vec![0; PAGE_SIZE as usize];
+        let ((go, gone), (to_file, full)) = (mpsc::channel(), mpsc::channel());
+        let (to_guest, empty) = mpsc::channel();
         go.send((FrameSet::from_iter([frames]), FrameSet::new())).unwrap();
+        if every.is_some() {
+            to_guest.send(&mut buffer[..]).unwrap();
+        }
         let writer = guest.clone();
-        let writer = thread::spawn(move || writer.write(Gfn(5), &[1]));
-        let (guest_dyn, before, awaited) = (&*guest as &dyn Guest, Mutex::new(None), None);
-        let saver = Saver {
-            guest: guest_dyn,
-            shield: &*shield,
-            before: &before,
-            gone,
-            empty,
-            to_file,
-            piece_frames: 4,
-            awaited,
-        };
+        // Against the order of the pieces.
+        let writer =
+            thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
+        let (guest_dyn, before) = (&*guest as &dyn Guest, &Mutex::new(None));
+        let (waits, piece_frames) = (Waits::default(), 1);
+        let saver =
+            Saver { guest: guest_dyn, shield, before, gone, empty, to_file, piece_frames, waits };
         let since = Instant::now();
-        assert!(matches!(saver.run(), Err(Cause::Stalled(_))));
-        assert!(since.elapsed() >= PATIENCE);
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                for Full { buffer, .. } in full {
+                    thread::sleep(every.unwrap_or(PATIENCE));
+                    let _ = to_guest.send(buffer);
+                }
+            });
+            let saved = saver.run();
+            assert!(matches!(saved, Err(Cause::Stalled(_))), "{saved:?}");
+        });
+        let took = since.elapsed();
         writer.join().unwrap().unwrap();
         assert_eq!(guest.protected(), 0);
+        shield.protect(&[frames]).unwrap_err();
+        assert_eq!(guest.protected(), 0, "nobody would serve who waits");
+        took
+    }
+
+    #[test]
+    fn a_store_that_takes_nothing_does_not_hold_the_guest_for_ever() {
+        assert!(stalled(None) >= PATIENCE);
+    }
+
+    #[test]
+    fn nor_does_one_that_takes_little_each_time() {
+        // 40 frames would take 10 s.
+        let took = stalled(Some(Duration::from_millis(250)));
+        assert!((PATIENCE..2 * PATIENCE).contains(&took), "{took:?}");
     }
 }

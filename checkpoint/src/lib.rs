@@ -27,6 +27,7 @@ mod pieces;
 mod restore;
 mod section;
 mod shield;
+mod shielding;
 pub mod slots;
 mod spread;
 mod staging;

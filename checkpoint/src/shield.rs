@@ -1,5 +1,7 @@
 //! Frames that keep their content while the guest runs on, until somebody has copied them.
 
+use std::io;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use dirty_tracker::FrameRun;
@@ -28,11 +30,48 @@ pub trait Shield: Send + Sync {
     fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError>;
 }
 
-/// Lets go of everything when it goes, so that no way out leaves a guest waiting.
-pub(crate) struct Released<'s>(pub(crate) &'s dyn Shield);
+/// A shield as long as one epoch has it. Once everything is let go of nothing can be protected any more: whoever does it
+/// may have been late, and nobody would serve those who wait.
+pub(crate) struct OfEpoch<'s> {
+    shield: &'s dyn Shield,
+    over: Mutex<bool>,
+}
+
+impl<'s> OfEpoch<'s> {
+    pub(crate) fn new(shield: &'s dyn Shield) -> Self {
+        Self { shield, over: Mutex::new(false) }
+    }
+
+    pub(crate) fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        // Held meanwhile: everything is let go of before, which is noticed, or after.
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        if *over {
+            let cause = io::Error::other("nobody copies them any more").into();
+            return Err(GuestError::System { what: "protecting frames", cause });
+        }
+        self.shield.protect(frames)
+    }
+
+    pub(crate) fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
+        self.shield.release(frames)
+    }
+
+    pub(crate) fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
+        self.shield.awaited(limit)
+    }
+
+    fn end(&self) {
+        let mut over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        *over = true;
+        self.shield.release_all();
+    }
+}
+
+/// Lets go of everything, for good, when it goes, so that no way out leaves a guest waiting.
+pub(crate) struct Released<'s>(pub(crate) &'s OfEpoch<'s>);
 
 impl Drop for Released<'_> {
     fn drop(&mut self) {
-        self.0.release_all();
+        self.0.end();
     }
 }

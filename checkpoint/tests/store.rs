@@ -348,6 +348,7 @@ fn a_report_has_the_names_that_the_command_line_promises() {
         "epoch",
         "frames",
         "pause_us",
+        "waited_us",
         "waits",
         "write_ms",
         "written_bytes",

@@ -78,7 +78,7 @@ fn checkpointed(
     }
     // The full one is not what this is about.
     checkpointer.take().unwrap();
-    let (mut tally, mut frames, mut waits) = (Tally::default(), 0, 0);
+    let (mut tally, mut frames, mut waits, mut waited_us) = (Tally::default(), 0, 0, 0);
     let writes = rate(guest, || {
         let end = Instant::now() + time;
         let max_pause = Some(Duration::from_millis(2));
@@ -87,6 +87,7 @@ fn checkpointed(
             tally.add(&taken);
             let report = taken.outcome.as_ref().unwrap();
             (frames, waits) = (frames + report.frames, waits + report.waits);
+            waited_us += report.waited_us;
             if Instant::now() < end { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
     });
@@ -102,11 +103,12 @@ fn checkpointed(
     }
     let of = |sum: u64| sum as f64 / a.epochs.max(1) as f64;
     println!(
-        "\n{} epochs of {:.0} frames with {:.1} waits, {} early, {} left out; the store has {} MiB; {writes:.0} page writes a \
+        "\n{} epochs of {:.0} frames with {:.1} waits of {:.0} us in all, {} early, {} left out; the store has {} MiB; {writes:.0} page writes a \
          second ({:.1} % of followed)",
         a.epochs,
         of(frames),
         of(waits),
+        of(waited_us),
         a.early,
         a.skipped,
         bytes >> 20,

@@ -41,9 +41,11 @@ pub enum Op {
     Protect,
     /// `Shield::release`
     Unprotect,
+    /// `Shield::awaited`
+    Awaited,
 }
 
-const OPS: usize = Op::Unprotect as usize + 1;
+const OPS: usize = Op::Awaited as usize + 1;
 
 /// How many of the next calls of each operation fail. Share it behind an `Arc`.
 #[derive(Debug, Default)]

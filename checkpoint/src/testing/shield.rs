@@ -78,6 +78,7 @@ impl Shield for SoftShield {
     }
 
     fn awaited(&self, limit: Duration) -> Result<Option<FrameRun>, GuestError> {
+        self.faults.check(Op::Awaited, "asking who waits")?;
         let state = self.protected.lock();
         let none = |state: &mut State| state.awaited.is_empty();
         let waited = self.protected.changed.wait_timeout_while(state, limit, none);

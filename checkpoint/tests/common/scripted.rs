@@ -32,6 +32,8 @@ struct State {
     /// How often it was asked who waits since somebody did.
     looks: u32,
     phase: u8,
+    /// Who asks next who waits is told of an error, and nothing is protected before that: 1. Told: 2.
+    dies: u8,
     /// All of memory when it last stood.
     was: Vec<u8>,
 }
@@ -55,6 +57,7 @@ impl Scripted {
             standing: false,
             looks: 0,
             phase: 0,
+            dies: 0,
             was: Vec::new(),
         };
         let state = Mutex::new(state);
@@ -74,6 +77,11 @@ impl Scripted {
             at = end;
         }
         all
+    }
+
+    /// The next to ask who waits dies of that, before frames are protected that are to be protected then.
+    pub fn die(&self) {
+        self.lock().dies = 1;
     }
 
     /// What memory was when it last stood.
@@ -143,6 +151,13 @@ struct Script(Arc<Scripted>);
 
 impl Shield for Script {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+        while self.0.lock().dies == 1 {
+            std::thread::yield_now();
+        }
+        if self.0.lock().dies == 2 {
+            // For it to let go of everything, if it can.
+            std::thread::sleep(Duration::from_millis(50));
+        }
         for run in frames {
             assert!(self.0.layout().contains(*run), "{run:?} is not in one slot");
             let mut state = self.0.lock();
@@ -166,6 +181,11 @@ impl Shield for Script {
 
     fn awaited(&self, _: Duration) -> Result<Option<FrameRun>, GuestError> {
         let mut state = self.0.lock();
+        if state.dies == 1 {
+            state.dies = 2;
+            let cause = std::io::Error::other("the script says so").into();
+            return Err(GuestError::System { what: "asking who waits", cause });
+        }
         self.0.step(&mut state);
         state.looks = if state.awaited.is_empty() { state.looks + 1 } else { 0 };
         Ok(state.awaited.pop_front().map(|start| FrameRun { start, count: 1 }))

@@ -322,8 +322,10 @@ pub struct EpochLine {
     pub pause_us: u64,
     /// Those of its frames that were copied while the guest ran on after the pause.
     pub behind_frames: u64,
-    /// How often the guest or one of its devices waited to write to one of them.
+    /// How often the guest or one of its devices waited to write to a frame that was kept as it was.
     pub waits: u64,
+    /// For how long one of them did.
+    pub waited_us: u64,
     /// From the end of the pause until it was durable.
     pub write_ms: f64,
     /// Its size.
@@ -347,6 +349,7 @@ impl EpochLine {
             pause_us: report.pause_us,
             behind_frames: report.behind_frames,
             waits: report.waits,
+            waited_us: report.waited_us,
             write_ms: report.write_ms,
             written_bytes: report.written_bytes,
             durable: report.durable,
