@@ -253,8 +253,8 @@ fn over_a_long_and_thin_line_a_guest_arrives_whole() {
             (info["state"] == "migrating" && sent_bytes? > 1 << 20).then_some(())
         });
         tests::wait_for("the destination's progress", SOON, || {
-            let info = destination.cli("info", &[]);
-            String::from_utf8_lossy(&info.stderr).contains("receiving a guest: pass").then_some(())
+            let info = destination.info()?;
+            (info["state"] == "receiving" && info["migration"]["phase"] == "precopy").then_some(())
         });
         sent.join().expect("the command ends")
     });
