@@ -15,7 +15,7 @@ pub const MIN_BANDWIDTH: u64 = 1 << 20;
 /// How a guest is sent. [`SendOptions::new`] gives the defaults.
 #[derive(Clone, Debug)]
 pub struct SendOptions {
-    /// The directory of this host's hand-over records ([`Records`]).
+    /// The directory of this host's hand-over records ([`Records`](crate::Records)).
     pub records: PathBuf,
     /// The pause that the last pass may take. 300 ms.
     pub downtime: Duration,
@@ -29,7 +29,7 @@ pub struct SendOptions {
     /// judged by this: how fast a link is that was never used so is not known. Less than [`MIN_BANDWIDTH`] counts as
     /// that; `None`, the default: as fast as it goes.
     pub max_bandwidth: Option<u64>,
-    /// Connections that share in the sending of memory, 1 to [`MAX_CONNECTIONS`]. 1. More of them pay where one does
+    /// Connections that share in the sending of memory, 1 to [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS). 1. More of them pay where one does
     /// not fill the link: each costs a thread on either side.
     pub connections: u32,
     /// How contents are made smaller, message by message, where that wins an eighth at least. Not at all.
