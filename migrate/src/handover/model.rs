@@ -117,9 +117,6 @@ impl World {
             SourceOrder::TakeBack(_) => ToDo::TakeBack,
             SourceOrder::End(_) => ToDo::End,
         };
-        if w.source_todo == ToDo::Record {
-            w.source_runs = false;
-        }
         w
     }
 
@@ -207,7 +204,12 @@ impl World {
             ));
         }
         if self.source == Source::Streaming {
-            all.push((Good, Self { sent: true, ..self.source_event(E::Sent) }));
+            all.push((Good, self.source_event(E::Converged)));
+        }
+        // After the record, or before it where digests are compared first; never while it is written.
+        let may_send = matches!(self.source, Source::Streaming | Source::Recorded);
+        if may_send && self.source_todo != ToDo::Record && !self.sent {
+            all.push((Good, Self { sent: true, source_runs: false, ..self.clone() }));
         }
         // A cut, a deadline, or before COMMIT a cancel.
         if matches!(self.source, Source::Streaming | Source::Recorded | Source::Committed) {

@@ -1,16 +1,17 @@
 //! The source's half.
 //!
 //! ```text
-//! Streaming --Sent--> Recording --Recorded--> Recorded --Prepared--> Committed --Running--> Gone
-//!     |                   |                      |                       |  \
-//!     +-------------------+----------------------+                     Lost  Discarded
-//!                 Lost    v                                              v     v
-//!                        Here                            InDoubt <-------+    Here
-//!                                                           |  Running, operator's Discard  -> Gone
-//!                                                           |  Discarded, operator's Run    -> Here
+//! Streaming --Converged--> Recording --Recorded--> Recorded --Prepared--> Committed --Running--> Gone
+//!     |                        |                      |                       |  \
+//!     +------------------------+----------------------+                     Lost  Discarded
+//!                      Lost    v                                              v     v
+//!                             Here                            InDoubt <-------+    Here
+//!                                                                |  Running, operator's Discard  -> Gone
+//!                                                                |  Discarded, operator's Run    -> Here
 //! ```
 //!
-//! The record is made while the destination restores. Until COMMIT is said it forbids nothing.
+//! The record is made before the pause (where digests are compared, in it), so that the pause does not wait for a disk.
+//! Until COMMIT is said it forbids nothing.
 
 use crate::control::Resolution;
 use crate::message::Verdict;
@@ -19,11 +20,11 @@ use crate::message::Verdict;
 /// COMMIT has not been said; after it, only on the destination's or the operator's word.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Source {
-    /// Everything up to the end of the state.
+    /// Memory, pass by pass.
     Streaming,
-    /// The destination has everything; the record is being made durable.
+    /// The rest fits into a pause; the record is being made durable.
     Recording,
-    /// It is; PREPARED is awaited.
+    /// It is. The guest is held and the rest sent; then PREPARED is awaited.
     Recorded,
     /// COMMIT is being said and its answer awaited.
     Committed,
@@ -38,8 +39,8 @@ pub(crate) enum Source {
 /// What happens to the source.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum SourceEvent {
-    /// The guest is held, and the destination has been sent all of it.
-    Sent,
+    /// What is left to be sent fits into a pause.
+    Converged,
     /// The hand-over record is durable.
     Recorded,
     /// PREPARED came, and its digest and counts are ours.
@@ -87,7 +88,7 @@ impl Source {
         let take_back = (Self::Here, O::TakeBack(MayRunHere(())));
         let end = (Self::Gone, O::End(MayEnd(())));
         match (self, event) {
-            (Self::Streaming, E::Sent) => (Self::Recording, O::Record),
+            (Self::Streaming, E::Converged) => (Self::Recording, O::Record),
             (Self::Recording, E::Recorded) => (Self::Recorded, O::Wait),
             (Self::Recorded, E::Prepared) => (Self::Committed, O::Commit),
             // A record that cannot be removed, or failed half-way, may stand: COMMIT was never said.

@@ -48,7 +48,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             return Err(held.give_up(Cause::Cancelled));
         }
         let paused_at = held.since();
-        let (sealed, state, order) = held.seal(recorded);
+        let (sealed, state, order) = held.seal(recorded)?;
         Ok(Handed { sealed, state, order, paused_at, tale })
     }
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 use checkpoint::{Guest, GuestError, Paused, Section};
 use dirty_tracker::{Epoch, Subscription};
 
-use super::Failed;
+use super::{Failed, no_record};
 use crate::error::{Cause, GuestPlace};
 use crate::handover::{MayEnd, MayRunHere, Source, SourceEvent, SourceOrder};
 use crate::message::Token;
@@ -21,23 +21,58 @@ pub(super) struct Held<'g, G: Guest + ?Sized> {
     guest: &'g G,
     paused: Option<Paused<'g, G>>,
     released: bool,
-    /// The record that stands, or may.
-    record: Option<(Records, Token)>,
     since: Instant,
 }
 
-/// Proof that the record of a held guest is durable.
+/// Proof that the record is durable. Dropping it removes the record: the guest is this host's. Drop it after what holds
+/// the guest, which does not wait for the disk.
+#[must_use = "dropping this removes the record"]
 #[derive(Debug)]
 pub(super) struct Recorded {
-    mark: SourceMark,
+    records: Records,
+    token: Token,
+    /// None once the guest is sealed with it.
+    mark: Option<SourceMark>,
     state: Source,
+}
+
+impl Recorded {
+    /// Makes the hand-over record durable. It goes with what this returns, unless the guest is sealed with that.
+    pub(super) fn place(records: &Records, staged: StagedSource) -> Result<Self, RecordsError> {
+        let (state, order) = Source::Streaming.on(SourceEvent::Converged);
+        debug_assert_eq!(order, SourceOrder::Record);
+        let token = staged.token();
+        let mark = records.place_source(staged).inspect_err(|_| {
+            // One that failed half-way may stand.
+            remove(records, token);
+        })?;
+        let (state, _wait) = state.on(SourceEvent::Recorded);
+        Ok(Self { records: records.clone(), token, mark: Some(mark), state })
+    }
+}
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        if self.mark.is_some() {
+            remove(&self.records, self.token);
+        }
+    }
+}
+
+/// COMMIT was not said: the record says nothing.
+fn remove(records: &Records, token: Token) {
+    if let Err(e) = records.settle(token) {
+        tracing::warn!(
+            %token, "the guest is here, and a record that says otherwise may stay: {e}"
+        );
+    }
 }
 
 impl<'g, G: Guest + ?Sized> Held<'g, G> {
     /// Pauses the guest.
     pub(super) fn new(guest: &'g G) -> Result<Self, GuestError> {
         let since = Instant::now();
-        Ok(Self { guest, paused: Some(Paused::new(guest)?), released: false, record: None, since })
+        Ok(Self { guest, paused: Some(Paused::new(guest)?), released: false, since })
     }
 
     /// When the pause was asked for.
@@ -71,37 +106,8 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
         self.guest.detach()
     }
 
-    /// Makes the hand-over record durable. It goes when the guest is given back.
-    pub(super) fn record(
-        &mut self,
-        records: &Records,
-        staged: StagedSource,
-    ) -> Result<Recorded, RecordsError> {
-        let (state, order) = Source::Streaming.on(SourceEvent::Sent);
-        debug_assert_eq!(order, SourceOrder::Record);
-        // Before it is tried: one that failed half-way may stand.
-        self.record = Some((records.clone(), staged.token()));
-        let mark = records.place_source(staged)?;
-        let (state, _wait) = state.on(SourceEvent::Recorded);
-        Ok(Recorded { mark, state })
-    }
-
     /// Takes everything back and lets the guest run, if it ran before.
     fn take_back(&mut self) -> Result<(), GuestError> {
-        let taken = self.resume();
-        // COMMIT was not said: it says nothing. The guest does not wait for the disk.
-        if let Some((records, token)) = self.record.take()
-            && let Err(e) = records.settle(token)
-        {
-            tracing::warn!(
-                vm = %self.guest.vm_id(), %token,
-                "the guest is here, and a record that says otherwise may stay: {e}"
-            );
-        }
-        taken
-    }
-
-    fn resume(&mut self) -> Result<(), GuestError> {
         let Some(paused) = self.paused.take() else { return Ok(()) };
         if self.released
             && let Err(e) = self.guest.acquire()
@@ -119,15 +125,17 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
     }
 
     /// PREPARED came: from here on the guest may be the destination's.
-    pub(super) fn seal(mut self, recorded: Recorded) -> (Sealed<'g, G>, Source, SourceOrder) {
+    pub(super) fn seal(
+        mut self,
+        mut recorded: Recorded,
+    ) -> Result<(Sealed<'g, G>, Source, SourceOrder), Failed> {
         let was_running = self.was_running();
-        let Recorded { mark, state } = recorded;
-        self.record = None;
+        let Some(mark) = recorded.mark.take() else { return Err(self.give_up(no_record())) };
         if let Some(paused) = self.paused.take() {
             paused.keep_paused();
         }
-        let (state, order) = state.on(SourceEvent::Prepared);
-        (Sealed { guest: self.guest, was_running, mark }, state, order)
+        let (state, order) = recorded.state.on(SourceEvent::Prepared);
+        Ok((Sealed { guest: self.guest, was_running, mark }, state, order))
     }
 }
 

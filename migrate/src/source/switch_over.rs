@@ -1,4 +1,4 @@
-//! The source's pause up to PREPARED: the last pass, the state, and the record that is made while the destination restores.
+//! The record, and the source's pause up to PREPARED: the last pass and the state.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -28,6 +28,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     ) -> Result<Ready<'a, G>, Failed> {
         let staged = peer.staged.take().ok_or_else(no_record)?;
         let site = staged.site();
+        // Before the pause, which does not wait for a disk; where digests are compared only after that, for it takes long,
+        // and a record is in an operator's way. Goes after what holds the guest.
+        let (mut recorded, mut staged) = (None, Some(staged));
+        if copied.verifier.is_none() {
+            recorded = record(&peer.records, &mut staged)?;
+        }
         let mut held = Held::new(self.guest)?;
         let mut limit = self.options.pause_limit(&copied.tale.reason);
         if copied.verifier.is_some() {
@@ -38,12 +44,16 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let until: Limit<'_> = until.map(|at| (at, &late as &(dyn Fn() -> Cause + Sync)));
         let Peer { wire, sender, records, features, .. } = peer;
         let sender = sender.as_mut().ok_or_else(no_record)?;
-        let record = (&*records, staged);
         let rest = on_time(wire, until, |wire| {
-            self.send_rest((wire, sender, *features), &mut held, copied, record, until)
+            self.send_rest((wire, sender, *features), &mut held, copied, until, || {
+                Ok(recorded = record(records, &mut staged)?)
+            })
         });
         match rest {
-            Ok((named, recorded, tale)) if named == site => Ok(Ready { held, recorded, tale }),
+            Ok((named, tale)) if named == site => match recorded {
+                Some(recorded) => Ok(Ready { held, recorded, tale }),
+                None => Err(held.give_up(no_record())),
+            },
             Ok(_) => {
                 let why = "PREPARED names another site than READY";
                 Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }))
@@ -57,9 +67,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         (wire, sender, features): (&mut Wire<Link>, &mut Passes<'a>, u64),
         held: &mut Held<'a, G>,
         copied: Copied<'a, G>,
-        (records, staged): (&Records, StagedSource),
         until: Limit<'_>,
-    ) -> Result<(Uuid, Recorded, Tale), Cause> {
+        record: impl FnOnce() -> Result<(), Cause>,
+    ) -> Result<(Uuid, Tale), Cause> {
         let Copied { mut writes, verifier, mut drives, throttled, mut tale } = copied;
         // Should the guest go on here after all, it does so at full speed.
         drop(throttled);
@@ -101,20 +111,14 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         laps.end("sent");
         held.release()?;
         laps.end("released");
-        // Beside the restoring; where digests are compared, only then: that takes long, and a record is in an operator's way.
-        let (done, recorded) = match digest {
-            None => {
-                let recorded = held.record(records, staged)?;
-                // Heard only now: the way there and back is not worth a pause of its own.
-                (sent.await_end(wire)?, recorded)
-            }
-            Some(ours) => {
-                let done = sent.await_end(wire)?;
-                self.same_memory(wire, ours)?;
-                (done, held.record(records, staged)?)
-            }
-        };
-        laps.end("recorded");
+        let state_digest = StateDigest::of(&sections);
+        // Heard only now: the way there and back is not worth a pause of its own.
+        let done = sent.await_end(wire)?;
+        if let Some(ours) = digest {
+            self.same_memory(wire, ours)?;
+            record()?;
+            laps.end("verified");
+        }
         epoch.commit();
         drives.commit();
         tale.passes.push(report_of(&done, &drives, 0, done.time));
@@ -129,13 +133,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             true => Ok(()),
             false => Err(Cause::Differs { what, ours, theirs }),
         };
-        same("the state's digest", StateDigest::of(&sections).into(), says.digest.into())?;
+        same("the state's digest", state_digest.into(), says.digest.into())?;
         same("the count of frames with content", tale.totals.normal, says.counts.normal)?;
         same("the count of zero frames", tale.totals.zero, says.counts.zero)?;
         let late = held.detach()?;
         fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
         wire.send(&Message::Late(&late))?;
-        Ok((says.site, recorded, tale))
+        Ok((says.site, tale))
     }
 
     /// Hears the destination's digest of all memory, which must be ours.
@@ -151,6 +155,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         wire.stream_mut().set_patience(self.options.patience);
         Ok(())
     }
+}
+
+/// Makes the record stand, once.
+fn record(records: &Records, staged: &mut Option<StagedSource>) -> Result<Option<Recorded>, Cause> {
+    let staged = staged.take().ok_or_else(no_record)?;
+    Ok(Some(Recorded::place(records, staged)?))
 }
 
 /// What the pause is spent on, for the log.
