@@ -9,7 +9,7 @@ use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBit
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::{DriveCopy, DriveHead, GuestDrive, Section, Shield};
+use crate::{Backlog, DriveCopy, DriveHead, Fetching, GuestDrive, Section, Shield};
 
 /// Guest memory whose VMM-side writes mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
@@ -161,6 +161,21 @@ pub trait Guest: Send + Sync {
     /// a few pauses do, so it is kept for as long as epochs are taken; while nothing is protected it costs the guest nothing.
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         Ok(None)
+    }
+
+    /// Has `backlog` come when it is touched, and behind that, into memory that nobody has touched; the guest may run meanwhile.
+    /// Gives it back, the default, where that cannot be done: then it has to come first. If a frame cannot be had the guest ends,
+    /// before anybody sees something else in its place.
+    fn fetch_late(
+        &self,
+        backlog: Box<dyn Backlog>,
+    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        Ok(Some(backlog))
+    }
+
+    /// How far that is; `None` where nothing was fetched so.
+    fn fetching(&self) -> Option<Fetching> {
+        None
     }
 
     /// The guest's drives, for whoever copies them; a guest without has none.

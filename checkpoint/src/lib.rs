@@ -7,6 +7,7 @@
 //! Guest           a guest that can be tracked, paused, saved and restored
 //! Checkpointer    takes epochs of one: a short pause, then copied and written behind the running guest
 //! Shield          what of a guest nobody writes to until it is copied
+//! Backlog         what of a restored guest has not come yet, while it runs already
 //! Store           a directory of epochs, each published whole or not at all (FORMAT.md)
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
@@ -15,6 +16,7 @@
 //! A failed epoch loses nothing: its frames go back to the tracker and are in the next one (I4).
 #![forbid(unsafe_code)]
 
+mod backlog;
 mod cadence;
 mod chain;
 mod checkpointer;
@@ -36,6 +38,7 @@ mod store;
 pub mod testing;
 mod zero;
 
+pub use backlog::{Backlog, Fetching};
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};

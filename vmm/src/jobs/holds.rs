@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{
-    Clock, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield, VcpuWrites, VmId,
+    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield,
+    VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
@@ -214,6 +215,17 @@ impl Guest for View {
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         self.holds.vm.shield()
+    }
+
+    fn fetch_late(
+        &self,
+        backlog: Box<dyn Backlog>,
+    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        self.holds.vm.fetch_late(backlog)
+    }
+
+    fn fetching(&self) -> Option<Fetching> {
+        self.holds.vm.fetching()
     }
 
     fn drives(&self) -> Vec<Box<dyn GuestDrive>> {

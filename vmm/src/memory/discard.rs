@@ -6,7 +6,7 @@
 //! content or zeros, and either way finds it in the next epoch and reads zeros then (I3, I4). Frames
 //! that had no memory read as zeros before and after, and are not marked.
 //!
-//! A frame that is protected until it has been copied (`shield.rs`) is waited for.
+//! A frame that is protected until it has been copied (`shield.rs`) is waited for. One that has not come yet (`late.rs`) never will.
 //!
 //! The guest's next write is followed too: with the host's page goes KVM's mapping of it, so that
 //! the write faults and is reported, whether or not the frame was reported before.
@@ -57,6 +57,10 @@ impl Discarder {
             return Ok(0);
         }
         self.runs.clear();
+        // First: after it nothing comes any more that is not found.
+        if let Some(late) = self.kept.late() {
+            late.forget(run, &mut self.runs);
+        }
         self.populated.find(region, run, &mut self.runs)?;
         if self.runs.is_empty() {
             return Ok(0);

@@ -3,6 +3,9 @@
 
 mod backing;
 mod discard;
+mod late;
+#[cfg(test)]
+mod late_tests;
 mod map;
 mod populated;
 mod shield;
@@ -10,14 +13,17 @@ mod userfault;
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use checkpoint::{GuestError, GuestRam, Shield};
-use dirty_tracker::{FrameRun, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
+use checkpoint::{Backlog, Fetching, GuestError, GuestRam, Shield};
+use dirty_tracker::{FrameRun, FrameSet, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 use backing::HugeRanges;
 pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
+use late::Late;
+pub(crate) use late::Lost;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
 use populated::Populated;
 pub(crate) use shield::Kept;
@@ -134,11 +140,39 @@ impl Memory {
     /// What keeps frames as they are while the guest runs; one at a time. `None` where the host or this memory's pages
     /// do not allow it.
     pub(crate) fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        // Each memory has one descriptor at most.
+        if self.kept.late().is_some_and(|late| !late.wait(LATE_LIMIT)) {
+            tracing::info!("the guest's memory is still coming: frames are copied in the pause");
+            return Ok(None);
+        }
         let opened = MemoryShield::open(&self.ram, &self.kept).map_err(|e| GuestError::System {
             what: "registering guest memory with userfaultfd",
             cause: Box::new(e),
         })?;
         Ok(opened.map(|shield| Box::new(shield) as Box<dyn Shield>))
+    }
+
+    /// Has the frames of `backlog` come when they are touched, and behind that; nobody has touched this memory before. Gives the
+    /// backlog back where the host or this memory's pages do not allow that: then they have to come first. `lost` is told if one
+    /// cannot be had.
+    pub(crate) fn fetch_late(
+        &self,
+        backlog: Box<dyn Backlog>,
+        lost: Lost,
+    ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        let failed = |cause| GuestError::System { what: "fetching memory late", cause };
+        match Late::begin(&self.ram, backlog, lost).map_err(|e| failed(e.into()))? {
+            Err(backlog) => Ok(Some(backlog)),
+            Ok(late) => match self.kept.set_late(late) {
+                Ok(()) => Ok(None),
+                Err(_) => Err(failed("it is fetched already".into())),
+            },
+        }
+    }
+
+    /// How far the fetching is; `None` where nothing was to be fetched.
+    pub(crate) fn fetching(&self) -> Option<Fetching> {
+        self.kept.late().map(Late::fetching)
     }
 
     /// The slots.
@@ -164,17 +198,26 @@ impl Memory {
         }
     }
 
-    /// Runs of frames, ascending, that have host memory or are swapped out: all others were never
+    /// Runs of frames, ascending, that have host memory, are swapped out, or are still to come: all others were never
     /// written and read as zeros. Reads eight bytes a frame from the kernel, or, of a memory file,
     /// asks for the bounds of each run.
     pub fn populated(&self) -> io::Result<Vec<FrameRun>> {
+        // First: what comes after this is in memory.
+        let left = self.kept.late().map(Late::left).filter(|left| !left.is_empty());
         let (mut populated, mut runs) = (Populated::default(), Vec::new());
         for region in self.ram.iter() {
             populated.find(region, populated::all(region), &mut runs)?;
         }
-        Ok(runs)
+        let Some(left) = left else { return Ok(runs) };
+        let mut all: FrameSet = runs.into_iter().collect();
+        all.insert_all(left.as_slice());
+        // None may cross from one slot into the next.
+        Ok(self.layout().slots().flat_map(|s| all.within(s.run()).collect::<Vec<_>>()).collect())
     }
 }
+
+/// How long epochs wait for memory that is still coming, so as to be copied behind the guest.
+const LATE_LIMIT: Duration = Duration::from_secs(10);
 
 type Region = GuestRegionMmap<TrackedBitmap>;
 

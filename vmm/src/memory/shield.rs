@@ -8,23 +8,25 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{GuestError, GuestRam, Shield};
 use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
+use super::late::Late;
 use super::populated::{all, is_pooled};
 use super::userfault::Userfault;
 
-/// The frames that are protected, for those who do not write and must wait all the same.
+/// The frames that are protected, and those that have not come yet, for those who do not write and must know all the same.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
     /// Whether any are: looked at before the lock is taken.
     any: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
+    late: OnceLock<Late>,
 }
 
 #[derive(Debug, Default)]
@@ -37,6 +39,16 @@ struct State {
 }
 
 impl Kept {
+    /// What has not come yet of a guest that was restored so.
+    pub(super) fn late(&self) -> Option<&Late> {
+        self.late.get()
+    }
+
+    /// A guest's memory comes once; a second time is given back.
+    pub(super) fn set_late(&self, late: Late) -> Result<(), Late> {
+        self.late.set(late)
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

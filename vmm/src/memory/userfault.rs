@@ -1,5 +1,5 @@
-//! The kernel's userfaultfd, of which the write protection is used: a write to a protected page waits, and whoever reads from
-//! the descriptor is told of it.
+//! The kernel's userfaultfd: a write to a protected page waits, or whoever touches a page that is not there yet, and whoever
+//! reads from the descriptor is told of it.
 //!
 //! The calls are few and plain; the crate that wraps them (`userfaultfd`) wants libclang when it is built, and knows the
 //! kernel's features up to 5.13.
@@ -43,14 +43,37 @@ struct WriteProtect {
     mode: u64,
 }
 
+/// `struct uffdio_copy`.
+#[repr(C)]
+struct Copy {
+    to: u64,
+    from: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+/// `struct uffdio_zeropage` and `struct uffdio_poison`.
+#[repr(C)]
+struct Fill {
+    range: Range,
+    mode: u64,
+    filled: i64,
+}
+
 const UFFD: u32 = 0xaa;
 ioctl_io_nr!(USERFAULTFD_IOC_NEW, UFFD, 0x00);
 ioctl_iowr_nr!(UFFDIO_API, UFFD, 0x3f, Api);
 ioctl_iowr_nr!(UFFDIO_REGISTER, UFFD, 0x00, Register);
 ioctl_ior_nr!(UFFDIO_UNREGISTER, UFFD, 0x01, Range);
 ioctl_ior_nr!(UFFDIO_WAKE, UFFD, 0x02, Range);
+ioctl_iowr_nr!(UFFDIO_COPY, UFFD, 0x03, Copy);
+ioctl_iowr_nr!(UFFDIO_ZEROPAGE, UFFD, 0x04, Fill);
+ioctl_iowr_nr!(UFFDIO_POISON, UFFD, 0x08, Fill);
 ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, WriteProtect);
 
+/// The smallest unit.
+const PAGE: u64 = dirty_tracker::PAGE_SIZE;
 /// `UFFD_API`, the version.
 const API: u64 = 0xaa;
 /// Faults say that they are of write protection (5.7).
@@ -60,6 +83,12 @@ const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 /// So can pages that were never written (6.4).
 const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 
+/// Pages of memory files that are not there can be waited for (4.11).
+const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+/// Pages can be lost (6.6).
+const FEATURE_POISON: u64 = 1 << 14;
+
+const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 const EVENT_PAGEFAULT: u8 = 0x12;
@@ -70,16 +99,23 @@ const ADDRESS: usize = 16;
 /// Faults that are read at once.
 const MESSAGES: usize = 32;
 
-/// A descriptor that can protect, over no memory at first.
+/// A descriptor that is told of faults, over no memory at first.
 #[derive(Debug)]
 pub(crate) struct Userfault(OwnedFd);
 
 impl Userfault {
     /// Opens one. The error is a host that does not let this process have one, or whose kernel is older than 6.4.
     pub(crate) fn open() -> io::Result<Self> {
+        Self::with(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
+    }
+
+    /// As [`open`](Self::open), for pages that are not there yet; the kernel has to be 6.6 or later.
+    pub(crate) fn open_for_missing() -> io::Result<Self> {
+        Self::with(FEATURE_MISSING_SHMEM | FEATURE_POISON)
+    }
+
+    fn with(features: u64) -> io::Result<Self> {
         let fd = Self::by_system_call().or_else(|_| Self::by_device())?;
-        let features =
-            FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED;
         let mut api = Api { api: API, features, ioctls: 0 };
         // SAFETY: the kernel reads and writes the structure, which is as it expects it and ours.
         check(unsafe { ioctl_with_mut_ref(&fd, UFFDIO_API(), &mut api) })?;
@@ -114,10 +150,19 @@ impl Userfault {
     /// Takes `len` bytes at `start`, whole pages of a mapping: they can be protected from now on. Each memory has one
     /// descriptor at most. Closing the descriptor undoes it.
     pub(crate) fn register(&self, start: u64, len: u64) -> io::Result<()> {
+        self.register_for(start, len, REGISTER_MODE_WP)
+    }
+
+    /// Takes `len` bytes at `start`, whole pages of a mapping: whoever touches one that is not there waits from now on.
+    pub(crate) fn register_missing(&self, start: u64, len: u64) -> io::Result<()> {
+        self.register_for(start, len, REGISTER_MODE_MISSING)
+    }
+
+    fn register_for(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
         let range = Range { start, len };
-        let mut register = Register { range, mode: REGISTER_MODE_WP, ioctls: 0 };
-        // SAFETY: the kernel reads and writes the structure. What it does with the memory changes no content; nothing waits
-        // for a fault yet, since nothing is protected.
+        let mut register = Register { range, mode, ioctls: 0 };
+        // SAFETY: the kernel reads and writes the structure. What it does with the memory changes no content; who waits for a
+        // page is served by the one who has asked for this.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_REGISTER(), &mut register) })
     }
 
@@ -157,7 +202,63 @@ impl Userfault {
         }
     }
 
-    /// Adds to `faults` the addresses to which somebody has begun to wait to write, some at a time; waits for one for up to
+    /// Puts `contents`, whole pages, at `start`, where pages are not there yet; one that is stays as it is. Who waits for them goes on.
+    pub(crate) fn copy(&self, start: u64, contents: &[u8]) -> io::Result<()> {
+        self.fill(start, contents.len() as u64, |done, to, len| {
+            let from = contents.as_ptr() as u64 + done;
+            let mut copy = Copy { to, from, len, mode: 0, copied: 0 };
+            // SAFETY: the kernel reads `len` bytes of `contents` behind `done`, and puts them only where the descriptor was given
+            // memory and no page is.
+            let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_COPY(), &mut copy) };
+            (check(r), copy.copied)
+        })
+    }
+
+    /// As [`copy`](Self::copy), with zeros.
+    pub(crate) fn zero(&self, start: u64, len: u64) -> io::Result<()> {
+        self.fill(start, len, |_, start, len| {
+            let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
+            // SAFETY: the kernel reads and writes the structure, and puts zeros where no page is.
+            let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_ZEROPAGE(), &mut fill) };
+            (check(r), fill.filled)
+        })
+    }
+
+    /// Whoever touches these pages, which are not there, is told that their content is lost: as by broken memory.
+    pub(crate) fn poison(&self, start: u64, len: u64) -> io::Result<()> {
+        self.fill(start, len, |_, start, len| {
+            let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
+            // SAFETY: as for `zero`; no page is there that anybody could have a reference to.
+            let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_POISON(), &mut fill) };
+            (check(r), fill.filled)
+        })
+    }
+
+    /// Calls `step` with what is done, where to go on and how much is left, until nothing is.
+    fn fill(
+        &self,
+        start: u64,
+        len: u64,
+        step: impl Fn(u64, u64, u64) -> (io::Result<()>, i64),
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < len {
+            let (result, filled) = step(done, start + done, len - done);
+            // Positive: so many bytes, perhaps not all. Negative: why not.
+            done += u64::try_from(filled).unwrap_or(0).min(len - done);
+            match result {
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {
+                    self.wake(start + done, PAGE)?;
+                    done += PAGE;
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds to `faults` the addresses at which somebody has begun to wait, some at a time; waits for one for up to
     /// `limit`.
     pub(crate) fn faults(&self, limit: Duration, faults: &mut impl Extend<u64>) -> io::Result<()> {
         if !limit.is_zero() {

@@ -1,0 +1,34 @@
+//! Frames of a stored guest that its memory does not have yet: the guest runs, and they come when they are touched, or behind it.
+
+use std::time::Duration;
+
+use dirty_tracker::{FrameRun, FrameSet};
+
+use crate::StoreError;
+
+/// What is still to come, and where from. One thread reads.
+pub trait Backlog: Send {
+    /// Frames that have content. All others of the guest are zeros.
+    fn frames(&self) -> &FrameSet;
+
+    /// Frames to fetch first while nobody waits for one: those that the guest touched first when it was restored the last time.
+    /// A hint; may name frames that have no content, or none at all.
+    fn first(&self) -> &[FrameRun];
+
+    /// Puts the contents of `run`, all of it part of [`frames`](Self::frames), into `contents`, which is as long. They are checked:
+    /// an error names what is damaged.
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError>;
+}
+
+/// How far the fetching is.
+#[derive(Clone, Debug, Default)]
+pub struct Fetching {
+    /// Frames that are still to come.
+    pub left: u64,
+    /// Frames that have come, those that somebody waited for included.
+    pub fetched: u64,
+    /// Frames that were touched before they had come, in the order in which that was.
+    pub touched: Vec<FrameRun>,
+    /// How long it took, once all are there.
+    pub time: Option<Duration>,
+}

@@ -1,0 +1,287 @@
+//! Owns the frames of a restored guest that have not come yet: whoever touches one waits in the kernel (userfaultfd) until it has
+//! been fetched, and the others are fetched behind the running guest.
+//!
+//! One thread fetches, and it alone; it never touches guest memory itself, but has the kernel put contents into place. When all
+//! has come it lets go of the memory, and nothing is left of this.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Backlog, Fetching, GuestRam, StoreError};
+use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use super::populated::{all, is_pooled};
+use super::userfault::Userfault;
+
+/// Frames that are fetched at once behind the guest: while that lasts somebody may wait for another.
+const BEHIND: u64 = 64;
+/// Frames that are fetched with one that is touched: neighbours are touched next.
+const AROUND: u64 = 16;
+/// How many places where the guest touched frames first are kept.
+const MOST_TOUCHED: usize = 1 << 16;
+
+/// What is told if a frame cannot be fetched: the guest must not go on without it.
+pub(crate) type Lost = Box<dyn Fn(String) + Send>;
+
+/// The fetching of one guest's memory. Dropping it ends it: frames that have not come are zeros from then on.
+#[derive(Debug)]
+pub(crate) struct Late {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    userfault: Userfault,
+    /// Keeps the mappings.
+    ram: GuestRam,
+    over: AtomicBool,
+    state: Mutex<State>,
+    /// Nothing is under way any more.
+    idle: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Until they are in place.
+    left: FrameSet,
+    /// Part of them, on its way.
+    under_way: Option<FrameRun>,
+    fetching: Fetching,
+}
+
+impl Late {
+    /// Has the frames of `backlog` come to `ram`, which nobody has touched yet. Gives the backlog back where its pages or the host
+    /// do not allow that.
+    pub(super) fn begin(
+        ram: &GuestRam,
+        backlog: Box<dyn Backlog>,
+        lost: Lost,
+    ) -> io::Result<Result<Self, Box<dyn Backlog>>> {
+        if ram.iter().any(is_pooled) {
+            tracing::info!("huge pages from the pool are not fetched late: all frames come first");
+            return Ok(Err(backlog));
+        }
+        let userfault = match Userfault::open_for_missing() {
+            Ok(userfault) => userfault,
+            Err(e) => {
+                tracing::info!("no userfaultfd: {e}; all frames come first");
+                return Ok(Err(backlog));
+            }
+        };
+        for region in ram.iter() {
+            userfault.register_missing(region.as_ptr() as u64, region.len())?;
+        }
+        let state = State { left: backlog.frames().clone(), ..State::default() };
+        let shared = Arc::new(Shared {
+            userfault,
+            ram: ram.clone(),
+            over: AtomicBool::new(false),
+            state: Mutex::new(state),
+            idle: Condvar::new(),
+        });
+        let buffer = vec![0; (BEHIND * PAGE_SIZE) as usize];
+        let fetcher = Fetcher { shared: shared.clone(), backlog, buffer, lost, is_lost: false };
+        let thread = std::thread::Builder::new().name("late-frames".into());
+        let thread = Some(thread.spawn(move || fetcher.run())?);
+        Ok(Ok(Self { shared, thread }))
+    }
+
+    /// How far it is.
+    pub(crate) fn fetching(&self) -> Fetching {
+        let state = self.shared.lock();
+        Fetching { left: state.left.frames(), ..state.fetching.clone() }
+    }
+
+    /// Frames that have not come. Those that come after this call are in memory.
+    pub(super) fn left(&self) -> FrameSet {
+        self.shared.lock().left.clone()
+    }
+
+    /// Whether any have not come.
+    pub(super) fn is_under_way(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
+    /// These are zeros from now on, if they have not come. Adds those that have not to `forgotten`.
+    pub(super) fn forget(&self, frames: FrameRun, forgotten: &mut Vec<FrameRun>) {
+        let comes = |s: &mut State| {
+            s.under_way.is_some_and(|run| run.start < frames.end() && frames.start < run.end())
+        };
+        let state = self.shared.idle.wait_while(self.shared.lock(), comes);
+        let mut state = state.unwrap_or_else(PoisonError::into_inner);
+        forgotten.extend(state.left.within(frames));
+        state.left.remove(frames);
+    }
+
+    /// Returns when all have come, or after `limit`; whether they have.
+    pub(super) fn wait(&self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
+        while self.is_under_way() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        !self.is_under_way()
+    }
+}
+
+impl Drop for Late {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that fetches frames has panicked");
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn gfn(&self, address: u64) -> Option<Gfn> {
+        self.ram.iter().find_map(|region| {
+            let offset = address.checked_sub(region.as_ptr() as u64)?;
+            (offset < region.len()).then(|| Gfn::containing(region.start_addr().0 + offset))
+        })
+    }
+
+    /// The address of `frames`, and as many of them as lie in that mapping.
+    fn place(&self, frames: FrameRun) -> Option<(u64, FrameRun)> {
+        self.ram.iter().find_map(|region| {
+            let has = all(region);
+            let count = frames.end().min(has.end()).0.checked_sub(frames.start.0)?;
+            (frames.start >= has.start && count > 0).then(|| {
+                let address = region.as_ptr() as u64 + (frames.start.gpa() - has.start.gpa());
+                (address, FrameRun { count, ..frames })
+            })
+        })
+    }
+}
+
+/// What the thread has.
+struct Fetcher {
+    shared: Arc<Shared>,
+    backlog: Box<dyn Backlog>,
+    buffer: Vec<u8>,
+    lost: Lost,
+    is_lost: bool,
+}
+
+impl Fetcher {
+    fn run(mut self) {
+        let since = Instant::now();
+        let mut faults: Vec<u64> = Vec::new();
+        let mut first = self.backlog.first().to_vec().into_iter();
+        while !self.shared.over.load(Ordering::Acquire) {
+            if let Err(e) = self.shared.userfault.faults(Duration::ZERO, &mut faults) {
+                self.lose(format!("reading faults: {e}"));
+                break;
+            }
+            if !faults.is_empty() {
+                faults.drain(..).for_each(|address| self.touched(address));
+                continue;
+            }
+            let behind = self.shared.lock().left.first();
+            let Some(behind) = behind else { break };
+            let next = first.next().unwrap_or(behind);
+            self.fetch(FrameRun { count: next.count.min(BEHIND), ..next });
+        }
+        // Whoever waits goes on: for zeros, or with what has come.
+        for region in self.shared.ram.iter() {
+            let (start, len) = (region.as_ptr() as u64, region.len());
+            if let Err(e) = self.shared.userfault.unregister(start, len) {
+                tracing::error!("letting go of memory whose frames have come: {e}");
+            }
+        }
+        let mut state = self.shared.lock();
+        state.fetching.time = Some(since.elapsed());
+        let (frames, waits) = (state.fetching.fetched, state.fetching.touched.len());
+        tracing::info!(frames, waits, ms = since.elapsed().as_millis(), "all frames have come");
+    }
+
+    /// Somebody waits for the frame at `address`.
+    fn touched(&mut self, address: u64) {
+        let Some(gfn) = self.shared.gfn(address) else { return };
+        let mut state = self.shared.lock();
+        if state.left.contains(gfn) {
+            if state.fetching.touched.len() < MOST_TOUCHED {
+                state.fetching.touched.push(FrameRun { start: gfn, count: 1 });
+            }
+            drop(state);
+            return self.fetch(FrameRun { start: gfn, count: AROUND });
+        }
+        drop(state);
+        // It has no content, or has come since.
+        let start = address & !(PAGE_SIZE - 1);
+        if let Err(e) = self.shared.userfault.zero(start, PAGE_SIZE) {
+            self.lose(format!("giving zeros to frame {:#x}: {e}", gfn.0));
+        }
+    }
+
+    /// Fetches those of `frames`, at most [`BEHIND`], that have not come.
+    fn fetch(&mut self, frames: FrameRun) {
+        let shared = self.shared.clone();
+        let mut at = frames.start;
+        loop {
+            let mut state = shared.lock();
+            let rest = FrameRun { start: at, count: frames.end().0.saturating_sub(at.0) };
+            let Some(part) = state.left.within(rest).next() else { return };
+            let Some((address, run)) = shared.place(part) else {
+                // A frame that is in no mapping was never part of the guest.
+                state.left.remove(part);
+                continue;
+            };
+            state.under_way = Some(run);
+            drop(state);
+            self.bring(address, run);
+            let mut state = shared.lock();
+            state.left.remove(run);
+            state.fetching.fetched += run.count;
+            state.under_way = None;
+            drop(state);
+            shared.idle.notify_all();
+            at = run.end();
+        }
+    }
+
+    /// Brings `run` to `address`; what cannot be had is poison there.
+    fn bring(&mut self, address: u64, run: FrameRun) {
+        match self.copy(address, run) {
+            Ok(()) => {}
+            Err(_) if run.count > 1 => {
+                // One by one: the others are good.
+                for (gfn, i) in run.frames().zip(0..) {
+                    self.bring(address + i * PAGE_SIZE, FrameRun { start: gfn, count: 1 });
+                }
+            }
+            Err(why) => {
+                // The guest ends first, and never learns what is there instead.
+                self.lose(why);
+                if let Err(e) = self.shared.userfault.poison(address, PAGE_SIZE) {
+                    tracing::error!("frame {:#x} cannot be marked as lost: {e}", run.start.0);
+                }
+            }
+        }
+    }
+
+    fn copy(&mut self, address: u64, run: FrameRun) -> Result<(), String> {
+        let contents = &mut self.buffer[..(run.count * PAGE_SIZE) as usize];
+        self.backlog.read(run, contents).map_err(|e: StoreError| e.to_string())?;
+        let copied = self.shared.userfault.copy(address, contents);
+        copied.map_err(|e| format!("putting frame {:#x} into place: {e}", run.start.0))
+    }
+
+    /// The guest cannot go on. Said once.
+    fn lose(&mut self, why: String) {
+        if !std::mem::replace(&mut self.is_lost, true) {
+            tracing::error!("a frame of the restored guest cannot be had: {why}");
+            (self.lost)(why);
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Memory that comes late, against the kernel.
+
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Backlog, GuestError, GuestRam, StoreError};
+use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::{Backing, Discarder, HugePages, Memory, MemoryOptions};
+
+const SOON: Duration = Duration::from_secs(20);
+const BYTES: u64 = (3 << 30) + (16 << 20);
+
+fn run(start: u64, count: u64) -> FrameRun {
+    FrameRun { start: Gfn(start), count }
+}
+
+/// What frame `gfn` was stored with.
+fn content(gfn: u64) -> u8 {
+    (gfn % 251) as u8 + 1
+}
+
+/// Frames that come only when they are let.
+struct Stored {
+    frames: FrameSet,
+    first: Vec<FrameRun>,
+    /// Closed: no hindrance any more.
+    gate: Receiver<()>,
+    bad: Option<Gfn>,
+}
+
+impl Backlog for Stored {
+    fn frames(&self) -> &FrameSet {
+        &self.frames
+    }
+
+    fn first(&self) -> &[FrameRun] {
+        &self.first
+    }
+
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
+        assert!(self.frames.contains_run(run), "{run:?} was never stored");
+        let _ = self.gate.recv();
+        for (gfn, page) in run.frames().zip(contents.chunks_exact_mut(PAGE_SIZE as usize)) {
+            if self.bad == Some(gfn) {
+                return Err(StoreError::NoEpoch { dir: "a store".into(), epoch: Some(7) });
+            }
+            page.fill(content(gfn.0));
+        }
+        Ok(())
+    }
+}
+
+fn ways() -> impl Iterator<Item = MemoryOptions> {
+    let pages = [Some(HugePages::None), Some(HugePages::Thp)];
+    [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
+        pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
+    })
+}
+
+/// Memory to which `frames` come, what opens the gate (a word each read, or dropping it), and who is told of a loss.
+#[allow(clippy::type_complexity)]
+fn coming(
+    test: &str,
+    options: &MemoryOptions,
+    frames: &[FrameRun],
+    bad: Option<u64>,
+) -> Option<(Memory, mpsc::Sender<()>, Receiver<String>)> {
+    let memory = Memory::new(BYTES, options).unwrap();
+    let ((open, gate), (told, lost)) = (mpsc::channel(), mpsc::channel());
+    let stored = Stored {
+        frames: frames.iter().copied().collect(),
+        first: vec![run(0x10_0000, 3), run(1, 1)],
+        gate,
+        bad: bad.map(Gfn),
+    };
+    let back = memory.fetch_late(
+        Box::new(stored),
+        Box::new(move |why| {
+            let _ = told.send(why);
+        }),
+    );
+    if back.unwrap().is_some() {
+        crate::testing::skip(test, "this host has no userfaultfd for missing pages");
+        return None;
+    }
+    Some((memory, open, lost))
+}
+
+fn byte(ram: &GuestRam, gfn: u64) -> u8 {
+    ram.read_obj(GuestAddress(Gfn(gfn).gpa() + 4095)).unwrap()
+}
+
+fn all_have_come(memory: &Memory) {
+    let since = Instant::now();
+    while memory.fetching().unwrap().time.is_none() {
+        assert!(since.elapsed() < SOON, "{:?}", memory.fetching());
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(memory.fetching().unwrap().left, 0);
+}
+
+/// In both slots, single ones, neighbours of what is not stored, and the last of each slot.
+const FRAMES: [FrameRun; 4] =
+    [run_const(5000, 300), run_const(6000, 1), run_const(0xb_ff80, 0x80), run_const(0x10_0000, 4)];
+
+const fn run_const(start: u64, count: u64) -> FrameRun {
+    FrameRun { start: Gfn(start), count }
+}
+
+#[test]
+fn who_touches_a_frame_waits_for_it_and_finds_what_was_stored() {
+    for options in ways() {
+        let name = "who_touches_a_frame_waits_for_it_and_finds_what_was_stored";
+        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
+        let (told, hears) = mpsc::channel();
+        for (gfn, stored) in [(5100, true), (0xb_ffff, true), (4999, false), (0x10_0004, false)] {
+            let (ram, told) = (memory.ram().clone(), told.clone());
+            thread::spawn(move || {
+                // Written to before it has come: the rest of it is as it was.
+                ram.write_obj(9u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
+                told.send((gfn, stored, byte(&ram, gfn))).unwrap();
+            });
+        }
+        hears.recv_timeout(Duration::from_millis(20)).unwrap_err();
+        drop(open);
+        for _ in 0..4 {
+            let (gfn, stored, found) = hears.recv_timeout(SOON).unwrap();
+            assert_eq!(found, if stored { content(gfn) } else { 0 }, "{gfn:#x} {options:?}");
+        }
+        all_have_come(&memory);
+        for gfn in FRAMES.iter().flat_map(|run| run.frames()) {
+            assert_eq!(byte(memory.ram(), gfn.0), content(gfn.0), "{gfn:?} {options:?}");
+        }
+        assert_eq!(memory.ram().read_obj::<u8>(GuestAddress(Gfn(5100).gpa())).unwrap(), 9);
+        let fetching = memory.fetching().unwrap();
+        assert_eq!(fetching.fetched, FRAMES.iter().map(|run| run.count).sum::<u64>());
+        let touched: Vec<u64> = fetching.touched.iter().map(|run| run.start.0).collect();
+        assert!(touched.iter().all(|gfn| [5100, 0xb_ffff].contains(gfn)), "{touched:x?}");
+        // Nothing is left of it: memory is shielded as any other.
+        assert!(memory.shield().unwrap().is_some());
+    }
+}
+
+#[test]
+fn frames_that_are_to_come_count_as_populated() {
+    for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
+        let name = "frames_that_are_to_come_count_as_populated";
+        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
+        assert_eq!(memory.populated().unwrap(), FRAMES, "{options:?}");
+        let frame = |n: u64| (0..n).for_each(|_| open.send(()).unwrap());
+        frame(3);
+        assert_eq!(memory.populated().unwrap(), FRAMES, "{options:?}");
+        drop(open);
+        all_have_come(&memory);
+        assert_eq!(memory.populated().unwrap(), FRAMES, "{options:?}");
+    }
+}
+
+#[test]
+fn a_frame_that_cannot_be_had_is_told_of_and_the_others_come() {
+    for options in ways() {
+        let name = "a_frame_that_cannot_be_had_is_told_of_and_the_others_come";
+        let Some((memory, open, lost)) = coming(name, &options, &FRAMES, Some(5070)) else {
+            return;
+        };
+        drop(open);
+        let why = lost.recv_timeout(SOON).unwrap();
+        assert!(why.contains("a store") && why.contains('7'), "{why}");
+        all_have_come(&memory);
+        for gfn in [5000, 5069, 5071, 5299, 6000, 0xb_ffff, 0x10_0003] {
+            assert_eq!(byte(memory.ram(), gfn), content(gfn), "{options:?}");
+        }
+        assert_eq!(lost.try_iter().count(), 0, "told once");
+    }
+}
+
+#[test]
+fn a_frame_that_is_given_back_before_it_has_come_never_comes() {
+    for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
+        let name = "a_frame_that_is_given_back_before_it_has_come_never_comes";
+        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
+        let mut writes = memory.tracker().subscribe("test");
+        let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
+        // What is on its way is elsewhere.
+        assert_eq!(discarder.discard(memory.ram(), run(5290, 5)).unwrap(), 5);
+        let marked: Vec<FrameRun> = writes.drain().runs().collect();
+        drop(open);
+        all_have_come(&memory);
+        assert_eq!(marked, [run(5290, 5)], "{options:?}");
+        for gfn in 5290..5295 {
+            assert_eq!(byte(memory.ram(), gfn), 0, "{gfn} {options:?}");
+        }
+        assert_eq!(
+            (byte(memory.ram(), 5289), byte(memory.ram(), 5295)),
+            (content(5289), content(5295))
+        );
+    }
+}
+
+#[test]
+fn memory_comes_once_and_who_waits_at_its_end_goes_on() {
+    for options in ways() {
+        let name = "memory_comes_once_and_who_waits_at_its_end_goes_on";
+        let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
+        let (_open, gate) = mpsc::channel();
+        let again = Stored { frames: FrameSet::new(), first: Vec::new(), gate, bad: None };
+        let refused = memory.fetch_late(Box::new(again), Box::new(|_| {}));
+        assert!(matches!(refused, Err(GuestError::System { .. })), "{options:?}");
+        let ram = memory.ram().clone();
+        let reader = thread::spawn(move || byte(&ram, 6000));
+        let opening = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(20));
+            drop(open);
+        });
+        drop(memory);
+        opening.join().unwrap();
+        // Its memory went with its guest: what it reads is nobody's any more.
+        reader.join().unwrap();
+    }
+}
