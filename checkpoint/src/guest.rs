@@ -193,6 +193,13 @@ pub trait Guest: Send + Sync {
         Vec::new()
     }
 
+    /// How long each vCPU has stood, in the order of vCPUs, in pauses that are over for it: from when it stopped until it went on, by
+    /// its own clock. Who asked for a pause learns of its end later, on a host whose processors the guest has again. Empty, the
+    /// default, where vCPUs do not know.
+    fn stood(&self) -> Vec<Duration> {
+        Vec::new()
+    }
+
     /// From now on holds back each vCPU that makes more than so many frames a second dirty, in holds too short to be
     /// noticed as pauses, and never for all of the time; `None` holds nobody. A vCPU that makes fewer dirty is let be. A pause
     /// does not wait for a hold. Whoever asks for this takes it back: it is no part of the guest's state. Does nothing,

@@ -240,6 +240,10 @@ impl Guest for View {
         self.holds.vm.vcpu_writes()
     }
 
+    fn stood(&self) -> Vec<Duration> {
+        self.holds.vm.stood()
+    }
+
     fn throttle(&self, frames_per_s: Option<u64>) {
         self.holds.vm.throttle(frames_per_s);
     }

@@ -182,6 +182,10 @@ impl Guest for Machine {
         both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, held: c.held() }).collect()
     }
 
+    fn stood(&self) -> Vec<Duration> {
+        self.counters.iter().map(|c| c.stood()).collect()
+    }
+
     fn throttle(&self, frames_per_s: Option<u64>) {
         if let Some(collector) = &self.collector {
             collector.throttle(frames_per_s);

@@ -99,6 +99,8 @@ pub(crate) struct Counters {
     /// Holds that are over.
     holds: AtomicU64,
     held_ns: AtomicU64,
+    /// In pauses that are over.
+    stood_ns: AtomicU64,
 }
 
 impl Counters {
@@ -118,6 +120,17 @@ impl Counters {
     /// How long those took.
     pub(crate) fn held(&self) -> Duration {
         Duration::from_nanos(self.held_ns.load(Ordering::Relaxed))
+    }
+
+    /// How long it stood in pauses that are over.
+    pub(crate) fn stood(&self) -> Duration {
+        Duration::from_nanos(self.stood_ns.load(Ordering::Relaxed))
+    }
+
+    /// A pause is over.
+    fn count_pause(&self, took: Duration) {
+        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.stood_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
     /// A hold is over.
@@ -204,9 +217,10 @@ impl<P: Peers> Vcpu<P> {
         state
     }
 
-    /// After a long stand, tells the guest's watchdogs, by kvmclock, that it was no lock-up.
+    /// Counts a stand that is over; after a long one, tells the guest's watchdogs, by kvmclock, that it was no lock-up.
     fn tell_of_gap(&mut self) {
         let stood = self.stands_since.take().map(|since| since.elapsed());
+        stood.into_iter().for_each(|stood| self.counters.count_pause(stood));
         if stood.is_some_and(|stood| stood >= LONG_STAND) && self.context.has(KVM_CAP_KVMCLOCK_CTRL)
         {
             // Fails for a guest without kvmclock, whose watchdogs cannot be told.
