@@ -7,7 +7,7 @@
 //! Guest           a guest that can be tracked, paused, saved and restored
 //! Checkpointer    takes epochs of one: a short pause, then copied and written behind the running guest
 //! Shield          what of a guest nobody writes to until it is copied
-//! Store           a directory of epochs, each published whole or not at all (FORMAT.md)
+//! Store           a directory of epochs, each stored whole or not at all (FORMAT.md)
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
 //! ```
@@ -49,7 +49,7 @@ pub use shield::Shield;
 pub use spread::Spread;
 pub use staging::StagingLimits;
 pub use store::{
-    Backend, Damage, DirBackend, EpochInfo, LOCK_FILE, Listing, LockError, ParentLink, Store,
-    StoreError, StoreFile, VerifyReport,
+    Backend, CompactReport, Damage, DirBackend, EpochInfo, ExportReport, LOCK_FILE, Listing,
+    LockError, RangeLock, Store, StoreError, StoreFile, VerifyReport,
 };
 pub use zero::is_zero;
