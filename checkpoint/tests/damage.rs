@@ -252,7 +252,9 @@ fn resealing_changes_nothing_in_a_sound_file() {
     }
 }
 
-const RESEALS: [(&str, fn(&mut [u8])); 3] =
+type Reseal = fn(&mut [u8]);
+
+const RESEALS: [(&str, Reseal); 3] =
     [(MANIFEST, reseal_manifest), (LOG, reseal_log), (PAGES, reseal_pages)];
 
 #[test]

@@ -205,7 +205,7 @@ pub enum Damage {
     },
     /// The contents of a frame are not those that were stored.
     #[error(
-        "the checksum of frame {gfn} of epoch {epoch} is {found:#010x} and should be {expected:#010x}"
+        "the checksum of {gfn} of epoch {epoch} is {found:#010x} and should be {expected:#010x}"
     )]
     Frame {
         /// The frame.

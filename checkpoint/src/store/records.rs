@@ -32,6 +32,8 @@ pub(crate) const MAX_RECORD_FRAMES: usize = 1 << 16;
 pub(crate) const MAX_RUNS: usize = 4096;
 /// The highest number that an epoch can have: locks on bytes of files end there.
 pub(crate) const MAX_EPOCH: u64 = i64::MAX as u64 - 1;
+/// The highest generation of a file: there is always another.
+const MAX_GENERATION: u64 = 1 << 62;
 /// A slot number that means that a frame is zeros: slot 0 is the page file's header.
 pub(crate) const NO_SLOT: u32 = 0;
 
@@ -283,6 +285,12 @@ pub(crate) fn encode_files(files: Files) -> Vec<u8> {
 pub(crate) fn decode_files(payload: &[u8]) -> Result<Files, Damage> {
     let raw = RawFiles::read_from_bytes(payload)
         .map_err(|_| wrong_size("the length of the files' names", payload.len(), FILES_LEN))?;
+    for found in [raw.log.get(), raw.pages.get()] {
+        if !(1..=MAX_GENERATION).contains(&found) {
+            let (what, expected) = ("a file's generation", MAX_GENERATION);
+            return Err(Damage::Mismatch { what, found, expected });
+        }
+    }
     Ok(Files { log: raw.log.get(), pages: raw.pages.get() })
 }
 
