@@ -12,8 +12,8 @@ use crate::chain::Chain;
 use crate::instant::{self, Means};
 use crate::shielding::Shielding;
 use crate::staging::{Staging, StagingLimits, window};
-use crate::store::{EpochWriter, Published, Store, StoreError, peek};
-use crate::{Guest, GuestError, RunState, VmId};
+use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Published, Store, StoreError};
+use crate::{Guest, GuestError, RunState};
 
 /// Of so many changed frames on they are copied behind the guest's back. Measured with `tests/bench/pause.rs`: at 256 that
 /// makes the pause shorter, and a busy guest's longest gap too; at 16 both ways are alike, and an epoch is durable later.
@@ -26,7 +26,7 @@ const LIVE_PASSES: usize = 4;
 /// The steps of an epoch, for logs and errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
-    /// Creating the file, writing what is known before the pause.
+    /// Looking after the store's files, which are made if there are none.
     Begin,
     /// Beginning to follow writes; only before a full epoch.
     Subscribe,
@@ -46,16 +46,16 @@ pub enum Phase {
     Resume,
     /// Copying what is protected, while the guest runs.
     CopyBehind,
-    /// Writing frames and state to the file.
+    /// Writing frames to the page file.
     Write,
-    /// Making the file durable and giving it its name.
+    /// Making the frames durable, and then the log that says where they are.
     Publish,
 }
 
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Begin => "beginning the file",
+            Self::Begin => "beginning",
             Self::Subscribe => "beginning to follow writes",
             Self::CopyLive => "copying memory",
             Self::Pause => "pausing the guest",
@@ -116,7 +116,7 @@ fn next_has_it(guest: RunState) -> &'static str {
 pub struct EpochReport {
     /// Its number.
     pub epoch: u64,
-    /// Frames in it; in a full epoch those that changed under the copy count again.
+    /// Frames in it.
     pub frames: u64,
     /// From the request to pause until the guest had been resumed, in microseconds.
     pub pause_us: u64,
@@ -128,7 +128,7 @@ pub struct EpochReport {
     pub waited_us: u64,
     /// From the end of the pause until the epoch was durable, in milliseconds.
     pub write_ms: f64,
-    /// Bytes of the epoch's file.
+    /// Bytes that it took: slots of its own in the page file, and its records in the log.
     pub written_bytes: u64,
     /// Whether it survives a crash of the host: always, of an epoch that is reported.
     pub durable: bool,
@@ -138,10 +138,9 @@ pub struct EpochReport {
 ///
 /// The first is full, later ones build on the one before. Made again for a store that has epochs
 /// already it begins with a full one, because nobody followed the guest's writes in between; so it
-/// does if somebody took away an epoch that the next one would build on, or the store's lock (the
-/// epoch that notices it fails, the next takes the lock again unless another writer has it), and, so that restores stay short,
-/// after 1,000 epochs or once the incremental ones have four times the bytes of the full one (and at
-/// least 64 MiB).
+/// does if somebody took away the store's files, or its lock (the
+/// epoch that notices that fails, the next takes the lock again unless another writer has it), and after a failed sync, because
+/// nobody knows then what got to the disk.
 ///
 /// ```
 /// use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -160,7 +159,10 @@ pub struct EpochReport {
 /// ```
 pub struct Checkpointer {
     guest: Arc<dyn Guest>,
-    store: Store,
+    store: Arc<Store>,
+    /// None until the store has files, and when those are not its own any more.
+    committer: Option<Committer>,
+    bounds: Bounds,
     staging: Staging,
     /// None until a full epoch is durable.
     chain: Option<Chain>,
@@ -222,7 +224,9 @@ impl Checkpointer {
         if !store.is_writable() {
             return Err(StoreError::ReadOnly { dir: store.dir() });
         }
-        let next = next_number(&store, guest.vm_id())?;
+        let store = Arc::new(store);
+        let committer = Committer::open(&store, &*guest)?;
+        let next = next_number(&store, committer.as_ref())?;
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
@@ -230,6 +234,8 @@ impl Checkpointer {
         Ok(Self {
             guest,
             store,
+            committer,
+            bounds: Bounds::default(),
             staging,
             chain: None,
             next,
@@ -245,6 +251,23 @@ impl Checkpointer {
     /// them. `u64::MAX` has all copied in the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
         self.behind_from = frames;
+    }
+
+    /// How many epochs are kept: with each one that is stored the oldest beyond so many, at least 1, are dropped, but for those
+    /// that somebody reads at the time, and later ones. Without a number, as at first, all are kept.
+    pub fn keep(&mut self, epochs: Option<u64>) {
+        self.bounds.keep = epochs;
+    }
+
+    /// From so many bytes on, 16 MiB unless said, the log is written anew when it is three times as long as it would be then.
+    pub fn log_bound(&mut self, bytes: u64) {
+        self.bounds.log = bytes;
+    }
+
+    /// For tests: the number of the next epoch, if that is higher than it would be.
+    #[cfg(feature = "testing")]
+    pub fn number_from(&mut self, epoch: u64) {
+        self.next = self.next.max(epoch);
     }
 
     /// The store that it writes to.
@@ -292,22 +315,19 @@ impl Checkpointer {
             let (guest, cause) = (self.guest.run_state(), e.into());
             return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
         }
-        let epoch = self.next;
+        let opened = self.open_again();
         // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
-        // The highest number is never taken, so that this cannot give one out twice.
-        let Some(next) = epoch.checked_add(1) else {
+        let epoch = self.next;
+        if epoch > MAX_EPOCH {
             let (guest, dir) = (self.guest.run_state(), self.store.dir());
             let cause = StoreError::Full { dir, last: epoch - 1 }.into();
             return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
-        };
-        self.next = next;
-        if let Some(why) = self.chain.as_mut().and_then(|chain| chain.cannot_go_on(&self.store)) {
-            tracing::warn!("beginning a new chain with a full epoch: {why}");
-            self.chain = None;
         }
-        if self.chain.as_ref().is_some_and(Chain::is_long_enough) {
-            tracing::info!("the chain is long enough; beginning another with a full epoch");
-            self.chain = None;
+        self.next = epoch + 1;
+        if let Err(cause) = opened {
+            let (guest, cause) = (self.guest.run_state(), cause.into());
+            self.forget_others(&cause);
+            return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
         }
         let full = self.chain.is_none();
         let result = self.attempt(full);
@@ -317,9 +337,10 @@ impl Checkpointer {
         }
         result.map_err(|(phase, cause)| {
             self.shield.failed(phase, &cause);
-            self.lock_lost |= matches!(cause, Cause::Store(StoreError::LockLost { .. }));
-            if full {
-                // What was copied is in no epoch; the next one copies again.
+            self.forget_others(&cause);
+            // What was copied for a full one is in no epoch, and after a failed sync nobody knows what got to the disk: the next
+            // one copies all of memory.
+            if full || self.committer.as_ref().is_some_and(|c| c.lost) {
                 self.chain = None;
             }
             CheckpointError { epoch, phase, guest: self.guest.run_state(), cause }
@@ -330,24 +351,61 @@ impl Checkpointer {
     /// epochs there: nothing is built on what was there before.
     fn lock_again(&mut self) -> Result<(), StoreError> {
         // First, so that another guest's store is not kept from its own writer.
-        next_number(&self.store, self.guest.vm_id())?;
+        if let Some((manifest, log)) = self.store.open_log()?
+            && manifest.vm_id != self.guest.vm_id()
+            && !log.groups.is_empty()
+        {
+            let (dir, stored, asked) = (self.store.dir(), manifest.vm_id, self.guest.vm_id());
+            return Err(StoreError::OtherVm { dir, stored, asked });
+        }
         // A directory that came back still has our lock, which would keep ourselves out.
         if self.store.check_lock().is_err() {
             self.store.lock()?;
         }
-        self.chain = None;
-        let next = next_number(&self.store, self.guest.vm_id())?;
-        self.next = self.next.max(next);
+        (self.committer, self.chain) = (None, None);
+        self.committer = Committer::open(&self.store, &*self.guest)?;
+        self.next = self.next.max(next_number(&self.store, self.committer.as_ref())?);
         self.lock_lost = false;
         tracing::warn!("the store's lock was lost and is held again");
         Ok(())
     }
 
+    /// After a failure that says that the store's files may be another writer's.
+    fn forget_others(&mut self, cause: &Cause) {
+        let lost = matches!(cause, Cause::Store(StoreError::LockLost { .. }));
+        self.lock_lost |= lost;
+        if lost || matches!(cause, Cause::Store(StoreError::Replaced { .. })) {
+            (self.committer, self.chain) = (None, None);
+        }
+    }
+
+    /// Opens the store's files if there are some and they are not open, or not the ones that are open.
+    fn open_again(&mut self) -> Result<(), StoreError> {
+        match self.committer.as_ref().map(Committer::check) {
+            Some(Err(e @ StoreError::Replaced { .. })) => {
+                tracing::warn!("beginning anew with a full epoch: {e}");
+                (self.committer, self.chain) = (None, None);
+            }
+            Some(Err(e)) => return Err(e),
+            Some(Ok(())) | None => {}
+        }
+        if self.committer.is_none() {
+            self.store.check_lock()?;
+            self.committer = Committer::open(&self.store, &*self.guest)?;
+            self.next = self.next.max(next_number(&self.store, self.committer.as_ref())?);
+        }
+        Ok(())
+    }
+
     fn attempt(&mut self, full: bool) -> Result<EpochReport, (Phase, Cause)> {
-        let Self { guest, store, staging, chain, next, shield, behind_from, cost, .. } = self;
+        let Self { guest, store, committer, bounds, staging, chain, next, .. } = self;
+        let Self { shield, behind_from, cost, .. } = self;
         let (guest, epoch) = (&**guest, next.saturating_sub(1));
-        let parent = chain.as_ref().and_then(|c| c.parent());
-        let mut file = step(Phase::Begin, || EpochWriter::create(store, epoch, guest, parent))?;
+        let parent = chain.as_ref().and_then(|c| c.last);
+        let committer = step(Phase::Begin, || open(store, committer, guest))?;
+        committer.set_bounds(*bounds);
+        let pages = committer.pages().clone();
+        let mut file = step(Phase::Begin, || EpochWriter::new(pages, epoch, guest, parent))?;
         if full {
             let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
             *chain = Some(Chain::new(subscription));
@@ -363,9 +421,11 @@ impl Checkpointer {
         let shield = shield.ask(guest);
         let means = Means { guest, shield, behind_from: *behind_from, staging, file: &mut file };
         let taken = instant::take(means, &mut chain.subscription)?;
-        let Published { link, frames: stored, bytes } = step(Phase::Publish, || file.publish())?;
+        let written = file.finish();
+        let Published { frames: stored, bytes } =
+            step(Phase::Publish, || committer.commit(written))?;
         copied.into_iter().chain(taken.changed).for_each(Epoch::commit);
-        chain.append(link, bytes);
+        chain.last = Some(epoch);
         let write_ms = (taken.resumed.elapsed().as_micros() as f64) / 1000.0;
         if taken.staged > 0 {
             cost.note(taken.pause, taken.staged);
@@ -389,27 +449,27 @@ impl Checkpointer {
     }
 }
 
-/// The number after the last in the store, which must be writable for this guest.
-fn next_number(store: &Store, asked: VmId) -> Result<u64, StoreError> {
-    let numbers = store.numbers()?;
-    // The newest that can be read says whose store it is.
-    for &epoch in numbers.iter().rev() {
-        match peek(store, epoch) {
-            Ok((info, _)) if info.vm_id != asked => {
-                let (dir, stored) = (store.dir(), info.vm_id);
-                return Err(StoreError::OtherVm { dir, stored, asked });
-            }
-            Ok(_) => break,
-            // No reason to leave the guest unprotected: the new chain does not build on it.
-            Err(e @ StoreError::Damaged { .. }) => {
-                tracing::warn!("the store holds a damaged epoch: {e}");
-            }
-            // It may be another guest's.
-            Err(e) => return Err(e),
-        }
+/// The store's files, which are made if there are none.
+fn open<'c>(
+    store: &Arc<Store>,
+    committer: &'c mut Option<Committer>,
+    guest: &dyn Guest,
+) -> Result<&'c mut Committer, StoreError> {
+    store.check_lock()?;
+    let opened = match committer.take() {
+        Some(open) => open,
+        None => Committer::create(store, guest)?,
+    };
+    Ok(committer.insert(opened))
+}
+
+/// The number after the last in the store.
+fn next_number(store: &Store, committer: Option<&Committer>) -> Result<u64, StoreError> {
+    let last = committer.and_then(Committer::last).unwrap_or(0);
+    match last {
+        MAX_EPOCH.. => Err(StoreError::Full { dir: store.dir(), last }),
+        _ => Ok(last + 1),
     }
-    let last = numbers.last().copied().unwrap_or(0);
-    last.checked_add(1).ok_or_else(|| StoreError::Full { dir: store.dir(), last })
 }
 
 /// Does one step, with an event where it begins and one where it ends.
@@ -430,7 +490,7 @@ pub(crate) fn step<T, E: Into<Cause>>(
 fn copy_live(
     guest: &dyn Guest,
     staging: &mut Staging,
-    file: &mut EpochWriter<'_>,
+    file: &mut EpochWriter,
     subscription: &mut Subscription,
 ) -> Result<Vec<Epoch>, Cause> {
     let populated = guest.populated()?;
@@ -458,7 +518,7 @@ fn copy_live(
 fn copy_running(
     guest: &dyn Guest,
     staging: &mut Staging,
-    file: &mut EpochWriter<'_>,
+    file: &mut EpochWriter,
     runs: &[FrameRun],
     forget_zeros: bool,
 ) -> Result<(), Cause> {

@@ -34,12 +34,18 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 
 use crate::VmId;
 
-/// The version of both formats that this program writes.
+/// The version of the migration stream that this program speaks.
 pub const FORMAT_VERSION: u16 = 1;
+/// The version of the store that this program writes.
+pub const STORE_VERSION: u16 = 2;
 /// Magic of a migration stream.
 pub const MAGIC_STREAM: [u8; 8] = *b"DRIFTMIG";
-/// Magic of a store file.
+/// Magic of a store's manifest.
 pub const MAGIC_STORE: [u8; 8] = *b"DRIFTSTO";
+/// Magic of a store's log.
+pub const MAGIC_LOG: [u8; 8] = *b"DRIFTLOG";
+/// Magic of a store's page file.
+pub const MAGIC_PAGES: [u8; 8] = *b"DRIFTPAG";
 /// Bytes in a header.
 pub const HEADER_LEN: usize = 64;
 /// Bytes in a record's head.
@@ -58,6 +64,24 @@ pub const MAX_SECTIONS: u32 = 4096;
 /// Most bytes of all state sections of a guest.
 pub const MAX_STATE: u64 = 64 << 20;
 
+/// The version of the format whose files begin with `magic`.
+const fn version_of(magic: [u8; 8]) -> u16 {
+    match &magic {
+        b"DRIFTMIG" => FORMAT_VERSION,
+        _ => STORE_VERSION,
+    }
+}
+
+/// What files begin with `magic`.
+fn name_of(magic: [u8; 8]) -> &'static str {
+    match magic {
+        MAGIC_STREAM => "migration stream",
+        MAGIC_LOG => "log",
+        MAGIC_PAGES => "page file",
+        _ => "store",
+    }
+}
+
 /// Required feature bits that this program knows, with their names.
 pub const KNOWN_FEATURES: &[(u64, &str)] = &[];
 
@@ -71,16 +95,18 @@ pub enum FormatError {
     /// The first eight bytes are someone else's.
     #[error("not a Driftline {expected}: it begins with {found:02x?}")]
     Magic {
-        /// "migration stream" or "store file".
+        /// "migration stream", "log".
         expected: &'static str,
         /// What stands there.
         found: [u8; 8],
     },
     /// Another version's format.
-    #[error("format version {found} is not the version {FORMAT_VERSION} that this program reads")]
+    #[error("format version {found} is not the version {expected} that this program reads")]
     Version {
         /// What stands there.
         found: u16,
+        /// What this program reads.
+        expected: u16,
     },
     /// A required feature that this program does not have.
     #[error("it requires feature bits {bits:#x}, which this program does not know")]
@@ -151,7 +177,7 @@ impl Header {
     pub fn new(magic: [u8; 8], vm_id: VmId, epoch: u64, layout_hash: u32) -> Self {
         let mut h = Self {
             magic,
-            version: FORMAT_VERSION.into(),
+            version: version_of(magic).into(),
             header_len: (HEADER_LEN as u16).into(),
             page_size: (PAGE_SIZE as u32).into(),
             required: 0.into(),
@@ -170,7 +196,7 @@ impl Header {
         VmId(Uuid::from_bytes(self.vm_id))
     }
 
-    /// The epoch: of a store file its number, of a stream 0.
+    /// Of a store's files the generation, of a stream 0.
     pub fn epoch(&self) -> u64 {
         self.epoch.get()
     }
@@ -196,15 +222,15 @@ impl Header {
         let mut h = Self::new_zeroed();
         r.read_exact(h.as_mut_bytes())?;
         if h.magic != magic {
-            let expected = if magic == MAGIC_STREAM { "migration stream" } else { "store file" };
-            return Err(FormatError::Magic { expected, found: h.magic });
+            return Err(FormatError::Magic { expected: name_of(magic), found: h.magic });
         }
         let (found, expected) = (h.crc.get(), h.checksum());
         if found != expected {
             return Err(FormatError::Checksum { what: "the header", found, expected });
         }
-        if h.version.get() != FORMAT_VERSION {
-            return Err(FormatError::Version { found: h.version.get() });
+        let expected = version_of(magic);
+        if h.version.get() != expected {
+            return Err(FormatError::Version { found: h.version.get(), expected });
         }
         if usize::from(h.header_len.get()) != HEADER_LEN {
             return Err(FormatError::HeaderLen { found: h.header_len.get() });

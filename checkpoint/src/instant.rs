@@ -40,13 +40,13 @@ const ROOM_LOOK: Duration = Duration::from_millis(1);
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What an epoch is taken with.
-pub(crate) struct Means<'m, 's> {
+pub(crate) struct Means<'m> {
     pub(crate) guest: &'m dyn Guest,
     pub(crate) shield: Option<&'m dyn Shield>,
     /// Of so many frames on they are copied behind the guest's back.
     pub(crate) behind_from: u64,
     pub(crate) staging: &'m mut Staging,
-    pub(crate) file: &'m mut EpochWriter<'s>,
+    pub(crate) file: &'m mut EpochWriter,
 }
 
 /// An epoch all of which is in the file; nothing of it is durable yet.
@@ -68,7 +68,7 @@ pub(crate) struct Taken {
 /// Takes what changed since the last epoch, and the state. On every way out the guest runs again if it ran before, and
 /// nobody waits for a frame.
 pub(crate) fn take(
-    means: Means<'_, '_>,
+    means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
     // What is collected now is not in the pause.
@@ -110,7 +110,7 @@ fn pause<T>(
 }
 
 fn in_the_pause(
-    means: Means<'_, '_>,
+    means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
     let Means { guest, staging, file, .. } = means;
@@ -134,7 +134,7 @@ fn in_the_pause(
 fn copy_changed(
     guest: &dyn Guest,
     staging: &mut Staging,
-    file: &mut EpochWriter<'_>,
+    file: &mut EpochWriter,
     changed: &Epoch,
 ) -> Result<u64, Cause> {
     let (mut written, at_once) = (0, staging.frames());
@@ -151,7 +151,7 @@ fn copy_changed(
 
 /// Takes an epoch of which `early` is drained already.
 fn behind(
-    means: Means<'_, '_>,
+    means: Means<'_>,
     shield: &dyn Shield,
     early: Epoch,
     subscription: &mut Subscription,
@@ -214,18 +214,18 @@ struct Full<'b> {
 }
 
 /// What the thread has that takes the epoch.
-struct Taker<'m, 'b, 's> {
+struct Taker<'m, 'b> {
     guest: &'m dyn Guest,
     shield: &'m OfEpoch<'m>,
     before: &'m Before,
     late_room: &'b mut [u8],
-    file: &'m mut EpochWriter<'s>,
+    file: &'m mut EpochWriter,
     go: Sender<(FrameSet, FrameSet)>,
     full: Receiver<Full<'b>>,
     to_guest: Sender<&'b mut [u8]>,
 }
 
-impl Taker<'_, '_, '_> {
+impl Taker<'_, '_> {
     fn take(self, early: Epoch, subscription: &mut Subscription) -> Result<Taken, (Phase, Cause)> {
         let Self { guest, shield, before, late_room, file, go, full, to_guest } = self;
         let layout = guest.layout();

@@ -8,7 +8,7 @@
 //! Checkpointer    takes epochs of one: a short pause, then copied and written behind the running guest
 //! Shield          what of a guest nobody writes to until it is copied
 //! Backlog         what of a restored guest has not come yet, while it runs already
-//! Store           a directory of epochs, each published whole or not at all (FORMAT.md)
+//! Store           a directory of epochs, each stored whole or not at all (FORMAT.md)
 //! GuestDrive      a drive of a guest, to be copied; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
 //! ```
@@ -52,7 +52,7 @@ pub use shield::Shield;
 pub use spread::Spread;
 pub use staging::StagingLimits;
 pub use store::{
-    Backend, Damage, DirBackend, EpochInfo, LOCK_FILE, Listing, LockError, ParentLink, Store,
-    StoreError, StoreFile, VerifyReport,
+    Backend, CompactReport, Damage, DirBackend, EpochInfo, ExportReport, LOCK_FILE, Listing,
+    LockError, RangeLock, Store, StoreError, StoreFile, VerifyReport,
 };
 pub use zero::is_zero;

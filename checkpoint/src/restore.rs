@@ -3,15 +3,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{FrameRun, FrameSet, PAGE_SIZE};
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-use crate::store::{
-    EpochInfo, EpochReader, ParentLink, Peeked, Record, Store, StoreError, check_layout,
-    check_link, check_vm, peek,
-};
-use crate::zero::{ZEROS, is_zero};
+use crate::store::{Cell, FrameMap, Pinned, Record, Sink, Store, StoreError, fetch};
 use crate::{Clock, Guest, GuestError, GuestFactory, GuestRam, Section, VmId};
 
 /// A guest that could not be restored. Nothing runs.
@@ -61,9 +57,9 @@ pub struct RestoreReport {
     pub vm_id: VmId,
     /// When it was taken: milliseconds since 1970, by that host's clock.
     pub created_unix_ms: u64,
-    /// Epochs read: it and those that it builds on.
+    /// Epochs whose records say where its frames are: it and those that it was built on.
     pub epochs: u64,
-    /// Frames read, with repetitions.
+    /// Frames read: those that are not zeros.
     pub frames: u64,
     /// Bytes read.
     pub read_bytes: u64,
@@ -74,12 +70,12 @@ pub struct RestoreReport {
 /// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
 /// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`.
 ///
-/// Reads the epoch and all that it builds on, newest first, so that a frame is written once, however
-/// many epochs have it. All checksums are compared on the way; at the first that is wrong the guest
-/// is thrown away. The latest epoch is the one with the
+/// Reads each frame that is not zeros once, wherever its epoch came from, on up to four threads. All checksums are compared on
+/// the way; at the first that is wrong the guest is thrown away. The epoch is kept in the store for as long as it is read,
+/// whoever writes there meanwhile. The latest epoch is the one with the
 /// highest number: if that is damaged it is refused, not passed over; ask for another by number.
 ///
-/// Contents go through a buffer of 1 MiB that stays in the cache: their checksum has to be computed
+/// Contents go through buffers of 1 MiB that stay in the cache: their checksums have to be computed
 /// by reading them once anyway.
 pub fn restore<F: GuestFactory>(
     store: &Store,
@@ -88,31 +84,30 @@ pub fn restore<F: GuestFactory>(
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
     let since = Instant::now();
-    let epoch = match epoch {
-        Some(epoch) => epoch,
-        None => store.numbers()?.last().copied().ok_or_else(|| store.no_epoch(None))?,
-    };
+    let mut pinned = store.pin(epoch)?;
+    let info = pinned.log.groups[pinned.index].info;
+    let epoch = info.epoch;
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let (link, older, info) = find_chain(store, epoch)?;
-    let (guest, reader) = build(store, factory, &info)?;
+    let (guest, sections) = build(&mut pinned, factory, info.vm_id)?;
     let mut report = RestoreReport {
         epoch,
         vm_id: info.vm_id,
         created_unix_ms: info.created_unix_ms,
-        epochs: 1 + older.len() as u64,
+        epochs: 0,
         frames: 0,
         read_bytes: 0,
         time_ms: 0.0,
     };
-    let fill = || {
-        let mut done = FrameSet::new();
-        let sections = load(store, link, reader, &*guest, &mut done, &mut report)?;
-        for link in older {
-            let reader = EpochReader::open(store, link.epoch)?;
-            load(store, link, reader, &*guest, &mut done, &mut report)?;
-        }
+    let mut fill = || {
+        let mut map = FrameMap::default();
+        report.epochs = pinned.read_map(&mut map)?;
+        let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
+        drop(map);
+        fetch(&pinned.pages, epoch, &mut frames, &Memory { ram: guest.ram(), epoch })?;
+        report.frames = frames.len() as u64;
+        report.read_bytes = report.frames * PAGE_SIZE + pinned.log.bytes();
         let restored = guest.restore_state(&sections, clock);
         restored.map_err(|cause| RestoreError::Guest { epoch, cause })
     };
@@ -126,119 +121,43 @@ pub fn restore<F: GuestFactory>(
     Ok((guest, report))
 }
 
-/// `epoch`, and those that it builds on, newest first.
-fn find_chain(
-    store: &Store,
-    epoch: u64,
-) -> Result<(ParentLink, Vec<ParentLink>, EpochInfo), RestoreError> {
-    let path = |epoch| move || store.epoch_path(epoch);
-    let (info, mut child) = peek(store, epoch)?;
-    let (link, mut older) = (child.link, Vec::new());
-    // Ends: a parent's number is always lower than its child's.
-    while let Some(parent) = child.parent {
-        let of = child.link.epoch;
-        let (found, at): (EpochInfo, Peeked) = match peek(store, parent.epoch) {
-            Err(StoreError::NoEpoch { .. }) => {
-                let (file, parent) = (store.epoch_path(of), parent.epoch);
-                return Err(StoreError::MissingParent { file, parent }.into());
-            }
-            other => other?,
-        };
-        check_vm(path(parent.epoch), found.vm_id, info.vm_id)?;
-        check_link(path(of), parent, at.link)?;
-        check_layout(path(of), child.layout_hash, at.layout_hash)?;
-        older.push(at.link);
-        child = at;
-    }
-    Ok((link, older, info))
-}
-
-/// A guest with zeroed memory, as the epoch's configuration says, and the epoch's file, read up to
-/// there.
+/// A guest with zeroed memory, as the epoch's configuration says, and the epoch's state.
 fn build<F: GuestFactory>(
-    store: &Store,
+    pinned: &mut Pinned,
     factory: &F,
-    info: &EpochInfo,
-) -> Result<(Arc<F::Guest>, EpochReader), RestoreError> {
-    let epoch = info.epoch;
-    let reader = EpochReader::open(store, epoch)?;
+    vm_id: VmId,
+) -> Result<(Arc<F::Guest>, Vec<Section>), RestoreError> {
+    let mut group = pinned.log.group(pinned.index)?;
+    let epoch = group.front.epoch;
+    let mut sections = Vec::new();
+    while let Some(record) = group.next().map_err(StoreError::from)? {
+        if let Record::Section(section) = record {
+            sections.push(section);
+        }
+    }
     let guest = factory
-        .create(info.vm_id, reader.config())
+        .create(vm_id, &group.config)
         .map_err(|cause| RestoreError::Guest { epoch, cause })?;
-    if guest.layout() != reader.layout() {
-        let (built, stored) = (guest.layout().hash(), reader.layout().hash());
+    if *guest.layout() != group.layout {
+        let (built, stored) = (guest.layout().hash(), group.layout.hash());
         guest.stop("its memory is not the stored one");
         return Err(RestoreError::Layout { epoch, built, stored });
     }
-    Ok((guest, reader))
+    Ok((guest, sections))
 }
 
-/// Puts one epoch's frames into memory, but those that are `done`: newer epochs had them. Then they
-/// are done, too. Returns the epoch's state sections.
-fn load<G: Guest + ?Sized>(
-    store: &Store,
-    link: ParentLink,
-    mut reader: EpochReader,
-    guest: &G,
-    done: &mut FrameSet,
-    report: &mut RestoreReport,
-) -> Result<Vec<Section>, RestoreError> {
-    let epoch = report.epoch;
-    let memory = |cause| RestoreError::Memory { epoch, cause };
-    tracing::debug!(from = link.epoch, "begin reading");
-    let mut sections = Vec::new();
-    // Done only afterwards: of this epoch's own records the last wins.
-    let mut here = Vec::new();
-    while let Some(record) = reader.next()? {
-        match record {
-            Record::Frames(runs, contents) => {
-                write_frames(guest.ram(), done, runs, contents).map_err(memory)?;
-                report.frames += runs.iter().map(|run| run.count).sum::<u64>();
-                here.extend_from_slice(runs);
-            }
-            Record::Zeros(runs) => {
-                write_zeros(guest.ram(), done, runs).map_err(memory)?;
-                report.frames += runs.iter().map(|run| run.count).sum::<u64>();
-                here.extend_from_slice(runs);
-            }
-            Record::Section(section) => sections.push(section),
-        }
-    }
-    // Between finding the chain and reading it the file may have been exchanged.
-    check_link(|| store.epoch_path(link.epoch), link, reader.link())?;
-    done.insert_all(&here);
-    report.read_bytes += reader.len();
-    tracing::debug!(from = link.epoch, "end reading");
-    Ok(sections)
+/// Puts frames into a guest's memory, which is zeros where none are.
+struct Memory<'g> {
+    ram: &'g GuestRam,
+    epoch: u64,
 }
 
-fn write_frames(
-    ram: &GuestRam,
-    done: &FrameSet,
-    runs: &[FrameRun],
-    mut contents: &[u8],
-) -> Result<(), GuestMemoryError> {
-    for run in runs {
-        let (bytes, rest) = contents.split_at(run.bytes() as usize);
-        for part in done.gaps(*run) {
-            let from = ((part.start.0 - run.start.0) * PAGE_SIZE) as usize;
-            let part_bytes = &bytes[from..from + part.bytes() as usize];
-            ram.write_slice(part_bytes, GuestAddress(part.start.gpa()))?;
-        }
-        contents = rest;
-    }
-    Ok(())
-}
+impl Sink for Memory<'_> {
+    type Error = RestoreError;
 
-/// Memory that is zero already is left as it is: writing to it would only cost memory.
-fn write_zeros(ram: &GuestRam, done: &FrameSet, runs: &[FrameRun]) -> Result<(), GuestMemoryError> {
-    let mut page = ZEROS;
-    for gfn in runs.iter().flat_map(|run| done.gaps(*run)).flat_map(FrameRun::frames) {
-        let at = GuestAddress(gfn.gpa());
-        ram.read_slice(&mut page, at)?;
-        if !is_zero(&page) {
-            ram.write_slice(&ZEROS, at)?;
-        }
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), RestoreError> {
+        let epoch = self.epoch;
+        let written = self.ram.write_slice(contents, GuestAddress(run.start.gpa()));
+        written.map_err(|cause| RestoreError::Memory { epoch, cause })
     }
-    Ok(())
 }

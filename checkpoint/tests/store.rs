@@ -7,12 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op};
+use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use checkpoint::{
-    Backend, Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState,
-    StagingLimits, Store, StoreError, Tally, VmId, restore,
+    Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits,
+    Store, StoreError, Tally, restore,
 };
-use vm_memory::{Bytes, GuestAddress};
 
 fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
@@ -207,69 +206,6 @@ fn writers_exclude_each_other_and_other_guests() {
 }
 
 #[test]
-fn leftovers_are_reported_then_removed_and_strangers_left_alone() {
-    let dir = tempfile::tempdir().unwrap();
-    let guest = busy();
-    let store = Store::create_or_open(dir.path()).unwrap();
-    Checkpointer::new(guest, store).unwrap().take().unwrap();
-    let leftover = "epoch-00000000000000000002.dl.tmp";
-    std::fs::write(dir.path().join(leftover), b"half").unwrap();
-    std::fs::write(dir.path().join("notes.txt"), b"mine").unwrap();
-    let report = Store::open(dir.path()).unwrap().verify(|_, _| ()).unwrap();
-    assert_eq!(report.unfinished, [leftover]);
-    assert_eq!(report.foreign, ["notes.txt"]);
-    drop(Store::create_or_open(dir.path()).unwrap());
-    let listing = Store::open(dir.path()).unwrap().list().unwrap();
-    assert!(listing.unfinished.is_empty());
-    assert_eq!(listing.foreign, ["notes.txt"]);
-}
-
-#[test]
-fn a_missing_or_a_foreign_parent_is_refused_by_name() {
-    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let guest = busy();
-    for dir in &dirs {
-        let store = Store::create_or_open(dir.path()).unwrap();
-        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
-        // Two chains of the same bytes would be one.
-        wait_for_writes(&guest);
-        checkpointer.take().unwrap();
-        checkpointer.take().unwrap();
-    }
-    let file = |dir: usize, n: u64| dirs[dir].path().join(format!("epoch-{n:020}.dl"));
-    let store = Store::open(dirs[0].path()).unwrap();
-    let refused = || {
-        let factory = MemoryGuestFactory::default();
-        let restored = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
-        assert_eq!(store.verify(|_, _| ()).unwrap_err().to_string(), restored);
-        restored
-    };
-    // The same VM's epoch 1, of another chain.
-    std::fs::copy(file(1, 1), file(0, 1)).unwrap();
-    let e = refused();
-    assert!(e.contains("epoch-00000000000000000002.dl, byte 64: the parent's digest"), "{e}");
-    std::fs::remove_file(file(0, 1)).unwrap();
-    let e = refused();
-    assert!(e.ends_with("2.dl builds on epoch 1, which is not in the store"), "{e}");
-}
-
-#[test]
-fn epochs_that_differ_in_one_byte_of_a_frame_have_different_digests() {
-    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
-    let mut files = Vec::new();
-    for (byte, dir) in [1u8, 2].into_iter().zip(&dirs) {
-        guest.ram().write_slice(&[byte], GuestAddress(0x2000)).unwrap();
-        let store = Store::create_or_open(dir.path()).unwrap();
-        Checkpointer::new(guest.clone(), store).unwrap().take().unwrap();
-        files.push(std::fs::read(dir.path().join(format!("epoch-{:020}.dl", 1))).unwrap());
-    }
-    let digest = |file: &[u8]| file[file.len() - 4..].to_vec();
-    assert_eq!(files[0].len(), files[1].len());
-    assert_ne!(digest(&files[0]), digest(&files[1]));
-}
-
-#[test]
 fn an_empty_store_and_an_epoch_that_is_not_there_are_said() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
@@ -357,60 +293,6 @@ fn a_report_has_the_names_that_the_command_line_promises() {
 }
 
 #[test]
-fn an_epoch_whose_parent_was_taken_away_is_a_full_one() {
-    let guest = busy();
-    for victim in 1..=3 {
-        for replace in [false, true] {
-            let dir = tempfile::tempdir().unwrap();
-            let store = Store::create_or_open(dir.path()).unwrap();
-            let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
-            for _ in 0..3 {
-                checkpointer.take().unwrap();
-            }
-            let file = |epoch: u64| dir.path().join(format!("epoch-{epoch:020}.dl"));
-            std::fs::remove_file(file(victim)).unwrap();
-            if replace {
-                std::fs::write(file(victim), b"something else").unwrap();
-            }
-            let report = checkpointer.take().unwrap();
-            let infos = Store::open(dir.path()).unwrap().list().unwrap().epochs;
-            let full = infos.iter().any(|i| i.epoch == report.epoch && i.full);
-            // Into a file between the ends nobody looks; `verify` would.
-            assert_eq!(full, victim != 2 || !replace);
-            if full {
-                let (copy, restored) = restored(dir.path(), None);
-                copy.verify().unwrap();
-                assert_eq!((restored.epoch, restored.epochs), (report.epoch, 1));
-            }
-        }
-    }
-}
-
-#[test]
-fn a_gap_anywhere_in_a_long_chain_is_noticed_before_long() {
-    // At rest, so that the epochs are small and many.
-    let guest = MemoryGuest::start(MemoryConfig::still()).unwrap();
-    for victim in [2, 65, 130, 199] {
-        let disk = MemoryDisk::default();
-        let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
-        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
-        for _ in 0..200 {
-            checkpointer.take().unwrap();
-        }
-        disk.remove(&format!("epoch-{victim:020}.dl")).unwrap();
-        // Four looks go over 200 epochs.
-        for _ in 0..4 {
-            checkpointer.take().unwrap();
-        }
-        let store = Store::with_backend(Box::new(disk), false).unwrap();
-        let full = store.list().unwrap().epochs.iter().filter(|i| i.full).map(|i| i.epoch).max();
-        assert!((201..=204).contains(&full.unwrap()), "epoch {victim} is gone: {full:?}");
-        let factory = MemoryGuestFactory::default();
-        restore(&store, None, &factory, Clock::Continue).unwrap().0.verify().unwrap();
-    }
-}
-
-#[test]
 fn a_store_exchanged_under_its_writer_fails_the_epoch() {
     let guest = busy();
     for whole in [true, false] {
@@ -437,29 +319,6 @@ fn a_store_exchanged_under_its_writer_fails_the_epoch() {
         assert_eq!((restored.epoch, restored.epochs), (report.epoch, 1));
         let e = Store::create_or_open(&path).unwrap_err();
         assert!(matches!(e, StoreError::InUse { .. }), "it is locked again: {e}");
-    }
-}
-
-#[test]
-fn a_store_without_another_number_takes_no_epoch() {
-    let dir = tempfile::tempdir().unwrap();
-    let guest = busy();
-    let store = || Store::create_or_open(dir.path()).unwrap();
-    let name = |epoch: u64| dir.path().join(format!("epoch-{epoch:020}.dl"));
-    Checkpointer::new(guest.clone(), store()).unwrap().take().unwrap();
-    std::fs::copy(name(1), name(u64::MAX)).unwrap();
-    let e = Checkpointer::new(guest.clone(), store()).unwrap_err().to_string();
-    assert!(e.contains("has no number left for an epoch"), "{e}");
-    assert!(e.contains("behind 18446744073709551615;"), "{e}");
-
-    // With one number left but the highest, one epoch: neither is written over.
-    std::fs::rename(name(u64::MAX), name(u64::MAX - 2)).unwrap();
-    let mut checkpointer = Checkpointer::new(guest, store()).unwrap();
-    assert_eq!(checkpointer.take().unwrap().epoch, u64::MAX - 1);
-    for _ in 0..2 {
-        let e = checkpointer.take().unwrap_err();
-        assert_eq!((e.phase, e.guest), (Phase::Begin, RunState::Running), "{e}");
-        assert!(matches!(e.cause, Cause::Store(StoreError::Full { .. })), "{e}");
     }
 }
 
@@ -514,4 +373,112 @@ fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
     let e = checkpointer.take().unwrap_err().to_string();
     assert!(e.contains("holds epochs of VM"), "{e}");
     assert_eq!(Store::open(dir.path()).unwrap().epochs().unwrap().len(), 1);
+}
+
+#[test]
+fn leftovers_are_reported_then_removed_and_strangers_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    Checkpointer::new(guest, store).unwrap().take().unwrap();
+    let leftovers = ["log-2", "manifest.tmp", "pages-7"];
+    for leftover in leftovers {
+        std::fs::write(dir.path().join(leftover), b"half").unwrap();
+    }
+    std::fs::write(dir.path().join("notes.txt"), b"mine").unwrap();
+    let report = Store::open(dir.path()).unwrap().verify(|_, _| ()).unwrap();
+    assert_eq!(report.unfinished, leftovers);
+    assert_eq!(report.foreign, ["notes.txt"]);
+    drop(Store::create_or_open(dir.path()).unwrap());
+    let listing = Store::open(dir.path()).unwrap().list().unwrap();
+    assert!(listing.unfinished.is_empty());
+    assert_eq!(listing.foreign, ["notes.txt"]);
+    assert_eq!(listing.epochs.len(), 1);
+}
+
+#[test]
+fn a_store_of_the_format_before_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("epoch-00000000000000000001.dl"), b"DRIFTSTO").unwrap();
+    for opened in [Store::open(dir.path()), Store::create_or_open(dir.path())] {
+        let e = opened.unwrap_err().to_string();
+        assert!(e.ends_with(" is a store of format 1, which this version does not read"), "{e}");
+    }
+}
+
+#[test]
+fn a_store_whose_files_were_taken_away_begins_anew_with_a_full_epoch() {
+    let guest = busy();
+    for victims in [vec!["manifest", "log-1", "pages-1"], vec!["manifest", "log-1"]] {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::create_or_open(dir.path()).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+        for _ in 0..3 {
+            checkpointer.take().unwrap();
+        }
+        for victim in victims {
+            std::fs::remove_file(dir.path().join(victim)).unwrap();
+        }
+        let report = checkpointer.take().unwrap();
+        assert_eq!(report.epoch, 4, "numbers are not used again");
+        let infos = Store::open(dir.path()).unwrap().epochs().unwrap();
+        assert_eq!((infos.len(), infos[0].full), (1, true));
+        let (copy, restored) = restored(dir.path(), None);
+        copy.verify().unwrap();
+        assert_eq!((restored.epoch, restored.epochs), (4, 1));
+    }
+}
+
+#[test]
+fn what_is_missing_or_damaged_is_said_with_each_epoch_and_not_written_over() {
+    let guest = busy();
+    for victim in ["manifest", "log-1", "pages-1"] {
+        for replace in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let store = Store::create_or_open(dir.path()).unwrap();
+            let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+            checkpointer.take().unwrap();
+            let file = dir.path().join(victim);
+            let sound = std::fs::read(&file).unwrap();
+            std::fs::remove_file(&file).unwrap();
+            if replace {
+                std::fs::write(&file, b"something else").unwrap();
+            }
+            for _ in 0..2 {
+                let e = checkpointer.take().unwrap_err();
+                assert_eq!((e.phase, e.guest), (Phase::Begin, RunState::Running), "{e}");
+                let named = e.to_string().contains(victim);
+                assert!(
+                    named || e.to_string().contains("log-1 holds epochs, but"),
+                    "{victim}: {e}"
+                );
+            }
+            std::fs::write(&file, sound).unwrap();
+            checkpointer.take().unwrap();
+            assert_eq!(Store::open(dir.path()).unwrap().epochs().unwrap().len(), 2);
+            restored(dir.path(), None).0.verify().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_store_without_another_number_takes_no_epoch() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = || Store::create_or_open(dir.path()).unwrap();
+    let last = i64::MAX as u64 - 1;
+    let mut checkpointer = Checkpointer::new(guest.clone(), store()).unwrap();
+    checkpointer.take().unwrap();
+    checkpointer.number_from(last);
+    assert_eq!(checkpointer.take().unwrap().epoch, last);
+    for _ in 0..2 {
+        let e = checkpointer.take().unwrap_err();
+        assert_eq!((e.phase, e.guest), (Phase::Begin, RunState::Running), "{e}");
+        assert!(matches!(e.cause, Cause::Store(StoreError::Full { .. })), "{e}");
+    }
+    drop(checkpointer);
+    let e = Checkpointer::new(guest, store()).unwrap_err().to_string();
+    assert!(e.contains("has no number left for an epoch"), "{e}");
+    assert!(e.contains(&format!("behind {last};")), "{e}");
+    restored(dir.path(), None).0.verify().unwrap();
 }

@@ -129,16 +129,75 @@ fn damage_and_absence_are_sentences() {
     let said = fail(1, &["restore", "--store", &store, "--epoch", "7"]);
     assert!(said.contains("has no epoch 7"), "{said}");
 
-    let file = std::fs::read_dir(&store).unwrap().map(|e| e.unwrap().path());
-    let file = file.filter(|p| p.extension().is_some()).max_by_key(|p| p.metadata().unwrap().len());
-    let file = file.unwrap();
-    let mut bytes = std::fs::read(&file).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    std::fs::write(&file, bytes).unwrap();
-    let name = file.file_name().unwrap().to_str().unwrap();
-    for args in [["store", "verify", &store].as_slice(), &["restore", "--store", &store]] {
-        let said = fail(1, args);
-        assert!(said.contains(name) && said.contains(", byte "), "{said}");
+    // A byte of every frame, and the middle of what says where they are.
+    for name in ["pages-1", "log-1", "manifest"] {
+        let file = place.path("store").join(name);
+        let sound = std::fs::read(&file).unwrap();
+        let mut bytes = sound.clone();
+        match name {
+            "pages-1" => bytes.iter_mut().skip(5000).step_by(4096).for_each(|byte| *byte ^= 1),
+            _ => bytes[sound.len() / 2] ^= 1,
+        }
+        std::fs::write(&file, bytes).unwrap();
+        for args in [["store", "verify", &store].as_slice(), &["restore", "--store", &store]] {
+            let said = fail(1, args);
+            assert!(said.contains(name) && said.contains(", byte "), "{said}");
+        }
+        std::fs::write(&file, sound).unwrap();
     }
+    succeed(&["store", "verify", &store]);
+    let old = place.text("old");
+    std::fs::create_dir(&old).unwrap();
+    std::fs::write(place.path("old").join("epoch-00000000000000000001.dl"), "").unwrap();
+    for args in [["store", "ls", &old].as_slice(), &["restore", "--store", &old]] {
+        let said = fail(1, args);
+        assert!(
+            said.contains("is a store of format 1, which this version does not read"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn a_store_keeps_what_it_is_told_to_and_is_compacted_and_exported() {
+    let place = Place::new();
+    let store = place.text("store");
+    let mut vmm = Vmm::run(&place, "a", GUEST);
+    vmm.await_progress(2, &[]);
+    let said = vmm.refuse(2, &["checkpoint", "--store", &store, "--keep", "0"]);
+    assert!(said.contains("--keep"), "{said}");
+    let every =
+        ["checkpoint", "--store", &store, "--every", "10ms", "--count", "12", "--keep", "3"];
+    vmm.tell(&every);
+    let epochs = || -> Vec<u64> {
+        let listing: Value =
+            serde_json::from_str(&succeed(&["store", "ls", "--json", &store])).unwrap();
+        let epochs = listing["epochs"].as_array().unwrap();
+        epochs.iter().filter_map(|e| e["epoch"].as_u64()).collect()
+    };
+    assert_eq!(epochs(), [10, 11, 12]);
+    // Without a number nothing is dropped.
+    vmm.tell(&["checkpoint", "--store", &store]);
+    assert_eq!(epochs(), [10, 11, 12, 13]);
+    vmm.tell(&["stop"]);
+    vmm.wait();
+    let compacted: Value =
+        serde_json::from_str(&succeed(&["store", "compact", "--json", &store])).unwrap();
+    assert_eq!(compacted["epochs"], 4);
+    assert!(compacted["after_bytes"].as_u64() < compacted["before_bytes"].as_u64(), "{compacted}");
+    assert_eq!(epochs(), [10, 11, 12, 13]);
+    let said = fail(1, &["store", "compact", &place.text("nowhere")]);
+    assert!(said.contains("opening the store") && !place.path("nowhere").exists(), "{said}");
+
+    let (file, path) = (place.text("memory"), place.path("memory"));
+    let export = ["store", "export", &store, "--format", "raw", "--epoch", "11", "--output", &file];
+    let exported: Value =
+        serde_json::from_str(&succeed(&[&export[..], &["--json"]].concat())).unwrap();
+    assert_eq!((&exported["epoch"], path.metadata().unwrap().len()), (&11.into(), 64 << 20));
+    assert!(exported["frames"].as_u64() >= Some(16 << 8), "{exported}");
+    let said = fail(1, &export);
+    assert!(said.contains("it exists; --force writes over it"), "{said}");
+    succeed(&[&export[..], &["--force"]].concat());
+    let said = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &place.text("no")]);
+    assert!(said.contains("has no epoch 2") && !place.path("no").exists(), "{said}");
 }

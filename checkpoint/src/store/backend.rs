@@ -4,9 +4,14 @@
 use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::libc;
 
 use crate::durable::{create_dir, sync_dir};
 
@@ -29,7 +34,8 @@ pub enum LockError {
 ///
 /// What it must promise: bytes of a file survive a crash once [`StoreFile::sync`] has returned; a
 /// name (created, renamed or removed) once [`sync_dir`](Self::sync_dir) has returned; a rename
-/// replaces atomically. Nothing else is relied upon: what was not synced may survive or not, in
+/// replaces atomically; of 512 bytes at a multiple of 512 all survive a crash that were written at
+/// once, or none. Nothing else is relied upon: what was not synced may survive or not, in
 /// parts and in any order.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Where it is, for messages.
@@ -42,11 +48,14 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// directory, was removed or replaced.
     fn is_locked(&self) -> io::Result<bool>;
 
-    /// Creates an empty file, or empties an existing one.
+    /// Creates an empty file, or empties an existing one; for reading and writing.
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Opens a file for reading.
     fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
+
+    /// Opens a file for reading and writing.
+    fn open_for_writing(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
     /// Gives a file another name, replacing what had it.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
@@ -61,8 +70,19 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn list(&self) -> io::Result<Vec<String>>;
 }
 
+/// How a range of a file is locked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RangeLock {
+    /// Others can share it, and none can have it alone. A file that is open for reading will do.
+    Shared,
+    /// Nobody else has a lock on any of it.
+    Alone,
+    /// Not at all.
+    Free,
+}
+
 /// One open file.
-pub trait StoreFile: fmt::Debug + Send {
+pub trait StoreFile: fmt::Debug + Send + Sync {
     /// Its length in bytes.
     fn len(&self) -> io::Result<u64>;
 
@@ -77,8 +97,22 @@ pub trait StoreFile: fmt::Debug + Send {
     /// Writes all of `bytes` at `offset`, growing the file if need be.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Makes its bytes and length durable. After an error its content counts as lost.
+    /// Makes the file `len` bytes long, which is more than it is, and has the space for it where the file system can say so
+    /// beforehand. What is new reads as zeros.
+    fn allocate(&self, len: u64) -> io::Result<()>;
+
+    /// Cuts off what lies behind byte `len`.
+    fn cut(&self, len: u64) -> io::Result<()>;
+
+    /// Makes its bytes and length durable. After an error what was written since the last time counts as lost.
     fn sync(&self) -> io::Result<()>;
+
+    /// Sets this open file's lock on bytes `range`, in place of what it had there; whether no other open file's stands against
+    /// it. Does not wait. The lock goes with the open file; the bytes need not exist.
+    fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool>;
+
+    /// What tells the file from all others there are: another one under the same name has another.
+    fn identity(&self) -> io::Result<(u64, u64)>;
 }
 
 /// Files in a directory.
@@ -155,6 +189,11 @@ impl Backend for DirBackend {
         Ok(Box::new(File::open(self.dir.join(name))?))
     }
 
+    fn open_for_writing(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        let mut options = OpenOptions::new();
+        Ok(Box::new(options.read(true).write(true).open(self.dir.join(name))?))
+    }
+
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         fs::rename(self.dir.join(from), self.dir.join(to))
     }
@@ -186,7 +225,48 @@ impl StoreFile for File {
         FileExt::write_all_at(self, bytes, offset)
     }
 
+    fn allocate(&self, len: u64) -> io::Result<()> {
+        let old = StoreFile::len(self)?;
+        let more = i64::try_from(len.saturating_sub(old)).map_err(|_| Errno::EFBIG)?;
+        let from = i64::try_from(old).map_err(|_| Errno::EFBIG)?;
+        match fallocate(self, FallocateFlags::empty(), from, more) {
+            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => self.set_len(len),
+            result => Ok(result?),
+        }
+    }
+
+    fn cut(&self, len: u64) -> io::Result<()> {
+        self.set_len(len)
+    }
+
     fn sync(&self) -> io::Result<()> {
         self.sync_data()
+    }
+
+    fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool> {
+        let number = |n: u64| i64::try_from(n).map_err(|_| Errno::EOVERFLOW);
+        let kind = match lock {
+            RangeLock::Shared => libc::F_RDLCK,
+            RangeLock::Alone => libc::F_WRLCK,
+            RangeLock::Free => libc::F_UNLCK,
+        };
+        let lock = libc::flock {
+            l_type: kind as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: number(range.start)?,
+            // 0 would be all that follow.
+            l_len: number(range.end.saturating_sub(range.start).max(1))?,
+            l_pid: 0,
+        };
+        match fcntl(self, FcntlArg::F_OFD_SETLK(&lock)) {
+            Ok(_) => Ok(true),
+            Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn identity(&self) -> io::Result<(u64, u64)> {
+        let metadata = self.metadata()?;
+        Ok((metadata.dev(), metadata.ino()))
     }
 }

@@ -3,10 +3,11 @@
 use std::io;
 use std::path::PathBuf;
 
-use dirty_tracker::{FrameRun, LayoutError};
+use dirty_tracker::{FrameRun, Gfn, LayoutError};
 
 use crate::VmId;
 use crate::format::FormatError;
+use crate::slots::{SlotError, SlotRun};
 
 /// A store that cannot be used as asked.
 #[derive(Debug, thiserror::Error)]
@@ -32,13 +33,56 @@ pub enum StoreError {
         /// What is wrong there.
         damage: Damage,
     },
-    /// An epoch's parent is not there.
-    #[error("{} builds on epoch {parent}, which is not in the store", file.display())]
-    MissingParent {
-        /// The file that names it.
+    /// A store of an older version, which had a file for each epoch.
+    #[error("{} is a store of format 1, which this version does not read", dir.display())]
+    Format1 {
+        /// The store.
+        dir: PathBuf,
+    },
+    /// Somebody took the manifest away: which epochs there are is not known.
+    #[error("{} holds epochs, but the store has no manifest any more", log.display())]
+    NoManifest {
+        /// A log that was found.
+        log: PathBuf,
+    },
+    /// A file of the store is another one than this process writes to.
+    #[error("{} was removed or replaced while this process wrote to it", file.display())]
+    Replaced {
+        /// The file.
         file: PathBuf,
-        /// The epoch that is missing.
+    },
+    /// What a failed epoch left in the log could not be removed, so that no other can follow there.
+    #[error(
+        "{} ends in an epoch that failed, and that cannot be cut off: {cause}; the next epoch needs another log",
+        log.display()
+    )]
+    Stuck {
+        /// The log.
+        log: PathBuf,
+        /// The system's answer.
+        cause: io::Error,
+    },
+    /// The guest's state is more than can be stored.
+    #[error("the state of epoch {epoch} cannot be stored: {cause}")]
+    State {
+        /// The epoch.
+        epoch: u64,
+        /// What is wrong with it.
+        cause: FormatError,
+    },
+    /// The epoch that this one builds on has failed.
+    #[error("it builds on epoch {parent}, which is not stored")]
+    ParentFailed {
+        /// That epoch.
         parent: u64,
+    },
+    /// The page file has as many slots as can be numbered.
+    #[error("{} has {slots} slots, and no version has more", pages.display())]
+    NoMoreSlots {
+        /// The page file.
+        pages: PathBuf,
+        /// Slots in it.
+        slots: u32,
     },
     /// Another process writes to the store.
     #[error(
@@ -103,7 +147,7 @@ pub enum StoreError {
     },
 }
 
-/// What is wrong with an epoch file.
+/// What is wrong with a file of a store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Damage {
@@ -128,13 +172,50 @@ pub enum Damage {
         /// As it must be.
         expected: u64,
     },
-    /// Another guest's epoch among this one's.
-    #[error("the epoch belongs to VM {found}, the others to VM {expected}")]
+    /// Another guest's file among this one's.
+    #[error("the file belongs to VM {found}, the others to VM {expected}")]
     OtherVm {
         /// The VM in this file.
         found: VmId,
-        /// The VM of the chain or store.
+        /// The VM of the store.
         expected: VmId,
+    },
+    /// Nothing was written where something must have been: what follows was written after it.
+    #[error("nothing was written here, but what follows was")]
+    Unwritten,
+    /// Blocks of something that this program does not store.
+    #[error("it has frames of object {object}, which this version does not know")]
+    Object {
+        /// Its number.
+        object: u16,
+    },
+    /// Slots that no page file has.
+    #[error("{slots} cannot hold frames")]
+    Slots {
+        /// The slots.
+        slots: SlotRun,
+    },
+    /// Slots that cannot be used as the log says.
+    #[error("epoch {epoch}: {cause}")]
+    Used {
+        /// Whose slots they are said to be.
+        epoch: u64,
+        /// What stands against it.
+        cause: SlotError,
+    },
+    /// The contents of a frame are not those that were stored.
+    #[error(
+        "the checksum of {gfn} of epoch {epoch} is {found:#010x} and should be {expected:#010x}"
+    )]
+    Frame {
+        /// The frame.
+        gfn: Gfn,
+        /// The epoch that was being read.
+        epoch: u64,
+        /// As computed.
+        found: u32,
+        /// As the log has it.
+        expected: u32,
     },
     /// A record of a kind that has no place here, or that this program does not know.
     #[error("a record of tag {tag:#06x} has no place here")]
@@ -166,14 +247,6 @@ pub enum Damage {
         run: FrameRun,
         /// The one before it.
         before: FrameRun,
-    },
-    /// More frames of zeros than an epoch can have, which would only cost the reader time.
-    #[error("the epoch has {found} frames of zeros up to here, more than the {limit} allowed")]
-    TooManyZeros {
-        /// Frames so far.
-        found: u64,
-        /// The limit for this guest's memory.
-        limit: u64,
     },
     /// Memory slots that make no layout.
     #[error("the memory layout is none: {0}")]

@@ -1,14 +1,33 @@
-//! The epoch store: a directory with one file for each epoch, published whole or not at all.
+//! The epoch store: a page file with frames' contents, a log that says which epoch has which, and a manifest that names both.
 //!
 //! Bytes, names and the order of syncs are in `FORMAT.md`. A [`Store`] is either open for reading,
 //! by anyone at any time, or open for one writer, which holds the directory's lock.
+//!
+//! ```text
+//! sectors, records   the log's bytes                         log, build     epochs in it: read, written
+//! frame_map          where an epoch's frames are             pages          the page file and its free slots
+//! writer             one epoch being written                 commit         made durable, in order; old ones dropped
+//! space              which slots which epochs need           rotate         another log, compaction
+//! pin                epochs that are being read              verify, export all of it read
+//! ```
 
 mod backend;
+mod build;
+mod commit;
 mod error;
-mod reader;
+mod export;
+mod fetch;
+mod frame_map;
+mod log;
+mod manifest;
+mod pages;
+mod pin;
 mod records;
 #[cfg(feature = "testing")]
 mod reseal;
+mod rotate;
+mod sectors;
+mod space;
 mod verify;
 mod writer;
 
@@ -17,55 +36,74 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, StoreFile};
+pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
+pub(crate) use commit::{Bounds, Committer, Published};
 pub use error::{Damage, StoreError};
-pub(crate) use reader::{EpochReader, Peeked, Record, peek};
-pub use records::ParentLink;
+pub use export::ExportReport;
+pub(crate) use fetch::{Sink, fetch};
+pub(crate) use frame_map::{Cell, FrameMap};
+pub(crate) use log::{LogFile, Record};
+pub(crate) use pin::Pinned;
+pub(crate) use records::MAX_EPOCH;
 #[cfg(feature = "testing")]
-pub use reseal::reseal;
+pub use reseal::{reseal_log, reseal_manifest, reseal_pages};
+pub use rotate::CompactReport;
 pub use verify::VerifyReport;
-pub(crate) use verify::{check_layout, check_link, check_vm};
-pub(crate) use writer::{EpochWriter, Published};
+pub(crate) use writer::EpochWriter;
 
+use self::log::{Tail, is_not_found};
+use self::manifest::Manifest;
 use crate::VmId;
 
-const PREFIX: &str = "epoch-";
-const SUFFIX: &str = ".dl";
-const TEMPORARY: &str = ".dl.tmp";
-const DIGITS: usize = 20;
+/// Names of files, beside [`LOCK_FILE`].
+const MANIFEST: &str = "manifest";
+const MANIFEST_NEW: &str = "manifest.tmp";
+const LOG: &str = "log-";
+const PAGES: &str = "pages-";
 
-/// The name of an epoch's file.
-pub(crate) fn file_name(epoch: u64) -> String {
-    format!("{PREFIX}{epoch:0DIGITS$}{SUFFIX}")
+fn log_name(generation: u64) -> String {
+    format!("{LOG}{generation}")
 }
 
-/// Its name until all of it is durable.
-pub(crate) fn temporary_name(epoch: u64) -> String {
-    format!("{PREFIX}{epoch:0DIGITS$}{TEMPORARY}")
+fn pages_name(generation: u64) -> String {
+    format!("{PAGES}{generation}")
 }
 
 /// What a name in the directory stands for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Named {
-    Epoch(u64),
-    Temporary(u64),
+    Manifest,
+    ManifestNew,
+    Log(u64),
+    Pages(u64),
     Lock,
+    /// An epoch of format 1.
+    Epoch1,
     Foreign,
 }
 
 fn parse_name(name: &str) -> Named {
-    if name == LOCK_FILE {
-        return Named::Lock;
-    }
     let number = |digits: &str| {
-        let plain = digits.len() == DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
+        let plain = digits.bytes().all(|b| b.is_ascii_digit()) && !digits.starts_with('0');
         digits.parse().ok().filter(|&n: &u64| plain && n > 0)
     };
-    let Some(rest) = name.strip_prefix(PREFIX) else { return Named::Foreign };
-    if let Some(n) = rest.strip_suffix(SUFFIX).and_then(number) {
-        return Named::Epoch(n);
+    match name {
+        MANIFEST => return Named::Manifest,
+        MANIFEST_NEW => return Named::ManifestNew,
+        LOCK_FILE => return Named::Lock,
+        _ => {}
     }
-    rest.strip_suffix(TEMPORARY).and_then(number).map_or(Named::Foreign, Named::Temporary)
+    if let Some(n) = name.strip_prefix(LOG).and_then(number) {
+        return Named::Log(n);
+    }
+    if let Some(n) = name.strip_prefix(PAGES).and_then(number) {
+        return Named::Pages(n);
+    }
+    let epoch = name.strip_prefix("epoch-").and_then(|rest| rest.strip_suffix(".dl"));
+    match epoch {
+        Some(n) if n.len() == 20 && n.bytes().all(|b| b.is_ascii_digit()) => Named::Epoch1,
+        _ => Named::Foreign,
+    }
 }
 
 /// One stored epoch, as it describes itself.
@@ -75,15 +113,15 @@ pub struct EpochInfo {
     pub epoch: u64,
     /// Whose epoch it is.
     pub vm_id: VmId,
-    /// The epoch that it builds on.
+    /// The epoch that it was built on; that may have been dropped since.
     pub parent: Option<u64>,
-    /// Whether it stands alone.
+    /// Whether it was taken of all memory.
     pub full: bool,
-    /// Frames in it, those of zeros included.
+    /// Frames that it brought, those of zeros included.
     pub frames: u64,
     /// Frames of zeros, stored without contents.
     pub zero_frames: u64,
-    /// Bytes of its file.
+    /// Bytes that it took: slots of its own in the page file, and its records.
     pub bytes: u64,
     /// When it was begun: milliseconds since 1970, by the host's clock.
     pub created_unix_ms: u64,
@@ -92,11 +130,11 @@ pub struct EpochInfo {
 /// What is in a store's directory.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// Epochs whose front and trailer are sound, ascending.
+    /// Epochs that are kept, ascending: those in front of any damage of the log.
     pub epochs: Vec<EpochInfo>,
-    /// What is wrong with each of the others, ascending.
+    /// What is wrong with the log.
     pub damaged: Vec<StoreError>,
-    /// Files of epochs that were never finished: left over by a crash, or being written now.
+    /// Files, and the end of the log, that a crash left unfinished, or that are being written now.
     pub unfinished: Vec<String>,
     /// Files that have no place in a store; never touched.
     pub foreign: Vec<String>,
@@ -133,7 +171,7 @@ impl Store {
         Self::with_backend(Box::new(backend), true)
     }
 
-    /// Opens the store in `dir` for reading. Sees the epochs that are published at each moment,
+    /// Opens the store in `dir` for reading; nothing in it needs to be writable. Sees the epochs that are kept at each moment,
     /// also while another process writes.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let backend = DirBackend::open(dir).map_err(|cause| StoreError::Io {
@@ -149,19 +187,30 @@ impl Store {
         let store = Self { backend, writable };
         if writable {
             store.lock()?;
-            let mut removed = false;
-            for name in store.names()? {
-                if let Named::Temporary(epoch) = parse_name(&name) {
-                    tracing::info!(epoch, "removing an epoch that was never finished");
-                    store.backend.remove(&name).map_err(|e| store.io("removing", &name, e))?;
-                    removed = true;
-                }
-            }
-            if removed {
-                store.backend.sync_dir().map_err(|e| store.io_dir("syncing", e))?;
-            }
+        }
+        let names = store.names()?;
+        let has = |named: Named| names.iter().any(|name| parse_name(name) == named);
+        if has(Named::Epoch1) && !has(Named::Manifest) {
+            return Err(StoreError::Format1 { dir: store.dir() });
+        }
+        if writable && let Some(manifest) = store.manifest()? {
+            store.remove_leftovers(&names, &manifest)?;
         }
         Ok(store)
+    }
+
+    /// Removes files that the manifest does not name.
+    fn remove_leftovers(&self, names: &[String], manifest: &Manifest) -> Result<(), StoreError> {
+        let mut removed = false;
+        for name in names.iter().filter(|name| is_leftover(name, Some(manifest))) {
+            tracing::info!(name, "removing what was never finished");
+            self.backend.remove(name).map_err(|e| self.io("removing", name, e))?;
+            removed = true;
+        }
+        match removed {
+            true => self.backend.sync_dir().map_err(|e| self.io_dir("syncing", e)),
+            false => Ok(()),
+        }
     }
 
     /// Where it is.
@@ -169,9 +218,8 @@ impl Store {
         self.backend.location()
     }
 
-    /// The store's epochs, ascending; an error if any of them is damaged so that it cannot even be
-    /// described. Costs three small reads an epoch; contents are only checked by
-    /// [`verify`](Self::verify) and [`restore`](crate::restore()).
+    /// The epochs that are kept, ascending; an error if the log is damaged. Reads the log; contents of frames are only checked
+    /// by [`verify`](Self::verify) and [`restore`](crate::restore()).
     pub fn epochs(&self) -> Result<Vec<EpochInfo>, StoreError> {
         let listing = self.list()?;
         match listing.damaged.into_iter().next() {
@@ -183,48 +231,70 @@ impl Store {
     /// Everything in the directory. Costs as much as [`epochs`](Self::epochs).
     pub fn list(&self) -> Result<Listing, StoreError> {
         let mut listing = Listing::default();
-        let mut epochs = Vec::new();
+        let opened = match self.open_log() {
+            Err(e @ StoreError::Damaged { .. }) => {
+                listing.damaged.push(e);
+                None
+            }
+            other => other?,
+        };
+        let manifest = opened.as_ref().map(|(manifest, _)| *manifest);
         for name in self.names()? {
             match parse_name(&name) {
-                Named::Epoch(n) => epochs.push(n),
-                Named::Temporary(_) => listing.unfinished.push(name),
-                Named::Foreign => listing.foreign.push(name),
-                Named::Lock => {}
+                Named::Foreign | Named::Epoch1 => listing.foreign.push(name),
+                // A damaged manifest says nothing of other files.
+                _ if listing.damaged.is_empty() && is_leftover(&name, manifest.as_ref()) => {
+                    listing.unfinished.push(name);
+                }
+                _ => {}
             }
         }
-        epochs.sort_unstable();
+        if let Some((manifest, log)) = opened {
+            listing.epochs = log.kept().iter().map(|g| g.info).collect();
+            match log.tail {
+                Tail::Clean => {}
+                Tail::Torn(at) => {
+                    listing
+                        .unfinished
+                        .push(format!("{} from byte {at} on", log_name(manifest.files.log)));
+                }
+                Tail::Damaged(e) => listing.damaged.push(e),
+            }
+        }
         listing.unfinished.sort_unstable();
         listing.foreign.sort_unstable();
-        for epoch in epochs {
-            match peek(self, epoch) {
-                Ok((info, _)) => listing.epochs.push(info),
-                Err(e) => listing.damaged.push(e),
-            }
-        }
         Ok(listing)
     }
 
-    /// The numbers of all published epochs, ascending, whatever is in their files.
-    pub(crate) fn numbers(&self) -> Result<Vec<u64>, StoreError> {
-        let mut numbers: Vec<u64> = self
-            .names()?
-            .iter()
-            .filter_map(|name| match parse_name(name) {
-                Named::Epoch(n) => Some(n),
-                _ => None,
-            })
-            .collect();
-        numbers.sort_unstable();
-        Ok(numbers)
+    /// The manifest and the log that it names; `None` if there is nothing yet.
+    pub(crate) fn open_log(&self) -> Result<Option<(Manifest, LogFile)>, StoreError> {
+        loop {
+            let Some(manifest) = self.manifest()? else { return self.without_manifest() };
+            match LogFile::open(self, manifest.files.log) {
+                // A writer has begun another one in this moment.
+                Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => {}
+                Err(e) => return Err(e),
+                Ok(log) if log.vm_id != manifest.vm_id => {
+                    let damage = Damage::OtherVm { found: log.vm_id, expected: manifest.vm_id };
+                    let file = self.path(&log_name(manifest.files.log));
+                    return Err(StoreError::Damaged { file, offset: 0, damage });
+                }
+                Ok(log) => return Ok(Some((manifest, log))),
+            }
+        }
     }
 
-    /// Whether an epoch's file is there; what is in it nobody looks at.
-    pub(crate) fn find(&self, epoch: u64) -> Result<(), StoreError> {
-        match self.backend.open(&file_name(epoch)) {
-            Ok(_) => Ok(()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(self.no_epoch(Some(epoch))),
-            Err(e) => Err(self.io("opening", &file_name(epoch), e)),
+    /// Without a manifest there may be files of a store that was never finished, but no epochs.
+    fn without_manifest<T>(&self) -> Result<Option<T>, StoreError> {
+        for name in self.names()? {
+            let Named::Log(generation) = parse_name(&name) else { continue };
+            if LogFile::open(self, generation).is_ok_and(|log| !log.groups.is_empty())
+                && self.manifest()?.is_none()
+            {
+                return Err(StoreError::NoManifest { log: self.path(&name) });
+            }
         }
+        Ok(None)
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
@@ -252,12 +322,18 @@ impl Store {
         }
     }
 
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.location().join(name)
+    /// Refuses to write to a file that is no longer the one under its name.
+    pub(crate) fn check_file(&self, name: &str, file: &dyn StoreFile) -> Result<(), StoreError> {
+        let there = self.backend.open(name).and_then(|there| there.identity());
+        match (there, file.identity()) {
+            (Ok(there), Ok(ours)) if there == ours => Ok(()),
+            (Err(e), _) if e.kind() != io::ErrorKind::NotFound => Err(self.io("opening", name, e)),
+            _ => Err(StoreError::Replaced { file: self.path(name) }),
+        }
     }
 
-    pub(crate) fn epoch_path(&self, epoch: u64) -> PathBuf {
-        self.path(&file_name(epoch))
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.location().join(name)
     }
 
     pub(crate) fn dir(&self) -> PathBuf {
@@ -281,25 +357,28 @@ impl Store {
     }
 }
 
+/// Whether a file is a store's own, but not this one's.
+fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
+    match parse_name(name) {
+        Named::ManifestNew => true,
+        Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
+        Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
+        Named::Manifest | Named::Lock | Named::Epoch1 | Named::Foreign => false,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn names_sort_like_numbers_and_nothing_else_is_one() {
-        assert_eq!(file_name(42), "epoch-00000000000000000042.dl");
-        assert_eq!(parse_name(&file_name(u64::MAX)), Named::Epoch(u64::MAX));
-        assert_eq!(parse_name(&temporary_name(7)), Named::Temporary(7));
-        assert!(file_name(9) < file_name(10));
-        for foreign in [
-            "epoch-42.dl",
-            "epoch-00000000000000000000.dl",
-            "epoch-99999999999999999999.dl",
-            "epoch-+0000000000000000042.dl",
-            "epoch-00000000000000000042.dl.bak",
-            "notes.txt",
-            "",
-        ] {
+    fn a_name_has_one_meaning() {
+        assert_eq!(parse_name(&log_name(42)), Named::Log(42));
+        assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Pages(u64::MAX));
+        assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);
+        for foreign in
+            ["log-", "log-0", "log-01", "log-+1", "pages-1.bak", "epoch-7.dl", "notes.txt", ""]
+        {
             assert_eq!(parse_name(foreign), Named::Foreign, "{foreign}");
         }
     }

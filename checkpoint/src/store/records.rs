@@ -1,52 +1,55 @@
 //! The payloads of a store's own records, and the bounds of all of them. Bytes: FORMAT.md.
 
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
+use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::Damage;
 use crate::format::{
-    Header, MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
+    MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
 };
 use crate::section_tags;
+use crate::slots::SlotRun;
 
 /// First tag of the store's own records; tags below are state sections.
-pub const TAG_STORE: u16 = 0x8000;
-/// The epoch that this one builds on.
-pub const TAG_PARENT: u16 = 0x8001;
+pub(crate) const TAG_STORE: u16 = 0x8000;
+/// Which log and page file there are.
+pub(crate) const TAG_FILES: u16 = 0x8010;
+/// The beginning of an epoch.
+pub(crate) const TAG_EPOCH: u16 = 0x8011;
 /// The memory slots.
-pub const TAG_LAYOUT: u16 = 0x8002;
-/// Frames with their contents.
-pub const TAG_FRAMES: u16 = 0x8003;
+pub(crate) const TAG_LAYOUT: u16 = 0x8012;
+/// Where frames are.
+pub(crate) const TAG_FRAMES: u16 = 0x8013;
 /// Frames of zeros.
-pub const TAG_ZEROS: u16 = 0x8004;
-/// The end of the file.
-pub const TAG_TRAILER: u16 = 0x80ff;
+pub(crate) const TAG_ZEROS: u16 = 0x8014;
+/// The end of an epoch.
+pub(crate) const TAG_COMMIT: u16 = 0x80ff;
 
-/// Most frames in a record of contents: 1 MiB.
-pub const MAX_RECORD_FRAMES: u64 = 256;
-/// Most runs in a record of zeros.
-pub const MAX_ZERO_RUNS: usize = 4096;
-/// Most frames in all records of zeros of an epoch, in multiples of the guest's memory: what changes
-/// while a full epoch copies may become zeros in each of its few passes.
-pub const MAX_ZERO_PASSES: u64 = 8;
+/// Most frames in a record of frames.
+pub(crate) const MAX_RECORD_FRAMES: usize = 1 << 16;
+/// Most runs in a record.
+pub(crate) const MAX_RUNS: usize = 4096;
+/// The highest number that an epoch can have: locks on bytes of files end there.
+pub(crate) const MAX_EPOCH: u64 = i64::MAX as u64 - 1;
+/// The highest generation of a file: there is always another.
+const MAX_GENERATION: u64 = 1 << 62;
+/// A slot number that means that a frame is zeros: slot 0 is the page file's header.
+pub(crate) const NO_SLOT: u32 = 0;
 
-const RUN_LEN: usize = size_of::<RawRun>();
 const RUNS_HEAD: usize = 8;
-pub(crate) const PARENT_LEN: usize = size_of::<RawParent>();
-pub(crate) const TRAILER_LEN: usize = size_of::<RawTrailer>();
-/// Bytes from a file's end back to the head of its trailer.
-pub(crate) const TAIL_LEN: u64 = (RECORD_HEAD_LEN + TRAILER_LEN) as u64;
+pub(crate) const FILES_LEN: usize = size_of::<RawFiles>();
+pub(crate) const COMMIT_LEN: usize = size_of::<RawCommit>();
 
 /// The most bytes that a record of `tag` may have.
 pub(crate) fn limit(tag: u16) -> u32 {
-    let runs = |n: usize| RUNS_HEAD + n * RUN_LEN;
     let bytes = match tag {
-        TAG_PARENT => PARENT_LEN,
+        TAG_FILES => FILES_LEN,
+        TAG_EPOCH => size_of::<RawFront>(),
         TAG_LAYOUT => MAX_SLOTS as usize * size_of::<RawSlot>(),
-        TAG_FRAMES => runs(MAX_RECORD_FRAMES as usize) + (MAX_RECORD_FRAMES * PAGE_SIZE) as usize,
-        TAG_ZEROS => runs(MAX_ZERO_RUNS),
-        TAG_TRAILER => TRAILER_LEN,
+        TAG_FRAMES => RUNS_HEAD + MAX_RUNS * size_of::<RawPlaced>() + MAX_RECORD_FRAMES * 4,
+        TAG_ZEROS => RUNS_HEAD + MAX_RUNS * size_of::<RawRun>(),
+        TAG_COMMIT => COMMIT_LEN,
         tag if tag == section_tags::CONFIG.0 => MAX_CONFIG as usize,
         _ => MAX_SECTION as usize,
     };
@@ -55,7 +58,7 @@ pub(crate) fn limit(tag: u16) -> u32 {
 
 /// Whether a record is one of the store's own that this program knows.
 pub(crate) fn is_known(tag: u16) -> bool {
-    matches!(tag, TAG_PARENT | TAG_LAYOUT | TAG_FRAMES | TAG_ZEROS | TAG_TRAILER)
+    (TAG_FILES..=TAG_ZEROS).contains(&tag) || tag == TAG_COMMIT
 }
 
 /// Reads a record's head more strictly than the wire does: a file has no newer writer to allow for.
@@ -67,6 +70,10 @@ pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Dam
         ("the unused field of a record's head", word(6)),
     ])?;
     if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
+        // Objects beside guest memory, which is 0, are for versions to come.
+        if matches!(head.tag, TAG_FRAMES | TAG_ZEROS) && head.instance != 0 {
+            return Err(Damage::Object { object: head.instance });
+        }
         all_zero([("the instance of a record that has none", head.instance.into())])?;
         if !head.must_understand {
             let what = "the flag that a record must be understood";
@@ -84,22 +91,30 @@ fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Dama
     }
 }
 
-/// The epoch that another builds on. The digest covers all of it, so that no other epoch, from
-/// whatever store, can stand in its place.
+/// Which log and page file a manifest names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ParentLink {
-    /// Its number.
-    pub epoch: u64,
-    /// The digest in its trailer.
-    pub digest: u32,
+pub(crate) struct Files {
+    /// Generation of the log.
+    pub(crate) log: u64,
+    /// Generation of the page file.
+    pub(crate) pages: u64,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct RawParent {
+struct RawFiles {
+    log: U64,
+    pages: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawFront {
     epoch: U64,
-    digest: U32,
-    zero: U32,
+    parent: U64,
+    created_unix_ms: U64,
+    layout: U32,
+    flags: U32,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -113,6 +128,14 @@ struct RawSlot {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
+struct RawPlaced {
+    start: U64,
+    count: U32,
+    slot: U32,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
 struct RawRun {
     start: U64,
     count: U64,
@@ -120,48 +143,134 @@ struct RawRun {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct RawTrailer {
-    length: U64,
+struct RawCommit {
+    epoch: U64,
+    oldest: U64,
     frames: U64,
     zero_frames: U64,
-    created_unix_ms: U64,
+    bytes: U64,
     records: U32,
     digest: U32,
 }
 
-/// The trailer: what the file must have been when it was finished.
+/// How an epoch begins.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Trailer {
-    /// Bytes of the file, trailer included.
-    pub(crate) length: u64,
-    /// Frames with contents, in all records.
-    pub(crate) frames: u64,
-    /// Frames of zeros, in all records.
-    pub(crate) zero_frames: u64,
+pub(crate) struct Front {
+    pub(crate) epoch: u64,
+    pub(crate) parent: Option<u64>,
     pub(crate) created_unix_ms: u64,
-    /// Records, trailer included.
+    /// `Layout::hash` of its memory.
+    pub(crate) layout: u32,
+    /// Its frames are all of memory, whatever it built on when it was taken.
+    pub(crate) rebased: bool,
+}
+
+/// Flag of [`Front::rebased`].
+const REBASED: u32 = 1;
+
+impl Front {
+    /// Whether it stands alone in its log.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.rebased || self.parent.is_none()
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let raw = RawFront {
+            epoch: self.epoch.into(),
+            parent: self.parent.unwrap_or(0).into(),
+            created_unix_ms: self.created_unix_ms.into(),
+            layout: self.layout.into(),
+            flags: (if self.rebased { REBASED } else { 0 }).into(),
+        };
+        raw.as_bytes().to_vec()
+    }
+
+    pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
+        let raw = RawFront::read_from_bytes(payload).map_err(|_| {
+            wrong_size("the length of an epoch's front", payload.len(), size_of::<RawFront>())
+        })?;
+        let (epoch, parent) = (raw.epoch.get(), raw.parent.get());
+        if !(1..=MAX_EPOCH).contains(&epoch) {
+            return Err(Damage::Mismatch {
+                what: "an epoch's number",
+                found: epoch,
+                expected: MAX_EPOCH,
+            });
+        }
+        if parent >= epoch {
+            let (what, expected) = ("the parent's number", epoch - 1);
+            return Err(Damage::Mismatch { what, found: parent, expected });
+        }
+        all_zero([(
+            "the undefined part of an epoch's flags",
+            (raw.flags.get() & !REBASED).into(),
+        )])?;
+        Ok(Self {
+            epoch,
+            parent: (parent > 0).then_some(parent),
+            created_unix_ms: raw.created_unix_ms.get(),
+            layout: raw.layout.get(),
+            rebased: raw.flags.get() & REBASED != 0,
+        })
+    }
+}
+
+/// How an epoch ends: what all of it must have been.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Commit {
+    pub(crate) epoch: u64,
+    /// The oldest epoch that is kept once this one is there.
+    pub(crate) oldest: u64,
+    /// Frames with contents that it brought.
+    pub(crate) frames: u64,
+    /// Frames of zeros that it brought.
+    pub(crate) zero_frames: u64,
+    /// Bytes that it took: slots of its own, and what it had in the log at first.
+    pub(crate) bytes: u64,
+    /// Its records, this one included.
     pub(crate) records: u32,
-    /// See [`FileDigest`].
+    /// Of the log up to here: see [`Digest`].
     pub(crate) digest: u32,
 }
 
-/// The digest of an epoch file: CRC32C over the header and the heads of all records before the
-/// trailer, each without its own CRC. A CRC right behind the bytes that it covers would cancel them:
-/// what follows would not depend on them any more.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct FileDigest(u32);
-
-impl FileDigest {
-    pub(crate) fn of(header: &Header) -> Self {
-        Self(header.checksum())
+impl Commit {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let raw = RawCommit {
+            epoch: self.epoch.into(),
+            oldest: self.oldest.into(),
+            frames: self.frames.into(),
+            zero_frames: self.zero_frames.into(),
+            bytes: self.bytes.into(),
+            records: self.records.into(),
+            digest: self.digest.into(),
+        };
+        raw.as_bytes().to_vec()
     }
 
+    pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
+        let raw = RawCommit::read_from_bytes(payload)
+            .map_err(|_| wrong_size("the length of an epoch's end", payload.len(), COMMIT_LEN))?;
+        Ok(Self {
+            epoch: raw.epoch.get(),
+            oldest: raw.oldest.get(),
+            frames: raw.frames.get(),
+            zero_frames: raw.zero_frames.get(),
+            bytes: raw.bytes.get(),
+            records: raw.records.get(),
+            digest: raw.digest.get(),
+        })
+    }
+}
+
+/// The digest of a log: CRC32C over its header and the heads of all records, each without its own
+/// CRC. A CRC right behind the bytes that it covers would cancel them: what follows would not depend
+/// on them any more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Digest(pub(crate) u32);
+
+impl Digest {
     pub(crate) fn add(&mut self, head: &[u8; RECORD_HEAD_LEN]) {
         self.0 = crc32c::crc32c_append(self.0, &head[..RECORD_HEAD_LEN - 4]);
-    }
-
-    pub(crate) fn value(self) -> u32 {
-        self.0
     }
 }
 
@@ -169,25 +278,20 @@ fn wrong_size(what: &'static str, found: usize, expected: usize) -> Damage {
     Damage::Mismatch { what, found: found as u64, expected: expected as u64 }
 }
 
-pub(crate) fn encode_parent(parent: Option<ParentLink>) -> Vec<u8> {
-    let (epoch, digest) = parent.map_or((0, 0), |p| (p.epoch, p.digest));
-    RawParent { epoch: epoch.into(), digest: digest.into(), zero: 0.into() }.as_bytes().to_vec()
+pub(crate) fn encode_files(files: Files) -> Vec<u8> {
+    RawFiles { log: files.log.into(), pages: files.pages.into() }.as_bytes().to_vec()
 }
 
-/// `child` is the epoch whose record it is: a parent is older.
-pub(crate) fn decode_parent(payload: &[u8], child: u64) -> Result<Option<ParentLink>, Damage> {
-    let raw = RawParent::read_from_bytes(payload)
-        .map_err(|_| wrong_size("the length of the parent link", payload.len(), PARENT_LEN))?;
-    all_zero([("the unused field of the parent link", raw.zero.get().into())])?;
-    if raw.epoch.get() == 0 {
-        all_zero([("the parent's digest in a full epoch", raw.digest.get().into())])?;
+pub(crate) fn decode_files(payload: &[u8]) -> Result<Files, Damage> {
+    let raw = RawFiles::read_from_bytes(payload)
+        .map_err(|_| wrong_size("the length of the files' names", payload.len(), FILES_LEN))?;
+    for found in [raw.log.get(), raw.pages.get()] {
+        if !(1..=MAX_GENERATION).contains(&found) {
+            let (what, expected) = ("a file's generation", MAX_GENERATION);
+            return Err(Damage::Mismatch { what, found, expected });
+        }
     }
-    let link = ParentLink { epoch: raw.epoch.get(), digest: raw.digest.get() };
-    if link.epoch >= child {
-        let (found, expected) = (link.epoch, child.saturating_sub(1));
-        return Err(Damage::Mismatch { what: "the parent's number", found, expected });
-    }
-    Ok((link.epoch > 0).then_some(link))
+    Ok(Files { log: raw.log.get(), pages: raw.pages.get() })
 }
 
 pub(crate) fn encode_layout(layout: &Layout) -> Vec<u8> {
@@ -227,8 +331,36 @@ pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage>
     Ok(layout)
 }
 
-/// Replaces `table` with the run table of a record of frames or zeros.
-pub(crate) fn encode_runs(runs: &[FrameRun], table: &mut Vec<u8>) {
+/// Frames that follow one another in memory and in the page file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Placed {
+    pub(crate) frames: FrameRun,
+    /// Of the first.
+    pub(crate) slot: u32,
+}
+
+impl Placed {
+    pub(crate) fn slots(&self) -> SlotRun {
+        // Both come from a field of 32 bits.
+        SlotRun { start: self.slot, count: self.frames.count as u32 }
+    }
+}
+
+/// Replaces `table` with the payload of a record of frames, of which `crcs` are the contents' checksums.
+pub(crate) fn encode_frames(runs: &[Placed], crcs: &[u32], table: &mut Vec<u8>) {
+    table.clear();
+    table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
+    for Placed { frames, slot } in runs {
+        let count = frames.count as u32;
+        let raw =
+            RawPlaced { start: frames.start.0.into(), count: count.into(), slot: (*slot).into() };
+        table.extend_from_slice(raw.as_bytes());
+    }
+    crcs.iter().for_each(|crc| table.extend_from_slice(&crc.to_le_bytes()));
+}
+
+/// Replaces `table` with the payload of a record of frames of zeros.
+pub(crate) fn encode_zeros(runs: &[FrameRun], table: &mut Vec<u8>) {
     table.clear();
     table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
     for run in runs {
@@ -237,14 +369,10 @@ pub(crate) fn encode_runs(runs: &[FrameRun], table: &mut Vec<u8>) {
     }
 }
 
-/// Replaces `runs` with the table at the front of `payload`, every run checked against `layout`.
-/// Returns the rest of the payload and the frames in all runs.
-pub(crate) fn decode_runs<'p>(
-    payload: &'p [u8],
-    layout: &Layout,
-    runs: &mut Vec<FrameRun>,
-) -> Result<(&'p [u8], u64), Damage> {
-    runs.clear();
+/// The table at the front of `payload`, and what is behind it.
+fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+    payload: &[u8],
+) -> Result<(&[T], &[u8]), Damage> {
     let short = |need: u64| Damage::Mismatch {
         what: "the length of a run table",
         found: payload.len() as u64,
@@ -254,69 +382,79 @@ pub(crate) fn decode_runs<'p>(
     if count.get() == 0 {
         return Err(Damage::NoRuns);
     }
-    let bytes = count.get().saturating_mul(RUN_LEN as u64);
+    let bytes = count.get().saturating_mul(size_of::<T>() as u64);
     if bytes > rest.len() as u64 {
         return Err(short(bytes.saturating_add(RUNS_HEAD as u64)));
     }
     let (table, rest) = rest.split_at(bytes as usize);
-    let raw = <[RawRun]>::ref_from_bytes(table).map_err(|_| short(bytes))?;
-    let mut frames = 0u64;
-    for r in raw {
-        let run = FrameRun { start: Gfn(r.start.get()), count: r.count.get() };
-        if !layout.contains(run) {
-            return Err(Damage::Outside { run });
+    Ok((<[T]>::ref_from_bytes(table).map_err(|_| short(bytes))?, rest))
+}
+
+/// Refuses a run that is not in memory, or does not come after all before it.
+fn check_run(run: FrameRun, layout: &Layout, before: &mut Option<FrameRun>) -> Result<(), Damage> {
+    if !layout.contains(run) {
+        return Err(Damage::Outside { run });
+    }
+    // So that an epoch names a frame once, and cannot cost more than memory is large.
+    if let Some(before) = before.filter(|before| before.end() > run.start) {
+        return Err(Damage::Order { run, before });
+    }
+    *before = Some(run);
+    Ok(())
+}
+
+/// Replaces `runs` and `crcs` with what is in the payload of a record of frames. `before` is the run before it in its epoch.
+/// Returns how many frames there are.
+pub(crate) fn decode_frames(
+    payload: &[u8],
+    layout: &Layout,
+    before: &mut Option<FrameRun>,
+    runs: &mut Vec<Placed>,
+    crcs: &mut Vec<u32>,
+) -> Result<u64, Damage> {
+    runs.clear();
+    crcs.clear();
+    let (table, rest) = table::<RawPlaced>(payload)?;
+    let mut frames = 0;
+    for raw in table {
+        let count = u64::from(raw.count.get());
+        let run = FrameRun { start: Gfn(raw.start.get()), count };
+        check_run(run, layout, before)?;
+        let slots = SlotRun { start: raw.slot.get(), count: raw.count.get() };
+        if slots.start == NO_SLOT || slots.end() > u64::from(u32::MAX) {
+            return Err(Damage::Slots { slots });
         }
-        // So that a record names a frame once, and cannot cost more than memory is large.
-        if let Some(before) = runs.last().copied().filter(|before| before.end() > run.start) {
-            return Err(Damage::Order { run, before });
-        }
-        // No overflow: at most 2^16 runs of at most 2^40 frames.
+        // No overflow: at most 2^16 runs of at most 2^32 frames.
+        frames += count;
+        runs.push(Placed { frames: run, slot: slots.start });
+    }
+    if rest.len() as u64 != frames * 4 {
+        let (found, expected) = (rest.len() as u64, frames * 4);
+        return Err(Damage::Mismatch { what: "the length of frames' checksums", found, expected });
+    }
+    crcs.extend(rest.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])));
+    Ok(frames)
+}
+
+/// As [`decode_frames`], of a record of frames of zeros.
+pub(crate) fn decode_zeros(
+    payload: &[u8],
+    layout: &Layout,
+    before: &mut Option<FrameRun>,
+    runs: &mut Vec<FrameRun>,
+) -> Result<u64, Damage> {
+    runs.clear();
+    let (table, rest) = table::<RawRun>(payload)?;
+    let mut frames = 0;
+    for raw in table {
+        let run = FrameRun { start: Gfn(raw.start.get()), count: raw.count.get() };
+        check_run(run, layout, before)?;
         frames += run.count;
         runs.push(run);
     }
-    Ok((rest, frames))
-}
-
-impl Trailer {
-    pub(crate) fn to_bytes(self) -> Vec<u8> {
-        let raw = RawTrailer {
-            length: self.length.into(),
-            frames: self.frames.into(),
-            zero_frames: self.zero_frames.into(),
-            created_unix_ms: self.created_unix_ms.into(),
-            records: self.records.into(),
-            digest: self.digest.into(),
-        };
-        raw.as_bytes().to_vec()
+    if !rest.is_empty() {
+        let (what, found) = ("the bytes behind a table of zero frames", rest.len() as u64);
+        return Err(Damage::Mismatch { what, found, expected: 0 });
     }
-
-    pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
-        let raw = RawTrailer::read_from_bytes(payload)
-            .map_err(|_| wrong_size("the length of the trailer", payload.len(), TRAILER_LEN))?;
-        Ok(Self {
-            length: raw.length.get(),
-            frames: raw.frames.get(),
-            zero_frames: raw.zero_frames.get(),
-            created_unix_ms: raw.created_unix_ms.get(),
-            records: raw.records.get(),
-            digest: raw.digest.get(),
-        })
-    }
-
-    /// Compares with what was counted on the way to it, field by field.
-    pub(crate) fn check(&self, counted: &Trailer) -> Result<(), Damage> {
-        let fields = [
-            ("the file's length", self.length, counted.length),
-            ("the number of records", self.records.into(), counted.records.into()),
-            ("the number of frames", self.frames, counted.frames),
-            ("the number of zero frames", self.zero_frames, counted.zero_frames),
-            ("the digest", self.digest.into(), counted.digest.into()),
-        ];
-        for (what, found, expected) in fields {
-            if found != expected {
-                return Err(Damage::Mismatch { what, found, expected });
-            }
-        }
-        Ok(())
-    }
+    Ok(frames)
 }

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::pages::mix;
-use crate::{Backend, LockError, StoreFile};
+use crate::{Backend, LockError, RangeLock, StoreFile};
 
 /// The unit in which a write may tear.
 const SECTOR: usize = 512;
@@ -20,6 +21,8 @@ pub enum Survives {
     Everything,
     /// Each sector or not, and the first few of the changes of names, as this seed decides.
     Torn(u64),
+    /// So many sectors that were written first, file by file, and all changes of names.
+    First(u64),
 }
 
 /// An operation of the disk that a test can make fail.
@@ -37,6 +40,12 @@ pub enum DiskOp {
     SyncDir,
     /// `StoreFile::read_exact_at`
     Read,
+    /// `StoreFile::allocate`
+    Allocate,
+    /// `StoreFile::cut`
+    Cut,
+    /// `StoreFile::lock_range`
+    Lock,
 }
 
 /// A [`Backend`] for tests. Clones are the same disk. Does not exclude a second writer.
@@ -57,6 +66,8 @@ struct Disk {
     stop_at: Option<u64>,
     stopped: bool,
     fault: Option<Fault>,
+    /// Files opened so far.
+    opened: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -70,8 +81,62 @@ enum NameOp {
 struct Inode {
     bytes: Vec<u8>,
     synced: Vec<u8>,
-    /// Writes since the last sync: offset and length in `bytes`.
-    written: Vec<(usize, usize)>,
+    /// What was done since the last sync.
+    changes: Vec<Change>,
+    locks: Vec<Locked>,
+}
+
+#[derive(Clone, Debug)]
+enum Change {
+    /// Of so many bytes at an offset: these.
+    Write(usize, Vec<u8>),
+    /// It got this length.
+    Len(usize),
+}
+
+/// A lock on bytes, by the number of the open file that has it.
+#[derive(Clone, Debug)]
+struct Locked {
+    by: u64,
+    range: Range<u64>,
+    alone: bool,
+}
+
+impl Inode {
+    fn of(bytes: Vec<u8>) -> Self {
+        Self { synced: bytes.clone(), bytes, ..Self::default() }
+    }
+
+    /// What a crash leaves of it; `keep` says how many of so many do.
+    fn after_crash(&self, keep: &mut impl FnMut(u64) -> u64) -> Vec<u8> {
+        let mut bytes = self.synced.clone();
+        for change in &self.changes {
+            match change {
+                Change::Len(len) if keep(1) == 1 => bytes.resize(*len, 0),
+                Change::Len(_) => {}
+                Change::Write(offset, written) => {
+                    for (n, sector) in written.chunks(SECTOR).enumerate() {
+                        let from = offset + n * SECTOR;
+                        if keep(1) == 1 {
+                            let to = from + sector.len();
+                            bytes.resize(bytes.len().max(to), 0);
+                            bytes[from..to].copy_from_slice(sector);
+                        }
+                    }
+                }
+            }
+        }
+        bytes
+    }
+
+    /// Sectors written, and lengths set, since the last sync.
+    fn unsynced(&self) -> u64 {
+        let count = |change: &Change| match change {
+            Change::Write(_, written) => written.len().div_ceil(SECTOR) as u64,
+            Change::Len(_) => 1,
+        };
+        self.changes.iter().map(count).sum()
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -172,31 +237,44 @@ impl MemoryDisk {
             Survives::Torn(seed) => mix(seed ^ 0x5eed),
             _ => 0,
         };
+        let mut left = match survives {
+            Survives::First(sectors) => sectors,
+            _ => 0,
+        };
         let mut keep = |of: u64| {
             coin = mix(coin.wrapping_add(0x9e37_79b9_7f4a_7c15));
             match survives {
                 Survives::Nothing => 0,
                 Survives::Everything => of,
                 Survives::Torn(_) => coin % (of + 1),
+                Survives::First(_) => {
+                    let kept = left.min(of);
+                    left -= kept;
+                    kept
+                }
             }
         };
         let mut after = Disk { names: disk.synced_names.clone(), ..Disk::default() };
-        let kept_names = keep(disk.renamed.len() as u64) as usize;
+        let kept_names = match survives {
+            Survives::First(_) => disk.renamed.len(),
+            _ => keep(disk.renamed.len() as u64) as usize,
+        };
         disk.renamed[..kept_names].iter().for_each(|op| apply(&mut after.names, op));
         after.synced_names = after.names.clone();
         for inode in &disk.files {
-            let mut bytes = inode.synced.clone();
-            for &(offset, len) in &inode.written {
-                let sectors = (offset..offset + len).step_by(SECTOR);
-                for from in sectors.filter(|_| keep(1) == 1) {
-                    let to = (from + SECTOR).min(offset + len);
-                    bytes.resize(bytes.len().max(to), 0);
-                    bytes[from..to].copy_from_slice(&inode.bytes[from..to]);
-                }
-            }
-            after.files.push(Inode { synced: bytes.clone(), bytes, written: Vec::new() });
+            after.files.push(Inode::of(inode.after_crash(&mut keep)));
         }
         Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
+    }
+
+    /// Sectors that were written, and lengths set, since their files were last synced.
+    pub fn unsynced_sectors(&self) -> u64 {
+        self.lock().files.iter().map(Inode::unsynced).sum()
+    }
+
+    /// All names of files.
+    pub fn names(&self) -> Vec<String> {
+        self.lock().names.keys().cloned().collect()
     }
 
     /// A file's bytes.
@@ -209,9 +287,16 @@ impl MemoryDisk {
     pub fn put(&self, name: &str, bytes: Vec<u8>) {
         let mut disk = self.lock();
         let inode = disk.files.len();
-        disk.files.push(Inode { synced: bytes.clone(), bytes, written: Vec::new() });
+        disk.files.push(Inode::of(bytes));
         disk.names.insert(name.to_owned(), inode);
         disk.synced_names.insert(name.to_owned(), inode);
+    }
+}
+
+impl MemoryDisk {
+    fn file(&self, disk: &mut Disk, inode: usize) -> Box<dyn StoreFile> {
+        disk.opened += 1;
+        Box::new(MemoryFile { disk: self.disk.clone(), inode, number: disk.opened })
     }
 }
 
@@ -234,14 +319,18 @@ impl Backend for MemoryDisk {
         let inode = disk.files.len();
         disk.files.push(Inode::default());
         disk.rename(NameOp::Set(name.to_owned(), inode));
-        Ok(Box::new(MemoryFile { disk: self.disk.clone(), inode }))
+        Ok(self.file(&mut disk, inode))
     }
 
     fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
         let mut disk = MemoryDisk::lock(self);
         disk.check(None)?;
         let inode = disk.find(name)?;
-        Ok(Box::new(MemoryFile { disk: self.disk.clone(), inode }))
+        Ok(self.file(&mut disk, inode))
+    }
+
+    fn open_for_writing(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        self.open(name)
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
@@ -281,11 +370,22 @@ impl Backend for MemoryDisk {
 struct MemoryFile {
     disk: Arc<Mutex<Disk>>,
     inode: usize,
+    /// Of all files opened.
+    number: u64,
 }
 
 impl MemoryFile {
     fn lock(&self) -> MutexGuard<'_, Disk> {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_len(&self, op: DiskOp, len: u64) -> io::Result<()> {
+        let mut disk = self.lock();
+        disk.check(Some(op))?;
+        let inode = &mut disk.files[self.inode];
+        inode.bytes.resize(len as usize, 0);
+        inode.changes.push(Change::Len(len as usize));
+        Ok(())
     }
 }
 
@@ -311,8 +411,16 @@ impl StoreFile for MemoryFile {
         let (from, to) = (offset as usize, offset as usize + bytes.len());
         inode.bytes.resize(inode.bytes.len().max(to), 0);
         inode.bytes[from..to].copy_from_slice(bytes);
-        inode.written.push((from, bytes.len()));
+        inode.changes.push(Change::Write(from, bytes.to_vec()));
         Ok(())
+    }
+
+    fn allocate(&self, len: u64) -> io::Result<()> {
+        self.set_len(DiskOp::Allocate, len)
+    }
+
+    fn cut(&self, len: u64) -> io::Result<()> {
+        self.set_len(DiskOp::Cut, len)
     }
 
     fn sync(&self) -> io::Result<()> {
@@ -320,8 +428,45 @@ impl StoreFile for MemoryFile {
         disk.check(Some(DiskOp::Sync))?;
         disk.sync()?;
         let inode = &mut disk.files[self.inode];
-        inode.synced = inode.bytes.clone();
-        inode.written.clear();
+        for change in std::mem::take(&mut inode.changes) {
+            match change {
+                Change::Len(len) => inode.synced.resize(len, 0),
+                Change::Write(from, written) => {
+                    let to = from + written.len();
+                    inode.synced.resize(inode.synced.len().max(to), 0);
+                    inode.synced[from..to].copy_from_slice(&written);
+                }
+            }
+        }
         Ok(())
+    }
+
+    fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool> {
+        let mut disk = self.lock();
+        disk.check(Some(DiskOp::Lock))?;
+        let locks = &mut disk.files[self.inode].locks;
+        let overlaps = |l: &Locked| l.range.start < range.end && range.start < l.range.end;
+        let alone = lock == RangeLock::Alone;
+        if lock == RangeLock::Free {
+            // Whole ranges are all that is let go of at once.
+            locks.retain(|l| l.by != self.number || !overlaps(l));
+            return Ok(true);
+        }
+        if locks.iter().any(|l| l.by != self.number && overlaps(l) && (alone || l.alone)) {
+            return Ok(false);
+        }
+        locks.push(Locked { by: self.number, range, alone });
+        Ok(true)
+    }
+
+    fn identity(&self) -> io::Result<(u64, u64)> {
+        Ok((0, self.inode as u64))
+    }
+}
+
+impl Drop for MemoryFile {
+    fn drop(&mut self) {
+        let number = self.number;
+        self.lock().files[self.inode].locks.retain(|l| l.by != number);
     }
 }

@@ -3,6 +3,7 @@
 //! Numbers have their unit in their name. Requests refuse fields that they do not know, so that a
 //! misspelt option is not silently a default.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use checkpoint::{Achieved, EpochReport, RunState, Taken, VmId};
@@ -250,6 +251,9 @@ pub struct CheckpointRequest {
     /// How long the guest may stand still for one; one that nears that comes early.
     #[serde(default)]
     pub max_pause_ms: Option<u64>,
+    /// How many are kept in the store, at least 1; without it, all.
+    #[serde(default)]
+    pub keep: Option<NonZeroU64>,
     /// What becomes of disks that the guest can write to; needed if it has any.
     #[serde(default)]
     pub disks: Option<DisksPolicy>,

@@ -1,6 +1,7 @@
 //! Owns the options of every command.
 #![allow(rustdoc::broken_intra_doc_links, reason = "help texts: brackets are what can be left out")]
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -259,6 +260,11 @@ pub(crate) struct CheckpointArgs {
     /// fit into the memory kept for copies, it is taken early
     #[arg(long, value_name = "TIME", requires = "every", value_parser = values::duration)]
     pub(crate) max_pause: Option<Duration>,
+    /// Keep so many, and drop older ones: the store stays as large as it is with them. Without it all are kept
+    ///
+    /// One that is being restored or read in another way is dropped later.
+    #[arg(long, value_name = "N")]
+    pub(crate) keep: Option<NonZeroU64>,
     /// Checkpoint a guest with disks that it can write to: `external` says that you keep, for each
     /// checkpoint, copies of the disks as they were then
     ///
@@ -294,6 +300,39 @@ pub(crate) enum StoreCommand {
     Ls(StoreArgs),
     /// Read everything and check it
     Verify(StoreArgs),
+    /// Write the store anew, without the room that dropped checkpoints have left; nobody may be writing to it
+    Compact(StoreArgs),
+    /// Write a checkpoint's memory to a file
+    Export(ExportArgs),
+}
+
+#[derive(Args)]
+pub(crate) struct ExportArgs {
+    /// The store's directory
+    #[arg(value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// raw: each byte at its guest physical address, with holes where memory is zero
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t = ExportFormat::Raw)]
+    pub(crate) format: ExportFormat,
+    /// The checkpoint's number; the latest by default
+    #[arg(long, value_name = "N")]
+    pub(crate) epoch: Option<u64>,
+    /// The file to write
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+    /// Write over a file that is there
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What an exported checkpoint is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// A flat memory file
+    Raw,
 }
 
 #[derive(Args)]

@@ -28,6 +28,7 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         every_ms: args.every.map(millis),
         count: args.count,
         max_pause_ms: args.max_pause.map(millis),
+        keep: args.keep,
         disks: args.disks,
     };
     let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {

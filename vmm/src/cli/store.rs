@@ -1,12 +1,13 @@
 //! Owns `driftline store`: looking at a store without a guest.
 
+use std::io;
 use std::path::Path;
 use std::process::ExitCode;
 
 use checkpoint::{EpochInfo, Listing, Store};
 use serde_json::json;
 
-use super::args::{StoreArgs, StoreCommand};
+use super::args::{ExportArgs, ExportFormat, StoreArgs, StoreCommand};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 
@@ -15,7 +16,64 @@ pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
     match command {
         StoreCommand::Ls(args) => list(args),
         StoreCommand::Verify(args) => verify(args),
+        StoreCommand::Compact(args) => compact(args),
+        StoreCommand::Export(args) => export(args),
     }
+}
+
+fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
+    // A store that is not there is not made.
+    if Store::open(&args.store)?.epochs()?.is_empty() {
+        return Err(Failure::error(format_args!("{} holds no epochs", args.store.display())));
+    }
+    let report = Store::create_or_open(&args.store)?.compact()?;
+    if args.json {
+        print_json(&report)?;
+    } else {
+        print(format_args!(
+            "{} epochs in {}, which took {}",
+            report.epochs,
+            output::bytes(report.after_bytes),
+            output::bytes(report.before_bytes)
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
+    let ExportFormat::Raw = args.format;
+    let store = Store::open(&args.store)?;
+    let path = &args.output;
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let refused = |e: io::Error| {
+        let why = match e.kind() {
+            io::ErrorKind::AlreadyExists => "it exists; --force writes over it".to_owned(),
+            _ => e.to_string(),
+        };
+        Failure::error(format_args!("cannot write {}: {why}", path.display()))
+    };
+    if !args.force && path.exists() {
+        return Err(refused(io::ErrorKind::AlreadyExists.into()));
+    }
+    // It has its name only once it is whole.
+    let file = tempfile::NamedTempFile::new_in(dir).map_err(refused)?;
+    let report = store.export_raw(args.epoch, file.as_file(), path)?;
+    let kept = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
+    kept.map_err(|e| refused(e.error))?;
+    checkpoint::durable::sync_dir(dir).map_err(refused)?;
+    if args.json {
+        print_json(&report)?;
+    } else {
+        print(format_args!(
+            "memory of guest {} at epoch {}: {} frames in {} of {}",
+            report.vm_id,
+            report.epoch,
+            report.frames,
+            output::bytes(report.bytes),
+            path.display()
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
@@ -47,7 +105,7 @@ fn listing_table(dir: &Path, listing: &Listing) -> String {
         "epoch", "parent", "frames", "zero", "size"
     ));
     lines.extend(listing.epochs.iter().map(epoch_row));
-    lines.extend(listing.unfinished.iter().map(|name| format!("{name}: never finished")));
+    lines.extend(listing.unfinished.iter().map(|what| format!("{what}: never finished")));
     lines.extend(listing.foreign.iter().map(|name| format!("{name}: not a part of the store")));
     lines.join("\n")
 }

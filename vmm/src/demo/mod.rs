@@ -171,6 +171,7 @@ impl Demo<'_> {
             every_ms: Some(CHECKPOINT_EVERY_MS),
             count: Some(CHECKPOINTS),
             max_pause_ms: None,
+            keep: None,
             disks: None,
         };
         let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;

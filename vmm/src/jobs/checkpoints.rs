@@ -1,6 +1,7 @@
 //! Owns one run of checkpoints: its thread, and the reports that its readers have not seen yet.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,6 +54,7 @@ impl CheckpointJob {
         let store = Store::create_or_open(&request.store).map_err(|e| e.to_string())?;
         let guest = holds.view(Role::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store).map_err(|e| e.to_string())?;
+        checkpointer.keep(request.keep.map(NonZeroU64::get));
         let job = Arc::new(Self {
             number,
             store: request.store.clone(),

@@ -1,0 +1,14 @@
+//! A store whose log is arbitrary bytes: as they are, and with checksums made right.
+#![no_main]
+
+mod common;
+
+use checkpoint::testing::reseal_log;
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    common::check(common::store_with("log-2", bytes));
+    let mut sealed = bytes.to_vec();
+    reseal_log(&mut sealed);
+    common::check(common::store_with("log-2", &sealed));
+});

@@ -1,0 +1,14 @@
+//! A store whose page file is arbitrary bytes: as they are, and with checksums made right.
+#![no_main]
+
+mod common;
+
+use checkpoint::testing::reseal_pages;
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    common::check(common::store_with("pages-2", bytes));
+    let mut sealed = bytes.to_vec();
+    reseal_pages(&mut sealed);
+    common::check(common::store_with("pages-2", &sealed));
+});

@@ -1,0 +1,131 @@
+//! Reading an epoch beside a writer: it is pinned, so that it, and all after it, are kept for as long as it is read.
+//!
+//! A pin is a shared lock on the byte of the page file whose number is the epoch's. Who is about to drop epochs has the bytes of
+//! all of them alone until that is durable; a pin that comes after that finds them gone from the log.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::log::{LogFile, is_not_found};
+use super::manifest::Manifest;
+use super::pages::PageReader;
+use super::space::apply;
+use super::{FrameMap, RangeLock, Store, StoreError, pages_name};
+
+/// How long a writer may take to make durable that an epoch is dropped.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How often it is looked for.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// A store's log and page file, and an epoch in them that stays until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    pub(crate) log: LogFile,
+    pub(crate) pages: PageReader,
+    /// Where among the log's groups the epoch is.
+    pub(crate) index: usize,
+}
+
+impl Pinned {
+    /// Where all frames of the epoch are. Returns from how many epochs' records that is known.
+    pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<u64, StoreError> {
+        let base = self.log.base_of(self.index);
+        for index in base..=self.index {
+            apply(&mut self.log, index, map)?;
+        }
+        Ok((self.index - base) as u64 + 1)
+    }
+}
+
+impl Store {
+    /// Pins `epoch`, or the latest.
+    pub(crate) fn pin(&self, epoch: Option<u64>) -> Result<Pinned, StoreError> {
+        self.pin_chosen(epoch, |log| match epoch {
+            Some(epoch) => self.find(log, epoch),
+            None => self.latest(log),
+        })
+    }
+
+    /// Pins the oldest epoch that is kept, and so all of them; `None` if there are none.
+    pub(crate) fn pin_all(&self) -> Result<Option<Pinned>, StoreError> {
+        match self.open_log()? {
+            Some((_, log)) if !log.groups.is_empty() => {}
+            _ => return Ok(None),
+        }
+        self.pin_chosen(None, |log| log.oldest().ok_or_else(|| self.no_epoch(None))).map(Some)
+    }
+
+    /// The latest epoch; if the log is damaged nobody knows which that is.
+    fn latest(&self, log: &mut LogFile) -> Result<u64, StoreError> {
+        match (log.take_damage(), log.groups.last()) {
+            (Some(e), _) => Err(e),
+            (None, Some(last)) => Ok(last.info.epoch),
+            (None, None) => Err(self.no_epoch(None)),
+        }
+    }
+
+    fn find(&self, log: &mut LogFile, epoch: u64) -> Result<u64, StoreError> {
+        if log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok() {
+            return Ok(epoch);
+        }
+        // It may be in what is damaged.
+        let behind = log.groups.last().is_none_or(|last| last.info.epoch < epoch);
+        let damage = if behind { log.take_damage() } else { None };
+        Err(damage.unwrap_or_else(|| self.no_epoch(Some(epoch))))
+    }
+
+    fn pin_chosen(
+        &self,
+        asked: Option<u64>,
+        choose: impl Fn(&mut LogFile) -> Result<u64, StoreError>,
+    ) -> Result<Pinned, StoreError> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let Some((manifest, mut log)) = self.open_log()? else {
+                return Err(self.no_epoch(asked));
+            };
+            let epoch = choose(&mut log)?;
+            let name = pages_name(manifest.files.pages);
+            let pages = match PageReader::open(self, manifest.files.pages, manifest.vm_id) {
+                // It was compacted in this moment.
+                Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => continue,
+                other => other?,
+            };
+            let locked = pages.file().lock_range(epoch..epoch + 1, RangeLock::Shared);
+            match locked.map_err(|e| self.io("locking an epoch in", &name, e))? {
+                true => {
+                    if let Some(log) = self.still_kept(manifest, log, epoch)? {
+                        let at = log.groups.binary_search_by_key(&epoch, |g| g.info.epoch);
+                        if let Ok(index) = at {
+                            return Ok(Pinned { log, pages, index });
+                        }
+                    }
+                }
+                false if Instant::now() >= until => {
+                    let cause = std::io::ErrorKind::TimedOut.into();
+                    return Err(self.io("locking an epoch in", &name, cause));
+                }
+                false => thread::sleep(LOOK),
+            }
+        }
+    }
+
+    /// The log as it is now, if it still has `epoch`, and the page file is still the one that was opened.
+    fn still_kept(
+        &self,
+        manifest: Manifest,
+        mut log: LogFile,
+        epoch: u64,
+    ) -> Result<Option<LogFile>, StoreError> {
+        if self.manifest()? == Some(manifest) {
+            log.go_on()?;
+        } else {
+            match self.open_log()? {
+                Some((now, new)) if now.files.pages == manifest.files.pages => log = new,
+                _ => return Ok(None),
+            }
+        }
+        let kept = log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok();
+        Ok(kept.then_some(log))
+    }
+}

@@ -1,0 +1,267 @@
+//! Another log in place of one that has got long, and another page file in place of one that has holes.
+//!
+//! Of the oldest epoch that is kept a new log has all of memory, of the others what they changed. A manifest that names the
+//! new files takes the place of the one before; a crash leaves either, and whatever it names.
+
+use std::sync::Arc;
+
+use dirty_tracker::PAGE_SIZE;
+use serde::Serialize;
+
+use super::backend::StoreFile;
+use super::build::{Builder, Entry, begin_log};
+use super::commit::{Committer, Kept, Standing};
+use super::fetch::{Sink, fetch};
+use super::log::Place;
+use super::manifest::{Manifest, NotWritten};
+use super::pages::{PageReader, begin_pages};
+use super::records::{Commit, Files, Front, NO_SLOT, Placed};
+use super::space::apply;
+use super::{Cell, FrameMap, LogFile, Record, Store, StoreError, log_name, pages_name};
+use dirty_tracker::{FrameRun, Gfn};
+
+/// What [`Store::compact`] has done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub struct CompactReport {
+    /// Epochs in the store, all that were there before.
+    pub epochs: u64,
+    /// Bytes of log and page file before.
+    pub before_bytes: u64,
+    /// And after.
+    pub after_bytes: u64,
+}
+
+/// A log that has been written, and is not the store's yet.
+struct NewLog {
+    file: Box<dyn StoreFile>,
+    end: Place,
+    kept: Vec<Kept>,
+}
+
+impl Committer {
+    /// Has the next epochs in a new log.
+    pub(super) fn rotate(&mut self) -> Result<(), StoreError> {
+        let store: &Arc<Store> = &self.store;
+        store.check_lock()?;
+        let files = Files { log: self.files.log + 1, ..self.files };
+        let mut old = LogFile::open(store, self.files.log)?;
+        // What failed may still be in it.
+        let known = self.kept.back().map_or(0, |k| k.epoch);
+        old.groups.retain(|g| g.info.epoch <= known);
+        let lost = self.kept.iter().any(|k| !old.groups.iter().any(|g| g.info.epoch == k.epoch));
+        if lost {
+            let damage = old.take_damage();
+            return Err(
+                damage.unwrap_or_else(|| store.no_epoch(self.kept.front().map(|k| k.epoch)))
+            );
+        }
+        let new = copy_log(store, &mut old, files.log, &|slot| slot)?;
+        let put = store.put_manifest(Manifest { vm_id: self.vm_id, files });
+        if let Err(NotWritten { cause, unsettled: false }) = put {
+            // What cannot be removed now is when the store is next opened.
+            let _ = store.backend().remove(&log_name(files.log));
+            return Err(cause);
+        }
+        tracing::debug!(generation = files.log, "the log was written anew");
+        self.files = files;
+        (self.log, self.end, self.kept) = (new.file, new.end, new.kept.into());
+        if let Err(NotWritten { cause, .. }) = put {
+            self.standing = Standing::Unsettled;
+            return Err(cause);
+        }
+        self.remove_other_logs();
+        Ok(())
+    }
+
+    /// Removes the log before this one, which is not the store's any more.
+    pub(super) fn remove_other_logs(&self) {
+        // What cannot be removed now is when the store is next opened.
+        let _ = self.store.backend().remove(&log_name(self.files.log - 1));
+    }
+}
+
+/// Writes the epochs that `old` keeps to a new log, and syncs that. `to` says which slot a frame is in that was in another.
+fn copy_log(
+    store: &Store,
+    old: &mut LogFile,
+    generation: u64,
+    to: &dyn Fn(u32) -> u32,
+) -> Result<NewLog, StoreError> {
+    let name = log_name(generation);
+    let writing = |e| store.io("writing", &name, e);
+    let file = store.backend().create(&name).map_err(|e| store.io("creating", &name, e))?;
+    let mut end = begin_log(&*file, old.vm_id, generation).map_err(writing)?;
+    let count = old.groups.len();
+    let first = count - old.kept().len();
+    let mut builder = Builder::new(&*file, end);
+    let mut kept = Vec::new();
+    let mut map = FrameMap::default();
+    if first < count {
+        for index in old.base_of(first)..=first {
+            apply(old, index, &mut map)?;
+        }
+    }
+    for index in first..count {
+        let oldest = old.groups[first].info.epoch;
+        let mut group = old.group(index)?;
+        // One that is full has all of memory already.
+        let rebased = index == first && group.front.parent.is_some();
+        let layout = group.layout.clone();
+        let front = Front { rebased, ..group.front };
+        builder.front(front, &layout, &group.config).map_err(writing)?;
+        let moved =
+            |e: Entry| Entry { slot: if e.slot == NO_SLOT { NO_SLOT } else { to(e.slot) }, ..e };
+        if rebased {
+            let entry =
+                |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
+            builder.entries(&layout, map.iter().map(entry)).map_err(writing)?;
+            map.clear();
+        }
+        while let Some(record) = group.next()? {
+            match record {
+                Record::Frames(runs, crcs) if !rebased => {
+                    let entries: Vec<Entry> = entries_of(runs, crcs).map(moved).collect();
+                    builder.entries(&layout, entries.into_iter()).map_err(writing)?;
+                }
+                Record::Zeros(runs) if !rebased => builder.zero_runs(runs).map_err(writing)?,
+                Record::Section(section) => builder.section(&section).map_err(writing)?,
+                Record::Frames(..) | Record::Zeros(_) => {}
+            }
+        }
+        let Some((commit, _)) = group.ended else { continue };
+        let bytes = match rebased {
+            true => commit.bytes,
+            false => commit.frames * PAGE_SIZE + builder.bytes_if_ended(),
+        };
+        let next = builder.commit(Commit { oldest, bytes, ..commit }).map_err(writing)?;
+        kept.push(Kept { epoch: commit.epoch, sectors: next.sector - end.sector });
+        end = next;
+    }
+    file.sync().map_err(|e| store.io("syncing", &name, e))?;
+    Ok(NewLog { file, end, kept })
+}
+
+fn entries_of(runs: &[Placed], crcs: &[u32]) -> impl Iterator<Item = Entry> {
+    let places = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
+    places.zip(crcs).map(|((gfn, slot), crc)| Entry { frame: gfn.0, slot, crc: *crc })
+}
+
+impl Store {
+    /// Writes all epochs to a new page file without holes and a new log, and puts those in place of the old ones. The store must
+    /// be open for writing, and nobody may be writing to it. Needs room for both; a crash leaves one or the other. Whoever
+    /// reads from the store meanwhile goes on with what was there.
+    pub fn compact(&self) -> Result<CompactReport, StoreError> {
+        if !self.is_writable() {
+            return Err(StoreError::ReadOnly { dir: self.dir() });
+        }
+        let Some((manifest, mut old)) = self.open_log()? else { return Err(self.no_epoch(None)) };
+        if let Some(e) = old.take_damage() {
+            return Err(e);
+        }
+        let Manifest { vm_id, files } = manifest;
+        let new = Files { log: files.log + 1, pages: files.pages + 1 };
+        let before_bytes = self.bytes_of(files)?;
+        let made = self.copy_pages(&mut old, files.pages, new.pages).and_then(|slots| {
+            let to = |slot: u32| slots.get(slot as usize).copied().unwrap_or(NO_SLOT);
+            copy_log(self, &mut old, new.log, &to)
+        });
+        let kept = match made {
+            Ok(made) => made.kept,
+            Err(e) => {
+                for name in [log_name(new.log), pages_name(new.pages)] {
+                    // What cannot be removed now is when the store is next opened.
+                    let _ = self.backend().remove(&name);
+                }
+                return Err(e);
+            }
+        };
+        let after_bytes = self.bytes_of(new)?;
+        self.put_manifest(Manifest { vm_id, files: new }).map_err(|e| e.cause)?;
+        for name in [log_name(files.log), pages_name(files.pages)] {
+            self.backend().remove(&name).map_err(|e| self.io("removing", &name, e))?;
+        }
+        self.backend().sync_dir().map_err(|e| self.io_dir("syncing", e))?;
+        Ok(CompactReport { epochs: kept.len() as u64, before_bytes, after_bytes })
+    }
+
+    fn bytes_of(&self, files: Files) -> Result<u64, StoreError> {
+        let len = |name: String| {
+            let file = self.backend().open(&name);
+            file.and_then(|file| file.len()).map_err(|e| self.io("reading", &name, e))
+        };
+        Ok(len(log_name(files.log))? + len(pages_name(files.pages))?)
+    }
+
+    /// Copies every frame that an epoch has to a new page file, checked; where each slot went.
+    fn copy_pages(&self, log: &mut LogFile, from: u64, to: u64) -> Result<Vec<u32>, StoreError> {
+        let pages = PageReader::open(self, from, log.vm_id)?;
+        let name = pages_name(to);
+        let file = self.backend().create(&name).map_err(|e| self.io("creating", &name, e))?;
+        begin_pages(&*file, log.vm_id, to).map_err(|e| self.io("writing", &name, e))?;
+        let mut slots = vec![NO_SLOT; pages.slots()? as usize];
+        let mut next = 1;
+        let mut map = FrameMap::default();
+        let (count, kept) = (log.groups.len(), log.kept().len());
+        let first = count - kept;
+        if kept > 0 {
+            for index in log.base_of(first)..=first {
+                apply(log, index, &mut map)?;
+            }
+        }
+        for index in first..count {
+            let epoch = log.groups[index].info.epoch;
+            let mut entries: Vec<(Gfn, Cell)> = map.iter().collect();
+            if index > first {
+                let mut group = log.group(index)?;
+                while let Some(record) = group.next()? {
+                    if let Record::Frames(runs, crcs) = record {
+                        let cell = |e: Entry| (Gfn(e.frame), Cell { slot: e.slot, crc: e.crc });
+                        entries.extend(entries_of(runs, crcs).map(cell));
+                    }
+                }
+            }
+            map.clear();
+            for (gfn, cell) in &entries {
+                let Some(slot) = slots.get_mut(cell.slot as usize) else {
+                    let slots = crate::slots::SlotRun { start: cell.slot, count: 1 };
+                    tracing::debug!(%gfn, "it is not in the page file");
+                    return Err(log.damaged(index, super::Damage::Slots { slots }));
+                };
+                if *slot == NO_SLOT {
+                    *slot = next;
+                    next += 1;
+                }
+            }
+            let sink =
+                Moved { store: self, file: &*file, name: &name, slots: &slots, entries: &entries };
+            let mut sorted = entries.clone();
+            fetch(&pages, epoch, &mut sorted, &sink)?;
+        }
+        file.sync().map_err(|e| self.io("syncing", &name, e))?;
+        Ok(slots)
+    }
+}
+
+/// Puts frames to where they go in a new page file.
+struct Moved<'m> {
+    store: &'m Store,
+    file: &'m dyn StoreFile,
+    name: &'m str,
+    slots: &'m [u32],
+    /// Of the epoch that is being copied, ascending by frame.
+    entries: &'m [(Gfn, Cell)],
+}
+
+impl Sink for Moved<'_> {
+    type Error = StoreError;
+
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
+        for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE_SIZE as usize)) {
+            let Ok(at) = self.entries.binary_search_by_key(&gfn, |(gfn, _)| *gfn) else { continue };
+            let slot = self.slots[self.entries[at].1.slot as usize];
+            let written = self.file.write_all_at(page, u64::from(slot) * PAGE_SIZE);
+            written.map_err(|e| self.store.io("writing", self.name, e))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,238 @@
+//! The sectors of a log: what a disk writes whole or not at all, each with a checksum of its own.
+//!
+//! ```text
+//!  0                                               508        512
+//!  +-----------------------------------------------+-----------+
+//!  | data: records, one after the other            | CRC32C    |  of the data and the sector's number
+//!  +-----------------------------------------------+-----------+
+//! ```
+//!
+//! So that what a crash leaves behind can be told from damage: a sector that was never written is missing or zeros, and its
+//! checksum is not that of zeros. Anything else that does not fit its checksum is damage.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::backend::StoreFile;
+use super::{Damage, StoreError};
+use crate::format::FormatError;
+use crate::is_zero;
+
+/// Bytes of a sector in the file.
+pub(crate) const SECTOR: usize = 512;
+/// Bytes of it that are data.
+pub(crate) const DATA: usize = SECTOR - 4;
+/// Sectors that are read at once: 64 KiB.
+const READ: u64 = 128;
+/// A sector that is being written while it is read may look damaged for so long.
+const SETTLE: Duration = Duration::from_millis(1);
+
+fn checksum(data: &[u8], number: u64) -> u32 {
+    crc32c::crc32c_append(crc32c::crc32c(data), &number.to_le_bytes())
+}
+
+/// The end of a sector's `data`.
+pub(crate) fn seal(data: &[u8], number: u64) -> [u8; SECTOR - DATA] {
+    checksum(data, number).to_le_bytes()
+}
+
+/// Cuts bytes into sectors.
+#[derive(Debug)]
+pub(crate) struct Framer {
+    /// The number of the first sector in `bytes`.
+    first: u64,
+    bytes: Vec<u8>,
+}
+
+impl Framer {
+    /// The next byte goes to the beginning of sector `first`.
+    pub(crate) fn new(first: u64) -> Self {
+        Self { first, bytes: Vec::new() }
+    }
+
+    /// Sectors that are complete.
+    fn whole(&self) -> usize {
+        self.bytes.len() / SECTOR
+    }
+
+    pub(crate) fn push(&mut self, mut data: &[u8]) {
+        while !data.is_empty() {
+            let room = DATA - self.bytes.len() % SECTOR;
+            let (now, later) = data.split_at(room.min(data.len()));
+            self.bytes.extend_from_slice(now);
+            if self.bytes.len() % SECTOR == DATA {
+                let at = self.whole() * SECTOR;
+                let end = seal(&self.bytes[at..], self.first + self.whole() as u64);
+                self.bytes.extend_from_slice(&end);
+            }
+            data = later;
+        }
+    }
+
+    /// Completes the last sector with zeros.
+    pub(crate) fn pad(&mut self) {
+        let used = self.bytes.len() % SECTOR;
+        if used > 0 {
+            self.push(&[0; DATA][used..]);
+        }
+    }
+
+    /// The number of the sector that the next byte goes to.
+    pub(crate) fn sector(&self) -> u64 {
+        self.first + self.whole() as u64
+    }
+
+    /// Bytes of data in that sector so far.
+    pub(crate) fn filled(&self) -> usize {
+        self.bytes.len() % SECTOR
+    }
+
+    /// Bytes of complete sectors.
+    pub(crate) fn ready(&self) -> usize {
+        self.whole() * SECTOR
+    }
+
+    /// Writes the complete sectors to where they belong and forgets them.
+    pub(crate) fn write_to(&mut self, file: &dyn StoreFile) -> io::Result<()> {
+        let ready = self.ready();
+        file.write_all_at(&self.bytes[..ready], self.first * SECTOR as u64)?;
+        self.first = self.sector();
+        self.bytes.drain(..ready);
+        Ok(())
+    }
+}
+
+/// Why a sector cannot be read.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// From this byte of this file on nothing was written: it ends, or a sector is zeros.
+    Unwritten(PathBuf, u64),
+    /// It is damaged, or could not be read.
+    Wrong(StoreError),
+}
+
+impl From<StoreError> for Stop {
+    fn from(e: StoreError) -> Self {
+        Self::Wrong(e)
+    }
+}
+
+/// For who knows that all was written.
+impl From<Stop> for StoreError {
+    fn from(stop: Stop) -> Self {
+        match stop {
+            Stop::Wrong(e) => e,
+            Stop::Unwritten(file, offset) => {
+                Self::Damaged { file, offset, damage: Damage::Unwritten }
+            }
+        }
+    }
+}
+
+/// A log's sectors, for reading.
+#[derive(Debug)]
+pub(crate) struct Sectors {
+    file: Box<dyn StoreFile>,
+    pub(crate) path: PathBuf,
+    len: u64,
+    buffer: Vec<u8>,
+    /// The number of the first sector in `buffer`.
+    buffered: u64,
+}
+
+impl Sectors {
+    pub(crate) fn new(file: Box<dyn StoreFile>, path: PathBuf) -> Result<Self, StoreError> {
+        let mut new = Self { file, path, len: 0, buffer: Vec::new(), buffered: 0 };
+        new.look_again()?;
+        Ok(new)
+    }
+
+    /// Bytes of the file when it was looked at last.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whole sectors in it.
+    pub(crate) fn count(&self) -> u64 {
+        self.len / SECTOR as u64
+    }
+
+    /// Learns how long the file is now, and forgets what was read.
+    pub(crate) fn look_again(&mut self) -> Result<(), StoreError> {
+        self.buffer.clear();
+        self.len = self.file.len().map_err(|e| self.io(e))?;
+        Ok(())
+    }
+
+    fn io(&self, cause: io::Error) -> StoreError {
+        StoreError::Io { what: "reading", path: self.path.clone(), cause }
+    }
+
+    pub(crate) fn damaged(&self, offset: u64, damage: impl Into<Damage>) -> StoreError {
+        StoreError::Damaged { file: self.path.clone(), offset, damage: damage.into() }
+    }
+
+    /// The bytes of sector `number`, which is there.
+    fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
+        let have = (self.buffer.len() / SECTOR) as u64;
+        if number < self.buffered || number >= self.buffered + have {
+            let count = READ.min(self.count().saturating_sub(number)).max(1);
+            self.buffer.resize(count as usize * SECTOR, 0);
+            self.buffered = number;
+            if let Err(e) = self.file.read_exact_at(&mut self.buffer, number * SECTOR as u64) {
+                self.buffer.clear();
+                return Err(self.io(e));
+            }
+        }
+        let at = (number - self.buffered) as usize * SECTOR;
+        Ok(&self.buffer[at..at + SECTOR])
+    }
+
+    /// The data of sector `number`, checked.
+    pub(crate) fn data(&mut self, number: u64) -> Result<&[u8], Stop> {
+        let offset = number.saturating_mul(SECTOR as u64);
+        if number >= self.count() {
+            return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
+        }
+        let raw = self.raw(number)?;
+        let ((found, expected), zeros) = (checksums(raw, number), is_zero(raw));
+        if found != expected {
+            if zeros {
+                return Err(Stop::Unwritten(self.path.clone(), offset));
+            }
+            let damage = FormatError::Checksum { what: "a sector", found, expected };
+            return Err(self.damaged(offset, damage).into());
+        }
+        let at = (number - self.buffered) as usize * SECTOR;
+        Ok(&self.buffer[at..at + DATA])
+    }
+
+    /// Whether sector `number`, which was damaged, is not any more: it was being written when it was read.
+    pub(crate) fn has_settled(&mut self, number: u64) -> bool {
+        std::thread::sleep(SETTLE);
+        let before = self.raw(number).map(<[u8]>::to_vec).ok();
+        self.buffer.clear();
+        let now = self.raw(number).map(<[u8]>::to_vec).ok();
+        before != now
+    }
+}
+
+fn checksums(raw: &[u8], number: u64) -> (u32, u32) {
+    let (data, end) = raw.split_at(DATA);
+    let found = end.iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte));
+    (found, checksum(data, number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeros_do_not_have_the_checksum_of_zeros() {
+        // Or a sector of zeros could be one that was written.
+        for number in 0..10_000 {
+            assert_ne!(checksum(&[0; DATA], number), 0, "sector {number}");
+        }
+    }
+}

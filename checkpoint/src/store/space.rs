@@ -1,0 +1,154 @@
+//! Which slots are needed, and until when.
+//!
+//! A slot that was written in epoch a and is superseded in epoch b holds a frame of all epochs from a to b - 1. Epochs are
+//! dropped oldest first, so slots become free in the order in which they are superseded: those of b once the oldest epoch that
+//! is kept is b or a later one, and that is durable.
+
+use std::collections::VecDeque;
+
+use super::build::Entry;
+use super::frame_map::runs_of;
+use super::records::{NO_SLOT, Placed};
+use super::{Damage, FrameMap, LogFile, Record, StoreError};
+use crate::slots::{SlotRun, Slots};
+use dirty_tracker::Layout;
+
+/// Slots that durable epochs need.
+#[derive(Debug, Default)]
+pub(crate) struct Space {
+    /// Where each frame of the latest epoch is, slot after slot of the guest's memory; [`NO_SLOT`] where it is zeros.
+    map: Vec<u32>,
+    /// Each memory slot's first frame, its end, and where it begins in `map`.
+    places: Vec<(u64, u64, usize)>,
+    /// Slots of the latest epoch that are not in `map`: it was another process's.
+    before: Vec<SlotRun>,
+    /// By the epoch in which they were superseded, ascending.
+    superseded: VecDeque<(u64, Vec<SlotRun>)>,
+    /// Frames of the latest epoch that are not zeros.
+    stored: u64,
+}
+
+impl Space {
+    /// No epochs yet. Takes 4 bytes for each frame of the guest.
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let mut at = 0;
+        let place = |slot: &dirty_tracker::Slot| {
+            let place = (slot.base.0, slot.run().end().0, at);
+            at += slot.frames as usize;
+            place
+        };
+        let places = layout.slots().map(place).collect();
+        Self { map: vec![NO_SLOT; at], places, ..Self::default() }
+    }
+
+    /// What the epochs of `log` need, and all slots of its page file, of which there are `total`.
+    pub(crate) fn of_log(
+        layout: &Layout,
+        log: &mut LogFile,
+        total: u32,
+    ) -> Result<(Self, Slots), StoreError> {
+        let mut space = Self::new(layout);
+        let mut slots = Slots::new(total.max(1));
+        slots.allocate(1, 1);
+        let count = log.groups.len();
+        let first = count - log.kept().len();
+        if count == 0 {
+            return Ok((space, slots));
+        }
+        let mut map = FrameMap::default();
+        for index in log.base_of(first)..count {
+            let Applied { superseded, new } = apply(log, index, &mut map)?;
+            let (epoch, used) = match index {
+                _ if index < first => continue,
+                _ if index == first => (0, map.slots()),
+                _ => (log.groups[index].info.epoch, new),
+            };
+            let marked = used.iter().try_for_each(|run| slots.mark(*run));
+            marked.map_err(|cause| {
+                let epoch = log.groups[index].info.epoch;
+                log.damaged(index, Damage::Used { epoch, cause })
+            })?;
+            if index > first && !superseded.is_empty() {
+                space.superseded.push_back((epoch, superseded));
+            }
+        }
+        space.before = map.slots();
+        space.stored = space.before.iter().map(|run| u64::from(run.count)).sum();
+        Ok((space, slots))
+    }
+
+    /// Epoch `epoch` is durable and has `entries`, ascending; a full one has nothing else.
+    pub(crate) fn append(&mut self, epoch: u64, full: bool, entries: &[Entry]) {
+        let mut superseded = Vec::new();
+        if full {
+            superseded.extend(self.map.iter().copied().filter(|slot| *slot != NO_SLOT));
+            self.map.fill(NO_SLOT);
+            self.stored = 0;
+        }
+        let mut places = self.places.iter().copied().peekable();
+        for entry in entries {
+            while places.next_if(|(_, end, _)| *end <= entry.frame).is_some() {}
+            // Every frame is in a memory slot of the guest.
+            let Some(&(start, _, at)) = places.peek() else { break };
+            let index = at + entry.frame.saturating_sub(start) as usize;
+            let Some(slot) = self.map.get_mut(index) else { break };
+            let old = std::mem::replace(slot, entry.slot);
+            self.stored += u64::from(entry.slot != NO_SLOT);
+            self.stored -= u64::from(old != NO_SLOT);
+            if old != NO_SLOT {
+                superseded.push(old);
+            }
+        }
+        let mut superseded = runs_of(superseded);
+        if full {
+            superseded.append(&mut self.before);
+        }
+        if !superseded.is_empty() {
+            self.superseded.push_back((epoch, superseded));
+        }
+    }
+
+    /// The slots that nobody needs once `oldest` is the oldest epoch that is kept. They are the caller's.
+    pub(crate) fn drop_before(&mut self, oldest: u64) -> Vec<SlotRun> {
+        let count = self.superseded.partition_point(|(epoch, _)| *epoch <= oldest);
+        self.superseded.drain(..count).flat_map(|(_, runs)| runs).collect()
+    }
+
+    /// Frames of the latest epoch that are stored.
+    pub(crate) fn stored(&self) -> u64 {
+        self.stored
+    }
+}
+
+/// What an epoch does to those before it.
+pub(crate) struct Applied {
+    /// Slots that it does not have any more.
+    pub(crate) superseded: Vec<SlotRun>,
+    /// Slots that it brought.
+    pub(crate) new: Vec<SlotRun>,
+}
+
+/// Makes of the map of the epoch before it that of group number `index`.
+pub(crate) fn apply(
+    log: &mut LogFile,
+    index: usize,
+    map: &mut FrameMap,
+) -> Result<Applied, StoreError> {
+    let (mut old, mut new) = (Vec::new(), Vec::new());
+    let mut group = log.group(index)?;
+    if group.front.is_whole() {
+        old.extend(map.iter().map(|(_, cell)| cell.slot));
+        map.clear();
+    }
+    while let Some(record) = group.next()? {
+        match record {
+            Record::Frames(runs, crcs) => {
+                map.put(runs, crcs, |slot| old.push(slot));
+                new.extend(runs.iter().map(Placed::slots));
+            }
+            Record::Zeros(runs) => map.clear_frames(runs, |slot| old.push(slot)),
+            Record::Section(_) => {}
+        }
+    }
+    Ok(Applied { superseded: runs_of(old), new })
+}

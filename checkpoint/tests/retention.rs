@@ -1,0 +1,340 @@
+//! Epochs that are dropped, slots that are used again, logs and page files that are written anew: what is kept is whole.
+#![allow(clippy::unwrap_used)]
+
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use checkpoint::testing::{DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
+use checkpoint::{
+    Backend, Checkpointer, Clock, Guest, RangeLock, Store, StoreError, VmId, restore,
+};
+use dirty_tracker::{Gfn, PAGE_SIZE};
+use vm_memory::{Bytes, GuestAddress};
+
+/// A guest of 1,024 frames that only the test writes to.
+fn still() -> Arc<MemoryGuest> {
+    MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap()
+}
+
+fn write(guest: &MemoryGuest, n: u64, value: u64) {
+    let gfn = if n < 300 { n } else { 0x400 + n - 300 };
+    guest.ram().write_slice(&[value as u8; 4096], GuestAddress(gfn * PAGE_SIZE)).unwrap();
+    guest.ram().write_obj(value, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+}
+
+fn image(guest: &MemoryGuest) -> Vec<u8> {
+    let mut all = Vec::new();
+    for slot in guest.layout().slots() {
+        let mut bytes = vec![0; slot.run().bytes() as usize];
+        guest.ram().read_slice(&mut bytes, GuestAddress(slot.base.gpa())).unwrap();
+        all.extend(bytes);
+    }
+    all
+}
+
+fn open(disk: &MemoryDisk, writable: bool) -> Store {
+    Store::with_backend(Box::new(disk.clone()), writable).unwrap()
+}
+
+fn restored(store: &Store, epoch: u64) -> Vec<u8> {
+    let factory = MemoryGuestFactory::default();
+    image(&restore(store, Some(epoch), &factory, Clock::Continue).unwrap().0)
+}
+
+fn numbers(store: &Store) -> Vec<u64> {
+    store.epochs().unwrap().iter().map(|e| e.epoch).collect()
+}
+
+fn keeping(guest: &Arc<MemoryGuest>, disk: &MemoryDisk, keep: u64) -> Checkpointer {
+    let mut checkpointer = Checkpointer::new(guest.clone(), open(disk, true)).unwrap();
+    checkpointer.keep(Some(keep));
+    checkpointer
+}
+
+#[test]
+fn as_many_epochs_as_were_asked_for_are_kept_and_each_restores() {
+    for keep in [1, 2, 5] {
+        let (disk, guest) = (MemoryDisk::default(), still());
+        let mut checkpointer = keeping(&guest, &disk, keep);
+        let mut images = Vec::new();
+        for round in 1..=12u64 {
+            (0..40).for_each(|n| write(&guest, (round * 31 + n * n) % 1024, round));
+            assert_eq!(checkpointer.take().unwrap().epoch, round);
+            images.push(image(&guest));
+            let store = open(&disk, false);
+            let first = round.saturating_sub(keep - 1).max(1);
+            assert_eq!(numbers(&store), (first..=round).collect::<Vec<_>>());
+            for epoch in first..=round {
+                assert!(
+                    restored(&store, epoch) == images[epoch as usize - 1],
+                    "{epoch} of {round}"
+                );
+            }
+            if first > 1 {
+                let factory = MemoryGuestFactory::default();
+                let e = restore(&store, Some(first - 1), &factory, Clock::Continue).unwrap_err();
+                assert!(e.to_string().ends_with(&format!("has no epoch {}", first - 1)), "{e}");
+            }
+            store.verify(|_, _| ()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_store_does_not_grow_once_it_is_warm() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = keeping(&guest, &disk, 5);
+    checkpointer.log_bound(64 << 10);
+    let size = || -> (usize, usize) {
+        let len = |prefix: &str| {
+            let names = disk.names();
+            let of = names.iter().filter(|name| name.starts_with(prefix));
+            of.map(|name| disk.contents(name).unwrap().len()).sum()
+        };
+        (len("pages-"), len("log-"))
+    };
+    let (mut warm, mut longest) = ((0, 0), 0);
+    for round in 0..400u64 {
+        // Everywhere at first, then at 100 places that move.
+        let count = if round == 0 { 1024 } else { 100 };
+        (0..count).for_each(|n| write(&guest, (round * 97 + n * 13) % 1024, round + 1));
+        checkpointer.take().unwrap();
+        if round == 100 {
+            (warm, longest) = (size(), 0);
+        }
+        longest = longest.max(size().1);
+    }
+    assert_eq!(size().0, warm.0, "the page file");
+    // All of memory and what five epochs and one more wrote.
+    assert!(warm.0 < (1024 + 1100) * 4096, "{} bytes of pages", warm.0);
+    assert!(longest < 3 * (64 << 10), "{longest} bytes of log");
+    assert!(disk.names().iter().any(|name| name != "log-1" && name.starts_with("log-")));
+    let store = open(&disk, false);
+    assert_eq!(numbers(&store), [396, 397, 398, 399, 400]);
+    assert!(restored(&store, 400) == image(&guest));
+    store.verify(|_, _| ()).unwrap();
+}
+
+#[test]
+fn an_epoch_that_is_read_is_kept_and_all_after_it_until_it_is_not() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = keeping(&guest, &disk, 2);
+    let mut take = |value: u64| {
+        (0..50).for_each(|n| write(&guest, (value * 7 + n) % 1024, value));
+        checkpointer.take().unwrap();
+        image(&guest)
+    };
+    let images: Vec<Vec<u8>> = (1..=4).map(&mut take).collect();
+    // As a reader does.
+    let reader = disk.open("pages-1").unwrap();
+    assert!(reader.lock_range(3..4, RangeLock::Shared).unwrap());
+    let other = disk.open("pages-1").unwrap();
+    assert!(other.lock_range(3..4, RangeLock::Shared).unwrap(), "two may read one");
+    (5..=9).for_each(|value| drop(take(value)));
+    let store = open(&disk, false);
+    assert_eq!(numbers(&store), [3, 4, 5, 6, 7, 8, 9]);
+    assert!(restored(&store, 3) == images[2]);
+    drop(reader);
+    take(10);
+    assert_eq!(numbers(&store).first(), Some(&3), "one still reads it");
+    assert!(restored(&store, 3) == images[2]);
+    drop(other);
+    take(11);
+    assert_eq!(numbers(&store), [10, 11]);
+}
+
+#[test]
+fn restores_beside_a_writer_are_whole_or_say_that_the_epoch_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
+    let guest = MemoryGuest::start(config).unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.keep(Some(2));
+    checkpointer.log_bound(32 << 10);
+    checkpointer.take().unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let reading: Vec<_> = (0..3)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut whole = 0;
+                    while !done.load(Ordering::Relaxed) || whole == 0 {
+                        let store = Store::open(dir.path()).unwrap();
+                        let factory = MemoryGuestFactory::default();
+                        let (copy, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
+                        copy.verify().unwrap();
+                        whole += 1;
+                        let oldest = store.epochs().unwrap()[0].epoch;
+                        match restore(&store, Some(oldest), &factory, Clock::Continue) {
+                            Ok((copy, _)) => copy.verify().unwrap(),
+                            Err(e) => assert!(e.to_string().contains("has no epoch"), "{e}"),
+                        }
+                        store.verify(|_, _| ()).unwrap();
+                    }
+                    whole
+                })
+            })
+            .collect();
+        for _ in 0..150 {
+            checkpointer.take().unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+        let whole: Vec<u64> = reading.into_iter().map(|r| r.join().unwrap()).collect();
+        assert!(whole.iter().all(|n| *n > 1), "{whole:?}");
+    });
+    // Nobody reads any more, and nothing but what is to be kept is there.
+    checkpointer.take().unwrap();
+    assert_eq!(Store::open(dir.path()).unwrap().epochs().unwrap().len(), 2);
+}
+
+#[test]
+fn a_store_that_cannot_be_written_to_can_be_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = still();
+    write(&guest, 5, 5);
+    let store = Store::create_or_open(dir.path()).unwrap();
+    Checkpointer::new(guest.clone(), store).unwrap().take().unwrap();
+    for file in std::fs::read_dir(dir.path()).unwrap() {
+        let path = file.unwrap().path();
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o444)).unwrap();
+    }
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o555)).unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    assert!(restored(&store, 1) == image(&guest));
+    store.verify(|_, _| ()).unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn a_compacted_store_has_the_same_epochs_and_no_holes() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = keeping(&guest, &disk, 3);
+    let mut images = Vec::new();
+    for round in 1..=20u64 {
+        // Much at first, that becomes zeros.
+        (0..400).for_each(|n| write(&guest, n, u64::from(round == 1)));
+        (0..30).for_each(|n| write(&guest, (round * 11 + n * 3) % 900, round));
+        checkpointer.take().unwrap();
+        images.push(image(&guest));
+    }
+    drop(checkpointer);
+    let before = open(&disk, false).epochs().unwrap();
+    let read_only = open(&disk, false).compact().unwrap_err();
+    assert!(matches!(read_only, StoreError::ReadOnly { .. }), "{read_only}");
+    let report = open(&disk, true).compact().unwrap();
+    assert!(report.after_bytes < report.before_bytes / 2, "{report:?}");
+    assert_eq!(disk.names(), ["log-2", "manifest", "pages-2"]);
+    let store = open(&disk, false);
+    let after = store.epochs().unwrap();
+    let told = |e: &checkpoint::EpochInfo| (e.epoch, e.parent, e.frames, e.zero_frames);
+    assert_eq!(
+        after.iter().map(told).collect::<Vec<_>>(),
+        before.iter().map(told).collect::<Vec<_>>()
+    );
+    for epoch in 18..=20 {
+        assert!(restored(&store, epoch) == images[epoch as usize - 1]);
+    }
+    store.verify(|_, _| ()).unwrap();
+    // Twice is no less, and it goes on from there.
+    let again = open(&disk, true).compact().unwrap();
+    assert_eq!((again.epochs, again.after_bytes), (3, report.after_bytes));
+    let mut checkpointer = keeping(&guest, &disk, 3);
+    write(&guest, 1, 99);
+    assert_eq!(checkpointer.take().unwrap().epoch, 21);
+    assert!(restored(&open(&disk, false), 21) == image(&guest));
+}
+
+#[test]
+fn a_crash_in_a_compaction_leaves_the_old_store_or_the_new_one() {
+    use checkpoint::testing::Survives;
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = keeping(&guest, &disk, 2);
+    let mut images = Vec::new();
+    for round in 1..=6u64 {
+        (0..40).for_each(|n| write(&guest, (round * 11 + n * 3) % 900, round));
+        checkpointer.take().unwrap();
+        images.push(image(&guest));
+    }
+    drop(checkpointer);
+    let mut stop = 0;
+    loop {
+        let disk = disk.crash(Survives::Everything);
+        disk.stop_at_sync(stop);
+        let compacted = open(&disk, true).compact();
+        for how in
+            [Survives::Nothing, Survives::Everything, Survives::Torn(stop), Survives::Torn(77)]
+        {
+            let after = disk.crash(how);
+            let store = open(&after, true);
+            assert_eq!(numbers(&store), [5, 6], "{how:?}");
+            store.verify(|_, _| ()).unwrap();
+            for epoch in [5, 6] {
+                assert!(restored(&store, epoch) == images[epoch as usize - 1]);
+            }
+            assert_eq!(after.names().len(), 3, "{:?}", after.names());
+        }
+        if compacted.is_ok() {
+            break;
+        }
+        stop += 1;
+    }
+    assert!(stop >= 5, "{stop}");
+    for op in [DiskOp::Create, DiskOp::Write, DiskOp::Read, DiskOp::Rename] {
+        let disk = disk.crash(Survives::Everything);
+        let store = open(&disk, true);
+        disk.fail(op, libc::EIO, 1);
+        let failed = store.compact().is_err();
+        disk.heal();
+        assert!(failed || op == DiskOp::Rename);
+        assert_eq!(numbers(&store), [5, 6], "{op:?}");
+        store.verify(|_, _| ()).unwrap();
+    }
+}
+
+#[test]
+fn a_damaged_frame_stops_a_compaction() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    write(&guest, 3, 3);
+    keeping(&guest, &disk, 1).take().unwrap();
+    let mut pages = disk.contents("pages-1").unwrap();
+    pages[5000] ^= 1;
+    disk.put("pages-1", pages);
+    let e = open(&disk, true).compact().unwrap_err().to_string();
+    assert!(e.contains("pages-1, byte 4096: the checksum of gfn 0x3 of epoch 1 is"), "{e}");
+    assert_eq!(disk.names(), ["log-1", "manifest", "pages-1"]);
+}
+
+#[test]
+fn an_exported_epoch_is_memory_at_its_addresses_with_holes() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = keeping(&guest, &disk, 3);
+    let dir = tempfile::tempdir().unwrap();
+    let exported = |epoch: Option<u64>, path: &Path| {
+        let file = std::fs::File::create(path).unwrap();
+        (open(&disk, false).export_raw(epoch, &file, path), std::fs::File::open(path).unwrap())
+    };
+    for round in 1..=3 {
+        write(&guest, 7, round);
+        write(&guest, 1000, round * 2);
+        checkpointer.take().unwrap();
+    }
+    for epoch in [1, 3] {
+        let (report, file) = exported(Some(epoch), &dir.path().join("memory"));
+        let report = report.unwrap();
+        assert_eq!((report.epoch, report.frames, report.bytes), (epoch, 2, (0x400 + 724) * 4096));
+        let metadata = file.metadata().unwrap();
+        assert_eq!(metadata.len(), report.bytes);
+        assert!(metadata.blocks() * 512 < 64 << 10, "{} blocks", metadata.blocks());
+        let read = |gfn: u64| {
+            let mut word = [0; 8];
+            file.read_exact_at(&mut word, Gfn(gfn).gpa()).unwrap();
+            u64::from_le_bytes(word)
+        };
+        assert_eq!([read(7), read(0x400 + 700), read(8)], [epoch, epoch * 2, 0]);
+    }
+    let (none, _) = exported(Some(9), &dir.path().join("none"));
+    assert!(none.unwrap_err().to_string().ends_with("has no epoch 9"));
+}
