@@ -1,7 +1,8 @@
-//! Restores in a row, each from a checkpoint of the guest that the one before brought back.
+//! Restores in a row, each from a checkpoint of the guest that the one before brought back, every other one lazily.
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
-use tests::{Driftline, Load, SOON, Scratch};
+use std::os::unix::fs::FileExt;
+use tests::{Driftline, Load, SOON, Scratch, json_of};
 
 /// Checkpoints, kills the process hard, restores in a new one, and does that `times` times.
 fn in_a_row(load: Load, times: usize) {
@@ -18,7 +19,13 @@ fn in_a_row(load: Load, times: usize) {
         here.console().assert_clean();
         here.kill();
         let name = format!("life{life}");
-        here = Driftline::start(&scratch, &name, &["restore", "--store", store]);
+        // The next checkpoint begins while frames are still coming.
+        let args = ["restore", "--store", store, "--lazy"];
+        here = Driftline::start(&scratch, &name, if life % 2 == 0 { &args } else { &args[..3] });
+        here.wait_state("running");
+        if life % 2 == 0 {
+            assert!(here.log().contains(" frames to come "), "{}", here.log());
+        }
         here.console().wait_reports(2, 1, SOON);
         if life > 1 {
             let old = scratch.path(&format!("store{}", life - 1));
@@ -30,3 +37,56 @@ fn in_a_row(load: Load, times: usize) {
 }
 
 tests::under_each_load!(in_a_row, 4, 50);
+
+/// A store with a checkpoint of a guest that writes into 64 MiB as fast as it can; the guest is killed.
+fn one_checkpoint(scratch: &Scratch) -> String {
+    let mut vm = Load::fastest("dirty-ring").start(scratch, "before");
+    let store = scratch.path("store").to_str().expect("UTF-8").to_owned();
+    assert_eq!(vm.cli("checkpoint", &["--store", &store]).status.code(), Some(0));
+    vm.kill();
+    store
+}
+
+#[test]
+fn a_lazy_guest_ends_at_a_damaged_frame_and_says_which() {
+    if !vmm::testing::kvm_or_skip("a_lazy_guest_ends_at_a_damaged_frame_and_says_which") {
+        return;
+    }
+    let _alone = tests::one_at_a_time();
+    let scratch = Scratch::new();
+    let store = one_checkpoint(&scratch);
+    let path = scratch.path("store").join("pages-1");
+    let pages = std::fs::File::options().read(true).write(true).open(path).expect("a page file");
+    // A byte of every hundredth slot: some of those are the payload's 64 MiB.
+    let slots = pages.metadata().expect("its length").len() / 4096;
+    for slot in (50..slots).step_by(100) {
+        let mut byte = [0];
+        pages.read_exact_at(&mut byte, slot * 4096 + 9).expect("a byte");
+        pages.write_all_at(&[byte[0] ^ 1], slot * 4096 + 9).expect("a byte");
+    }
+    let mut vm = Driftline::start(&scratch, "after", &["restore", "--store", &store, "--lazy"]);
+    assert_eq!(vm.wait_exit(SOON), 1, "{}", vm.log());
+    let said = vm.log();
+    let last = said.lines().last().unwrap_or_default();
+    assert!(last.contains("cannot be restored: ") && last.contains("pages-1, byte "), "{said}");
+}
+
+#[test]
+fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
+    if !vmm::testing::kvm_or_skip("a_guest_that_has_not_all_of_its_memory_yet_can_move") {
+        return;
+    }
+    let _alone = tests::one_at_a_time();
+    let scratch = Scratch::new();
+    let store = one_checkpoint(&scratch);
+    let (there, address) = Driftline::receive(&scratch, "there");
+    let mut here = Driftline::start(&scratch, "here", &["restore", "--store", &store, "--lazy"]);
+    here.wait_state("running");
+    let sent = here.cli("send-migration", &[&address, "--json"]);
+    assert_eq!(sent.status.code(), Some(0), "{}", String::from_utf8_lossy(&sent.stderr));
+    let frames = json_of(&sent)["normal_frames"].as_u64().expect("frames");
+    assert!(frames >= 64 << 8, "all of the payload's 64 MiB went along: {frames}");
+    assert_eq!(here.wait_exit(SOON), 0, "{}", here.log());
+    there.console().wait_reports(2, 2, SOON);
+    there.console().assert_clean();
+}

@@ -29,6 +29,8 @@ pub struct Fetching {
     pub fetched: u64,
     /// Frames that were touched before they had come, in the order in which that was.
     pub touched: Vec<FrameRun>,
+    /// Why a frame cannot be had: the guest has ended, or is about to.
+    pub lost: Option<String>,
     /// How long it took, once all are there.
     pub time: Option<Duration>,
 }

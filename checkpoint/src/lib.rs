@@ -46,7 +46,7 @@ pub use guest::{
     Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuWrites, VmId,
     WithCopies,
 };
-pub use restore::{RestoreError, RestoreReport, restore};
+pub use restore::{RestoreError, RestoreReport, restore, restore_lazily};
 pub use section::{Section, SectionTag, section_tags};
 pub use shield::Shield;
 pub use spread::Spread;

@@ -1,4 +1,5 @@
-//! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run.
+//! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run, or, where it runs before its
+//! memory is there, before it gets to see it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,8 +8,11 @@ use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-use crate::store::{Cell, FrameMap, Pinned, Record, Sink, Store, StoreError, fetch};
-use crate::{Clock, Guest, GuestError, GuestFactory, GuestRam, Section, VmId};
+use crate::store::{Cell, FrameMap, LateFrames, Pinned, Record, Sink, Store, StoreError, fetch};
+use crate::{Backlog, Clock, Guest, GuestError, GuestFactory, GuestRam, Section, VmId};
+
+/// Frames that are read at once where none can come late: 1 MiB.
+const AT_ONCE: u64 = 256;
 
 /// A guest that could not be restored. Nothing runs.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +28,14 @@ pub enum RestoreError {
         epoch: u64,
         /// The guest's reason.
         cause: GuestError,
+    },
+    /// A frame cannot be had for a guest that was about to run without it.
+    #[error("epoch {epoch} cannot be restored: {why}")]
+    Lost {
+        /// The epoch.
+        epoch: u64,
+        /// What is wrong with the frame.
+        why: String,
     },
     /// The configuration in the epoch makes another memory than the one that is stored.
     #[error(
@@ -59,8 +71,10 @@ pub struct RestoreReport {
     pub created_unix_ms: u64,
     /// Epochs whose records say where its frames are: it and those that it was built on.
     pub epochs: u64,
-    /// Frames read: those that are not zeros.
+    /// Frames read, or still to come: those that are not zeros.
     pub frames: u64,
+    /// Of those, how many are still to come.
+    pub late_frames: u64,
     /// Bytes read.
     pub read_bytes: u64,
     /// How long it took, in milliseconds.
@@ -83,6 +97,29 @@ pub fn restore<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
+    restore_as(store, epoch, factory, clock, eagerly)
+}
+
+/// As [`restore`], but the guest may run before its memory is there, where it and its host can do that
+/// ([`Guest::fetch_late`]): a frame comes when it is touched, and the others behind that. Frames are checked when they come; the
+/// guest ends at one that is damaged. The epoch is kept in the store until all have come. Reads where frames are, 16 bytes of
+/// memory for each, and none of them.
+pub fn restore_lazily<F: GuestFactory>(
+    store: &Store,
+    epoch: Option<u64>,
+    factory: &F,
+    clock: Clock,
+) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
+    restore_as(store, epoch, factory, clock, lazily)
+}
+
+fn restore_as<F: GuestFactory>(
+    store: &Store,
+    epoch: Option<u64>,
+    factory: &F,
+    clock: Clock,
+    fill: impl Fn(Pinned, &F::Guest, &mut RestoreReport) -> Result<(), RestoreError>,
+) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
     let since = Instant::now();
     let mut pinned = store.pin(epoch)?;
     let info = pinned.log.groups[pinned.index].info;
@@ -97,21 +134,15 @@ pub fn restore<F: GuestFactory>(
         created_unix_ms: info.created_unix_ms,
         epochs: 0,
         frames: 0,
+        late_frames: 0,
         read_bytes: 0,
         time_ms: 0.0,
     };
-    let mut fill = || {
-        let mut map = FrameMap::default();
-        report.epochs = pinned.read_map(&mut map)?;
-        let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
-        drop(map);
-        fetch(&pinned.pages, epoch, &mut frames, &Memory { ram: guest.ram(), epoch })?;
-        report.frames = frames.len() as u64;
-        report.read_bytes = report.frames * PAGE_SIZE + pinned.log.bytes();
+    let filled = fill(pinned, &guest, &mut report).and_then(|()| {
         let restored = guest.restore_state(&sections, clock);
-        restored.map_err(|cause| RestoreError::Guest { epoch, cause })
-    };
-    if let Err(e) = fill() {
+        restored.map_err(|cause| lost(&*guest, epoch, cause))
+    });
+    if let Err(e) = filled {
         guest.stop("it could not be restored");
         tracing::debug!("end: {e}");
         return Err(e);
@@ -119,6 +150,59 @@ pub fn restore<F: GuestFactory>(
     report.time_ms = since.elapsed().as_micros() as f64 / 1000.0;
     tracing::info!(epochs = report.epochs, frames = report.frames, ms = report.time_ms, "end");
     Ok((guest, report))
+}
+
+/// Why a guest that is being restored refuses something: for want of a frame, if there is one that cannot be had.
+fn lost<G: Guest + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreError {
+    match guest.fetching().and_then(|fetching| fetching.lost) {
+        Some(why) => RestoreError::Lost { epoch, why },
+        None => RestoreError::Guest { epoch, cause },
+    }
+}
+
+/// All frames into place.
+fn eagerly<G: Guest + ?Sized>(
+    mut pinned: Pinned,
+    guest: &G,
+    report: &mut RestoreReport,
+) -> Result<(), RestoreError> {
+    let mut map = FrameMap::default();
+    report.epochs = pinned.read_map(&mut map)?;
+    let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
+    drop(map);
+    let memory = Memory { ram: guest.ram(), epoch: report.epoch };
+    fetch(&pinned.pages, report.epoch, &mut frames, &memory)?;
+    report.frames = frames.len() as u64;
+    report.read_bytes = report.frames * PAGE_SIZE + pinned.log.bytes();
+    Ok(())
+}
+
+/// Frames when they are touched, or all of them now where that cannot be had.
+fn lazily<G: Guest + ?Sized>(
+    pinned: Pinned,
+    guest: &G,
+    report: &mut RestoreReport,
+) -> Result<(), RestoreError> {
+    let epoch = report.epoch;
+    let (frames, epochs) = LateFrames::new(pinned, Vec::new())?;
+    report.epochs = epochs;
+    report.frames = frames.frames().frames();
+    report.read_bytes = frames.log_bytes();
+    let begun = guest.fetch_late(Box::new(frames));
+    let Some(mut backlog) = begun.map_err(|cause| RestoreError::Guest { epoch, cause })? else {
+        report.late_frames = report.frames;
+        return Ok(());
+    };
+    let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
+    let memory = Memory { ram: guest.ram(), epoch };
+    let frames = backlog.frames().clone();
+    for run in frames.iter().flat_map(|run| run.chunks(AT_ONCE)) {
+        let contents = &mut buffer[..run.bytes() as usize];
+        backlog.read(run, contents)?;
+        memory.frames(run, contents)?;
+    }
+    report.read_bytes += report.frames * PAGE_SIZE;
+    Ok(())
 }
 
 /// A guest with zeroed memory, as the epoch's configuration says, and the epoch's state.

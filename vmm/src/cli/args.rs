@@ -288,6 +288,9 @@ pub(crate) struct RestoreArgs {
     /// The checkpoint's number; the latest by default
     #[arg(long, value_name = "N")]
     pub(crate) epoch: Option<u64>,
+    /// Let the guest run at once: its memory comes as it is touched, and behind that
+    #[arg(long)]
+    pub(crate) lazy: bool,
     #[command(flatten)]
     pub(crate) devices: DeviceArgs,
     #[command(flatten)]

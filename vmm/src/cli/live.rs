@@ -46,8 +46,8 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     to_the_end(vm, jobs, server)
 }
 
-/// `driftline restore`.
-pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
+/// `driftline restore`, in a process that has `started` then.
+pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
     if args.devices.disks.iter().any(|disk| disk.copy) {
         return Err(Failure::error(
             "copy of --disk is for a guest that comes with its disks: a checkpoint has none",
@@ -63,7 +63,10 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
     let factory = Factory::new(HostConfig { disks_are_copies: true, ..host });
-    let restored = checkpoint::restore(&store, args.epoch, &factory, Clock::Continue);
+    let restored = match args.lazy {
+        true => checkpoint::restore_lazily(&store, args.epoch, &factory, Clock::Continue),
+        false => checkpoint::restore(&store, args.epoch, &factory, Clock::Continue),
+    };
     let (vm, report) = restored.map_err(restore_failure)?;
     // Of the guest that was built: the store may hold another since the first look.
     if let Err(e) = super::pending::refuse_if_pending(&args.host.state_dir, report.vm_id) {
@@ -82,11 +85,22 @@ pub(super) fn restore(args: RestoreArgs) -> Result<ExitCode, Failure> {
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
     let server = Server::start(socket, App::new(jobs.clone()))?;
-    vm.acquire()?;
-    vm.resume()?;
+    if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
+        // Perhaps for want of a frame.
+        let lost = vm.fetching().and_then(|fetching| fetching.lost);
+        return Err(match lost {
+            Some(why) => Failure::error(format_args!("its memory cannot be restored: {why}")),
+            None => e.into(),
+        });
+    }
+    tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
+    let frames = match report.late_frames {
+        0 => format!("{} frames read", report.frames),
+        late => format!("{late} frames to come"),
+    };
     say(format_args!(
-        "guest {} runs on from epoch {}: {} epochs, {} frames read in {:.1} ms",
-        report.vm_id, report.epoch, report.epochs, report.frames, report.time_ms
+        "guest {} runs on from epoch {}: {} epochs, {frames} in {:.1} ms",
+        report.vm_id, report.epoch, report.epochs, report.time_ms
     ));
     to_the_end(vm, jobs, server)
 }

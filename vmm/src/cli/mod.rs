@@ -45,7 +45,7 @@ fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
         Command::Resume(args) => client::resume(&args),
         Command::Stop(args) => client::stop(&args),
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
-        Command::Restore(args) => live::restore(args),
+        Command::Restore(args) => live::restore(args, started),
         Command::ReceiveMigration(args) => live::receive(args),
         Command::SendMigration(args) => migration::send(&args),
         Command::CancelMigration(args) => migration::cancel(&args),

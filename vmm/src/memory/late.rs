@@ -281,6 +281,7 @@ impl Fetcher {
     fn lose(&mut self, why: String) {
         if !std::mem::replace(&mut self.is_lost, true) {
             tracing::error!("a frame of the restored guest cannot be had: {why}");
+            self.shared.lock().fetching.lost = Some(why.clone());
             (self.lost)(why);
         }
     }

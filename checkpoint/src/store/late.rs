@@ -1,0 +1,72 @@
+//! Frames of an epoch for a guest that runs before it has them: read one by one as they are wanted, each checked.
+
+use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+
+use super::{Cell, Damage, FrameMap, Pinned, StoreError};
+use crate::Backlog;
+
+const PAGE: usize = PAGE_SIZE as usize;
+
+/// What of an epoch is not zeros. The epoch is kept in its store until this is dropped.
+#[derive(Debug)]
+pub(crate) struct LateFrames {
+    pinned: Pinned,
+    epoch: u64,
+    frames: FrameSet,
+    /// Ascending by frame: 16 bytes each.
+    cells: Vec<(Gfn, Cell)>,
+    first: Vec<FrameRun>,
+}
+
+impl LateFrames {
+    /// Of the pinned epoch. Beside it, from how many epochs' records that is known.
+    pub(crate) fn new(mut pinned: Pinned, first: Vec<FrameRun>) -> Result<(Self, u64), StoreError> {
+        let epoch = pinned.log.groups[pinned.index].info.epoch;
+        let mut map = FrameMap::default();
+        let epochs = pinned.read_map(&mut map)?;
+        let cells: Vec<(Gfn, Cell)> = map.iter().collect();
+        let mut frames = FrameSet::new();
+        for (gfn, _) in &cells {
+            frames.insert(FrameRun { start: *gfn, count: 1 });
+        }
+        Ok((Self { pinned, epoch, frames, cells, first }, epochs))
+    }
+
+    /// Bytes of the log that were read.
+    pub(crate) fn log_bytes(&self) -> u64 {
+        self.pinned.log.bytes()
+    }
+}
+
+impl Backlog for LateFrames {
+    fn frames(&self) -> &FrameSet {
+        &self.frames
+    }
+
+    fn first(&self) -> &[FrameRun] {
+        &self.first
+    }
+
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
+        let from = self.cells.partition_point(|(gfn, _)| *gfn < run.start);
+        let wanted = self.cells[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
+        let wanted: &[(Gfn, Cell)] = &self.cells[from..from + wanted.count()];
+        let pages = &self.pinned.pages;
+        let mut rest = contents;
+        for together in wanted.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
+            let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
+            rest = left;
+            pages.read(together[0].1.slot, bytes)?;
+            for ((gfn, cell), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
+                let found = crc32c::crc32c(page);
+                if found != cell.crc {
+                    let (epoch, expected) = (self.epoch, cell.crc);
+                    let damage = Damage::Frame { gfn: *gfn, epoch, found, expected };
+                    let offset = u64::from(cell.slot) * PAGE_SIZE;
+                    return Err(StoreError::Damaged { file: pages.path.clone(), offset, damage });
+                }
+            }
+        }
+        Ok(())
+    }
+}
