@@ -20,8 +20,9 @@ use std::time::{Duration, Instant};
 
 use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
-use crate::checkpointer::{Cause, Phase, step};
+use crate::checkpointer::step;
 use crate::pieces::{Pieces, in_slots, spans};
+use crate::report::{Cause, Phase};
 use crate::shield::{OfEpoch, Released};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;

@@ -243,9 +243,6 @@ impl Committer {
             // Should that fail, the locks go with the file.
             let _ = self.pages.file().lock_range(first..oldest, RangeLock::Free);
         }
-        if result.is_ok() {
-            self.rotate_if_long();
-        }
         result
     }
 
@@ -335,7 +332,11 @@ impl Committer {
         Ok(())
     }
 
-    fn rotate_if_long(&mut self) {
+    /// Begins another log if that is worth it. For when nobody waits.
+    pub(crate) fn rotate_if_long(&mut self) {
+        if !matches!(self.standing, Standing::Sound) {
+            return;
+        }
         let bytes = self.end.sector * SECTOR as u64;
         if bytes <= self.bounds.log.max(self.rotate_from) {
             return;
