@@ -64,7 +64,7 @@ impl Crew {
                 }
             }
         };
-        let thread = thread::Builder::new().name("checkpoint-commit".into()).spawn(work);
+        let thread = thread::Builder::new().name("checkpoint-sync".into()).spawn(work);
         let failed = |cause| StoreError::Io {
             what: "starting a thread that commits to",
             path: pages.path().to_owned(),
