@@ -1,5 +1,6 @@
 //! Epochs at a steady pace, for `checkpoint --every`.
 
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -11,6 +12,9 @@ use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
 
 /// How long a wait goes on after it has been cancelled, at most.
 const CANCEL_LATENCY: Duration = Duration::from_millis(10);
+
+/// Epochs that are on their way to the disk at most.
+const MOST_IN_FLIGHT: usize = 4;
 
 /// A wait looks four times whether much has changed already, but not more often than this: each look protects anew what was
 /// written, and so costs a guest that writes to few frames again and again.
@@ -97,12 +101,39 @@ impl Tally {
     }
 }
 
+/// How an epoch was begun, until it is known what became of it.
+#[derive(Debug)]
+struct Begun {
+    late: Duration,
+    interval: Option<Duration>,
+    early: bool,
+    skipped: u64,
+}
+
+/// A series under way: epochs that were begun, and who hears what becomes of them, in order.
+struct Series<F> {
+    begun: VecDeque<Begun>,
+    on_taken: F,
+    /// He wants no more.
+    over: bool,
+}
+
+impl<F: FnMut(Taken) -> ControlFlow<()>> Series<F> {
+    fn landed(&mut self, outcome: Result<EpochReport, CheckpointError>) {
+        // As many land as were begun.
+        let Some(Begun { late, interval, early, skipped }) = self.begun.pop_front() else { return };
+        self.over |= (self.on_taken)(Taken { outcome, late, interval, early, skipped }).is_break();
+    }
+}
+
 impl Checkpointer {
     /// Takes epochs as `cadence` says, the first at once, until so many were tried, `cancel` becomes
     /// true, or `on_taken` breaks off. Returns how many were tried.
     ///
-    /// Nothing queues: an epoch that is due while the one before is still being written is taken as
-    /// soon as that is durable, and says how late it was; others that were due by then are skipped,
+    /// Up to four are on their way to the disk at once. They become durable in order, and `on_taken` hears of each, also after it has broken off,
+    /// when it is durable or has failed, in order, too. If one fails, so do those behind it that were built on it; the next has all that they had.
+    /// Nothing queues beyond that: an epoch that is due while four are being written is taken as
+    /// soon as the first of them is durable, and says how late it was; others that were due by then are skipped,
     /// and the next is due one interval later. A failed epoch is handed over like a stored one.
     ///
     /// With a longest pause it looks now and then at what has changed, and takes an epoch early when that nears what fits
@@ -111,12 +142,20 @@ impl Checkpointer {
         &mut self,
         cadence: &Cadence,
         cancel: &AtomicBool,
-        mut on_taken: impl FnMut(Taken) -> ControlFlow<()>,
+        on_taken: impl FnMut(Taken) -> ControlFlow<()>,
     ) -> u64 {
         let (mut pace, mut before) = (Pace { every: cadence.every, due: Instant::now() }, None);
+        let mut series = Series { begun: VecDeque::new(), on_taken, over: false };
         let mut tried = 0;
         while cadence.count.is_none_or(|count| tried < count) {
-            let Some(early) = self.wait(pace.due, cadence, cancel) else { break };
+            let Some(early) = self.wait(pace.due, cadence, cancel, &mut series) else { break };
+            while self.in_flight() >= MOST_IN_FLIGHT || self.must_land() {
+                let Some(landed) = self.land(None) else { break };
+                series.landed(landed);
+            }
+            if series.over || cancel.load(Ordering::Relaxed) {
+                break;
+            }
             let now = Instant::now();
             let (late, skipped) = if early {
                 pace.due = now + cadence.every;
@@ -125,23 +164,30 @@ impl Checkpointer {
                 pace.begin(now)
             };
             let interval = before.replace(now).map(|before| now - before);
-            let outcome = self.take();
+            series.begun.push_back(Begun { late, interval, early, skipped });
+            self.launch();
             tried += 1;
-            if on_taken(Taken { outcome, late, interval, early, skipped }).is_break() {
-                break;
-            }
+        }
+        while let Some(landed) = self.land(None) {
+            series.landed(landed);
         }
         tried
     }
 
     /// Waits until `due`, or until much has changed: then it is early. `None` if that was cancelled.
-    fn wait(&mut self, due: Instant, cadence: &Cadence, cancel: &AtomicBool) -> Option<bool> {
+    fn wait<F: FnMut(Taken) -> ControlFlow<()>>(
+        &mut self,
+        due: Instant,
+        cadence: &Cadence,
+        cancel: &AtomicBool,
+        series: &mut Series<F>,
+    ) -> Option<bool> {
         let Some(most) = cadence.max_pause.and_then(|most| self.most_changed(most)) else {
-            return wait_until(due, cancel).then_some(false);
+            return self.wait_until(due, cancel, series).then_some(false);
         };
         loop {
             let look = Instant::now() + LOOK.max(cadence.every / 4);
-            if !wait_until(look.min(due), cancel) {
+            if !self.wait_until(look.min(due), cancel, series) {
                 return None;
             }
             if look >= due {
@@ -152,18 +198,31 @@ impl Checkpointer {
             }
         }
     }
-}
 
-/// Sleeps until `due`; `false` if that was cancelled.
-fn wait_until(due: Instant, cancel: &AtomicBool) -> bool {
-    while !cancel.load(Ordering::Relaxed) {
-        let left = due.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return true;
+    /// Waits until `due`, and hears of what lands meanwhile; `false` if that was cancelled, or nobody wants more.
+    fn wait_until<F: FnMut(Taken) -> ControlFlow<()>>(
+        &mut self,
+        due: Instant,
+        cancel: &AtomicBool,
+        series: &mut Series<F>,
+    ) -> bool {
+        while !series.over && !cancel.load(Ordering::Relaxed) {
+            let left = due.saturating_duration_since(Instant::now());
+            let slice = left.min(CANCEL_LATENCY);
+            if self.in_flight() > 0 {
+                match self.land(Some(slice)) {
+                    Some(landed) => series.landed(landed),
+                    None if left.is_zero() => return true,
+                    None => {}
+                }
+            } else if left.is_zero() {
+                return true;
+            } else {
+                std::thread::sleep(slice);
+            }
         }
-        std::thread::sleep(left.min(CANCEL_LATENCY));
+        false
     }
-    false
 }
 
 /// When the next epoch is due.
@@ -212,11 +271,5 @@ mod tests {
         let mut pace = Pace { every: Duration::ZERO, due: start };
         assert_eq!(pace.begin(start + 5 * MS), (5 * MS, 0));
         assert_eq!(pace.due, start + 5 * MS);
-    }
-
-    #[test]
-    fn a_wait_ends_when_cancelled() {
-        assert!(!wait_until(Instant::now() + 1000 * MS, &AtomicBool::new(true)));
-        assert!(wait_until(Instant::now() + 15 * MS, &AtomicBool::new(false)));
     }
 }

@@ -1,138 +1,33 @@
 //! Taking epochs of a running guest: the pause copies and saves, everything else is outside it.
+//!
+//! ```text
+//! launch   take one, write its frames to the page file, hand it to the thread that commits
+//! land     hear that the one that was handed over first is durable, or has failed
+//! ```
+//!
+//! Several may be in the air. If one fails, so do all behind it that build on it: their frames go back to the tracker (I4), and
+//! nothing is built on any of them once none is in the air any more.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{Epoch, FrameRun, Subscription};
-use serde::Serialize;
-use vm_memory::GuestMemoryError;
+use dirty_tracker::Epoch;
 
 use crate::chain::Chain;
-use crate::instant::{self, Means};
+use crate::crew::{Answer, Crew};
+use crate::instant::{self, Means, Taken};
+use crate::live::copy_live;
+use crate::report::{Cause, CheckpointError, EpochReport, Phase};
 use crate::shielding::Shielding;
-use crate::staging::{Staging, StagingLimits, window};
-use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Published, Store, StoreError};
-use crate::{Guest, GuestError, RunState};
+use crate::staging::{Staging, StagingLimits};
+use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
+use crate::{Guest, GuestError};
 
 /// Of so many changed frames on they are copied behind the guest's back. Measured with `tests/bench/pause.rs`: at 256 that
 /// makes the pause shorter, and a busy guest's longest gap too; at 16 both ways are alike, and an epoch is durable later.
 const BEHIND_FROM: u64 = 128;
-/// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
-const LIVE_FRAMES: u64 = 256;
-/// How often a full epoch goes over what changed under its copy before it pauses the guest.
-const LIVE_PASSES: usize = 4;
-
-/// The steps of an epoch, for logs and errors.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Phase {
-    /// Looking after the store's files, which are made if there are none.
-    Begin,
-    /// Beginning to follow writes; only before a full epoch.
-    Subscribe,
-    /// Copying populated memory of the running guest; only in a full epoch.
-    CopyLive,
-    /// Stopping the vCPUs. The guest stands still from here to the end of `Resume`.
-    Pause,
-    /// Learning what changed; once before the pause already.
-    Drain,
-    /// Keeping what changed as it is, to be copied while the guest runs.
-    Protect,
-    /// Copying what changed to the staging area.
-    Copy,
-    /// Saving the state besides memory.
-    Save,
-    /// Letting the guest run.
-    Resume,
-    /// Copying what is protected, while the guest runs.
-    CopyBehind,
-    /// Writing frames to the page file.
-    Write,
-    /// Making the frames durable, and then the log that says where they are.
-    Publish,
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Begin => "beginning",
-            Self::Subscribe => "beginning to follow writes",
-            Self::CopyLive => "copying memory",
-            Self::Pause => "pausing the guest",
-            Self::Drain => "collecting what changed",
-            Self::Protect => "protecting what changed",
-            Self::Copy => "copying what changed",
-            Self::CopyBehind => "copying what changed behind the guest",
-            Self::Save => "saving the guest's state",
-            Self::Resume => "resuming the guest",
-            Self::Write => "writing",
-            Self::Publish => "publishing",
-        })
-    }
-}
-
-/// What stood in the way of an epoch.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Cause {
-    /// The store.
-    #[error("{0}")]
-    Store(#[from] StoreError),
-    /// The guest.
-    #[error("{0}")]
-    Guest(#[from] GuestError),
-    /// The guest's memory.
-    #[error("{0}")]
-    Memory(#[from] GuestMemoryError),
-    /// For so long, all in all, the guest waited to write to what was not copied yet, and the store had no room for a copy.
-    #[error("the store is too slow: the guest has waited {} s to write to what is not copied yet", .0.as_secs())]
-    Stalled(Duration),
-}
-
-/// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "epoch {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}{}",
-    next_has_it(*guest)
-)]
-pub struct CheckpointError {
-    /// The number that it would have had.
-    pub epoch: u64,
-    /// What was being done.
-    pub phase: Phase,
-    /// The guest's state after the failure: as before, unless it could not be resumed.
-    pub guest: RunState,
-    /// Why it failed.
-    pub cause: Cause,
-}
-
-fn next_has_it(guest: RunState) -> &'static str {
-    // A guest that has ended has no next epoch.
-    if guest == RunState::Stopped { "" } else { ", and what changed will be in the next epoch" }
-}
-
-/// One stored epoch. Serialized it is a line of `checkpoint --json`.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
-pub struct EpochReport {
-    /// Its number.
-    pub epoch: u64,
-    /// Frames in it.
-    pub frames: u64,
-    /// From the request to pause until the guest had been resumed, in microseconds.
-    pub pause_us: u64,
-    /// Those of the frames that were copied while the guest ran on, after the pause.
-    pub behind_frames: u64,
-    /// How often somebody waited to write to a frame that was kept as it was, before the pause or after it.
-    pub waits: u64,
-    /// For how long somebody did, in microseconds, as far as it was known: several at a time count once.
-    pub waited_us: u64,
-    /// From the end of the pause until the epoch was durable, in milliseconds.
-    pub write_ms: f64,
-    /// Bytes that it took: slots of its own in the page file, and its records in the log.
-    pub written_bytes: u64,
-    /// Whether it survives a crash of the host: always, of an epoch that is reported.
-    pub durable: bool,
-}
 
 /// Takes epochs of one guest into one store.
 ///
@@ -161,7 +56,10 @@ pub struct Checkpointer {
     guest: Arc<dyn Guest>,
     store: Arc<Store>,
     /// None until the store has files, and when those are not its own any more.
-    committer: Option<Committer>,
+    crew: Option<Crew>,
+    /// Those that were launched and have not landed, in order.
+    flights: VecDeque<Flight>,
+    trouble: Trouble,
     bounds: Bounds,
     staging: Staging,
     /// None until a full epoch is durable.
@@ -172,6 +70,40 @@ pub struct Checkpointer {
     shield: Shielding,
     behind_from: u64,
     cost: CopyCost,
+}
+
+/// An epoch that was launched.
+struct Flight {
+    epoch: u64,
+    state: FlightState,
+}
+
+enum FlightState {
+    /// The store has not said yet what became of it.
+    Air(Box<Aloft>),
+    /// It did not get that far.
+    Failed(Phase, Cause),
+}
+
+/// An epoch that was handed over.
+struct Aloft {
+    full: bool,
+    /// To be committed when it is durable, and given back if it never is.
+    changed: Vec<Epoch>,
+    taken: Taken,
+}
+
+/// What failures have shown, to be dealt with when nothing is in the air.
+#[derive(Default)]
+struct Trouble {
+    /// Something failed that others may have been built on.
+    any: bool,
+    /// The next epoch must be a full one.
+    chain: bool,
+    /// The store's files may be others, or another writer's.
+    files: bool,
+    /// Its lock is not ours.
+    lock: bool,
 }
 
 /// What pauses have cost in which frames were copied.
@@ -225,8 +157,8 @@ impl Checkpointer {
             return Err(StoreError::ReadOnly { dir: store.dir() });
         }
         let store = Arc::new(store);
-        let committer = Committer::open(&store, &*guest)?;
-        let next = next_number(&store, committer.as_ref())?;
+        let crew = Committer::open(&store, &*guest)?.map(Crew::start).transpose()?;
+        let next = next_number(&store, crew.as_ref())?;
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
@@ -234,7 +166,9 @@ impl Checkpointer {
         Ok(Self {
             guest,
             store,
-            committer,
+            crew,
+            flights: VecDeque::new(),
+            trouble: Trouble::default(),
             bounds: Bounds::default(),
             staging,
             chain: None,
@@ -306,106 +240,217 @@ impl Checkpointer {
     /// the next epoch. A full epoch first copies populated memory while the guest runs, and, a few
     /// times, what changed meanwhile.
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
-        let epoch = self.next;
-        let span = tracing::info_span!("epoch", epoch);
-        let _entered = span.enter();
-        if self.lock_lost
-            && let Err(e) = self.lock_again()
-        {
-            let (guest, cause) = (self.guest.run_state(), e.into());
-            return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
+        self.launch();
+        let mut landed = self.land(None);
+        while !self.flights.is_empty() {
+            landed = self.land(None);
         }
-        let opened = self.open_again();
-        // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
-        let epoch = self.next;
-        if epoch > MAX_EPOCH {
-            let (guest, dir) = (self.guest.run_state(), self.store.dir());
-            let cause = StoreError::Full { dir, last: epoch - 1 }.into();
-            return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
-        }
-        self.next = epoch + 1;
-        if let Err(cause) = opened {
-            let (guest, cause) = (self.guest.run_state(), cause.into());
-            self.forget_others(&cause);
-            return Err(CheckpointError { epoch, phase: Phase::Begin, guest, cause });
-        }
-        let full = self.chain.is_none();
-        let result = self.attempt(full);
-        match &result {
-            Ok(r) => tracing::info!(full, frames = r.frames, pause_us = r.pause_us, "stored"),
-            Err((phase, cause)) => tracing::warn!(full, %phase, %cause, "not stored"),
-        }
-        result.map_err(|(phase, cause)| {
-            self.shield.failed(phase, &cause);
-            self.forget_others(&cause);
-            // What was copied for a full one is in no epoch, and after a failed sync nobody knows what got to the disk: the next
-            // one copies all of memory.
-            if full || self.committer.as_ref().is_some_and(|c| c.lost) {
-                self.chain = None;
-            }
-            CheckpointError { epoch, phase, guest: self.guest.run_state(), cause }
+        // One was launched, and so one lands.
+        landed.unwrap_or_else(|| {
+            let cause = self.store.no_epoch(Some(self.next)).into();
+            Err(self.failed(self.next, Phase::Publish, cause))
         })
+    }
+
+    /// How many epochs were launched and have not landed.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.flights.len()
+    }
+
+    /// Whether one has failed, and some that may have been built on it have not landed: what is launched now would fail, too.
+    pub(crate) fn must_land(&self) -> bool {
+        self.trouble.any && self.in_the_air()
+    }
+
+    fn in_the_air(&self) -> bool {
+        self.flights.iter().any(|flight| matches!(flight.state, FlightState::Air(_)))
+    }
+
+    /// Takes one epoch and hands it over; what becomes of it is heard when it has [landed](Self::land).
+    pub(crate) fn launch(&mut self) {
+        let span = tracing::info_span!("epoch", epoch = self.next);
+        let _entered = span.enter();
+        let ready = self.make_ready();
+        let epoch = self.next;
+        // Not used again by this checkpointer, stored or not: a crash may bring back a failed one.
+        self.next = epoch.saturating_add(1).min(MAX_EPOCH + 1);
+        let full = self.chain.is_none();
+        let launched = ready.and_then(|()| self.attempt(epoch, full));
+        let state = match launched {
+            Ok(aloft) => FlightState::Air(Box::new(aloft)),
+            Err((phase, cause)) => {
+                tracing::warn!(full, %phase, %cause, "not stored");
+                self.shield.failed(phase, &cause);
+                // What was copied for a full one is in no epoch; the next one copies again.
+                self.note_failure(&cause, full);
+                FlightState::Failed(phase, cause)
+            }
+        };
+        self.flights.push_back(Flight { epoch, state });
+        self.deal_with_trouble(None);
+    }
+
+    /// What became of the epoch that was launched first of those that have not landed, as soon as that is known, but at most after `limit`;
+    /// `None` if it is not known by then, or there is none.
+    pub(crate) fn land(
+        &mut self,
+        limit: Option<Duration>,
+    ) -> Option<Result<EpochReport, CheckpointError>> {
+        let flight = self.flights.pop_front()?;
+        let epoch = flight.epoch;
+        match flight.state {
+            FlightState::Failed(phase, cause) => Some(Err(self.failed(epoch, phase, cause))),
+            FlightState::Air(aloft) => {
+                // While something is in the air there is somebody who answers for it.
+                let Some(answer) = self.crew.as_ref()?.answer(limit) else {
+                    let state = FlightState::Air(aloft);
+                    self.flights.push_front(Flight { epoch, state });
+                    return None;
+                };
+                Some(self.landed(epoch, *aloft, answer))
+            }
+        }
+    }
+
+    fn landed(
+        &mut self,
+        epoch: u64,
+        aloft: Aloft,
+        answer: Answer,
+    ) -> Result<EpochReport, CheckpointError> {
+        let Aloft { full, changed, taken } = aloft;
+        let outcome = match answer.result {
+            Ok(published) => {
+                changed.into_iter().for_each(Epoch::commit);
+                let (frames, pause_us) = (published.frames, taken.pause.as_micros() as u64);
+                tracing::info!(epoch, full, frames, pause_us, "stored");
+                let write = answer.at.saturating_duration_since(taken.resumed);
+                Ok(EpochReport {
+                    epoch,
+                    frames,
+                    pause_us,
+                    behind_frames: taken.behind,
+                    waits: taken.waits,
+                    waited_us: taken.waited.as_micros() as u64,
+                    write_ms: write.as_micros() as f64 / 1000.0,
+                    written_bytes: published.bytes,
+                    durable: true,
+                })
+            }
+            Err(cause) => {
+                drop(changed);
+                let cause = cause.into();
+                tracing::warn!(epoch, full, %cause, "not stored");
+                // After a failed sync nobody knows what got to the disk: the next one copies all of memory.
+                self.note_failure(&cause, full || answer.lost);
+                self.trouble.files |= answer.gone;
+                Err(self.failed(epoch, Phase::Publish, cause))
+            }
+        };
+        self.deal_with_trouble(answer.last);
+        outcome
+    }
+
+    fn failed(&self, epoch: u64, phase: Phase, cause: Cause) -> CheckpointError {
+        CheckpointError { epoch, phase, guest: self.guest.run_state(), cause }
+    }
+
+    fn note_failure(&mut self, cause: &Cause, chain: bool) {
+        let lock = matches!(cause, Cause::Store(StoreError::LockLost { .. }));
+        let replaced = matches!(cause, Cause::Store(StoreError::Replaced { .. }));
+        let Trouble { any, chain: had, files, lock: lost } = &mut self.trouble;
+        *any = true;
+        *had |= chain;
+        *files |= lock || replaced;
+        *lost |= lock;
+    }
+
+    /// Once nothing is in the air that could still be built on: `durable` is the latest epoch that is, if one has just landed.
+    fn deal_with_trouble(&mut self, durable: Option<u64>) {
+        if !self.trouble.any || self.in_the_air() {
+            return;
+        }
+        let Trouble { chain, files, lock, .. } = std::mem::take(&mut self.trouble);
+        if files {
+            self.crew = None;
+        }
+        self.lock_lost |= lock;
+        match &mut self.chain {
+            _ if chain || files => self.chain = None,
+            Some(chain) if durable.is_some() => chain.last = durable,
+            _ => {}
+        }
+    }
+
+    /// Sees to it that the store's files are open and its own, before an epoch is begun, and that there is a number for that.
+    fn make_ready(&mut self) -> Result<(), (Phase, Cause)> {
+        let begin = |e: StoreError| (Phase::Begin, e.into());
+        if self.next > MAX_EPOCH {
+            let (dir, last) = (self.store.dir(), self.next - 1);
+            return Err(begin(StoreError::Full { dir, last }));
+        }
+        if self.in_the_air() {
+            // The thread that commits looks before each.
+            return Ok(());
+        }
+        if self.lock_lost {
+            self.lock_again().map_err(begin)?;
+        }
+        self.open_again().map_err(begin)
     }
 
     /// Takes the store's lock again, if no other writer has it. Who had it meanwhile may have left
     /// epochs there: nothing is built on what was there before.
     fn lock_again(&mut self) -> Result<(), StoreError> {
         // First, so that another guest's store is not kept from its own writer.
-        if let Some((manifest, log)) = self.store.open_log()?
-            && manifest.vm_id != self.guest.vm_id()
-            && !log.groups.is_empty()
-        {
-            let (dir, stored, asked) = (self.store.dir(), manifest.vm_id, self.guest.vm_id());
-            return Err(StoreError::OtherVm { dir, stored, asked });
-        }
+        self.store.check_owner(self.guest.vm_id())?;
         // A directory that came back still has our lock, which would keep ourselves out.
         if self.store.check_lock().is_err() {
             self.store.lock()?;
         }
-        (self.committer, self.chain) = (None, None);
-        self.committer = Committer::open(&self.store, &*self.guest)?;
-        self.next = self.next.max(next_number(&self.store, self.committer.as_ref())?);
+        (self.crew, self.chain) = (None, None);
         self.lock_lost = false;
         tracing::warn!("the store's lock was lost and is held again");
         Ok(())
     }
 
-    /// After a failure that says that the store's files may be another writer's.
-    fn forget_others(&mut self, cause: &Cause) {
-        let lost = matches!(cause, Cause::Store(StoreError::LockLost { .. }));
-        self.lock_lost |= lost;
-        if lost || matches!(cause, Cause::Store(StoreError::Replaced { .. })) {
-            (self.committer, self.chain) = (None, None);
-        }
-    }
-
-    /// Opens the store's files if there are some and they are not open, or not the ones that are open.
+    /// Opens the store's files, which are made if there are none, if they are not open, or not the ones that are open.
     fn open_again(&mut self) -> Result<(), StoreError> {
-        match self.committer.as_ref().map(Committer::check) {
+        match self.crew.as_ref().map(Crew::check) {
             Some(Err(e @ StoreError::Replaced { .. })) => {
                 tracing::warn!("beginning anew with a full epoch: {e}");
-                (self.committer, self.chain) = (None, None);
+                (self.crew, self.chain) = (None, None);
             }
             Some(Err(e)) => return Err(e),
-            Some(Ok(())) | None => {}
+            Some(Ok(())) => return Ok(()),
+            None => {}
         }
-        if self.committer.is_none() {
-            self.store.check_lock()?;
-            self.committer = Committer::open(&self.store, &*self.guest)?;
-            self.next = self.next.max(next_number(&self.store, self.committer.as_ref())?);
-        }
+        self.store.check_lock()?;
+        let committer = match Committer::open(&self.store, &*self.guest)? {
+            Some(open) => open,
+            None => Committer::create(&self.store, &*self.guest)?,
+        };
+        self.crew = Some(Crew::start(committer)?);
+        self.next = self.next.max(next_number(&self.store, self.crew.as_ref())?);
         Ok(())
     }
 
-    fn attempt(&mut self, full: bool) -> Result<EpochReport, (Phase, Cause)> {
-        let Self { guest, store, committer, bounds, staging, chain, next, .. } = self;
-        let Self { shield, behind_from, cost, .. } = self;
-        let (guest, epoch) = (&**guest, next.saturating_sub(1));
+    /// Takes an epoch up to where it is handed over.
+    fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
+        let Self { guest, store, crew, bounds, staging, chain, shield, behind_from, cost, .. } =
+            self;
+        let guest = &**guest;
         let parent = chain.as_ref().and_then(|c| c.last);
-        let committer = step(Phase::Begin, || open(store, committer, guest))?;
-        committer.set_bounds(*bounds);
-        let pages = committer.pages().clone();
-        let mut file = step(Phase::Begin, || EpochWriter::new(pages, epoch, guest, parent))?;
+        let crew = crew.as_ref().ok_or_else(|| {
+            // It is open, or that it cannot be was said.
+            let dir = store.dir();
+            (Phase::Begin, StoreError::LockLost { dir }.into())
+        })?;
+        let pages = crew.pages().clone();
+        let mut file = step(Phase::Begin, || {
+            store.check_lock()?;
+            EpochWriter::new(pages, epoch, guest, parent)
+        })?;
         if full {
             let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
             *chain = Some(Chain::new(subscription));
@@ -413,20 +458,17 @@ impl Checkpointer {
         let Some(chain) = chain else {
             return Err((Phase::Subscribe, GuestError::NotTracked.into()));
         };
-        let mut copied = Vec::new();
+        let mut changed = Vec::new();
         if full {
             let subscription = &mut chain.subscription;
-            copied = step(Phase::CopyLive, || copy_live(guest, staging, &mut file, subscription))?;
+            changed = step(Phase::CopyLive, || copy_live(guest, staging, &mut file, subscription))?;
         }
         let shield = shield.ask(guest);
         let means = Means { guest, shield, behind_from: *behind_from, staging, file: &mut file };
-        let taken = instant::take(means, &mut chain.subscription)?;
-        let written = file.finish();
-        let Published { frames: stored, bytes } =
-            step(Phase::Publish, || committer.commit(written))?;
-        copied.into_iter().chain(taken.changed).for_each(Epoch::commit);
+        let mut taken = instant::take(means, &mut chain.subscription)?;
+        changed.append(&mut taken.changed);
+        crew.commit(file.finish(), *bounds);
         chain.last = Some(epoch);
-        let write_ms = (taken.resumed.elapsed().as_micros() as f64) / 1000.0;
         if taken.staged > 0 {
             cost.note(taken.pause, taken.staged);
         }
@@ -435,37 +477,13 @@ impl Checkpointer {
             tracing::warn!(frames, staged, "wrote during the pause");
         }
         staging.grow_to(taken.staged);
-        Ok(EpochReport {
-            epoch,
-            frames: stored,
-            pause_us: taken.pause.as_micros() as u64,
-            behind_frames: taken.behind,
-            waits: taken.waits,
-            waited_us: taken.waited.as_micros() as u64,
-            write_ms,
-            written_bytes: bytes,
-            durable: true,
-        })
+        Ok(Aloft { full, changed, taken })
     }
 }
 
-/// The store's files, which are made if there are none.
-fn open<'c>(
-    store: &Arc<Store>,
-    committer: &'c mut Option<Committer>,
-    guest: &dyn Guest,
-) -> Result<&'c mut Committer, StoreError> {
-    store.check_lock()?;
-    let opened = match committer.take() {
-        Some(open) => open,
-        None => Committer::create(store, guest)?,
-    };
-    Ok(committer.insert(opened))
-}
-
 /// The number after the last in the store.
-fn next_number(store: &Store, committer: Option<&Committer>) -> Result<u64, StoreError> {
-    let last = committer.and_then(Committer::last).unwrap_or(0);
+fn next_number(store: &Store, crew: Option<&Crew>) -> Result<u64, StoreError> {
+    let last = crew.and_then(Crew::last).unwrap_or(0);
     match last {
         MAX_EPOCH.. => Err(StoreError::Full { dir: store.dir(), last }),
         _ => Ok(last + 1),
@@ -482,72 +500,4 @@ pub(crate) fn step<T, E: Into<Cause>>(
     let result = act().map_err(|e| (phase, e.into()));
     tracing::debug!(?phase, ok = result.is_ok(), us = since.elapsed().as_micros() as u64, "end");
     result
-}
-
-/// Copies all populated memory into the file while the guest runs, then what was written meanwhile,
-/// for as long as that gets less. What is left then is appended after the pause, so that it wins.
-/// Returns the epochs that went into the file: nothing in them is safe until the file is.
-fn copy_live(
-    guest: &dyn Guest,
-    staging: &mut Staging,
-    file: &mut EpochWriter,
-    subscription: &mut Subscription,
-) -> Result<Vec<Epoch>, Cause> {
-    let populated = guest.populated()?;
-    copy_running(guest, staging, file, &populated, true)?;
-    let mut before = populated.iter().map(|run| run.count).sum::<u64>();
-    tracing::debug!(frames = before, "copied while the guest ran");
-    let mut passes = Vec::new();
-    while passes.len() < LIVE_PASSES {
-        guest.collect()?;
-        let changed = subscription.drain();
-        let frames = changed.frames();
-        let runs: Vec<FrameRun> = changed.runs().collect();
-        copy_running(guest, staging, file, &runs, false)?;
-        tracing::debug!(frames, "copied again while the guest ran");
-        passes.push(changed);
-        if frames <= LIVE_FRAMES || frames > before / 4 * 3 {
-            break;
-        }
-        before = frames;
-    }
-    Ok(passes)
-}
-
-/// Copies frames of a running guest into the file, a little at a time.
-fn copy_running(
-    guest: &dyn Guest,
-    staging: &mut Staging,
-    file: &mut EpochWriter,
-    runs: &[FrameRun],
-    forget_zeros: bool,
-) -> Result<(), Cause> {
-    let at_once = LIVE_FRAMES.min(staging.frames());
-    for batch in batches(runs, at_once) {
-        let contents = staging.copy(guest.ram(), batch.iter().copied())?;
-        file.frames(batch.iter().copied(), contents, forget_zeros)?;
-    }
-    Ok(())
-}
-
-/// Cuts runs into groups of at most `frames` frames each.
-fn batches(runs: &[FrameRun], frames: u64) -> Vec<Vec<FrameRun>> {
-    let mut groups: Vec<Vec<FrameRun>> = Vec::new();
-    let mut room = 0;
-    for &run in runs {
-        let head = room.min(run.count);
-        let first = window(std::iter::once(run), 0, head);
-        let rest = window(std::iter::once(run), head, u64::MAX).flat_map(|r| r.chunks(frames));
-        for piece in first.chain(rest) {
-            match groups.last_mut() {
-                Some(group) if room > 0 => group.push(piece),
-                _ => {
-                    groups.push(vec![piece]);
-                    room = frames;
-                }
-            }
-            room -= piece.count;
-        }
-    }
-    groups
 }

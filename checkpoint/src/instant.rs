@@ -20,8 +20,9 @@ use std::time::{Duration, Instant};
 
 use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
-use crate::checkpointer::{Cause, Phase, step};
+use crate::checkpointer::step;
 use crate::pieces::{Pieces, in_slots, spans};
+use crate::report::{Cause, Phase};
 use crate::shield::{OfEpoch, Released};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
@@ -61,6 +62,7 @@ pub(crate) struct Taken {
     pub(crate) waits: u64,
     /// For how long somebody did.
     pub(crate) waited: Duration,
+    /// For how long the guest stood, by its vCPUs' clocks where those tell.
     pub(crate) pause: Duration,
     pub(crate) resumed: Instant,
 }
@@ -71,6 +73,27 @@ pub(crate) fn take(
     means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
+    let (guest, before) = (means.guest, means.guest.stood());
+    let mut taken = take_one(means, subscription)?;
+    if let Some(stood) = stood_since(guest, &before) {
+        taken.pause = stood;
+    }
+    Ok(taken)
+}
+
+/// How long the vCPU stood that stood longest since then; `None` if one of them has not gone on yet, or they do not know. Who
+/// asks for a pause is told of its end by a thread that has to get a processor first, which the guest may have again.
+fn stood_since(guest: &dyn Guest, before: &[Duration]) -> Option<Duration> {
+    let now = guest.stood();
+    if now.len() != before.len() {
+        return None;
+    }
+    let stood = now.iter().zip(before).map(|(now, before)| now.saturating_sub(*before));
+    let stood: Vec<Duration> = stood.collect();
+    if stood.iter().any(Duration::is_zero) { None } else { stood.into_iter().max() }
+}
+
+fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Taken, (Phase, Cause)> {
     // What is collected now is not in the pause.
     step(Phase::Drain, || means.guest.collect())?;
     if let Some(shield) = means.shield

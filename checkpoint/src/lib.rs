@@ -20,12 +20,15 @@ mod backlog;
 mod cadence;
 mod chain;
 mod checkpointer;
+mod crew;
 mod drive;
 pub mod durable;
 pub mod format;
 mod guest;
 mod instant;
+mod live;
 mod pieces;
+mod report;
 mod restore;
 mod section;
 mod shield;
@@ -40,12 +43,13 @@ mod zero;
 
 pub use backlog::{Backlog, Fetching};
 pub use cadence::{Achieved, Cadence, Taken, Tally};
-pub use checkpointer::{Cause, CheckpointError, Checkpointer, EpochReport, Phase};
+pub use checkpointer::Checkpointer;
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};
 pub use guest::{
     Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuWrites, VmId,
     WithCopies,
 };
+pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_lazily};
 pub use section::{Section, SectionTag, section_tags};
 pub use shield::Shield;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::checkpointer::{Cause, Phase};
+use crate::report::{Cause, Phase};
 use crate::{Guest, Shield};
 
 /// How many epochs are copied in the pause after the guest's shield has failed, and after the store has made the guest wait

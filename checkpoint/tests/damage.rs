@@ -7,7 +7,7 @@ mod small;
 use checkpoint::testing::{
     MemoryDisk, MemoryGuestFactory, reseal_log, reseal_manifest, reseal_pages,
 };
-use checkpoint::{Clock, Damage, RestoreError, Store, StoreError, restore};
+use checkpoint::{Checkpointer, Clock, Damage, RestoreError, Store, StoreError, VmId, restore};
 use proptest::prelude::*;
 use small::{LOG, MANIFEST, PAGES, small_store};
 
@@ -226,9 +226,11 @@ fn survives(name: &str, bytes: Vec<u8>) {
         disk
     });
     disk.put(name, bytes);
-    let store = Store::with_backend(Box::new(disk), false).unwrap();
+    let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
     let verified = store.verify(|_, _| ());
     let restored = restore(&store, None, &MemoryGuestFactory::default(), Clock::Continue);
+    let latest = store.epochs().ok().and_then(|epochs| epochs.last().copied());
+    goes_on(&disk, latest.map(|e| e.vm_id));
     match (verified, restored) {
         (Ok(report), Err(RestoreError::Store(e))) => {
             assert!(report.epochs == 0 && matches!(e, StoreError::NoEpoch { .. }), "{e}");
@@ -238,6 +240,22 @@ fn survives(name: &str, bytes: Vec<u8>) {
             assert!(report.epoch > 1);
         }
         _ => {}
+    }
+}
+
+/// Who compacts it and who writes to it survive, too; what is written restores.
+fn goes_on(disk: &MemoryDisk, vm_id: Option<VmId>) {
+    let Ok(store) = Store::with_backend(Box::new(disk.clone()), true) else { return };
+    let _ = store.compact();
+    let guest = small::guest(vm_id.unwrap_or_else(VmId::random));
+    let Ok(mut checkpointer) = Checkpointer::new(guest, store) else { return };
+    checkpointer.keep(Some(2));
+    checkpointer.log_bound(1);
+    for _ in 0..3 {
+        if let Ok(report) = checkpointer.take() {
+            let factory = MemoryGuestFactory::default();
+            restore(checkpointer.store(), Some(report.epoch), &factory, Clock::Continue).unwrap();
+        }
     }
 }
 

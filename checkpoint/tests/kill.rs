@@ -4,13 +4,15 @@
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Write};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Checkpointer, Clock, Guest, RunState, Store, restore};
+use checkpoint::{Cadence, Checkpointer, Clock, Guest, RunState, Store, restore};
 
 const DIR: &str = "DRIFTLINE_TEST_STORE";
 /// Kills in a row; each begins where the one before left the store.
@@ -108,11 +110,13 @@ fn child_checkpoints_until_killed() {
     checkpointer.keep(Some(4));
     checkpointer.log_bound(32 << 10);
     let mut out = std::io::stdout();
-    loop {
-        let report = checkpointer.take().unwrap();
-        writeln!(out, "durable {}", report.epoch).unwrap();
+    // One after the other, with several in flight.
+    let cadence = Cadence { every: Duration::ZERO, count: None, max_pause: None };
+    checkpointer.run(&cadence, &AtomicBool::new(false), |taken| {
+        writeln!(out, "durable {}", taken.outcome.unwrap().epoch).unwrap();
         out.flush().unwrap();
-    }
+        ControlFlow::Continue(())
+    });
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use checkpoint::{
     Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits,
-    Store, StoreError, Tally, restore,
+    Store, StoreError, Taken, Tally, restore,
 };
 
 fn busy() -> Arc<MemoryGuest> {
@@ -237,8 +237,10 @@ fn a_cadence_never_queues_and_can_be_cancelled() {
         ControlFlow::Continue(())
     });
     assert_eq!((tried, lines.len()), (10, 10));
-    assert!(lines[1].late >= Duration::from_millis(15) && lines[1].skipped >= 7, "{:?}", lines[1]);
-    assert!(lines[1].outcome.is_err() && lines[2..].iter().all(|l| l.outcome.is_ok()));
+    // Whichever was begun next after the first was heard of, with others in flight by then.
+    let late = |t: &Taken| t.late >= Duration::from_millis(15) && t.skipped >= 7;
+    assert!(lines.iter().any(late), "{lines:?}");
+    assert_eq!(lines.iter().filter(|l| l.outcome.is_err()).count(), 1);
     restored(dir.path(), None).0.verify().unwrap();
     cancel.store(true, std::sync::atomic::Ordering::Relaxed);
     let none = checkpointer.run(&every(9000, None), &cancel, |_| ControlFlow::Continue(()));

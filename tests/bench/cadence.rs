@@ -76,6 +76,7 @@ fn checkpointed(
     if let Some(frames) = behind_from {
         checkpointer.copy_behind_from(frames);
     }
+    checkpointer.keep(Some(20));
     // The full one is not what this is about.
     checkpointer.take().unwrap();
     let (mut tally, mut frames, mut waits, mut waited_us) = (Tally::default(), 0, 0, 0);

@@ -229,9 +229,12 @@ impl StoreFile for File {
         let old = StoreFile::len(self)?;
         let more = i64::try_from(len.saturating_sub(old)).map_err(|_| Errno::EFBIG)?;
         let from = i64::try_from(old).map_err(|_| Errno::EFBIG)?;
-        match fallocate(self, FallocateFlags::empty(), from, more) {
-            Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => self.set_len(len),
-            result => Ok(result?),
+        loop {
+            match fallocate(self, FallocateFlags::empty(), from, more) {
+                Err(Errno::EINTR) => {}
+                Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => return self.set_len(len),
+                result => return Ok(result?),
+            }
         }
     }
 

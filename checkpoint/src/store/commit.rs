@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use dirty_tracker::PAGE_SIZE;
@@ -226,7 +227,7 @@ impl Committer {
         // After what took long: somebody may have exchanged the directory meanwhile.
         self.check()?;
         let first = self.kept.front().map_or(front.epoch, |k| k.epoch);
-        let dropped = self.begin_drop()?;
+        let dropped = self.begin_drop().inspect_err(|_| self.end_drop(first..front.epoch))?;
         let oldest = self.kept.get(dropped).map_or(front.epoch, |k| k.epoch);
         let appended = self.append(&written, oldest);
         let result = match appended {
@@ -240,13 +241,15 @@ impl Committer {
             }
         };
         if dropped > 0 {
-            // Should that fail, the locks go with the file.
-            let _ = self.pages.file().lock_range(first..oldest, RangeLock::Free);
-        }
-        if result.is_ok() {
-            self.rotate_if_long();
+            self.end_drop(first..oldest);
         }
         result
+    }
+
+    /// Lets others read these epochs again, if they are still there.
+    fn end_drop(&self, epochs: Range<u64>) {
+        // Should that fail, the locks go with the file.
+        let _ = self.pages.file().lock_range(epochs, RangeLock::Free);
     }
 
     /// Has those epochs alone that are to be dropped with the next; how many, from the oldest on.
@@ -335,7 +338,11 @@ impl Committer {
         Ok(())
     }
 
-    fn rotate_if_long(&mut self) {
+    /// Begins another log if that is worth it. For when nobody waits.
+    pub(crate) fn rotate_if_long(&mut self) {
+        if !matches!(self.standing, Standing::Sound) {
+            return;
+        }
         let bytes = self.end.sector * SECTOR as u64;
         if bytes <= self.bounds.log.max(self.rotate_from) {
             return;

@@ -51,17 +51,6 @@ pub enum StoreError {
         /// The file.
         file: PathBuf,
     },
-    /// What a failed epoch left in the log could not be removed, so that no other can follow there.
-    #[error(
-        "{} ends in an epoch that failed, and that cannot be cut off: {cause}; the next epoch needs another log",
-        log.display()
-    )]
-    Stuck {
-        /// The log.
-        log: PathBuf,
-        /// The system's answer.
-        cause: io::Error,
-    },
     /// The guest's state is more than can be stored.
     #[error("the state of epoch {epoch} cannot be stored: {cause}")]
     State {

@@ -45,13 +45,14 @@ pub(crate) use fetch::{Sink, fetch};
 pub(crate) use frame_map::{Cell, FrameMap};
 pub(crate) use late::LateFrames;
 pub(crate) use log::{LogFile, Record};
+pub(crate) use pages::Pages;
 pub(crate) use pin::Pinned;
 pub(crate) use records::MAX_EPOCH;
 #[cfg(feature = "testing")]
 pub use reseal::{reseal_log, reseal_manifest, reseal_pages};
 pub use rotate::CompactReport;
 pub use verify::VerifyReport;
-pub(crate) use writer::EpochWriter;
+pub(crate) use writer::{EpochWriter, Written};
 
 use self::log::{Tail, is_not_found};
 use self::manifest::Manifest;
@@ -331,6 +332,18 @@ impl Store {
             (Ok(there), Ok(ours)) if there == ours => Ok(()),
             (Err(e), _) if e.kind() != io::ErrorKind::NotFound => Err(self.io("opening", name, e)),
             _ => Err(StoreError::Replaced { file: self.path(name) }),
+        }
+    }
+
+    /// Refuses a store that has another guest's epochs.
+    pub(crate) fn check_owner(&self, asked: VmId) -> Result<(), StoreError> {
+        match self.open_log()? {
+            Some((Manifest { vm_id: stored, .. }, log))
+                if stored != asked && !log.groups.is_empty() =>
+            {
+                Err(StoreError::OtherVm { dir: self.dir(), stored, asked })
+            }
+            _ => Ok(()),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The page file: frames' contents in slots of 4 KiB, of which the first is the header.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dirty_tracker::PAGE_SIZE;
@@ -118,6 +118,11 @@ impl Pages {
 
     pub(crate) fn file(&self) -> &dyn StoreFile {
         self.reader.file()
+    }
+
+    /// Its name, for messages.
+    pub(crate) fn path(&self) -> &Path {
+        &self.reader.path
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {

@@ -48,8 +48,8 @@ impl Committer {
         // What failed may still be in it.
         let known = self.kept.back().map_or(0, |k| k.epoch);
         old.groups.retain(|g| g.info.epoch <= known);
-        let lost = self.kept.iter().any(|k| !old.groups.iter().any(|g| g.info.epoch == k.epoch));
-        if lost {
+        let there = |k: &Kept| old.groups.binary_search_by_key(&k.epoch, |g| g.info.epoch).is_ok();
+        if !self.kept.iter().all(there) {
             let damage = old.take_damage();
             return Err(
                 damage.unwrap_or_else(|| store.no_epoch(self.kept.front().map(|k| k.epoch)))

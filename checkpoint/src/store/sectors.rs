@@ -195,7 +195,14 @@ impl Sectors {
         if number >= self.count() {
             return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
         }
-        let raw = self.raw(number)?;
+        let raw = match self.raw(number) {
+            // Its writer has cut off an epoch that failed in this moment.
+            Err(StoreError::Io { cause, .. }) if cause.kind() == io::ErrorKind::UnexpectedEof => {
+                self.look_again()?;
+                return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
+            }
+            raw => raw?,
+        };
         let ((found, expected), zeros) = (checksums(raw, number), is_zero(raw));
         if found != expected {
             if zeros {

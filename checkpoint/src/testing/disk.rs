@@ -5,6 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::pages::mix;
 use crate::{Backend, LockError, RangeLock, StoreFile};
@@ -68,6 +69,10 @@ struct Disk {
     fault: Option<Fault>,
     /// Files opened so far.
     opened: u64,
+    /// Syncs of files wait until this is over.
+    held: bool,
+    /// How long each takes.
+    sync_takes: Duration,
 }
 
 #[derive(Clone, Debug)]
@@ -222,6 +227,16 @@ impl MemoryDisk {
     /// After `after` more successes `op` fails with `errno`, until [`heal`](Self::heal).
     pub fn fail(&self, op: DiskOp, errno: i32, after: u32) {
         self.lock().fault = Some(Fault { op, errno, after });
+    }
+
+    /// Syncs of files wait, until it is called with `false`.
+    pub fn hold_syncs(&self, held: bool) {
+        self.lock().held = held;
+    }
+
+    /// Each sync of a file takes so long.
+    pub fn slow_syncs(&self, each: Duration) {
+        self.lock().sync_takes = each;
     }
 
     /// Nothing fails any more.
@@ -424,6 +439,10 @@ impl StoreFile for MemoryFile {
     }
 
     fn sync(&self) -> io::Result<()> {
+        std::thread::sleep(self.lock().sync_takes);
+        while self.lock().held {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let mut disk = self.lock();
         disk.check(Some(DiskOp::Sync))?;
         disk.sync()?;

@@ -11,13 +11,13 @@ pub const MANIFEST: &str = "manifest";
 pub const LOG: &str = "log-1";
 pub const PAGES: &str = "pages-1";
 
-fn guest() -> Arc<MemoryGuest> {
+pub fn guest(vm_id: VmId) -> Arc<MemoryGuest> {
     let slots = vec![
         Slot { id: SlotId(0), base: Gfn(0), frames: 4 },
         Slot { id: SlotId(1), base: Gfn(0x100), frames: 4 },
     ];
     let config = MemoryConfig { slots, writers: 1, working_set: 1, writes_per_s: 1, seed: 3 };
-    MemoryGuest::new(VmId::random(), config).unwrap()
+    MemoryGuest::new(vm_id, config).unwrap()
 }
 
 fn store_of(guest: &Arc<MemoryGuest>, writes: [(u64, u8); 3]) -> MemoryDisk {
@@ -33,13 +33,13 @@ fn store_of(guest: &Arc<MemoryGuest>, writes: [(u64, u8); 3]) -> MemoryDisk {
 
 /// Three epochs: contents, zeros, contents.
 pub fn small_store() -> MemoryDisk {
-    store_of(&guest(), [(0x101, 7), (0x101, 0), (2, 9)])
+    store_of(&guest(VmId::random()), [(0x101, 7), (0x101, 0), (2, 9)])
 }
 
 /// Two stores of one guest, whose second epochs have frames of different contents.
 #[allow(dead_code, reason = "not every test has use for it")]
 pub fn two_stores() -> (MemoryDisk, MemoryDisk) {
-    let guest = guest();
+    let guest = guest(VmId::random());
     let one = store_of(&guest, [(0x101, 7), (1, 1), (2, 9)]);
     (one, store_of(&guest, [(0x101, 7), (1, 2), (2, 9)]))
 }

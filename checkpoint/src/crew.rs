@@ -1,0 +1,137 @@
+//! The thread that makes epochs durable while the next ones are taken.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::store::{Bounds, Committer, Pages, Published, StoreError, Written};
+
+/// What is asked of it.
+enum Request {
+    /// Whether the store's files are still those that it has open.
+    Check,
+    /// An epoch that is written.
+    Commit(Box<Written>, Bounds),
+}
+
+/// What became of an epoch.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) result: Result<Published, StoreError>,
+    /// When that was known.
+    pub(crate) at: Instant,
+    /// It failed in a sync: what was written counts as lost.
+    pub(crate) lost: bool,
+    /// The latest epoch that is durable.
+    pub(crate) last: Option<u64>,
+    /// The thread has ended, which it should not.
+    pub(crate) gone: bool,
+}
+
+/// A [`Committer`] on a thread of its own. Dropping it waits until what was handed to it is durable or has failed.
+#[derive(Debug)]
+pub(crate) struct Crew {
+    requests: Option<Sender<Request>>,
+    checks: Receiver<Result<(), StoreError>>,
+    answers: Receiver<Answer>,
+    thread: Option<JoinHandle<()>>,
+    pages: Arc<Pages>,
+    /// The latest durable epoch when it began.
+    last: Option<u64>,
+}
+
+impl Crew {
+    /// Starts the thread.
+    pub(crate) fn start(mut committer: Committer) -> Result<Self, StoreError> {
+        let (pages, last) = (committer.pages().clone(), committer.last());
+        let (requests, requested) = mpsc::channel();
+        let (to_checks, checks) = mpsc::channel();
+        let (to_answers, answers) = mpsc::channel();
+        let work = move || {
+            // Whoever has left does not want to know.
+            for request in requested {
+                match request {
+                    Request::Check => drop(to_checks.send(committer.check())),
+                    Request::Commit(written, bounds) => {
+                        committer.set_bounds(bounds);
+                        let result = committer.commit(*written);
+                        let (at, lost, last) = (Instant::now(), committer.lost, committer.last());
+                        drop(to_answers.send(Answer { result, at, lost, last, gone: false }));
+                        committer.rotate_if_long();
+                    }
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("checkpoint-sync".into()).spawn(work);
+        let failed = |cause| StoreError::Io {
+            what: "starting a thread that commits to",
+            path: pages.path().to_owned(),
+            cause,
+        };
+        let thread = Some(thread.map_err(failed)?);
+        Ok(Self { requests: Some(requests), checks, answers, thread, pages, last })
+    }
+
+    /// The page file, for who writes epochs.
+    pub(crate) fn pages(&self) -> &Arc<Pages> {
+        &self.pages
+    }
+
+    /// The latest epoch that was durable when it was started.
+    pub(crate) fn last(&self) -> Option<u64> {
+        self.last
+    }
+
+    /// Whether the store's files are still those that are open. Waits for all that was handed over before.
+    pub(crate) fn check(&self) -> Result<(), StoreError> {
+        self.ask(Request::Check);
+        self.checks.recv().unwrap_or_else(|_| Err(self.gone()))
+    }
+
+    /// Hands an epoch over. Answers come in the same order.
+    pub(crate) fn commit(&self, written: Written, bounds: Bounds) {
+        self.ask(Request::Commit(Box::new(written), bounds));
+    }
+
+    /// The next answer, waiting for it for `limit`, or for as long as it takes.
+    pub(crate) fn answer(&self, limit: Option<Duration>) -> Option<Answer> {
+        use mpsc::RecvTimeoutError::{Disconnected, Timeout};
+        let answer = match limit {
+            Some(limit) => self.answers.recv_timeout(limit),
+            None => self.answers.recv().map_err(|_| Disconnected),
+        };
+        match answer {
+            Ok(answer) => Some(answer),
+            Err(Timeout) => None,
+            Err(Disconnected) => {
+                let result = Err(self.gone());
+                Some(Answer { result, at: Instant::now(), lost: true, last: None, gone: true })
+            }
+        }
+    }
+
+    fn ask(&self, request: Request) {
+        if let Some(requests) = &self.requests {
+            // That it is gone is noticed by who waits for the answer.
+            let _ = requests.send(request);
+        }
+    }
+
+    fn gone(&self) -> StoreError {
+        let cause = io::Error::other("the thread that does so has ended");
+        StoreError::Io { what: "committing to", path: self.pages.path().to_owned(), cause }
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        drop(self.requests.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that commits epochs has panicked");
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Several epochs on their way to the disk: durable in order, and what fails takes with it what was built on it.
+#![allow(clippy::unwrap_used)]
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use checkpoint::testing::{
+    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Survives,
+};
+use checkpoint::{
+    Cadence, CheckpointError, Checkpointer, Clock, EpochReport, Guest, Store, Taken, restore,
+};
+
+fn busy() -> Arc<MemoryGuest> {
+    MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
+}
+
+fn checkpointer(guest: &Arc<MemoryGuest>, disk: &MemoryDisk, keep: u64) -> Checkpointer {
+    let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.keep(Some(keep));
+    checkpointer.log_bound(32 << 10);
+    checkpointer
+}
+
+fn every(ms: u64, count: u64) -> Cadence {
+    Cadence { every: Duration::from_millis(ms), count: Some(count), max_pause: None }
+}
+
+fn number(taken: &Taken) -> u64 {
+    match &taken.outcome {
+        Ok(EpochReport { epoch, .. }) | Err(CheckpointError { epoch, .. }) => *epoch,
+    }
+}
+
+/// All epochs that are kept restore whole.
+fn all_whole(disk: &MemoryDisk) -> Vec<u64> {
+    let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
+    store.verify(|_, _| ()).unwrap();
+    let kept: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
+    for epoch in &kept {
+        let factory = MemoryGuestFactory::default();
+        let (copy, _) = restore(&store, Some(*epoch), &factory, Clock::Continue).unwrap();
+        copy.verify().unwrap();
+    }
+    kept
+}
+
+#[test]
+fn epochs_are_taken_while_others_are_written_and_heard_of_in_order() {
+    let (disk, guest) = (MemoryDisk::default(), busy());
+    let mut checkpointer = checkpointer(&guest, &disk, 5);
+    checkpointer.take().unwrap();
+    let mut taken = Vec::new();
+    held(&disk, || {
+        let tried = checkpointer.run(&every(10, 20), &AtomicBool::new(false), |t| {
+            taken.push(t);
+            ControlFlow::Continue(())
+        });
+        assert_eq!(tried, 20);
+    });
+    assert_eq!(taken.iter().map(number).collect::<Vec<_>>(), (2..=21).collect::<Vec<_>>());
+    // They were taken while nothing became durable; the fifth had to wait for the first.
+    let writes: Vec<f64> = taken.iter().map(|t| t.outcome.as_ref().unwrap().write_ms).collect();
+    assert!(writes[..3].iter().all(|ms| *ms > 300.0), "{writes:?}");
+    assert!(taken[4].late > Duration::from_millis(300), "{:?}", taken[4]);
+    drop(checkpointer);
+    assert_eq!(all_whole(&disk), [17, 18, 19, 20, 21]);
+}
+
+/// Does something while no sync ends for a second, and goes on for as long as it takes.
+fn held(disk: &MemoryDisk, act: impl FnOnce()) {
+    disk.hold_syncs(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // As many epochs as may be are in flight by then.
+            std::thread::sleep(Duration::from_secs(1));
+            disk.hold_syncs(false);
+        });
+        act();
+    });
+}
+
+/// Fails `op` while epochs are in flight that wait for a sync; all that was heard of.
+fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
+    let (disk, guest) = (MemoryDisk::default(), busy());
+    let mut checkpointer = checkpointer(&guest, &disk, keep);
+    for _ in 0..3 {
+        checkpointer.take().unwrap();
+    }
+    disk.fail(op, errno, 0);
+    let mut taken = Vec::new();
+    held(&disk, || {
+        checkpointer.run(&every(1, 12), &AtomicBool::new(false), |t| {
+            if t.outcome.is_err() {
+                disk.heal();
+            }
+            taken.push(t);
+            ControlFlow::Continue(())
+        });
+    });
+    assert_eq!(taken.iter().map(number).collect::<Vec<_>>(), (4..=15).collect::<Vec<_>>());
+    let failed = taken.iter().take_while(|t| t.outcome.is_err()).count();
+    assert!((3..=4).contains(&failed), "{failed}: {taken:?}");
+    assert!(taken[failed..].iter().all(|t| t.outcome.is_ok()), "{taken:?}");
+    let said = |n: usize| taken[n].outcome.as_ref().unwrap_err().to_string();
+    assert!(said(0).contains(&std::io::Error::from_raw_os_error(errno).to_string()), "{}", said(0));
+    for n in 1..failed {
+        let expected = format!("it builds on epoch {}, which is not stored", 3 + n);
+        assert!(said(n).contains(&expected), "{}", said(n));
+        assert!(said(n).contains("what changed will be in the next epoch"), "{}", said(n));
+    }
+    // What they all had is in the next, and so in the last.
+    guest.pause().unwrap();
+    let last = checkpointer.take().unwrap().epoch;
+    let factory = MemoryGuestFactory::default();
+    let (copy, report) = restore(checkpointer.store(), None, &factory, Clock::Continue).unwrap();
+    copy.verify().unwrap();
+    assert_eq!((report.epoch, copy.writes()), (last, guest.writes()));
+    drop(checkpointer);
+    let kept = all_whole(&disk);
+    assert_eq!(kept[kept.len() - 2..], [15, 16]);
+    disk
+}
+
+#[test]
+fn a_failed_sync_fails_all_in_flight_and_the_next_is_full() {
+    let disk = failing(DiskOp::Sync, libc::EIO, 50);
+    let store = Store::with_backend(Box::new(disk), false).unwrap();
+    let full = |e: &checkpoint::EpochInfo| e.full.then_some(e.epoch);
+    let full: Vec<u64> = store.epochs().unwrap().iter().filter_map(full).collect();
+    assert!(full.len() == 2 && full[0] == 1 && (7..=8).contains(&full[1]), "{full:?}");
+}
+
+#[test]
+fn a_refused_commit_fails_all_in_flight_and_gives_their_frames_back() {
+    failing(DiskOp::Lock, libc::ENOLCK, 2);
+}
+
+#[test]
+fn a_guest_that_cannot_be_paused_fails_alone() {
+    let (disk, guest) = (MemoryDisk::default(), busy());
+    let mut checkpointer = checkpointer(&guest, &disk, 3);
+    checkpointer.take().unwrap();
+    disk.slow_syncs(Duration::from_millis(15));
+    let mut taken = Vec::new();
+    checkpointer.run(&every(5, 12), &AtomicBool::new(false), |t| {
+        if taken.len() == 2 {
+            guest.faults().fail_next(checkpoint::testing::Op::Pause, 1);
+        }
+        taken.push(t);
+        ControlFlow::Continue(())
+    });
+    assert_eq!(taken.iter().map(number).collect::<Vec<_>>(), (2..=13).collect::<Vec<_>>());
+    assert_eq!(taken.iter().filter(|t| t.outcome.is_err()).count(), 1);
+    drop(checkpointer);
+    assert_eq!(all_whole(&disk), [11, 12, 13]);
+}
+
+#[test]
+fn a_series_that_is_cancelled_or_broken_off_hears_of_all_that_was_begun() {
+    let (disk, guest) = (MemoryDisk::default(), busy());
+    let mut checkpointer = checkpointer(&guest, &disk, 50);
+    disk.slow_syncs(Duration::from_millis(5));
+    let (mut heard, cancel) = (0, AtomicBool::new(false));
+    let cadence = Cadence { every: Duration::from_millis(2), count: None, max_pause: None };
+    let tried = checkpointer.run(&cadence, &cancel, |taken| {
+        heard += u64::from(taken.outcome.is_ok());
+        cancel.store(heard == 3, Ordering::Relaxed);
+        ControlFlow::Continue(())
+    });
+    assert!(heard == tried && tried < 10, "{heard} of {tried}");
+    let tried_then = checkpointer.run(&cadence, &AtomicBool::new(false), |taken| {
+        heard += u64::from(taken.outcome.is_ok());
+        ControlFlow::Break(())
+    });
+    assert!(heard == tried + tried_then && tried_then <= 5, "{heard} of {tried} + {tried_then}");
+    // What is in flight when it is dropped is stored all the same, and the lock is free then.
+    drop(checkpointer);
+    assert_eq!(all_whole(&disk).len() as u64, heard);
+}
+
+#[test]
+fn whatever_sync_is_the_last_with_epochs_in_flight_what_was_durable_restores() {
+    for stop in 0..60 {
+        let (disk, guest) = (MemoryDisk::default(), busy());
+        disk.stop_at_sync(stop);
+        let mut durable = Vec::new();
+        let mut checkpointer = checkpointer(&guest, &disk, 3);
+        checkpointer.run(&every(0, 20), &AtomicBool::new(false), |taken| {
+            durable.extend(taken.outcome.ok().map(|report| report.epoch));
+            ControlFlow::Continue(())
+        });
+        drop(checkpointer);
+        guest.stop("done");
+        let torn = (0..4).map(|seed| Survives::Torn(seed + stop * 100));
+        for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
+            let kept = all_whole(&disk.crash(how));
+            for epoch in durable.iter().rev().take(2) {
+                assert!(kept.contains(epoch), "{how:?}: {epoch} was durable; there are {kept:?}");
+            }
+        }
+    }
+}
