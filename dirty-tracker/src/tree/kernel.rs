@@ -1,27 +1,116 @@
 //! How set bits become numbers, the one step of a walk that is worth vector instructions: for CPUs
 //! with AVX-512 VBMI2, for x86-64 with BMI, and for any other. The only file of this crate with
 //! unsafe code; `mod tests` below holds every kernel to the portable one.
-#![allow(unsafe_code, reason = "vector instructions; each block says why it is sound")]
+#![allow(
+    unsafe_code,
+    reason = "vector instructions, and lists that are written behind their end; each block says why it is sound"
+)]
 
-use std::ops::Range;
+use std::mem::MaybeUninit;
 
 use crate::Gfn;
 use crate::sync::AtomicU64;
 
+/// Places for the frames of one word.
+type Places = [MaybeUninit<Gfn>; 64];
+
 /// What a walk asks of the CPU.
 pub(super) trait Kernel: Copy {
+    /// So many frames of a list are best written where they belong; what follows is best gathered, and
+    /// appended in pieces.
+    const IN_PLACE: usize;
+
     /// Writes `base` plus the number of each set bit of `bits` to `room`, ascending, and returns how
     /// many. What lies behind them in `room` is undefined afterwards.
     fn expand(self, bits: u64, base: u32, room: &mut [u32; 64]) -> usize;
 
-    /// Appends the frames `base` plus each offset to a list.
-    fn append(self, out: &mut Vec<Gfn>, base: u64, offsets: &[u32]);
+    /// As [`expand`](Self::expand), to frames. As many places as it returns are initialized.
+    fn write(self, bits: u64, base: u64, room: &mut Places) -> usize;
+
+    /// Writes consecutive frames from `first` on to all of `room`.
+    fn write_range(self, first: u64, room: &mut [MaybeUninit<Gfn>]);
+
+    /// Appends frames to a list.
+    fn append(self, out: &mut Vec<Gfn>, frames: &[Gfn]);
+
+    /// Appends `len` consecutive frames from `first` on to a list.
+    fn append_range(self, out: &mut Vec<Gfn>, first: u64, len: usize);
 
     /// Begins to load a word.
     fn prefetch(self, word: &AtomicU64);
+}
 
-    /// Appends consecutive frames to a list.
-    fn append_range(self, out: &mut Vec<Gfn>, frames: Range<u64>);
+/// The room behind a list's end, being filled. Nothing is allocated: what finds no room is not written.
+pub(super) struct Room<'l> {
+    list: &'l mut Vec<Gfn>,
+    /// The places behind the list's end, of which the first `len` are initialized.
+    places: *mut MaybeUninit<Gfn>,
+    count: usize,
+    len: usize,
+}
+
+impl<'l> Room<'l> {
+    /// At most `bound` places of what the list has.
+    #[inline(always)]
+    pub(super) fn new(list: &'l mut Vec<Gfn>, bound: usize) -> Self {
+        let spare = list.spare_capacity_mut();
+        let (places, count) = (spare.as_mut_ptr(), spare.len().min(bound));
+        Self { list, places, count, len: 0 }
+    }
+
+    /// How many frames find room.
+    #[inline(always)]
+    pub(super) fn left(&self) -> usize {
+        self.count - self.len
+    }
+
+    #[inline(always)]
+    fn free(&mut self) -> &mut [MaybeUninit<Gfn>] {
+        // SAFETY: `len` is at most `count`, and so many places are there.
+        let start = unsafe { self.places.add(self.len) };
+        // SAFETY: the rest of the list's spare room, which nobody touches while it is borrowed.
+        unsafe { std::slice::from_raw_parts_mut(start, self.count - self.len) }
+    }
+
+    /// Writes `base` plus the number of each set bit of `bits`, if 64 frames find room.
+    #[inline(always)]
+    pub(super) fn write(&mut self, kernel: impl Kernel, bits: u64, base: u64) {
+        if let Some(room) = self.free().first_chunk_mut() {
+            self.len += kernel.write(bits, base, room);
+        }
+    }
+
+    /// As [`write`](Self::write), if `bits` are at most two and two frames find room; whether it was so.
+    #[inline(always)]
+    pub(super) fn write_two(&mut self, bits: u64, base: u64) -> bool {
+        let second = bits & bits.wrapping_sub(1);
+        if second & second.wrapping_sub(1) != 0 {
+            return false;
+        }
+        let Some([one, two]) = self.free().first_chunk_mut() else { return false };
+        one.write(Gfn(base.wrapping_add(u64::from(bits.trailing_zeros()))));
+        two.write(Gfn(base.wrapping_add(u64::from(second.trailing_zeros()))));
+        // At most two, as was asked above.
+        self.len += bits.count_ones() as usize;
+        true
+    }
+
+    /// Writes `len` consecutive frames from `first` on, if they find room.
+    #[inline(always)]
+    pub(super) fn write_range(&mut self, kernel: impl Kernel, first: u64, len: usize) {
+        if let Some(room) = self.free().get_mut(..len) {
+            kernel.write_range(first, room);
+            self.len += len;
+        }
+    }
+
+    /// What has been written is the list's.
+    #[inline(always)]
+    pub(super) fn keep(self) {
+        let len = self.list.len() + self.len;
+        // SAFETY: the places from the list's end on that `len` counts lie in its capacity and are initialized.
+        unsafe { self.list.set_len(len) };
+    }
 }
 
 /// Work that is compiled once for each kernel. `run` and all that it calls must be inlined, or it
@@ -76,37 +165,35 @@ impl Choice {
 struct Portable;
 
 impl Kernel for Portable {
-    /// Four or eight at a time, there or not: a branch or two a word instead of one a bit.
+    const IN_PLACE: usize = usize::MAX;
+
     #[inline(always)]
-    fn expand(self, mut bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
-        if bits == u64::MAX {
-            room.iter_mut().zip(0..).for_each(|(place, number)| *place = base + number);
-            return 64;
-        }
-        let count = bits.count_ones() as usize;
-        let mut next = |place: &mut u32| {
-            *place = base.wrapping_add(bits.trailing_zeros());
-            bits &= bits.wrapping_sub(1);
-        };
-        let (four, rest) = room.split_at_mut(4);
-        four.iter_mut().for_each(&mut next);
-        for (eight, done) in rest.chunks_mut(8).zip((4..).step_by(8)) {
-            if count <= done {
-                break;
-            }
-            eight.iter_mut().for_each(&mut next);
-        }
-        count
+    fn expand(self, bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
+        each_bit(bits, room, |place, bit| *place = base.wrapping_add(bit))
     }
 
     #[inline(always)]
-    fn append(self, out: &mut Vec<Gfn>, base: u64, offsets: &[u32]) {
-        out.extend(offsets.iter().map(|offset| Gfn(base + u64::from(*offset))));
+    fn write(self, bits: u64, base: u64, room: &mut Places) -> usize {
+        each_bit(bits, room, |place, bit| {
+            place.write(Gfn(base.wrapping_add(u64::from(bit))));
+        })
     }
 
     #[inline(always)]
-    fn append_range(self, out: &mut Vec<Gfn>, frames: Range<u64>) {
-        out.extend(frames.map(Gfn));
+    fn write_range(self, first: u64, room: &mut [MaybeUninit<Gfn>]) {
+        room.iter_mut().zip(first..).for_each(|(place, frame)| {
+            place.write(Gfn(frame));
+        });
+    }
+
+    #[inline(always)]
+    fn append(self, out: &mut Vec<Gfn>, frames: &[Gfn]) {
+        out.extend_from_slice(frames);
+    }
+
+    #[inline(always)]
+    fn append_range(self, out: &mut Vec<Gfn>, first: u64, len: usize) {
+        out.extend((first..first + len as u64).map(Gfn));
     }
 
     #[inline(always)]
@@ -120,12 +207,36 @@ impl Kernel for Portable {
     }
 }
 
+/// Puts the number of each set bit to a place, ascending; returns how many. Four or eight at a time,
+/// there or not: a branch or two a word instead of one a bit.
+#[inline(always)]
+fn each_bit<T>(mut bits: u64, room: &mut [T; 64], put: impl Fn(&mut T, u32)) -> usize {
+    if bits == u64::MAX {
+        room.iter_mut().zip(0..).for_each(|(place, bit)| put(place, bit));
+        return 64;
+    }
+    let count = bits.count_ones() as usize;
+    let mut next = |place: &mut T| {
+        put(place, bits.trailing_zeros());
+        bits &= bits.wrapping_sub(1);
+    };
+    let (four, rest) = room.split_at_mut(4);
+    four.iter_mut().for_each(&mut next);
+    for (eight, done) in rest.chunks_mut(8).zip((4..).step_by(8)) {
+        if count <= done {
+            break;
+        }
+        eight.iter_mut().for_each(&mut next);
+    }
+    count
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
-    use std::ops::Range;
+    use std::mem::MaybeUninit;
 
-    use super::{Job, Kernel, Portable};
+    use super::{Job, Kernel, Places, Portable};
     use crate::Gfn;
     use crate::sync::AtomicU64;
 
@@ -180,6 +291,8 @@ mod x86 {
     };
 
     impl Kernel for Avx512 {
+        const IN_PLACE: usize = STREAM_FROM;
+
         /// Compresses the numbers 0 to 63 by the bits, and widens them sixteen at a time.
         #[inline(always)]
         fn expand(self, bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
@@ -188,27 +301,38 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn append(self, out: &mut Vec<Gfn>, base: u64, offsets: &[u32]) {
-            if offsets.len() < PIECE || out.len() + offsets.len() < STREAM_FROM {
-                return Portable.append(out, base, offsets);
+        fn write(self, bits: u64, base: u64, room: &mut Places) -> usize {
+            // SAFETY: as above.
+            unsafe { write(bits, base, room) }
+        }
+
+        #[inline(always)]
+        fn write_range(self, first: u64, room: &mut [MaybeUninit<Gfn>]) {
+            // SAFETY: as above.
+            unsafe { write_range(first, room) };
+        }
+
+        #[inline(always)]
+        fn append(self, out: &mut Vec<Gfn>, frames: &[Gfn]) {
+            if frames.len() < PIECE || out.len() + frames.len() < STREAM_FROM {
+                return Portable.append(out, frames);
             }
             // SAFETY: as above.
-            unsafe { stream_offsets(out, base, offsets) };
+            unsafe { stream_frames(out, frames) };
+        }
+
+        #[inline(always)]
+        fn append_range(self, out: &mut Vec<Gfn>, first: u64, len: usize) {
+            if len < PIECE || out.len() + len < STREAM_FROM {
+                return Portable.append_range(out, first, len);
+            }
+            // SAFETY: as above.
+            unsafe { stream_range(out, first, len) };
         }
 
         #[inline(always)]
         fn prefetch(self, word: &AtomicU64) {
             Portable.prefetch(word);
-        }
-
-        #[inline(always)]
-        fn append_range(self, out: &mut Vec<Gfn>, frames: Range<u64>) {
-            let len = (frames.end - frames.start) as usize;
-            if len < PIECE || out.len() + len < STREAM_FROM {
-                return Portable.append_range(out, frames);
-            }
-            // SAFETY: as above.
-            unsafe { stream_range(out, frames) };
         }
     }
 
@@ -237,6 +361,65 @@ mod x86 {
         count
     }
 
+    /// As `expand`, widened eight at a time.
+    #[inline]
+    #[target_feature(enable = "popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2")]
+    fn write(bits: u64, base: u64, room: &mut Places) -> usize {
+        let count = bits.count_ones() as usize;
+        // SAFETY: 64 bytes are read from an array of 64 bytes.
+        let numbers = unsafe { _mm512_loadu_si512(NUMBERS.as_ptr().cast()) };
+        let packed = _mm512_maskz_compress_epi8(bits, numbers);
+        let base = _mm512_set1_epi64(base.cast_signed());
+        let (eights, _) = room.as_chunks_mut::<8>();
+        let mut put = |place: usize, bytes: __m128i| {
+            store(&mut eights[place], _mm512_add_epi64(_mm512_cvtepu8_epi64(bytes), base));
+            let bytes = _mm_unpackhi_epi64(bytes, bytes);
+            store(&mut eights[place + 1], _mm512_add_epi64(_mm512_cvtepu8_epi64(bytes), base));
+        };
+        put(0, _mm512_castsi512_si128(packed));
+        if count > 16 {
+            put(2, _mm512_extracti32x4_epi32::<1>(packed));
+            if count > 32 {
+                put(4, _mm512_extracti32x4_epi32::<2>(packed));
+                put(6, _mm512_extracti32x4_epi32::<3>(packed));
+            }
+        }
+        count
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn store(place: &mut [MaybeUninit<Gfn>; 8], frames: __m512i) {
+        // SAFETY: 64 bytes are written to eight places of eight bytes.
+        unsafe { _mm512_storeu_si512(place.as_mut_ptr().cast(), frames) };
+    }
+
+    /// `first` and the seven frames after it.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn eight_from(first: u64) -> __m512i {
+        let numbers = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+        _mm512_add_epi64(numbers, _mm512_set1_epi64(first.cast_signed()))
+    }
+
+    /// Whole cache lines, and what they leave at both ends as if those were lines, too.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn write_range(first: u64, room: &mut [MaybeUninit<Gfn>]) {
+        let len = room.len();
+        let Some(head) = room.first_chunk_mut() else { return Portable.write_range(first, room) };
+        store(head, eight_from(first));
+        let unaligned = room.as_ptr().align_offset(64).min(len);
+        let mut frames = eight_from(first + unaligned as u64);
+        for line in room[unaligned..].as_chunks_mut().0 {
+            store(line, frames);
+            frames = _mm512_add_epi64(frames, _mm512_set1_epi64(8));
+        }
+        if let Some(tail) = room.last_chunk_mut() {
+            store(tail, eight_from(first + len as u64 - 8));
+        }
+    }
+
     /// From this length on (2 MiB) a list has outgrown a core's own cache and is written past it: half the
     /// memory traffic, since lines are not read before they are overwritten.
     const STREAM_FROM: usize = 256 << 10;
@@ -245,24 +428,19 @@ mod x86 {
     const PIECE: usize = 1024;
 
     #[target_feature(enable = "avx512f")]
-    fn stream_offsets(out: &mut Vec<Gfn>, base: u64, offsets: &[u32]) {
-        let wide_base = _mm512_set1_epi64(base.cast_signed());
-        let one = |at: usize| base + u64::from(offsets[at]);
+    fn stream_frames(out: &mut Vec<Gfn>, frames: &[Gfn]) {
         let eight = |at: usize| {
-            let (eight, _) = offsets[at..].as_chunks::<8>();
-            // SAFETY: 32 bytes are read from an array of eight words of four bytes.
-            let eight = unsafe { _mm256_loadu_si256(eight[0].as_ptr().cast()) };
-            _mm512_add_epi64(_mm512_cvtepu32_epi64(eight), wide_base)
+            let (eight, _) = frames[at..].as_chunks::<8>();
+            // SAFETY: 64 bytes are read from an array of eight frames of eight bytes.
+            unsafe { _mm512_loadu_si512(eight[0].as_ptr().cast()) }
         };
-        stream(out, offsets.len(), one, eight);
+        stream(out, frames.len(), |at| frames[at].0, eight);
     }
 
     #[target_feature(enable = "avx512f")]
-    fn stream_range(out: &mut Vec<Gfn>, frames: Range<u64>) {
-        let numbers = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
-        let one = |at: usize| frames.start + at as u64;
-        let eight = |at| _mm512_add_epi64(numbers, _mm512_set1_epi64(one(at).cast_signed()));
-        stream(out, (frames.end - frames.start) as usize, one, eight);
+    fn stream_range(out: &mut Vec<Gfn>, first: u64, len: usize) {
+        let one = |at: usize| first + at as u64;
+        stream(out, len, one, |at| eight_from(one(at)));
     }
 
     /// Appends `len` frames past the cache. `one` answers with the frame at a place, `eight` with the eight
@@ -301,73 +479,4 @@ mod x86 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    struct Expand<'a>(u64, u32, &'a mut Vec<u32>);
-
-    impl Job for Expand<'_> {
-        #[inline(always)]
-        fn run<K: Kernel>(self, kernel: K) {
-            let mut room = [0xdead; 64];
-            let count = kernel.expand(self.0, self.1, &mut room);
-            self.2.extend_from_slice(&room[..count]);
-        }
-    }
-
-    /// The offsets, and then as many frames again as a range.
-    struct Append<'a>(&'a mut Vec<Gfn>, u64, &'a [u32]);
-
-    impl Job for Append<'_> {
-        #[inline(always)]
-        fn run<K: Kernel>(self, kernel: K) {
-            kernel.append(self.0, self.1, self.2);
-            let end = self.1 + u64::from(*self.2.last().unwrap()) + 1;
-            kernel.append_range(self.0, end..end + self.2.len() as u64);
-        }
-    }
-
-    #[test]
-    fn every_kernel_finds_the_bits_that_are_set() {
-        let mut seed = 1u64;
-        let mut random = || {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            seed ^ seed >> 33
-        };
-        for round in 0..if cfg!(miri) { 48 } else { 2000 } {
-            let sparse = random() & random() & random();
-            let bits = match round % 4 {
-                0 => random(),
-                1 => sparse & random(),
-                2 => random() | random() | random(),
-                _ => [0, 1, u64::MAX, 1 << 63, u64::MAX >> 1, !1][round / 4 % 6],
-            };
-            let base = random() as u32 >> 1;
-            let expected: Vec<u32> =
-                (0..64).filter(|b| bits >> b & 1 == 1).map(|b| base + b).collect();
-            for kernel in Choice::all() {
-                let mut found = Vec::new();
-                kernel.run(Expand(bits, base, &mut found));
-                assert_eq!(found, expected, "{kernel:?} of {bits:#x}");
-            }
-        }
-    }
-
-    #[test]
-    fn every_kernel_appends_what_it_was_given_however_long_the_list_is() {
-        // Under miri there is one kernel, and half a million frames take for ever.
-        let rounds = if cfg!(miri) { 4 } else { 400 };
-        for kernel in Choice::all() {
-            let mut list = Vec::new();
-            let base = 1 << 35;
-            let mut next = 0;
-            for round in 0..rounds {
-                let piece: Vec<u32> = (next..next + 997 + round % 23).collect();
-                kernel.run(Append(&mut list, base, &piece));
-                next += 2 * piece.len() as u32;
-            }
-            let expected = (0..u64::from(next)).map(|offset| Gfn(base + offset));
-            assert!(list.iter().copied().eq(expected), "{kernel:?}");
-        }
-    }
-}
+mod tests;

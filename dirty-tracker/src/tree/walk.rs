@@ -69,6 +69,26 @@ impl Pending {
     pub(super) const EMPTY: Self = Self { words: [0; PENDING], base: 0, next: 0, len: 0 };
 }
 
+/// Whether words are so far from one another that most can be expected to have a bit or two.
+#[inline(always)]
+pub(super) fn is_sparse(offsets: &[u32]) -> bool {
+    let span = |first: u32, last: u32| (last - first) as usize;
+    let (first, last) = (offsets.first(), offsets.last());
+    first.zip(last).is_some_and(|(first, last)| offsets.len() * 2 < span(*first, *last) + 3)
+}
+
+/// As [`Kernel::expand`], by plain instructions if it is of at most two bits.
+#[inline(always)]
+fn expand_sparse(kernel: impl Kernel, bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
+    let second = bits & bits.wrapping_sub(1);
+    if second & second.wrapping_sub(1) != 0 {
+        return kernel.expand(bits, base, room);
+    }
+    room[0] = base.wrapping_add(bits.trailing_zeros());
+    room[1] = base.wrapping_add(second.trailing_zeros());
+    bits.count_ones() as usize
+}
+
 /// Takes listed leaf words, ascending, and leaves their summaries as they are.
 pub(super) struct Listed<'a, W, S> {
     pub(super) words: W,
@@ -157,6 +177,7 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
             let found = &here.words[here.next..here.len];
             let first = found[0];
             let (mut looked_into, mut len) = (0, 0);
+            let sparse = is_sparse(found);
             for (i, word) in found.iter().enumerate() {
                 if let Some(ahead) = found.get(i + AHEAD) {
                     words.announce(kernel, start + *ahead as usize);
@@ -168,7 +189,10 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
                     break;
                 }
                 let bits = words.take(start + *word as usize);
-                len += kernel.expand(bits, offset << SHIFT, room);
+                len += match sparse {
+                    true => expand_sparse(kernel, bits, offset << SHIFT, room),
+                    false => kernel.expand(bits, offset << SHIFT, room),
+                };
                 looked_into += 1;
             }
             here.next += looked_into;
