@@ -16,6 +16,9 @@ type Places = [MaybeUninit<Gfn>; 64];
 
 /// What a walk asks of the CPU.
 pub(super) trait Kernel: Copy {
+    /// Whether sparse words are best taken eight at once.
+    const EIGHTS: bool = false;
+
     /// So many frames of a list are best written where they belong; what follows is best gathered, and
     /// appended in pieces.
     const IN_PLACE: usize;
@@ -26,6 +29,32 @@ pub(super) trait Kernel: Copy {
 
     /// As [`expand`](Self::expand), to frames. As many places as it returns are initialized.
     fn write(self, bits: u64, base: u64, room: &mut Places) -> usize;
+
+    /// Takes the words `base` plus each offset and writes for each of their bits, ascending, the number that
+    /// [`expand`](Self::expand) gives it if the word's first bit is 64 times its offset less `first`. Returns how many,
+    /// and leaves zeros; or changes nothing, if a word has more than two bits or the CPU can't do this well.
+    fn expand_eight(
+        self,
+        _words: &mut [AtomicU64],
+        _base: usize,
+        _offsets: &[u32; 8],
+        _first: u32,
+        _room: &mut [u32; 16],
+    ) -> Option<usize> {
+        None
+    }
+
+    /// As [`expand_eight`](Self::expand_eight), to frames: `base` is that of offset `first`.
+    fn write_eight(
+        self,
+        _words: &mut [AtomicU64],
+        _base: usize,
+        _offsets: &[u32; 8],
+        _first: (u32, u64),
+        _room: &mut [MaybeUninit<Gfn>; 16],
+    ) -> Option<usize> {
+        None
+    }
 
     /// Writes consecutive frames from `first` on to all of `room`.
     fn write_range(self, first: u64, room: &mut [MaybeUninit<Gfn>]);
@@ -93,6 +122,22 @@ impl<'l> Room<'l> {
         // At most two, as was asked above.
         self.len += bits.count_ones() as usize;
         true
+    }
+
+    /// [`Kernel::write_eight`], if sixteen frames find room; whether it was done.
+    #[inline(always)]
+    pub(super) fn write_eight(
+        &mut self,
+        kernel: impl Kernel,
+        words: &mut [AtomicU64],
+        base: usize,
+        offsets: &[u32; 8],
+        first: (u32, u64),
+    ) -> bool {
+        let Some(room) = self.free().first_chunk_mut() else { return false };
+        let written = kernel.write_eight(words, base, offsets, first, room);
+        self.len += written.unwrap_or(0);
+        written.is_some()
     }
 
     /// Writes `len` consecutive frames from `first` on, if they find room.
@@ -259,7 +304,7 @@ mod x86 {
         job.run(Portable);
     }
 
-    /// A CPU with AVX-512 VBMI2.
+    /// A CPU with AVX-512 VBMI2 and VPOPCNTDQ.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub(in super::super) struct Avx512(());
 
@@ -269,12 +314,15 @@ mod x86 {
                 && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512vpopcntdq")
                 && is_x86_feature_detected!("avx512vbmi2");
             there.then_some(Self(()))
         }
     }
 
-    #[target_feature(enable = "bmi1,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2")]
+    #[target_feature(
+        enable = "bmi1,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2,avx512vpopcntdq"
+    )]
     pub(super) fn with_avx512(job: impl Job, avx: Avx512) {
         job.run(avx);
     }
@@ -291,6 +339,7 @@ mod x86 {
     };
 
     impl Kernel for Avx512 {
+        const EIGHTS: bool = cfg!(not(any(driftline_loom, driftline_shuttle)));
         const IN_PLACE: usize = STREAM_FROM;
 
         /// Compresses the numbers 0 to 63 by the bits, and widens them sixteen at a time.
@@ -304,6 +353,34 @@ mod x86 {
         fn write(self, bits: u64, base: u64, room: &mut Places) -> usize {
             // SAFETY: as above.
             unsafe { write(bits, base, room) }
+        }
+
+        #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+        #[inline(always)]
+        fn expand_eight(
+            self,
+            words: &mut [AtomicU64],
+            base: usize,
+            offsets: &[u32; 8],
+            first: u32,
+            room: &mut [u32; 16],
+        ) -> Option<usize> {
+            // SAFETY: as above.
+            unsafe { expand_eight(&mut words[base..], offsets, first, room) }
+        }
+
+        #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+        #[inline(always)]
+        fn write_eight(
+            self,
+            words: &mut [AtomicU64],
+            base: usize,
+            offsets: &[u32; 8],
+            first: (u32, u64),
+            room: &mut [MaybeUninit<Gfn>; 16],
+        ) -> Option<usize> {
+            // SAFETY: as above.
+            unsafe { write_eight(&mut words[base..], offsets, first, room) }
         }
 
         #[inline(always)]
@@ -385,6 +462,100 @@ mod x86 {
             }
         }
         count
+    }
+
+    /// The bits of eight words with at most two bits each.
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    struct Few {
+        /// The word's first bit in the lower half of a lane, the second in the upper one.
+        bits: __m512i,
+        /// Which halves there are.
+        mask: u16,
+    }
+
+    /// Takes eight words, or none if one has more than two bits. The numbers of their bits begin at 64 times offset
+    /// less `first`.
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    #[inline]
+    #[target_feature(enable = "bmi2,avx512f,avx512vl,avx512vpopcntdq")]
+    fn take_eight(words: &mut [AtomicU64], offsets: &[u32; 8], first: u32) -> Option<Few> {
+        let offset_list = offsets;
+        // SAFETY: 32 bytes are read from an array of eight words of four bytes.
+        let offsets = unsafe { _mm256_loadu_si256(offsets.as_ptr().cast()) };
+        let places = _mm512_cvtepu32_epi64(offsets);
+        let len = _mm512_set1_epi64(words.len() as i64);
+        if _mm512_cmplt_epu64_mask(places, len) != 0xff {
+            return None;
+        }
+        let start = words.as_mut_ptr().cast::<i64>();
+        // SAFETY: all places are below the length, and nobody else has the words: those are like plain ones.
+        let found = unsafe { _mm512_i64gather_epi64::<8>(places, start) };
+        let ones = _mm512_set1_epi64(-1);
+        let below = _mm512_add_epi64(found, ones);
+        let second = _mm512_and_si512(found, below);
+        let below_second = _mm512_add_epi64(second, ones);
+        if _mm512_test_epi64_mask(second, below_second) != 0 {
+            return None;
+        }
+        for offset in offset_list {
+            // SAFETY: as above.
+            unsafe { *words.get_unchecked_mut(*offset as usize).get_mut() = 0 };
+        }
+        let base = _mm256_sub_epi32(offsets, _mm256_set1_epi32(first.cast_signed()));
+        let base = _mm512_cvtepu32_epi64(_mm256_slli_epi32::<6>(base));
+        let number = _mm512_add_epi64(base, _mm512_popcnt_epi64(_mm512_andnot_si512(found, below)));
+        let (here, twice) =
+            (_mm512_test_epi64_mask(found, found), _mm512_test_epi64_mask(second, second));
+        let mut mask = _pdep_u32(u32::from(here), 0x5555);
+        let mut bits = number;
+        if twice != 0 {
+            mask |= _pdep_u32(u32::from(twice), 0xaaaa);
+            let number = _mm512_popcnt_epi64(_mm512_andnot_si512(second, below_second));
+            let number = _mm512_slli_epi64::<32>(_mm512_add_epi64(base, number));
+            bits = _mm512_or_si512(bits, number);
+        }
+        Some(Few { bits, mask: mask as u16 })
+    }
+
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    #[inline]
+    #[target_feature(enable = "popcnt,bmi2,avx512f,avx512vl,avx512vpopcntdq")]
+    fn expand_eight(
+        words: &mut [AtomicU64],
+        offsets: &[u32; 8],
+        first: u32,
+        room: &mut [u32; 16],
+    ) -> Option<usize> {
+        let few = take_eight(words, offsets, first)?;
+        let packed = _mm512_maskz_compress_epi32(few.mask, few.bits);
+        // SAFETY: 64 bytes are written to an array of sixteen words of four bytes.
+        unsafe { _mm512_storeu_si512(room.as_mut_ptr().cast(), packed) };
+        Some(few.mask.count_ones() as usize)
+    }
+
+    #[cfg(not(any(driftline_loom, driftline_shuttle)))]
+    #[inline]
+    #[target_feature(enable = "popcnt,bmi2,avx512f,avx512vl,avx512vpopcntdq")]
+    fn write_eight(
+        words: &mut [AtomicU64],
+        offsets: &[u32; 8],
+        first: (u32, u64),
+        room: &mut [MaybeUninit<Gfn>; 16],
+    ) -> Option<usize> {
+        let few = take_eight(words, offsets, first.0)?;
+        let base = _mm512_set1_epi64(first.1.cast_signed());
+        let (eights, _) = room.as_chunks_mut::<8>();
+        if few.mask == 0x5555 {
+            // One each, as usual.
+            store(&mut eights[0], _mm512_add_epi64(few.bits, base));
+            return Some(8);
+        }
+        let packed = _mm512_maskz_compress_epi32(few.mask, few.bits);
+        let low = _mm512_cvtepu32_epi64(_mm512_castsi512_si256(packed));
+        let high = _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64::<1>(packed));
+        store(&mut eights[0], _mm512_add_epi64(low, base));
+        store(&mut eights[1], _mm512_add_epi64(high, base));
+        Some(few.mask.count_ones() as usize)
     }
 
     #[inline]

@@ -2,7 +2,7 @@
 
 use super::SHIFT;
 use super::kernel::{Kernel, Room};
-use super::walk::{AHEAD, Words, is_sparse};
+use super::walk::{AHEAD, Sparsity, Words};
 use crate::{FrameRun, Gfn, Layout};
 
 /// Takes ascending leaf words.
@@ -169,18 +169,26 @@ impl<'a> Frames<'a> {
     /// Takes words of a segment from `at` on. `carried` is what the one before it holds and what found no
     /// room. Returns where it stopped, and what the last word holds that found no room.
     #[inline(always)]
-    fn take_some(
+    fn take_some<W: Words>(
         &mut self,
         kernel: impl Kernel,
         segment: &Segment<'_>,
-        mut take: impl FnMut(usize) -> u64,
+        words: &mut W,
+        base: usize,
         mut at: usize,
         mut carried: u64,
     ) -> (usize, u64) {
         let offsets = segment.offsets;
         let frame = |at: usize| segment.frame(u64::from(offsets[at]));
-        let sparse = is_sparse(offsets);
-        let needed = if sparse && carried == 0 { 2 } else { 64 };
+        let mut sparsity = Sparsity::of(kernel, offsets);
+        let start = (offsets[0], frame(0));
+        let take = |words: &mut W, at: usize| {
+            if let Some(ahead) = offsets.get(at + AHEAD) {
+                words.announce(kernel, base + *ahead as usize);
+            }
+            words.take(base + offsets[at] as usize)
+        };
+        let needed = if sparsity.two && carried == 0 { 2 } else { 64 };
         let (mut room, in_place) = self.room(kernel, needed);
         if carried != 0 {
             room.write(kernel, carried, frame(at - 1));
@@ -188,10 +196,20 @@ impl<'a> Frames<'a> {
         }
         let (mut first, mut full) = (0, 0);
         while at < offsets.len() && room.left() >= needed {
-            let bits = take(at);
+            if let Some(eight) = sparsity.eight(offsets, at)
+                && let Some(words) = words.owned()
+            {
+                let written = room.write_eight(kernel, words, base, eight, start);
+                sparsity.tried(at, written);
+                if written {
+                    at += 8;
+                    continue;
+                }
+            }
+            let bits = take(words, at);
             first = at;
             at += 1;
-            if sparse && room.write_two(bits, frame(first)) {
+            if sparsity.two && room.write_two(bits, frame(first)) {
                 continue;
             }
             if bits == u64::MAX {
@@ -201,7 +219,7 @@ impl<'a> Frames<'a> {
                 while full < most
                     && offsets.get(at) == Some(&offsets[first].wrapping_add(full as u32))
                 {
-                    carried = take(at);
+                    carried = take(words, at);
                     at += 1;
                     if carried != u64::MAX {
                         break;
@@ -247,13 +265,7 @@ impl Sink for Frames<'_> {
             offsets = rest;
             let (mut at, mut carried) = (0, 0);
             while at < segment.offsets.len() || carried != 0 {
-                let take = |at: usize| {
-                    if let Some(ahead) = segment.offsets.get(at + AHEAD) {
-                        words.announce(kernel, base as usize + *ahead as usize);
-                    }
-                    words.take(base as usize + segment.offsets[at] as usize)
-                };
-                (at, carried) = self.take_some(kernel, &segment, take, at, carried);
+                (at, carried) = self.take_some(kernel, &segment, words, base as usize, at, carried);
             }
         }
     }
