@@ -188,7 +188,7 @@ impl<'a> Frames<'a> {
             }
             words.take(base + offsets[at] as usize)
         };
-        let needed = if sparsity.two && carried == 0 { 2 } else { 64 };
+        let needed = if carried == 0 { sparsity.needed() } else { 64 };
         let (mut room, in_place) = self.room(kernel, needed);
         if carried != 0 {
             room.write(kernel, carried, frame(at - 1));
@@ -213,7 +213,7 @@ impl<'a> Frames<'a> {
                 continue;
             }
             if bits == u64::MAX {
-                // With the full words that follow it.
+                // With the full words that follow it, and then one that is not full.
                 full = 1;
                 let most = if in_place { room.left() / 64 } else { offsets.len() };
                 while full < most

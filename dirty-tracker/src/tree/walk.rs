@@ -102,6 +102,16 @@ impl Sparsity {
         Self { two, eights_from: if eights { 0 } else { usize::MAX }, skip: 8 }
     }
 
+    /// For how many frames there should be room before a word is taken: those of words as they mostly are.
+    #[inline(always)]
+    pub(super) fn needed(self) -> usize {
+        match (self.two, self.eights_from) {
+            (true, _) => 2,
+            (false, usize::MAX) => 64,
+            _ => 16,
+        }
+    }
+
     /// The eight words from place `at` on, if they are to be tried.
     #[inline(always)]
     pub(super) fn eight(self, offsets: &[u32], at: usize) -> Option<&[u32; 8]> {

@@ -117,3 +117,83 @@ fn every_kernel_writes_ranges_into_the_room_there_is_and_no_further() {
         assert_eq!((list.as_ptr(), list.capacity()), (places, 2000), "{kernel:?}");
     }
 }
+
+/// Eight words, to numbers and to frames.
+struct Eight<'a> {
+    words: &'a [u64],
+    base: usize,
+    offsets: [u32; 8],
+    /// What was found, if it was done, and the words afterwards; then the same of frames.
+    found: Vec<(Option<Vec<u64>>, Vec<u64>)>,
+    attempted: bool,
+}
+
+impl Job for &mut Eight<'_> {
+    #[inline(always)]
+    fn run<K: Kernel>(self, kernel: K) {
+        let fresh = || self.words.iter().map(|word| AtomicU64::new(*word)).collect::<Vec<_>>();
+        let after = |words: Vec<AtomicU64>| words.into_iter().map(AtomicU64::into_inner).collect();
+        let (base, first) = (self.base, self.offsets[0]);
+        let (mut words, mut room) = (fresh(), [0xdead; 16]);
+        let count = kernel.expand_eight(&mut words, base, &self.offsets, first, &mut room);
+        let numbers = |count| room[..count].iter().map(|number| u64::from(*number)).collect();
+        let expanded = (count.map(numbers), after(words));
+        let (mut words, mut list) = (fresh(), Vec::with_capacity(16));
+        let mut room = Room::new(&mut list, 16);
+        let start = (first, 1 << 40);
+        let written = room.write_eight(kernel, &mut words, base, &self.offsets, start);
+        room.keep();
+        let frames = written.then(|| list.iter().map(|frame| frame.0 - (1 << 40)).collect());
+        self.attempted = K::EIGHTS;
+        self.found = vec![expanded, (frames, after(words))];
+    }
+}
+
+#[test]
+fn eight_words_of_few_bits_are_taken_together_and_others_left_alone() {
+    let mut seed = 1u64;
+    let mut random = |below: u64| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (seed >> 33) % below
+    };
+    let (mut done, mut refused) = (0, 0);
+    for round in 0..if cfg!(miri) { 8 } else { 2000 } {
+        let mut word = || {
+            (0..random(if round % 4 == 0 { 5 } else { 3 }))
+                .fold(0, |bits, _| bits | 1 << random(64))
+        };
+        let words: Vec<u64> = (0..64).map(|_| word()).collect();
+        let base = random(8) as usize;
+        let mut next = 0;
+        let offsets = [(); 8].map(|()| {
+            next += 1 + random(7) as u32;
+            next
+        });
+        let place = |offset: &u32| base + *offset as usize;
+        let few = |offset: &u32| words.get(place(offset)).is_some_and(|w| w.count_ones() <= 2);
+        let possible = offsets.iter().all(few);
+        for kernel in Choice::all() {
+            let mut eight = Eight { words: &words, base, offsets, found: vec![], attempted: false };
+            kernel.run(&mut eight);
+            for (found, after) in eight.found {
+                assert_eq!(found.is_some(), possible && eight.attempted, "{kernel:?}");
+                let Some(found) = found else {
+                    assert_eq!(after, words, "{kernel:?}");
+                    refused += 1;
+                    continue;
+                };
+                let bits = |o: &u32| {
+                    let (first, bits) = (u64::from(o - offsets[0]) * 64, words[place(o)]);
+                    (0..64).filter(move |b| bits >> b & 1 == 1).map(move |b| first + b)
+                };
+                assert_eq!(found, offsets.iter().flat_map(bits).collect::<Vec<_>>(), "{kernel:?}");
+                let mut expected = words.clone();
+                offsets.iter().for_each(|offset| expected[place(offset)] = 0);
+                assert_eq!(after, expected, "{kernel:?}");
+                done += 1;
+            }
+        }
+    }
+    let eights = cfg!(target_arch = "x86_64") && !cfg!(miri) && Choice::all().count() == 3;
+    assert!(refused > 0 && (done > 0 || !eights), "{done} done, {refused} refused");
+}
