@@ -2,8 +2,8 @@
 //!
 //! A virtual machine monitor that migrates or checkpoints a running guest has to know which of its
 //! 4 KiB frames changed since it last looked. This crate is that knowledge and nothing else: no
-//! KVM calls, no I/O, and unsafe code only where vector instructions are called. The way of a dirty
-//! frame through it:
+//! KVM calls, no I/O, and unsafe code only where vector instructions are called and where lists are written behind their end.
+//! The way of a dirty frame through it:
 //!
 //! ```text
 //! ring      KVM's per-vCPU dirty ring: take DIRTY entries in order, mark them RESET   Harvester

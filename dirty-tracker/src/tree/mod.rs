@@ -38,7 +38,7 @@ pub use cursor::Cursor;
 use kernel::Choice;
 use recent::Recent;
 pub use runs::RunLists;
-use sink::{Frames, Runs, STAGE, Sink, Stage};
+use sink::{Frames, Runs, Sink, Stages};
 pub use slices::Slices;
 use walk::{Listed, Nowhere, Owned, Pending, Shared, Walk};
 
@@ -104,19 +104,19 @@ pub struct Tree {
 #[derive(Debug)]
 struct Scratch {
     pending: Vec<Pending>,
-    stages: Box<[Stage; 2]>,
+    stages: Box<Stages>,
 }
 
 impl Scratch {
     fn new(levels: usize) -> Self {
-        let stages = Box::new([[0; STAGE]; 2]);
+        let stages = Box::new(Stages::new());
         Self { pending: vec![Pending::EMPTY; levels], stages }
     }
 }
 
 impl Tree {
     /// An empty tree over `layout`. One zeroed allocation, backed by memory as frames get dirty, and
-    /// some 30 KiB for walks. Panics if the system refuses the addresses.
+    /// some 40 KiB for walks. Panics if the system refuses the addresses.
     pub fn new(layout: &Layout) -> Self {
         let mut levels = Vec::with_capacity(MAX_LEVELS);
         let mut len = layout.leaf_words() as usize;
@@ -386,7 +386,7 @@ impl Tree {
     pub fn drain_frames(&self, layout: &Layout, frames: &mut Vec<Gfn>) {
         self.belongs(layout);
         self.with_scratch(|pending, stages| {
-            self.empty(pending, Frames::new(layout, frames, &mut stages[0]));
+            self.empty(pending, Frames::new(layout, frames, stages));
         });
     }
 
@@ -394,7 +394,7 @@ impl Tree {
     pub fn drain_frames_mut(&mut self, layout: &Layout, frames: &mut Vec<Gfn>) {
         self.belongs(layout);
         let Scratch { pending, stages } = sync::get_mut(&mut self.scratch);
-        let sink = Frames::new(layout, frames, &mut stages[0]);
+        let sink = Frames::new(layout, frames, stages);
         self.recent.begin();
         let words = Owned(&mut self.words);
         self.kernel.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink });
@@ -430,7 +430,7 @@ impl Tree {
     }
 
     /// Lends the scratch to `f`; of two drains at once the second makes its own.
-    fn with_scratch(&self, f: impl FnOnce(&mut [Pending], &mut [Stage; 2])) {
+    fn with_scratch(&self, f: impl FnOnce(&mut [Pending], &mut Stages)) {
         match sync::try_lock(&self.scratch) {
             Some(mut scratch) => {
                 let Scratch { pending, stages } = &mut *scratch;

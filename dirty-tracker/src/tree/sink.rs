@@ -1,8 +1,8 @@
 //! Where the leaf words of a walk go: into runs of frames, or into single frames.
 
 use super::SHIFT;
-use super::kernel::Kernel;
-use super::walk::{AHEAD, Words};
+use super::kernel::{Kernel, Room};
+use super::walk::{AHEAD, Sparsity, Words};
 use crate::{FrameRun, Gfn, Layout};
 
 /// Takes ascending leaf words.
@@ -98,16 +98,26 @@ impl Segment<'_> {
 }
 
 /// Frames gathered before they are appended to a list, a part of the first cache.
-pub(super) const STAGE: usize = 2048;
+const STAGE: usize = 2048;
 /// A stage longer than that is emptied before the next word, which may end a run and add 64 frames.
 const FULL: usize = STAGE - 65;
 
-/// After so many full words more are appended as a range. Fewer are staged like others: changing between the two
-/// costs more than it saves.
-const STREAK: u32 = 4;
-
 /// Frame numbers on their way into a list, less a base.
-pub(super) type Stage = [u32; STAGE];
+type Stage = [u32; STAGE];
+
+/// Where frames are gathered before they are appended to a list: some 32 KiB, allocated with the tree.
+#[derive(Debug)]
+pub(super) struct Stages {
+    starts: Stage,
+    ends: Stage,
+    frames: Vec<Gfn>,
+}
+
+impl Stages {
+    pub(super) fn new() -> Self {
+        Self { starts: [0; STAGE], ends: [0; STAGE], frames: Vec::with_capacity(STAGE) }
+    }
+}
 
 /// Writes `base` plus the number of each set bit to `stage` from `len` on; the new length.
 #[inline(always)]
@@ -117,20 +127,128 @@ fn expand(k: impl Kernel, stage: &mut Stage, len: usize, bits: u64, base: u32) -
     len + k.expand(bits, base, room)
 }
 
-/// Appends single frames to a list.
+/// Full words in a row that are appended as a range, past the stage. Fewer are staged like others:
+/// changing between the two costs more than it saves.
+const LONG: usize = 16;
+
+/// Appends single frames to a list: behind its end where it has room and the kernel wants it so, else
+/// by way of a stage.
 pub(super) struct Frames<'a> {
     place: Place<'a>,
     out: &'a mut Vec<Gfn>,
-    stage: &'a mut Stage,
-    len: usize,
-    base: u64,
-    /// Full words in a row, the last word's included.
-    streak: u32,
+    /// Follows what is in `out`.
+    stage: &'a mut Vec<Gfn>,
 }
 
 impl<'a> Frames<'a> {
-    pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>, stage: &'a mut Stage) -> Self {
-        Self { place: Place::new(layout), out, stage, len: 0, base: 0, streak: 0 }
+    pub(super) fn new(layout: &'a Layout, out: &'a mut Vec<Gfn>, stages: &'a mut Stages) -> Self {
+        let stage = &mut stages.frames;
+        stage.clear();
+        Self { place: Place::new(layout), out, stage }
+    }
+
+    #[inline(always)]
+    fn flush(&mut self, kernel: impl Kernel) {
+        kernel.append(self.out, self.stage);
+        self.stage.clear();
+    }
+
+    /// Room for `needed` frames, at most 64, and whether it is the list's own.
+    #[inline(always)]
+    fn room<K: Kernel>(&mut self, kernel: K, needed: usize) -> (Room<'_>, bool) {
+        if self.stage.len() > STAGE - 64 {
+            self.flush(kernel);
+        }
+        let len = self.out.len();
+        let spare = (self.out.capacity() - len).min(K::IN_PLACE.saturating_sub(len));
+        let in_place = self.stage.is_empty() && spare >= needed;
+        let list = if in_place { &mut *self.out } else { &mut *self.stage };
+        (Room::new(list, if in_place { spare } else { STAGE }), in_place)
+    }
+
+    /// Takes words of a segment from `at` on. `carried` is what the one before it holds and what found no
+    /// room. Returns where it stopped, and what the last word holds that found no room.
+    #[inline(always)]
+    fn take_some<W: Words>(
+        &mut self,
+        kernel: impl Kernel,
+        segment: &Segment<'_>,
+        words: &mut W,
+        base: usize,
+        mut at: usize,
+        mut carried: u64,
+    ) -> (usize, u64) {
+        let offsets = segment.offsets;
+        let frame = |at: usize| segment.frame(u64::from(offsets[at]));
+        let mut sparsity = Sparsity::of(kernel, offsets);
+        let start = (offsets[0], frame(0));
+        let take = |words: &mut W, at: usize| {
+            if let Some(ahead) = offsets.get(at + AHEAD) {
+                words.announce(kernel, base + *ahead as usize);
+            }
+            words.take(base + offsets[at] as usize)
+        };
+        let needed = if carried == 0 { sparsity.needed() } else { 64 };
+        let (mut room, in_place) = self.room(kernel, needed);
+        if carried != 0 {
+            room.write(kernel, carried, frame(at - 1));
+            carried = 0;
+        }
+        let (mut first, mut full) = (0, 0);
+        while at < offsets.len() && room.left() >= needed {
+            if let Some(eight) = sparsity.eight(offsets, at)
+                && let Some(words) = words.owned()
+            {
+                let written = room.write_eight(kernel, words, base, eight, start);
+                sparsity.tried(at, written);
+                if written {
+                    at += 8;
+                    continue;
+                }
+            }
+            let bits = take(words, at);
+            first = at;
+            at += 1;
+            if sparsity.two && room.write_two(bits, frame(first)) {
+                continue;
+            }
+            if bits == u64::MAX {
+                // With the full words that follow it, and then one that is not full.
+                full = 1;
+                let most = if in_place { room.left() / 64 } else { offsets.len() };
+                while full < most
+                    && offsets.get(at) == Some(&offsets[first].wrapping_add(full as u32))
+                {
+                    carried = take(words, at);
+                    at += 1;
+                    if carried != u64::MAX {
+                        break;
+                    }
+                    (full, carried) = (full + 1, 0);
+                }
+                if full * 64 > room.left() || full >= LONG && !in_place {
+                    break;
+                }
+                room.write_range(kernel, frame(first), full * 64);
+                full = 0;
+                if carried == 0 {
+                    continue;
+                }
+            } else {
+                carried = bits;
+            }
+            if room.left() < 64 {
+                break;
+            }
+            room.write(kernel, carried, frame(at - 1));
+            carried = 0;
+        }
+        room.keep();
+        if full > 0 {
+            self.flush(kernel);
+            kernel.append_range(self.out, frame(first), full * 64);
+        }
+        (at, carried)
     }
 }
 
@@ -143,54 +261,18 @@ impl Sink for Frames<'_> {
         base: u64,
         mut offsets: &[u32],
     ) {
-        // In registers, not behind `self`: each word needs them of the one before.
-        let (mut len, mut streak) = (self.len, self.streak);
         while let Some((segment, rest)) = self.place.split(base, offsets) {
             offsets = rest;
-            if !segment.is_near(self.base) {
-                kernel.append(self.out, self.base, &self.stage[..len]);
-                len = 0;
-                self.base = segment.frame(u64::from(segment.offsets[0]));
-            }
-            let distance = segment.frame.wrapping_sub(self.base) as u32;
-            // Full words that follow one another, and those of the stage.
-            let (mut from, mut to) = (0, 0);
-            for (i, offset) in segment.offsets.iter().enumerate() {
-                if let Some(ahead) = segment.offsets.get(i + AHEAD) {
-                    words.announce(kernel, base as usize + *ahead as usize);
-                }
-                let bits = words.take(base as usize + *offset as usize);
-                streak = if bits == u64::MAX { streak + 1 } else { 0 };
-                if streak > STREAK {
-                    let here = u64::from(*offset);
-                    if here != to || from == to {
-                        kernel.append(self.out, self.base, &self.stage[..len]);
-                        kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
-                        (len, from) = (0, here);
-                    }
-                    to = here + 1;
-                    continue;
-                }
-                if from != to {
-                    kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
-                    (from, to) = (0, 0);
-                }
-                if len > FULL {
-                    kernel.append(self.out, self.base, &self.stage[..len]);
-                    len = 0;
-                }
-                len = expand(kernel, self.stage, len, bits, distance.wrapping_add(offset << SHIFT));
-            }
-            if from != to {
-                kernel.append_range(self.out, segment.frame(from)..segment.frame(to));
+            let (mut at, mut carried) = (0, 0);
+            while at < segment.offsets.len() || carried != 0 {
+                (at, carried) = self.take_some(kernel, &segment, words, base as usize, at, carried);
             }
         }
-        (self.len, self.streak) = (len, streak);
     }
 
     #[inline(always)]
-    fn finish(self, kernel: impl Kernel) {
-        kernel.append(self.out, self.base, &self.stage[..self.len]);
+    fn finish(mut self, kernel: impl Kernel) {
+        self.flush(kernel);
     }
 }
 
@@ -263,9 +345,9 @@ impl<'a> Runs<'a> {
         layout: &'a Layout,
         runs: &'a mut Vec<FrameRun>,
         frames: &'a mut u64,
-        stages: &'a mut [Stage; 2],
+        stages: &'a mut Stages,
     ) -> Self {
-        let [starts, ends] = stages;
+        let Stages { starts, ends, .. } = stages;
         let (place, out) = (Place::new(layout), RunList { runs, open: None });
         Self { place, out, frames, starts, ends, base: 0, at: Position::default() }
     }

@@ -181,8 +181,8 @@ fn full_words_at_the_end_of_a_walks_reach_are_whole() {
     let slot = Slot { id: SlotId(0), base: Gfn(3), frames: 1 << 39 };
     let layout = Layout::new([slot]).unwrap();
     for kernel in Choice::all() {
-        let (mut list, mut stage) = (Vec::new(), [0; STAGE]);
-        kernel.run(LastWords(Frames::new(&layout, &mut list, &mut stage)));
+        let (mut list, mut stages) = (Vec::new(), Stages::new());
+        kernel.run(LastWords(Frames::new(&layout, &mut list, &mut stages)));
         let first = 3 + u64::from(u32::MAX - 20) * 64;
         assert!(list.into_iter().eq((first..first + 21 * 64).map(Gfn)), "{kernel:?}");
     }

@@ -14,6 +14,11 @@ pub(super) trait Words {
     /// Takes the word, leaving zero.
     fn take(&mut self, index: usize) -> u64;
 
+    /// All words, if nobody else has them.
+    fn owned(&mut self) -> Option<&mut [AtomicU64]> {
+        None
+    }
+
     /// The word will be taken soon.
     fn announce(&self, kernel: impl Kernel, index: usize);
 }
@@ -47,6 +52,11 @@ impl Words for Owned<'_> {
         sync::take_mut(&mut self.0[index])
     }
 
+    #[inline(always)]
+    fn owned(&mut self) -> Option<&mut [AtomicU64]> {
+        Some(self.0)
+    }
+
     /// The processor looks ahead by itself.
     #[inline(always)]
     fn announce(&self, _: impl Kernel, _: usize) {}
@@ -67,6 +77,71 @@ pub(super) struct Pending {
 
 impl Pending {
     pub(super) const EMPTY: Self = Self { words: [0; PENDING], base: 0, next: 0, len: 0 };
+}
+
+/// How words are best taken apart, by how far they are from one another: that says how many bits each has, if
+/// those are where chance put them.
+#[derive(Clone, Copy)]
+pub(super) struct Sparsity {
+    /// One by one; mostly a bit or two each.
+    pub(super) two: bool,
+    /// From this place on eight at once can be tried. Where that fails, which costs, it is tried less and less often.
+    eights_from: usize,
+    skip: usize,
+}
+
+impl Sparsity {
+    #[inline(always)]
+    pub(super) fn of<K: Kernel>(_: K, offsets: &[u32]) -> Self {
+        let (first, last) = (offsets.first().copied(), offsets.last().copied());
+        let span = last.zip(first).map_or(0, |(last, first)| (last - first) as usize);
+        // One of forty words has more than two bits at the most.
+        let eights = K::EIGHTS && offsets.len() * 8 < span * 3;
+        // One of seventeen at the most. A word alone counts as such, too.
+        let two = !eights && offsets.len() * 2 < span + 3;
+        Self { two, eights_from: if eights { 0 } else { usize::MAX }, skip: 8 }
+    }
+
+    /// For how many frames there should be room before a word is taken: those of words as they mostly are.
+    #[inline(always)]
+    pub(super) fn needed(self) -> usize {
+        match (self.two, self.eights_from) {
+            (true, _) => 2,
+            (false, usize::MAX) => 64,
+            _ => 16,
+        }
+    }
+
+    /// The eight words from place `at` on, if they are to be tried.
+    #[inline(always)]
+    pub(super) fn eight(self, offsets: &[u32], at: usize) -> Option<&[u32; 8]> {
+        if at < self.eights_from {
+            return None;
+        }
+        offsets[at..].first_chunk()
+    }
+
+    /// Eight words from place `at` on were tried.
+    #[inline(always)]
+    pub(super) fn tried(&mut self, at: usize, success: bool) {
+        if success {
+            self.skip = 8;
+        } else {
+            (self.eights_from, self.skip) = (at + self.skip, self.skip * 2);
+        }
+    }
+}
+
+/// As [`Kernel::expand`], by plain instructions if it is of at most two bits.
+#[inline(always)]
+fn expand_two(kernel: impl Kernel, bits: u64, base: u32, room: &mut [u32; 64]) -> usize {
+    let second = bits & bits.wrapping_sub(1);
+    if second & second.wrapping_sub(1) != 0 {
+        return kernel.expand(bits, base, room);
+    }
+    room[0] = base.wrapping_add(bits.trailing_zeros());
+    room[1] = base.wrapping_add(second.trailing_zeros());
+    bits.count_ones() as usize
 }
 
 /// Takes listed leaf words, ascending, and leaves their summaries as they are.
@@ -157,18 +232,35 @@ impl<W: Words, S: Sink> Job for Walk<'_, W, S> {
             let found = &here.words[here.next..here.len];
             let first = found[0];
             let (mut looked_into, mut len) = (0, 0);
-            for (i, word) in found.iter().enumerate() {
-                if let Some(ahead) = found.get(i + AHEAD) {
+            let mut sparsity = Sparsity::of(kernel, found);
+            // What lies below must be in reach of 32 bits.
+            let in_reach = |offset: u32| offset < 1 << (32 - SHIFT);
+            while let Some(word) = found.get(looked_into) {
+                if let Some(eight) = sparsity.eight(found, looked_into)
+                    && let Some(words) = words.owned()
+                    && let Some(room) = below.words[len..].first_chunk_mut()
+                    && in_reach(eight[7].wrapping_sub(first))
+                {
+                    let expanded = kernel.expand_eight(words, start, eight, first, room);
+                    sparsity.tried(looked_into, expanded.is_some());
+                    if let Some(found) = expanded {
+                        (looked_into, len) = (looked_into + 8, len + found);
+                        continue;
+                    }
+                }
+                if let Some(ahead) = found.get(looked_into + AHEAD) {
                     words.announce(kernel, start + *ahead as usize);
                 }
                 let Some(room) = below.words[len..].first_chunk_mut() else { break };
                 let offset = word - first;
-                // What lies below must be in reach of 32 bits.
-                if offset >= 1 << (32 - SHIFT) {
+                if !in_reach(offset) {
                     break;
                 }
                 let bits = words.take(start + *word as usize);
-                len += kernel.expand(bits, offset << SHIFT, room);
+                len += match sparsity.two {
+                    true => expand_two(kernel, bits, offset << SHIFT, room),
+                    false => kernel.expand(bits, offset << SHIFT, room),
+                };
                 looked_into += 1;
             }
             here.next += looked_into;
