@@ -25,9 +25,10 @@ use crate::staging::{Staging, StagingLimits};
 use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
 use crate::{Guest, GuestError};
 
-/// Of so many changed frames on they are copied behind the guest's back. Measured with `tests/bench/pause.rs`: at 256 that
-/// makes the pause shorter, and a busy guest's longest gap too; at 16 both ways are alike, and an epoch is durable later.
-const BEHIND_FROM: u64 = 128;
+/// Of so many changed frames on they are copied behind the guest's back: those that take about a millisecond to copy. From 256 on
+/// that makes a single pause shorter (`tests/bench/pause.rs`), but at a hundred epochs a second of 1,000 frames it takes a guest that
+/// keeps all processors busy more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
+const BEHIND_FROM: u64 = 1280;
 
 /// Takes epochs of one guest into one store.
 ///

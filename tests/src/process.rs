@@ -71,6 +71,13 @@ impl Driftline {
         Self::start_by(Command::new(driftline()), Stdio::null(), scratch, name, args)
     }
 
+    /// As [`start`](Self::start), with the log of what goes on.
+    pub fn start_logging(scratch: &Scratch, name: &str, args: &[&str]) -> Self {
+        let mut command = Command::new(driftline());
+        command.env("RUST_LOG", "info");
+        Self::start_by(command, Stdio::null(), scratch, name, args)
+    }
+
     /// As [`start`](Self::start), in a network namespace.
     pub fn start_at(host: &Namespace, scratch: &Scratch, name: &str, args: &[&str]) -> Self {
         Self::start_by(host.command(driftline()), Stdio::null(), scratch, name, args)

@@ -1,0 +1,104 @@
+//! How fast a stored guest runs again: 1 GiB of which 256 MiB are populated, eagerly and lazily, warm cache.
+//!
+//! `cargo bench -p tests --bench restore`: medians of five, least and most. "Runs" is from the start of the process to the guest
+//! running, by the process's own clock; "read" is the eager restore's own time for memory, beside a plain copy of as many bytes
+//! into memory that nobody has touched, on as many threads.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
+
+use std::time::{Duration, Instant};
+
+use tests::{Driftline, SOON, Scratch, wait_for};
+
+const SPEC: &str = "payload,ws=256M,rate=max,pattern=random";
+const BYTES: usize = 256 << 20;
+const TIMES: usize = 5;
+
+fn main() {
+    if let Err(why) = vmm::doctor::usable_kvm() {
+        println!("not measured: {why}");
+        return;
+    }
+    let scratch = Scratch::new();
+    let mut guest = Driftline::run(&scratch, "guest", SPEC, &["--mem", "1G"]);
+    guest.console().wait_reports(1, 8, Duration::from_secs(120));
+    let store = scratch.path("store");
+    let store = store.to_str().unwrap();
+    assert_eq!(guest.cli("checkpoint", &["--store", store]).status.code(), Some(0));
+    guest.kill();
+    println!("\n| restore | median | least | most |\n| --- | ---: | ---: | ---: |");
+    let mut speeds = Vec::new();
+    for (way, args) in [
+        ("eager", &["restore", "--store", store][..]),
+        ("lazy", &["restore", "--store", store, "--lazy"]),
+    ] {
+        let (mut runs, mut whole) = (Vec::new(), Vec::new());
+        for i in 0..TIMES {
+            let mut vm = Driftline::start_logging(&scratch, &format!("{way}{i}"), args);
+            vm.wait_state("running");
+            runs.push(figure(&vm.log(), "start_us=").unwrap() / 1e3);
+            if way == "lazy" {
+                whole.push(wait_for("all frames", SOON, || {
+                    figure(&vm.log(), "ms=").filter(|_| vm.log().contains("all frames have come"))
+                }));
+            } else {
+                // "N frames read in M ms".
+                let log = vm.log();
+                let line = log.lines().find(|l| l.contains(" frames read in ")).unwrap().to_owned();
+                let words: Vec<&str> = line.split_whitespace().collect();
+                let at = words.iter().position(|w| *w == "frames").unwrap();
+                let (frames, ms): (f64, f64) =
+                    (words[at - 1].parse().unwrap(), words[at + 3].parse().unwrap());
+                speeds.push(frames * 4096.0 / ms / 1e3);
+            }
+            vm.console().wait_reports(1, 1, SOON);
+            vm.console().assert_clean();
+            vm.kill();
+        }
+        row(&format!("{way}: start of the process to the guest running, ms"), runs);
+        if !whole.is_empty() {
+            row("lazy: until all frames have come, ms", whole);
+        }
+    }
+    row("eager: restored, MB/s", speeds);
+    row(
+        "copy of 256 MiB into untouched memory, 1 thread, MB/s",
+        (0..TIMES).map(|_| copy(1)).collect(),
+    );
+    row("the same, 2 threads, MB/s", (0..TIMES).map(|_| copy(2)).collect());
+}
+
+/// The number behind the last `name` in a log.
+fn figure(log: &str, name: &str) -> Option<f64> {
+    // Colours stand between a name and its number.
+    let plain: String = strip(log);
+    let at = plain.rfind(name)? + name.len();
+    plain[at..].split(|c: char| !c.is_ascii_digit() && c != '.').next()?.parse().ok()
+}
+
+/// Without escape sequences of a terminal.
+fn strip(log: &str) -> String {
+    let mut plain = String::new();
+    let mut rest = log;
+    while let Some((before, after)) = rest.split_once('\u{1b}') {
+        plain.push_str(before);
+        rest = after.split_once('m').map_or("", |(_, after)| after);
+    }
+    plain + rest
+}
+
+/// MB/s of a copy.
+fn copy(threads: usize) -> f64 {
+    let from = vec![1u8; BYTES];
+    let since = Instant::now();
+    std::thread::scope(|scope| {
+        for part in from.chunks(BYTES / threads) {
+            scope.spawn(move || std::hint::black_box(part.to_vec()));
+        }
+    });
+    BYTES as f64 / since.elapsed().as_secs_f64() / 1e6
+}
+
+fn row(name: &str, mut of: Vec<f64>) {
+    of.sort_by(f64::total_cmp);
+    println!("| {name} | {:.1} | {:.1} | {:.1} |", of[of.len() / 2], of[0], of[of.len() - 1]);
+}
