@@ -2,9 +2,10 @@
 //! memory is there, before it gets to see it.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
@@ -97,7 +98,7 @@ pub fn restore<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
-    restore_as(store, epoch, factory, clock, eagerly)
+    restore_as(store, epoch, factory, clock, Whole::new, Whole::fill)
 }
 
 /// As [`restore`], but the guest may run before its memory is there, where it and its host can do that
@@ -110,15 +111,18 @@ pub fn restore_lazily<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
-    restore_as(store, epoch, factory, clock, lazily)
+    let late = |pinned| LateFrames::new(pinned, Vec::new());
+    restore_as(store, epoch, factory, clock, late, lazily)
 }
 
-fn restore_as<F: GuestFactory>(
+/// `prepare` finds out where frames are, beside the building of the machine; `fill` then puts them into it, or has them come.
+fn restore_as<F: GuestFactory, P: Send>(
     store: &Store,
     epoch: Option<u64>,
     factory: &F,
     clock: Clock,
-    fill: impl Fn(Pinned, &F::Guest, &mut RestoreReport) -> Result<(), RestoreError>,
+    prepare: impl FnOnce(Pinned) -> Result<P, StoreError> + Send,
+    fill: impl FnOnce(P, &F::Guest, &mut RestoreReport) -> Result<(), RestoreError>,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
     let since = Instant::now();
     let mut pinned = store.pin(epoch)?;
@@ -127,7 +131,14 @@ fn restore_as<F: GuestFactory>(
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let (guest, sections) = build(&mut pinned, factory, info.vm_id)?;
+    let state = read_state(&mut pinned)?;
+    let (prepared, guest) = thread::scope(|scope| {
+        let beside = scope.spawn(|| prepare(pinned));
+        let guest = build(factory, info.vm_id, epoch, &state);
+        let prepared = beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (prepared, guest)
+    });
+    let guest = guest?;
     let mut report = RestoreReport {
         epoch,
         vm_id: info.vm_id,
@@ -138,8 +149,9 @@ fn restore_as<F: GuestFactory>(
         read_bytes: 0,
         time_ms: 0.0,
     };
-    let filled = fill(pinned, &guest, &mut report).and_then(|()| {
-        let restored = guest.restore_state(&sections, clock);
+    let filled = prepared.map_err(RestoreError::from).and_then(|prepared| {
+        fill(prepared, &guest, &mut report)?;
+        let restored = guest.restore_state(&state.sections, clock);
         restored.map_err(|cause| lost(&*guest, epoch, cause))
     });
     if let Err(e) = filled {
@@ -160,31 +172,41 @@ fn lost<G: Guest + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreE
     }
 }
 
-/// All frames into place.
-fn eagerly<G: Guest + ?Sized>(
-    mut pinned: Pinned,
-    guest: &G,
-    report: &mut RestoreReport,
-) -> Result<(), RestoreError> {
-    let mut map = FrameMap::default();
-    report.epochs = pinned.read_map(&mut map)?;
-    let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
-    drop(map);
-    let memory = Memory { ram: guest.ram(), epoch: report.epoch };
-    fetch(&pinned.pages, report.epoch, &mut frames, &memory)?;
-    report.frames = frames.len() as u64;
-    report.read_bytes = report.frames * PAGE_SIZE + pinned.log.bytes();
-    Ok(())
+/// All frames of an epoch, to be put into place.
+struct Whole {
+    pinned: Pinned,
+    epochs: u64,
+    frames: Vec<(Gfn, Cell)>,
+}
+
+impl Whole {
+    fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
+        let mut map = FrameMap::default();
+        let epochs = pinned.read_map(&mut map)?;
+        Ok(Self { frames: map.iter().collect(), pinned, epochs })
+    }
+
+    fn fill<G: Guest + ?Sized>(
+        mut self,
+        guest: &G,
+        report: &mut RestoreReport,
+    ) -> Result<(), RestoreError> {
+        let memory = Memory { ram: guest.ram(), epoch: report.epoch };
+        fetch(&self.pinned.pages, report.epoch, &mut self.frames, &memory)?;
+        report.epochs = self.epochs;
+        report.frames = self.frames.len() as u64;
+        report.read_bytes = report.frames * PAGE_SIZE + self.pinned.log.bytes();
+        Ok(())
+    }
 }
 
 /// Frames when they are touched, or all of them now where that cannot be had.
 fn lazily<G: Guest + ?Sized>(
-    pinned: Pinned,
+    (frames, epochs): (LateFrames, u64),
     guest: &G,
     report: &mut RestoreReport,
 ) -> Result<(), RestoreError> {
     let epoch = report.epoch;
-    let (frames, epochs) = LateFrames::new(pinned, Vec::new())?;
     report.epochs = epochs;
     report.frames = frames.frames().frames();
     report.read_bytes = frames.log_bytes();
@@ -205,29 +227,39 @@ fn lazily<G: Guest + ?Sized>(
     Ok(())
 }
 
-/// A guest with zeroed memory, as the epoch's configuration says, and the epoch's state.
-fn build<F: GuestFactory>(
-    pinned: &mut Pinned,
-    factory: &F,
-    vm_id: VmId,
-) -> Result<(Arc<F::Guest>, Vec<Section>), RestoreError> {
+/// An epoch without its memory.
+struct State {
+    layout: Layout,
+    config: Vec<u8>,
+    sections: Vec<Section>,
+}
+
+fn read_state(pinned: &mut Pinned) -> Result<State, StoreError> {
     let mut group = pinned.log.group(pinned.index)?;
-    let epoch = group.front.epoch;
     let mut sections = Vec::new();
-    while let Some(record) = group.next().map_err(StoreError::from)? {
+    while let Some(record) = group.next()? {
         if let Record::Section(section) = record {
             sections.push(section);
         }
     }
-    let guest = factory
-        .create(vm_id, &group.config)
-        .map_err(|cause| RestoreError::Guest { epoch, cause })?;
-    if *guest.layout() != group.layout {
-        let (built, stored) = (guest.layout().hash(), group.layout.hash());
+    Ok(State { layout: group.layout.clone(), config: group.config.clone(), sections })
+}
+
+/// A guest with zeroed memory, as the epoch's configuration says.
+fn build<F: GuestFactory>(
+    factory: &F,
+    vm_id: VmId,
+    epoch: u64,
+    state: &State,
+) -> Result<Arc<F::Guest>, RestoreError> {
+    let built = factory.create(vm_id, &state.config);
+    let guest = built.map_err(|cause| RestoreError::Guest { epoch, cause })?;
+    if *guest.layout() != state.layout {
+        let (built, stored) = (guest.layout().hash(), state.layout.hash());
         guest.stop("its memory is not the stored one");
         return Err(RestoreError::Layout { epoch, built, stored });
     }
-    Ok((guest, sections))
+    Ok(guest)
 }
 
 /// Puts frames into a guest's memory, which is zeros where none are.

@@ -25,10 +25,10 @@ impl LateFrames {
         let mut map = FrameMap::default();
         let epochs = pinned.read_map(&mut map)?;
         let cells: Vec<(Gfn, Cell)> = map.iter().collect();
-        let mut frames = FrameSet::new();
-        for (gfn, _) in &cells {
-            frames.insert(FrameRun { start: *gfn, count: 1 });
-        }
+        let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
+        let runs = cells.chunk_by(follows);
+        let runs = runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 });
+        let frames: FrameSet = runs.collect();
         Ok((Self { pinned, epoch, frames, cells, first }, epochs))
     }
 
