@@ -57,7 +57,7 @@ fn every_epoch_restores(load: Load, epochs: usize) {
     assert_eq!(run_cli(&["store", "verify", store]).status.code(), Some(0));
 }
 
-tests::under_each_load!(every_epoch_restores, 2, 100);
+tests::under_each_load!(every_epoch_restores, 3, 100);
 
 #[test]
 fn checkpoints_go_on_while_the_guest_is_migrated_and_both_are_whole() {
