@@ -46,7 +46,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let sender = sender.as_mut().ok_or_else(no_record)?;
         let rest = on_time(wire, until, |wire| {
             self.send_rest((wire, sender, *features), &mut held, copied, until, || {
-                Ok(recorded = record(records, &mut staged)?)
+                recorded = record(records, &mut staged)?;
+                Ok(())
             })
         });
         match rest {
