@@ -2,6 +2,7 @@
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -99,4 +100,86 @@ fn listed(store: &str) -> Vec<u64> {
     let listing = tests::json_of(&out);
     let epochs = listing["epochs"].as_array().expect("a list of epochs");
     epochs.iter().filter_map(|e| e["epoch"].as_u64()).collect()
+}
+
+#[test]
+fn a_core_has_the_memory_and_the_registers_of_the_guest() {
+    const NAME: &str = "a_core_has_the_memory_and_the_registers_of_the_guest";
+    if !kvm_or_skip(NAME) {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let store = scratch.path("store");
+    let path = store.to_str().expect("UTF-8");
+    // In two memory slots, on both sides of the hole below 4 GiB.
+    let mut vm = Driftline::run(&scratch, "vm", "payload,ws=8M", &["--vcpus", "2", "--mem", "4G"]);
+    vm.console().wait_reports(2, 1, SOON);
+    assert!(vm.cli("checkpoint", &["--store", path]).status.success());
+    vm.kill();
+    let [raw, core] = ["raw", "elf-core"].map(|format| {
+        let file = scratch.path(format);
+        let out = file.to_str().expect("UTF-8");
+        let done = run_cli(&["store", "export", path, "--format", format, "--output", out]);
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        file
+    });
+
+    let head = bytes_at(&core, 0, 64);
+    assert_eq!((&head[..4], word(&head, 16, 2), word(&head, 18, 2)), (&b"\x7fELF"[..], 4, 62));
+    let (table, count) = (word(&head, 32, 8), word(&head, 56, 2));
+    let headers = (0..count).map(|i| bytes_at(&core, table + i * 56, 56));
+    let (notes, loads): (Vec<_>, Vec<_>) = headers.partition(|header| word(header, 0, 4) == 4);
+    assert_eq!((notes.len(), loads.len()), (1, 2), "registers, and the memory slots");
+    let (mut frames, zeros) = (0, vec![0; 1 << 20]);
+    for load in &loads {
+        let [offset, virt, phys, len] = [8, 16, 24, 32].map(|at| word(load, at, 8));
+        assert_eq!((word(load, 0, 4), virt), (1, phys));
+        for at in (0..len).step_by(1 << 20) {
+            let size = (len - at).min(1 << 20) as usize;
+            let [ours, theirs] =
+                [bytes_at(&core, offset + at, size), bytes_at(&raw, phys + at, size)];
+            assert!(ours == theirs, "1 MiB at {:#x}", phys + at);
+            if ours != zeros[..size] {
+                frames += ours.chunks(4096).filter(|page| *page != &zeros[..4096]).count();
+            }
+        }
+    }
+    assert!(frames > 2048, "the payload's 8 MiB are there: {frames} frames");
+
+    let note = bytes_at(&core, word(&notes[0], 8, 8), word(&notes[0], 32, 8) as usize);
+    // Of each vCPU a header, "CORE", and `struct elf_prstatus`, in which the registers begin at byte 112.
+    let one = 12 + 8 + 336;
+    for vcpu in 0..2 {
+        let note = &note[vcpu * one..(vcpu + 1) * one];
+        assert_eq!((word(note, 4, 4), word(note, 8, 4), &note[12..16]), (336, 1, &b"CORE"[..]));
+        let [rip, rsp] = [16, 19].map(|reg| word(note, 20 + 112 + reg * 8, 8));
+        assert!(
+            (4096..4 << 30).contains(&rip) && (4096..4 << 30).contains(&rsp),
+            "{rip:#x} {rsp:#x}"
+        );
+    }
+    let Ok(gdb) = Command::new("gdb")
+        .args(["-nx", "-batch", "-ex", "info threads", "-ex", "p/x $rip"])
+        .args(["-c", core.to_str().expect("UTF-8")])
+        .output()
+    else {
+        return vmm::testing::skip(NAME, "there is no gdb to open it");
+    };
+    let said = String::from_utf8_lossy(&gdb.stdout);
+    let rip = format!("0x{:x}", word(&note, 20 + 112 + 16 * 8, 8));
+    assert!(said.contains(&format!("$1 = {rip}")), "{rip}: {said}");
+    assert!(said.contains("[New LWP 2]") && !said.contains("[New LWP 3]"), "{said}");
+}
+
+/// A little-endian number of `size` bytes.
+fn word(bytes: &[u8], at: usize, size: usize) -> u64 {
+    bytes[at..at + size].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
+}
+
+fn bytes_at(file: &std::path::Path, at: u64, size: usize) -> Vec<u8> {
+    let mut bytes = vec![0; size];
+    let file = fs::File::open(file).expect("a file");
+    file.read_exact_at(&mut bytes, at).expect("so many bytes");
+    bytes
 }

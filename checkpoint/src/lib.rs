@@ -57,6 +57,6 @@ pub use spread::Spread;
 pub use staging::StagingLimits;
 pub use store::{
     Backend, CompactReport, Damage, DirBackend, EpochInfo, ExportReport, LOCK_FILE, Listing,
-    LockError, RangeLock, Store, StoreError, StoreFile, VerifyReport,
+    LockError, Place, RangeLock, Store, StoreError, StoreFile, VerifyReport,
 };
 pub use zero::is_zero;

@@ -11,6 +11,7 @@ mod collector;
 pub mod config;
 pub mod devices;
 pub mod doctor;
+pub mod export;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;

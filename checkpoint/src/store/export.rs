@@ -1,15 +1,15 @@
-//! An epoch's memory as a flat file.
+//! An epoch's memory as a file for other programs.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use serde::Serialize;
 
-use super::{Cell, FrameMap, Pinned, Sink, Store, StoreError, fetch};
-use crate::VmId;
+use super::{Cell, FrameMap, Pinned, Record, Sink, Store, StoreError, fetch};
+use crate::{Section, VmId};
 
 /// What an export has written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -18,29 +18,37 @@ pub struct ExportReport {
     pub epoch: u64,
     /// Whose it is.
     pub vm_id: VmId,
-    /// Length of the file: the end of the guest's memory.
+    /// Length of the file, holes included.
     pub bytes: u64,
     /// Frames in it that are not zeros; the others are holes.
     pub frames: u64,
 }
 
-/// Puts frames to where the guest has them.
-struct Flat<'f> {
+/// Where in a file frame `gfn` goes, and those that follow it in its memory slot; nowhere if it is none of the guest's.
+pub type Place = Box<dyn Fn(u64) -> Option<u64> + Sync>;
+
+/// Puts frames to where they go.
+struct Placed<'f> {
     file: &'f File,
     path: &'f Path,
+    place: Place,
 }
 
-impl Flat<'_> {
+impl Placed<'_> {
     fn io(&self, what: &'static str, cause: io::Error) -> StoreError {
         StoreError::Io { what, path: self.path.to_owned(), cause }
     }
 }
 
-impl Sink for Flat<'_> {
+impl Sink for Placed<'_> {
     type Error = StoreError;
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
-        self.file.write_all_at(contents, run.start.gpa()).map_err(|e| self.io("writing", e))
+        let Some(at) = (self.place)(run.start.0) else {
+            let why = format!("frame {:#x} is no part of the guest", run.start.0);
+            return Err(self.io("writing", io::Error::other(why)));
+        };
+        self.file.write_all_at(contents, at).map_err(|e| self.io("writing", e))
     }
 }
 
@@ -54,20 +62,42 @@ impl Store {
         file: &File,
         path: &Path,
     ) -> Result<ExportReport, StoreError> {
+        self.export_with(epoch, file, path, |layout, _| {
+            // A layout has a slot.
+            let end = layout.slots().last().map_or(0, |slot| slot.run().end().0);
+            file.set_len(end.saturating_mul(PAGE_SIZE))?;
+            Ok(Box::new(|gfn| gfn.checked_mul(PAGE_SIZE)))
+        })
+    }
+
+    /// As [`export_raw`](Self::export_raw), in a form that `begin` decides on: it is told the guest's memory slots and its state, writes
+    /// whatever is no memory, gives the file its length, and says where frames go; slots that follow one another are to do so in
+    /// the file.
+    pub fn export_with(
+        &self,
+        epoch: Option<u64>,
+        file: &File,
+        path: &Path,
+        begin: impl FnOnce(&Layout, &[Section]) -> io::Result<Place>,
+    ) -> Result<ExportReport, StoreError> {
+        let io = |what, cause| StoreError::Io { what, path: path.to_owned(), cause };
         let mut pinned = self.pin(epoch)?;
         let mut map = FrameMap::default();
         pinned.read_map(&mut map)?;
         let Pinned { log, pages, index } = &mut pinned;
         let info = log.groups[*index].info;
-        let layout = log.group(*index)?.layout.clone();
-        let flat = Flat { file, path };
-        // A layout has a slot.
-        let end = layout.slots().last().map_or(0, |slot| slot.run().end().0);
-        let bytes = end.saturating_mul(PAGE_SIZE);
-        file.set_len(bytes).map_err(|e| flat.io("making room in", e))?;
+        let mut group = log.group(*index)?;
+        let mut sections = Vec::new();
+        while let Some(record) = group.next()? {
+            if let Record::Section(section) = record {
+                sections.push(section);
+            }
+        }
+        let place = begin(&group.layout, &sections).map_err(|e| io("beginning", e))?;
         let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
-        fetch(pages, info.epoch, &mut frames, &flat)?;
-        file.sync_all().map_err(|e| flat.io("syncing", e))?;
+        fetch(pages, info.epoch, &mut frames, &Placed { file, path, place })?;
+        file.sync_all().map_err(|e| io("syncing", e))?;
+        let bytes = file.metadata().map_err(|e| io("looking at", e))?.len();
         Ok(ExportReport {
             epoch: info.epoch,
             vm_id: info.vm_id,

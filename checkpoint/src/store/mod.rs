@@ -40,7 +40,7 @@ use serde::Serialize;
 pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
 pub(crate) use commit::{Bounds, Committer, Published};
 pub use error::{Damage, StoreError};
-pub use export::ExportReport;
+pub use export::{ExportReport, Place};
 pub(crate) use fetch::{Sink, fetch};
 pub(crate) use frame_map::{Cell, FrameMap};
 pub(crate) use late::LateFrames;

@@ -314,7 +314,7 @@ pub(crate) struct ExportArgs {
     /// The store's directory
     #[arg(value_name = "DIR")]
     pub(crate) store: PathBuf,
-    /// raw: each byte at its guest physical address, with holes where memory is zero
+    /// raw: each byte at its guest physical address; elf-core: that as a core, with the registers of every vCPU. With holes where memory is zero
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = ExportFormat::Raw)]
     pub(crate) format: ExportFormat,
     /// The checkpoint's number; the latest by default
@@ -336,6 +336,8 @@ pub(crate) struct ExportArgs {
 pub(crate) enum ExportFormat {
     /// A flat memory file
     Raw,
+    /// An ELF core with the registers of every vCPU, for gdb and crash
+    ElfCore,
 }
 
 #[derive(Args)]

@@ -41,7 +41,6 @@ fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
 }
 
 fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
-    let ExportFormat::Raw = args.format;
     let store = Store::open(&args.store)?;
     let path = &args.output;
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -57,7 +56,10 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     }
     // It has its name only once it is whole.
     let file = tempfile::NamedTempFile::new_in(dir).map_err(refused)?;
-    let report = store.export_raw(args.epoch, file.as_file(), path)?;
+    let report = match args.format {
+        ExportFormat::Raw => store.export_raw(args.epoch, file.as_file(), path)?,
+        ExportFormat::ElfCore => vmm::export::elf_core(&store, args.epoch, file.as_file(), path)?,
+    };
     let kept = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
     kept.map_err(|e| refused(e.error))?;
     checkpoint::durable::sync_dir(dir).map_err(refused)?;

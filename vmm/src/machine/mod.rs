@@ -45,6 +45,7 @@ use crate::vm::{EndReason, Vm, VmInfo};
 
 pub use error::MachineError;
 pub use factory::MachineFactory;
+pub(crate) use state::registers;
 use supervisor::{Request, Status};
 
 /// How long a copy of all memory waits for the guest to say what of it is free.

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::boot;
 use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState};
+use crate::export::Registers;
 use crate::kvm::{KvmVm, ioapic_listens};
 use crate::vcpu::{SavedVcpu, StateContext, away_ns, wall_ns};
 
@@ -229,4 +230,13 @@ pub(super) fn read<T: DeserializeOwned>(
         (value, []) => Ok(value),
         (_, rest) => Err(malformed(format!("{} bytes follow its end", rest.len()))),
     }
+}
+
+/// The registers of each of `vcpus` vCPUs, for a core.
+pub(crate) fn registers(sections: &[Section], vcpus: u8) -> Result<Vec<Registers>, GuestError> {
+    let each = (0..u16::from(vcpus)).map(|i| {
+        let saved: SavedVcpu = read(sections, tags::KVM_VCPU, i)?;
+        Ok(saved.registers())
+    });
+    each.collect()
 }

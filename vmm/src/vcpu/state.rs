@@ -11,7 +11,11 @@ use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
 use super::{Peers, Vcpu, control, msrs, promises, tsc};
+use crate::export::Registers;
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
+
+/// `MSR_KERNEL_GS_BASE`.
+const KERNEL_GS_BASE: u32 = 0xc000_0102;
 
 /// Time away beyond this is clocks that disagree, not a migration.
 pub(crate) const LONGEST_AWAY: Duration = Duration::from_secs(3600);
@@ -69,6 +73,15 @@ pub struct SavedVcpu {
     lapic: kvm_lapic_state,
     msrs: Vec<kvm_msr_entry>,
     events: Option<kvm_vcpu_events>,
+}
+
+impl SavedVcpu {
+    /// What of it is in a core.
+    pub(crate) fn registers(&self) -> Registers {
+        let kernel_gs = self.msrs.iter().find(|msr| msr.index == KERNEL_GS_BASE);
+        let kernel_gs_base = kernel_gs.map_or(0, |msr| msr.data);
+        Registers { regs: self.regs, sregs: self.sregs, kernel_gs_base }
+    }
 }
 
 #[cfg(test)]
