@@ -18,6 +18,7 @@
 mod cadence;
 mod chain;
 mod checkpointer;
+mod cost;
 mod crew;
 mod drive;
 pub mod durable;
