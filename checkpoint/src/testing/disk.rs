@@ -67,10 +67,14 @@ struct Disk {
     faults: Vec<Fault>,
     /// Files opened so far.
     opened: u64,
-    /// Syncs of files wait until this is over.
+    /// Syncs of all files wait until this is over.
     held: bool,
+    /// So do those of this one.
+    held_file: Option<String>,
     /// How long each takes.
     sync_takes: Duration,
+    /// Nobody has the store's lock any more.
+    lock_is_gone: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -172,12 +176,23 @@ impl MemoryDisk {
 
     /// Syncs of files wait, until it is called with `false`.
     pub fn hold_syncs(&self, held: bool) {
-        self.lock().held = held;
+        let mut disk = self.lock();
+        (disk.held, disk.held_file) = (held, None);
+    }
+
+    /// Syncs of the file of this name wait, until [`hold_syncs`](Self::hold_syncs) is called with `false`.
+    pub fn hold_syncs_of(&self, name: &str) {
+        self.lock().held_file = Some(name.to_owned());
     }
 
     /// Each sync of a file takes so long.
     pub fn slow_syncs(&self, each: Duration) {
         self.lock().sync_takes = each;
+    }
+
+    /// Whoever has locked it has lost that, until somebody locks it again.
+    pub fn take_lock_away(&self) {
+        self.lock().lock_is_gone = true;
     }
 
     /// Nothing fails any more.
@@ -277,11 +292,12 @@ impl Backend for MemoryDisk {
     }
 
     fn lock(&self) -> Result<(), LockError> {
+        MemoryDisk::lock(self).lock_is_gone = false;
         Ok(())
     }
 
     fn is_locked(&self) -> io::Result<bool> {
-        Ok(true)
+        Ok(!MemoryDisk::lock(self).lock_is_gone)
     }
 
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
@@ -407,7 +423,11 @@ impl StoreFile for MemoryFile {
     fn sync(&self) -> io::Result<()> {
         let changed = self.changed();
         std::thread::sleep(self.lock().sync_takes);
-        while self.lock().held {
+        let named = |disk: &Disk, name: &String| disk.names.get(name) == Some(&self.inode);
+        let held = |disk: &Disk| {
+            disk.held || disk.held_file.as_ref().is_some_and(|name| named(disk, name))
+        };
+        while held(&self.lock()) {
             std::thread::sleep(Duration::from_millis(1));
         }
         let mut disk = self.lock();
