@@ -46,6 +46,15 @@ fn log(disk: &MemoryDisk) -> (String, usize) {
     (name, len)
 }
 
+/// Has syncs go on when it is dropped, also by a test that fails: or that would wait for ever.
+struct GoOn<'d>(&'d MemoryDisk);
+
+impl Drop for GoOn<'_> {
+    fn drop(&mut self) {
+        self.0.hold_syncs(false);
+    }
+}
+
 /// Takes an epoch, and does something while it is in the log and not durable.
 fn while_appended(
     disk: &MemoryDisk,
@@ -59,8 +68,9 @@ fn while_appended(
         while log(disk) == before && !taking.is_finished() {
             std::thread::sleep(Duration::from_millis(1));
         }
+        let go_on = GoOn(disk);
         act();
-        disk.hold_syncs(false);
+        drop(go_on);
         taking.join().unwrap()
     })
 }
