@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -40,6 +41,8 @@ pub(crate) struct Crew {
     pages: Arc<Pages>,
     /// The latest durable epoch when it began.
     last: Option<u64>,
+    /// It is writing the log anew, which may take long.
+    shortens: Arc<AtomicBool>,
 }
 
 impl Crew {
@@ -49,6 +52,8 @@ impl Crew {
         let (requests, requested) = mpsc::channel();
         let (to_checks, checks) = mpsc::channel();
         let (to_answers, answers) = mpsc::channel();
+        let shortens = Arc::new(AtomicBool::new(false));
+        let busy = shortens.clone();
         let work = move || {
             // Whoever has left does not want to know.
             for request in requested {
@@ -58,8 +63,14 @@ impl Crew {
                         committer.set_bounds(bounds);
                         let result = committer.commit(*written);
                         let (at, lost, last) = (Instant::now(), committer.lost, committer.last());
+                        // Before anybody hears of the epoch and asks again.
+                        let long = committer.is_long();
+                        busy.store(long, Ordering::SeqCst);
                         drop(to_answers.send(Answer { result, at, lost, last, gone: false }));
-                        committer.rotate_if_long();
+                        if long {
+                            committer.shorten();
+                            busy.store(false, Ordering::SeqCst);
+                        }
                     }
                 }
             }
@@ -71,7 +82,7 @@ impl Crew {
             cause,
         };
         let thread = Some(thread.map_err(failed)?);
-        Ok(Self { requests: Some(requests), checks, answers, thread, pages, last })
+        Ok(Self { requests: Some(requests), checks, answers, thread, pages, last, shortens })
     }
 
     /// The page file, for who writes epochs.
@@ -84,8 +95,12 @@ impl Crew {
         self.last
     }
 
-    /// Whether the store's files are still those that are open. Waits for all that was handed over before.
+    /// Whether the store's files are still those that are open. Waits for all that was handed over before, but not while the log is
+    /// written anew: that they are is looked at before an epoch is appended, too.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
+        if self.shortens.load(Ordering::SeqCst) {
+            return Ok(());
+        }
         self.ask(Request::Check);
         self.checks.recv().unwrap_or_else(|_| Err(self.gone()))
     }

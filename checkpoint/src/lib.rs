@@ -20,6 +20,7 @@ mod backlog;
 mod cadence;
 mod chain;
 mod checkpointer;
+mod cost;
 mod crew;
 mod drive;
 pub mod durable;

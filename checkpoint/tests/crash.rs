@@ -95,8 +95,17 @@ fn holds(after: &MemoryDisk, guest: &Arc<MemoryGuest>, epochs: &Taken, how: Surv
     if let Some(latest) = kept.last() {
         assert_eq!(restored(after, None).0, *latest);
     }
-    let report = checkpointer(guest, after).take().unwrap();
+    let mut again = checkpointer(guest, after);
+    again.keep(Some(KEEP));
+    let report = again.take().unwrap();
     assert_eq!(restored(after, None), (report.epoch, image(guest)));
+    let now: Vec<u64> = store.epochs().unwrap().iter().map(|e| e.epoch).collect();
+    assert_eq!(now.len(), (kept.len() + 1).min(KEEP as usize), "{how:?}: {now:?} after {kept:?}");
+    for epoch in now.iter().filter(|epoch| **epoch != report.epoch) {
+        assert!(restored(after, Some(*epoch)) == (*epoch, epochs[epoch].0.clone()), "{how:?}");
+    }
+    // What one that opened it found in the cache, and said to be stored, is.
+    assert_eq!(restored(&after.crash(Survives::Nothing), None), (report.epoch, image(guest)));
 }
 
 fn whatever_sync_is_the_last(log_bound: u64) -> u64 {
@@ -150,7 +159,8 @@ fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
         (DiskOp::Sync, libc::EIO),
         (DiskOp::Rename, libc::ENOSPC),
         (DiskOp::SyncDir, libc::EIO),
-        (DiskOp::Allocate, libc::ENOSPC),
+        (DiskOp::Allocate, libc::EFBIG),
+        (DiskOp::Cut, libc::EIO),
         (DiskOp::Lock, libc::ENOLCK),
     ];
     for (op, errno) in refusals {
@@ -166,8 +176,14 @@ fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
                 }
                 (20..50).for_each(|n| write(&guest, n, 2, 9));
                 disk.fail(op, errno, after);
+                if op == DiskOp::Cut {
+                    // Only what has failed is cut off.
+                    disk.fail(DiskOp::Sync, errno, 1);
+                }
+                let mut failed = 0;
                 for _ in 0..3 {
                     if let Err(e) = checkpointer.take() {
+                        failed += 1;
                         assert_eq!(e.guest, RunState::Running, "{e}");
                         let reason = std::io::Error::from_raw_os_error(errno).to_string();
                         assert!(e.to_string().contains(&reason), "{e}");
@@ -175,12 +191,93 @@ fn a_disk_that_refuses_costs_an_epoch_and_no_frame() {
                     write(&guest, 49, 3, after as u8);
                 }
                 disk.heal();
+                // A store that is there creates, renames and allocates nothing, and makes its files only once.
+                let there = matches!(
+                    op,
+                    DiskOp::Create | DiskOp::Rename | DiskOp::SyncDir | DiskOp::Allocate
+                );
+                let once = matches!(op, DiskOp::Rename | DiskOp::Allocate) && after == 1;
+                assert_eq!(
+                    failed == 0,
+                    (there && !full) || once,
+                    "{op:?}, {full}, {after}: {failed}"
+                );
                 let report = checkpointer.take().unwrap();
                 assert_eq!(restored(&disk, None), (report.epoch, image(&guest)), "{op:?}");
+                let crashed = disk.crash(Survives::Nothing);
+                assert_eq!(restored(&crashed, None), (report.epoch, image(&guest)), "{op:?}");
                 let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
                 assert!(store.verify(|_, _| ()).unwrap().unfinished.is_empty());
             }
         }
+    }
+}
+
+#[test]
+fn what_is_found_after_a_failed_sync_is_made_durable_before_anything_is_built_on_it() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut first = checkpointer(&guest, &disk);
+    (0..30).for_each(|n| write(&guest, n, 1, 1));
+    first.take().unwrap();
+    (10..40).for_each(|n| write(&guest, n, 2, 2));
+    let was = image(&guest);
+    // All of it is in the log, and neither durable nor cut off.
+    disk.fail(DiskOp::Sync, libc::EIO, 1);
+    disk.fail(DiskOp::Cut, libc::EIO, 0);
+    first.take().unwrap_err();
+    drop(first);
+    disk.heal();
+    assert!(restored(&disk, None) == (2, was.clone()));
+    let mut second = checkpointer(&guest, &disk);
+    assert!(restored(&disk.crash(Survives::Nothing), None) == (2, was));
+    second.take().unwrap();
+    assert!(restored(&disk.crash(Survives::Nothing), None) == (3, image(&guest)));
+}
+
+#[test]
+fn nothing_is_removed_while_a_crash_may_bring_back_the_manifest_that_names_it() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    checkpointer(&guest, &disk).take().unwrap();
+    let mut epochs = 1;
+    // Of a manifest that takes another's place the second sync fails.
+    while disk.names().iter().filter(|name| name.starts_with("log-")).count() < 2 {
+        write(&guest, epochs % 50, epochs as u8, 1);
+        let mut first = checkpointer(&guest, &disk);
+        first.keep(Some(1));
+        first.log_bound(1);
+        disk.fail(DiskOp::SyncDir, libc::EIO, 1);
+        epochs = first.take().unwrap().epoch;
+        // It is written anew behind that.
+        drop(first);
+        disk.heal();
+        assert!(epochs < 100);
+    }
+    for stop in 0..3 {
+        for seed in 0..20 {
+            let disk = disk.copy();
+            disk.stop_at_sync(disk.syncs() + stop);
+            let opened = Store::with_backend(Box::new(disk.clone()), true);
+            assert_eq!(opened.is_ok(), stop == 2);
+            let after = disk.crash(Survives::Torn(seed));
+            assert!(restored(&after, None) == (epochs, image(&guest)), "{stop}, {seed}");
+        }
+    }
+}
+
+#[test]
+fn a_full_disk_that_has_some_room_after_all_is_used_as_far_as_it_goes() {
+    for errno in [libc::ENOSPC, libc::EDQUOT] {
+        let (disk, guest) = (MemoryDisk::default(), still());
+        let mut checkpointer = checkpointer(&guest, &disk);
+        checkpointer.keep(Some(1));
+        disk.fail(DiskOp::Allocate, errno, 0);
+        for round in 0..4 {
+            (0..30).for_each(|n| write(&guest, (n + round * 7) % 50, round as u8 + 1, 9));
+            let report = checkpointer.take().unwrap();
+            assert_eq!(restored(&disk, None), (report.epoch, image(&guest)));
+        }
+        let pages = disk.contents("pages-1").unwrap().len();
+        assert_eq!(pages, (1 + 128) * 4096, "half of what was asked for");
     }
 }
 
@@ -269,9 +366,11 @@ proptest! {
                 Act::Write(n, byte) => write(&guest, n, byte, byte),
                 Act::Restart(now) => {
                     keep = now;
+                    drop(checkpointer_now);
                     checkpointer_now = open(&disk, keep);
                 }
                 Act::Compact => {
+                    drop(checkpointer_now);
                     let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
                     prop_assert_eq!(store.compact().is_ok(), disk.names().contains(&"manifest".to_owned()));
                     checkpointer_now = open(&disk, keep);

@@ -5,11 +5,16 @@
 mod small;
 
 use checkpoint::testing::{
-    MemoryDisk, MemoryGuestFactory, reseal_log, reseal_manifest, reseal_pages,
+    MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, reseal_log, reseal_manifest,
+    reseal_pages,
 };
-use checkpoint::{Checkpointer, Clock, Damage, RestoreError, Store, StoreError, VmId, restore};
+use checkpoint::{
+    Checkpointer, Clock, Damage, Guest, RestoreError, Store, StoreError, VmId, restore,
+};
+use dirty_tracker::{Gfn, Slot, SlotId};
 use proptest::prelude::*;
 use small::{LOG, MANIFEST, PAGES, small_store};
+use vm_memory::{Bytes, GuestAddress};
 
 /// What `verify` and `restore` of the latest epoch say.
 fn outcomes(disk: &MemoryDisk) -> [Result<(), StoreError>; 2] {
@@ -182,6 +187,79 @@ fn a_sector_that_was_lost_before_others_is_damage_and_at_the_end_it_is_none() {
         } else {
             assert_eq!(store.epochs().unwrap().len(), 2, "it was never finished");
         }
+    }
+}
+
+/// What the last four bytes of a page of zeros must be for its checksum to be `wanted`.
+fn ending_for(wanted: u32) -> [u8; 4] {
+    let sum = |ending: u32| {
+        let mut page = [0; 4096];
+        page[4092..].copy_from_slice(&ending.to_le_bytes());
+        crc32c::crc32c(&page)
+    };
+    // Checksums of what differs in a bit differ by what that bit makes: solved bit by bit.
+    let mut rows: Vec<(u32, u32)> = (0..32).map(|b| (sum(1 << b) ^ sum(0), 1 << b)).collect();
+    let (mut left, mut ending) = (sum(0) ^ wanted, 0);
+    for bit in (0..32).rev() {
+        let Some(at) = rows.iter().position(|(sum, _)| sum >> bit == 1) else { continue };
+        let (sum, bits) = rows.swap_remove(at);
+        for row in rows.iter_mut().filter(|(other, _)| other >> bit & 1 == 1) {
+            *row = (row.0 ^ sum, row.1 ^ bits);
+        }
+        if left >> bit & 1 == 1 {
+            (left, ending) = (left ^ sum, ending ^ bits);
+        }
+    }
+    assert_eq!((left, sum(ending)), (0, wanted));
+    ending.to_le_bytes()
+}
+
+#[test]
+fn a_guest_cannot_make_an_epoch_that_a_crash_broke_off_look_like_damage() {
+    const FRAMES: u64 = 400;
+    let vm_id = VmId::random();
+    let log_of = |sums: &dyn Fn(u64) -> u32| {
+        let disk = MemoryDisk::default();
+        let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }];
+        let config = MemoryConfig { slots, writers: 1, working_set: 1, writes_per_s: 1, seed: 3 };
+        let guest = MemoryGuest::new(vm_id, config).unwrap();
+        for n in 0..FRAMES {
+            let at = GuestAddress(n * 4096 + 4092);
+            guest.ram().write_slice(&ending_for(sums(n)), at).unwrap();
+        }
+        Checkpointer::new(guest, store).unwrap().take().unwrap();
+        (disk.contents(LOG).unwrap(), disk)
+    };
+    // Bytes of the log that are data, in their order; where among them the frames' checksums are.
+    let data = |log: &[u8]| -> Vec<u8> {
+        log.chunks(512).skip(1).flat_map(|sector| &sector[..508]).copied().collect()
+    };
+    let (plain, _) = log_of(&|n| n as u32 + 1);
+    let sums = data(&plain).windows(8).position(|w| w == [1, 0, 0, 0, 2, 0, 0, 0]).unwrap();
+    // The second sector that they fill begins with the head of an EPOCH record, as the guest wants it.
+    let target = (sums / 508 + 2) * 508;
+    let mut head: Vec<u8> = data(&plain)[..20].to_vec();
+    head.extend(crc32c::crc32c(&head).to_le_bytes());
+    let (forged, disk) = log_of(&|n| {
+        let at = sums + n as usize * 4;
+        let byte = |b: usize| match (at + b).checked_sub(target) {
+            Some(of @ 0..24) => head[of],
+            _ => 1 + n as u8 % 7,
+        };
+        u32::from_le_bytes([byte(0), byte(1), byte(2), byte(3)])
+    });
+    let sector = 512 + target / 508 * 512;
+    assert_eq!(forged[sector..sector + 24], head[..], "it is where it was to be");
+    let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
+    assert_eq!(store.verify(|_, _| ()).unwrap().epochs, 1);
+    // Power fails before all of it is on the disk, but that sector is.
+    for lost in [512, sector - 512] {
+        let mut torn = forged.clone();
+        torn[lost..lost + 512].fill(0);
+        disk.put(LOG, torn);
+        assert_eq!(store.epochs().unwrap(), [], "it was never finished");
+        assert_eq!(store.verify(|_, _| ()).unwrap().unfinished.len(), 1);
     }
 }
 

@@ -146,6 +146,99 @@ fn an_epoch_that_is_read_is_kept_and_all_after_it_until_it_is_not() {
 }
 
 #[test]
+fn how_many_are_kept_can_be_said_late_and_what_was_superseded_before_is_free_then() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = Checkpointer::new(guest.clone(), open(&disk, true)).unwrap();
+    let take = |checkpointer: &mut Checkpointer, round: u64| {
+        (0..200).for_each(|n| write(&guest, (round * 31 + n) % 1024, round));
+        checkpointer.take().unwrap();
+        (disk.contents("pages-1").unwrap().len(), image(&guest))
+    };
+    let mut warm = 0;
+    for round in 1..=20 {
+        if round == 10 {
+            // Epochs that another process has left.
+            drop(checkpointer);
+            checkpointer = Checkpointer::new(guest.clone(), open(&disk, true)).unwrap();
+        }
+        warm = take(&mut checkpointer, round).0;
+    }
+    assert_eq!(numbers(&open(&disk, false)).len(), 20);
+    checkpointer.keep(Some(2));
+    take(&mut checkpointer, 21);
+    checkpointer.keep(None);
+    (22..=25).for_each(|round| drop(take(&mut checkpointer, round)));
+    assert_eq!(numbers(&open(&disk, false)).len(), 6);
+    checkpointer.keep(Some(2));
+    let mut before = Vec::new();
+    for round in 26..=60 {
+        let (size, now) = take(&mut checkpointer, round);
+        assert_eq!(size, warm, "what was superseded is used again");
+        let store = open(&disk, false);
+        assert_eq!(numbers(&store), [round - 1, round]);
+        assert!(restored(&store, round) == now);
+        assert!(round == 26 || restored(&store, round - 1) == before);
+        before = now;
+    }
+    drop(checkpointer);
+    open(&disk, true).compact().unwrap();
+    let compact: usize = disk.contents("pages-2").unwrap().len();
+    assert!(compact < (1 + 1024 + 200 + 1) * 4096, "{compact}");
+}
+
+#[test]
+fn nobody_reads_an_epoch_that_is_not_durable() {
+    let (disk, guest) = (MemoryDisk::default(), still());
+    let mut checkpointer = keeping(&guest, &disk, 5);
+    let mut ends = Vec::new();
+    for round in 1..=3 {
+        write(&guest, 7, round);
+        checkpointer.take().unwrap();
+        ends.push(disk.contents("log-1").unwrap().len() as u64);
+    }
+    drop(checkpointer);
+    let store = open(&disk, false);
+    let latest = || {
+        let factory = MemoryGuestFactory::default();
+        restore(&store, None, &factory, Clock::Continue).unwrap().1.epoch
+    };
+    // As a writer does that has appended the third, and waits for the disk.
+    let writer = disk.open_for_writing("pages-1").unwrap();
+    assert!(writer.lock_range(3..4, RangeLock::Alone).unwrap());
+    assert_eq!(store.verify(|epoch, _| assert!(epoch < 3)).unwrap().epochs, 2);
+    let wait = std::time::Duration::from_millis(100);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(wait);
+            assert!(writer.lock_range(3..4, RangeLock::Free).unwrap());
+        });
+        let since = std::time::Instant::now();
+        assert_eq!(latest(), 3);
+        assert!(since.elapsed() >= wait);
+    });
+    // And now it fails, while somebody waits.
+    assert!(writer.lock_range(3..4, RangeLock::Alone).unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(wait);
+            disk.open_for_writing("log-1").unwrap().cut(ends[1]).unwrap();
+            assert!(writer.lock_range(3..4, RangeLock::Free).unwrap());
+        });
+        assert_eq!(latest(), 2);
+    });
+}
+
+#[test]
+fn room_that_is_there_needs_not_be_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = checkpoint::DirBackend::open(dir.path()).unwrap().create("pages").unwrap();
+    for (asked, len) in [(8192, 8192), (8192, 8192), (4096, 8192), (12_288, 12_288)] {
+        file.allocate(asked).unwrap();
+        assert_eq!(file.len().unwrap(), len);
+    }
+}
+
+#[test]
 fn restores_beside_a_writer_are_whole_or_say_that_the_epoch_is_gone() {
     let dir = tempfile::tempdir().unwrap();
     let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };

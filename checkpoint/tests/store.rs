@@ -351,11 +351,17 @@ fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
     let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
     checkpointer.take().unwrap();
     std::fs::remove_file(dir.path().join("lock")).unwrap();
+    // The page file is still the first one's: until it has noticed nobody gives away its slots.
     let thief = Store::create_or_open(dir.path()).unwrap();
-    let mut thief = Checkpointer::new(guest.clone(), thief).unwrap();
-    let theirs = [thief.take().unwrap().epoch, thief.take().unwrap().epoch];
+    let e = thief.compact().unwrap_err();
+    assert!(matches!(e, StoreError::InUse { pid: None, .. }), "{e}");
+    let e = Checkpointer::new(guest.clone(), thief).unwrap_err();
+    assert!(matches!(e, StoreError::InUse { pid: None, .. }), "{e}");
+    let thief = Store::create_or_open(dir.path()).unwrap();
     let e = checkpointer.take().unwrap_err().to_string();
     assert!(e.contains("was removed or replaced while this process held"), "{e}");
+    let mut thief = Checkpointer::new(guest.clone(), thief).unwrap();
+    let theirs = [thief.take().unwrap().epoch, thief.take().unwrap().epoch];
     for _ in 0..2 {
         let e = checkpointer.take().unwrap_err().to_string();
         assert!(e.contains(&format!("is in use by process {}", std::process::id())), "{e}");

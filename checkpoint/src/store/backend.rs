@@ -35,7 +35,7 @@ pub enum LockError {
 /// What it must promise: bytes of a file survive a crash once [`StoreFile::sync`] has returned; a
 /// name (created, renamed or removed) once [`sync_dir`](Self::sync_dir) has returned; a rename
 /// replaces atomically; of 512 bytes at a multiple of 512 all survive a crash that were written at
-/// once, or none. Nothing else is relied upon: what was not synced may survive or not, in
+/// once, or none. Nothing else is relied upon: what was not synced may survive or not, names too, in
 /// parts and in any order.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Where it is, for messages.
@@ -97,8 +97,8 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     /// Writes all of `bytes` at `offset`, growing the file if need be.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Makes the file `len` bytes long, which is more than it is, and has the space for it where the file system can say so
-    /// beforehand. What is new reads as zeros.
+    /// Makes the file `len` bytes long, unless it is longer, and has the space for what is new where the file system can say so
+    /// beforehand. That reads as zeros. After an error the file may be longer than it was, with space for that.
     fn allocate(&self, len: u64) -> io::Result<()>;
 
     /// Cuts off what lies behind byte `len`.
@@ -227,6 +227,10 @@ impl StoreFile for File {
 
     fn allocate(&self, len: u64) -> io::Result<()> {
         let old = StoreFile::len(self)?;
+        if len <= old {
+            // No system call takes that for an answer.
+            return Ok(());
+        }
         let more = i64::try_from(len.saturating_sub(old)).map_err(|_| Errno::EFBIG)?;
         let from = i64::try_from(old).map_err(|_| Errno::EFBIG)?;
         loop {

@@ -56,6 +56,7 @@ impl<'f> Builder<'f> {
 
     /// Begins an epoch.
     pub(crate) fn front(&mut self, front: Front, layout: &Layout, config: &[u8]) -> io::Result<()> {
+        self.framer.begin();
         self.record(TAG_EPOCH, 0, true, &front.encode())?;
         self.record(TAG_LAYOUT, 0, true, &encode_layout(layout))?;
         self.record(section_tags::CONFIG.0, 0, true, config)

@@ -8,25 +8,28 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use dirty_tracker::PAGE_SIZE;
 
 use super::backend::{RangeLock, StoreFile};
-use super::build::{Builder, begin_log};
-use super::log::Place;
+use super::build::Builder;
+use super::log::{LogFile, Place};
 use super::manifest::{Manifest, NotWritten};
-use super::pages::{PageReader, Pages, begin_pages};
+use super::pages::Pages;
 use super::records::{Commit, Files, NO_SLOT};
 use super::sectors::SECTOR;
 use super::space::Space;
 use super::writer::Written;
 use super::{Store, StoreError, log_name, pages_name};
-use crate::slots::{SlotRun, Slots};
-use crate::{Guest, VmId};
+use crate::VmId;
+use crate::slots::SlotRun;
 
 /// The log may have so many bytes, and so many times those that a new one would have, before it is written anew.
 const LOG_BOUND: u64 = 16 << 20;
 const TIMES_NEEDED: u64 = 3;
+/// For so long somebody may read an epoch before it is said that the store grows because of that.
+const LONG_READ: Duration = Duration::from_secs(60);
 /// Most epochs that are dropped with one.
 const MOST_DROPPED: usize = 1024;
 
@@ -60,6 +63,14 @@ pub(super) struct Kept {
     pub(super) sectors: u64,
 }
 
+/// An epoch that cannot be dropped because somebody reads it.
+#[derive(Debug)]
+pub(super) struct Waits {
+    epoch: u64,
+    since: Instant,
+    said: bool,
+}
+
 /// What must be done before another epoch can be appended.
 #[derive(Debug)]
 pub(super) enum Standing {
@@ -77,118 +88,27 @@ pub(crate) struct Committer {
     pub(super) store: Arc<Store>,
     pub(super) vm_id: VmId,
     pub(super) files: Files,
-    pages: Arc<Pages>,
+    pub(super) pages: Arc<Pages>,
     pub(super) log: Box<dyn StoreFile>,
     /// Where the next epoch goes.
     pub(super) end: Place,
     pub(super) standing: Standing,
     pub(super) kept: VecDeque<Kept>,
     /// The highest number that was ever used.
-    last: Option<u64>,
-    space: Space,
+    pub(super) last: Option<u64>,
+    pub(super) space: Space,
     /// Slots of failed epochs that may still be in the log.
-    limbo: Vec<SlotRun>,
-    bounds: Bounds,
+    pub(super) limbo: Vec<SlotRun>,
+    pub(super) bounds: Bounds,
     /// Not before the log has so many bytes it is tried again to write it anew.
-    rotate_from: u64,
+    pub(super) rotate_from: u64,
+    /// Somebody reads an epoch that would have been dropped.
+    pub(super) waits_for: Option<Waits>,
     /// The last failure was one of a sync: what was written since the one before counts as lost.
     pub(crate) lost: bool,
 }
 
 impl Committer {
-    /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished in the log is cut off.
-    pub(crate) fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
-        let Some((manifest, mut log)) = store.open_log()? else { return Ok(None) };
-        if let Some(e) = log.take_damage() {
-            return Err(e);
-        }
-        let vm_id = guest.vm_id();
-        if manifest.vm_id != vm_id {
-            if log.groups.is_empty() {
-                return Ok(None);
-            }
-            let (dir, stored, asked) = (store.dir(), manifest.vm_id, vm_id);
-            return Err(StoreError::OtherVm { dir, stored, asked });
-        }
-        let total = PageReader::open(store, manifest.files.pages, vm_id)?.slots()?;
-        let (space, slots) = Space::of_log(guest.layout(), &mut log, total)?;
-        let pages = Arc::new(Pages::open(store, manifest.files.pages, vm_id, slots)?);
-        let name = log_name(manifest.files.log);
-        let file = store.backend().open_for_writing(&name);
-        let file = file.map_err(|e| store.io("opening", &name, e))?;
-        let bytes = log.bytes();
-        if file.len().map_err(|e| store.io("reading", &name, e))? > bytes {
-            tracing::info!("{name}: cutting off an epoch that was never finished");
-            file.cut(bytes).map_err(|e| store.io("cutting", &name, e))?;
-        }
-        // A process that was killed may have written the last epoch, and not have synced it.
-        file.sync().map_err(|e| store.io("syncing", &name, e))?;
-        let kept = log.kept().iter().map(|g| Kept { epoch: g.info.epoch, sectors: g.sectors });
-        let kept: VecDeque<Kept> = kept.collect();
-        Ok(Some(Self {
-            store: store.clone(),
-            vm_id,
-            files: manifest.files,
-            pages,
-            log: file,
-            end: log.end,
-            standing: Standing::Sound,
-            last: kept.back().map(|k| k.epoch),
-            kept,
-            space,
-            limbo: Vec::new(),
-            bounds: Bounds::default(),
-            rotate_from: 0,
-            lost: false,
-        }))
-    }
-
-    /// Makes the store's files for `guest`, or others in their place if those have no epoch.
-    pub(crate) fn create(store: &Arc<Store>, guest: &dyn Guest) -> Result<Self, StoreError> {
-        let vm_id = guest.vm_id();
-        let before = store.manifest()?.map_or(Files { log: 0, pages: 0 }, |m| m.files);
-        let files = Files { log: before.log + 1, pages: before.pages + 1 };
-        store.check_lock()?;
-        let backend = store.backend();
-        let made = |name: &str| backend.create(name).map_err(|e| store.io("creating", name, e));
-        let write =
-            |name: &str, result: io::Result<()>| result.map_err(|e| store.io("writing", name, e));
-        let sync = |name: &str, file: &dyn StoreFile| {
-            file.sync().map_err(|e| store.io("syncing", name, e))
-        };
-        let name = pages_name(files.pages);
-        let pages = made(&name)?;
-        write(&name, begin_pages(&*pages, vm_id, files.pages))?;
-        sync(&name, &*pages)?;
-        let name = log_name(files.log);
-        let log = made(&name)?;
-        let end = begin_log(&*log, vm_id, files.log).map_err(|e| store.io("writing", &name, e))?;
-        sync(&name, &*log)?;
-        store.put_manifest(Manifest { vm_id, files }).map_err(|e| e.cause)?;
-        for name in [log_name(before.log), pages_name(before.pages)] {
-            // What cannot be removed now is when the store is next opened.
-            let _ = backend.remove(&name);
-        }
-        let mut slots = Slots::new(1);
-        slots.allocate(1, 1);
-        Ok(Self {
-            store: store.clone(),
-            vm_id,
-            files,
-            pages: Arc::new(Pages::open(store, files.pages, vm_id, slots)?),
-            log,
-            end,
-            standing: Standing::Sound,
-            last: None,
-            kept: VecDeque::new(),
-            space: Space::new(guest.layout()),
-            limbo: Vec::new(),
-            bounds: Bounds::default(),
-            rotate_from: 0,
-            lost: false,
-        })
-    }
-
     pub(crate) fn set_bounds(&mut self, bounds: Bounds) {
         self.bounds = bounds;
     }
@@ -226,8 +146,10 @@ impl Committer {
         self.pages.sync().inspect_err(|_| self.lost = true)?;
         // After what took long: somebody may have exchanged the directory meanwhile.
         self.check()?;
+        self.track()?;
         let first = self.kept.front().map_or(front.epoch, |k| k.epoch);
-        let dropped = self.begin_drop().inspect_err(|_| self.end_drop(first..front.epoch))?;
+        let locked = first..front.epoch + 1;
+        let dropped = self.begin_drop(front.epoch).inspect_err(|_| self.unlock(locked.clone()))?;
         let oldest = self.kept.get(dropped).map_or(front.epoch, |k| k.epoch);
         let appended = self.append(&written, oldest);
         let result = match appended {
@@ -240,32 +162,81 @@ impl Committer {
                 Err(e)
             }
         };
-        if dropped > 0 {
-            self.end_drop(first..oldest);
-        }
+        self.unlock(locked);
         result
     }
 
-    /// Lets others read these epochs again, if they are still there.
-    fn end_drop(&self, epochs: Range<u64>) {
+    /// Lets others read these epochs, if they are there.
+    fn unlock(&self, epochs: Range<u64>) {
         // Should that fail, the locks go with the file.
         let _ = self.pages.file().lock_range(epochs, RangeLock::Free);
     }
 
-    /// Has those epochs alone that are to be dropped with the next; how many, from the oldest on.
-    fn begin_drop(&self) -> Result<usize, StoreError> {
+    fn lock(&self, epoch: u64) -> Result<bool, StoreError> {
+        let locked = self.pages.file().lock_range(epoch..epoch + 1, RangeLock::Alone);
+        let name = || pages_name(self.files.pages);
+        locked.map_err(|e| self.store.io("locking an epoch in", &name(), e))
+    }
+
+    /// Has `epoch` alone, so that nobody reads it before it is durable, and those that are to be dropped with it; how many, from
+    /// the oldest on.
+    fn begin_drop(&mut self, epoch: u64) -> Result<usize, StoreError> {
+        if !self.lock(epoch)? {
+            // Whoever it is finds that there is none yet.
+            tracing::debug!(epoch, "somebody has locked it already");
+        }
         let Some(keep) = self.bounds.keep else { return Ok(0) };
         let keep = usize::try_from(keep).unwrap_or(usize::MAX).max(1);
         let many = (self.kept.len() + 1).saturating_sub(keep).min(MOST_DROPPED);
-        for (dropped, kept) in self.kept.iter().take(many).enumerate() {
-            let locked = self.pages.file().lock_range(kept.epoch..kept.epoch + 1, RangeLock::Alone);
-            let name = || pages_name(self.files.pages);
-            if !locked.map_err(|e| self.store.io("locking an epoch in", &name(), e))? {
-                tracing::debug!(epoch = kept.epoch, "somebody reads it: kept");
+        for dropped in 0..many {
+            let old = self.kept[dropped].epoch;
+            if !self.lock(old)? {
+                self.is_read(old);
                 return Ok(dropped);
             }
         }
+        self.waits_for = None;
         Ok(many)
+    }
+
+    /// Somebody reads `epoch`: it, and all after it, are kept.
+    fn is_read(&mut self, epoch: u64) {
+        match &mut self.waits_for {
+            Some(waits) if waits.epoch == epoch => {
+                if !waits.said && waits.since.elapsed() >= LONG_READ {
+                    waits.said = true;
+                    tracing::warn!(
+                        "epoch {epoch} of the store {} has been read for more than {} s; until that ends no epoch is \
+                         dropped, and the store grows",
+                        self.store.location().display(),
+                        LONG_READ.as_secs()
+                    );
+                }
+            }
+            waits => *waits = Some(Waits { epoch, since: Instant::now(), said: false }),
+        }
+    }
+
+    /// Learns from the log which slots become free when, if nobody was to know before.
+    fn track(&mut self) -> Result<(), StoreError> {
+        if self.bounds.keep.is_none() || self.space.is_tracked() {
+            return Ok(());
+        }
+        let mut log = self.read_log()?;
+        self.space.track(&mut log)
+    }
+
+    /// The log, without what a failed epoch may have left at its end.
+    pub(super) fn read_log(&self) -> Result<LogFile, StoreError> {
+        let mut log = LogFile::open(&self.store, self.files.log)?;
+        let known = self.kept.back().map_or(0, |k| k.epoch);
+        log.groups.retain(|g| g.info.epoch <= known);
+        let there = |k: &Kept| log.groups.binary_search_by_key(&k.epoch, |g| g.info.epoch).is_ok();
+        if self.kept.iter().all(there) {
+            return Ok(log);
+        }
+        let none = || self.store.no_epoch(self.kept.front().map(|k| k.epoch));
+        Err(log.take_damage().unwrap_or_else(none))
     }
 
     /// Appends an epoch to the log and syncs that.
@@ -297,7 +268,8 @@ impl Committer {
         let front = written.front();
         self.kept.drain(..dropped);
         self.kept.push_back(Kept { epoch: front.epoch, sectors: place.sector - self.end.sector });
-        self.space.append(front.epoch, front.parent.is_none(), written.entries());
+        let tracked = self.bounds.keep.is_some();
+        self.space.append(front.epoch, front.parent.is_none(), written.entries(), tracked);
         written.keep_slots();
         (self.end, self.last) = (place, Some(front.epoch));
         if let Some(oldest) = self.kept.front() {
@@ -308,13 +280,15 @@ impl Committer {
     /// Cuts off what a failed epoch left in the log; its slots are free once that is durable.
     fn undo(&mut self, slots: Vec<SlotRun>) {
         let bytes = self.end.sector * SECTOR as u64;
-        match self.log.cut(bytes).and_then(|()| self.log.sync()) {
+        // Nothing is cut off what another process may have appended.
+        let cut = self.check().and_then(|()| {
+            let cut = self.log.cut(bytes).and_then(|()| self.log.sync());
+            cut.map_err(|e| self.store.io("cutting", &log_name(self.files.log), e))
+        });
+        match cut {
             Ok(()) => self.pages.give_back(&slots),
             Err(e) => {
-                tracing::error!(
-                    "{}: what a failed epoch left cannot be cut off: {e}",
-                    log_name(self.files.log)
-                );
+                tracing::error!("what a failed epoch left cannot be cut off: {e}");
                 self.standing = Standing::Stuck;
                 self.limbo.extend(slots);
             }
@@ -338,22 +312,28 @@ impl Committer {
         Ok(())
     }
 
-    /// Begins another log if that is worth it. For when nobody waits.
-    pub(crate) fn rotate_if_long(&mut self) {
+    /// Whether it is worth it to begin another log.
+    pub(crate) fn is_long(&mut self) -> bool {
         if !matches!(self.standing, Standing::Sound) {
-            return;
+            return false;
         }
         let bytes = self.end.sector * SECTOR as u64;
         if bytes <= self.bounds.log.max(self.rotate_from) {
-            return;
+            return false;
         }
         let epochs: u64 = self.kept.iter().map(|k| k.sectors).sum();
         // A run for each frame would be the worst.
         let needed = epochs * SECTOR as u64 + self.space.stored() * 20;
         if bytes / TIMES_NEEDED <= needed {
             self.rotate_from = bytes + bytes / 8;
-            return;
+            return false;
         }
+        true
+    }
+
+    /// Begins another log. For when nobody waits.
+    pub(crate) fn shorten(&mut self) {
+        let bytes = self.end.sector * SECTOR as u64;
         if let Err(e) = self.rotate() {
             tracing::warn!("the log could not be written anew, and gets longer: {e}");
             self.rotate_from = bytes + bytes / 4;

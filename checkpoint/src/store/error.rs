@@ -143,7 +143,7 @@ pub enum Damage {
     /// Header or record, by themselves.
     #[error("{0}")]
     Format(#[from] FormatError),
-    /// The file stops before its trailer.
+    /// The file stops before what it must have.
     #[error("the file ends at byte {length}, where {wanted} more bytes should follow")]
     EndsEarly {
         /// The file's length in bytes.

@@ -1,13 +1,13 @@
 //! Where each frame of an epoch is, and what its contents' checksum is.
 //!
-//! Built from a log, whose memory layout may be a lie: memory is taken for frames that are stored, in chunks of 64, and not for
-//! those that are said to exist.
+//! Built from a log, whose memory layout may be a lie: memory is taken for frames that are stored, and not for those that are said
+//! to exist.
 
 use std::collections::BTreeMap;
 
 use dirty_tracker::{FrameRun, Gfn};
 
-use super::records::{NO_SLOT, Placed};
+use super::records::Placed;
 use crate::slots::SlotRun;
 
 /// Frames of a chunk.
@@ -16,16 +16,51 @@ const CHUNK: u64 = 64;
 /// Where one frame is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Cell {
-    /// [`NO_SLOT`] for zeros.
     pub(crate) slot: u32,
     pub(crate) crc: u32,
 }
 
-const EMPTY: Cell = Cell { slot: NO_SLOT, crc: 0 };
+/// Those of 64 frames that are not zeros.
+#[derive(Debug, Default)]
+struct Chunk {
+    /// Which.
+    mask: u64,
+    /// One for each bit of the mask, in their order.
+    cells: Vec<Cell>,
+}
 
-type Chunk = Box<[Cell; CHUNK as usize]>;
+/// Bits 0 to `at` - 1, of 64.
+fn below(at: u64) -> u64 {
+    1_u64.checked_shl(at as u32).unwrap_or(0).wrapping_sub(1)
+}
 
-/// All frames of an epoch that are not zeros: 8 bytes for each, and little more.
+impl Chunk {
+    /// Where in `cells` the one of frame `at`, at most 64, is, or would be.
+    fn rank(&self, at: u64) -> usize {
+        (self.mask & below(at)).count_ones() as usize
+    }
+
+    fn has(&self, at: u64) -> bool {
+        self.mask >> at & 1 == 1
+    }
+
+    /// The cell that was there before, if there was one.
+    fn put(&mut self, at: u64, cell: Cell) -> Option<Cell> {
+        let rank = self.rank(at);
+        if self.has(at) {
+            return Some(std::mem::replace(&mut self.cells[rank], cell));
+        }
+        self.cells.insert(rank, cell);
+        self.mask |= 1 << at;
+        None
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (u64, Cell)> {
+        (0..CHUNK).filter(|at| self.has(*at)).zip(self.cells.iter().copied())
+    }
+}
+
+/// All frames of an epoch that are not zeros: 8 bytes for each, and for each chunk that has one some dozens.
 #[derive(Debug, Default)]
 pub(crate) struct FrameMap {
     chunks: BTreeMap<u64, Chunk>,
@@ -42,15 +77,14 @@ impl FrameMap {
         for Placed { frames, slot } in runs {
             let mut next = *slot;
             for part in pieces(*frames) {
-                let chunk = self
-                    .chunks
-                    .entry(part.start.0 / CHUNK)
-                    .or_insert_with(|| Box::new([EMPTY; CHUNK as usize]));
-                let at = (part.start.0 % CHUNK) as usize;
-                for cell in &mut chunk[at..at + part.count as usize] {
-                    let new = Cell { slot: next, crc: crcs.next().unwrap_or(0) };
-                    let old = std::mem::replace(cell, new);
-                    if old.slot != NO_SLOT {
+                let chunk = self.chunks.entry(part.start.0 / CHUNK).or_default();
+                if chunk.cells.is_empty() {
+                    chunk.cells.reserve_exact(part.count as usize);
+                }
+                let at = part.start.0 % CHUNK;
+                for at in at..at + part.count {
+                    let cell = Cell { slot: next, crc: crcs.next().unwrap_or(0) };
+                    if let Some(old) = chunk.put(at, cell) {
                         on_old(old.slot);
                     }
                     next += 1;
@@ -63,15 +97,18 @@ impl FrameMap {
     pub(crate) fn clear_frames(&mut self, runs: &[FrameRun], mut on_old: impl FnMut(u32)) {
         for run in runs.iter().filter(|run| run.count > 0) {
             let (first, last) = (run.start.0 / CHUNK, (run.end().0 - 1) / CHUNK);
-            for (number, chunk) in self.chunks.range_mut(first..=last) {
-                for (gfn, cell) in (number * CHUNK..).zip(chunk.iter_mut()) {
-                    let inside = run.start.0 <= gfn && gfn < run.end().0;
-                    if inside && cell.slot != NO_SLOT {
-                        on_old(cell.slot);
-                        *cell = EMPTY;
-                    }
+            let gone = self.chunks.extract_if(first..=last, |number, chunk| {
+                let from = run.start.0.saturating_sub(number * CHUNK).min(CHUNK);
+                let to = (run.end().0 - number * CHUNK).min(CHUNK);
+                for at in (from..to).filter(|at| chunk.has(*at)) {
+                    on_old(chunk.cells[chunk.rank(at)].slot);
                 }
-            }
+                let (low, high) = (chunk.rank(from), chunk.rank(to));
+                chunk.cells.drain(low..high);
+                chunk.mask &= below(from) | !below(to);
+                chunk.mask == 0
+            });
+            gone.for_each(drop);
         }
     }
 
@@ -79,11 +116,8 @@ impl FrameMap {
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
         let cells = |(number, chunk): (&u64, &Chunk)| {
             let first = number * CHUNK;
-            let cells: Vec<(Gfn, Cell)> = (first..)
-                .map(Gfn)
-                .zip(chunk.iter().copied())
-                .filter(|(_, c)| c.slot != NO_SLOT)
-                .collect();
+            let cells: Vec<(Gfn, Cell)> =
+                chunk.iter().map(|(at, cell)| (Gfn(first + at), cell)).collect();
             cells
         };
         self.chunks.iter().flat_map(cells)
@@ -91,8 +125,8 @@ impl FrameMap {
 
     /// Where a frame is, if it is not zeros.
     pub(crate) fn get(&self, gfn: Gfn) -> Option<Cell> {
-        let cell = self.chunks.get(&(gfn.0 / CHUNK))?[(gfn.0 % CHUNK) as usize];
-        (cell.slot != NO_SLOT).then_some(cell)
+        let (chunk, at) = (self.chunks.get(&(gfn.0 / CHUNK))?, gfn.0 % CHUNK);
+        chunk.has(at).then(|| chunk.cells[chunk.rank(at)])
     }
 
     /// The slots of all frames, as ascending runs.
@@ -123,4 +157,43 @@ pub(crate) fn runs_of(mut slots: Vec<u32>) -> Vec<SlotRun> {
         }
     }
     runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_has_what_was_put_last_and_nothing_is_left_of_what_was_cleared() {
+        let (mut map, mut model) = (FrameMap::default(), BTreeMap::new());
+        let mut coin = 1_u64;
+        for round in 0..4000_u32 {
+            coin = coin.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            let frames =
+                FrameRun { start: Gfn(coin >> 40 & 0x3ff), count: 1 + (coin >> 52 & 0xff) };
+            let (mut heard, mut expected) = (Vec::new(), Vec::new());
+            if coin >> 33 & 1 == 0 {
+                let slot = round * 1000 + 1;
+                let crcs: Vec<u32> = (0..frames.count as u32).map(|n| n ^ round).collect();
+                map.put(&[Placed { frames, slot }], &crcs, |old| heard.push(old));
+                for ((gfn, slot), crc) in frames.frames().zip(slot..).zip(crcs) {
+                    expected
+                        .extend(model.insert(gfn, Cell { slot, crc }).map(|old: Cell| old.slot));
+                }
+            } else {
+                map.clear_frames(&[frames], |old| heard.push(old));
+                expected.extend(frames.frames().filter_map(|gfn| Some(model.remove(&gfn)?.slot)));
+            }
+            assert_eq!(heard, expected);
+            if round % 16 == 0 {
+                assert!(map.iter().eq(model.iter().map(|(gfn, cell)| (*gfn, *cell))));
+                assert_eq!(map.get(frames.start), model.get(&frames.start).copied());
+                let chunks = model
+                    .keys()
+                    .map(|gfn| gfn.0 / CHUNK)
+                    .collect::<std::collections::BTreeSet<_>>();
+                assert_eq!(map.chunks.len(), chunks.len(), "chunks without a frame are gone");
+            }
+        }
+    }
 }

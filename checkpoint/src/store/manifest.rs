@@ -111,13 +111,12 @@ impl Store {
             file.write_all_at(&bytes, 0).map_err(|e| self.io("writing", MANIFEST_NEW, e))?;
             file.sync().map_err(|e| self.io("syncing", MANIFEST_NEW, e))?;
             // Before anything can name them.
-            backend.sync_dir().map_err(|e| self.io_dir("syncing", e))?;
+            self.sync_dir()?;
             self.check_lock()?;
             let renamed = backend.rename(MANIFEST_NEW, MANIFEST);
             renamed.map_err(|e| self.io("renaming", MANIFEST_NEW, e))
         };
         before().map_err(|cause| NotWritten { cause, unsettled: false })?;
-        let synced = backend.sync_dir().map_err(|e| self.io_dir("syncing", e));
-        synced.map_err(|cause| NotWritten { cause, unsettled: true })
+        self.sync_dir().map_err(|cause| NotWritten { cause, unsettled: true })
     }
 }

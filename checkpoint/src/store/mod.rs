@@ -4,11 +4,11 @@
 //! by anyone at any time, or open for one writer, which holds the directory's lock.
 //!
 //! ```text
-//! sectors, records   the log's bytes                         log, build     epochs in it: read, written
-//! frame_map          where an epoch's frames are             pages          the page file and its free slots
-//! writer             one epoch being written                 commit         made durable, in order; old ones dropped
-//! space              which slots which epochs need           rotate         another log, compaction
-//! pin                epochs that are being read              verify, export all of it read
+//! sectors, records   the log's bytes                         log, group, build  epochs in it: read, written
+//! frame_map          where an epoch's frames are             pages              the page file and its free slots
+//! writer             one epoch being written                 opening, commit    made durable, in order; old ones dropped
+//! space              which slots which epochs need           rotate             another log, compaction
+//! pin                epochs that are being read              verify, export     all of it read
 //! ```
 
 mod backend;
@@ -18,9 +18,11 @@ mod error;
 mod export;
 mod fetch;
 mod frame_map;
+mod group;
 mod late;
 mod log;
 mod manifest;
+mod opening;
 mod pages;
 mod pin;
 mod records;
@@ -43,8 +45,9 @@ pub use error::{Damage, StoreError};
 pub use export::{ExportReport, Place};
 pub(crate) use fetch::{Sink, fetch};
 pub(crate) use frame_map::{Cell, FrameMap};
+pub(crate) use group::Record;
 pub(crate) use late::LateFrames;
-pub(crate) use log::{LogFile, Record};
+pub(crate) use log::LogFile;
 pub(crate) use pages::Pages;
 pub(crate) use pin::Pinned;
 pub(crate) use records::MAX_EPOCH;
@@ -204,16 +207,22 @@ impl Store {
 
     /// Removes files that the manifest does not name.
     fn remove_leftovers(&self, names: &[String], manifest: &Manifest) -> Result<(), StoreError> {
-        let mut removed = false;
-        for name in names.iter().filter(|name| is_leftover(name, Some(manifest))) {
+        let leftovers = names.iter().filter(|name| is_leftover(name, Some(manifest)));
+        let leftovers: Vec<&String> = leftovers.collect();
+        if leftovers.is_empty() {
+            return Ok(());
+        }
+        // First: a crash may yet bring back the manifest before this one, and it names some of them.
+        self.sync_dir()?;
+        for name in leftovers {
             tracing::info!(name, "removing what was never finished");
             self.backend.remove(name).map_err(|e| self.io("removing", name, e))?;
-            removed = true;
         }
-        match removed {
-            true => self.backend.sync_dir().map_err(|e| self.io_dir("syncing", e)),
-            false => Ok(()),
-        }
+        self.sync_dir()
+    }
+
+    pub(crate) fn sync_dir(&self) -> Result<(), StoreError> {
+        self.backend.sync_dir().map_err(|e| self.io_dir("syncing", e))
     }
 
     /// Where it is.

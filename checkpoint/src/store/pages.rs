@@ -1,12 +1,13 @@
 //! The page file: frames' contents in slots of 4 KiB, of which the first is the header.
 
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dirty_tracker::PAGE_SIZE;
 
-use super::backend::StoreFile;
+use super::backend::{RangeLock, StoreFile};
 use super::{Damage, Store, StoreError, pages_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_PAGES};
 use crate::slots::{MAX_RUN, SlotRun, Slots};
@@ -16,6 +17,12 @@ const PAGE: usize = PAGE_SIZE as usize;
 /// The file grows by an eighth of itself, and at least and at most by so many slots: 1 MiB, 256 MiB.
 const LEAST_GROWTH: u32 = 256;
 const MOST_GROWTH: u32 = 1 << 16;
+/// The byte that the writer has locked: no epoch has that number.
+const WRITER: Range<u64> = 0..1;
+
+fn is_full(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
 
 /// Writes the header of a new page file.
 pub(crate) fn begin_pages(file: &dyn StoreFile, vm_id: VmId, generation: u64) -> io::Result<()> {
@@ -42,7 +49,21 @@ impl PageReader {
         Ok(new)
     }
 
-    fn check_header(&self, generation: u64, vm_id: VmId) -> Result<(), StoreError> {
+    /// Opens the page file of `generation` for writing, and has it alone for as long as it is open: no other process gives
+    /// away its slots, whatever became of the store's lock. Nothing in it has been looked at.
+    pub(crate) fn hold(store: &Store, generation: u64) -> Result<Self, StoreError> {
+        let name = pages_name(generation);
+        let file = store.backend().open_for_writing(&name);
+        let file = file.map_err(|e| store.io("opening", &name, e))?;
+        let alone = file.lock_range(WRITER, RangeLock::Alone);
+        match alone.map_err(|e| store.io("locking", &name, e))? {
+            true => Ok(Self { file, path: store.path(&name) }),
+            false => Err(StoreError::InUse { dir: store.dir(), pid: None }),
+        }
+    }
+
+    /// Refuses a file that is not `vm_id`'s page file of `generation`.
+    pub(crate) fn check_header(&self, generation: u64, vm_id: VmId) -> Result<(), StoreError> {
         let damaged = |damage| StoreError::Damaged { file: self.path.clone(), offset: 0, damage };
         let mut slot = [0; PAGE];
         self.read(0, &mut slot)?;
@@ -101,19 +122,9 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    /// Opens the page file of `generation`, of which `slots` are used.
-    pub(crate) fn open(
-        store: &Store,
-        generation: u64,
-        vm_id: VmId,
-        slots: Slots,
-    ) -> Result<Self, StoreError> {
-        let name = pages_name(generation);
-        let file = store.backend().open_for_writing(&name);
-        let file = file.map_err(|e| store.io("opening", &name, e))?;
-        let reader = PageReader { file, path: store.path(&name) };
-        reader.check_header(generation, vm_id)?;
-        Ok(Self { reader, slots: Mutex::new(slots) })
+    /// The page file that is `held`, of which `slots` are used.
+    pub(crate) fn new(held: PageReader, slots: Slots) -> Self {
+        Self { reader: held, slots: Mutex::new(slots) }
     }
 
     pub(crate) fn file(&self) -> &dyn StoreFile {
@@ -146,7 +157,7 @@ impl Pages {
         slots.allocate_up_to(count).ok_or_else(full)
     }
 
-    /// Makes the file longer: by much, or by `least` slots where there is no room for that.
+    /// Makes the file longer: by much, or by `least` slots where there is no room for that, or by what room there is.
     fn grow(&self, slots: &mut Slots, least: u32) -> Result<(), StoreError> {
         let old = slots.total();
         let mut more = (old / 8).clamp(LEAST_GROWTH, MOST_GROWTH).max(least);
@@ -160,10 +171,18 @@ impl Pages {
                     slots.grow_to(total);
                     return Ok(());
                 }
-                Err(e) if e.kind() == io::ErrorKind::StorageFull && more > least => {
+                Err(e) => {
+                    // Some file systems leave the file with as much as they had.
+                    let there = self.reader.slots()?.min(total);
+                    if there > old {
+                        slots.grow_to(there);
+                        return Ok(());
+                    }
+                    if !is_full(&e) || more <= least {
+                        return Err(self.io("making room in", e));
+                    }
                     more = (more / 2).max(least);
                 }
-                Err(e) => return Err(self.io("making room in", e)),
             }
         }
     }

@@ -1,8 +1,10 @@
 //! Reading an epoch beside a writer: it is pinned, so that it, and all after it, are kept for as long as it is read.
 //!
 //! A pin is a shared lock on the byte of the page file whose number is the epoch's. Who is about to drop epochs has the bytes of
-//! all of them alone until that is durable; a pin that comes after that finds them gone from the log.
+//! all of them alone until that is durable; a pin that comes after that finds them gone from the log. So does he have the epoch
+//! that he is about to append: nobody reads one that is not durable.
 
+use std::io::ErrorKind;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +14,7 @@ use super::pages::PageReader;
 use super::space::apply;
 use super::{FrameMap, RangeLock, Store, StoreError, pages_name};
 
-/// How long a writer may take to make durable that an epoch is dropped.
+/// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How often it is looked for.
 const LOOK: Duration = Duration::from_millis(1);
@@ -40,7 +42,7 @@ impl Pinned {
 impl Store {
     /// Pins `epoch`, or the latest.
     pub(crate) fn pin(&self, epoch: Option<u64>) -> Result<Pinned, StoreError> {
-        self.pin_chosen(epoch, |log| match epoch {
+        self.pin_chosen(epoch, false, |log| match epoch {
             Some(epoch) => self.find(log, epoch),
             None => self.latest(log),
         })
@@ -52,7 +54,8 @@ impl Store {
             Some((_, log)) if !log.groups.is_empty() => {}
             _ => return Ok(None),
         }
-        self.pin_chosen(None, |log| log.oldest().ok_or_else(|| self.no_epoch(None))).map(Some)
+        let oldest = |log: &mut LogFile| log.oldest().ok_or_else(|| self.no_epoch(None));
+        self.pin_chosen(None, true, oldest).map(Some)
     }
 
     /// The latest epoch; if the log is damaged nobody knows which that is.
@@ -74,58 +77,81 @@ impl Store {
         Err(damage.unwrap_or_else(|| self.no_epoch(Some(epoch))))
     }
 
+    /// Pins the epoch that `choose` finds in the log, and chooses again as long as it is gone by then. With `all` nothing of the log
+    /// is seen of which it is not known that it is durable.
     fn pin_chosen(
         &self,
         asked: Option<u64>,
+        all: bool,
         choose: impl Fn(&mut LogFile) -> Result<u64, StoreError>,
     ) -> Result<Pinned, StoreError> {
         let until = Instant::now() + PATIENCE;
         loop {
-            let Some((manifest, mut log)) = self.open_log()? else {
+            let Some((mut manifest, mut log)) = self.open_log()? else {
                 return Err(self.no_epoch(asked));
             };
-            let epoch = choose(&mut log)?;
             let name = pages_name(manifest.files.pages);
             let pages = match PageReader::open(self, manifest.files.pages, manifest.vm_id) {
                 // It was compacted in this moment.
                 Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => continue,
                 other => other?,
             };
-            let locked = pages.file().lock_range(epoch..epoch + 1, RangeLock::Shared);
-            match locked.map_err(|e| self.io("locking an epoch in", &name, e))? {
-                true => {
-                    if let Some(log) = self.still_kept(manifest, log, epoch)? {
-                        let at = log.groups.binary_search_by_key(&epoch, |g| g.info.epoch);
-                        if let Ok(index) = at {
-                            return Ok(Pinned { log, pages, index });
-                        }
-                    }
+            let lock = |epoch: u64, lock: RangeLock| {
+                let locked = pages.file().lock_range(epoch..epoch + 1, lock);
+                locked.map_err(|e| self.io("locking an epoch in", &name, e))
+            };
+            let pinned = loop {
+                let epoch = choose(&mut log)?;
+                let durable = if all { last_durable(&log, lock)? } else { u64::MAX };
+                let locked = lock(epoch, RangeLock::Shared)?;
+                if !self.look_again(&mut manifest, &mut log)? {
+                    break None;
                 }
-                false if Instant::now() >= until => {
-                    let cause = std::io::ErrorKind::TimedOut.into();
-                    return Err(self.io("locking an epoch in", &name, cause));
+                let is_kept = || log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok();
+                if locked && is_kept() {
+                    break Some((epoch, durable));
                 }
-                false => thread::sleep(LOOK),
+                if Instant::now() >= until {
+                    return Err(self.io("locking an epoch in", &name, ErrorKind::TimedOut.into()));
+                }
+                if locked {
+                    lock(epoch, RangeLock::Free)?;
+                } else {
+                    // Its writer makes it durable, or drops it.
+                    thread::sleep(LOOK);
+                }
+            };
+            let Some((epoch, durable)) = pinned else { continue };
+            log.groups.retain(|g| g.info.epoch <= durable.max(epoch));
+            if let Ok(index) = log.groups.binary_search_by_key(&epoch, |g| g.info.epoch) {
+                return Ok(Pinned { log, pages, index });
             }
         }
     }
 
-    /// The log as it is now, if it still has `epoch`, and the page file is still the one that was opened.
-    fn still_kept(
-        &self,
-        manifest: Manifest,
-        mut log: LogFile,
-        epoch: u64,
-    ) -> Result<Option<LogFile>, StoreError> {
-        if self.manifest()? == Some(manifest) {
+    /// Reads what there is now; `false` if the page file is not the store's any more.
+    fn look_again(&self, manifest: &mut Manifest, log: &mut LogFile) -> Result<bool, StoreError> {
+        if self.manifest()? == Some(*manifest) {
             log.go_on()?;
-        } else {
-            match self.open_log()? {
-                Some((now, new)) if now.files.pages == manifest.files.pages => log = new,
-                _ => return Ok(None),
-            }
+            return Ok(true);
         }
-        let kept = log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok();
-        Ok(kept.then_some(log))
+        let pages = manifest.files.pages;
+        match self.open_log()? {
+            Some(now) if now.0.files.pages == pages => (*manifest, *log) = now,
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+}
+
+/// The last epoch that is durable: the last of the log, unless its writer has it alone, and then the one before.
+fn last_durable(
+    log: &LogFile,
+    lock: impl Fn(u64, RangeLock) -> Result<bool, StoreError>,
+) -> Result<u64, StoreError> {
+    let mut epochs = log.groups.iter().rev().map(|g| g.info.epoch);
+    match epochs.next() {
+        Some(last) if lock(last, RangeLock::Shared)? => Ok(last),
+        _ => Ok(epochs.next().unwrap_or(0)),
     }
 }

@@ -2,9 +2,10 @@
 //! checks behind them are reached.
 
 use super::records::{COMMIT_LEN, TAG_COMMIT, TAG_EPOCH, TAG_FRAMES, TAG_ZEROS};
-use super::sectors::{DATA, SECTOR, seal};
+use super::sectors::{DATA, Kind, SECTOR, seal};
 use crate::format::{HEADER_LEN, RECORD_HEAD_LEN};
 use crate::is_zero;
+use std::collections::BTreeSet;
 
 fn word(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
@@ -76,6 +77,8 @@ pub fn reseal_log(bytes: &mut [u8]) {
     let mut data: Vec<u8> =
         bytes.chunks_exact(SECTOR).skip(1).flat_map(|sector| &sector[..DATA]).copied().collect();
     let (mut at, mut sequence, mut counted) = (0, 0u32, Counted::default());
+    // Sectors in which epochs begin.
+    let mut firsts = BTreeSet::from([1]);
     while at + RECORD_HEAD_LEN <= data.len() {
         let (from, tag) = (at + RECORD_HEAD_LEN, word(&data, at) as u16);
         counted.records += 1;
@@ -115,13 +118,15 @@ pub fn reseal_log(bytes: &mut [u8]) {
         if commit {
             at = end.next_multiple_of(DATA);
             counted = Counted { first: at, ..Counted::default() };
+            firsts.insert(1 + at / DATA);
         }
     }
     for (n, sector) in bytes.chunks_exact_mut(SECTOR).enumerate() {
         if n > 0 {
             sector[..DATA].copy_from_slice(&data[(n - 1) * DATA..n * DATA]);
         }
-        let end = if written[n] { seal(&sector[..DATA], n as u64) } else { [0; SECTOR - DATA] };
+        let kind = if firsts.contains(&n) { Kind::First } else { Kind::Other };
+        let end = seal(&sector[..DATA], n as u64, kind);
         sector[DATA..].copy_from_slice(&end);
         if !written[n] {
             sector.fill(0);

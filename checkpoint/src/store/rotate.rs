@@ -3,6 +3,7 @@
 //! Of the oldest epoch that is kept a new log has all of memory, of the others what they changed. A manifest that names the
 //! new files takes the place of the one before; a crash leaves either, and whatever it names.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use dirty_tracker::PAGE_SIZE;
@@ -44,17 +45,7 @@ impl Committer {
         let store: &Arc<Store> = &self.store;
         store.check_lock()?;
         let files = Files { log: self.files.log + 1, ..self.files };
-        let mut old = LogFile::open(store, self.files.log)?;
-        // What failed may still be in it.
-        let known = self.kept.back().map_or(0, |k| k.epoch);
-        old.groups.retain(|g| g.info.epoch <= known);
-        let there = |k: &Kept| old.groups.binary_search_by_key(&k.epoch, |g| g.info.epoch).is_ok();
-        if !self.kept.iter().all(there) {
-            let damage = old.take_damage();
-            return Err(
-                damage.unwrap_or_else(|| store.no_epoch(self.kept.front().map(|k| k.epoch)))
-            );
-        }
+        let mut old = self.read_log()?;
         let new = copy_log(store, &mut old, files.log, &|slot| slot)?;
         let put = store.put_manifest(Manifest { vm_id: self.vm_id, files });
         if let Err(NotWritten { cause, unsettled: false }) = put {
@@ -154,15 +145,18 @@ impl Store {
         if !self.is_writable() {
             return Err(StoreError::ReadOnly { dir: self.dir() });
         }
-        let Some((manifest, mut old)) = self.open_log()? else { return Err(self.no_epoch(None)) };
+        let Some((pages, manifest, mut old)) = self.hold()? else {
+            return Err(self.no_epoch(None));
+        };
         if let Some(e) = old.take_damage() {
             return Err(e);
         }
         let Manifest { vm_id, files } = manifest;
         let new = Files { log: files.log + 1, pages: files.pages + 1 };
         let before_bytes = self.bytes_of(files)?;
-        let made = self.copy_pages(&mut old, files.pages, new.pages).and_then(|slots| {
-            let to = |slot: u32| slots.get(slot as usize).copied().unwrap_or(NO_SLOT);
+        pages.check_header(files.pages, vm_id)?;
+        let made = self.copy_pages(&mut old, &pages, new.pages).and_then(|slots| {
+            let to = |slot: u32| slots.get(&slot).copied().unwrap_or(NO_SLOT);
             copy_log(self, &mut old, new.log, &to)
         });
         let kept = match made {
@@ -178,9 +172,14 @@ impl Store {
         let after_bytes = self.bytes_of(new)?;
         self.put_manifest(Manifest { vm_id, files: new }).map_err(|e| e.cause)?;
         for name in [log_name(files.log), pages_name(files.pages)] {
-            self.backend().remove(&name).map_err(|e| self.io("removing", &name, e))?;
+            if let Err(e) = self.backend().remove(&name) {
+                let path = self.path(&name);
+                tracing::warn!(
+                    "{} is not needed any more, and cannot be removed: {e}",
+                    path.display()
+                );
+            }
         }
-        self.backend().sync_dir().map_err(|e| self.io_dir("syncing", e))?;
         Ok(CompactReport { epochs: kept.len() as u64, before_bytes, after_bytes })
     }
 
@@ -193,12 +192,17 @@ impl Store {
     }
 
     /// Copies every frame that an epoch has to a new page file, checked; where each slot went.
-    fn copy_pages(&self, log: &mut LogFile, from: u64, to: u64) -> Result<Vec<u32>, StoreError> {
-        let pages = PageReader::open(self, from, log.vm_id)?;
+    fn copy_pages(
+        &self,
+        log: &mut LogFile,
+        pages: &PageReader,
+        to: u64,
+    ) -> Result<HashMap<u32, u32>, StoreError> {
         let name = pages_name(to);
         let file = self.backend().create(&name).map_err(|e| self.io("creating", &name, e))?;
         begin_pages(&*file, log.vm_id, to).map_err(|e| self.io("writing", &name, e))?;
-        let mut slots = vec![NO_SLOT; pages.slots()? as usize];
+        // As many as the log names, however long the page file says that it is.
+        let mut slots = HashMap::new();
         let mut next = 1;
         let mut map = FrameMap::default();
         let (count, kept) = (log.groups.len(), log.kept().len());
@@ -221,21 +225,16 @@ impl Store {
                 }
             }
             map.clear();
-            for (gfn, cell) in &entries {
-                let Some(slot) = slots.get_mut(cell.slot as usize) else {
-                    let slots = crate::slots::SlotRun { start: cell.slot, count: 1 };
-                    tracing::debug!(%gfn, "it is not in the page file");
-                    return Err(log.damaged(index, super::Damage::Slots { slots }));
-                };
-                if *slot == NO_SLOT {
-                    *slot = next;
+            for (_, cell) in &entries {
+                slots.entry(cell.slot).or_insert_with(|| {
                     next += 1;
-                }
+                    next - 1
+                });
             }
             let sink =
                 Moved { store: self, file: &*file, name: &name, slots: &slots, entries: &entries };
             let mut sorted = entries.clone();
-            fetch(&pages, epoch, &mut sorted, &sink)?;
+            fetch(pages, epoch, &mut sorted, &sink)?;
         }
         file.sync().map_err(|e| self.io("syncing", &name, e))?;
         Ok(slots)
@@ -247,7 +246,7 @@ struct Moved<'m> {
     store: &'m Store,
     file: &'m dyn StoreFile,
     name: &'m str,
-    slots: &'m [u32],
+    slots: &'m HashMap<u32, u32>,
     /// Of the epoch that is being copied, ascending by frame.
     entries: &'m [(Gfn, Cell)],
 }
@@ -258,8 +257,8 @@ impl Sink for Moved<'_> {
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
         for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE_SIZE as usize)) {
             let Ok(at) = self.entries.binary_search_by_key(&gfn, |(gfn, _)| *gfn) else { continue };
-            let slot = self.slots[self.entries[at].1.slot as usize];
-            let written = self.file.write_all_at(page, u64::from(slot) * PAGE_SIZE);
+            let Some(slot) = self.slots.get(&self.entries[at].1.slot) else { continue };
+            let written = self.file.write_all_at(page, u64::from(*slot) * PAGE_SIZE);
             written.map_err(|e| self.store.io("writing", self.name, e))?;
         }
         Ok(())

@@ -3,7 +3,7 @@
 //! ```text
 //!  0                                               508        512
 //!  +-----------------------------------------------+-----------+
-//!  | data: records, one after the other            | CRC32C    |  of the data and the sector's number
+//!  | data: records, one after the other            | CRC32C    |  of the data, the sector's number, and its kind
 //!  +-----------------------------------------------+-----------+
 //! ```
 //!
@@ -28,13 +28,37 @@ const READ: u64 = 128;
 /// A sector that is being written while it is read may look damaged for so long.
 const SETTLE: Duration = Duration::from_millis(1);
 
-fn checksum(data: &[u8], number: u64) -> u32 {
-    crc32c::crc32c_append(crc32c::crc32c(data), &number.to_le_bytes())
+/// What a sector's checksum says that it is, whatever its data: a guest chooses what frames' checksums are, and so the data
+/// of most sectors, but not that an epoch begins there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// The first of an epoch.
+    First,
+    /// Any other.
+    Other,
+}
+
+impl Kind {
+    fn word(self) -> u64 {
+        match self {
+            Self::First => u64::from_le_bytes(*b"FIRSTSEC"),
+            Self::Other => u64::from_le_bytes(*b"OTHERSEC"),
+        }
+    }
+}
+
+/// Never 0, so that a sector of zeros was never written.
+fn checksum(data: &[u8], number: u64, kind: Kind) -> u32 {
+    let crc = crc32c::crc32c_append(crc32c::crc32c(data), &number.to_le_bytes());
+    match crc32c::crc32c_append(crc, &kind.word().to_le_bytes()) {
+        0 => u32::MAX,
+        crc => crc,
+    }
 }
 
 /// The end of a sector's `data`.
-pub(crate) fn seal(data: &[u8], number: u64) -> [u8; SECTOR - DATA] {
-    checksum(data, number).to_le_bytes()
+pub(crate) fn seal(data: &[u8], number: u64, kind: Kind) -> [u8; SECTOR - DATA] {
+    checksum(data, number, kind).to_le_bytes()
 }
 
 /// Cuts bytes into sectors.
@@ -43,12 +67,19 @@ pub(crate) struct Framer {
     /// The number of the first sector in `bytes`.
     first: u64,
     bytes: Vec<u8>,
+    /// The sector in which an epoch begins.
+    begin: u64,
 }
 
 impl Framer {
-    /// The next byte goes to the beginning of sector `first`.
+    /// The next byte goes to the beginning of sector `first`, where an epoch begins, or, if it is 0, the log.
     pub(crate) fn new(first: u64) -> Self {
-        Self { first, bytes: Vec::new() }
+        Self { first, bytes: Vec::new(), begin: first }
+    }
+
+    /// An epoch begins with the next byte, which is the first of its sector.
+    pub(crate) fn begin(&mut self) {
+        self.begin = self.sector();
     }
 
     /// Sectors that are complete.
@@ -63,7 +94,10 @@ impl Framer {
             self.bytes.extend_from_slice(now);
             if self.bytes.len() % SECTOR == DATA {
                 let at = self.whole() * SECTOR;
-                let end = seal(&self.bytes[at..], self.first + self.whole() as u64);
+                let number = self.first + self.whole() as u64;
+                let first = number == self.begin && number > 0;
+                let kind = if first { Kind::First } else { Kind::Other };
+                let end = seal(&self.bytes[at..], number, kind);
                 self.bytes.extend_from_slice(&end);
             }
             data = later;
@@ -189,8 +223,8 @@ impl Sectors {
         Ok(&self.buffer[at..at + SECTOR])
     }
 
-    /// The data of sector `number`, checked.
-    pub(crate) fn data(&mut self, number: u64) -> Result<&[u8], Stop> {
+    /// The data of sector `number`, which must be of that kind, checked.
+    pub(crate) fn data(&mut self, number: u64, kind: Kind) -> Result<&[u8], Stop> {
         let offset = number.saturating_mul(SECTOR as u64);
         if number >= self.count() {
             return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
@@ -203,7 +237,7 @@ impl Sectors {
             }
             raw => raw?,
         };
-        let ((found, expected), zeros) = (checksums(raw, number), is_zero(raw));
+        let ((found, expected), zeros) = (checksums(raw, number, kind), is_zero(raw));
         if found != expected {
             if zeros {
                 return Err(Stop::Unwritten(self.path.clone(), offset));
@@ -225,10 +259,10 @@ impl Sectors {
     }
 }
 
-fn checksums(raw: &[u8], number: u64) -> (u32, u32) {
+fn checksums(raw: &[u8], number: u64, kind: Kind) -> (u32, u32) {
     let (data, end) = raw.split_at(DATA);
     let found = end.iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte));
-    (found, checksum(data, number))
+    (found, checksum(data, number, kind))
 }
 
 #[cfg(test)]
@@ -237,9 +271,37 @@ mod tests {
 
     #[test]
     fn zeros_do_not_have_the_checksum_of_zeros() {
-        // Or a sector of zeros could be one that was written.
-        for number in 0..10_000 {
-            assert_ne!(checksum(&[0; DATA], number), 0, "sector {number}");
+        // Or a sector of zeros could be one that was written. There is one number below 2^32 of each kind that would have it.
+        for kind in [Kind::First, Kind::Other] {
+            let raw = |n: u32| {
+                let crc =
+                    crc32c::crc32c_append(crc32c::crc32c(&[0; DATA]), &u64::from(n).to_le_bytes());
+                crc32c::crc32c_append(crc, &kind.word().to_le_bytes())
+            };
+            // Checksums of what differs in one bit differ by what that bit alone makes: solved for 0 bit by bit.
+            let mut rows: Vec<(u32, u32)> =
+                (0..32).map(|b| (raw(1 << b) ^ raw(0), 1 << b)).collect();
+            let (mut left, mut number) = (raw(0), 0);
+            for bit in (0..32).rev() {
+                let Some(at) = rows.iter().position(|(sum, _)| sum >> bit == 1) else { continue };
+                let (sum, bits) = rows.swap_remove(at);
+                for row in rows.iter_mut().filter(|(other, _)| other >> bit & 1 == 1) {
+                    *row = (row.0 ^ sum, row.1 ^ bits);
+                }
+                if left >> bit & 1 == 1 {
+                    (left, number) = (left ^ sum, number ^ bits);
+                }
+            }
+            assert_eq!((left, raw(number)), (0, 0));
+            assert_ne!(checksum(&[0; DATA], number.into(), kind), 0, "sector {number}");
+        }
+    }
+
+    #[test]
+    fn no_sector_is_of_both_kinds() {
+        for n in 0..10_000_u64 {
+            let data = [n as u8; DATA];
+            assert_ne!(checksum(&data, n, Kind::First), checksum(&data, n, Kind::Other));
         }
     }
 }

@@ -26,6 +26,8 @@ pub(crate) struct Space {
     superseded: VecDeque<(u64, Vec<SlotRun>)>,
     /// Frames of the latest epoch that are not zeros.
     stored: u64,
+    /// Nothing is dropped, and `superseded` would grow for ever: the log has it, should it be needed.
+    untracked: bool,
 }
 
 impl Space {
@@ -41,47 +43,81 @@ impl Space {
         Self { map: vec![NO_SLOT; at], places, ..Self::default() }
     }
 
-    /// What the epochs of `log` need, and all slots of its page file, of which there are `total`.
+    /// What the epochs of `log` need, and as many slots of its page file, which has `total`, as they reach to.
     pub(crate) fn of_log(
         layout: &Layout,
         log: &mut LogFile,
         total: u32,
     ) -> Result<(Self, Slots), StoreError> {
         let mut space = Self::new(layout);
-        let mut slots = Slots::new(total.max(1));
+        let mut slots = Slots::new(1);
         slots.allocate(1, 1);
-        let count = log.groups.len();
-        let first = count - log.kept().len();
-        if count == 0 {
-            return Ok((space, slots));
-        }
-        let mut map = FrameMap::default();
-        for index in log.base_of(first)..count {
-            let Applied { superseded, new } = apply(log, index, &mut map)?;
-            let (epoch, used) = match index {
-                _ if index < first => continue,
-                _ if index == first => (0, map.slots()),
-                _ => (log.groups[index].info.epoch, new),
-            };
+        let map = space.walk(log, |log, index, used| {
+            let end = used.last().map_or(0, |run| run.end());
+            slots.grow_to(u32::try_from(end).unwrap_or(u32::MAX).min(total));
             let marked = used.iter().try_for_each(|run| slots.mark(*run));
             marked.map_err(|cause| {
                 let epoch = log.groups[index].info.epoch;
                 log.damaged(index, Damage::Used { epoch, cause })
-            })?;
-            if index > first && !superseded.is_empty() {
-                space.superseded.push_back((epoch, superseded));
-            }
-        }
+            })
+        })?;
         space.before = map.slots();
         space.stored = space.before.iter().map(|run| u64::from(run.count)).sum();
         Ok((space, slots))
     }
 
-    /// Epoch `epoch` is durable and has `entries`, ascending; a full one has nothing else.
-    pub(crate) fn append(&mut self, epoch: u64, full: bool, entries: &[Entry]) {
+    /// From now on it is known which slots become free when; `log` says it of the epochs that are kept.
+    pub(crate) fn track(&mut self, log: &mut LogFile) -> Result<(), StoreError> {
+        self.superseded.clear();
+        self.walk(log, |_, _, _| Ok(()))?;
+        self.untracked = false;
+        Ok(())
+    }
+
+    /// Goes through the epochs that `log` keeps and notes what each has superseded; `on_epoch` hears of the slots, ascending,
+    /// that each has brought, the oldest of all that it has. Returns where the frames of the latest are.
+    fn walk(
+        &mut self,
+        log: &mut LogFile,
+        mut on_epoch: impl FnMut(&LogFile, usize, &[SlotRun]) -> Result<(), StoreError>,
+    ) -> Result<FrameMap, StoreError> {
+        let mut map = FrameMap::default();
+        let count = log.groups.len();
+        let first = count - log.kept().len();
+        if count == 0 {
+            return Ok(map);
+        }
+        for index in log.base_of(first)..count {
+            let Applied { superseded, new } = apply(log, index, &mut map)?;
+            if index == first {
+                on_epoch(log, index, &map.slots())?;
+            } else if index > first {
+                on_epoch(log, index, &new)?;
+                if !superseded.is_empty() {
+                    self.superseded.push_back((log.groups[index].info.epoch, superseded));
+                }
+            }
+        }
+        Ok(map)
+    }
+
+    /// Whether it is known which slots become free when.
+    pub(crate) fn is_tracked(&self) -> bool {
+        !self.untracked
+    }
+
+    /// Epoch `epoch` is durable and has `entries`, ascending; a full one has nothing else. Whether it will be asked for what
+    /// becomes free: if not, only after [`track`](Self::track).
+    pub(crate) fn append(&mut self, epoch: u64, full: bool, entries: &[Entry], tracked: bool) {
+        if !tracked {
+            self.superseded = VecDeque::new();
+            self.untracked = true;
+        }
         let mut superseded = Vec::new();
-        if full {
+        if full && tracked {
             superseded.extend(self.map.iter().copied().filter(|slot| *slot != NO_SLOT));
+        }
+        if full {
             self.map.fill(NO_SLOT);
             self.stored = 0;
         }
@@ -95,7 +131,7 @@ impl Space {
             let old = std::mem::replace(slot, entry.slot);
             self.stored += u64::from(entry.slot != NO_SLOT);
             self.stored -= u64::from(old != NO_SLOT);
-            if old != NO_SLOT {
+            if old != NO_SLOT && tracked {
                 superseded.push(old);
             }
         }
@@ -103,7 +139,7 @@ impl Space {
         if full {
             superseded.append(&mut self.before);
         }
-        if !superseded.is_empty() {
+        if !superseded.is_empty() && tracked {
             self.superseded.push_back((epoch, superseded));
         }
     }
@@ -124,7 +160,7 @@ impl Space {
 pub(crate) struct Applied {
     /// Slots that it does not have any more.
     pub(crate) superseded: Vec<SlotRun>,
-    /// Slots that it brought.
+    /// Slots that it brought, ascending.
     pub(crate) new: Vec<SlotRun>,
 }
 
@@ -150,5 +186,7 @@ pub(crate) fn apply(
             Record::Section(_) => {}
         }
     }
+    // Frames ascend in an epoch, slots need not.
+    new.sort_unstable();
     Ok(Applied { superseded: runs_of(old), new })
 }

@@ -43,7 +43,7 @@ impl Sink for Damaged {
 
 impl Store {
     /// Reads all that the kept epochs have and checks it. `on_epoch` hears of each epoch, ascending, sound or not: one is not if
-    /// any frame of its memory is damaged. All are read even if one is, and the first damage is the result.
+    /// any frame of its memory is damaged. All are read even if one is, and the first damage is the result, the log's before all others.
     pub fn verify(
         &self,
         mut on_epoch: impl FnMut(u64, Result<&EpochInfo, &StoreError>),
@@ -58,8 +58,8 @@ impl Store {
         if let Some(pinned) = self.pin_all()? {
             first_damage = verify_epochs(pinned, &mut report, &mut on_epoch)?;
         }
-        // Of the log, behind all that can be read of it.
-        let damage = first_damage.or(listing.damaged.into_iter().next());
+        // Of the log first: epochs behind it may have used slots again that those before it had.
+        let damage = listing.damaged.into_iter().next().or(first_damage);
         damage.map_or(Ok(report), Err)
     }
 }

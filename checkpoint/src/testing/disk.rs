@@ -7,11 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::inode::Inode;
 use super::pages::mix;
 use crate::{Backend, LockError, RangeLock, StoreFile};
-
-/// The unit in which a write may tear.
-const SECTOR: usize = 512;
 
 /// What survives a crash of what was not synced. What was synced always does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,7 +18,7 @@ pub enum Survives {
     Nothing,
     /// Everything: all of it had got to the disk by itself.
     Everything,
-    /// Each sector or not, and the first few of the changes of names, as this seed decides.
+    /// Each sector or not, and each change of a name or not, as this seed decides.
     Torn(u64),
     /// So many sectors that were written first, file by file, and all changes of names.
     First(u64),
@@ -66,13 +64,17 @@ struct Disk {
     syncs: u64,
     stop_at: Option<u64>,
     stopped: bool,
-    fault: Option<Fault>,
+    faults: Vec<Fault>,
     /// Files opened so far.
     opened: u64,
-    /// Syncs of files wait until this is over.
+    /// Syncs of all files wait until this is over.
     held: bool,
+    /// So do those of this one.
+    held_file: Option<String>,
     /// How long each takes.
     sync_takes: Duration,
+    /// Nobody has the store's lock any more.
+    lock_is_gone: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -80,68 +82,6 @@ enum NameOp {
     Set(String, usize),
     Rename(String, String),
     Remove(String),
-}
-
-#[derive(Clone, Debug, Default)]
-struct Inode {
-    bytes: Vec<u8>,
-    synced: Vec<u8>,
-    /// What was done since the last sync.
-    changes: Vec<Change>,
-    locks: Vec<Locked>,
-}
-
-#[derive(Clone, Debug)]
-enum Change {
-    /// Of so many bytes at an offset: these.
-    Write(usize, Vec<u8>),
-    /// It got this length.
-    Len(usize),
-}
-
-/// A lock on bytes, by the number of the open file that has it.
-#[derive(Clone, Debug)]
-struct Locked {
-    by: u64,
-    range: Range<u64>,
-    alone: bool,
-}
-
-impl Inode {
-    fn of(bytes: Vec<u8>) -> Self {
-        Self { synced: bytes.clone(), bytes, ..Self::default() }
-    }
-
-    /// What a crash leaves of it; `keep` says how many of so many do.
-    fn after_crash(&self, keep: &mut impl FnMut(u64) -> u64) -> Vec<u8> {
-        let mut bytes = self.synced.clone();
-        for change in &self.changes {
-            match change {
-                Change::Len(len) if keep(1) == 1 => bytes.resize(*len, 0),
-                Change::Len(_) => {}
-                Change::Write(offset, written) => {
-                    for (n, sector) in written.chunks(SECTOR).enumerate() {
-                        let from = offset + n * SECTOR;
-                        if keep(1) == 1 {
-                            let to = from + sector.len();
-                            bytes.resize(bytes.len().max(to), 0);
-                            bytes[from..to].copy_from_slice(sector);
-                        }
-                    }
-                }
-            }
-        }
-        bytes
-    }
-
-    /// Sectors written, and lengths set, since the last sync.
-    fn unsynced(&self) -> u64 {
-        let count = |change: &Change| match change {
-            Change::Write(_, written) => written.len().div_ceil(SECTOR) as u64,
-            Change::Len(_) => 1,
-        };
-        self.changes.iter().map(count).sum()
-    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -173,15 +113,13 @@ impl Disk {
         if self.stopped {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
-        match &mut self.fault {
-            Some(f) if Some(f.op) == op => {
-                if f.after == 0 {
-                    return Err(io::Error::from_raw_os_error(f.errno));
-                }
-                f.after -= 1;
+        match self.faults.iter_mut().find(|fault| Some(fault.op) == op) {
+            Some(fault) if fault.after == 0 => Err(io::Error::from_raw_os_error(fault.errno)),
+            Some(fault) => {
+                fault.after -= 1;
                 Ok(())
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
@@ -219,6 +157,11 @@ impl MemoryDisk {
         self.lock().stop_at = Some(n);
     }
 
+    /// Syncs so far: the number of the next one.
+    pub fn syncs(&self) -> u64 {
+        self.lock().syncs
+    }
+
     /// Whether the disk has stopped.
     pub fn is_stopped(&self) -> bool {
         self.lock().stopped
@@ -226,12 +169,20 @@ impl MemoryDisk {
 
     /// After `after` more successes `op` fails with `errno`, until [`heal`](Self::heal).
     pub fn fail(&self, op: DiskOp, errno: i32, after: u32) {
-        self.lock().fault = Some(Fault { op, errno, after });
+        let mut disk = self.lock();
+        disk.faults.retain(|fault| fault.op != op);
+        disk.faults.push(Fault { op, errno, after });
     }
 
     /// Syncs of files wait, until it is called with `false`.
     pub fn hold_syncs(&self, held: bool) {
-        self.lock().held = held;
+        let mut disk = self.lock();
+        (disk.held, disk.held_file) = (held, None);
+    }
+
+    /// Syncs of the file of this name wait, until [`hold_syncs`](Self::hold_syncs) is called with `false`.
+    pub fn hold_syncs_of(&self, name: &str) {
+        self.lock().held_file = Some(name.to_owned());
     }
 
     /// Each sync of a file takes so long.
@@ -239,10 +190,16 @@ impl MemoryDisk {
         self.lock().sync_takes = each;
     }
 
+    /// Whoever has locked it has lost that, until somebody locks it again.
+    pub fn take_lock_away(&self) {
+        self.lock().lock_is_gone = true;
+    }
+
     /// Nothing fails any more.
     pub fn heal(&self) {
         let mut disk = self.lock();
-        (disk.fault, disk.stop_at, disk.stopped) = (None, None, false);
+        disk.faults.clear();
+        (disk.stop_at, disk.stopped) = (None, false);
     }
 
     /// Another disk, with what would be found on this one after a crash now.
@@ -270,15 +227,29 @@ impl MemoryDisk {
             }
         };
         let mut after = Disk { names: disk.synced_names.clone(), ..Disk::default() };
-        let kept_names = match survives {
-            Survives::First(_) => disk.renamed.len(),
-            _ => keep(disk.renamed.len() as u64) as usize,
-        };
-        disk.renamed[..kept_names].iter().for_each(|op| apply(&mut after.names, op));
+        for op in &disk.renamed {
+            if matches!(survives, Survives::First(_)) || keep(1) == 1 {
+                apply(&mut after.names, op);
+            }
+        }
         after.synced_names = after.names.clone();
         for inode in &disk.files {
             after.files.push(Inode::of(inode.after_crash(&mut keep)));
         }
+        Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
+    }
+
+    /// Another disk, as this one is now: a crash of it may lose what one of this may.
+    pub fn copy(&self) -> Self {
+        let disk = self.lock();
+        let after = Disk {
+            names: disk.names.clone(),
+            synced_names: disk.synced_names.clone(),
+            renamed: disk.renamed.clone(),
+            files: disk.files.clone(),
+            syncs: disk.syncs,
+            ..Disk::default()
+        };
         Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
     }
 
@@ -321,11 +292,12 @@ impl Backend for MemoryDisk {
     }
 
     fn lock(&self) -> Result<(), LockError> {
+        MemoryDisk::lock(self).lock_is_gone = false;
         Ok(())
     }
 
     fn is_locked(&self) -> io::Result<bool> {
-        Ok(true)
+        Ok(!MemoryDisk::lock(self).lock_is_gone)
     }
 
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
@@ -394,13 +366,8 @@ impl MemoryFile {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_len(&self, op: DiskOp, len: u64) -> io::Result<()> {
-        let mut disk = self.lock();
-        disk.check(Some(op))?;
-        let inode = &mut disk.files[self.inode];
-        inode.bytes.resize(len as usize, 0);
-        inode.changes.push(Change::Len(len as usize));
-        Ok(())
+    fn changed(&self) -> u64 {
+        self.lock().files[self.inode].changed()
     }
 }
 
@@ -422,60 +389,59 @@ impl StoreFile for MemoryFile {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         let mut disk = self.lock();
         disk.check(Some(DiskOp::Write))?;
-        let inode = &mut disk.files[self.inode];
-        let (from, to) = (offset as usize, offset as usize + bytes.len());
-        inode.bytes.resize(inode.bytes.len().max(to), 0);
-        inode.bytes[from..to].copy_from_slice(bytes);
-        inode.changes.push(Change::Write(from, bytes.to_vec()));
+        disk.files[self.inode].write(bytes, offset as usize);
         Ok(())
     }
 
+    /// As ext4 does: a disk that is full leaves the file with half of what was asked for.
     fn allocate(&self, len: u64) -> io::Result<()> {
-        self.set_len(DiskOp::Allocate, len)
+        let mut disk = self.lock();
+        let checked = disk.check(Some(DiskOp::Allocate));
+        let stopped = disk.stopped;
+        let inode = &mut disk.files[self.inode];
+        let more = (len as usize).saturating_sub(inode.bytes.len());
+        let full = |e: &io::Error| matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+        let got = match &checked {
+            Ok(()) => more,
+            Err(e) if full(e) && !stopped => more / 2 / 4096 * 4096,
+            Err(_) => 0,
+        };
+        if got > 0 {
+            inode.set_len(inode.bytes.len() + got);
+        }
+        checked
     }
 
     fn cut(&self, len: u64) -> io::Result<()> {
-        self.set_len(DiskOp::Cut, len)
+        let mut disk = self.lock();
+        disk.check(Some(DiskOp::Cut))?;
+        disk.files[self.inode].set_len(len as usize);
+        Ok(())
     }
 
+    /// About what was written before it began; when it fails that is lost. A disk that has stopped may have it, or not.
     fn sync(&self) -> io::Result<()> {
+        let changed = self.changed();
         std::thread::sleep(self.lock().sync_takes);
-        while self.lock().held {
+        let named = |disk: &Disk, name: &String| disk.names.get(name) == Some(&self.inode);
+        let held = |disk: &Disk| {
+            disk.held || disk.held_file.as_ref().is_some_and(|name| named(disk, name))
+        };
+        while held(&self.lock()) {
             std::thread::sleep(Duration::from_millis(1));
         }
         let mut disk = self.lock();
-        disk.check(Some(DiskOp::Sync))?;
-        disk.sync()?;
-        let inode = &mut disk.files[self.inode];
-        for change in std::mem::take(&mut inode.changes) {
-            match change {
-                Change::Len(len) => inode.synced.resize(len, 0),
-                Change::Write(from, written) => {
-                    let to = from + written.len();
-                    inode.synced.resize(inode.synced.len().max(to), 0);
-                    inode.synced[from..to].copy_from_slice(&written);
-                }
-            }
+        let synced = disk.check(Some(DiskOp::Sync)).and_then(|()| disk.sync());
+        if synced.is_ok() || !disk.stopped {
+            disk.files[self.inode].settle(changed, synced.is_ok());
         }
-        Ok(())
+        synced
     }
 
     fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool> {
         let mut disk = self.lock();
         disk.check(Some(DiskOp::Lock))?;
-        let locks = &mut disk.files[self.inode].locks;
-        let overlaps = |l: &Locked| l.range.start < range.end && range.start < l.range.end;
-        let alone = lock == RangeLock::Alone;
-        if lock == RangeLock::Free {
-            // Whole ranges are all that is let go of at once.
-            locks.retain(|l| l.by != self.number || !overlaps(l));
-            return Ok(true);
-        }
-        if locks.iter().any(|l| l.by != self.number && overlaps(l) && (alone || l.alone)) {
-            return Ok(false);
-        }
-        locks.push(Locked { by: self.number, range, alone });
-        Ok(true)
+        Ok(disk.files[self.inode].lock_range(self.number, range, lock))
     }
 
     fn identity(&self) -> io::Result<(u64, u64)> {
@@ -486,6 +452,6 @@ impl StoreFile for MemoryFile {
 impl Drop for MemoryFile {
     fn drop(&mut self) {
         let number = self.number;
-        self.lock().files[self.inode].locks.retain(|l| l.by != number);
+        self.lock().files[self.inode].unlock_all(number);
     }
 }

@@ -22,6 +22,7 @@
 mod disk;
 mod faults;
 mod guest;
+mod inode;
 mod pages;
 mod shield;
 mod writers;

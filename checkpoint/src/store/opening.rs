@@ -1,0 +1,157 @@
+//! Opening a store's files to write to them, or making them. What is found counts as durable only once it has been synced: a
+//! process that was killed, or whose sync failed, may have left it in the system's cache.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use super::backend::StoreFile;
+use super::build::begin_log;
+use super::commit::{Bounds, Committer, Kept, Standing};
+use super::log::{LogFile, Place};
+use super::manifest::Manifest;
+use super::pages::{PageReader, Pages, begin_pages};
+use super::records::Files;
+use super::sectors::SECTOR;
+use super::space::Space;
+use super::{MANIFEST, Store, StoreError, log_name, pages_name};
+use crate::slots::Slots;
+use crate::{Guest, VmId};
+
+/// Bytes of a log that are written again at once.
+const AT_ONCE: u64 = 1 << 20;
+
+impl Store {
+    /// The store's page file, which nobody else writes to until it is closed, its manifest, and its log as it is since then;
+    /// `None` if there are none.
+    pub(super) fn hold(&self) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
+        let Some(before) = self.manifest()? else {
+            // There may be a log that has lost it.
+            return self.open_log().map(|_| None);
+        };
+        let held = PageReader::hold(self, before.files.pages)?;
+        match self.open_log()? {
+            Some((manifest, log)) if manifest.files.pages == before.files.pages => {
+                Ok(Some((held, manifest, log)))
+            }
+            _ => Err(StoreError::Replaced { file: self.path(MANIFEST) }),
+        }
+    }
+}
+
+impl Committer {
+    /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished in the log is cut off.
+    pub(crate) fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
+        let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
+        if let Some(e) = log.take_damage() {
+            return Err(e);
+        }
+        let vm_id = guest.vm_id();
+        if manifest.vm_id != vm_id {
+            if log.groups.is_empty() {
+                return Ok(None);
+            }
+            let (dir, stored, asked) = (store.dir(), manifest.vm_id, vm_id);
+            return Err(StoreError::OtherVm { dir, stored, asked });
+        }
+        held.check_header(manifest.files.pages, vm_id)?;
+        let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
+        // A manifest that took another's place may be in the cache alone, and the names of the files in it.
+        store.sync_dir()?;
+        let name = log_name(manifest.files.log);
+        let file = store.backend().open_for_writing(&name);
+        let file = file.map_err(|e| store.io("opening", &name, e))?;
+        let bytes = log.bytes();
+        if file.len().map_err(|e| store.io("reading", &name, e))? > bytes {
+            tracing::info!("{name}: cutting off an epoch that was never finished");
+            file.cut(bytes).map_err(|e| store.io("cutting", &name, e))?;
+        }
+        if let Some(last) = log.groups.last() {
+            let again = write_again(&*file, last.place.sector * SECTOR as u64, bytes);
+            again.map_err(|e| store.io("writing", &name, e))?;
+        }
+        file.sync().map_err(|e| store.io("syncing", &name, e))?;
+        let kept = log.kept().iter().map(|g| Kept { epoch: g.info.epoch, sectors: g.sectors });
+        let kept: VecDeque<Kept> = kept.collect();
+        let pages = Arc::new(Pages::new(held, slots));
+        Ok(Some(Self {
+            last: kept.back().map(|k| k.epoch),
+            kept,
+            ..Self::new(store, vm_id, manifest.files, (file, log.end), pages, space)
+        }))
+    }
+
+    /// Makes the store's files for `guest`, or others in their place if those have no epoch.
+    pub(crate) fn create(store: &Arc<Store>, guest: &dyn Guest) -> Result<Self, StoreError> {
+        let vm_id = guest.vm_id();
+        let before = store.manifest()?.map_or(Files { log: 0, pages: 0 }, |m| m.files);
+        let files = Files { log: before.log + 1, pages: before.pages + 1 };
+        store.check_lock()?;
+        let backend = store.backend();
+        let made = |name: &str| backend.create(name).map_err(|e| store.io("creating", name, e));
+        let write =
+            |name: &str, result: io::Result<()>| result.map_err(|e| store.io("writing", name, e));
+        let sync = |name: &str, file: &dyn StoreFile| {
+            file.sync().map_err(|e| store.io("syncing", name, e))
+        };
+        let name = pages_name(files.pages);
+        let pages = made(&name)?;
+        let held = PageReader::hold(store, files.pages)?;
+        write(&name, begin_pages(&*pages, vm_id, files.pages))?;
+        sync(&name, &*pages)?;
+        let name = log_name(files.log);
+        let log = made(&name)?;
+        let end = begin_log(&*log, vm_id, files.log).map_err(|e| store.io("writing", &name, e))?;
+        sync(&name, &*log)?;
+        store.put_manifest(Manifest { vm_id, files }).map_err(|e| e.cause)?;
+        for name in [log_name(before.log), pages_name(before.pages)] {
+            // What cannot be removed now is when the store is next opened.
+            let _ = backend.remove(&name);
+        }
+        let mut slots = Slots::new(1);
+        slots.allocate(1, 1);
+        let pages = Arc::new(Pages::new(held, slots));
+        Ok(Self::new(store, vm_id, files, (log, end), pages, Space::new(guest.layout())))
+    }
+
+    fn new(
+        store: &Arc<Store>,
+        vm_id: VmId,
+        files: Files,
+        (log, end): (Box<dyn StoreFile>, Place),
+        pages: Arc<Pages>,
+        space: Space,
+    ) -> Self {
+        Self {
+            store: store.clone(),
+            vm_id,
+            files,
+            pages,
+            log,
+            end,
+            standing: Standing::Sound,
+            kept: VecDeque::new(),
+            last: None,
+            space,
+            limbo: Vec::new(),
+            bounds: Bounds::default(),
+            rotate_from: 0,
+            waits_for: None,
+            lost: false,
+        }
+    }
+}
+
+/// Writes what is in bytes `from` to `to` of a file to the same place. After a sync of it that failed the system has no reason
+/// to write it, and says that the next one has succeeded.
+fn write_again(file: &dyn StoreFile, from: u64, to: u64) -> io::Result<()> {
+    let mut buffer = Vec::new();
+    let mut at = from;
+    while at < to {
+        buffer.resize((to - at).min(AT_ONCE) as usize, 0);
+        file.read_exact_at(&mut buffer, at)?;
+        file.write_all_at(&buffer, at)?;
+        at += buffer.len() as u64;
+    }
+    Ok(())
+}
