@@ -19,7 +19,6 @@ fn in_a_row(load: Load, times: usize) {
         here.console().assert_clean();
         here.kill();
         let name = format!("life{life}");
-        // The next checkpoint begins while frames are still coming.
         let args = ["restore", "--store", store, "--lazy"];
         here = Driftline::start(&scratch, &name, if life % 2 == 0 { &args } else { &args[..3] });
         here.wait_state("running");

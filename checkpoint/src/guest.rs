@@ -116,6 +116,15 @@ pub struct VcpuWrites {
     pub held: Duration,
 }
 
+/// How often a vCPU has stood, and how long the last time: from when it stopped until it went on, by its own clock.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct VcpuPauses {
+    /// Pauses that are over for it.
+    pub pauses: u64,
+    /// The last of them.
+    pub last: Duration,
+}
+
 /// A guest that can be tracked, paused, saved and restored.
 ///
 /// All methods may be called from any thread; implementations pass them as messages to the thread
@@ -193,10 +202,9 @@ pub trait Guest: Send + Sync {
         Vec::new()
     }
 
-    /// How long each vCPU has stood, in the order of vCPUs, in pauses that are over for it: from when it stopped until it went on, by
-    /// its own clock. Who asked for a pause learns of its end later, on a host whose processors the guest has again. Empty, the
-    /// default, where vCPUs do not know.
-    fn stood(&self) -> Vec<Duration> {
+    /// The pauses of each vCPU, in the order of vCPUs, that are over for it. Who asked for a pause learns of its end later, on a
+    /// host whose processors the guest has again. Empty, the default, where vCPUs do not know.
+    fn stood(&self) -> Vec<VcpuPauses> {
         Vec::new()
     }
 

@@ -26,7 +26,7 @@ use crate::report::{Cause, Phase};
 use crate::shield::{OfEpoch, Released};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
-use crate::{Guest, GuestError, Paused, Section, Shield};
+use crate::{Guest, GuestError, Paused, Section, Shield, VcpuPauses};
 
 /// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a writer for longer.
 const PIECE_FRAMES: u64 = 64;
@@ -81,16 +81,14 @@ pub(crate) fn take(
     Ok(taken)
 }
 
-/// How long the vCPU stood that stood longest since then; `None` if one of them has not gone on yet, or they do not know. Who
-/// asks for a pause is told of its end by a thread that has to get a processor first, which the guest may have again.
-fn stood_since(guest: &dyn Guest, before: &[Duration]) -> Option<Duration> {
+/// How long the vCPU stood that stood longest in the one pause since then; `None` if one of them has not gone on yet, has stood more
+/// often, or does not know. Who asks for a pause is told of its end by a thread that has to get a processor first, which the guest
+/// may have again.
+fn stood_since(guest: &dyn Guest, before: &[VcpuPauses]) -> Option<Duration> {
     let now = guest.stood();
-    if now.len() != before.len() {
-        return None;
-    }
-    let stood = now.iter().zip(before).map(|(now, before)| now.saturating_sub(*before));
-    let stood: Vec<Duration> = stood.collect();
-    if stood.iter().any(Duration::is_zero) { None } else { stood.into_iter().max() }
+    let once = |(now, before): (&VcpuPauses, &VcpuPauses)| now.pauses == before.pauses + 1;
+    let all = now.len() == before.len() && now.iter().zip(before).all(once);
+    if all { now.iter().map(|stood| stood.last).max() } else { None }
 }
 
 fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Taken, (Phase, Cause)> {

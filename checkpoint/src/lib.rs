@@ -47,8 +47,8 @@ pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};
 pub use guest::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuWrites, VmId,
-    WithCopies,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuPauses,
+    VcpuWrites, VmId, WithCopies,
 };
 pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_lazily};

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use checkpoint::{
     Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield,
-    VcpuWrites, VmId,
+    VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
@@ -240,7 +240,7 @@ impl Guest for View {
         self.holds.vm.vcpu_writes()
     }
 
-    fn stood(&self) -> Vec<Duration> {
+    fn stood(&self) -> Vec<VcpuPauses> {
         self.holds.vm.stood()
     }
 

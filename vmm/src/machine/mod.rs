@@ -32,14 +32,14 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{
     Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield,
-    VcpuWrites, VmId,
+    VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
 use crate::devices::{BalloonControl, Drive, DriveSource, InputThread, Meter, SinkThread};
-use crate::memory::Memory;
+use crate::memory::{self, Memory};
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
 
@@ -156,13 +156,8 @@ impl Guest for Machine {
         &self,
         backlog: Box<dyn Backlog>,
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
-        let supervisor = self.requests.clone();
-        let lost = move |why: String| {
-            let why = format!("its memory cannot be restored: {why}");
-            // A supervisor that has gone has no guest any more.
-            let _ = supervisor.send(Request::Ended(EndReason::Crashed(why)));
-        };
-        self.memory.fetch_late(backlog, Box::new(lost))
+        let owner = LateOwner { supervisor: self.requests.clone(), status: self.status.clone() };
+        self.memory.fetch_late(backlog, Box::new(owner))
     }
 
     fn fetching(&self) -> Option<Fetching> {
@@ -183,7 +178,7 @@ impl Guest for Machine {
         both.map(|(dirtied_frames, c)| VcpuWrites { dirtied_frames, held: c.held() }).collect()
     }
 
-    fn stood(&self) -> Vec<Duration> {
+    fn stood(&self) -> Vec<VcpuPauses> {
         self.counters.iter().map(|c| c.stood()).collect()
     }
 
@@ -245,6 +240,24 @@ impl Guest for Machine {
     fn stop(&self, why: &str) {
         // Only a supervisor that has ended does not answer, and then the guest has too.
         let _ = self.ask("stopping", |reply| Request::Stop(why.to_owned(), reply));
+    }
+}
+
+/// Ends the guest if a frame of its memory is lost.
+struct LateOwner {
+    supervisor: Sender<Request>,
+    status: Arc<Status>,
+}
+
+impl memory::Owner for LateOwner {
+    fn lost(&self, why: String) {
+        let why = format!("its memory cannot be restored: {why}");
+        // A supervisor that has gone has no guest any more.
+        let _ = self.supervisor.send(Request::Ended(EndReason::Crashed(why)));
+    }
+
+    fn has_ended(&self) -> bool {
+        self.status.state() == RunState::Stopped
     }
 }
 

@@ -2,7 +2,8 @@
 //! been fetched, and the others are fetched behind the running guest.
 //!
 //! One thread fetches, and it alone; it never touches guest memory itself, but has the kernel put contents into place. When all
-//! has come it lets go of the memory, and nothing is left of this.
+//! has come it lets go of the memory. Where it has not, because a frame cannot be had or the guest ends early, memory is never let go
+//! of: nobody sees zeros for what was stored, and who waits waits until the process ends.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,10 +25,16 @@ const AROUND: u64 = 16;
 /// How many places where the guest touched frames first are kept.
 const MOST_TOUCHED: usize = 1 << 16;
 
-/// What is told if a frame cannot be fetched: the guest must not go on without it.
-pub(crate) type Lost = Box<dyn Fn(String) + Send>;
+/// Whose memory it is: the guest must not go on without a frame that cannot be fetched.
+pub(crate) trait Owner: Send {
+    /// Ends the guest, for that reason. Does not wait for it.
+    fn lost(&self, why: String);
 
-/// The fetching of one guest's memory. Dropping it ends it: frames that have not come are zeros from then on.
+    /// Whether it has ended: its vCPUs stand, and its devices as far as they can.
+    fn has_ended(&self) -> bool;
+}
+
+/// The fetching of one guest's memory. Dropping it ends it: frames that have not come never will.
 #[derive(Debug)]
 pub(crate) struct Late {
     shared: Arc<Shared>,
@@ -60,7 +67,7 @@ impl Late {
     pub(super) fn begin(
         ram: &GuestRam,
         backlog: Box<dyn Backlog>,
-        lost: Lost,
+        owner: Box<dyn Owner>,
     ) -> io::Result<Result<Self, Box<dyn Backlog>>> {
         if ram.iter().any(is_pooled) {
             tracing::info!("huge pages from the pool are not fetched late: all frames come first");
@@ -85,7 +92,14 @@ impl Late {
             idle: Condvar::new(),
         });
         let buffer = vec![0; (BEHIND * PAGE_SIZE) as usize];
-        let fetcher = Fetcher { shared: shared.clone(), backlog, buffer, lost, is_lost: false };
+        let fetcher = Fetcher {
+            shared: shared.clone(),
+            backlog,
+            buffer,
+            owner,
+            is_lost: false,
+            lost: Vec::new(),
+        };
         let thread = std::thread::Builder::new().name("late-frames".into());
         let thread = Some(thread.spawn(move || fetcher.run())?);
         Ok(Ok(Self { shared, thread }))
@@ -169,8 +183,19 @@ struct Fetcher {
     shared: Arc<Shared>,
     backlog: Box<dyn Backlog>,
     buffer: Vec<u8>,
-    lost: Lost,
+    owner: Box<dyn Owner>,
     is_lost: bool,
+    /// Addresses of frames that cannot be had.
+    lost: Vec<u64>,
+}
+
+impl Drop for Fetcher {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.lose("the thread that fetches it has died of a defect of the VMM".to_owned());
+            std::mem::forget(self.shared.clone());
+        }
+    }
 }
 
 impl Fetcher {
@@ -188,11 +213,22 @@ impl Fetcher {
                 continue;
             }
             let behind = self.shared.lock().left.first();
-            let Some(behind) = behind else { break };
+            let Some(behind) = behind else {
+                if self.lost.is_empty() {
+                    break;
+                }
+                self.wait_for_the_end();
+                continue;
+            };
             let next = first.next().unwrap_or(behind);
             self.fetch(FrameRun { count: next.count.min(BEHIND), ..next });
         }
-        // Whoever waits goes on: for zeros, or with what has come.
+        if !self.lost.is_empty() || !self.shared.lock().left.is_empty() {
+            // Open for ever: or who waits would go on, for zeros.
+            std::mem::forget(self.shared.clone());
+            return;
+        }
+        // Whoever waits goes on, with what has come.
         for region in self.shared.ram.iter() {
             let (start, len) = (region.as_ptr() as u64, region.len());
             if let Err(e) = self.shared.userfault.unregister(start, len) {
@@ -203,6 +239,25 @@ impl Fetcher {
         state.fetching.time = Some(since.elapsed());
         let (frames, waits) = (state.fetching.fetched, state.fetching.touched.len());
         tracing::info!(frames, waits, ms = since.elapsed().as_millis(), "all frames have come");
+    }
+
+    /// What cannot be had is poison once the guest has ended: vCPUs that waited for it stand by then. Of the host's threads one that
+    /// still waits, with nothing to go on with, ends the process by SIGBUS.
+    fn wait_for_the_end(&mut self) {
+        if !self.owner.has_ended() {
+            return std::thread::sleep(Duration::from_millis(1));
+        }
+        let userfault = &self.shared.userfault;
+        self.lost.retain(|address| match userfault.poison(*address, PAGE_SIZE) {
+            Ok(()) => false,
+            Err(e) => {
+                tracing::error!("a lost frame at {address:#x} cannot be marked as lost: {e}");
+                true
+            }
+        });
+        if !self.lost.is_empty() {
+            std::thread::sleep(Duration::from_secs(1));
+        }
     }
 
     /// Somebody waits for the frame at `address`.
@@ -217,6 +272,9 @@ impl Fetcher {
             return self.fetch(FrameRun { start: gfn, count: AROUND });
         }
         drop(state);
+        if self.lost.contains(&(address & !(PAGE_SIZE - 1))) {
+            return;
+        }
         // It has no content, or has come since.
         let start = address & !(PAGE_SIZE - 1);
         if let Err(e) = self.shared.userfault.zero(start, PAGE_SIZE) {
@@ -250,7 +308,7 @@ impl Fetcher {
         }
     }
 
-    /// Brings `run` to `address`; what cannot be had is poison there.
+    /// Brings `run` to `address`; what cannot be had is noted.
     fn bring(&mut self, address: u64, run: FrameRun) {
         match self.copy(address, run) {
             Ok(()) => {}
@@ -261,11 +319,8 @@ impl Fetcher {
                 }
             }
             Err(why) => {
-                // The guest ends first, and never learns what is there instead.
+                self.lost.push(address);
                 self.lose(why);
-                if let Err(e) = self.shared.userfault.poison(address, PAGE_SIZE) {
-                    tracing::error!("frame {:#x} cannot be marked as lost: {e}", run.start.0);
-                }
             }
         }
     }
@@ -282,7 +337,7 @@ impl Fetcher {
         if !std::mem::replace(&mut self.is_lost, true) {
             tracing::error!("a frame of the restored guest cannot be had: {why}");
             self.shared.lock().fetching.lost = Some(why.clone());
-            (self.lost)(why);
+            self.owner.lost(why);
         }
     }
 }

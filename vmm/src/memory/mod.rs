@@ -23,7 +23,7 @@ use backing::HugeRanges;
 pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
 use late::Late;
-pub(crate) use late::Lost;
+pub(crate) use late::Owner;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
 use populated::Populated;
 pub(crate) use shield::Kept;
@@ -78,6 +78,8 @@ pub struct Memory {
     huge: Option<Mutex<HugeRanges>>,
     /// Frames that nobody may change now.
     kept: Arc<Kept>,
+    /// All of it had host memory from the first.
+    prefaulted: bool,
 }
 
 impl Memory {
@@ -119,7 +121,7 @@ impl Memory {
         }
         let huge = options.huge_pages.is_none().then(Mutex::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker, huge, kept: Arc::default() })
+        Ok(Self { ram, tracker, huge, kept: Arc::default(), prefaulted: options.prefault })
     }
 
     /// The mappings.
@@ -142,8 +144,9 @@ impl Memory {
     pub(crate) fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         // Each memory has one descriptor at most.
         if self.kept.late().is_some_and(|late| !late.wait(LATE_LIMIT)) {
-            tracing::info!("the guest's memory is still coming: frames are copied in the pause");
-            return Ok(None);
+            // Not `None`: it can be had later.
+            let cause = "the restored guest's memory is still coming".into();
+            return Err(GuestError::System { what: "protecting frames", cause });
         }
         let opened = MemoryShield::open(&self.ram, &self.kept).map_err(|e| GuestError::System {
             what: "registering guest memory with userfaultfd",
@@ -153,15 +156,21 @@ impl Memory {
     }
 
     /// Has the frames of `backlog` come when they are touched, and behind that; nobody has touched this memory before. Gives the
-    /// backlog back where the host or this memory's pages do not allow that: then they have to come first. `lost` is told if one
-    /// cannot be had.
+    /// backlog back where the host or this memory's pages do not allow that: then they have to come first, as in memory that was populated beforehand. `owner` is
+    /// told if one cannot be had.
     pub(crate) fn fetch_late(
         &self,
         backlog: Box<dyn Backlog>,
-        lost: Lost,
+        owner: Box<dyn Owner>,
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
         let failed = |cause| GuestError::System { what: "fetching memory late", cause };
-        match Late::begin(&self.ram, backlog, lost).map_err(|e| failed(e.into()))? {
+        if self.prefaulted {
+            tracing::info!(
+                "memory that is populated beforehand is not fetched late: all frames come first"
+            );
+            return Ok(Some(backlog));
+        }
+        match Late::begin(&self.ram, backlog, owner).map_err(|e| failed(e.into()))? {
             Err(backlog) => Ok(Some(backlog)),
             Ok(late) => match self.kept.set_late(late) {
                 Ok(()) => Ok(None),
@@ -217,7 +226,7 @@ impl Memory {
 }
 
 /// How long epochs wait for memory that is still coming, so as to be copied behind the guest.
-const LATE_LIMIT: Duration = Duration::from_secs(10);
+const LATE_LIMIT: Duration = Duration::from_secs(1);
 
 type Region = GuestRegionMmap<TrackedBitmap>;
 

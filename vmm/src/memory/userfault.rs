@@ -202,9 +202,9 @@ impl Userfault {
         }
     }
 
-    /// Puts `contents`, whole pages, at `start`, where pages are not there yet; one that is stays as it is. Who waits for them goes on.
+    /// Puts `contents`, whole pages, at `start`, where no page may be yet: one that is there is an error. Who waits for them goes on.
     pub(crate) fn copy(&self, start: u64, contents: &[u8]) -> io::Result<()> {
-        self.fill(start, contents.len() as u64, |done, to, len| {
+        self.fill(start, contents.len() as u64, false, |done, to, len| {
             let from = contents.as_ptr() as u64 + done;
             let mut copy = Copy { to, from, len, mode: 0, copied: 0 };
             // SAFETY: the kernel reads `len` bytes of `contents` behind `done`, and puts them only where the descriptor was given
@@ -214,9 +214,9 @@ impl Userfault {
         })
     }
 
-    /// As [`copy`](Self::copy), with zeros.
+    /// As [`copy`](Self::copy), with zeros; a page that is there stays as it is.
     pub(crate) fn zero(&self, start: u64, len: u64) -> io::Result<()> {
-        self.fill(start, len, |_, start, len| {
+        self.fill(start, len, true, |_, start, len| {
             let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
             // SAFETY: the kernel reads and writes the structure, and puts zeros where no page is.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_ZEROPAGE(), &mut fill) };
@@ -226,7 +226,7 @@ impl Userfault {
 
     /// Whoever touches these pages, which are not there, is told that their content is lost: as by broken memory.
     pub(crate) fn poison(&self, start: u64, len: u64) -> io::Result<()> {
-        self.fill(start, len, |_, start, len| {
+        self.fill(start, len, true, |_, start, len| {
             let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
             // SAFETY: as for `zero`; no page is there that anybody could have a reference to.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_POISON(), &mut fill) };
@@ -234,11 +234,12 @@ impl Userfault {
         })
     }
 
-    /// Calls `step` with what is done, where to go on and how much is left, until nothing is.
+    /// Passes over pages that are there if they may be. Calls `step` with what is done, where to go on and how much is left, until nothing is.
     fn fill(
         &self,
         start: u64,
         len: u64,
+        may_be_there: bool,
         step: impl Fn(u64, u64, u64) -> (io::Result<()>, i64),
     ) -> io::Result<()> {
         let mut done = 0;
@@ -247,7 +248,7 @@ impl Userfault {
             // Positive: so many bytes, perhaps not all. Negative: why not.
             done += u64::try_from(filled).unwrap_or(0).min(len - done);
             match result {
-                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {
+                Err(e) if may_be_there && e.raw_os_error() == Some(libc::EEXIST) => {
                     self.wake(start + done, PAGE)?;
                     done += PAGE;
                 }

@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
-use checkpoint::GuestError;
+use checkpoint::{GuestError, VcpuPauses};
 use dirty_tracker::RingFull;
 use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
@@ -99,7 +99,9 @@ pub(crate) struct Counters {
     /// Holds that are over.
     holds: AtomicU64,
     held_ns: AtomicU64,
-    /// In pauses that are over.
+    /// Pauses that are over.
+    pauses: AtomicU64,
+    /// How long it stood in the last of them.
     stood_ns: AtomicU64,
 }
 
@@ -122,15 +124,18 @@ impl Counters {
         Duration::from_nanos(self.held_ns.load(Ordering::Relaxed))
     }
 
-    /// How long it stood in pauses that are over.
-    pub(crate) fn stood(&self) -> Duration {
-        Duration::from_nanos(self.stood_ns.load(Ordering::Relaxed))
+    /// Pauses that are over.
+    pub(crate) fn stood(&self) -> VcpuPauses {
+        // Pairs with the store: the last is at least as new.
+        let pauses = self.pauses.load(Ordering::Acquire);
+        VcpuPauses { pauses, last: Duration::from_nanos(self.stood_ns.load(Ordering::Relaxed)) }
     }
 
     /// A pause is over.
     fn count_pause(&self, took: Duration) {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        self.stood_ns.fetch_add(ns, Ordering::Relaxed);
+        self.stood_ns.store(ns, Ordering::Relaxed);
+        self.pauses.fetch_add(1, Ordering::Release);
     }
 
     /// A hold is over.

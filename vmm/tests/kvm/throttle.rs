@@ -55,9 +55,10 @@ fn throttled(config: MachineConfig) {
     let slow = rates(&machine, &mut subscription, long);
     assert!(slow[0] < free[0] / 3.0, "{slow:?} frames a second, free {free:?}");
     let held_now = held(&machine);
-    assert!(held_now[1] * 20 < held_now[0], "{held_now:?}");
+    // The second one owes something only where this host was elsewhere between two looks.
+    assert!(held_now[1] * 5 < held_now[0], "{held_now:?}");
     let info = machine.info().vcpu;
-    assert!(info[0].held_ms > 0 && info[1].held_ms * 20 < info[0].held_ms, "{info:?}");
+    assert!(info[0].held_ms > 0 && info[1].held_ms * 5 < info[0].held_ms, "{info:?}");
 
     // It can be paused at any moment, and every frame that has changed is dirty.
     let mut before = vec![0; machine.machine_config().mem_bytes as usize];
