@@ -276,11 +276,6 @@ impl StagedSource {
     pub(crate) fn token(&self) -> Token {
         self.record.token
     }
-
-    /// The destination's site.
-    pub(crate) fn site(&self) -> Uuid {
-        self.record.site
-    }
 }
 
 /// A decision, synced, that is not made yet. Dropping it removes it.
