@@ -169,12 +169,14 @@ impl Store {
     ///
     /// Fails if another process, or another `Store` in this one, writes to it.
     pub fn create_or_open(dir: &Path) -> Result<Self, StoreError> {
-        let backend = DirBackend::create_or_open(dir).map_err(|cause| StoreError::Io {
-            what: "creating the store",
-            path: dir.to_owned(),
-            cause,
-        })?;
+        let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
         Self::with_backend(Box::new(backend), true)
+    }
+
+    /// Like [`create_or_open`](Self::create_or_open), past the host's page cache ([`DirBackend::direct`]).
+    pub fn create_or_open_direct(dir: &Path) -> Result<Self, StoreError> {
+        let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
+        Self::with_backend(Box::new(backend.direct()), true)
     }
 
     /// Opens the store in `dir` for reading; nothing in it needs to be writable. Sees the epochs that are kept at each moment,
@@ -379,6 +381,10 @@ impl Store {
     fn names(&self) -> Result<Vec<String>, StoreError> {
         self.backend.list().map_err(|e| self.io_dir("listing", e))
     }
+}
+
+fn creating(dir: &Path, cause: io::Error) -> StoreError {
+    StoreError::Io { what: "creating the store", path: dir.to_owned(), cause }
 }
 
 /// Whether a file is a store's own, but not this one's.

@@ -254,6 +254,9 @@ pub struct CheckpointRequest {
     /// How many are kept in the store, at least 1; without it, all.
     #[serde(default)]
     pub keep: Option<NonZeroU64>,
+    /// Memory is written past the host's page cache.
+    #[serde(default)]
+    pub direct_io: bool,
     /// What becomes of disks that the guest can write to; needed if it has any.
     #[serde(default)]
     pub disks: Option<DisksPolicy>,

@@ -265,6 +265,9 @@ pub(crate) struct CheckpointArgs {
     /// One that is being restored or read in another way is dropped later.
     #[arg(long, value_name = "N")]
     pub(crate) keep: Option<NonZeroU64>,
+    /// Write memory past the host's page cache (O_DIRECT): less of the processor's time, and what others have in that cache stays
+    #[arg(long)]
+    pub(crate) direct_io: bool,
     /// Checkpoint a guest with disks that it can write to: `external` says that you keep, for each
     /// checkpoint, copies of the disks as they were then
     ///

@@ -29,6 +29,7 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         count: args.count,
         max_pause_ms: args.max_pause.map(millis),
         keep: args.keep,
+        direct_io: args.direct_io,
         disks: args.disks,
     };
     let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {

@@ -172,6 +172,7 @@ impl Demo<'_> {
             count: Some(CHECKPOINTS),
             max_pause_ms: None,
             keep: None,
+            direct_io: false,
             disks: None,
         };
         let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
