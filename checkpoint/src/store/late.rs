@@ -2,6 +2,7 @@
 
 use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
+use super::pages::PageReader;
 use super::{Cell, Damage, FrameMap, Pinned, StoreError};
 use crate::Backlog;
 
@@ -25,10 +26,7 @@ impl LateFrames {
         let mut map = FrameMap::default();
         let epochs = pinned.read_map(&mut map)?;
         let cells: Vec<(Gfn, Cell)> = map.iter().collect();
-        let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
-        let runs = cells.chunk_by(follows);
-        let runs = runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 });
-        let frames: FrameSet = runs.collect();
+        let frames: FrameSet = runs_of_cells(&cells).collect();
         Ok((Self { pinned, epoch, frames, cells, first }, epochs))
     }
 
@@ -51,22 +49,37 @@ impl Backlog for LateFrames {
         let from = self.cells.partition_point(|(gfn, _)| *gfn < run.start);
         let wanted = self.cells[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
         let wanted: &[(Gfn, Cell)] = &self.cells[from..from + wanted.count()];
-        let pages = &self.pinned.pages;
-        let mut rest = contents;
-        for together in wanted.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
-            let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
-            rest = left;
-            pages.read(together[0].1.slot, bytes)?;
-            for ((gfn, cell), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
-                let found = crc32c::crc32c(page);
-                if found != cell.crc {
-                    let (epoch, expected) = (self.epoch, cell.crc);
-                    let damage = Damage::Frame { gfn: *gfn, epoch, found, expected };
-                    let offset = u64::from(cell.slot) * PAGE_SIZE;
-                    return Err(StoreError::Damaged { file: pages.path.clone(), offset, damage });
-                }
+        read_frames(&self.pinned.pages, self.epoch, wanted, contents)
+    }
+}
+
+/// Cells, ascending by frame, as runs of frames.
+pub(super) fn runs_of_cells(cells: &[(Gfn, Cell)]) -> impl Iterator<Item = FrameRun> {
+    let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
+    let runs = cells.chunk_by(follows);
+    runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 })
+}
+
+/// Reads the frames of `epoch` that are `wanted` into `contents`, in their order, and checks them.
+pub(super) fn read_frames(
+    pages: &PageReader,
+    epoch: u64,
+    wanted: &[(Gfn, Cell)],
+    contents: &mut [u8],
+) -> Result<(), StoreError> {
+    let mut rest = contents;
+    for together in wanted.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
+        let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
+        rest = left;
+        pages.read(together[0].1.slot, bytes)?;
+        for ((gfn, cell), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
+            let found = crc32c::crc32c(page);
+            if found != cell.crc {
+                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: cell.crc };
+                let offset = u64::from(cell.slot) * PAGE_SIZE;
+                return Err(StoreError::Damaged { file: pages.path.clone(), offset, damage });
             }
         }
-        Ok(())
     }
+    Ok(())
 }

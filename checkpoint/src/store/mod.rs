@@ -9,8 +9,10 @@
 //! writer             one epoch being written                 opening, commit    made durable, in order; old ones dropped
 //! space              which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
+//! archive            one epoch in a file of its own
 //! ```
 
+mod archive;
 mod backend;
 mod build;
 mod commit;
@@ -39,6 +41,9 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+pub use archive::Archive;
+#[cfg(feature = "testing")]
+pub use archive::reseal_archive;
 pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
 pub(crate) use commit::{Bounds, Committer, Published};
 pub use error::{Damage, StoreError};
@@ -49,7 +54,7 @@ pub(crate) use group::Record;
 pub(crate) use late::LateFrames;
 pub(crate) use log::LogFile;
 pub(crate) use pages::Pages;
-pub(crate) use pin::Pinned;
+pub(crate) use pin::{Pinned, State};
 pub(crate) use records::MAX_EPOCH;
 #[cfg(feature = "testing")]
 pub use reseal::{reseal_log, reseal_manifest, reseal_pages};
