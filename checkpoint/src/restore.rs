@@ -129,7 +129,7 @@ pub fn restore_lazily<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
-    let late = |pinned| LateFrames::new(pinned, Vec::new());
+    let late = |pinned| LateFrames::new(pinned, store);
     restore_as(store, epoch, factory, clock, late, lazily)
 }
 

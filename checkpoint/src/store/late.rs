@@ -3,7 +3,8 @@
 use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
 use super::pages::PageReader;
-use super::{Cell, Damage, FrameMap, Pinned, StoreError};
+use super::touched::Touched;
+use super::{Cell, Damage, EpochInfo, FrameMap, Pinned, Store, StoreError};
 use crate::Backlog;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -16,18 +17,21 @@ pub(crate) struct LateFrames {
     frames: FrameSet,
     /// Ascending by frame: 16 bytes each.
     cells: Vec<(Gfn, Cell)>,
-    first: Vec<FrameRun>,
+    touched: Touched,
 }
 
 impl LateFrames {
-    /// Of the pinned epoch. Beside it, from how many epochs' records that is known.
-    pub(crate) fn new(mut pinned: Pinned, first: Vec<FrameRun>) -> Result<(Self, u64), StoreError> {
-        let epoch = pinned.log.groups[pinned.index].info.epoch;
+    /// Of the epoch pinned in `store`. Beside it, from how many epochs' records that is known.
+    pub(crate) fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, u64), StoreError> {
+        let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
+        let layout = pinned.log.group(pinned.index)?.layout;
+        let touched = Touched::open(store, vm_id, epoch, &layout);
+        let touched = touched.map_err(|e| store.io_dir("opening", e))?;
         let mut map = FrameMap::default();
         let epochs = pinned.read_map(&mut map)?;
         let cells: Vec<(Gfn, Cell)> = map.iter().collect();
         let frames: FrameSet = runs_of_cells(&cells).collect();
-        Ok((Self { pinned, epoch, frames, cells, first }, epochs))
+        Ok((Self { pinned, epoch, frames, cells, touched }, epochs))
     }
 
     /// Bytes of the log that were read.
@@ -42,7 +46,11 @@ impl Backlog for LateFrames {
     }
 
     fn first(&self) -> &[FrameRun] {
-        &self.first
+        self.touched.first()
+    }
+
+    fn finish(&mut self, touched: &[FrameRun]) {
+        self.touched.note(touched);
     }
 
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {

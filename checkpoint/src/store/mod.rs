@@ -9,7 +9,7 @@
 //! writer             one epoch being written                 opening, commit    made durable, in order; old ones dropped
 //! space              which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
-//! archive            one epoch in a file of its own
+//! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
 
 mod archive;
@@ -33,6 +33,7 @@ mod reseal;
 mod rotate;
 mod sectors;
 mod space;
+mod touched;
 mod verify;
 mod writer;
 
@@ -71,6 +72,8 @@ const MANIFEST: &str = "manifest";
 const MANIFEST_NEW: &str = "manifest.tmp";
 const LOG: &str = "log-";
 const PAGES: &str = "pages-";
+const TOUCHED: &str = "touched";
+const TOUCHED_NEW: &str = "touched.tmp-";
 
 fn log_name(generation: u64) -> String {
     format!("{LOG}{generation}")
@@ -88,6 +91,8 @@ enum Named {
     Log(u64),
     Pages(u64),
     Lock,
+    Touched,
+    TouchedNew,
     /// An epoch of format 1.
     Epoch1,
     Foreign,
@@ -102,6 +107,8 @@ fn parse_name(name: &str) -> Named {
         MANIFEST => return Named::Manifest,
         MANIFEST_NEW => return Named::ManifestNew,
         LOCK_FILE => return Named::Lock,
+        TOUCHED => return Named::Touched,
+        _ if name.starts_with(TOUCHED_NEW) => return Named::TouchedNew,
         _ => {}
     }
     if let Some(n) = name.strip_prefix(LOG).and_then(number) {
@@ -389,10 +396,10 @@ impl Store {
 /// Whether a file is a store's own, but not this one's.
 fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
     match parse_name(name) {
-        Named::ManifestNew => true,
+        Named::ManifestNew | Named::TouchedNew => true,
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
-        Named::Manifest | Named::Lock | Named::Epoch1 | Named::Foreign => false,
+        Named::Manifest | Named::Lock | Named::Touched | Named::Epoch1 | Named::Foreign => false,
     }
 }
 
@@ -404,6 +411,8 @@ mod tests {
     fn a_name_has_one_meaning() {
         assert_eq!(parse_name(&log_name(42)), Named::Log(42));
         assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Pages(u64::MAX));
+        assert_eq!(parse_name("touched"), Named::Touched);
+        assert_eq!(parse_name("touched.tmp-1"), Named::TouchedNew);
         assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);
         for foreign in
             ["log-", "log-0", "log-01", "log-+1", "pages-1.bak", "epoch-7.dl", "notes.txt", ""]
