@@ -192,7 +192,11 @@ fn a_guest_goes_on_from_an_archive_of_any_checkpoint() {
         let args = ["store", "export", path, "--format", "driftline-zstd", "--output", file];
         run_cli(&[&args, more].concat())
     };
-    for (life, epoch) in [(1, "2"), (2, "3")] {
+    let elsewhere = scratch.path("elsewhere");
+    fs::create_dir(&elsewhere).expect("a directory");
+    // What the command line names is let through, also where the process may hardly read anything else.
+    let narrow = ["--allow-path", elsewhere.to_str().expect("UTF-8")];
+    for (life, epoch, more) in [(1, "2", &[][..]), (2, "3", &narrow)] {
         let done = export(&["--epoch", epoch, "--json", "--force"]);
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         let report = tests::json_of(&done);
@@ -204,7 +208,8 @@ fn a_guest_goes_on_from_an_archive_of_any_checkpoint() {
         assert!(run_cli(&["store", "verify", file]).status.success());
         assert_eq!(listed(file), [epoch.parse::<u64>().expect("a number")]);
         let name = format!("life{life}");
-        let mut back = Driftline::start(&scratch, &name, &["restore", "--store", file]);
+        let args = [&["restore", "--store", file], more].concat();
+        let mut back = Driftline::start(&scratch, &name, &args);
         back.wait_state("running");
         back.console().wait_reports(2, 2, SOON);
         back.console().assert_clean();

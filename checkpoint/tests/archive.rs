@@ -337,6 +337,8 @@ fn golden() -> std::path::PathBuf {
 
 #[test]
 fn the_archive_of_version_1_restores() {
+    let small = fs::read(golden().with_file_name("small")).unwrap();
+    assert!(image(&restored(&small).unwrap().0)[4096..8192] == [1; 4096]);
     let archive = Archive::open(&golden()).unwrap();
     let info = *archive.info();
     assert_eq!((info.epoch, info.parent, info.frames), (3, Some(2), 531));
@@ -369,4 +371,6 @@ fn write_the_golden_archive() {
     });
     fs::create_dir_all(golden().parent().unwrap()).unwrap();
     fs::write(golden(), exported(&store, None).0).unwrap();
+    // What fuzzing begins with, beside that.
+    fs::write(golden().with_file_name("small"), small()).unwrap();
 }

@@ -182,22 +182,6 @@ fn a_new_checkpointer_begins_a_new_chain_with_higher_numbers() {
 }
 
 #[test]
-fn what_was_touched_belongs_to_the_store_and_what_was_not_noted_in_the_end_goes() {
-    let dir = tempfile::tempdir().unwrap();
-    let store = Store::create_or_open(dir.path()).unwrap();
-    Checkpointer::new(busy(), store).unwrap().take().unwrap();
-    let [noted, left] = ["touched", "touched.tmp-7"].map(|name| dir.path().join(name));
-    std::fs::write(&noted, "whatever").unwrap();
-    std::fs::write(&left, "").unwrap();
-    let listing = Store::open(dir.path()).unwrap().list().unwrap();
-    assert_eq!(listing.unfinished, ["touched.tmp-7"]);
-    assert!(listing.foreign.is_empty(), "{:?}", listing.foreign);
-    Store::create_or_open(dir.path()).unwrap();
-    assert!(noted.exists() && !left.exists());
-    restored(dir.path(), None).0.verify().unwrap();
-}
-
-#[test]
 fn writers_exclude_each_other_and_other_guests() {
     let dir = tempfile::tempdir().unwrap();
     let guest = busy();

@@ -22,7 +22,7 @@ const LEVEL: i32 = 3;
 
 impl Store {
     /// Writes `epoch`, or the latest, to `file`, an empty one, as an archive: all of its state, and its memory packed by up to eight
-    /// threads, each with 5 MiB. [`restore_archive`](crate::restore_archive) makes a guest of it. `path` is for messages. All
+    /// threads, each with some 10 MiB. [`restore_archive`](crate::restore_archive) makes a guest of it. `path` is for messages. All
     /// that is read is checked; after an error the file is of no use. Durable when it returns.
     pub fn export_archive(
         &self,
