@@ -391,11 +391,7 @@ pub(super) fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
 }
 
 /// Refuses a run that is not in memory, or does not come after all before it.
-pub(super) fn check_run(
-    run: FrameRun,
-    layout: &Layout,
-    before: &mut Option<FrameRun>,
-) -> Result<(), Damage> {
+fn check_run(run: FrameRun, layout: &Layout, before: &mut Option<FrameRun>) -> Result<(), Damage> {
     if !layout.contains(run) {
         return Err(Damage::Outside { run });
     }

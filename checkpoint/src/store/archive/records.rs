@@ -4,9 +4,7 @@ use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::super::records::{
-    self, Digest, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, check_run, table, wrong_size,
-};
+use super::super::records::{self, Digest, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, table, wrong_size};
 use super::super::{Damage, MAX_EPOCH};
 use crate::format::{RECORD_HEAD_LEN, RecordHead};
 use crate::section_tags;
@@ -123,7 +121,14 @@ pub(super) fn decode_contents<'p>(
     let (mut frames, most) = (0_u64, MAX_FRAMES as u64);
     for [start, count] in raw {
         let run = FrameRun { start: Gfn(start.get()), count: count.get() };
-        check_run(run, layout, before)?;
+        if !layout.contains(run) {
+            return Err(Damage::Outside { run });
+        }
+        // So that a frame is there once, whoever unpacks which record first.
+        if let Some(before) = before.filter(|before| before.end() > run.start) {
+            return Err(Damage::Order { run, before });
+        }
+        *before = Some(run);
         frames = frames.saturating_add(run.count);
         if frames > most {
             let what = "the number of frames in a record";
