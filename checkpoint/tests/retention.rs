@@ -466,3 +466,19 @@ fn an_exported_epoch_is_memory_at_its_addresses_with_holes() {
     let (none, _) = exported(Some(9), &dir.path().join("none"));
     assert!(none.unwrap_err().to_string().ends_with("has no epoch 9"));
 }
+
+#[test]
+fn what_was_touched_belongs_to_the_store_and_what_was_not_noted_in_the_end_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    Checkpointer::new(still(), store).unwrap().take().unwrap();
+    let [noted, left] = ["touched", "touched.tmp-7"].map(|name| dir.path().join(name));
+    std::fs::write(&noted, "whatever").unwrap();
+    std::fs::write(&left, "").unwrap();
+    let listing = Store::open(dir.path()).unwrap().list().unwrap();
+    assert_eq!(listing.unfinished, ["touched.tmp-7"]);
+    assert!(listing.foreign.is_empty(), "{:?}", listing.foreign);
+    Store::create_or_open(dir.path()).unwrap();
+    assert!(noted.exists() && !left.exists());
+    assert_eq!(numbers(&Store::open(dir.path()).unwrap()), [1]);
+}

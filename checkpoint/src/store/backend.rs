@@ -42,6 +42,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Where it is, for messages.
     fn location(&self) -> &Path;
 
+    /// Another one for the same files, without a lock.
+    fn again(&self) -> io::Result<Box<dyn Backend>>;
+
     /// Excludes other writers until this backend is dropped.
     fn lock(&self) -> Result<(), LockError>;
 
@@ -169,6 +172,10 @@ impl DirBackend {
 impl Backend for DirBackend {
     fn location(&self) -> &Path {
         &self.dir
+    }
+
+    fn again(&self) -> io::Result<Box<dyn Backend>> {
+        Ok(Box::new(Self::open(&self.dir)?))
     }
 
     fn lock(&self) -> Result<(), LockError> {

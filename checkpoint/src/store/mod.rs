@@ -9,8 +9,10 @@
 //! writer             one epoch being written                 opening, commit    made durable, in order; old ones dropped
 //! space              which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
+//! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
 
+mod archive;
 mod backend;
 mod build;
 mod commit;
@@ -31,6 +33,7 @@ mod reseal;
 mod rotate;
 mod sectors;
 mod space;
+mod touched;
 mod verify;
 mod writer;
 
@@ -39,6 +42,9 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+pub use archive::Archive;
+#[cfg(feature = "testing")]
+pub use archive::reseal_archive;
 pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
 pub(crate) use commit::{Bounds, Committer, Published};
 pub use error::{Damage, StoreError};
@@ -49,7 +55,7 @@ pub(crate) use group::Record;
 pub(crate) use late::LateFrames;
 pub(crate) use log::LogFile;
 pub(crate) use pages::Pages;
-pub(crate) use pin::Pinned;
+pub(crate) use pin::{Pinned, State};
 pub(crate) use records::MAX_EPOCH;
 #[cfg(feature = "testing")]
 pub use reseal::{reseal_log, reseal_manifest, reseal_pages};
@@ -66,6 +72,8 @@ const MANIFEST: &str = "manifest";
 const MANIFEST_NEW: &str = "manifest.tmp";
 const LOG: &str = "log-";
 const PAGES: &str = "pages-";
+const TOUCHED: &str = "touched";
+const TOUCHED_NEW: &str = "touched.tmp-";
 
 fn log_name(generation: u64) -> String {
     format!("{LOG}{generation}")
@@ -83,6 +91,8 @@ enum Named {
     Log(u64),
     Pages(u64),
     Lock,
+    Touched,
+    TouchedNew,
     /// An epoch of format 1.
     Epoch1,
     Foreign,
@@ -97,6 +107,8 @@ fn parse_name(name: &str) -> Named {
         MANIFEST => return Named::Manifest,
         MANIFEST_NEW => return Named::ManifestNew,
         LOCK_FILE => return Named::Lock,
+        TOUCHED => return Named::Touched,
+        _ if name.starts_with(TOUCHED_NEW) => return Named::TouchedNew,
         _ => {}
     }
     if let Some(n) = name.strip_prefix(LOG).and_then(number) {
@@ -390,10 +402,10 @@ fn creating(dir: &Path, cause: io::Error) -> StoreError {
 /// Whether a file is a store's own, but not this one's.
 fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
     match parse_name(name) {
-        Named::ManifestNew => true,
+        Named::ManifestNew | Named::TouchedNew => true,
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
-        Named::Manifest | Named::Lock | Named::Epoch1 | Named::Foreign => false,
+        Named::Manifest | Named::Lock | Named::Touched | Named::Epoch1 | Named::Foreign => false,
     }
 }
 
@@ -405,6 +417,8 @@ mod tests {
     fn a_name_has_one_meaning() {
         assert_eq!(parse_name(&log_name(42)), Named::Log(42));
         assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Pages(u64::MAX));
+        assert_eq!(parse_name("touched"), Named::Touched);
+        assert_eq!(parse_name("touched.tmp-1"), Named::TouchedNew);
         assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);
         for foreign in
             ["log-", "log-0", "log-01", "log-+1", "pages-1.bak", "epoch-7.dl", "notes.txt", ""]
