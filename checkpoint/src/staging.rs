@@ -86,18 +86,21 @@ impl Staging {
         self.pages.as_bytes()
     }
 
+    /// Has room for `bytes`, or for what it had; what is in it goes.
     fn reserve(&mut self, bytes: usize) -> bool {
-        let old = self.pages.len();
-        let more = (bytes / PAGE_SIZE as usize).saturating_sub(old);
-        if self.pages.try_reserve_exact(more).is_err() {
-            return false;
+        let wanted = bytes / PAGE_SIZE as usize;
+        let had = self.pages.len();
+        // First: so much at once more is more than the limit says.
+        self.pages = Vec::new();
+        for count in [wanted, had, 1] {
+            if self.pages.try_reserve_exact(count).is_ok() {
+                self.pages.resize(count, Page::new_zeroed());
+                // Zeroed memory may not be backed yet; a write to each page makes it so.
+                self.pages.iter_mut().for_each(|page| page.0[0] = 1);
+                return count == wanted;
+            }
         }
-        self.pages.resize(old + more, Page::new_zeroed());
-        // Zeroed memory may not be backed yet; a write to each page makes it so.
-        for page in &mut self.pages[old..] {
-            page.0[0] = 1;
-        }
-        true
+        false
     }
 }
 
@@ -180,6 +183,7 @@ mod tests {
         assert_eq!(staging.frames(), 16);
         staging.grow_to(u64::MAX);
         assert_eq!(staging.frames(), 20);
+        assert_eq!(staging.bytes().as_ptr().addr() % PAGE_SIZE as usize, 0, "for direct I/O");
         assert_eq!(Staging::new(StagingLimits { first_bytes: 0, most_bytes: 0 }).frames(), 1);
     }
 }

@@ -246,7 +246,11 @@ impl<S: Read> Wire<S> {
         debug_assert_eq!(self.content, 0, "content that was not fetched");
         let mut skipped = 0;
         let (tag, length) = loop {
-            let head = RecordHead::read_from(&mut self.stream, self.next_in)?;
+            let mut stream = Counted { stream: &mut self.stream, bytes: 0 };
+            let head = RecordHead::read_from(&mut stream, self.next_in);
+            // Also if it is refused: how long it is nobody knows then.
+            self.astray = stream.bytes > 0;
+            let head = head?;
             let tag = Tag::from_number(head.tag);
             if tag.is_none() && head.must_understand {
                 return Err(WireError::UnknownTag { tag: head.tag });
@@ -257,7 +261,6 @@ impl<S: Read> Wire<S> {
             if self.payload.len() < length {
                 self.payload.resize(length, 0);
             }
-            self.astray = true;
             self.stream.read_exact(&mut self.payload[..length]).map_err(FormatError::Io)?;
             self.astray = false;
             head.check(&self.payload[..length])?;
@@ -281,6 +284,20 @@ impl<S: Read> Wire<S> {
             }
             message => Ok(message),
         }
+    }
+}
+
+/// Knows whether anything was read.
+struct Counted<'s, S> {
+    stream: &'s mut S,
+    bytes: usize,
+}
+
+impl<S: Read> Read for Counted<'_, S> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let read = self.stream.read(buf)?;
+        self.bytes += read;
+        Ok(read)
     }
 }
 
@@ -330,6 +347,26 @@ mod tests {
         assert!(matches!(here.recv().unwrap(), Message::Frames { .. }));
         let said = here.words_at_hand().unwrap().to_string();
         assert!(said.contains("enough"), "{said}");
+    }
+
+    #[test]
+    fn behind_a_record_that_is_too_long_there_are_no_words() {
+        let (mut here, mut there) = ends();
+        let head = RecordHead {
+            tag: Tag::Ready as u16,
+            must_understand: true,
+            instance: 0,
+            length: Tag::Ready.limit() + 1,
+            payload_crc: 0,
+            sequence: 0,
+        };
+        there.stream.write_all(&head.to_bytes()).unwrap();
+        there.next_out += 1;
+        // What the payload is taken for is no record, though it is one.
+        there.abort(Tag::Abort, "forged");
+        assert!(here.recv().is_err());
+        assert!(here.astray);
+        assert!(here.last_words().is_none());
     }
 
     #[test]

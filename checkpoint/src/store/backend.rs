@@ -7,7 +7,7 @@ use std::io::{self, Read, Seek, Write};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, Once};
 
 use dirty_tracker::PAGE_SIZE;
 use nix::errno::Errno;
@@ -331,11 +331,19 @@ impl StoreFile for DirectFile {
 
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         let all = [bytes.as_ptr().addr() as u64, bytes.len() as u64, offset];
-        let file = match all.iter().all(|n| n.is_multiple_of(DIRECT_ALIGN)) {
-            true => &self.direct,
-            false => &self.file,
-        };
-        StoreFile::write_all_at(file, bytes, offset)
+        if all.iter().all(|n| n.is_multiple_of(DIRECT_ALIGN)) {
+            match StoreFile::write_all_at(&self.direct, bytes, offset) {
+                // A disk that needs more than this, or a file system that says so only now.
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
+                    static SAID: Once = Once::new();
+                    SAID.call_once(|| {
+                        tracing::warn!("direct I/O is refused: writing through the page cache");
+                    });
+                }
+                other => return other,
+            }
+        }
+        StoreFile::write_all_at(&self.file, bytes, offset)
     }
 
     fn allocate(&self, len: u64) -> io::Result<()> {

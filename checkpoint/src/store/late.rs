@@ -17,7 +17,8 @@ pub(crate) struct LateFrames {
     frames: FrameSet,
     /// Ascending by frame: 16 bytes each.
     cells: Vec<(Gfn, Cell)>,
-    touched: Touched,
+    /// None where the store's directory cannot be opened once more: it is for a hint only.
+    touched: Option<Touched>,
 }
 
 impl LateFrames {
@@ -25,8 +26,9 @@ impl LateFrames {
     pub(crate) fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, u64), StoreError> {
         let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
         let layout = pinned.log.group(pinned.index)?.layout;
-        let touched = Touched::open(store, vm_id, epoch, &layout);
-        let touched = touched.map_err(|e| store.io_dir("opening", e))?;
+        let touched = Touched::open(store, vm_id, epoch, &layout)
+            .inspect_err(|e| tracing::debug!("which frames were touched first is not known: {e}"))
+            .ok();
         let mut map = FrameMap::default();
         let epochs = pinned.read_map(&mut map)?;
         let cells: Vec<(Gfn, Cell)> = map.iter().collect();
@@ -46,11 +48,13 @@ impl Backlog for LateFrames {
     }
 
     fn first(&self) -> &[FrameRun] {
-        self.touched.first()
+        self.touched.as_ref().map_or(&[], Touched::first)
     }
 
     fn finish(&mut self, touched: &[FrameRun]) {
-        self.touched.note(touched);
+        if let Some(noted) = &self.touched {
+            noted.note(touched);
+        }
     }
 
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {

@@ -55,6 +55,15 @@ impl Recorded {
         Ok(Self { records: records.clone(), token, mark: Some(mark), state })
     }
 
+    /// The guest is not paused yet after all: the record goes, and is staged anew. Nobody shall meet one for as long as passes take.
+    pub(super) fn withdraw(mut self) -> Result<StagedSource, Cause> {
+        let mark = self.mark.as_ref().ok_or_else(no_record)?;
+        let SourceRecord { vm_id, peer, site, .. } = mark.record().clone();
+        self.records.settle(self.token)?;
+        self.mark = None;
+        Ok(self.records.stage_source(self.token, vm_id, &peer, site)?)
+    }
+
     /// The destination's directory of records, as READY told it.
     pub(super) fn site(&self) -> Option<Uuid> {
         self.mark.as_ref().map(|mark| mark.record().site)

@@ -42,6 +42,9 @@ use passes::on_time;
 use throttle::Throttled;
 use verify::Verifier;
 
+/// How often it is judged once more what the guest wrote while disks and the record were synced.
+const SETTLINGS: u32 = 2;
+
 /// How long precopy waits for disks after each pass, at most.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
@@ -221,6 +224,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let setup = self.begun.elapsed();
         let begun = Instant::now();
         let goals = self.options.goals();
+        // Removed after the guest has its full speed again.
+        let mut recorded = None;
         let mut throttled = Throttled::new(self.guest, self.options.throttle);
         // First the subscription, then the look at what is populated: whatever is written between
         // the two is in the first epoch.
@@ -260,7 +265,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         .map_err(|cause| throttled.explain(cause))?;
         drives.commit();
         let mut since = begun;
-        let (mut disks_settled, mut recorded) = (false, None);
+        let mut settlings = 0;
         loop {
             // Begun beside the next pass; waited for before the pause.
             self.flush_disks(Duration::ZERO);
@@ -275,21 +280,30 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             throttled.measure(window);
             self.show(&measured, epoch.frames(), &drives, window);
             let mut judgement = judge(&goals, &measured, dirtied, begun.elapsed());
-            if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
-                disks_settled = true;
-                self.flush_disks(FLUSH_LIMIT);
+            if matches!(judgement, Judgement::SwitchOver(_)) && settlings <= SETTLINGS {
+                settlings += 1;
+                if settlings == 1 {
+                    self.flush_disks(FLUSH_LIMIT);
+                }
                 // Nor does the pause wait for the record's disk. Where digests are compared it is made only after that: it takes
                 // long, and a record is in an operator's way.
                 if verifier.is_none() {
                     recorded = Some(Recorded::place(&peer.records, &mut peer.staged)?);
                 }
-                // What the guest wrote to its memory meanwhile counts.
-                epoch.give_back();
-                self.guest.collect()?;
-                epoch = writes.drain();
-                drives.drain();
-                dirtied = epoch.frames() + drives.pending();
-                judgement = judge(&goals, &measured, dirtied, begun.elapsed());
+                // What the guest wrote to its memory meanwhile counts, unless disks are so slow that it always is too much.
+                if settlings <= SETTLINGS {
+                    epoch.give_back();
+                    self.guest.collect()?;
+                    epoch = writes.drain();
+                    drives.drain();
+                    dirtied = epoch.frames() + drives.pending();
+                    judgement = judge(&goals, &measured, dirtied, begun.elapsed());
+                }
+                if let Judgement::KeepGoing = judgement
+                    && let Some(early) = recorded.take()
+                {
+                    peer.staged = Some(Recorded::withdraw(early)?);
+                }
             }
             match judgement {
                 Judgement::KeepGoing => throttled.adjust(&goals, &measured, dirtied),

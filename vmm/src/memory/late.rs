@@ -58,6 +58,8 @@ struct State {
     left: FrameSet,
     /// Part of them, on its way.
     under_way: Option<FrameRun>,
+    /// Somebody has asked which have not come, to read them: what is touched from then on tells nothing of the guest.
+    is_read: bool,
     fetching: Fetching,
 }
 
@@ -113,7 +115,9 @@ impl Late {
 
     /// Frames that have not come. Those that come after this call are in memory.
     pub(super) fn left(&self) -> FrameSet {
-        self.shared.lock().left.clone()
+        let mut state = self.shared.lock();
+        state.is_read = true;
+        state.left.clone()
     }
 
     /// Whether any have not come.
@@ -276,7 +280,7 @@ impl Fetcher {
         let Some(gfn) = self.shared.gfn(address) else { return };
         let mut state = self.shared.lock();
         if state.left.contains(gfn) {
-            if state.fetching.touched.len() < MOST_TOUCHED {
+            if state.fetching.touched.len() < MOST_TOUCHED && !state.is_read {
                 state.fetching.touched.push(FrameRun { start: gfn, count: 1 });
             }
             drop(state);
