@@ -8,17 +8,18 @@ use std::collections::VecDeque;
 
 use super::build::Entry;
 use super::frame_map::runs_of;
+use super::object::Objects;
 use super::records::{NO_SLOT, Placed};
 use super::{Damage, FrameMap, LogFile, Record, StoreError};
 use crate::slots::{SlotRun, Slots};
-use dirty_tracker::Layout;
 
 /// Slots that durable epochs need.
 #[derive(Debug, Default)]
 pub(crate) struct Space {
-    /// Where each frame of the latest epoch is, slot after slot of the guest's memory; [`NO_SLOT`] where it is zeros.
+    /// Where each frame of the latest epoch is, slot after slot of the guest's memory, then drive after drive; [`NO_SLOT`], which
+    /// takes no memory until something was stored near it, where it is zeros.
     map: Vec<u32>,
-    /// Each memory slot's first frame, its end, and where it begins in `map`.
+    /// The first frame of each memory slot and drive, its end, and where it begins in `map`.
     places: Vec<(u64, u64, usize)>,
     /// Slots of the latest epoch that are not in `map`: it was another process's.
     before: Vec<SlotRun>,
@@ -31,25 +32,25 @@ pub(crate) struct Space {
 }
 
 impl Space {
-    /// No epochs yet. Takes 4 bytes for each frame of the guest.
-    pub(crate) fn new(layout: &Layout) -> Self {
+    /// No epochs yet. Takes 4 bytes for each frame of the guest and each block of its drives that is stored, or near one.
+    pub(crate) fn new(objects: Objects<'_>) -> Self {
         let mut at = 0;
-        let place = |slot: &dirty_tracker::Slot| {
-            let place = (slot.base.0, slot.run().end().0, at);
-            at += slot.frames as usize;
+        let place = |(start, end): (u64, u64)| {
+            let place = (start, end, at);
+            at += (end - start) as usize;
             place
         };
-        let places = layout.slots().map(place).collect();
+        let places = objects.ranges().map(place).collect();
         Self { map: vec![NO_SLOT; at], places, ..Self::default() }
     }
 
     /// What the epochs of `log` need, and as many slots of its page file, which has `total`, as they reach to.
     pub(crate) fn of_log(
-        layout: &Layout,
+        objects: Objects<'_>,
         log: &mut LogFile,
         total: u32,
     ) -> Result<(Self, Slots), StoreError> {
-        let mut space = Self::new(layout);
+        let mut space = Self::new(objects);
         let mut slots = Slots::new(1);
         slots.allocate(1, 1);
         let map = space.walk(log, |log, index, used| {
@@ -118,13 +119,13 @@ impl Space {
             superseded.extend(self.map.iter().copied().filter(|slot| *slot != NO_SLOT));
         }
         if full {
-            self.map.fill(NO_SLOT);
+            self.map = vec![NO_SLOT; self.map.len()];
             self.stored = 0;
         }
         let mut places = self.places.iter().copied().peekable();
         for entry in entries {
             while places.next_if(|(_, end, _)| *end <= entry.frame).is_some() {}
-            // Every frame is in a memory slot of the guest.
+            // Every frame is in a memory slot of the guest, or in one of its drives.
             let Some(&(start, _, at)) = places.peek() else { break };
             let index = at + entry.frame.saturating_sub(start) as usize;
             let Some(slot) = self.map.get_mut(index) else { break };
@@ -173,7 +174,7 @@ pub(crate) fn apply(
     let (mut old, mut new) = (Vec::new(), Vec::new());
     let mut group = log.group(index)?;
     if group.front.is_whole() {
-        old.extend(map.iter().map(|(_, cell)| cell.slot));
+        old.extend(map.all().map(|(_, cell)| cell.slot));
         map.clear();
     }
     while let Some(record) = group.next()? {

@@ -14,13 +14,14 @@ use serde::{Deserialize, Serialize};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 
+use super::drives::{Shown, TestDisk};
 use super::faults::{Drive, Faults, Op};
 use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
 use crate::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, RunState, Section, Shield, VcpuWrites, VmId,
-    section_tags,
+    Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, RunState,
+    Section, Shield, VcpuWrites, VmId, WithCopies, section_tags,
 };
 
 /// Most frames of a guest built from hostile bytes: 1 GiB.
@@ -106,6 +107,7 @@ pub struct MemoryGuest {
     late: Mutex<Vec<u8>>,
     faults: Arc<Faults>,
     drive: Arc<Drive>,
+    disks: Vec<Arc<TestDisk>>,
     /// Tells guests apart that have the same `vm_id`.
     serial: u64,
     /// Frames that were to be prepared.
@@ -132,7 +134,16 @@ impl MemoryGuest {
 
     /// A paused guest that has never run.
     pub fn new(vm_id: VmId, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
-        Self::build(vm_id, config, Arc::default(), Arc::default())
+        Self::with_disks(vm_id, config, Vec::new())
+    }
+
+    /// As [`new`](Self::new), with drives.
+    pub fn with_disks(
+        vm_id: VmId,
+        config: MemoryConfig,
+        disks: Vec<Arc<TestDisk>>,
+    ) -> Result<Arc<Self>, GuestError> {
+        Self::build(vm_id, config, Arc::default(), Arc::default(), disks)
     }
 
     /// A running guest with a random identity, which holds its own [`Drive`].
@@ -148,6 +159,7 @@ impl MemoryGuest {
         config: MemoryConfig,
         faults: Arc<Faults>,
         drive: Arc<Drive>,
+        disks: Vec<Arc<TestDisk>>,
     ) -> Result<Arc<Self>, GuestError> {
         static SERIAL: AtomicU64 = AtomicU64::new(1);
         let layout = config.layout()?;
@@ -165,6 +177,7 @@ impl MemoryGuest {
             late: Mutex::default(),
             faults,
             drive,
+            disks,
             serial: SERIAL.fetch_add(1, SeqCst),
             prepared: AtomicU64::new(0),
             protected: Arc::default(),
@@ -202,6 +215,11 @@ impl MemoryGuest {
     /// What it holds between `acquire` and `release`.
     pub fn drive(&self) -> &Arc<Drive> {
         &self.drive
+    }
+
+    /// Its drives with data in them.
+    pub fn disks(&self) -> &[Arc<TestDisk>] {
+        &self.disks
     }
 
     /// What came late for it, here: the mark of the guest that it was on its last host.
@@ -367,6 +385,10 @@ impl Guest for MemoryGuest {
         Ok(Collected::default())
     }
 
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.disks.iter().map(|disk| Box::new(Shown(disk.clone())) as Box<dyn GuestDrive>).collect()
+    }
+
     /// Every write counts, also one to a frame that is dirty already.
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         let writes = |w: &Arc<Writer>| VcpuWrites {
@@ -392,6 +414,7 @@ impl Guest for MemoryGuest {
             }
             RunState::Running => {
                 self.drive.stands();
+                self.disks.iter().for_each(|disk| disk.stand(true));
                 Ok(RunState::Running)
             }
             RunState::Paused => Ok(RunState::Paused),
@@ -406,6 +429,7 @@ impl Guest for MemoryGuest {
             }
             RunState::Paused => {
                 self.drive.runs();
+                self.disks.iter().for_each(|disk| disk.stand(false));
                 Ok(())
             }
             RunState::Running => Ok(()),
@@ -517,6 +541,8 @@ pub struct MemoryGuestFactory {
     pub faults: Arc<Faults>,
     /// The drive of every guest that it builds.
     pub drive: Arc<Drive>,
+    /// The drives of every guest that it builds, which a restore writes over.
+    pub disks: Vec<Arc<TestDisk>>,
 }
 
 impl GuestFactory for MemoryGuestFactory {
@@ -525,6 +551,23 @@ impl GuestFactory for MemoryGuestFactory {
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<MemoryGuest>, GuestError> {
         self.faults.check(Op::Create, "building the guest")?;
         let config = MemoryConfig::decode(config)?;
-        MemoryGuest::build(vm_id, config, self.faults.clone(), self.drive.clone())
+        let (faults, drive) = (self.faults.clone(), self.drive.clone());
+        MemoryGuest::build(vm_id, config, faults, drive, self.disks.clone())
+    }
+
+    fn create_with_drives(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        let mut found: Vec<Box<dyn DriveCopy>> = Vec::new();
+        for head in drives {
+            let disk = self.disks.iter().find(|disk| disk.head() == head);
+            let why = "this guest has no such drive".to_owned();
+            let disk = disk.ok_or(GuestError::Unsupported { what: head.to_string(), why })?;
+            found.push(Box::new(Shown(disk.clone())));
+        }
+        Ok((self.create(vm_id, config)?, found))
     }
 }

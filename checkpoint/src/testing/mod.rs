@@ -20,6 +20,7 @@
 //! ```
 
 mod disk;
+mod drives;
 mod faults;
 mod guest;
 mod inode;
@@ -28,6 +29,7 @@ mod shield;
 mod writers;
 
 pub use disk::{DiskOp, MemoryDisk, Survives};
+pub use drives::TestDisk;
 pub use faults::{Drive, Faults, Op};
 pub use guest::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 pub use pages::{WrongFrame, WrongMemory};

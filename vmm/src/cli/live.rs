@@ -50,7 +50,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
 pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
     if args.devices.disks.iter().any(|disk| disk.copy) {
         return Err(Failure::error(
-            "copy of --disk is for a guest that comes with its disks: a checkpoint has none",
+            "copy of --disk is for a guest that comes with its disks over a wire: a restore writes to a file that is there",
         ));
     }
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
@@ -73,7 +73,9 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         vm.stop("it may be running elsewhere");
         return Err(Failure::error(format_args!("nothing was started: {}", e.message())));
     }
-    for disk in vmm::config::disks(&vm.machine_config().devices).filter(|d| !copies && !d.readonly)
+    let left_alone = !copies && report.drives == 0;
+    for disk in
+        vmm::config::disks(&vm.machine_config().devices).filter(|d| left_alone && !d.readonly)
     {
         tracing::warn!(
             "disk \"{}\" is {} as it is now; if it has been written to since epoch {}, give its copy of then \
@@ -98,8 +100,12 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         0 => format!("{} frames read", report.frames),
         late => format!("{late} frames to come"),
     };
+    let disks = match (report.drives, report.disk_blocks) {
+        (0, _) => String::new(),
+        (drives, blocks) => format!(", {blocks} blocks written to {drives} of its disks"),
+    };
     say(format_args!(
-        "guest {} runs on from epoch {}: {} epochs, {frames} in {:.1} ms",
+        "guest {} runs on from epoch {}: {} epochs, {frames}{disks} in {:.1} ms",
         report.vm_id, report.epoch, report.epochs, report.time_ms
     ));
     to_the_end(vm, jobs, server)

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use checkpoint::{DriveHead, GuestDrive};
+use checkpoint::{DriveHead, GuestDrive, Keeper};
 use dirty_tracker::{Subscription, Tracker};
 
 use super::flusher::open_again;
@@ -16,6 +16,8 @@ pub(crate) struct DriveSource {
     pub(super) head: DriveHead,
     /// Follows the guest's writes; `None` for a disk that it cannot write to.
     pub(super) tracker: Option<Arc<Tracker>>,
+    /// Asked by the device before it writes.
+    pub(super) keeper: Arc<Keeper>,
     /// Says which file it is; `None` if the system did not give it.
     pub(super) which: Option<Arc<File>>,
 }
@@ -32,6 +34,10 @@ impl GuestDrive for DriveSource {
     fn open(&self) -> io::Result<File> {
         let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
         open_again(which, 0)
+    }
+
+    fn keeper(&self) -> Option<Arc<Keeper>> {
+        Some(self.keeper.clone())
     }
 }
 
