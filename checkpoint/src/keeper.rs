@@ -136,16 +136,17 @@ impl Keeper {
         self.news.notify_all();
     }
 
-    /// Has the room for what is set aside, so that none is reserved in a pause.
-    pub(crate) fn reserve(&self) {
+    /// Reserves the room for what is set aside, so that this is not done in a pause.
+    pub fn reserve(&self) {
         let mut state = self.lock();
         if state.room.is_empty() {
             state.room = vec![1; self.most * PAGE];
         }
     }
 
-    /// Keeps `blocks` of the drive in `file`, of `bytes`, as they are now. The device stands.
-    pub(crate) fn keep(
+    /// Keeps `blocks` of the drive in `file`, of `bytes`, as they are now. The device stands: nothing that it was asked for is under way.
+    /// An error is that some are kept already.
+    pub fn keep(
         self: &Arc<Self>,
         file: Arc<File>,
         bytes: u64,
@@ -166,18 +167,15 @@ impl Keeper {
 }
 
 /// Blocks that are kept until they are copied, or this is dropped.
-pub(crate) struct Keeping {
+#[derive(Debug)]
+pub struct Keeping {
     keeper: Arc<Keeper>,
 }
 
 impl Keeping {
     /// Copies as many blocks as `contents` has room for, replaces `runs` with which those are, and lets go of them. How many; 0 if none
-    /// is left. [`TimedOut`](io::ErrorKind::TimedOut) if the device has waited for too long.
-    pub(crate) fn next(
-        &mut self,
-        runs: &mut Vec<FrameRun>,
-        contents: &mut [u8],
-    ) -> io::Result<u64> {
+    /// is left. [`TimedOut`](io::ErrorKind::TimedOut) if the device has waited for too long. After an error none is kept.
+    pub fn next(&mut self, runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> io::Result<u64> {
         runs.clear();
         let mut state = self.keeper.lock();
         let State { kept: Some(kept), room } = &mut *state else { return Ok(0) };

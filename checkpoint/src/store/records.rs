@@ -186,7 +186,8 @@ impl Front {
             parent: self.parent.unwrap_or(0).into(),
             created_unix_ms: self.created_unix_ms.into(),
             layout: self.layout.into(),
-            flags: (u32::from(self.rebased) * REBASED | u32::from(self.drives) * DRIVES).into(),
+            flags: (if self.rebased { REBASED } else { 0 } | if self.drives { DRIVES } else { 0 })
+                .into(),
         };
         raw.as_bytes().to_vec()
     }
