@@ -136,7 +136,7 @@ impl Checkpointer {
         }
         let store = Arc::new(store);
         let drives = drives_of(&*guest);
-        let crew = Committer::open(&store, &*guest, &drives)?.map(Crew::start).transpose()?;
+        let crew = Committer::open(&store, &*guest)?.map(Crew::start).transpose()?;
         let next = next_number(&store, crew.as_ref())?;
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
@@ -413,10 +413,9 @@ impl Checkpointer {
             None => {}
         }
         self.store.check_lock()?;
-        let drives = &self.drives;
-        let committer = match Committer::open(&self.store, &*self.guest, drives)? {
+        let committer = match Committer::open(&self.store, &*self.guest)? {
             Some(open) => open,
-            None => Committer::create(&self.store, &*self.guest, drives)?,
+            None => Committer::create(&self.store, &*self.guest)?,
         };
         self.crew = Some(Crew::start(committer)?);
         self.next = self.next.max(next_number(&self.store, self.crew.as_ref())?);

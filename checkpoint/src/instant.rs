@@ -24,7 +24,7 @@ use crate::checkpointer::step;
 use crate::followed::{self, Followed, Stood};
 use crate::pieces::{Pieces, in_slots, spans};
 use crate::report::{Cause, Phase};
-use crate::shield::{OfEpoch, Released};
+use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
 use crate::{Guest, GuestError, Paused, Section, Shield, VcpuPauses};
@@ -322,43 +322,6 @@ struct Saver<'m, 'b> {
     to_file: Sender<Full<'b>>,
     piece_frames: u64,
     waits: Waits,
-}
-
-/// Who waits to write, as far as the saver knows.
-#[derive(Default)]
-struct Waits {
-    /// Somebody waits for them, and that is not looked at yet.
-    awaited: Option<FrameRun>,
-    /// Since when somebody does.
-    since: Option<Instant>,
-    times: u64,
-    /// Without what is since then.
-    before: Duration,
-}
-
-impl Waits {
-    /// Learns whether somebody waits, if that is not known yet.
-    fn look(&mut self, shield: &OfEpoch<'_>, limit: Duration) -> Result<(), GuestError> {
-        if self.awaited.is_none()
-            && let Some(frames) = shield.awaited(limit)?
-        {
-            self.awaited = Some(frames);
-            self.times += 1;
-            self.since = self.since.or(Some(Instant::now()));
-        }
-        Ok(())
-    }
-
-    /// Who was known to wait goes on.
-    fn over(&mut self) {
-        self.before = self.all();
-        (self.awaited, self.since) = (None, None);
-    }
-
-    /// For how long somebody has waited.
-    fn all(&self) -> Duration {
-        self.before + self.since.map_or(Duration::ZERO, |since| since.elapsed())
-    }
 }
 
 /// What a saver did.

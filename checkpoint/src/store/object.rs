@@ -22,14 +22,9 @@ const BITS: u32 = 48;
 /// The first number that is no frame's.
 const END: u64 = 1 << BITS;
 
-/// The number of the first block of object `object`.
-pub(crate) fn base(object: u16) -> u64 {
-    u64::from(object) << BITS
-}
-
 /// Blocks of an object, as they are known among all frames. They must be some that a drive can have.
 pub(crate) fn of_object(object: u16, run: FrameRun) -> FrameRun {
-    FrameRun { start: Gfn(base(object) | run.start.0), count: run.count }
+    FrameRun { start: Gfn(u64::from(object) << BITS | run.start.0), count: run.count }
 }
 
 /// Which object a frame is of, and which frame or block it is there.
@@ -87,13 +82,6 @@ impl Objects<'_> {
             // Where it has no place it is named as it stands there.
             false => Err(Damage::Outside { object, run }),
         }
-    }
-
-    /// First frame and end of each range of frames that there is, ascending.
-    pub(crate) fn ranges(self) -> impl Iterator<Item = (u64, u64)> {
-        let slots = self.layout.slots().map(|slot| (slot.base.0, slot.run().end().0));
-        let drives = (1..).zip(self.drives);
-        slots.chain(drives.map(|(object, head)| (base(object), base(object) + head.blocks())))
     }
 }
 
@@ -192,7 +180,5 @@ mod tests {
         {
             assert!(objects.run(object, start, count).is_err(), "{object} {start} {count}");
         }
-        let ranges: Vec<_> = objects.ranges().collect();
-        assert_eq!(ranges, [(0, 10), (END, END + 6), (2 * END, 2 * END + 1)]);
     }
 }

@@ -10,14 +10,13 @@ use super::build::begin_log;
 use super::commit::{Bounds, Committer, Kept, Standing};
 use super::log::{LogFile, Place};
 use super::manifest::Manifest;
-use super::object::Objects;
 use super::pages::{PageReader, Pages, begin_pages};
 use super::records::Files;
 use super::sectors::SECTOR;
 use super::space::Space;
 use super::{MANIFEST, Store, StoreError, log_name, pages_name};
 use crate::slots::Slots;
-use crate::{DriveHead, Guest, VmId};
+use crate::{Guest, VmId};
 
 /// Bytes of a log that are written again at once.
 const AT_ONCE: u64 = 1 << 20;
@@ -41,13 +40,8 @@ impl Store {
 }
 
 impl Committer {
-    /// Opens the store's files for `guest` with these drives; `None` if there are none. What a crash left unfinished in the log
-    /// is cut off.
-    pub(crate) fn open(
-        store: &Arc<Store>,
-        guest: &dyn Guest,
-        drives: &[DriveHead],
-    ) -> Result<Option<Self>, StoreError> {
+    /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished in the log is cut off.
+    pub(crate) fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
         let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
         if let Some(e) = log.take_damage() {
             return Err(e);
@@ -61,8 +55,7 @@ impl Committer {
             return Err(StoreError::OtherVm { dir, stored, asked });
         }
         held.check_header(manifest.files.pages, vm_id)?;
-        let (space, slots) =
-            Space::of_log(Objects { layout: guest.layout(), drives }, &mut log, held.slots()?)?;
+        let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
         // A manifest that took another's place may be in the cache alone, and the names of the files in it.
         store.sync_dir()?;
         let name = log_name(manifest.files.log);
@@ -88,12 +81,8 @@ impl Committer {
         }))
     }
 
-    /// Makes the store's files for `guest` with these drives, or others in their place if those have no epoch.
-    pub(crate) fn create(
-        store: &Arc<Store>,
-        guest: &dyn Guest,
-        drives: &[DriveHead],
-    ) -> Result<Self, StoreError> {
+    /// Makes the store's files for `guest`, or others in their place if those have no epoch.
+    pub(crate) fn create(store: &Arc<Store>, guest: &dyn Guest) -> Result<Self, StoreError> {
         let vm_id = guest.vm_id();
         let before = store.manifest()?.map_or(Files { log: 0, pages: 0 }, |m| m.files);
         let files = Files { log: before.log + 1, pages: before.pages + 1 };
@@ -122,14 +111,7 @@ impl Committer {
         let mut slots = Slots::new(1);
         slots.allocate(1, 1);
         let pages = Arc::new(Pages::new(held, slots));
-        Ok(Self::new(
-            store,
-            vm_id,
-            files,
-            (log, end),
-            pages,
-            Space::new(Objects { layout: guest.layout(), drives }),
-        ))
+        Ok(Self::new(store, vm_id, files, (log, end), pages, Space::new(guest.layout())))
     }
 
     fn new(

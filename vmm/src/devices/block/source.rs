@@ -84,7 +84,8 @@ mod tests {
     fn write_some(driver: &mut Driver, blocks: u64, round: u64) {
         let mut sent = Vec::new();
         for n in 0..24u64 {
-            let (queue, sector) = ((n % 2) as usize, (round * 7 + n * (blocks / 24)) % blocks * 8);
+            let (queue, sector) =
+                ((n % 2) as usize, (round * 7 + n * (blocks / 24)) % (blocks - 1) * 8);
             let head = header(driver, VIRTIO_BLK_T_OUT, sector + n % 3);
             let (data, status) = (driver.given(&pattern(round * 24 + n, 4096)), driver.wanted(1));
             sent.push((queue, driver.post(queue, &[head, data, status]), status));
