@@ -170,13 +170,12 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     let said = restore(&["--disk", &small]);
     assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
-    for (name, lazy) in [("named", true), ("disk", false)] {
+    let named = format!("path={}", place.text("named"));
+    let lazily = ["--lazy", "--disk", &named];
+    for (name, life, more) in [("named", "second", &lazily[..]), ("disk", "third", &[])] {
         std::fs::write(place.path(name), &later).unwrap();
-        let named = format!("path={}", place.text(name));
-        let mut args = vec!["restore", "--store", &store];
-        args.extend(if lazy { ["--lazy"].as_slice() } else { &[] });
-        args.extend(if name == "disk" { [].as_slice() } else { &["--disk", &named] });
-        let mut second = Vmm::start(&place, &format!("second-{name}"), &args);
+        let args = [&["restore", "--store", &store], more].concat();
+        let mut second = Vmm::start(&place, life, &args);
         second.await_api();
         second.await_progress(1, &before);
         assert!(second.said().contains("7 blocks written to 1 of its disks"), "{}", second.said());
