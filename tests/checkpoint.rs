@@ -35,8 +35,9 @@ fn every_epoch_restores(load: Load, epochs: usize) {
     let store = scratch.path("store");
     let store = store.to_str().expect("UTF-8");
     let count = epochs.to_string();
+    // Long enough for so much to change, also on a busy host, that it is copied behind the guest's back.
     let args =
-        ["--store", store, "--every", "50ms", "--max-pause", "5ms", "--count", &count, "--json"];
+        ["--store", store, "--every", "300ms", "--max-pause", "50ms", "--count", &count, "--json"];
     let taken = here.cli("checkpoint", &args);
     let said = String::from_utf8_lossy(&taken.stderr);
     assert_eq!(taken.status.code(), Some(0), "{said}");

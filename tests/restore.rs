@@ -89,3 +89,50 @@ fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
     there.console().wait_reports(2, 2, SOON);
     there.console().assert_clean();
 }
+
+#[test]
+fn what_a_guest_touched_first_comes_first_the_next_time() {
+    if !vmm::testing::kvm_or_skip("what_a_guest_touched_first_comes_first_the_next_time") {
+        return;
+    }
+    let _alone = tests::one_at_a_time();
+    let scratch = Scratch::new();
+    // It touches some hundred of 16,384 frames, here and there, while they come.
+    let spec = "payload,ws=64M,rate=80M,pattern=random";
+    let mut vm = Driftline::run(&scratch, "before", spec, &["--vcpus", "2", "--mem", "1G"]);
+    vm.console().wait_reports(2, 1, SOON);
+    let store = scratch.path("store");
+    let path = store.to_str().expect("UTF-8");
+    assert_eq!(vm.cli("checkpoint", &["--store", path]).status.code(), Some(0));
+    vm.kill();
+    let restored = |name: &str, more: &[&str]| {
+        let args = [&["restore", "--store", path, "--lazy"], more].concat();
+        let vm = Driftline::start_logging(&scratch, name, &args);
+        tests::wait_for("all frames", SOON, || {
+            vm.log().contains("all frames have come").then_some(())
+        });
+        vm.console().wait_reports(2, 1, SOON);
+        vm.console().assert_clean();
+        ["waits=", "foreseen="].map(|figure| vm.figure(figure).expect("a figure") as u64)
+    };
+    let noted = store.join("touched");
+    // Where the store is for reading only nothing is noted, and nothing is said of it.
+    let elsewhere = scratch.path("elsewhere");
+    std::fs::create_dir(&elsewhere).expect("a directory");
+    let elsewhere = elsewhere.to_str().expect("UTF-8");
+    assert_eq!(restored("aside", &["--allow-path", elsewhere])[1], 0);
+    assert!(!noted.exists());
+
+    let [waits, foreseen] = restored("first", &[]);
+    assert!(waits > 10 && foreseen == 0, "{waits} waits, {foreseen} foreseen");
+    tests::wait_for("the note", SOON, || noted.exists().then_some(()));
+    let [again, foreseen] = restored("second", &[]);
+    assert!(foreseen >= waits, "{foreseen} foreseen of {waits}");
+    assert!(again < waits, "{again} waits, {waits} the first time");
+    println!("{waits} waits the first time, {again} the second");
+
+    let mut bent = std::fs::read(&noted).expect("readable");
+    *bent.last_mut().expect("bytes") ^= 1;
+    std::fs::write(&noted, bent).expect("writable");
+    assert_eq!(restored("third", &[])[1], 0, "what is damaged is not used");
+}

@@ -172,6 +172,75 @@ fn a_core_has_the_memory_and_the_registers_of_the_guest() {
     assert!(said.contains("[New LWP 2]") && !said.contains("[New LWP 3]"), "{said}");
 }
 
+#[test]
+fn a_guest_goes_on_from_an_archive_of_any_checkpoint() {
+    if !kvm_or_skip("a_guest_goes_on_from_an_archive_of_any_checkpoint") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let [store, archive] = ["store", "archive"].map(|name| scratch.path(name));
+    let path = store.to_str().expect("UTF-8");
+    let file = archive.to_str().expect("UTF-8");
+    let spec = "payload,ws=64M,rate=max,pattern=random";
+    let mut vm = Driftline::run(&scratch, "vm", spec, &["--vcpus", "2", "--mem", "512M"]);
+    vm.console().wait_reports(2, 1, SOON);
+    let taken = vm.cli("checkpoint", &["--store", path, "--every", "20ms", "--count", "3"]);
+    assert!(taken.status.success(), "{}", String::from_utf8_lossy(&taken.stderr));
+    vm.kill();
+    let export = |more: &[&str]| {
+        let args = ["store", "export", path, "--format", "driftline-zstd", "--output", file];
+        run_cli(&[&args, more].concat())
+    };
+    let elsewhere = scratch.path("elsewhere");
+    fs::create_dir(&elsewhere).expect("a directory");
+    // What the command line names is let through, also where the process may hardly read anything else.
+    let narrow = ["--allow-path", elsewhere.to_str().expect("UTF-8")];
+    for (life, epoch, more) in [(1, "2", &[][..]), (2, "3", &narrow)] {
+        let done = export(&["--epoch", epoch, "--json", "--force"]);
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let report = tests::json_of(&done);
+        let frames = report["frames"].as_u64().expect("frames");
+        assert!(frames > 4096, "most of the payload's memory is in it: {frames}");
+        let bytes = fs::metadata(&archive).expect("a file").len();
+        assert_eq!(report["bytes"].as_u64(), Some(bytes));
+        assert!(bytes < frames * 4096, "packed: {bytes} bytes of {frames} frames");
+        assert!(run_cli(&["store", "verify", file]).status.success());
+        assert_eq!(listed(file), [epoch.parse::<u64>().expect("a number")]);
+        let name = format!("life{life}");
+        let args = [&["restore", "--store", file], more].concat();
+        let mut back = Driftline::start(&scratch, &name, &args);
+        back.wait_state("running");
+        back.console().wait_reports(2, 2, SOON);
+        back.console().assert_clean();
+        back.kill();
+    }
+
+    let refused = |args: &[&str], why: &str| {
+        let out = run_cli(args);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {said}");
+        assert!(said.contains(why), "{args:?}: {said}");
+    };
+    let exists = export(&[]);
+    let said = String::from_utf8_lossy(&exists.stderr);
+    assert!(exists.status.code() == Some(1) && said.contains("it exists; --force"), "{said}");
+    refused(&["restore", "--store", file, "--lazy"], "so leave out --lazy");
+    refused(&["restore", "--store", file, "--epoch", "2"], "has no epoch 2");
+    refused(&["store", "export", file, "--output", path], "an archive is not exported again");
+    refused(&["store", "compact", file], "archive");
+    let sound = fs::read(&archive).expect("readable");
+    for at in [0, 9, 60, 64, 90, sound.len() / 3, sound.len() / 2, sound.len() - 1] {
+        let mut flipped = sound.clone();
+        flipped[at] ^= 0x10;
+        fs::write(&archive, &flipped).expect("writable");
+        refused(&["restore", "--store", file], "archive, byte ");
+        refused(&["store", "verify", file], "archive, byte ");
+        fs::write(&archive, &sound[..at]).expect("writable");
+        refused(&["restore", "--store", file], "the file ends at byte ");
+    }
+}
+
 /// A little-endian number of `size` bytes.
 fn word(bytes: &[u8], at: usize, size: usize) -> u64 {
     bytes[at..at + size].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))

@@ -15,6 +15,9 @@ pub trait Backlog: Send {
     /// A hint; may name frames that have no content, or none at all.
     fn first(&self) -> &[FrameRun];
 
+    /// All have come. `touched` were touched before they had, in that order: they should come first the next time.
+    fn finish(&mut self, touched: &[FrameRun]);
+
     /// Puts the contents of `run`, all of it part of [`frames`](Self::frames), into `contents`, which is as long. They are checked:
     /// an error names what is damaged.
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError>;
@@ -27,6 +30,8 @@ pub struct Fetching {
     pub left: u64,
     /// Frames that have come, those that somebody waited for included.
     pub fetched: u64,
+    /// Of those, how many came because they were touched first the last time, before anybody waited for them.
+    pub foreseen: u64,
     /// Frames that were touched before they had come, in the order in which that was.
     pub touched: Vec<FrameRun>,
     /// Why a frame cannot be had: the guest has ended, or is about to.

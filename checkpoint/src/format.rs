@@ -38,6 +38,10 @@ use crate::VmId;
 pub const FORMAT_VERSION: u16 = 1;
 /// The version of the store that this program writes.
 pub const STORE_VERSION: u16 = 2;
+/// The version of archives that this program writes.
+pub const ARCHIVE_VERSION: u16 = 1;
+/// The version of records of what a guest touched first.
+pub const TOUCHED_VERSION: u16 = 1;
 /// Magic of a migration stream.
 pub const MAGIC_STREAM: [u8; 8] = *b"DRIFTMIG";
 /// Magic of a store's manifest.
@@ -46,6 +50,10 @@ pub const MAGIC_STORE: [u8; 8] = *b"DRIFTSTO";
 pub const MAGIC_LOG: [u8; 8] = *b"DRIFTLOG";
 /// Magic of a store's page file.
 pub const MAGIC_PAGES: [u8; 8] = *b"DRIFTPAG";
+/// Magic of an archive.
+pub const MAGIC_ARCHIVE: [u8; 8] = *b"DRIFTARC";
+/// Magic of a record of what a guest touched first.
+pub const MAGIC_TOUCHED: [u8; 8] = *b"DRIFTTCH";
 /// Bytes in a header.
 pub const HEADER_LEN: usize = 64;
 /// Bytes in a record's head.
@@ -68,6 +76,8 @@ pub const MAX_STATE: u64 = 64 << 20;
 const fn version_of(magic: [u8; 8]) -> u16 {
     match &magic {
         b"DRIFTMIG" => FORMAT_VERSION,
+        b"DRIFTARC" => ARCHIVE_VERSION,
+        b"DRIFTTCH" => TOUCHED_VERSION,
         _ => STORE_VERSION,
     }
 }
@@ -78,6 +88,8 @@ fn name_of(magic: [u8; 8]) -> &'static str {
         MAGIC_STREAM => "migration stream",
         MAGIC_LOG => "log",
         MAGIC_PAGES => "page file",
+        MAGIC_ARCHIVE => "archive",
+        MAGIC_TOUCHED => "record of touched frames",
         _ => "store",
     }
 }
@@ -196,7 +208,7 @@ impl Header {
         VmId(Uuid::from_bytes(self.vm_id))
     }
 
-    /// Of a store's files the generation, of a stream 0.
+    /// Of a store's files the generation, of an archive and of touched frames the epoch, of a stream 0.
     pub fn epoch(&self) -> u64 {
         self.epoch.get()
     }

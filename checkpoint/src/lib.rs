@@ -9,6 +9,7 @@
 //! Shield          what of a guest nobody writes to until it is copied
 //! Backlog         what of a restored guest has not come yet, while it runs already
 //! Store           a directory of epochs, each stored whole or not at all (FORMAT.md)
+//! Archive         one epoch in a file, packed
 //! GuestDrive      a drive of a guest, to be copied; Keeper, what of it waits for that; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
 //! ```
@@ -55,13 +56,13 @@ pub use guest::{
 };
 pub use keeper::{Keeper, Keeping};
 pub use report::{Cause, CheckpointError, EpochReport, Phase};
-pub use restore::{RestoreError, RestoreReport, restore, restore_lazily};
+pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
 pub use section::{Section, SectionTag, section_tags};
 pub use shield::Shield;
 pub use spread::Spread;
 pub use staging::StagingLimits;
 pub use store::{
-    Backend, CompactReport, Damage, DirBackend, EpochInfo, ExportReport, LOCK_FILE, Listing,
-    LockError, Place, RangeLock, Store, StoreError, StoreFile, VerifyReport,
+    Archive, Backend, CompactReport, Damage, DirBackend, EpochInfo, ExportReport, LOCK_FILE,
+    Listing, LockError, Place, RangeLock, Store, StoreError, StoreFile, VerifyReport,
 };
 pub use zero::is_zero;

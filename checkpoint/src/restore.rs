@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::restored_drives::{Blocks, RestoredDrives};
-use crate::store::{Cell, FrameMap, LateFrames, Pinned, Record, Sink, Store, StoreError, fetch};
-use crate::{
-    Backlog, Clock, DriveHead, Guest, GuestError, GuestFactory, GuestRam, Section, VmId, WithCopies,
+use crate::store::{
+    Archive, Cell, EpochInfo, FrameMap, LateFrames, Pinned, Sink, State, Store, StoreError, fetch,
 };
+use crate::{Backlog, Clock, Guest, GuestError, GuestFactory, GuestRam, VmId, WithCopies};
 
 /// Frames that are read at once where none can come late: 1 MiB.
 const AT_ONCE: u64 = 256;
@@ -103,6 +103,24 @@ pub struct RestoreReport {
     pub time_ms: f64,
 }
 
+impl RestoreReport {
+    /// Of an epoch of which nothing is read yet.
+    fn new(info: &EpochInfo) -> Self {
+        Self {
+            epoch: info.epoch,
+            vm_id: info.vm_id,
+            created_unix_ms: info.created_unix_ms,
+            epochs: 0,
+            frames: 0,
+            late_frames: 0,
+            drives: 0,
+            disk_blocks: 0,
+            read_bytes: 0,
+            time_ms: 0.0,
+        }
+    }
+}
+
 /// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
 /// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`. If the epoch has drives, those that the
 /// guest has here are written over, after all else, and are as they were at its instant, durably, when this returns.
@@ -133,7 +151,7 @@ pub fn restore_lazily<F: GuestFactory>(
     factory: &F,
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
-    let late = |pinned| LateFrames::new(pinned, Vec::new());
+    let late = |pinned| LateFrames::new(pinned, store);
     restore_as(store, epoch, factory, clock, late, lazily)
 }
 
@@ -153,7 +171,7 @@ fn restore_as<F: GuestFactory, P: Send>(
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let state = read_state(&mut pinned)?;
+    let state = pinned.read_state()?;
     let blocks = match state.drives.is_empty() {
         true => None,
         false => Some(Blocks::new(store.pin(Some(epoch))?)?),
@@ -166,18 +184,8 @@ fn restore_as<F: GuestFactory, P: Send>(
     });
     let (guest, drives) = guest?;
     let drives = RestoredDrives { epoch, heads: &state.drives, drives };
-    let mut report = RestoreReport {
-        epoch,
-        vm_id: info.vm_id,
-        created_unix_ms: info.created_unix_ms,
-        epochs: 0,
-        frames: 0,
-        late_frames: 0,
-        drives: drives.heads.len() as u32,
-        disk_blocks: 0,
-        read_bytes: 0,
-        time_ms: 0.0,
-    };
+    let mut report =
+        RestoreReport { drives: drives.heads.len() as u32, ..RestoreReport::new(&info) };
     let filled = prepared.map_err(RestoreError::from).and_then(|prepared| {
         fill(prepared, &guest, &mut report)?;
         let restored = guest.restore_state(&state.sections, clock);
@@ -188,6 +196,44 @@ fn restore_as<F: GuestFactory, P: Send>(
         report.read_bytes += report.disk_blocks * PAGE_SIZE;
         drives.fill(blocks)
     });
+    finish(filled, guest, report, since)
+}
+
+/// As [`restore`], of an archive: the guest has all of its memory when it is there. Unpacks on up to eight threads, each with
+/// 5 MiB; nothing else of the archive but its state is ever in memory. All checksums are compared on the way, those of the frames too.
+pub fn restore_archive<F: GuestFactory>(
+    archive: &Archive,
+    factory: &F,
+    clock: Clock,
+) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
+    let since = Instant::now();
+    let (info, state) = (archive.info(), archive.state());
+    let epoch = info.epoch;
+    let span = tracing::info_span!("restore", epoch);
+    let _entered = span.enter();
+    tracing::debug!("begin");
+    // An archive has no drives.
+    let (guest, _) = build(factory, info.vm_id, epoch, state)?;
+    let report = RestoreReport {
+        epochs: 1,
+        frames: info.frames,
+        read_bytes: info.bytes,
+        ..RestoreReport::new(info)
+    };
+    let filled = archive.read(&Memory { ram: guest.ram(), epoch }).and_then(|()| {
+        let restored = guest.restore_state(&state.sections, clock);
+        restored.map_err(|cause| RestoreError::Guest { epoch, cause })
+    });
+    finish(filled, guest, report, since)
+}
+
+/// The guest that was `filled`, or its end.
+fn finish<G: Guest + ?Sized>(
+    filled: Result<(), RestoreError>,
+    guest: Arc<G>,
+    mut report: RestoreReport,
+    since: Instant,
+) -> Result<(Arc<G>, RestoreReport), RestoreError> {
     if let Err(e) = filled {
         guest.stop("it could not be restored");
         tracing::debug!("end: {e}");
@@ -259,26 +305,6 @@ fn lazily<G: Guest + ?Sized>(
     }
     report.read_bytes += report.frames * PAGE_SIZE;
     Ok(())
-}
-
-/// An epoch without its memory.
-struct State {
-    layout: Layout,
-    config: Vec<u8>,
-    drives: Vec<DriveHead>,
-    sections: Vec<Section>,
-}
-
-fn read_state(pinned: &mut Pinned) -> Result<State, StoreError> {
-    let mut group = pinned.log.group(pinned.index)?;
-    let mut sections = Vec::new();
-    while let Some(record) = group.next()? {
-        if let Record::Section(section) = record {
-            sections.push(section);
-        }
-    }
-    let (layout, config) = (group.layout.clone(), group.config.clone());
-    Ok(State { layout, config, drives: group.drives.clone(), sections })
 }
 
 /// A guest with zeroed memory, as the epoch's configuration says, and its drives as they are, if the epoch has them.

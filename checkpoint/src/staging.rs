@@ -2,8 +2,14 @@
 
 use dirty_tracker::{FrameRun, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use crate::GuestRam;
+
+/// Begins where direct I/O takes it from.
+#[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Debug)]
+#[repr(C, align(4096))]
+struct Page([u8; PAGE_SIZE as usize]);
 
 /// How much memory a checkpointer may use for copies of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,14 +30,15 @@ impl Default for StagingLimits {
 /// Preallocated, already backed by memory, and reused.
 #[derive(Debug)]
 pub(crate) struct Staging {
-    bytes: Vec<u8>,
+    pages: Vec<Page>,
+    /// Bytes.
     most: usize,
 }
 
 impl Staging {
     /// Allocates `limits.first_bytes`, or less where the host has not that much: at least a frame.
     pub(crate) fn new(limits: StagingLimits) -> Self {
-        let mut staging = Self { bytes: Vec::new(), most: whole_frames(limits.most_bytes) };
+        let mut staging = Self { pages: Vec::new(), most: whole_frames(limits.most_bytes) };
         let mut want = whole_frames(limits.first_bytes).min(staging.most);
         while !staging.reserve(want) && want > PAGE_SIZE as usize {
             want = whole_frames(want as u64 / 2);
@@ -41,7 +48,7 @@ impl Staging {
 
     /// Frames that fit at once.
     pub(crate) fn frames(&self) -> u64 {
-        self.bytes.len() as u64 / PAGE_SIZE
+        self.pages.len() as u64
     }
 
     /// Makes room for an epoch of `frames` frames, as far as the limit and the host allow. Not for
@@ -49,8 +56,9 @@ impl Staging {
     pub(crate) fn grow_to(&mut self, frames: u64) {
         let want = frames.saturating_mul(PAGE_SIZE).checked_next_power_of_two();
         let want = want.map_or(self.most, whole_frames).min(self.most);
-        if want > self.bytes.len() && !self.reserve(want) {
-            tracing::warn!(want, have = self.bytes.len(), "no memory for a larger staging area");
+        let have = self.bytes().len();
+        if want > have && !self.reserve(want) {
+            tracing::warn!(want, have, "no memory for a larger staging area");
         }
     }
 
@@ -60,30 +68,34 @@ impl Staging {
         ram: &GuestRam,
         runs: impl Iterator<Item = FrameRun>,
     ) -> Result<&[u8], GuestMemoryError> {
-        let used = copy(&mut self.bytes, ram, runs)?;
-        Ok(&self.bytes[..used])
+        let used = copy(self.pages.as_mut_bytes(), ram, runs)?;
+        Ok(&self.bytes()[..used])
     }
 
     /// All of it: `frames` frames, of which it has more, and the rest.
     pub(crate) fn split(&mut self, frames: u64) -> (&mut [u8], &mut [u8]) {
-        self.bytes.split_at_mut((frames * PAGE_SIZE) as usize)
+        self.pages.as_mut_bytes().split_at_mut((frames * PAGE_SIZE) as usize)
     }
 
     /// What [`copy`](Self::copy) returned last, if that was `frames` frames.
     pub(crate) fn copied(&self, frames: u64) -> &[u8] {
-        &self.bytes[..(frames * PAGE_SIZE) as usize]
+        &self.bytes()[..(frames * PAGE_SIZE) as usize]
+    }
+
+    fn bytes(&self) -> &[u8] {
+        self.pages.as_bytes()
     }
 
     fn reserve(&mut self, bytes: usize) -> bool {
-        let more = bytes.saturating_sub(self.bytes.len());
-        if self.bytes.try_reserve_exact(more).is_err() {
+        let old = self.pages.len();
+        let more = (bytes / PAGE_SIZE as usize).saturating_sub(old);
+        if self.pages.try_reserve_exact(more).is_err() {
             return false;
         }
-        let old = self.bytes.len();
-        self.bytes.resize(old + more, 0);
+        self.pages.resize(old + more, Page::new_zeroed());
         // Zeroed memory may not be backed yet; a write to each page makes it so.
-        for page in self.bytes[old..].chunks_mut(PAGE_SIZE as usize) {
-            page[0] = 1;
+        for page in &mut self.pages[old..] {
+            page.0[0] = 1;
         }
         true
     }

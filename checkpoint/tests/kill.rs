@@ -88,7 +88,7 @@ fn killed_at_any_moment_what_was_durable_restores() {
         let latest = kept.last().copied().unwrap_or(0);
         assert!(latest >= said, "round {round}: {said} was durable, the latest is {latest}");
         // As many as are in flight may have become durable before it could say so, and have taken its place.
-        let gone = kept.first().is_some_and(|first| said < *first);
+        let gone = said > 0 && kept.first().is_some_and(|first| said < *first);
         assert!(!gone || latest >= said + KEEP, "round {round}: {said} is not among {kept:?}");
         if said > 0 {
             let said = Some(said).filter(|_| !gone);

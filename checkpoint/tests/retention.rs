@@ -239,6 +239,41 @@ fn room_that_is_there_needs_not_be_made() {
 }
 
 #[test]
+fn past_the_page_cache_epochs_are_the_same() {
+    let dir = tempfile::tempdir_in(".").unwrap();
+    let guest = MemoryGuest::start(MemoryConfig::small()).unwrap();
+    let store = Store::create_or_open_direct(dir.path()).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.keep(Some(3));
+    for _ in 0..8 {
+        checkpointer.take().unwrap();
+    }
+    let store = Store::open(dir.path()).unwrap();
+    store.verify(|_, _| ()).unwrap();
+    for kept in store.epochs().unwrap() {
+        let factory = MemoryGuestFactory::default();
+        let (copy, _) = restore(&store, Some(kept.epoch), &factory, Clock::Continue).unwrap();
+        copy.verify().unwrap();
+    }
+}
+
+#[test]
+fn a_file_is_one_however_it_is_written() {
+    let dir = tempfile::tempdir_in(".").unwrap();
+    let file = checkpoint::DirBackend::open(dir.path()).unwrap().direct().create("pages").unwrap();
+    let bytes: Vec<u8> = (0..3 * 4096u32).map(|n| (n % 251) as u8).collect();
+    let aligned = bytes.as_ptr().align_offset(4096);
+    for (from, offset) in [(aligned, 4096), (aligned + 1, 8192), (aligned, 12_289)] {
+        let written = &bytes[from..from + 4096];
+        file.write_all_at(written, offset).unwrap();
+        let mut read = vec![0; 4096];
+        file.read_exact_at(&mut read, offset).unwrap();
+        assert_eq!(read, written, "from {from} to {offset}");
+    }
+    assert_eq!(file.len().unwrap(), 12_289 + 4096);
+}
+
+#[test]
 fn restores_beside_a_writer_are_whole_or_say_that_the_epoch_is_gone() {
     let dir = tempfile::tempdir().unwrap();
     let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
@@ -430,4 +465,20 @@ fn an_exported_epoch_is_memory_at_its_addresses_with_holes() {
     }
     let (none, _) = exported(Some(9), &dir.path().join("none"));
     assert!(none.unwrap_err().to_string().ends_with("has no epoch 9"));
+}
+
+#[test]
+fn what_was_touched_belongs_to_the_store_and_what_was_not_noted_in_the_end_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    Checkpointer::new(still(), store).unwrap().take().unwrap();
+    let [noted, left] = ["touched", "touched.tmp-7"].map(|name| dir.path().join(name));
+    std::fs::write(&noted, "whatever").unwrap();
+    std::fs::write(&left, "").unwrap();
+    let listing = Store::open(dir.path()).unwrap().list().unwrap();
+    assert_eq!(listing.unfinished, ["touched.tmp-7"]);
+    assert!(listing.foreign.is_empty(), "{:?}", listing.foreign);
+    Store::create_or_open(dir.path()).unwrap();
+    assert!(noted.exists() && !left.exists());
+    assert_eq!(numbers(&Store::open(dir.path()).unwrap()), [1]);
 }

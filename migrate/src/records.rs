@@ -108,13 +108,19 @@ impl Records {
         create_dir(&dir).map_err(failed("write", &dir))?;
         sweep(&dir);
         let path = dir.join("site");
-        let made = write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes());
-        if let Err(e) = made
-            && e.kind() != io::ErrorKind::AlreadyExists
-        {
-            return Err(failed("write", &path)(e));
-        }
-        let text = fs::read_to_string(&path).map_err(failed("read", &path))?;
+        let text = match fs::read_to_string(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                match write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes()) {
+                    // Another process was first.
+                    Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                    made => made.map_err(failed("write", &path))?,
+                }
+                fs::read_to_string(&path)
+            }
+            // Whose name is durable before any record is: that takes a sync of the same directory.
+            read => read,
+        };
+        let text = text.map_err(failed("read", &path))?;
         let site = Uuid::parse_str(text.trim())
             .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
         Ok(Self { dir, site })
@@ -275,11 +281,6 @@ impl StagedSource {
     /// The migration.
     pub(crate) fn token(&self) -> Token {
         self.record.token
-    }
-
-    /// The destination's site.
-    pub(crate) fn site(&self) -> Uuid {
-        self.record.site
     }
 }
 

@@ -39,6 +39,8 @@ pub(crate) struct Wire<S> {
     received_bytes: u64,
     /// Bytes of the last message that its reader has not yet fetched.
     content: usize,
+    /// Reading broke off behind the head of a record: what comes next is not one.
+    astray: bool,
     /// A write failed half-way: nothing that follows would be read as a record.
     torn: bool,
 }
@@ -54,6 +56,7 @@ impl<S> Wire<S> {
             sent_bytes: 0,
             received_bytes: 0,
             content: 0,
+            astray: false,
             torn: false,
         }
     }
@@ -145,10 +148,12 @@ impl Wire<Link> {
     pub(crate) fn recv_frames(&mut self, ram: &GuestRam, run: FrameRun) -> Result<(), Cause> {
         let length = std::mem::take(&mut self.content);
         debug_assert_eq!(length as u64, run.bytes());
+        self.astray = true;
         for slice in ram.get_slices(GuestAddress(run.start.gpa()), length) {
             let slice = slice.map_err(memory("writing guest memory"))?;
             self.stream.read_exact_volatile(&slice).map_err(WireError::from)?;
         }
+        self.astray = false;
         self.received_bytes += length as u64;
         Ok(())
     }
@@ -167,18 +172,30 @@ impl Wire<Link> {
     /// What the peer said, or is just saying, before it goes, if it does.
     pub(crate) fn words_at_hand(&mut self) -> Option<WireError> {
         self.stream.set_deadline(Some(Instant::now() + AT_HAND));
-        let said = self.recv().err();
+        let said = self.farewell();
         self.stream.set_deadline(None);
-        said.filter(|e| matches!(e, WireError::Aborted { .. } | WireError::Refused { .. }))
+        said
     }
 
     /// After a failed write: what the peer said before it went, if it did.
     pub(crate) fn last_words(&mut self) -> Option<WireError> {
         self.stream.begin_last_words();
-        match self.recv() {
-            Err(e @ (WireError::Aborted { .. } | WireError::Refused { .. })) => Some(e),
-            _ => None,
+        self.farewell()
+    }
+
+    /// Reads on to the words with which the peer ends, over all that was under way before them.
+    fn farewell(&mut self) -> Option<WireError> {
+        while !self.astray {
+            if self.content > 0 {
+                self.recv_content().ok()?;
+            }
+            match self.recv() {
+                Ok(_) => {}
+                Err(e @ (WireError::Aborted { .. } | WireError::Refused { .. })) => return Some(e),
+                Err(_) => return None,
+            }
         }
+        None
     }
 }
 
@@ -216,7 +233,9 @@ impl<S: Read> Wire<S> {
         if self.payload.len() < length {
             self.payload.resize(length, 0);
         }
+        self.astray = true;
         self.stream.read_exact(&mut self.payload[..length]).map_err(FormatError::Io)?;
+        self.astray = false;
         self.received_bytes += length as u64;
         Ok(&self.payload[..length])
     }
@@ -238,7 +257,9 @@ impl<S: Read> Wire<S> {
             if self.payload.len() < length {
                 self.payload.resize(length, 0);
             }
+            self.astray = true;
             self.stream.read_exact(&mut self.payload[..length]).map_err(FormatError::Io)?;
+            self.astray = false;
             head.check(&self.payload[..length])?;
             self.next_in = self.next_in.wrapping_add(1);
             self.received_bytes += (RECORD_HEAD_LEN + length) as u64;
@@ -271,4 +292,54 @@ pub(crate) fn unexpected(found: &Message<'_>, expected: &'static str) -> WireErr
 /// As [`unexpected`], of a message by its tag.
 pub(crate) fn unexpected_tag(found: Tag, expected: &'static str) -> WireError {
     WireError::Unexpected { found, expected }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::Arc;
+
+    use dirty_tracker::Gfn;
+
+    use super::*;
+
+    fn ends() -> (Wire<Link>, Wire<Link>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (other, _) = listener.accept().unwrap();
+        let wire =
+            |stream| Wire::new(Link::new(stream, Duration::from_secs(5), Arc::default()).unwrap());
+        (wire(one), wire(other))
+    }
+
+    /// Two frames, as `send_frames` has them, of whose content only `bytes` bytes go out.
+    fn send_two(wire: &mut Wire<Link>, bytes: usize) {
+        let table = RawRun::from(FrameRun { start: Gfn(3), count: 2 });
+        let head = wire.head(Tag::Frames, table.as_bytes().len() + 8192, &[table.as_bytes()]);
+        wire.stream.write_all(&[&head, table.as_bytes(), &vec![7; bytes]].concat()).unwrap();
+        wire.next_out += 1;
+    }
+
+    #[test]
+    fn last_words_are_heard_over_frames_that_nobody_fetched() {
+        let (mut here, mut there) = ends();
+        send_two(&mut there, 8192);
+        send_two(&mut there, 8192);
+        there.abort(Tag::Abort, "enough");
+        assert!(matches!(here.recv().unwrap(), Message::Frames { .. }));
+        let said = here.words_at_hand().unwrap().to_string();
+        assert!(said.contains("enough"), "{said}");
+    }
+
+    #[test]
+    fn in_the_middle_of_a_record_there_are_no_words() {
+        let (mut here, mut there) = ends();
+        send_two(&mut there, 100);
+        there.abort(Tag::Abort, "enough");
+        assert!(matches!(here.recv().unwrap(), Message::Frames { .. }));
+        assert!(here.recv_content().is_err());
+        assert!(here.astray);
+        assert!(here.words_at_hand().is_none());
+    }
 }

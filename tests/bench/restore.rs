@@ -35,10 +35,10 @@ fn main() {
         for i in 0..TIMES {
             let mut vm = Driftline::start_logging(&scratch, &format!("{way}{i}"), args);
             vm.wait_state("running");
-            runs.push(figure(&vm.log(), "start_us=").unwrap() / 1e3);
+            runs.push(vm.figure("start_us=").unwrap() / 1e3);
             if way == "lazy" {
                 whole.push(wait_for("all frames", SOON, || {
-                    figure(&vm.log(), "ms=").filter(|_| vm.log().contains("all frames have come"))
+                    vm.figure("ms=").filter(|_| vm.log().contains("all frames have come"))
                 }));
             } else {
                 // "N frames read in M ms".
@@ -65,25 +65,6 @@ fn main() {
         (0..TIMES).map(|_| copy(1)).collect(),
     );
     row("the same, 2 threads, MB/s", (0..TIMES).map(|_| copy(2)).collect());
-}
-
-/// The number behind the last `name` in a log.
-fn figure(log: &str, name: &str) -> Option<f64> {
-    // Colours stand between a name and its number.
-    let plain: String = strip(log);
-    let at = plain.rfind(name)? + name.len();
-    plain[at..].split(|c: char| !c.is_ascii_digit() && c != '.').next()?.parse().ok()
-}
-
-/// Without escape sequences of a terminal.
-fn strip(log: &str) -> String {
-    let mut plain = String::new();
-    let mut rest = log;
-    while let Some((before, after)) = rest.split_once('\u{1b}') {
-        plain.push_str(before);
-        rest = after.split_once('m').map_or("", |(_, after)| after);
-    }
-    plain + rest
 }
 
 /// MB/s of a copy.

@@ -41,6 +41,35 @@ fn every_thread_has_filters_and_those_of_the_guest_have_more() {
     assert_eq!(vmm.said(), "", "nothing is missing, nothing is said");
 }
 
+/// The kernel gives a signal to any thread that takes it, if the main one has one already. A second SIGTERM ended the process so, and the
+/// guest with it.
+#[test]
+fn threads_of_the_guest_take_no_signals_of_the_process() {
+    if !kvm_or_skip("threads_of_the_guest_take_no_signals_of_the_process") {
+        return;
+    }
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "a", KVM_GUEST);
+    let blocked = |number: i32| 1u64 << (number - 1);
+    let (mut seen, mut takers) = (0, 0);
+    for task in std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).unwrap() {
+        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        let field = |name| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim();
+        let mask = u64::from_str_radix(field("SigBlk:"), 16).unwrap();
+        match field("Name:") {
+            "serial" | "vcpu0" | "supervisor" | "collector" => {
+                seen += 1;
+                assert_eq!(mask & blocked(libc::SIGSYS), 0, "would end without a word: {status}");
+                let both = blocked(libc::SIGTERM) | blocked(libc::SIGINT);
+                assert_eq!(mask & both, both, "{status}");
+            }
+            _ => takers += usize::from(mask & blocked(libc::SIGTERM) == 0),
+        }
+    }
+    assert_eq!(seen, 4);
+    assert!(takers > 0, "nobody hears SIGTERM");
+}
+
 #[test]
 fn without_a_sandbox_the_operator_is_warned() {
     let place = Place::new();

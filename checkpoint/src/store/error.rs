@@ -207,6 +207,14 @@ pub enum Damage {
         /// As the log has it.
         expected: u32,
     },
+    /// Packed contents that are not those of so many frames.
+    #[error("the packed contents of {frames} frames cannot be unpacked: {why}")]
+    Packed {
+        /// Frames.
+        frames: u64,
+        /// What is wrong with them.
+        why: String,
+    },
     /// A record of a kind that has no place here, or that this program does not know.
     #[error("a record of tag {tag:#06x} has no place here")]
     Misplaced {

@@ -8,7 +8,7 @@ use std::path::Path;
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use serde::Serialize;
 
-use super::{Cell, FrameMap, Pinned, Record, Sink, Store, StoreError, fetch};
+use super::{Cell, FrameMap, Sink, State, Store, StoreError, fetch};
 use crate::{Section, VmId};
 
 /// What an export has written.
@@ -20,7 +20,7 @@ pub struct ExportReport {
     pub vm_id: VmId,
     /// Length of the file, holes included.
     pub bytes: u64,
-    /// Frames in it that are not zeros; the others are holes.
+    /// Frames in it that are not zeros; the others are holes, and not in an archive at all.
     pub frames: u64,
 }
 
@@ -84,18 +84,11 @@ impl Store {
         let mut pinned = self.pin(epoch)?;
         let mut map = FrameMap::default();
         pinned.read_map(&mut map)?;
-        let Pinned { log, pages, index } = &mut pinned;
-        let info = log.groups[*index].info;
-        let mut group = log.group(*index)?;
-        let mut sections = Vec::new();
-        while let Some(record) = group.next()? {
-            if let Record::Section(section) = record {
-                sections.push(section);
-            }
-        }
-        let place = begin(&group.layout, &sections).map_err(|e| io("beginning", e))?;
+        let info = pinned.log.groups[pinned.index].info;
+        let State { layout, sections, .. } = pinned.read_state()?;
+        let place = begin(&layout, &sections).map_err(|e| io("beginning", e))?;
         let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
-        fetch(pages, info.epoch, &mut frames, &Placed { file, path, place })?;
+        fetch(&pinned.pages, info.epoch, &mut frames, &Placed { file, path, place })?;
         file.sync_all().map_err(|e| io("syncing", e))?;
         let bytes = file.metadata().map_err(|e| io("looking at", e))?.len();
         Ok(ExportReport {

@@ -2,7 +2,9 @@
 
 use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
-use super::{Cell, Damage, FrameMap, Pinned, StoreError};
+use super::pages::PageReader;
+use super::touched::Touched;
+use super::{Cell, Damage, EpochInfo, FrameMap, Pinned, Store, StoreError};
 use crate::Backlog;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -15,21 +17,21 @@ pub(crate) struct LateFrames {
     frames: FrameSet,
     /// Ascending by frame: 16 bytes each.
     cells: Vec<(Gfn, Cell)>,
-    first: Vec<FrameRun>,
+    touched: Touched,
 }
 
 impl LateFrames {
-    /// Of the pinned epoch. Beside it, from how many epochs' records that is known.
-    pub(crate) fn new(mut pinned: Pinned, first: Vec<FrameRun>) -> Result<(Self, u64), StoreError> {
-        let epoch = pinned.log.groups[pinned.index].info.epoch;
+    /// Of the epoch pinned in `store`. Beside it, from how many epochs' records that is known.
+    pub(crate) fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, u64), StoreError> {
+        let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
+        let layout = pinned.log.group(pinned.index)?.layout;
+        let touched = Touched::open(store, vm_id, epoch, &layout);
+        let touched = touched.map_err(|e| store.io_dir("opening", e))?;
         let mut map = FrameMap::default();
         let epochs = pinned.read_map(&mut map)?;
         let cells: Vec<(Gfn, Cell)> = map.iter().collect();
-        let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
-        let runs = cells.chunk_by(follows);
-        let runs = runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 });
-        let frames: FrameSet = runs.collect();
-        Ok((Self { pinned, epoch, frames, cells, first }, epochs))
+        let frames: FrameSet = runs_of_cells(&cells).collect();
+        Ok((Self { pinned, epoch, frames, cells, touched }, epochs))
     }
 
     /// Bytes of the log that were read.
@@ -44,29 +46,48 @@ impl Backlog for LateFrames {
     }
 
     fn first(&self) -> &[FrameRun] {
-        &self.first
+        self.touched.first()
+    }
+
+    fn finish(&mut self, touched: &[FrameRun]) {
+        self.touched.note(touched);
     }
 
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
         let from = self.cells.partition_point(|(gfn, _)| *gfn < run.start);
         let wanted = self.cells[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
         let wanted: &[(Gfn, Cell)] = &self.cells[from..from + wanted.count()];
-        let pages = &self.pinned.pages;
-        let mut rest = contents;
-        for together in wanted.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
-            let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
-            rest = left;
-            pages.read(together[0].1.slot, bytes)?;
-            for ((gfn, cell), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
-                let found = crc32c::crc32c(page);
-                if found != cell.crc {
-                    let (epoch, expected) = (self.epoch, cell.crc);
-                    let damage = Damage::Frame { gfn: *gfn, epoch, found, expected };
-                    let offset = u64::from(cell.slot) * PAGE_SIZE;
-                    return Err(StoreError::Damaged { file: pages.path.clone(), offset, damage });
-                }
+        read_frames(&self.pinned.pages, self.epoch, wanted, contents)
+    }
+}
+
+/// Cells, ascending by frame, as runs of frames.
+pub(super) fn runs_of_cells(cells: &[(Gfn, Cell)]) -> impl Iterator<Item = FrameRun> {
+    let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
+    let runs = cells.chunk_by(follows);
+    runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 })
+}
+
+/// Reads the frames of `epoch` that are `wanted` into `contents`, in their order, and checks them.
+pub(super) fn read_frames(
+    pages: &PageReader,
+    epoch: u64,
+    wanted: &[(Gfn, Cell)],
+    contents: &mut [u8],
+) -> Result<(), StoreError> {
+    let mut rest = contents;
+    for together in wanted.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
+        let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
+        rest = left;
+        pages.read(together[0].1.slot, bytes)?;
+        for ((gfn, cell), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
+            let found = crc32c::crc32c(page);
+            if found != cell.crc {
+                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: cell.crc };
+                let offset = u64::from(cell.slot) * PAGE_SIZE;
+                return Err(StoreError::Damaged { file: pages.path.clone(), offset, damage });
             }
         }
-        Ok(())
     }
+    Ok(())
 }

@@ -10,8 +10,10 @@
 //! writer             one epoch being written                 opening, commit    made durable, in order; old ones dropped
 //! space              which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
+//! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
 
+mod archive;
 mod backend;
 mod build;
 mod commit;
@@ -33,6 +35,7 @@ mod reseal;
 mod rotate;
 mod sectors;
 mod space;
+mod touched;
 mod verify;
 mod writer;
 
@@ -41,6 +44,9 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+pub use archive::Archive;
+#[cfg(feature = "testing")]
+pub use archive::reseal_archive;
 pub use backend::{Backend, DirBackend, LOCK_FILE, LockError, RangeLock, StoreFile};
 pub(crate) use commit::{Bounds, Committer, Published};
 pub use error::{Damage, StoreError};
@@ -52,7 +58,7 @@ pub(crate) use late::LateFrames;
 pub(crate) use log::LogFile;
 pub(crate) use object::{of_object, place};
 pub(crate) use pages::Pages;
-pub(crate) use pin::Pinned;
+pub(crate) use pin::{Pinned, State};
 pub(crate) use records::MAX_EPOCH;
 #[cfg(feature = "testing")]
 pub use reseal::{reseal_log, reseal_manifest, reseal_pages};
@@ -69,6 +75,8 @@ const MANIFEST: &str = "manifest";
 const MANIFEST_NEW: &str = "manifest.tmp";
 const LOG: &str = "log-";
 const PAGES: &str = "pages-";
+const TOUCHED: &str = "touched";
+const TOUCHED_NEW: &str = "touched.tmp-";
 
 fn log_name(generation: u64) -> String {
     format!("{LOG}{generation}")
@@ -86,6 +94,8 @@ enum Named {
     Log(u64),
     Pages(u64),
     Lock,
+    Touched,
+    TouchedNew,
     /// An epoch of format 1.
     Epoch1,
     Foreign,
@@ -100,6 +110,8 @@ fn parse_name(name: &str) -> Named {
         MANIFEST => return Named::Manifest,
         MANIFEST_NEW => return Named::ManifestNew,
         LOCK_FILE => return Named::Lock,
+        TOUCHED => return Named::Touched,
+        _ if name.starts_with(TOUCHED_NEW) => return Named::TouchedNew,
         _ => {}
     }
     if let Some(n) = name.strip_prefix(LOG).and_then(number) {
@@ -174,12 +186,14 @@ impl Store {
     ///
     /// Fails if another process, or another `Store` in this one, writes to it.
     pub fn create_or_open(dir: &Path) -> Result<Self, StoreError> {
-        let backend = DirBackend::create_or_open(dir).map_err(|cause| StoreError::Io {
-            what: "creating the store",
-            path: dir.to_owned(),
-            cause,
-        })?;
+        let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
         Self::with_backend(Box::new(backend), true)
+    }
+
+    /// Like [`create_or_open`](Self::create_or_open), past the host's page cache ([`DirBackend::direct`]).
+    pub fn create_or_open_direct(dir: &Path) -> Result<Self, StoreError> {
+        let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
+        Self::with_backend(Box::new(backend.direct()), true)
     }
 
     /// Opens the store in `dir` for reading; nothing in it needs to be writable. Sees the epochs that are kept at each moment,
@@ -386,13 +400,17 @@ impl Store {
     }
 }
 
+fn creating(dir: &Path, cause: io::Error) -> StoreError {
+    StoreError::Io { what: "creating the store", path: dir.to_owned(), cause }
+}
+
 /// Whether a file is a store's own, but not this one's.
 fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
     match parse_name(name) {
-        Named::ManifestNew => true,
+        Named::ManifestNew | Named::TouchedNew => true,
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
-        Named::Manifest | Named::Lock | Named::Epoch1 | Named::Foreign => false,
+        Named::Manifest | Named::Lock | Named::Touched | Named::Epoch1 | Named::Foreign => false,
     }
 }
 
@@ -404,6 +422,8 @@ mod tests {
     fn a_name_has_one_meaning() {
         assert_eq!(parse_name(&log_name(42)), Named::Log(42));
         assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Pages(u64::MAX));
+        assert_eq!(parse_name("touched"), Named::Touched);
+        assert_eq!(parse_name("touched.tmp-1"), Named::TouchedNew);
         assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);
         for foreign in
             ["log-", "log-0", "log-01", "log-+1", "pages-1.bak", "epoch-7.dl", "notes.txt", ""]

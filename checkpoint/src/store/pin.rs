@@ -8,11 +8,14 @@ use std::io::ErrorKind;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dirty_tracker::Layout;
+
 use super::log::{LogFile, is_not_found};
 use super::manifest::Manifest;
 use super::pages::PageReader;
 use super::space::apply;
-use super::{FrameMap, RangeLock, Store, StoreError, pages_name};
+use super::{FrameMap, RangeLock, Record, Store, StoreError, pages_name};
+use crate::{DriveHead, Section};
 
 /// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -28,7 +31,30 @@ pub(crate) struct Pinned {
     pub(crate) index: usize,
 }
 
+/// An epoch without its memory.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) layout: Layout,
+    pub(crate) config: Vec<u8>,
+    /// In their order; none if the epoch does not have them.
+    pub(crate) drives: Vec<DriveHead>,
+    pub(crate) sections: Vec<Section>,
+}
+
 impl Pinned {
+    /// All of the epoch but its memory.
+    pub(crate) fn read_state(&mut self) -> Result<State, StoreError> {
+        let mut group = self.log.group(self.index)?;
+        let mut sections = Vec::new();
+        while let Some(record) = group.next()? {
+            if let Record::Section(section) = record {
+                sections.push(section);
+            }
+        }
+        let (layout, config) = (group.layout.clone(), group.config.clone());
+        Ok(State { layout, config, drives: group.drives.clone(), sections })
+    }
+
     /// Where all frames of the epoch are. Returns from how many epochs' records that is known.
     pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<u64, StoreError> {
         let base = self.log.base_of(self.index);

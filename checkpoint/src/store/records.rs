@@ -282,7 +282,7 @@ impl Digest {
     }
 }
 
-fn wrong_size(what: &'static str, found: usize, expected: usize) -> Damage {
+pub(super) fn wrong_size(what: &'static str, found: usize, expected: usize) -> Damage {
     Damage::Mismatch { what, found: found as u64, expected: expected as u64 }
 }
 
@@ -378,7 +378,7 @@ pub(crate) fn encode_zeros(runs: &[FrameRun], table: &mut Vec<u8>) {
 }
 
 /// The table at the front of `payload`, and what is behind it.
-fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+pub(super) fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     payload: &[u8],
 ) -> Result<(&[T], &[u8]), Damage> {
     let short = |need: u64| Damage::Mismatch {

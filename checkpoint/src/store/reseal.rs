@@ -7,26 +7,26 @@ use crate::format::{HEADER_LEN, RECORD_HEAD_LEN};
 use crate::is_zero;
 use std::collections::BTreeSet;
 
-fn word(bytes: &[u8], at: usize) -> u64 {
+pub(super) fn word(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     let there = &bytes[at.min(bytes.len())..bytes.len().min(at.saturating_add(8))];
     word[..there.len()].copy_from_slice(there);
     u64::from_le_bytes(word)
 }
 
-fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
+pub(super) fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     bytes[at..at + value.len()].copy_from_slice(value);
 }
 
 /// The header's checksum, made right; `None` if there is no header.
-fn reseal_header(bytes: &mut [u8]) -> Option<u32> {
+pub(super) fn reseal_header(bytes: &mut [u8]) -> Option<u32> {
     let crc = crc32c::crc32c(bytes.get(..HEADER_LEN - 4)?);
     bytes.get_mut(HEADER_LEN - 4..HEADER_LEN)?.copy_from_slice(&crc.to_le_bytes());
     Some(crc)
 }
 
 /// Makes lengths, sequence and checksums of the record at `at` right, and returns where its payload ends.
-fn reseal_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize {
+pub(super) fn reseal_record(bytes: &mut [u8], at: usize, sequence: u32) -> usize {
     let from = at + RECORD_HEAD_LEN;
     let length = (word(bytes, at + 8) as u32 as usize).min(bytes.len() - from);
     put(bytes, at + 8, &(length as u32).to_le_bytes());

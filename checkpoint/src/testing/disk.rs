@@ -291,6 +291,10 @@ impl Backend for MemoryDisk {
         &self.location
     }
 
+    fn again(&self) -> io::Result<Box<dyn Backend>> {
+        Ok(Box::new(self.clone()))
+    }
+
     fn lock(&self) -> Result<(), LockError> {
         MemoryDisk::lock(self).lock_is_gone = false;
         Ok(())

@@ -36,4 +36,4 @@ pub use faults::{Drive, Faults, Op};
 pub use guest::{MemoryGuest, MemoryGuestFactory};
 pub use pages::{WrongFrame, WrongMemory};
 
-pub use crate::store::{reseal_log, reseal_manifest, reseal_pages};
+pub use crate::store::{reseal_archive, reseal_log, reseal_manifest, reseal_pages};

@@ -8,12 +8,13 @@ use std::time::Instant;
 
 use checkpoint::{Guest, GuestError, Paused, Section};
 use dirty_tracker::{Epoch, Subscription};
+use uuid::Uuid;
 
 use super::{Failed, no_record};
 use crate::error::{Cause, GuestPlace};
 use crate::handover::{MayEnd, MayRunHere, Source, SourceEvent, SourceOrder};
 use crate::message::Token;
-use crate::records::{Records, RecordsError, SourceMark, SourceRecord, StagedSource};
+use crate::records::{Records, SourceMark, SourceRecord, StagedSource};
 
 /// A paused guest that is certainly this host's.
 #[must_use = "dropping this gives the guest back"]
@@ -38,7 +39,11 @@ pub(super) struct Recorded {
 
 impl Recorded {
     /// Makes the hand-over record durable. It goes with what this returns, unless the guest is sealed with that.
-    pub(super) fn place(records: &Records, staged: StagedSource) -> Result<Self, RecordsError> {
+    pub(super) fn place(
+        records: &Records,
+        staged: &mut Option<StagedSource>,
+    ) -> Result<Self, Cause> {
+        let staged = staged.take().ok_or_else(no_record)?;
         let (state, order) = Source::Streaming.on(SourceEvent::Converged);
         debug_assert_eq!(order, SourceOrder::Record);
         let token = staged.token();
@@ -48,6 +53,11 @@ impl Recorded {
         })?;
         let (state, _wait) = state.on(SourceEvent::Recorded);
         Ok(Self { records: records.clone(), token, mark: Some(mark), state })
+    }
+
+    /// The destination's directory of records, as READY told it.
+    pub(super) fn site(&self) -> Option<Uuid> {
+        self.mark.as_ref().map(|mark| mark.record().site)
     }
 }
 

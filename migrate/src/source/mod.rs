@@ -139,6 +139,8 @@ struct Copied<'a, G: Guest + ?Sized> {
     drives: Drives,
     throttled: Throttled<'a, G>,
     tale: Tale,
+    /// The record, where it stands before the pause.
+    recorded: Option<Recorded>,
 }
 
 /// The destination has everything and is prepared; the guest here is held, and the record stands.
@@ -258,7 +260,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         .map_err(|cause| throttled.explain(cause))?;
         drives.commit();
         let mut since = begun;
-        let mut disks_settled = false;
+        let (mut disks_settled, mut recorded) = (false, None);
         loop {
             // Begun beside the next pass; waited for before the pause.
             self.flush_disks(Duration::ZERO);
@@ -276,6 +278,11 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             if matches!(judgement, Judgement::SwitchOver(_)) && !disks_settled {
                 disks_settled = true;
                 self.flush_disks(FLUSH_LIMIT);
+                // Nor does the pause wait for the record's disk. Where digests are compared it is made only after that: it takes
+                // long, and a record is in an operator's way.
+                if verifier.is_none() {
+                    recorded = Some(Recorded::place(&peer.records, &mut peer.staged)?);
+                }
                 // What the guest wrote to its memory meanwhile counts.
                 epoch.give_back();
                 self.guest.collect()?;
@@ -305,7 +312,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         drive_totals,
                         reason,
                     };
-                    return Ok(Copied { writes, verifier, drives, throttled, tale });
+                    return Ok(Copied { writes, verifier, drives, throttled, tale, recorded });
                 }
             }
             self.control.update(|p| p.throttle = throttled.figures());

@@ -16,7 +16,6 @@ use crate::link::Link;
 use crate::message::{
     EARLY_STATE, MAX_SECTION, MAX_SECTIONS, MAX_STATE, Message, StateDigest, Tag, section_head,
 };
-use crate::records::{Records, StagedSource};
 use crate::wire::{Wire, unexpected};
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
@@ -24,16 +23,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     pub(super) fn switch_over(
         &self,
         peer: &mut Peer<'a>,
-        copied: Copied<'a, G>,
+        mut copied: Copied<'a, G>,
     ) -> Result<Ready<'a, G>, Failed> {
-        let staged = peer.staged.take().ok_or_else(no_record)?;
-        let site = staged.site();
-        // Before the pause, which does not wait for a disk; where digests are compared only after that, for it takes long,
-        // and a record is in an operator's way. Goes after what holds the guest.
-        let (mut recorded, mut staged) = (None, Some(staged));
-        if copied.verifier.is_none() {
-            recorded = record(&peer.records, &mut staged)?;
-        }
+        // Goes after what holds the guest.
+        let mut recorded = copied.recorded.take();
         let mut held = Held::new(self.guest)?;
         let mut limit = self.options.pause_limit(&copied.tale.reason);
         if copied.verifier.is_some() {
@@ -42,25 +35,26 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let late = || Cause::PauseTooLong { limit };
         let until = held.since().checked_add(limit);
         let until: Limit<'_> = until.map(|at| (at, &late as &(dyn Fn() -> Cause + Sync)));
-        let Peer { wire, sender, records, features, .. } = peer;
+        let Peer { wire, sender, records, staged, features, .. } = peer;
         let sender = sender.as_mut().ok_or_else(no_record)?;
         let rest = on_time(wire, until, |wire| {
             self.send_rest((wire, sender, *features), &mut held, copied, until, || {
-                recorded = record(records, &mut staged)?;
+                recorded = Some(Recorded::place(records, staged)?);
                 Ok(())
             })
         });
-        match rest {
-            Ok((named, tale)) if named == site => match recorded {
-                Some(recorded) => Ok(Ready { held, recorded, tale }),
-                None => Err(held.give_up(no_record())),
-            },
-            Ok(_) => {
-                let why = "PREPARED names another site than READY";
-                Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }))
-            }
-            Err(cause) => Err(held.give_up(cause)),
+        let (named, tale) = match rest {
+            Ok(rest) => rest,
+            Err(cause) => return Err(held.give_up(cause)),
+        };
+        let Some(recorded) = recorded else {
+            return Err(held.give_up(no_record()));
+        };
+        if recorded.site() != Some(named) {
+            let why = "PREPARED names another site than READY";
+            return Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }));
         }
+        Ok(Ready { held, recorded, tale })
     }
 
     fn send_rest(
@@ -71,7 +65,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         until: Limit<'_>,
         record: impl FnOnce() -> Result<(), Cause>,
     ) -> Result<(Uuid, Tale), Cause> {
-        let Copied { mut writes, verifier, mut drives, throttled, mut tale } = copied;
+        let Copied { mut writes, verifier, mut drives, throttled, mut tale, .. } = copied;
         // Should the guest go on here after all, it does so at full speed.
         drop(throttled);
         // State first: saving it may make the host write into guest memory. The destination restores it while the rest
@@ -156,12 +150,6 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         wire.stream_mut().set_patience(self.options.patience);
         Ok(())
     }
-}
-
-/// Makes the record stand, once.
-fn record(records: &Records, staged: &mut Option<StagedSource>) -> Result<Option<Recorded>, Cause> {
-    let staged = staged.take().ok_or_else(no_record)?;
-    Ok(Some(Recorded::place(records, staged)?))
 }
 
 /// What the pause is spent on, for the log.

@@ -254,9 +254,12 @@ pub struct CheckpointRequest {
     /// How many are kept in the store, at least 1; without it, all.
     #[serde(default)]
     pub keep: Option<NonZeroU64>,
-    /// What becomes of disks that the guest can write to.
+    /// Memory is written past the host's page cache.
     #[serde(default)]
-    pub disks: DisksPolicy,
+    pub direct_io: bool,
+    /// What becomes of disks that the guest can write to; without it, or with null, they are in the epochs.
+    #[serde(default)]
+    pub disks: Option<DisksPolicy>,
 }
 
 /// What becomes of a guest's disks when it is checkpointed.

@@ -265,6 +265,9 @@ pub(crate) struct CheckpointArgs {
     /// One that is being restored or read in another way is dropped later.
     #[arg(long, value_name = "N")]
     pub(crate) keep: Option<NonZeroU64>,
+    /// Write memory past the host's page cache (O_DIRECT): less of the processor's time, and what others have in that cache stays
+    #[arg(long)]
+    pub(crate) direct_io: bool,
     /// What becomes of disks that the guest can write to: epoch or external
     ///
     /// With epoch, what changed of them is in each checkpoint, as it was in that pause, and restore writes it back. With external
@@ -282,13 +285,13 @@ pub(crate) struct CheckpointArgs {
 
 #[derive(Args)]
 pub(crate) struct RestoreArgs {
-    /// The store's directory
-    #[arg(long, value_name = "DIR")]
+    /// The store's directory, or an archive: a file that `store export --format driftline-zstd` has written
+    #[arg(long, value_name = "PATH")]
     pub(crate) store: PathBuf,
     /// The checkpoint's number; the latest by default
     #[arg(long, value_name = "N")]
     pub(crate) epoch: Option<u64>,
-    /// Let the guest run at once: its memory comes as it is touched, and behind that
+    /// Let the guest run at once: its memory comes as it is touched, and behind that. Not with an archive
     #[arg(long)]
     pub(crate) lazy: bool,
     #[command(flatten)]
@@ -305,7 +308,7 @@ pub(crate) enum StoreCommand {
     Verify(StoreArgs),
     /// Write the store anew, without the room that dropped checkpoints have left; nobody may be writing to it
     Compact(StoreArgs),
-    /// Write a checkpoint's memory to a file
+    /// Write a checkpoint to a file
     Export(ExportArgs),
 }
 
@@ -314,7 +317,8 @@ pub(crate) struct ExportArgs {
     /// The store's directory
     #[arg(value_name = "DIR")]
     pub(crate) store: PathBuf,
-    /// raw: each byte at its guest physical address; elf-core: that as a core, with the registers of every vCPU. With holes where memory is zero
+    /// raw: each byte at its guest physical address; elf-core: that as a core, with the registers of every vCPU; both with holes where memory
+    /// is zero. driftline-zstd: an archive of memory and state, packed, for restore --store FILE
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = ExportFormat::Raw)]
     pub(crate) format: ExportFormat,
     /// The checkpoint's number; the latest by default
@@ -338,12 +342,14 @@ pub(crate) enum ExportFormat {
     Raw,
     /// An ELF core with the registers of every vCPU, for gdb and crash
     ElfCore,
+    /// Memory and state in a packed file of Driftline's own, which `restore` takes
+    DriftlineZstd,
 }
 
 #[derive(Args)]
 pub(crate) struct StoreArgs {
-    /// The store's directory
-    #[arg(value_name = "DIR")]
+    /// The store's directory; to list and to verify, an archive too
+    #[arg(value_name = "PATH")]
     pub(crate) store: PathBuf,
     /// Print one JSON object
     #[arg(long)]

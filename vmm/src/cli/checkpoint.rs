@@ -34,7 +34,8 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         count: args.count,
         max_pause_ms: args.max_pause.map(millis),
         keep: args.keep,
-        disks: args.disks,
+        direct_io: args.direct_io,
+        disks: Some(args.disks),
     };
     if args.disks == DisksPolicy::External {
         say(EXTERNAL);

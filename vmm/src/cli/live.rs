@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::durable::create_dir;
-use checkpoint::{Clock, GuestError, RestoreError, Store};
+use checkpoint::{GuestError, RestoreError};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
@@ -28,6 +28,7 @@ use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs
 use super::failure::Failure;
 use super::output::say;
 use super::progress::{Receiving, receiving_line};
+use super::stored::Stored;
 
 /// `driftline run`, in a process that has `started` then.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
@@ -56,17 +57,15 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     named.read.push(args.store.clone());
     let socket = prepare(&args.host, named)?;
-    let store = Store::open(&args.store)?;
-    if let Some(latest) = store.list()?.epochs.last() {
-        super::pending::refuse_if_pending(&args.host.state_dir, latest.vm_id)?;
+    let stored = Stored::open(&args.store)?;
+    stored.check(args.epoch, args.lazy)?;
+    if let Some(vm_id) = stored.owner()? {
+        super::pending::refuse_if_pending(&args.host.state_dir, vm_id)?;
     }
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
     let factory = Factory::new(HostConfig { disks_are_copies: true, ..host });
-    let restored = match args.lazy {
-        true => checkpoint::restore_lazily(&store, args.epoch, &factory, Clock::Continue),
-        false => checkpoint::restore(&store, args.epoch, &factory, Clock::Continue),
-    };
+    let restored = stored.restore(args.epoch, args.lazy, &factory);
     let (vm, report) = restored.map_err(restore_failure)?;
     // Of the guest that was built: the store may hold another since the first look.
     if let Err(e) = super::pending::refuse_if_pending(&args.host.state_dir, report.vm_id) {

@@ -12,6 +12,7 @@ pub(crate) mod output;
 mod pending;
 mod progress;
 mod store;
+mod stored;
 mod values;
 
 use std::io;

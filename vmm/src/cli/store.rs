@@ -10,6 +10,7 @@ use serde_json::json;
 use super::args::{ExportArgs, ExportFormat, StoreArgs, StoreCommand};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
+use super::stored::Stored;
 
 /// `driftline store`.
 pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
@@ -41,6 +42,12 @@ fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
 }
 
 fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
+    if args.store.is_file() {
+        return Err(Failure::error(format_args!(
+            "{} is a file, and a store is a directory: an archive is not exported again",
+            args.store.display()
+        )));
+    }
     let store = Store::open(&args.store)?;
     let path = &args.output;
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -59,6 +66,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let report = match args.format {
         ExportFormat::Raw => store.export_raw(args.epoch, file.as_file(), path)?,
         ExportFormat::ElfCore => vmm::export::elf_core(&store, args.epoch, file.as_file(), path)?,
+        ExportFormat::DriftlineZstd => store.export_archive(args.epoch, file.as_file(), path)?,
     };
     let kept = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
     kept.map_err(|e| refused(e.error))?;
@@ -79,7 +87,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
 }
 
 fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
-    let listing = Store::open(&args.store)?.list()?;
+    let listing = Stored::open(&args.store)?.list()?;
     if args.json {
         let damaged: Vec<String> = listing.damaged.iter().map(ToString::to_string).collect();
         print_json(&json!({
@@ -122,14 +130,13 @@ fn epoch_row(info: &EpochInfo) -> String {
 }
 
 fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
-    let store = Store::open(&args.store)?;
+    let store = Stored::open(&args.store)?;
     let report = store.verify(|epoch, outcome| match outcome {
         Ok(info) => tracing::info!(epoch, frames = info.frames, "sound"),
         Err(e) => say(format_args!("epoch {epoch} is damaged: {e}")),
     });
-    let report = report.map_err(|e| {
-        Failure::error(format_args!("the store {} is damaged: {e}", args.store.display()))
-    })?;
+    let report = report
+        .map_err(|e| Failure::error(format_args!("{} is damaged: {e}", args.store.display())))?;
     if args.json {
         print_json(&report)?;
     } else {

@@ -16,8 +16,8 @@ use hyper::Method;
 use images::Report;
 use indicatif::{ProgressBar, ProgressStyle};
 use vmm::api::model::{
-    CheckpointPage, CheckpointRequest, DisksPolicy, EpochOutcome, JobBegun, MigrationPage,
-    MigrationRequest, MigrationState,
+    CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
+    MigrationState,
 };
 use vmm::config::{Backend, DEFAULT_RING_ENTRIES};
 use vmm::kvm::Capabilities;
@@ -172,7 +172,8 @@ impl Demo<'_> {
             count: Some(CHECKPOINTS),
             max_pause_ms: None,
             keep: None,
-            disks: DisksPolicy::default(),
+            direct_io: false,
+            disks: None,
         };
         let JobBegun { job } = vmm.call(Method::POST, "/checkpoint", Some(&request))?;
         let (mut lines, mut since) = (Vec::new(), 0);

@@ -51,11 +51,15 @@ impl CheckpointJob {
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, String> {
         check_allowed(&request.store)?;
-        let store = Store::create_or_open(&request.store).map_err(|e| e.to_string())?;
+        let open = match request.direct_io {
+            true => Store::create_or_open_direct,
+            false => Store::create_or_open,
+        };
+        let store = open(&request.store).map_err(|e| e.to_string())?;
         let guest = holds.view(Role::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store).map_err(|e| e.to_string())?;
         checkpointer.keep(request.keep.map(NonZeroU64::get));
-        if request.disks == DisksPolicy::External {
+        if request.disks == Some(DisksPolicy::External) {
             checkpointer.leave_drives();
         }
         let job = Arc::new(Self {

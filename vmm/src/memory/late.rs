@@ -220,8 +220,15 @@ impl Fetcher {
                 self.wait_for_the_end();
                 continue;
             };
-            let next = first.next().unwrap_or(behind);
-            self.fetch(FrameRun { count: next.count.min(BEHIND), ..next });
+            match first.next() {
+                // Its neighbours too: they came with it when it was touched.
+                Some(next) => {
+                    let brought =
+                        self.fetch(FrameRun { count: next.count.clamp(AROUND, BEHIND), ..next });
+                    self.shared.lock().fetching.foreseen += brought;
+                }
+                None => _ = self.fetch(FrameRun { count: behind.count.min(BEHIND), ..behind }),
+            }
         }
         if !self.lost.is_empty() || !self.shared.lock().left.is_empty() {
             // Open for ever: or who waits would go on, for zeros.
@@ -237,8 +244,12 @@ impl Fetcher {
         }
         let mut state = self.shared.lock();
         state.fetching.time = Some(since.elapsed());
-        let (frames, waits) = (state.fetching.fetched, state.fetching.touched.len());
-        tracing::info!(frames, waits, ms = since.elapsed().as_millis(), "all frames have come");
+        let Fetching { fetched: frames, foreseen, .. } = state.fetching;
+        let touched = state.fetching.touched.clone();
+        drop(state);
+        let (waits, ms) = (touched.len(), since.elapsed().as_millis());
+        tracing::info!(frames, foreseen, waits, ms, "all frames have come");
+        self.backlog.finish(&touched);
     }
 
     /// What cannot be had is poison once the guest has ended: vCPUs that waited for it stand by then. Of the host's threads one that
@@ -269,7 +280,8 @@ impl Fetcher {
                 state.fetching.touched.push(FrameRun { start: gfn, count: 1 });
             }
             drop(state);
-            return self.fetch(FrameRun { start: gfn, count: AROUND });
+            self.fetch(FrameRun { start: gfn, count: AROUND });
+            return;
         }
         drop(state);
         if self.lost.contains(&(address & !(PAGE_SIZE - 1))) {
@@ -282,14 +294,14 @@ impl Fetcher {
         }
     }
 
-    /// Fetches those of `frames`, at most [`BEHIND`], that have not come.
-    fn fetch(&mut self, frames: FrameRun) {
+    /// Fetches those of `frames`, at most [`BEHIND`], that have not come, and returns how many those were.
+    fn fetch(&mut self, frames: FrameRun) -> u64 {
         let shared = self.shared.clone();
-        let mut at = frames.start;
+        let (mut at, mut brought) = (frames.start, 0);
         loop {
             let mut state = shared.lock();
             let rest = FrameRun { start: at, count: frames.end().0.saturating_sub(at.0) };
-            let Some(part) = state.left.within(rest).next() else { return };
+            let Some(part) = state.left.within(rest).next() else { return brought };
             let Some((address, run)) = shared.place(part) else {
                 // A frame that is in no mapping was never part of the guest.
                 state.left.remove(part);
@@ -304,6 +316,7 @@ impl Fetcher {
             state.under_way = None;
             drop(state);
             shared.idle.notify_all();
+            brought += run.count;
             at = run.end();
         }
     }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,22 @@ struct Stored {
     /// Closed: no hindrance any more.
     gate: Receiver<()>,
     bad: Option<Gfn>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+/// What was asked of [`Stored`].
+#[derive(Default)]
+struct Seen {
+    reads: Vec<FrameRun>,
+    /// What it was told at the end, each time.
+    touched: Vec<Vec<FrameRun>>,
+}
+
+impl Stored {
+    /// Of which nothing is known from the last time.
+    fn none(frames: FrameSet, gate: Receiver<()>) -> Self {
+        Self { frames, first: Vec::new(), gate, bad: None, seen: Arc::default() }
+    }
 }
 
 impl Backlog for Stored {
@@ -42,8 +59,13 @@ impl Backlog for Stored {
         &self.first
     }
 
+    fn finish(&mut self, touched: &[FrameRun]) {
+        self.seen.lock().unwrap().touched.push(touched.to_vec());
+    }
+
     fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
         assert!(self.frames.contains_run(run), "{run:?} was never stored");
+        self.seen.lock().unwrap().reads.push(run);
         let _ = self.gate.recv();
         for (gfn, page) in run.frames().zip(contents.chunks_exact_mut(PAGE_SIZE as usize)) {
             if self.bad == Some(gfn) {
@@ -94,6 +116,7 @@ fn coming(
         first: vec![run(0x10_0000, 3), run(1, 1)],
         gate,
         bad: bad.map(Gfn),
+        seen: Arc::default(),
     };
     let owner = Told { lost: told, ended: AtomicBool::new(false) };
     let back = memory.fetch_late(Box::new(stored), Box::new(owner));
@@ -224,7 +247,7 @@ fn memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come() {
         let name = "memory_comes_once_and_nobody_sees_zeros_for_what_has_not_come";
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
         let (_open, gate) = mpsc::channel();
-        let again = Stored { frames: FrameSet::new(), first: Vec::new(), gate, bad: None };
+        let again = Stored::none(FrameSet::new(), gate);
         let owner = Told { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
         let refused = memory.fetch_late(Box::new(again), Box::new(owner));
         assert!(matches!(refused, Err(GuestError::System { .. })), "{options:?}");
@@ -249,8 +272,50 @@ fn memory_that_was_populated_beforehand_does_not_come_late() {
         let memory = Memory::new(64 << 20, &options).unwrap();
         let (_open, gate) = mpsc::channel();
         let frames = [run(5, 5)].into_iter().collect();
-        let stored = Stored { frames, first: Vec::new(), gate, bad: None };
+        let stored = Stored::none(frames, gate);
         let owner = Told { lost: mpsc::channel().0, ended: AtomicBool::new(false) };
         assert!(memory.fetch_late(Box::new(stored), Box::new(owner)).unwrap().is_some());
+    }
+}
+
+#[test]
+fn what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_told() {
+    for options in ways() {
+        let name =
+            "what_was_touched_first_the_last_time_comes_first_and_what_is_touched_now_is_told";
+        let memory = Memory::new(BYTES, &options).unwrap();
+        let ((open, gate), (told, _lost)) = (mpsc::channel(), mpsc::channel());
+        let frames = FRAMES.into_iter().collect();
+        // One that is short, what is nothing, what is longer than what is fetched at once.
+        let first = vec![run(0xb_ffc0, 1), run(1, 1), run(6000, 1), run(5100, 200)];
+        let stored = Stored { first, ..Stored::none(frames, gate) };
+        let seen = stored.seen.clone();
+        let owner = Told { lost: told, ended: AtomicBool::new(false) };
+        if memory.fetch_late(Box::new(stored), Box::new(owner)).unwrap().is_some() {
+            return crate::testing::skip(name, "this host has no userfaultfd for missing pages");
+        }
+        let ram = memory.ram().clone();
+        let waits = thread::spawn(move || byte(&ram, 0x10_0003));
+        // The first read has begun; who waits by now comes second.
+        thread::sleep(Duration::from_millis(50));
+        drop(open);
+        assert_eq!(waits.join().unwrap(), content(0x10_0003), "{options:?}");
+        all_have_come(&memory);
+        let fetching = memory.fetching().unwrap();
+        drop(memory);
+        let seen = seen.lock().unwrap();
+        // With the neighbours that come along.
+        let mut expected = vec![run(0xb_ffc0, 16), run(6000, 1), run(5100, 64)];
+        let mut reads = seen.reads.clone();
+        let (touched, waited) = (vec![run(0x10_0003, 1)], run(0x10_0003, 1));
+        assert_eq!(fetching.touched, touched, "{options:?}");
+        assert_eq!(seen.touched, [touched], "told once {options:?}");
+        let at = reads.iter().position(|read| *read == waited).unwrap();
+        assert!(at <= 1, "{reads:?} {options:?}");
+        reads.remove(at);
+        // And then whatever is left, ascending.
+        expected.extend([run(5000, 64), run(5064, 36)]);
+        assert_eq!(reads[..5], expected, "{options:?}");
+        assert_eq!(fetching.foreseen, 16 + 1 + 64);
     }
 }

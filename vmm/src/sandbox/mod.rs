@@ -32,6 +32,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 pub(crate) use self::landlock::offered as landlock_offered;
+use crate::kvm::block_signals;
 use seccomp::Filters;
 
 /// Kinds of threads that serve the guest.
@@ -164,13 +165,15 @@ pub fn start(options: &Options) -> Result<(), StartError> {
     Ok(())
 }
 
-/// Starts a thread of `class`, which is restricted before it does anything, if the process is.
+/// Starts a thread of `class`, which is restricted before it does anything, if the process is. It takes none of the process's
+/// signals: the kernel gives one to any thread that may, if the first has one already, and a handler writes to the control thread.
 pub fn spawn<T: Send + 'static>(
     class: Class,
     name: impl Into<String>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
     Builder::new().name(name.into()).spawn(move || {
+        block_signals();
         enter(class);
         work()
     })

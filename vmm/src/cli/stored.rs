@@ -1,0 +1,86 @@
+//! Owns where a stored guest comes from: a store, or an archive of one epoch.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use checkpoint::{
+    Archive, Clock, EpochInfo, GuestFactory, Listing, RestoreError, RestoreReport, Store,
+    StoreError, VerifyReport, VmId,
+};
+
+use super::failure::Failure;
+
+/// What a path leads to: a directory is a store, a file an archive.
+pub(super) enum Stored {
+    Store(Store),
+    Archive(Box<Archive>),
+}
+
+impl Stored {
+    pub(super) fn open(path: &Path) -> Result<Self, StoreError> {
+        Ok(match path.is_file() {
+            true => Self::Archive(Box::new(Archive::open(path)?)),
+            false => Self::Store(Store::open(path)?),
+        })
+    }
+
+    /// Refuses what cannot be had from there, before anything is built.
+    pub(super) fn check(&self, epoch: Option<u64>, lazy: bool) -> Result<(), Failure> {
+        let Self::Archive(archive) = self else { return Ok(()) };
+        let (there, dir) = (archive.info().epoch, archive.location().to_owned());
+        if epoch.is_some_and(|epoch| epoch != there) {
+            return Err(StoreError::NoEpoch { dir, epoch }.into());
+        }
+        if lazy {
+            return Err(Failure::error(format_args!(
+                "{} is an archive: it is unpacked as a whole before its guest runs, so leave out --lazy",
+                dir.display()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Everything that is there.
+    pub(super) fn list(&self) -> Result<Listing, StoreError> {
+        match self {
+            Self::Store(store) => store.list(),
+            Self::Archive(archive) => {
+                Ok(Listing { epochs: vec![*archive.info()], ..Listing::default() })
+            }
+        }
+    }
+
+    /// Whose the latest epoch is, if there is one.
+    pub(super) fn owner(&self) -> Result<Option<VmId>, StoreError> {
+        Ok(self.list()?.epochs.last().map(|latest| latest.vm_id))
+    }
+
+    pub(super) fn verify(
+        &self,
+        mut on_epoch: impl FnMut(u64, Result<&EpochInfo, &StoreError>),
+    ) -> Result<VerifyReport, StoreError> {
+        match self {
+            Self::Store(store) => store.verify(on_epoch),
+            Self::Archive(archive) => {
+                let report = archive.verify();
+                on_epoch(archive.info().epoch, report.as_ref().map(|_| archive.info()));
+                report
+            }
+        }
+    }
+
+    /// Of what was [checked](Self::check).
+    pub(super) fn restore<F: GuestFactory>(
+        &self,
+        epoch: Option<u64>,
+        lazy: bool,
+        factory: &F,
+    ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
+        let clock = Clock::Continue;
+        match self {
+            Self::Store(store) if lazy => checkpoint::restore_lazily(store, epoch, factory, clock),
+            Self::Store(store) => checkpoint::restore(store, epoch, factory, clock),
+            Self::Archive(archive) => checkpoint::restore_archive(archive, factory, clock),
+        }
+    }
+}
