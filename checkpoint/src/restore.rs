@@ -54,10 +54,10 @@ pub enum RestoreError {
         /// Hash of the stored layout.
         stored: u32,
     },
-    /// Its drives were being written over.
+    /// Its drives were being written over, after all that is stored of them had been read and found sound.
     #[error(
         "epoch {epoch} cannot be restored: {why}; what is in its disks ({}) is part as it was and part as it was then: nobody may \
-         run from them until they are restored once more, which mends them",
+         run from them until they are restored once more, from this epoch or another, which mends them",
         disks.join(", ")
     )]
     Drives {
@@ -123,7 +123,8 @@ impl RestoreReport {
 
 /// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
 /// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`. If the epoch has drives, those that the
-/// guest has here are written over, after all else, and are as they were at its instant, durably, when this returns.
+/// guest has here are written over, after all else, and are as they were at its instant, durably, when this returns. Nothing is written to any of them
+/// before all that is stored of the guest has been read and found sound; blocks of drives are read twice for that.
 ///
 /// Reads each frame that is not zeros once, wherever its epoch came from, on up to four threads. All checksums are compared on
 /// the way; at the first that is wrong the guest is thrown away. The epoch is kept in the store for as long as it is read,

@@ -1,10 +1,10 @@
-//! A guest's drives made what they were in an epoch: written over in place, each block checked before it is written.
+//! A guest's drives made what they were in an epoch: written over in place, all blocks checked before the first is written.
 
 use dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use crate::restore::RestoreError;
 use crate::store::{Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};
-use crate::{DriveCopy, DriveHead};
+use crate::{DriveCopy, DriveHead, GuestError};
 
 /// The blocks of an epoch that are not zeros. The epoch is kept in its store until this is dropped.
 pub(crate) struct Blocks {
@@ -43,6 +43,18 @@ impl From<StoreError> for Cut {
     }
 }
 
+/// Who only looks at what is stored of the drives: nothing has been written to any by then.
+struct Looking<'r>(&'r RestoredDrives<'r>);
+
+impl Sink for Looking<'_> {
+    type Error = RestoreError;
+
+    fn frames(&self, run: FrameRun, _: &[u8]) -> Result<(), RestoreError> {
+        let (object, _) = place(run.start);
+        self.0.numbered(object).map(drop).ok_or_else(|| self.0.missing(object))
+    }
+}
+
 impl Sink for RestoredDrives<'_> {
     type Error = Cut;
 
@@ -69,10 +81,29 @@ impl RestoredDrives<'_> {
         Some((self.heads.get(at)?, &**self.drives.get(at)?))
     }
 
-    /// Makes the drives hold `blocks`, and zeros elsewhere; durable, and the guest's, when it returns.
+    fn missing(&self, object: u16) -> RestoreError {
+        let why = format!("drive {object} of the epoch is not there");
+        RestoreError::Guest {
+            epoch: self.epoch,
+            cause: GuestError::Unsupported { what: "the guest's disks".to_owned(), why },
+        }
+    }
+
+    /// Reads all `blocks`, and compares their checksums: a drive that is sound is not given up for one that cannot be had.
+    fn look(&self, Blocks { pinned, blocks }: &mut Blocks) -> Result<(), RestoreError> {
+        for (object, _) in (1..).zip(self.heads) {
+            self.numbered(object).ok_or_else(|| self.missing(object))?;
+        }
+        fetch(&pinned.pages, self.epoch, blocks, &Looking(self))
+    }
+
+    /// Makes the drives hold `blocks`, and zeros elsewhere; durable, and the guest's, when it returns. Reads the blocks twice: once
+    /// before anything is written. After any other error than
+    /// [`RestoreError::Drives`] the drives are what they were.
     pub(crate) fn fill(self, mut blocks: Blocks) -> Result<(), RestoreError> {
         let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         let epoch = self.epoch;
+        self.look(&mut blocks)?;
         tracing::info!(epoch, disks = names.join(", "), "writing disks over");
         self.write(&mut blocks).map_err(|Cut(why)| RestoreError::Drives {
             epoch,
