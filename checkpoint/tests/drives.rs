@@ -8,7 +8,10 @@ use std::thread;
 use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
-use checkpoint::{Checkpointer, Clock, Guest, RunState, Store, VmId, restore, restore_lazily};
+use checkpoint::{
+    Archive, Checkpointer, Clock, Guest, RestoreError, RunState, Store, StoreError, VmId, restore,
+    restore_archive, restore_lazily,
+};
 use dirty_tracker::{Gfn, PAGE_SIZE};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
@@ -294,8 +297,73 @@ fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
     let pages = disk.contents("pages-1").unwrap();
     disk.put("pages-1", pages[..4096 * 3].to_vec());
     let factory = elsewhere();
+    let was = contents(&factory.disks);
     let said = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
     assert!(said.contains("pages-1, byte 12288"), "{said}");
+    assert!(contents(&factory.disks) == was);
+}
+
+/// Whichever block has rotten, no drive is given up for it.
+#[test]
+fn a_block_that_is_damaged_costs_no_drive_anything() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
+    guest.disks()[1].write(0, &[2; 3 * BLOCK]).unwrap();
+    guest.ram().write_slice(&[3; 4096], GuestAddress(0)).unwrap();
+    Checkpointer::new(guest.clone(), on(&disk, true)).unwrap().take().unwrap();
+    let sound = disk.contents("pages-1").unwrap();
+    let stored = |page: &[u8]| matches!(page[0], 1 | 2) && page.iter().all(|b| *b == page[0]);
+    let slots: Vec<usize> =
+        (0..sound.len() / BLOCK).filter(|n| stored(&sound[n * BLOCK..][..BLOCK])).collect();
+    assert_eq!(slots.len(), 13);
+    for (n, slot) in slots.iter().enumerate() {
+        let mut pages = sound.clone();
+        pages[slot * BLOCK + 77] ^= 4;
+        disk.put("pages-1", pages);
+        let (store, factory) = (on(&disk, false), elsewhere());
+        let was = contents(&factory.disks);
+        let e = match n % 2 {
+            0 => restore(&store, None, &factory, Clock::Continue).map(drop).unwrap_err(),
+            _ => restore_lazily(&store, None, &factory, Clock::Continue).map(drop).unwrap_err(),
+        };
+        assert!(matches!(e, RestoreError::Store(_)), "{e}");
+        let said = e.to_string();
+        assert!(said.contains("the checksum of block 0x") && said.contains(" of drive "), "{said}");
+        assert!(contents(&factory.disks) == was, "{said}");
+    }
+    disk.put("pages-1", sound);
+    assert!(restored(&disk, 1, false) == contents(guest.disks()));
+}
+
+#[test]
+fn no_file_is_without_drives_and_silent_about_it() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    let with = checkpointer.take().unwrap().epoch;
+    drop(checkpointer);
+    let store = on(&disk, false);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let e = store.export_archive(Some(with), file.as_file(), file.path()).unwrap_err();
+    assert!(matches!(e, StoreError::HasDrives { .. }), "{e}");
+    let said = e.to_string();
+    assert!(said.contains("epoch 1 of") && said.contains("(\"one\", \"two\")"), "{said}");
+    assert!(said.contains("--disks external"), "{said}");
+    assert_eq!(file.as_file().metadata().unwrap().len(), 0);
+    assert_eq!(store.export_raw(Some(with), file.as_file(), file.path()).unwrap().drives, 2);
+    // One that has none is archived, whatever the guest has.
+    let (disk, file) = (MemoryDisk::default(), tempfile::NamedTempFile::new().unwrap());
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    checkpointer.leave_drives();
+    let without = checkpointer.take().unwrap().epoch;
+    let report =
+        on(&disk, false).export_archive(Some(without), file.as_file(), file.path()).unwrap();
+    assert_eq!(report.drives, 0);
+    let (archive, factory) = (Archive::open(file.path()).unwrap(), elsewhere());
+    let was = contents(&factory.disks);
+    let (_, report) = restore_archive(&archive, &factory, Clock::Continue).unwrap();
+    assert_eq!((report.drives, report.disk_blocks), (0, 0));
+    assert!(contents(&factory.disks) == was);
 }
 
 #[test]

@@ -194,6 +194,7 @@ fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, State), St
         ("the epoch in the header", header.epoch(), front.epoch),
         ("the layout in the header", header.layout_hash().into(), front.layout.into()),
         ("whether the epoch is all of memory", front.is_whole().into(), 1),
+        ("whether the archive has drives", front.drives.into(), 0),
     ];
     if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {
         return Err(walk.damaged(Damage::Mismatch { what, found, expected }));
