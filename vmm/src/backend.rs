@@ -74,9 +74,10 @@ impl GuestFactory for Factory {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
-        let config = MachineConfig::decode(config)?.on_host(&self.host)?;
+        let host = self.host.writing_over(drives);
+        let config = MachineConfig::decode(config)?.on_host(&host)?;
         let drives = open_drives(vm_id, &config, drives)?;
-        Ok((empty(vm_id, config, &self.host)?, drives))
+        Ok((empty(vm_id, config, &host)?, drives))
     }
 }
 

@@ -153,6 +153,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     then[4096 * 3..4096 * 10].fill(7);
     std::fs::write(place.path("disk"), &then).unwrap();
     let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
     let store = place.text("store");
     first.tell(&["checkpoint", "--store", &store]);
     let before = first.await_progress(1, &[]);
@@ -183,6 +184,25 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
         assert!(std::fs::read(place.path(name)).unwrap() == then, "{name}");
         second.kill();
     }
+    // Another file by that name is written over only if it is named.
+    std::fs::write(place.path("other"), &later).unwrap();
+    std::fs::rename(place.path("other"), place.path("disk")).unwrap();
+    let said = restore(&[]);
+    assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
+    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    // So it is not while its guest may be running elsewhere.
+    std::fs::create_dir_all(&state).unwrap();
+    let record = place.path("state").join(format!("{id}.source.json"));
+    std::fs::write(&record, "torn").unwrap();
+    let said = restore(&["--disk", &spec]);
+    assert!(said.contains("runs elsewhere"), "{said}");
+    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    std::fs::remove_file(record).unwrap();
+    let mut fourth = Vmm::start(&place, "fourth", &["restore", "--store", &store, "--disk", &spec]);
+    fourth.await_api();
+    fourth.await_progress(1, &before);
+    assert!(std::fs::read(place.path("disk")).unwrap() == then);
+    fourth.kill();
 }
 
 /// Two hosts that share a disk: it is locked by the one that may run the guest.

@@ -40,8 +40,9 @@ impl GuestFactory for MachineFactory {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<Machine>, GuestError> {
-        let config = MachineConfig::decode(config)?.on_host(&self.host)?;
+        let host = self.host.writing_over(drives);
+        let config = MachineConfig::decode(config)?.on_host(&host)?;
         let drives = open_drives(vm_id, &config, drives)?;
-        Ok((Machine::empty(vm_id, config, &self.host)?, drives))
+        Ok((Machine::empty(vm_id, config, &host)?, drives))
     }
 }
