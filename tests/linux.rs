@@ -3,13 +3,15 @@
 //! Needs KVM, the right to make network namespaces, and the image that `images/linux/build.sh` makes;
 //! what is missing is said. What the checkers look at, `images/linux/README.md` says.
 //!
-//! A disk is not part of a checkpoint, and a connection's other end is part of none. So a guest is killed
-//! in two ways here:
+//! A connection's other end is part of no checkpoint, and with `--disks external` the disk is not either. So a guest is killed
+//! in three ways here:
 //! - It is paused, checkpointed and killed, so that nothing of it is later than the checkpoint. It goes on
 //!   with the disk as it is, and its connections go on too.
 //! - It is paused, checkpointed, its disk copied; it goes on, and is killed some time later. It goes on from
 //!   the checkpoint with the copy. Its peer has heard of a future that never was: no connection survives
 //!   that, and the peer's is closed before.
+//! - Checkpoints with its disk are taken while it runs, and it is killed later. It goes on from any of them, and the disk is what it
+//!   was then.
 #![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
 use std::fs::File;
@@ -249,6 +251,43 @@ fn a_disk_goes_along_and_its_log_is_whole() {
         story.move_on_with_disk(&mut echo);
     }
     echo.finish();
+    story.end();
+}
+
+/// Checkpoints every 20 ms while the checkers write to memory and disk. Whichever is restored, after the guest ran on, the disk's
+/// checker finds there what its memory says.
+#[test]
+fn whichever_epoch_is_restored_the_disk_is_of_its_instant() {
+    const KEPT: usize = 40;
+    let _alone = tests::one_at_a_time();
+    let test = "whichever_epoch_is_restored_the_disk_is_of_its_instant";
+    let Some((linux, network)) = linux_and_network(test) else { return };
+    let scratch = Scratch::new();
+    let mut story = Story::begin(&linux, &network, &scratch, "dirty-ring");
+    let store = scratch.path("store");
+    let how = ["--every", "20ms", "--count", "100", "--keep", "40", "--json"];
+    let taken = story.here.cli("checkpoint", &[&["--store", text(&store)], &how[..]].concat());
+    assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
+    let lines = String::from_utf8_lossy(&taken.stdout).into_owned();
+    let lines = lines.lines().filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok());
+    let epochs: Vec<serde_json::Value> = lines.filter(|line| line["epoch"].is_u64()).collect();
+    let with_blocks = epochs[1..].iter().filter(|e| e["disk_blocks"].as_u64() > Some(0)).count();
+    assert!(epochs.len() == 100 && with_blocks > 5, "{with_blocks}: {epochs:?}");
+    std::thread::sleep(Duration::from_millis(300));
+    let kept = &epochs[epochs.len() - KEPT..];
+    // The last first: a disk that is newer than memory would be as wrong as one that is older.
+    for epoch in kept.iter().rev().step_by(KEPT / repeats(4, 20)) {
+        tests::assert_clean(&story.here.console());
+        story.here.kill();
+        let (name, number) = (story.next_name(), epoch["epoch"].to_string());
+        let disk = format!("path={}", text(&story.disk));
+        let from = ["restore", "--store", text(&store), "--epoch", &number];
+        let args = [&from[..], &["--disk", &disk, "--net", "tap=tap0"]].concat();
+        story.here = Driftline::start_at(&network.hosts[0], &scratch, &name, &args);
+        story.here.wait_state("running");
+        let progress = Progress::wait(&mut story.here, false);
+        eprintln!("{name}: from epoch {number}; {progress:?}");
+    }
     story.end();
 }
 

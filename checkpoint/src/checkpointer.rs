@@ -18,13 +18,14 @@ use dirty_tracker::Epoch;
 use crate::chain::Chain;
 use crate::cost::CopyCost;
 use crate::crew::{Answer, Crew};
+use crate::followed::{self, drives_of};
 use crate::instant::{self, Means, Taken};
 use crate::live::copy_live;
 use crate::report::{Cause, CheckpointError, EpochReport, Phase};
 use crate::shielding::Shielding;
 use crate::staging::{Staging, StagingLimits};
 use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
-use crate::{Guest, GuestError};
+use crate::{DriveHead, Guest, GuestError};
 
 /// Of so many changed frames on they are copied behind the guest's back: those that take about a millisecond to copy. From 256 on
 /// that makes a single pause shorter (`tests/bench/pause.rs`), but at a hundred epochs a second of 1,000 frames it takes a guest that
@@ -56,6 +57,8 @@ const BEHIND_FROM: u64 = 1280;
 /// ```
 pub struct Checkpointer {
     guest: Arc<dyn Guest>,
+    /// Those that epochs have.
+    drives: Vec<DriveHead>,
     store: Arc<Store>,
     /// None until the store has files, and when those are not its own any more.
     crew: Option<Crew>,
@@ -132,6 +135,7 @@ impl Checkpointer {
             return Err(StoreError::ReadOnly { dir: store.dir() });
         }
         let store = Arc::new(store);
+        let drives = drives_of(&*guest);
         let crew = Committer::open(&store, &*guest)?.map(Crew::start).transpose()?;
         let next = next_number(&store, crew.as_ref())?;
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
@@ -140,6 +144,7 @@ impl Checkpointer {
         let (shield, behind_from) = (Shielding::default(), BEHIND_FROM);
         Ok(Self {
             guest,
+            drives,
             store,
             crew,
             flights: VecDeque::new(),
@@ -160,6 +165,12 @@ impl Checkpointer {
     /// them. `u64::MAX` has all copied in the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
         self.behind_from = frames;
+    }
+
+    /// Leaves the guest's drives to somebody else, who has to keep each as it is in the pause of an epoch. At first epochs have all those that
+    /// the guest can write to. Not after the first epoch.
+    pub fn leave_drives(&mut self) {
+        self.drives.clear();
     }
 
     /// How many epochs are kept: with each one that is stored the oldest beyond so many, at least 1, are dropped, but for those
@@ -303,6 +314,7 @@ impl Checkpointer {
                 Ok(EpochReport {
                     epoch,
                     frames,
+                    disk_blocks: published.blocks,
                     pause_us,
                     behind_frames: taken.behind,
                     waits: taken.waits,
@@ -412,8 +424,8 @@ impl Checkpointer {
 
     /// Takes an epoch up to where it is handed over.
     fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
-        let Self { guest, store, crew, bounds, staging, chain, shield, behind_from, cost, .. } =
-            self;
+        let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
+        let Self { shield, behind_from, cost, .. } = self;
         let guest = &**guest;
         let parent = chain.as_ref().and_then(|c| c.last);
         let crew = crew.as_ref().ok_or_else(|| {
@@ -424,23 +436,28 @@ impl Checkpointer {
         let pages = crew.pages().clone();
         let mut file = step(Phase::Begin, || {
             store.check_lock()?;
-            EpochWriter::new(pages, epoch, guest, parent)
+            EpochWriter::new(pages, epoch, guest, parent, drives.clone())
         })?;
         if full {
             let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
-            *chain = Some(Chain::new(subscription));
+            let drives = step(Phase::Subscribe, || followed::follow(guest, drives))?;
+            *chain = Some(Chain::new(subscription, drives));
         }
         let Some(chain) = chain else {
             return Err((Phase::Subscribe, GuestError::NotTracked.into()));
         };
+        let Chain { subscription, drives, .. } = chain;
         let mut changed = Vec::new();
         if full {
-            let subscription = &mut chain.subscription;
-            changed = step(Phase::CopyLive, || copy_live(guest, staging, &mut file, subscription))?;
+            changed = step(Phase::CopyLive, || {
+                followed::copy_live(drives, staging, &mut file)?;
+                copy_live(guest, staging, &mut file, subscription)
+            })?;
         }
         let shield = shield.ask(guest);
-        let means = Means { guest, shield, behind_from: *behind_from, staging, file: &mut file };
-        let mut taken = instant::take(means, &mut chain.subscription)?;
+        let (behind_from, file_of) = (*behind_from, &mut file);
+        let means = Means { guest, drives, shield, behind_from, staging, file: file_of };
+        let mut taken = instant::take(means, subscription)?;
         changed.append(&mut taken.changed);
         crew.commit(file.finish(), *bounds);
         chain.last = Some(epoch);

@@ -6,8 +6,18 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
-use dirty_tracker::{Gfn, Layout, LayoutError, PAGE_SIZE, Slot, SlotId, Subscription};
+use dirty_tracker::{FrameRun, Gfn, Layout, LayoutError, PAGE_SIZE, Slot, SlotId, Subscription};
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+
+use crate::Keeper;
+
+/// Runs of data that are looked for in a drive: a second's work at most, and 1 MiB.
+const MOST_RUNS: usize = 64 << 10;
 
 /// What is known of a drive before any of it is copied.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -61,10 +71,26 @@ pub trait GuestDrive: Send + Sync {
 
     /// Its content, for reading: an open file of the caller's own, at least as long as the drive.
     fn open(&self) -> io::Result<File>;
+
+    /// What keeps its blocks as they are while the guest writes on, so that they are copied behind its back. `None`, the
+    /// default, where that cannot be had: then it can be in no epoch.
+    fn keeper(&self) -> Option<Arc<Keeper>> {
+        None
+    }
 }
 
-/// A drive in the making, for a guest that is to come. Whatever was made for it goes when this is dropped, unless it is
-/// [kept](Self::keep). All of it reads as zeros at first. Offsets and lengths lie in the drive.
+/// Reads whole blocks of a drive of `bytes` from `start` on; zeros behind its end, whatever `file` has there.
+pub(crate) fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Result<()> {
+    let offset = start.gpa();
+    let has = bytes.saturating_sub(offset).min(to.len() as u64) as usize;
+    let (content, behind) = to.split_at_mut(has);
+    behind.fill(0);
+    file.read_exact_at(content, offset)
+}
+
+/// A drive that is being filled, for a guest that is to come: one in the making, which reads as zeros at first, or, at a restore, the
+/// guest's own, whatever is in it. What was made for it goes when this is dropped, unless it is
+/// [kept](Self::keep); what was there before stays, written over or not. Offsets and lengths lie in the drive.
 pub trait DriveCopy: Send + Sync {
     /// Writes `bytes` at `offset`.
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
@@ -81,4 +107,86 @@ pub trait DriveCopy: Send + Sync {
 
     /// It is the guest's drive from now on.
     fn keep(self: Box<Self>);
+}
+
+/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device
+/// that does not tell, and what lies behind the first 65,536 runs: a guest makes as many holes as it likes. Costs two
+/// calls a hole.
+pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
+    let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), 0);
+    while at < bytes {
+        if runs.len() == MOST_RUNS {
+            let end = runs.last().map_or(0, |run| run.end().0);
+            let rest = bytes.div_ceil(PAGE_SIZE) - end;
+            if let Some(last) = runs.last_mut() {
+                last.count += rest;
+            }
+            break;
+        }
+        let start = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
+            Ok(start) => start.min(bytes),
+            // Nothing but a hole follows.
+            Err(Errno::NXIO) => break,
+            Err(Errno::INVAL) => at,
+            Err(e) => return Err(e.into()),
+        };
+        at = match rustix::fs::seek(file.as_fd(), SeekFrom::Hole(start)) {
+            // A file that was cut meanwhile has no end there; it fails where it is read.
+            Err(Errno::INVAL | Errno::NXIO) => bytes,
+            other => other?.clamp(start, bytes),
+        };
+        let (first, end) = (start / PAGE_SIZE, at.div_ceil(PAGE_SIZE));
+        // Data may end and begin again within a block.
+        let first = runs.last().map_or(first, |run| first.max(run.end().0));
+        if end > first {
+            let run = FrameRun { start: Gfn(first), count: end - first };
+            match runs.last_mut().filter(|last| last.end() == run.start) {
+                Some(last) => last.count += run.count,
+                None => runs.push(run),
+            }
+        }
+    }
+    Ok(runs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: usize = PAGE_SIZE as usize;
+
+    #[test]
+    fn holes_are_not_read() {
+        let file = tempfile::tempfile().unwrap();
+        let bytes = (1 << 30) + 512;
+        file.set_len(bytes + 10 * PAGE_SIZE).unwrap();
+        assert_eq!(data_runs(&file, bytes).unwrap(), []);
+        let data = [3, 4, 1000, bytes / PAGE_SIZE, bytes / PAGE_SIZE + 2];
+        for block in data {
+            file.write_all_at(&[1; BLOCK], block * PAGE_SIZE).unwrap();
+        }
+        let found = data_runs(&file, bytes).unwrap();
+        let has = |block| found.iter().any(|r| r.start.0 <= block && block < r.end().0);
+        assert!(data[..4].iter().all(|block| has(*block)), "{found:?}");
+        assert!(!has(data[4]), "it is behind the drive's end: {found:?}");
+        // A file system may have larger blocks than ours.
+        assert!(found.iter().map(|r| r.count).sum::<u64>() <= 4 * 16, "{found:?}");
+        assert!(found.is_sorted_by(|a, b| a.end() < b.start), "{found:?}");
+    }
+
+    #[test]
+    fn the_holes_that_are_looked_for_are_bounded() {
+        let file = tempfile::tempfile().unwrap();
+        // Larger blocks than of any file system here, with data in every other one.
+        let (piece, pieces) = (64 << 10, MOST_RUNS as u64 + 10);
+        let bytes = 2 * piece * pieces;
+        file.set_len(bytes).unwrap();
+        for i in 0..pieces {
+            file.write_all_at(&[1], 2 * piece * i).unwrap();
+        }
+        let found = data_runs(&file, bytes).unwrap();
+        assert_eq!(found.len(), MOST_RUNS);
+        assert_eq!(found.last().map(|run| run.end().0), Some(bytes / PAGE_SIZE), "all the rest");
+        assert!(found.iter().rev().skip(1).all(|run| run.bytes() <= piece));
+    }
 }

@@ -260,7 +260,7 @@ pub trait Guest: Send + Sync {
     fn stop(&self, why: &str);
 }
 
-/// A guest, and the copies of its drives that are being made.
+/// A guest, and its drives, or copies of them, that are being filled.
 pub type WithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
 
 /// Builds guests from what [`Guest::config`] returned, on this host or another.
@@ -284,6 +284,23 @@ pub trait GuestFactory: Send + Sync {
             return Ok((self.create(vm_id, config)?, Vec::new()));
         };
         let why = "no copies of drives are made here".to_owned();
+        Err(GuestError::Unsupported { what: drive.to_string(), why })
+    }
+
+    /// As [`create`](Self::create), for a guest whose `drives`, hostile input too, are about to be written over: beside it, each of them
+    /// in their order, which nobody else has until it is yielded. A drive that is not there, is another one than said, cannot be written
+    /// to or is somebody else's is refused by its name; nothing has been written to any by then. A factory whose guests have no drives
+    /// refuses.
+    fn create_with_drives(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<Self::Guest>, GuestError> {
+        let Some(drive) = drives.first() else {
+            return Ok((self.create(vm_id, config)?, Vec::new()));
+        };
+        let why = "guests have no drives here".to_owned();
         Err(GuestError::Unsupported { what: drive.to_string(), why })
     }
 }

@@ -21,9 +21,10 @@ use std::time::{Duration, Instant};
 use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::checkpointer::step;
+use crate::followed::{self, Followed, Stood};
 use crate::pieces::{Pieces, in_slots, spans};
 use crate::report::{Cause, Phase};
-use crate::shield::{OfEpoch, Released};
+use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
 use crate::{Guest, GuestError, Paused, Section, Shield, VcpuPauses};
@@ -38,11 +39,12 @@ const BEFORE_LOOK: Duration = Duration::from_micros(500);
 const ROOM_LOOK: Duration = Duration::from_millis(1);
 /// How long somebody may have waited to write, all in all in an epoch, when there is no room for a copy. Less than a pause
 /// waits for vCPUs and devices, which may be among those that wait.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What an epoch is taken with.
 pub(crate) struct Means<'m> {
     pub(crate) guest: &'m dyn Guest,
+    pub(crate) drives: &'m mut [Followed],
     pub(crate) shield: Option<&'m dyn Shield>,
     /// Of so many frames on they are copied behind the guest's back.
     pub(crate) behind_from: u64,
@@ -68,13 +70,24 @@ pub(crate) struct Taken {
 }
 
 /// Takes what changed since the last epoch, and the state. On every way out the guest runs again if it ran before, and
-/// nobody waits for a frame.
+/// nobody waits for a frame or a block.
 pub(crate) fn take(
     means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
-    let (guest, before) = (means.guest, means.guest.stood());
-    let mut taken = take_one(means, subscription)?;
+    let Means { guest, drives, shield, behind_from, staging, file } = means;
+    let before = guest.stood();
+    let (mut taken, blocks) = {
+        let (staging, file) = (&mut *staging, &mut *file);
+        let means = Means { guest, drives, shield, behind_from, staging, file };
+        take_one(means, subscription)?
+    };
+    // After memory, for which vCPUs wait.
+    let copied = step(Phase::CopyDrives, || followed::copy_behind(blocks, staging, file));
+    let (mut changed, waits) = copied?;
+    taken.changed.append(&mut changed);
+    taken.waits += waits.times;
+    taken.waited += waits.time;
     if let Some(stood) = stood_since(guest, &before) {
         taken.pause = stood;
     }
@@ -91,7 +104,10 @@ fn stood_since(guest: &dyn Guest, before: &[VcpuPauses]) -> Option<Duration> {
     if all { now.iter().map(|stood| stood.last).max() } else { None }
 }
 
-fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Taken, (Phase, Cause)> {
+/// An epoch without what changed of drives, and what that is.
+type Apart = (Taken, Vec<Stood>);
+
+fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Apart, (Phase, Cause)> {
     // What is collected now is not in the pause.
     step(Phase::Drain, || means.guest.collect())?;
     if let Some(shield) = means.shield
@@ -109,6 +125,7 @@ fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Taken, 
 /// What a pause brought.
 struct Pause<T> {
     changed: Epoch,
+    blocks: Vec<Stood>,
     sections: Vec<Section>,
     dealt: T,
     time: Duration,
@@ -117,6 +134,7 @@ struct Pause<T> {
 /// The pause: saves the state and learns what changed. Ends when that has been dealt with by `deal`.
 fn pause<T>(
     guest: &dyn Guest,
+    drives: &mut [Followed],
     subscription: &mut Subscription,
     deal: impl FnOnce(&Epoch) -> Result<T, (Phase, Cause)>,
 ) -> Result<Pause<T>, (Phase, Cause)> {
@@ -125,18 +143,19 @@ fn pause<T>(
     // Before the drain: saving may make the host write into guest memory.
     let sections = step(Phase::Save, || paused.save_state())?;
     let changed = step(Phase::Drain, || paused.drain(subscription))?;
+    let blocks = step(Phase::Drain, || followed::stand(drives))?;
     let dealt = deal(&changed)?;
     step(Phase::Resume, || paused.resume())?;
-    Ok(Pause { changed, sections, dealt, time: since.elapsed() })
+    Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })
 }
 
 fn in_the_pause(
     means: Means<'_>,
     subscription: &mut Subscription,
-) -> Result<Taken, (Phase, Cause)> {
-    let Means { guest, staging, file, .. } = means;
-    let Pause { changed, sections, dealt: written, time } =
-        pause(guest, subscription, |changed| {
+) -> Result<Apart, (Phase, Cause)> {
+    let Means { guest, drives, staging, file, .. } = means;
+    let Pause { changed, blocks, sections, dealt: written, time } =
+        pause(guest, drives, subscription, |changed| {
             step(Phase::Copy, || copy_changed(guest, staging, file, changed))
         })?;
     let resumed = Instant::now();
@@ -147,7 +166,7 @@ fn in_the_pause(
     })?;
     let staged = changed.frames();
     let (changed, waited) = (vec![changed], Duration::ZERO);
-    Ok(Taken { changed, staged, behind: 0, waits: 0, waited, pause: time, resumed })
+    Ok((Taken { changed, staged, behind: 0, waits: 0, waited, pause: time, resumed }, blocks))
 }
 
 /// Copies the epoch to the staging area, writing out whatever does not fit. Returns how many of
@@ -176,8 +195,8 @@ fn behind(
     shield: &dyn Shield,
     early: Epoch,
     subscription: &mut Subscription,
-) -> Result<Taken, (Phase, Cause)> {
-    let Means { guest, staging, file, .. } = means;
+) -> Result<Apart, (Phase, Cause)> {
+    let Means { guest, drives, staging, file, .. } = means;
     let shield = &OfEpoch::new(shield);
     // The saver has one of its own: if it ends early, nothing is protected after.
     let _released = Released(shield);
@@ -207,16 +226,16 @@ fn behind(
             .spawn_scoped(scope, move || saver.run())
             .map_err(|e| (Phase::Protect, system("starting a thread that copies", e)))?;
         let taker = Taker { guest, shield, before: &before, late_room, file, go, full, to_guest };
-        let taken = taker.take(early, subscription);
+        let taken = taker.take(early, drives, subscription);
         // Its channels are closed: the saver ends if it has not.
         let saved = saving.join().unwrap_or_else(|_| {
             Err(system("copying behind the guest", io::Error::other("its thread panicked")))
         });
         // First why the saver ended: what befell the other may have come of that. By itself it fails for no other's failure.
         let saved = saved.map_err(|cause| (Phase::CopyBehind, cause))?;
-        let mut taken = taken?;
+        let (mut taken, blocks) = taken?;
         (taken.behind, taken.waits, taken.waited) = (saved.frames, saved.waits, saved.waited);
-        Ok(taken)
+        Ok((taken, blocks))
     })
 }
 
@@ -247,13 +266,18 @@ struct Taker<'m, 'b> {
 }
 
 impl Taker<'_, '_> {
-    fn take(self, early: Epoch, subscription: &mut Subscription) -> Result<Taken, (Phase, Cause)> {
+    fn take(
+        self,
+        early: Epoch,
+        drives: &mut [Followed],
+        subscription: &mut Subscription,
+    ) -> Result<Apart, (Phase, Cause)> {
         let Self { guest, shield, before, late_room, file, go, full, to_guest } = self;
         let layout = guest.layout();
         let mut frames: FrameSet = early.runs().collect();
         step(Phase::Protect, || shield.protect(&spans(layout, &frames)))?;
-        let Pause { changed, sections, dealt: late, time } =
-            pause(guest, subscription, |changed| {
+        let Pause { changed, blocks, sections, dealt: late, time } =
+            pause(guest, drives, subscription, |changed| {
                 let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let mut late: FrameSet =
                     changed.runs().chain(released.unwrap_or_default()).collect();
@@ -282,7 +306,8 @@ impl Taker<'_, '_> {
         })?;
         let changed = vec![early, changed];
         let waited = Duration::ZERO;
-        Ok(Taken { changed, staged: 0, behind: 0, waits: 0, waited, pause: time, resumed })
+        let taken = Taken { changed, staged: 0, behind: 0, waits: 0, waited, pause: time, resumed };
+        Ok((taken, blocks))
     }
 }
 
@@ -297,43 +322,6 @@ struct Saver<'m, 'b> {
     to_file: Sender<Full<'b>>,
     piece_frames: u64,
     waits: Waits,
-}
-
-/// Who waits to write, as far as the saver knows.
-#[derive(Default)]
-struct Waits {
-    /// Somebody waits for them, and that is not looked at yet.
-    awaited: Option<FrameRun>,
-    /// Since when somebody does.
-    since: Option<Instant>,
-    times: u64,
-    /// Without what is since then.
-    before: Duration,
-}
-
-impl Waits {
-    /// Learns whether somebody waits, if that is not known yet.
-    fn look(&mut self, shield: &OfEpoch<'_>, limit: Duration) -> Result<(), GuestError> {
-        if self.awaited.is_none()
-            && let Some(frames) = shield.awaited(limit)?
-        {
-            self.awaited = Some(frames);
-            self.times += 1;
-            self.since = self.since.or(Some(Instant::now()));
-        }
-        Ok(())
-    }
-
-    /// Who was known to wait goes on.
-    fn over(&mut self) {
-        self.before = self.all();
-        (self.awaited, self.since) = (None, None);
-    }
-
-    /// For how long somebody has waited.
-    fn all(&self) -> Duration {
-        self.before + self.since.map_or(Duration::ZERO, |since| since.elapsed())
-    }
 }
 
 /// What a saver did.

@@ -10,7 +10,7 @@
 //! Backlog         what of a restored guest has not come yet, while it runs already
 //! Store           a directory of epochs, each stored whole or not at all (FORMAT.md)
 //! Archive         one epoch in a file, packed
-//! GuestDrive      a drive of a guest, to be copied; DriveCopy, where its copy is being made
+//! GuestDrive      a drive of a guest, to be copied; Keeper, what of it waits for that; DriveCopy, where its copy is being made
 //! restore         a guest of any epoch, every byte checked before it may run
 //! ```
 //!
@@ -25,13 +25,16 @@ mod cost;
 mod crew;
 mod drive;
 pub mod durable;
+mod followed;
 pub mod format;
 mod guest;
 mod instant;
+mod keeper;
 mod live;
 mod pieces;
 mod report;
 mod restore;
+mod restored_drives;
 mod section;
 mod shield;
 mod shielding;
@@ -46,11 +49,12 @@ mod zero;
 pub use backlog::{Backlog, Fetching};
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
-pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout};
+pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout, data_runs};
 pub use guest::{
     Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuPauses,
     VcpuWrites, VmId, WithCopies,
 };
+pub use keeper::{Keeper, Keeping};
 pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
 pub use section::{Section, SectionTag, section_tags};

@@ -1,6 +1,7 @@
 //! What becomes of an epoch: how far it got, what it cost, and why it is not stored.
 
 use std::fmt;
+use std::io;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -34,6 +35,8 @@ pub enum Phase {
     CopyBehind,
     /// Writing frames to the page file.
     Write,
+    /// Copying what changed of drives, while the guest runs.
+    CopyDrives,
     /// Making the frames durable, and then the log that says where they are.
     Publish,
 }
@@ -52,6 +55,7 @@ impl fmt::Display for Phase {
             Self::Save => "saving the guest's state",
             Self::Resume => "resuming the guest",
             Self::Write => "writing",
+            Self::CopyDrives => "copying what changed of disks behind the guest",
             Self::Publish => "publishing",
         })
     }
@@ -70,6 +74,14 @@ pub enum Cause {
     /// The guest's memory.
     #[error("{0}")]
     Memory(#[from] GuestMemoryError),
+    /// A drive of the guest.
+    #[error("disk \"{id}\" cannot be read: {cause}")]
+    Drive {
+        /// Its name.
+        id: String,
+        /// The system's answer.
+        cause: io::Error,
+    },
     /// For so long, all in all, the guest waited to write to what was not copied yet, and the store had no room for a copy.
     #[error("the store is too slow: the guest has waited {} s to write to what is not copied yet", .0.as_secs())]
     Stalled(Duration),
@@ -102,8 +114,10 @@ fn next_has_it(guest: RunState) -> &'static str {
 pub struct EpochReport {
     /// Its number.
     pub epoch: u64,
-    /// Frames in it.
+    /// Frames in it, of memory.
     pub frames: u64,
+    /// Blocks in it, of drives: 4 KiB each.
+    pub disk_blocks: u64,
     /// From the request to pause until the guest had been resumed, in microseconds.
     pub pause_us: u64,
     /// Those of the frames that were copied while the guest ran on, after the pause.

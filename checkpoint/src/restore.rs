@@ -9,10 +9,11 @@ use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
+use crate::restored_drives::{Blocks, RestoredDrives};
 use crate::store::{
     Archive, Cell, EpochInfo, FrameMap, LateFrames, Pinned, Sink, State, Store, StoreError, fetch,
 };
-use crate::{Backlog, Clock, Guest, GuestError, GuestFactory, GuestRam, VmId};
+use crate::{Backlog, Clock, Guest, GuestError, GuestFactory, GuestRam, VmId, WithCopies};
 
 /// Frames that are read at once where none can come late: 1 MiB.
 const AT_ONCE: u64 = 256;
@@ -53,6 +54,20 @@ pub enum RestoreError {
         /// Hash of the stored layout.
         stored: u32,
     },
+    /// Its drives were being written over, after all that is stored of them had been read and found sound.
+    #[error(
+        "epoch {epoch} cannot be restored: {why}; what is in its disks ({}) is part as it was and part as it was then: nobody may \
+         run from them until they are restored once more, from this epoch or another, which mends them",
+        disks.join(", ")
+    )]
+    Drives {
+        /// The epoch.
+        epoch: u64,
+        /// What stands against it.
+        why: String,
+        /// Their names.
+        disks: Vec<String>,
+    },
     /// The guest's memory could not be written.
     #[error("epoch {epoch} cannot be restored: writing the guest's memory failed: {cause}")]
     Memory {
@@ -78,6 +93,10 @@ pub struct RestoreReport {
     pub frames: u64,
     /// Of those, how many are still to come.
     pub late_frames: u64,
+    /// Drives that were written over: all that the guest can write to, or none if the epoch has none.
+    pub drives: u32,
+    /// Blocks of them that are not zeros.
+    pub disk_blocks: u64,
     /// Bytes read.
     pub read_bytes: u64,
     /// How long it took, in milliseconds.
@@ -94,6 +113,8 @@ impl RestoreReport {
             epochs: 0,
             frames: 0,
             late_frames: 0,
+            drives: 0,
+            disk_blocks: 0,
             read_bytes: 0,
             time_ms: 0.0,
         }
@@ -101,7 +122,9 @@ impl RestoreReport {
 }
 
 /// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
-/// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`.
+/// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`. If the epoch has drives, those that the
+/// guest has here are written over, after all else, and are as they were at its instant, durably, when this returns. Nothing is written to any of them
+/// before all that is stored of the guest has been read and found sound; blocks of drives are read twice for that.
 ///
 /// Reads each frame that is not zeros once, wherever its epoch came from, on up to four threads. All checksums are compared on
 /// the way; at the first that is wrong the guest is thrown away. The epoch is kept in the store for as long as it is read,
@@ -150,18 +173,29 @@ fn restore_as<F: GuestFactory, P: Send>(
     let _entered = span.enter();
     tracing::debug!("begin");
     let state = pinned.read_state()?;
+    let blocks = match state.drives.is_empty() {
+        true => None,
+        false => Some(Blocks::new(store.pin(Some(epoch))?)?),
+    };
     let (prepared, guest) = thread::scope(|scope| {
         let beside = scope.spawn(|| prepare(pinned));
         let guest = build(factory, info.vm_id, epoch, &state);
         let prepared = beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         (prepared, guest)
     });
-    let guest = guest?;
-    let mut report = RestoreReport::new(&info);
+    let (guest, drives) = guest?;
+    let drives = RestoredDrives { epoch, heads: &state.drives, drives };
+    let mut report =
+        RestoreReport { drives: drives.heads.len() as u32, ..RestoreReport::new(&info) };
     let filled = prepared.map_err(RestoreError::from).and_then(|prepared| {
         fill(prepared, &guest, &mut report)?;
         let restored = guest.restore_state(&state.sections, clock);
-        restored.map_err(|cause| lost(&*guest, epoch, cause))
+        restored.map_err(|cause| lost(&*guest, epoch, cause))?;
+        // What is in them cannot be had back: as late as can be.
+        let Some(blocks) = blocks else { return Ok(()) };
+        report.disk_blocks = blocks.count();
+        report.read_bytes += report.disk_blocks * PAGE_SIZE;
+        drives.fill(blocks)
     });
     finish(filled, guest, report, since)
 }
@@ -179,7 +213,8 @@ pub fn restore_archive<F: GuestFactory>(
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let guest = build(factory, info.vm_id, epoch, state)?;
+    // An archive has no drives.
+    let (guest, _) = build(factory, info.vm_id, epoch, state)?;
     let report = RestoreReport {
         epochs: 1,
         frames: info.frames,
@@ -273,21 +308,21 @@ fn lazily<G: Guest + ?Sized>(
     Ok(())
 }
 
-/// A guest with zeroed memory, as the epoch's configuration says.
+/// A guest with zeroed memory, as the epoch's configuration says, and its drives as they are, if the epoch has them.
 fn build<F: GuestFactory>(
     factory: &F,
     vm_id: VmId,
     epoch: u64,
     state: &State,
-) -> Result<Arc<F::Guest>, RestoreError> {
-    let built = factory.create(vm_id, &state.config);
-    let guest = built.map_err(|cause| RestoreError::Guest { epoch, cause })?;
+) -> Result<WithCopies<F::Guest>, RestoreError> {
+    let built = factory.create_with_drives(vm_id, &state.config, &state.drives);
+    let (guest, drives) = built.map_err(|cause| RestoreError::Guest { epoch, cause })?;
     if *guest.layout() != state.layout {
         let (built, stored) = (guest.layout().hash(), state.layout.hash());
         guest.stop("its memory is not the stored one");
         return Err(RestoreError::Layout { epoch, built, stored });
     }
-    Ok(guest)
+    Ok((guest, drives))
 }
 
 /// Puts frames into a guest's memory, which is zeros where none are.

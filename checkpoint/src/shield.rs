@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dirty_tracker::FrameRun;
 
@@ -73,5 +73,42 @@ pub(crate) struct Released<'s>(pub(crate) &'s OfEpoch<'s>);
 impl Drop for Released<'_> {
     fn drop(&mut self) {
         self.0.end();
+    }
+}
+
+/// Who waits to write, as far as the saver knows.
+#[derive(Default)]
+pub(crate) struct Waits {
+    /// Somebody waits for them, and that is not looked at yet.
+    pub(crate) awaited: Option<FrameRun>,
+    /// Since when somebody does.
+    pub(crate) since: Option<Instant>,
+    pub(crate) times: u64,
+    /// Without what is since then.
+    before: Duration,
+}
+
+impl Waits {
+    /// Learns whether somebody waits, if that is not known yet.
+    pub(crate) fn look(&mut self, shield: &OfEpoch<'_>, limit: Duration) -> Result<(), GuestError> {
+        if self.awaited.is_none()
+            && let Some(frames) = shield.awaited(limit)?
+        {
+            self.awaited = Some(frames);
+            self.times += 1;
+            self.since = self.since.or(Some(Instant::now()));
+        }
+        Ok(())
+    }
+
+    /// Who was known to wait goes on.
+    pub(crate) fn over(&mut self) {
+        self.before = self.all();
+        (self.awaited, self.since) = (None, None);
+    }
+
+    /// For how long somebody has waited.
+    pub(crate) fn all(&self) -> Duration {
+        self.before + self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 }

@@ -55,6 +55,8 @@ impl Shielding {
     /// An epoch failed for `cause`.
     pub(crate) fn failed(&mut self, phase: Phase, cause: &Cause) {
         match (phase, cause) {
+            // Drives have nothing to do with it.
+            (Phase::CopyDrives, _) => {}
             (Phase::Protect | Phase::CopyBehind, Cause::Guest(_)) => {
                 self.is = Shielded::NotAsked;
                 self.rest(AFTER_FAILURE, cause);

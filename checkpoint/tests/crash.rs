@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use checkpoint::testing::{
-    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op, Survives,
+    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op, Survives, TestDisk,
 };
 use checkpoint::{Checkpointer, Clock, Guest, RunState, StagingLimits, Store, VmId, restore};
 use dirty_tracker::PAGE_SIZE;
@@ -16,7 +16,10 @@ const EPOCHS: u64 = 20;
 /// Few enough that slots are used again and again.
 const KEEP: u64 = 3;
 
-/// All of a guest's memory, slot after slot.
+/// Of the guest's drive, the last of whose blocks is a part.
+const DISK_BYTES: u64 = 20 * PAGE_SIZE + 512;
+
+/// All of a guest's memory, slot after slot, and what is in its drive.
 fn image(guest: &MemoryGuest) -> Vec<u8> {
     let mut image = Vec::new();
     for slot in guest.layout().slots() {
@@ -24,26 +27,34 @@ fn image(guest: &MemoryGuest) -> Vec<u8> {
         guest.ram().read_slice(&mut bytes, GuestAddress(slot.base.gpa())).unwrap();
         image.extend(bytes);
     }
+    image.extend(guest.disks().iter().flat_map(|disk| disk.contents().unwrap()));
     image
 }
 
 fn still() -> Arc<MemoryGuest> {
     let mut config = MemoryConfig::still();
     (config.slots[0].frames, config.slots[1].frames) = (20, 30);
-    MemoryGuest::new(VmId::random(), config).unwrap()
+    let disk = TestDisk::new("disk", DISK_BYTES).unwrap();
+    MemoryGuest::with_disks(VmId::random(), config, vec![disk]).unwrap()
 }
 
-/// Fills the `n`-th of the guest's 50 frames with `byte`, but for its first, which is `salt`.
+/// Fills the `n`-th of the guest's 50 frames, and a part of its drive, with `byte`, but for the first, which is `salt`.
 fn write(guest: &MemoryGuest, n: u64, byte: u8, salt: u8) {
     let gpa = if n < 20 { n } else { 0x400 + n - 20 } * PAGE_SIZE;
     let mut page = [byte; PAGE_SIZE as usize];
     page[0] = salt;
     guest.ram().write_slice(&page, GuestAddress(gpa)).unwrap();
+    let offset = n * 2048 % (DISK_BYTES - 512);
+    let len = PAGE_SIZE.min(DISK_BYTES - offset) as usize;
+    guest.disks()[0].write(offset, &page[..len]).unwrap();
 }
 
 fn restored(disk: &MemoryDisk, epoch: Option<u64>) -> (u64, Vec<u8>) {
     let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
-    let factory = MemoryGuestFactory::default();
+    // Whatever is in it before.
+    let spare = TestDisk::new("disk", DISK_BYTES).unwrap();
+    spare.write(PAGE_SIZE, &[0xee; 15 * 4096]).unwrap();
+    let factory = MemoryGuestFactory { disks: vec![spare], ..Default::default() };
     let (guest, report) = restore(&store, epoch, &factory, Clock::Continue).unwrap();
     (report.epoch, image(&guest))
 }
@@ -394,6 +405,8 @@ proptest! {
                     [Op::Pause, Op::Collect, Op::Save, Op::Resume]
                         .iter()
                         .for_each(|&op| guest.faults().fail_next(op, 0));
+                    // One that could not be resumed: nothing writes to the drive of a guest that stands.
+                    guest.resume().unwrap();
                 }
             }
         }

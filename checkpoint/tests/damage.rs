@@ -5,8 +5,8 @@
 mod small;
 
 use checkpoint::testing::{
-    MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, reseal_log, reseal_manifest,
-    reseal_pages,
+    MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk, reseal_log,
+    reseal_manifest, reseal_pages,
 };
 use checkpoint::{
     Checkpointer, Clock, Damage, Guest, RestoreError, Store, StoreError, VmId, restore,
@@ -375,7 +375,7 @@ fn every_field_that_the_format_fixes_is_checked() {
         (frames + 24, 0, "a record of frames has no runs"),
         (frames + 24 + 8, 77, "are not in the guest's memory"),
         (frames + 24 + 20, 0, "slots 0..1 cannot hold frames"),
-        (frames + 4, 3, "it has frames of object 3, which this version does not know"),
+        (frames + 4, 3, "it has frames of object 3, which the epoch does not have"),
         (commit + 24 + 8, 3, "the oldest epoch that is kept is 3 and should be 3"),
         (second + 24 + 28, 1, "an epoch's flags is 1 and should be 0"),
     ];
@@ -397,6 +397,47 @@ fn every_field_that_the_format_fixes_is_checked() {
         let vm = disk.contents(LOG).unwrap()[32..48].to_vec();
         bytes[32..48].copy_from_slice(&vm);
         reseal_log(&mut bytes);
+        disk.put(LOG, bytes);
+        for refusal in refusals(&disk) {
+            let e = refusal.to_string();
+            assert!(e.contains(expected), "byte {at} set to {byte}: {e}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn every_field_of_drives_is_checked() {
+    let drive = TestDisk::new("d", 8 * 4096).unwrap();
+    let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), vec![drive.clone()])
+        .unwrap();
+    let sound = MemoryDisk::default();
+    let store = Store::with_backend(Box::new(sound.clone()), true).unwrap();
+    let mut checkpointer = Checkpointer::new(guest, store).unwrap();
+    for byte in [1, 2] {
+        drive.write(5 * 4096, &[byte; 4096]).unwrap();
+        checkpointer.take().unwrap();
+    }
+    drop(checkpointer);
+    let log = sound.contents(LOG).unwrap();
+    let at = small::records(&log);
+    let tags: Vec<u16> = at.iter().map(|(_, tag)| *tag).collect();
+    assert_eq!(tags, [0x8011, 0x8012, 1, 0x8015, 0x8013, 0x80ff].repeat(2));
+    let [epoch, drives, frames, again] = [0, 3, 4, 9].map(|n| at[n].0);
+    for (at, byte, expected) in [
+        (epoch + 24 + 28, 0, "a record of tag 0x8015 has no place here"),
+        (drives + 24 + 1, 0, "drive 1 is none: no drive has its size"),
+        (drives + 24 + 8, 0, "drive 1 is none: it has no name"),
+        (drives + 24 + 8, 0xff, "drive 1 is none: its name is no text"),
+        (drives + 4, 1, "the instance of a record that has none is 1"),
+        (frames + 4, 2, "it has frames of object 2, which the epoch does not have"),
+        (frames + 24 + 8, 8, "blocks 0x8..0x9 are not in drive 1"),
+        (frames + 24 + 14, 1, "are not in drive 1"),
+        (again + 24 + 8, b'e', "what tells of the list of drives is"),
+    ] {
+        let mut bytes = log.clone();
+        bytes[at] = byte;
+        reseal_log(&mut bytes);
+        let disk = sound.copy();
         disk.put(LOG, bytes);
         for refusal in refusals(&disk) {
             let e = refusal.to_string();

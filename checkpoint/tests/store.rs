@@ -282,6 +282,7 @@ fn a_report_has_the_names_that_the_command_line_promises() {
     let names: Vec<&String> = line.as_object().unwrap().keys().collect();
     let promised = [
         "behind_frames",
+        "disk_blocks",
         "durable",
         "epoch",
         "frames",

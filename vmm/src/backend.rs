@@ -5,7 +5,7 @@ use std::sync::Arc;
 use checkpoint::{DriveHead, GuestError, GuestFactory, VmId, WithCopies};
 
 use crate::config::{Backend, HostConfig, MachineConfig};
-use crate::devices::make_copies;
+use crate::devices::{make_copies, open_drives};
 use crate::machine::{Machine, MachineError};
 use crate::threads::ThreadMachine;
 use crate::vm::{SharedVm, Vm};
@@ -65,10 +65,26 @@ impl GuestFactory for Factory {
         let host = self.host.with_copies_of(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let copies = make_copies(vm_id, &config, drives)?;
-        let vm: SharedVm = match config.backend {
-            Backend::Kvm => Machine::empty(vm_id, config, &host)?,
-            Backend::Threads => ThreadMachine::new(vm_id, config, &host)?,
-        };
-        Ok((vm, copies))
+        Ok((empty(vm_id, config, &host)?, copies))
     }
+
+    fn create_with_drives(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<dyn Vm>, GuestError> {
+        let host = self.host.writing_over(drives);
+        let config = MachineConfig::decode(config)?.on_host(&host)?;
+        let drives = open_drives(vm_id, &config, drives)?;
+        Ok((empty(vm_id, config, &host)?, drives))
+    }
+}
+
+/// A guest that waits for its memory and state.
+fn empty(vm_id: VmId, config: MachineConfig, host: &HostConfig) -> Result<SharedVm, GuestError> {
+    Ok(match config.backend {
+        Backend::Kvm => Machine::empty(vm_id, config, host)?,
+        Backend::Threads => ThreadMachine::new(vm_id, config, host)?,
+    })
 }

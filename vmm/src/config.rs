@@ -114,6 +114,12 @@ pub struct MachineConfig {
 }
 
 impl HostConfig {
+    /// This host as it is for a guest whose `drives` are about to be written over.
+    pub(crate) fn writing_over(&self, drives: &[DriveHead]) -> Self {
+        let written_over = drives.iter().map(|drive| drive.id.clone()).collect();
+        Self { written_over, ..self.clone() }
+    }
+
     /// This host as it is for a guest whose `drives` come along.
     pub(crate) fn with_copies_of(&self, drives: &[DriveHead]) -> Self {
         let copied = drives.iter().map(|drive| drive.id.clone()).collect();
@@ -127,7 +133,10 @@ impl MachineConfig {
     pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
         devices::replace(&mut self.devices, host)?;
         if host.disks_are_copies {
-            devices::disks_mut(&mut self.devices).for_each(|disk| disk.identity = None);
+            // A wrong one is not written over: those that were named are the operator's word.
+            devices::disks_mut(&mut self.devices)
+                .filter(|disk| !host.written_over.contains(&disk.id))
+                .for_each(|disk| disk.identity = None);
         }
         Ok(self)
     }
@@ -171,8 +180,8 @@ pub struct HostConfig {
     /// For a guest that comes with disks: files to use for them here, in the places of those that
     /// it comes with. A named one goes to the disk of its name, the others to the rest in order.
     pub disks: Vec<DiskSpec>,
-    /// They are expected to be others than the guest had, as after a restore. Else one that is known to be another disk than
-    /// the guest's is refused.
+    /// They are expected to be others than the guest had, as after a restore, and so are those that none is given for unless they
+    /// are to be written over. Else one that is known to be another disk than the guest's is refused.
     pub disks_are_copies: bool,
     /// As `disks`, for its network interfaces.
     pub nets: Vec<NetSpec>,
@@ -180,4 +189,6 @@ pub struct HostConfig {
     pub vsock: Option<VsockSpec>,
     /// Of a guest that comes: the names of the disks that come along, into files that are made here.
     pub copied: Vec<String>,
+    /// Of a guest that is restored: the names of the disks that are written over with what is in its epoch.
+    pub written_over: Vec<String>,
 }

@@ -77,7 +77,8 @@ fn a_disk_that_cannot_be_is_refused_in_a_sentence() {
 
 #[test]
 fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
-    if !kvm_or_skip("a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold") {
+    const TEST: &str = "a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold";
+    if !kvm_or_skip(TEST) {
         return;
     }
     let place = Place::new();
@@ -89,9 +90,12 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     assert!(said.contains("disk\" is in use by another"), "{said}");
 
     let store = place.text("store");
-    let said = first.refuse(4, &["checkpoint", "--store", &store]);
-    assert!(said.contains("\"disk0\"") && said.contains("--disks=external"), "{said}");
-    first.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
+    let socket = first.socket();
+    let args = ["checkpoint", "--api-sock", &socket, "--store", &store, "--disks", "external"];
+    let said = common::output(&args);
+    assert!(
+        said.status.success() && common::text(&said.stderr).contains("disks are yours to keep")
+    );
     let before = first.await_progress(1, &[]);
     let figures = first.info().unwrap()["devices"][0].clone();
     assert_eq!((&figures["id"], &figures["reads"]), (&"disk0".into(), &0.into()), "{figures}");
@@ -134,6 +138,71 @@ fn a_disk_in_use_is_refused_and_a_checkpoint_says_what_it_does_not_hold() {
     second.await_progress(1, &before);
     second.tell(&["stop"]);
     assert_eq!(second.wait(), Some(0));
+}
+
+/// What was in the disk at the checkpoint is what the restored guest has, whatever was written there since; the file that is named is
+/// written over, and no other.
+#[test]
+fn a_restore_brings_the_disk_back_with_the_guest() {
+    if !kvm_or_skip("a_restore_brings_the_disk_back_with_the_guest") {
+        return;
+    }
+    let place = Place::new();
+    let (spec, bytes) = (disk(&place, "disk", 1 << 20), 1 << 20);
+    let mut then = vec![0; bytes];
+    then[4096 * 3..4096 * 10].fill(7);
+    std::fs::write(place.path("disk"), &then).unwrap();
+    let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());
+    let id = first.info().unwrap()["vm_id"].as_str().unwrap().to_owned();
+    let store = place.text("store");
+    first.tell(&["checkpoint", "--store", &store]);
+    let before = first.await_progress(1, &[]);
+    let state = place.text("state");
+    let restore = |more: &[&str]| {
+        let args = ["restore", "--store", &store, "--serial", "null", "--state-dir", &state];
+        fail(1, &[&args[..], more].concat())
+    };
+    let said = restore(&[]);
+    assert!(said.contains("disk\" is in use by another"), "{said}");
+    first.kill();
+    let later = vec![9; bytes];
+    std::fs::write(place.path("disk"), &later).unwrap();
+    let small = disk(&place, "small", 4096);
+    let said = restore(&["--disk", &small]);
+    assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
+    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    let named = format!("path={}", place.text("named"));
+    let lazily = ["--lazy", "--disk", &named];
+    for (name, life, more) in [("named", "second", &lazily[..]), ("disk", "third", &[])] {
+        std::fs::write(place.path(name), &later).unwrap();
+        let args = [&["restore", "--store", &store], more].concat();
+        let mut second = Vmm::start(&place, life, &args);
+        second.await_api();
+        second.await_progress(1, &before);
+        assert!(second.said().contains("7 blocks written to 1 of its disks"), "{}", second.said());
+        assert!(!second.said().contains("as it is now"), "{}", second.said());
+        assert!(std::fs::read(place.path(name)).unwrap() == then, "{name}");
+        second.kill();
+    }
+    // Another file by that name is written over only if it is named.
+    std::fs::write(place.path("other"), &later).unwrap();
+    std::fs::rename(place.path("other"), place.path("disk")).unwrap();
+    let said = restore(&[]);
+    assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
+    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    // So it is not while its guest may be running elsewhere.
+    std::fs::create_dir_all(&state).unwrap();
+    let record = place.path("state").join(format!("{id}.source.json"));
+    std::fs::write(&record, "torn").unwrap();
+    let said = restore(&["--disk", &spec]);
+    assert!(said.contains("runs elsewhere"), "{said}");
+    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    std::fs::remove_file(record).unwrap();
+    let mut fourth = Vmm::start(&place, "fourth", &["restore", "--store", &store, "--disk", &spec]);
+    fourth.await_api();
+    fourth.await_progress(1, &before);
+    assert!(std::fs::read(place.path("disk")).unwrap() == then);
+    fourth.kill();
 }
 
 /// Two hosts that share a disk: it is locked by the one that may run the guest.

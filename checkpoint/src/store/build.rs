@@ -2,17 +2,19 @@
 
 use std::io;
 
-use dirty_tracker::{FrameRun, Layout};
+use dirty_tracker::{FrameRun, Gfn, Layout};
 
 use super::backend::StoreFile;
 use super::log::Place;
+use super::object::{encode_drives, place};
 use super::records::{
     COMMIT_LEN, Commit, Digest, Front, MAX_RECORD_FRAMES, MAX_RUNS, NO_SLOT, Placed, TAG_COMMIT,
-    TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT, TAG_ZEROS, encode_frames, encode_layout, encode_zeros,
+    TAG_DRIVES, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT, TAG_ZEROS, encode_frames, encode_layout,
+    encode_zeros,
 };
 use super::sectors::{DATA, Framer, SECTOR};
 use crate::format::{HEADER_LEN, Header, MAGIC_LOG, RECORD_HEAD_LEN, RecordHead};
-use crate::{Section, VmId, section_tags};
+use crate::{DriveHead, Section, VmId, section_tags};
 
 /// Sectors are written when there are so many bytes of them.
 const AT_ONCE: usize = 1 << 20;
@@ -54,12 +56,24 @@ impl<'f> Builder<'f> {
         Self { file, framer, place, records: 0, first: place.sector, table: Vec::new() }
     }
 
-    /// Begins an epoch.
-    pub(crate) fn front(&mut self, front: Front, layout: &Layout, config: &[u8]) -> io::Result<()> {
+    /// Begins an epoch, which has these drives.
+    pub(crate) fn front(
+        &mut self,
+        front: Front,
+        layout: &Layout,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> io::Result<()> {
         self.framer.begin();
         self.record(TAG_EPOCH, 0, true, &front.encode())?;
         self.record(TAG_LAYOUT, 0, true, &encode_layout(layout))?;
-        self.record(section_tags::CONFIG.0, 0, true, config)
+        self.record(section_tags::CONFIG.0, 0, true, config)?;
+        if !front.drives {
+            return Ok(());
+        }
+        let list = encode_drives(drives);
+        let list = list.ok_or_else(|| io::Error::other("a drive's name or size is none"))?;
+        self.record(TAG_DRIVES, 0, true, &list)
     }
 
     /// Appends frames, which ascend, and then those of them that are zeros.
@@ -77,7 +91,8 @@ impl<'f> Builder<'f> {
         let mut ends = Ends::new(layout);
         for Entry { frame, slot, crc } in entries {
             let joined = !ends.passed(frame);
-            if crcs.len() == MAX_RECORD_FRAMES {
+            let last = runs.last().map(|last| last.frames);
+            if crcs.len() == MAX_RECORD_FRAMES || is_of_another(last, frame) {
                 self.flush_frames(&mut runs, &mut crcs)?;
             }
             match runs.last_mut() {
@@ -92,7 +107,7 @@ impl<'f> Builder<'f> {
                     if runs.len() == MAX_RUNS {
                         self.flush_frames(&mut runs, &mut crcs)?;
                     }
-                    let frames = FrameRun { start: dirty_tracker::Gfn(frame), count: 1 };
+                    let frames = FrameRun { start: Gfn(frame), count: 1 };
                     runs.push(Placed { frames, slot });
                 }
             }
@@ -110,11 +125,12 @@ impl<'f> Builder<'f> {
         Ok(())
     }
 
-    /// A record of frames.
+    /// A record of frames, all of one object.
     pub(crate) fn frames(&mut self, runs: &[Placed], crcs: &[u32]) -> io::Result<()> {
         let mut table = std::mem::take(&mut self.table);
         encode_frames(runs, crcs, &mut table);
-        self.record(TAG_FRAMES, 0, true, &table)?;
+        let object = object_of(runs.first().map(|run| run.frames));
+        self.record(TAG_FRAMES, object, true, &table)?;
         self.table = table;
         Ok(())
     }
@@ -124,25 +140,26 @@ impl<'f> Builder<'f> {
         let mut ends = Ends::new(layout);
         for frame in frames {
             let joined = !ends.passed(frame);
+            let before = runs.last().copied();
             match runs.last_mut() {
                 Some(last) if joined && last.end().0 == frame => last.count += 1,
                 _ => {
-                    if runs.len() == MAX_RUNS {
+                    if runs.len() == MAX_RUNS || is_of_another(before, frame) {
                         self.zero_runs(&runs)?;
                         runs.clear();
                     }
-                    runs.push(FrameRun { start: dirty_tracker::Gfn(frame), count: 1 });
+                    runs.push(FrameRun { start: Gfn(frame), count: 1 });
                 }
             }
         }
         if runs.is_empty() { Ok(()) } else { self.zero_runs(&runs) }
     }
 
-    /// A record of frames of zeros.
+    /// A record of frames of zeros, all of one object.
     pub(crate) fn zero_runs(&mut self, runs: &[FrameRun]) -> io::Result<()> {
         let mut table = std::mem::take(&mut self.table);
         encode_zeros(runs, &mut table);
-        self.record(TAG_ZEROS, 0, true, &table)?;
+        self.record(TAG_ZEROS, object_of(runs.first().copied()), true, &table)?;
         self.table = table;
         Ok(())
     }
@@ -210,6 +227,15 @@ impl<'f> Builder<'f> {
         (self.records, self.first) = (0, self.place.sector);
         Ok(self.place)
     }
+}
+
+fn object_of(run: Option<FrameRun>) -> u16 {
+    run.map_or(0, |run| place(run.start).0)
+}
+
+/// Whether `frame` is of another object than the frames before it, if there are some.
+fn is_of_another(last: Option<FrameRun>, frame: u64) -> bool {
+    last.is_some_and(|last| place(last.start).0 != place(Gfn(frame)).0)
 }
 
 /// Where memory slots end: no run goes over that.

@@ -16,6 +16,7 @@ use super::backend::{RangeLock, StoreFile};
 use super::build::Builder;
 use super::log::{LogFile, Place};
 use super::manifest::{Manifest, NotWritten};
+use super::object::MEMORY;
 use super::pages::Pages;
 use super::records::{Commit, Files, NO_SLOT};
 use super::sectors::SECTOR;
@@ -51,7 +52,10 @@ impl Default for Bounds {
 /// An epoch that is durable.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Published {
+    /// Of memory.
     pub(crate) frames: u64,
+    /// Of drives.
+    pub(crate) blocks: u64,
     pub(crate) bytes: u64,
 }
 
@@ -246,7 +250,7 @@ impl Committer {
         let frames = entries.len() as u64 - zero_frames;
         let mut builder = Builder::new(&*self.log, self.end);
         let mut write = || -> io::Result<(Place, u64)> {
-            builder.front(front, written.layout(), written.config())?;
+            builder.front(front, written.layout(), written.config(), written.drives())?;
             builder.entries(written.layout(), entries.iter().copied())?;
             written.sections().iter().try_for_each(|section| builder.section(section))?;
             let bytes = frames * PAGE_SIZE + builder.bytes_if_ended();
@@ -261,7 +265,9 @@ impl Committer {
             self.lost = true;
             self.store.io("syncing", &name, e)
         })?;
-        Ok((place, Published { frames: frames + zero_frames, bytes }))
+        let in_memory = entries.partition_point(|e| MEMORY.contains(&e.frame)) as u64;
+        let blocks = frames + zero_frames - in_memory;
+        Ok((place, Published { frames: in_memory, blocks, bytes }))
     }
 
     fn is_durable(&mut self, written: Written, place: Place, dropped: usize) {

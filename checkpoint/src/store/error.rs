@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use dirty_tracker::{FrameRun, Gfn, LayoutError};
 
+use super::object;
 use crate::VmId;
 use crate::format::FormatError;
 use crate::slots::{SlotError, SlotRun};
@@ -122,6 +123,21 @@ pub enum StoreError {
         /// The last number that is used.
         last: u64,
     },
+    /// An archive has memory and state alone, and the epoch more.
+    #[error(
+        "epoch {epoch} of the store {} has the guest's disks ({}), and an archive has no place for them: keep the store's directory as a whole, \
+         or take a checkpoint with --disks external into another store, and copies of the disks in its pause",
+        dir.display(),
+        disks.join(", ")
+    )]
+    HasDrives {
+        /// The store.
+        dir: PathBuf,
+        /// The epoch.
+        epoch: u64,
+        /// Their names.
+        disks: Vec<String>,
+    },
     /// The epoch asked for, or any at all, is not there.
     #[error(
         "the store {} has no epoch{}",
@@ -172,8 +188,8 @@ pub enum Damage {
     /// Nothing was written where something must have been: what follows was written after it.
     #[error("nothing was written here, but what follows was")]
     Unwritten,
-    /// Blocks of something that this program does not store.
-    #[error("it has frames of object {object}, which this version does not know")]
+    /// Blocks of a drive that the epoch does not have.
+    #[error("it has frames of object {object}, which the epoch does not have")]
     Object {
         /// Its number.
         object: u16,
@@ -194,7 +210,7 @@ pub enum Damage {
     },
     /// The contents of a frame are not those that were stored.
     #[error(
-        "the checksum of {gfn} of epoch {epoch} is {found:#010x} and should be {expected:#010x}"
+        "the checksum of {} of epoch {epoch} is {found:#010x} and should be {expected:#010x}", object::name(*gfn)
     )]
     Frame {
         /// The frame.
@@ -220,9 +236,11 @@ pub enum Damage {
         /// The record's tag.
         tag: u16,
     },
-    /// Frames that the guest does not have.
-    #[error("frames {run} are not in the guest's memory")]
+    /// Frames, or blocks of a drive, that the guest does not have.
+    #[error("{}", outside(*object, *run))]
     Outside {
+        /// 0 for memory, the number of the drive for blocks.
+        object: u16,
         /// The frames.
         run: FrameRun,
     },
@@ -238,14 +256,32 @@ pub enum Damage {
         before: u64,
     },
     /// Runs of a record that are not ascending, or overlap.
-    #[error("frames {run} stand behind frames {before}; the runs of a record ascend")]
+    #[error("{} stand behind {}; the runs of a record ascend", object::name_run(*run), object::name_run(*before))]
     Order {
         /// The run that is out of order.
         run: FrameRun,
         /// The one before it.
         before: FrameRun,
     },
+    /// A drive that is none.
+    #[error("drive {number} is none: {why}")]
+    Drive {
+        /// Which, from 1 on.
+        number: u16,
+        /// What is wrong with it.
+        why: &'static str,
+    },
     /// Memory slots that make no layout.
     #[error("the memory layout is none: {0}")]
     Layout(#[from] LayoutError),
+}
+
+fn outside(object: u16, run: FrameRun) -> String {
+    match object {
+        0 => format!("frames {run} are not in the guest's memory"),
+        n => {
+            let (first, end) = (run.start.0, run.start.0.saturating_add(run.count));
+            format!("blocks {first:#x}..{end:#x} are not in drive {n}")
+        }
+    }
 }

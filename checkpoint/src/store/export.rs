@@ -22,6 +22,8 @@ pub struct ExportReport {
     pub bytes: u64,
     /// Frames in it that are not zeros; the others are holes, and not in an archive at all.
     pub frames: u64,
+    /// Drives that the epoch has and the file has not.
+    pub drives: u32,
 }
 
 /// Where in a file frame `gfn` goes, and those that follow it in its memory slot; nowhere if it is none of the guest's.
@@ -54,7 +56,7 @@ impl Sink for Placed<'_> {
 
 impl Store {
     /// Writes the memory of `epoch`, or of the latest, to `file`, an empty one: each byte at its guest physical address, with
-    /// holes where it is zero. `path` is for messages. All that is read is checked; after an error the file is of no use.
+    /// holes where it is zero. Drives are left out, which the report says. `path` is for messages. All that is read is checked; after an error the file is of no use.
     /// Durable when it returns.
     pub fn export_raw(
         &self,
@@ -85,7 +87,7 @@ impl Store {
         let mut map = FrameMap::default();
         pinned.read_map(&mut map)?;
         let info = pinned.log.groups[pinned.index].info;
-        let State { layout, sections, .. } = pinned.read_state()?;
+        let State { layout, sections, drives, .. } = pinned.read_state()?;
         let place = begin(&layout, &sections).map_err(|e| io("beginning", e))?;
         let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
         fetch(&pinned.pages, info.epoch, &mut frames, &Placed { file, path, place })?;
@@ -96,6 +98,8 @@ impl Store {
             vm_id: info.vm_id,
             bytes,
             frames: frames.len() as u64,
+            // There are 256 at most.
+            drives: drives.len() as u32,
         })
     }
 }

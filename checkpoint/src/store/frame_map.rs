@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use dirty_tracker::{FrameRun, Gfn};
 
+use super::object::MEMORY;
 use super::records::Placed;
 use crate::slots::SlotRun;
 
@@ -112,15 +113,30 @@ impl FrameMap {
         }
     }
 
-    /// All frames that are not zeros, ascending.
+    /// All frames of guest memory that are not zeros, ascending.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+        self.range(MEMORY)
+    }
+
+    /// All frames that are not zeros, those of drives included, ascending.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+        self.range(0..u64::MAX)
+    }
+
+    /// Those of drives alone.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+        self.range(MEMORY.end..u64::MAX)
+    }
+
+    /// Those of `frames`, which begin and end with a chunk.
+    fn range(&self, frames: std::ops::Range<u64>) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
         let cells = |(number, chunk): (&u64, &Chunk)| {
             let first = number * CHUNK;
             let cells: Vec<(Gfn, Cell)> =
                 chunk.iter().map(|(at, cell)| (Gfn(first + at), cell)).collect();
             cells
         };
-        self.chunks.iter().flat_map(cells)
+        self.chunks.range(frames.start / CHUNK..frames.end / CHUNK).flat_map(cells)
     }
 
     /// Where a frame is, if it is not zeros.
@@ -131,7 +147,7 @@ impl FrameMap {
 
     /// The slots of all frames, as ascending runs.
     pub(crate) fn slots(&self) -> Vec<SlotRun> {
-        runs_of(self.iter().map(|(_, cell)| cell.slot).collect())
+        runs_of(self.all().map(|(_, cell)| cell.slot).collect())
     }
 }
 

@@ -5,13 +5,14 @@ use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use super::Damage;
 use super::log::Place;
+use super::object::{Objects, decode_drives};
 use super::records::{
-    Commit, Digest, Front, Placed, TAG_COMMIT, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT, TAG_STORE,
-    TAG_ZEROS, decode_frames, decode_head, decode_layout, decode_zeros, is_known, limit,
+    Commit, Digest, Front, Placed, TAG_COMMIT, TAG_DRIVES, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT,
+    TAG_STORE, TAG_ZEROS, decode_frames, decode_head, decode_layout, decode_zeros, is_known, limit,
 };
 use super::sectors::{DATA, Kind, SECTOR, Sectors, Stop};
 use crate::format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead};
-use crate::{Section, SectionTag, is_zero, section_tags};
+use crate::{DriveHead, Section, SectionTag, is_zero, section_tags};
 
 /// The place in a log up to which all records have been read and checked.
 pub(super) struct Cursor<'l> {
@@ -102,9 +103,9 @@ impl Cursor<'_> {
 /// One record of an epoch, checked.
 #[derive(Debug)]
 pub(crate) enum Record<'r> {
-    /// Where frames are, and their contents' checksums in the order of the runs. All lie in the layout.
+    /// Where frames are, of memory or of a drive, and their contents' checksums in the order of the runs. All are the epoch's.
     Frames(&'r [Placed], &'r [u32]),
-    /// Frames of zeros, in the layout.
+    /// Frames of zeros, of memory or of a drive.
     Zeros(&'r [FrameRun]),
     /// A piece of state other than the configuration.
     Section(Section),
@@ -116,6 +117,8 @@ pub(crate) struct GroupReader<'l> {
     pub(crate) front: Front,
     pub(crate) layout: Layout,
     pub(crate) config: Vec<u8>,
+    /// Those that it has blocks of.
+    pub(crate) drives: Vec<DriveHead>,
     /// How it ends, and where the next begins, once all is read.
     pub(crate) ended: Option<(Commit, Place)>,
     first: Place,
@@ -149,12 +152,20 @@ impl<'l> GroupReader<'l> {
         let layout = decode_layout(&c.payload, front.layout).map_err(|e| c.damaged(e))?;
         c.expect(section_tags::CONFIG.0)?;
         let config = std::mem::take(&mut c.payload);
+        let drives = match front.drives {
+            true => {
+                c.expect(TAG_DRIVES)?;
+                decode_drives(&c.payload).map_err(|e| c.damaged(e))?
+            }
+            false => Vec::new(),
+        };
         Ok(Self {
             cursor: c,
             front,
             layout,
             state_bytes: config.len() as u64,
             config,
+            drives,
             ended: None,
             first: place,
             stage: TAG_FRAMES,
@@ -182,8 +193,10 @@ impl<'l> GroupReader<'l> {
         };
         match head.tag {
             TAG_FRAMES if self.stage == TAG_FRAMES => {
-                let Self { cursor: c, layout, before, runs, crcs, .. } = self;
-                let frames = decode_frames(&c.payload, layout, before, runs, crcs);
+                let object = self.object(head)?;
+                let Self { cursor: c, layout, drives, before, runs, crcs, .. } = self;
+                let objects = Objects { layout, drives };
+                let frames = decode_frames(&c.payload, object, objects, before, runs, crcs);
                 self.frames += frames.map_err(|e| c.damaged(e))?;
                 Ok(Some(Record::Frames(&self.runs, &self.crcs)))
             }
@@ -191,8 +204,10 @@ impl<'l> GroupReader<'l> {
                 if self.stage < TAG_ZEROS {
                     (self.stage, self.before) = (TAG_ZEROS, None);
                 }
-                let Self { cursor: c, layout, before, zeros, .. } = self;
-                let frames = decode_zeros(&c.payload, layout, before, zeros);
+                let object = self.object(head)?;
+                let Self { cursor: c, layout, drives, before, zeros, .. } = self;
+                let objects = Objects { layout, drives };
+                let frames = decode_zeros(&c.payload, object, objects, before, zeros);
                 self.zero_frames += frames.map_err(|e| c.damaged(e))?;
                 Ok(Some(Record::Zeros(&self.zeros)))
             }
@@ -205,6 +220,15 @@ impl<'l> GroupReader<'l> {
                 self.section(head).map(Some)
             }
             tag => Err(self.cursor.damaged(Damage::Misplaced { tag })),
+        }
+    }
+
+    /// Of which object a record has frames.
+    fn object(&self, head: RecordHead) -> Result<u16, Stop> {
+        let objects = Objects { layout: &self.layout, drives: &self.drives };
+        match head.instance {
+            object if usize::from(object) < objects.count() => Ok(object),
+            object => Err(self.cursor.damaged(Damage::Object { object })),
         }
     }
 

@@ -3,6 +3,7 @@
 use std::io;
 
 use super::group::GroupReader;
+use super::object::encode_drives;
 use super::records::{Digest, Front, TAG_COMMIT};
 use super::sectors::{Kind, SECTOR, Sectors, Stop};
 use super::{Damage, EpochInfo, Store, StoreError, log_name};
@@ -23,6 +24,8 @@ pub(crate) struct Place {
 pub(crate) struct Group {
     pub(crate) info: EpochInfo,
     pub(crate) front: Front,
+    /// Tells its list of drives from others; 0 without drives.
+    pub(crate) drives: u32,
     /// The oldest epoch that is kept since this one is there.
     pub(crate) oldest: u64,
     pub(crate) place: Place,
@@ -160,7 +163,9 @@ impl LogFile {
         let vm_id = self.vm_id;
         let mut reader = GroupReader::open(&mut self.sectors, place)?;
         let Front { epoch, parent, created_unix_ms, .. } = reader.front;
-        if let Err(damage) = follows(&reader.front, before.as_ref()) {
+        // None of no drives: the list has a length.
+        let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
+        if let Err(damage) = follows(&reader.front, drives, before.as_ref()) {
             return Err(reader.cursor.damaged(damage));
         }
         while reader.next()?.is_some() {}
@@ -184,10 +189,11 @@ impl LogFile {
             frames: commit.frames.saturating_add(commit.zero_frames),
             zero_frames: commit.zero_frames,
             bytes: commit.bytes,
+            drives: reader.drives.len() as u32,
             created_unix_ms,
         };
         let (front, sectors) = (reader.front, end.sector - place.sector);
-        Ok((Group { info, front, oldest: commit.oldest, place, sectors }, end))
+        Ok((Group { info, front, drives, oldest: commit.oldest, place, sectors }, end))
     }
 
     /// Group number `index`, to be read.
@@ -221,7 +227,7 @@ fn reader_offset(place: Place) -> u64 {
 }
 
 /// Refuses an epoch that cannot stand behind `before`.
-fn follows(front: &Front, before: Option<&Group>) -> Result<(), Damage> {
+fn follows(front: &Front, drives: u32, before: Option<&Group>) -> Result<(), Damage> {
     let Some(before) = before else {
         // Nothing is known of what it builds on.
         let Some(parent) = front.parent.filter(|_| !front.is_whole()) else { return Ok(()) };
@@ -239,6 +245,7 @@ fn follows(front: &Front, before: Option<&Group>) -> Result<(), Damage> {
     let Some(parent) = front.parent else { return Ok(()) };
     let fields = [
         ("the parent's number", parent, last),
+        ("what tells of the list of drives", drives.into(), before.drives.into()),
         ("the hash of the memory layout", front.layout.into(), before.front.layout.into()),
     ];
     match fields.into_iter().find(|(_, found, expected)| found != expected) {

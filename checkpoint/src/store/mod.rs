@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! sectors, records   the log's bytes                         log, group, build  epochs in it: read, written
+//! object             memory and drives, as frames
 //! frame_map          where an epoch's frames are             pages              the page file and its free slots
 //! writer             one epoch being written                 opening, commit    made durable, in order; old ones dropped
 //! space              which slots which epochs need           rotate             another log, compaction
@@ -24,6 +25,7 @@ mod group;
 mod late;
 mod log;
 mod manifest;
+mod object;
 mod opening;
 mod pages;
 mod pin;
@@ -54,6 +56,7 @@ pub(crate) use frame_map::{Cell, FrameMap};
 pub(crate) use group::Record;
 pub(crate) use late::LateFrames;
 pub(crate) use log::LogFile;
+pub(crate) use object::{of_object, place};
 pub(crate) use pages::Pages;
 pub(crate) use pin::{Pinned, State};
 pub(crate) use records::MAX_EPOCH;
@@ -135,12 +138,14 @@ pub struct EpochInfo {
     pub parent: Option<u64>,
     /// Whether it was taken of all memory.
     pub full: bool,
-    /// Frames that it brought, those of zeros included.
+    /// Frames that it brought, of memory and drives, those of zeros included.
     pub frames: u64,
     /// Frames of zeros, stored without contents.
     pub zero_frames: u64,
     /// Bytes that it took: slots of its own in the page file, and its records.
     pub bytes: u64,
+    /// Drives that it has, whose blocks are among the frames.
+    pub drives: u32,
     /// When it was begun: milliseconds since 1970, by the host's clock.
     pub created_unix_ms: u64,
 }

@@ -15,7 +15,7 @@ use super::manifest::Manifest;
 use super::pages::PageReader;
 use super::space::apply;
 use super::{FrameMap, RangeLock, Record, Store, StoreError, pages_name};
-use crate::Section;
+use crate::{DriveHead, Section};
 
 /// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -36,6 +36,8 @@ pub(crate) struct Pinned {
 pub(crate) struct State {
     pub(crate) layout: Layout,
     pub(crate) config: Vec<u8>,
+    /// In their order; none if the epoch does not have them.
+    pub(crate) drives: Vec<DriveHead>,
     pub(crate) sections: Vec<Section>,
 }
 
@@ -49,7 +51,8 @@ impl Pinned {
                 sections.push(section);
             }
         }
-        Ok(State { layout: group.layout.clone(), config: group.config.clone(), sections })
+        let (layout, config) = (group.layout.clone(), group.config.clone());
+        Ok(State { layout, config, drives: group.drives.clone(), sections })
     }
 
     /// Where all frames of the epoch are. Returns from how many epochs' records that is known.

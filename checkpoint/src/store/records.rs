@@ -5,6 +5,7 @@ use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::Damage;
+use super::object::{MAX_DRIVES_LEN, Objects, place};
 use crate::format::{
     MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
 };
@@ -23,6 +24,8 @@ pub(crate) const TAG_LAYOUT: u16 = 0x8012;
 pub(crate) const TAG_FRAMES: u16 = 0x8013;
 /// Frames of zeros.
 pub(crate) const TAG_ZEROS: u16 = 0x8014;
+/// The drives.
+pub(crate) const TAG_DRIVES: u16 = 0x8015;
 /// The end of an epoch.
 pub(crate) const TAG_COMMIT: u16 = 0x80ff;
 
@@ -49,6 +52,7 @@ pub(crate) fn limit(tag: u16) -> u32 {
         TAG_LAYOUT => MAX_SLOTS as usize * size_of::<RawSlot>(),
         TAG_FRAMES => RUNS_HEAD + MAX_RUNS * size_of::<RawPlaced>() + MAX_RECORD_FRAMES * 4,
         TAG_ZEROS => RUNS_HEAD + MAX_RUNS * size_of::<RawRun>(),
+        TAG_DRIVES => MAX_DRIVES_LEN,
         TAG_COMMIT => COMMIT_LEN,
         tag if tag == section_tags::CONFIG.0 => MAX_CONFIG as usize,
         _ => MAX_SECTION as usize,
@@ -58,7 +62,7 @@ pub(crate) fn limit(tag: u16) -> u32 {
 
 /// Whether a record is one of the store's own that this program knows.
 pub(crate) fn is_known(tag: u16) -> bool {
-    (TAG_FILES..=TAG_ZEROS).contains(&tag) || tag == TAG_COMMIT
+    (TAG_FILES..=TAG_DRIVES).contains(&tag) || tag == TAG_COMMIT
 }
 
 /// Reads a record's head more strictly than the wire does: a file has no newer writer to allow for.
@@ -70,11 +74,10 @@ pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Dam
         ("the unused field of a record's head", word(6)),
     ])?;
     if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
-        // Objects beside guest memory, which is 0, are for versions to come.
-        if matches!(head.tag, TAG_FRAMES | TAG_ZEROS) && head.instance != 0 {
-            return Err(Damage::Object { object: head.instance });
+        // Of frames it is the object: whether that is one the epoch says.
+        if !matches!(head.tag, TAG_FRAMES | TAG_ZEROS) {
+            all_zero([("the instance of a record that has none", head.instance.into())])?;
         }
-        all_zero([("the instance of a record that has none", head.instance.into())])?;
         if !head.must_understand {
             let what = "the flag that a record must be understood";
             return Err(Damage::Mismatch { what, found: 0, expected: 1 });
@@ -163,10 +166,13 @@ pub(crate) struct Front {
     pub(crate) layout: u32,
     /// Its frames are all of memory, whatever it built on when it was taken.
     pub(crate) rebased: bool,
+    /// It has drives, and says which.
+    pub(crate) drives: bool,
 }
 
-/// Flag of [`Front::rebased`].
+/// Flags of [`Front::rebased`] and [`Front::drives`].
 const REBASED: u32 = 1;
+const DRIVES: u32 = 2;
 
 impl Front {
     /// Whether it stands alone in its log.
@@ -180,7 +186,8 @@ impl Front {
             parent: self.parent.unwrap_or(0).into(),
             created_unix_ms: self.created_unix_ms.into(),
             layout: self.layout.into(),
-            flags: (if self.rebased { REBASED } else { 0 }).into(),
+            flags: (if self.rebased { REBASED } else { 0 } | if self.drives { DRIVES } else { 0 })
+                .into(),
         };
         raw.as_bytes().to_vec()
     }
@@ -203,7 +210,7 @@ impl Front {
         }
         all_zero([(
             "the undefined part of an epoch's flags",
-            (raw.flags.get() & !REBASED).into(),
+            (raw.flags.get() & !(REBASED | DRIVES)).into(),
         )])?;
         Ok(Self {
             epoch,
@@ -211,6 +218,7 @@ impl Front {
             created_unix_ms: raw.created_unix_ms.get(),
             layout: raw.layout.get(),
             rebased: raw.flags.get() & REBASED != 0,
+            drives: raw.flags.get() & DRIVES != 0,
         })
     }
 }
@@ -346,14 +354,13 @@ impl Placed {
     }
 }
 
-/// Replaces `table` with the payload of a record of frames, of which `crcs` are the contents' checksums.
+/// Replaces `table` with the payload of a record of frames of one object, of which `crcs` are the contents' checksums.
 pub(crate) fn encode_frames(runs: &[Placed], crcs: &[u32], table: &mut Vec<u8>) {
     table.clear();
     table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
     for Placed { frames, slot } in runs {
-        let count = frames.count as u32;
-        let raw =
-            RawPlaced { start: frames.start.0.into(), count: count.into(), slot: (*slot).into() };
+        let (start, count) = (place(frames.start).1, frames.count as u32);
+        let raw = RawPlaced { start: start.0.into(), count: count.into(), slot: (*slot).into() };
         table.extend_from_slice(raw.as_bytes());
     }
     crcs.iter().for_each(|crc| table.extend_from_slice(&crc.to_le_bytes()));
@@ -364,7 +371,8 @@ pub(crate) fn encode_zeros(runs: &[FrameRun], table: &mut Vec<u8>) {
     table.clear();
     table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
     for run in runs {
-        let raw = RawRun { start: run.start.0.into(), count: run.count.into() };
+        let start = place(run.start).1;
+        let raw = RawRun { start: start.0.into(), count: run.count.into() };
         table.extend_from_slice(raw.as_bytes());
     }
 }
@@ -390,11 +398,8 @@ pub(super) fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     Ok((<[T]>::ref_from_bytes(table).map_err(|_| short(bytes))?, rest))
 }
 
-/// Refuses a run that is not in memory, or does not come after all before it.
-fn check_run(run: FrameRun, layout: &Layout, before: &mut Option<FrameRun>) -> Result<(), Damage> {
-    if !layout.contains(run) {
-        return Err(Damage::Outside { run });
-    }
+/// Refuses a run that does not come after all before it.
+fn check_order(run: FrameRun, before: &mut Option<FrameRun>) -> Result<(), Damage> {
     // So that an epoch names a frame once, and cannot cost more than memory is large.
     if let Some(before) = before.filter(|before| before.end() > run.start) {
         return Err(Damage::Order { run, before });
@@ -403,11 +408,12 @@ fn check_run(run: FrameRun, layout: &Layout, before: &mut Option<FrameRun>) -> R
     Ok(())
 }
 
-/// Replaces `runs` and `crcs` with what is in the payload of a record of frames. `before` is the run before it in its epoch.
-/// Returns how many frames there are.
+/// Replaces `runs` and `crcs` with what is in the payload of a record of frames of `object`. `before` is the run before it in
+/// its epoch. Returns how many frames there are.
 pub(crate) fn decode_frames(
     payload: &[u8],
-    layout: &Layout,
+    object: u16,
+    objects: Objects<'_>,
     before: &mut Option<FrameRun>,
     runs: &mut Vec<Placed>,
     crcs: &mut Vec<u32>,
@@ -418,8 +424,8 @@ pub(crate) fn decode_frames(
     let mut frames = 0;
     for raw in table {
         let count = u64::from(raw.count.get());
-        let run = FrameRun { start: Gfn(raw.start.get()), count };
-        check_run(run, layout, before)?;
+        let run = objects.run(object, raw.start.get(), count)?;
+        check_order(run, before)?;
         let slots = SlotRun { start: raw.slot.get(), count: raw.count.get() };
         if slots.start == NO_SLOT || slots.end() > u64::from(u32::MAX) {
             return Err(Damage::Slots { slots });
@@ -439,7 +445,8 @@ pub(crate) fn decode_frames(
 /// As [`decode_frames`], of a record of frames of zeros.
 pub(crate) fn decode_zeros(
     payload: &[u8],
-    layout: &Layout,
+    object: u16,
+    objects: Objects<'_>,
     before: &mut Option<FrameRun>,
     runs: &mut Vec<FrameRun>,
 ) -> Result<u64, Damage> {
@@ -447,8 +454,8 @@ pub(crate) fn decode_zeros(
     let (table, rest) = table::<RawRun>(payload)?;
     let mut frames = 0;
     for raw in table {
-        let run = FrameRun { start: Gfn(raw.start.get()), count: raw.count.get() };
-        check_run(run, layout, before)?;
+        let run = objects.run(object, raw.start.get(), raw.count.get())?;
+        check_order(run, before)?;
         frames += run.count;
         runs.push(run);
     }

@@ -97,15 +97,15 @@ fn copy_log(
         let mut group = old.group(index)?;
         // One that is full has all of memory already.
         let rebased = index == first && group.front.parent.is_some();
-        let layout = group.layout.clone();
+        let (layout, drives) = (group.layout.clone(), group.drives.clone());
         let front = Front { rebased, ..group.front };
-        builder.front(front, &layout, &group.config).map_err(writing)?;
+        builder.front(front, &layout, &group.config, &drives).map_err(writing)?;
         let moved =
             |e: Entry| Entry { slot: if e.slot == NO_SLOT { NO_SLOT } else { to(e.slot) }, ..e };
         if rebased {
             let entry =
                 |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
-            builder.entries(&layout, map.iter().map(entry)).map_err(writing)?;
+            builder.entries(&layout, map.all().map(entry)).map_err(writing)?;
             map.clear();
         }
         while let Some(record) = group.next()? {
@@ -214,7 +214,7 @@ impl Store {
         }
         for index in first..count {
             let epoch = log.groups[index].info.epoch;
-            let mut entries: Vec<(Gfn, Cell)> = map.iter().collect();
+            let mut entries: Vec<(Gfn, Cell)> = map.all().collect();
             if index > first {
                 let mut group = log.group(index)?;
                 while let Some(record) = group.next()? {

@@ -4,14 +4,18 @@
 //! dropped oldest first, so slots become free in the order in which they are superseded: those of b once the oldest epoch that
 //! is kept is b or a later one, and that is durable.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::build::Entry;
 use super::frame_map::runs_of;
+use super::object::MEMORY;
 use super::records::{NO_SLOT, Placed};
 use super::{Damage, FrameMap, LogFile, Record, StoreError};
 use crate::slots::{SlotRun, Slots};
 use dirty_tracker::Layout;
+
+/// Blocks whose places are together.
+const CHUNK: u64 = 512;
 
 /// Slots that durable epochs need.
 #[derive(Debug, Default)]
@@ -20,6 +24,8 @@ pub(crate) struct Space {
     map: Vec<u32>,
     /// Each memory slot's first frame, its end, and where it begins in `map`.
     places: Vec<(u64, u64, usize)>,
+    /// As `map`, of drives, which may be large and have little in them: chunks of blocks some of which are, or were, stored.
+    blocks: BTreeMap<u64, Box<[u32; CHUNK as usize]>>,
     /// Slots of the latest epoch that are not in `map`: it was another process's.
     before: Vec<SlotRun>,
     /// By the epoch in which they were superseded, ascending.
@@ -31,7 +37,7 @@ pub(crate) struct Space {
 }
 
 impl Space {
-    /// No epochs yet. Takes 4 bytes for each frame of the guest.
+    /// No epochs yet. Takes 4 bytes for each frame of the guest, and later for each block of a drive that is stored, or near one.
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut at = 0;
         let place = |slot: &dirty_tracker::Slot| {
@@ -115,19 +121,29 @@ impl Space {
         }
         let mut superseded = Vec::new();
         if full && tracked {
-            superseded.extend(self.map.iter().copied().filter(|slot| *slot != NO_SLOT));
+            let blocks = self.blocks.values().flat_map(|chunk| chunk.iter());
+            superseded
+                .extend(self.map.iter().chain(blocks).copied().filter(|slot| *slot != NO_SLOT));
         }
         if full {
             self.map.fill(NO_SLOT);
+            self.blocks.clear();
             self.stored = 0;
         }
         let mut places = self.places.iter().copied().peekable();
         for entry in entries {
-            while places.next_if(|(_, end, _)| *end <= entry.frame).is_some() {}
-            // Every frame is in a memory slot of the guest.
-            let Some(&(start, _, at)) = places.peek() else { break };
-            let index = at + entry.frame.saturating_sub(start) as usize;
-            let Some(slot) = self.map.get_mut(index) else { break };
+            let slot = if MEMORY.contains(&entry.frame) {
+                while places.next_if(|(_, end, _)| *end <= entry.frame).is_some() {}
+                // Every frame is in a memory slot of the guest.
+                let Some(&(start, _, at)) = places.peek() else { continue };
+                let index = at + entry.frame.saturating_sub(start) as usize;
+                let Some(slot) = self.map.get_mut(index) else { continue };
+                slot
+            } else {
+                let chunk = self.blocks.entry(entry.frame / CHUNK);
+                let chunk = chunk.or_insert_with(|| Box::new([NO_SLOT; CHUNK as usize]));
+                &mut chunk[(entry.frame % CHUNK) as usize]
+            };
             let old = std::mem::replace(slot, entry.slot);
             self.stored += u64::from(entry.slot != NO_SLOT);
             self.stored -= u64::from(old != NO_SLOT);
@@ -173,7 +189,7 @@ pub(crate) fn apply(
     let (mut old, mut new) = (Vec::new(), Vec::new());
     let mut group = log.group(index)?;
     if group.front.is_whole() {
-        old.extend(map.iter().map(|(_, cell)| cell.slot));
+        old.extend(map.all().map(|(_, cell)| cell.slot));
         map.clear();
     }
     while let Some(record) = group.next()? {

@@ -168,7 +168,7 @@ fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, U
     let (raw, behind) = table::<RawRun>(payload)?;
     let all = raw.iter().map(|[start, count]| {
         let run = FrameRun { start: Gfn(start.get()), count: count.get() };
-        if layout.contains(run) { Ok(run) } else { Err(Damage::Outside { run }.into()) }
+        if layout.contains(run) { Ok(run) } else { Err(Damage::Outside { object: 0, run }.into()) }
     });
     if raw.len() > MAX_TOUCHED || !behind.is_empty() {
         let (what, found) = ("the number of runs", raw.len() as u64);

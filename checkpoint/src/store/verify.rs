@@ -82,7 +82,7 @@ fn verify_epochs(
         apply(&mut log, index, &mut map)?;
         let mut new: Vec<(Gfn, Cell)> = Vec::new();
         if index == first {
-            new.extend(map.iter());
+            new.extend(map.all());
         } else {
             let mut group = log.group(index)?;
             while let Some(record) = group.next()? {

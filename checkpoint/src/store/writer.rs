@@ -14,7 +14,7 @@ use super::pages::Pages;
 use super::records::{Front, NO_SLOT, TAG_STORE, limit};
 use crate::format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE};
 use crate::slots::SlotRun;
-use crate::{Guest, Section, is_zero, section_tags};
+use crate::{DriveHead, Guest, Section, is_zero, section_tags};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Frames that slots are taken for at once: 1 MiB.
@@ -26,6 +26,7 @@ pub(crate) struct EpochWriter {
     front: Front,
     layout: Layout,
     config: Vec<u8>,
+    drives: Vec<DriveHead>,
     sections: Vec<Section>,
     state_bytes: u64,
     /// In the order in which they came: the last of a frame wins.
@@ -45,12 +46,13 @@ impl fmt::Debug for EpochWriter {
 pub(crate) struct Written(EpochWriter);
 
 impl EpochWriter {
-    /// Begins an epoch of `guest`; one without a parent is full.
+    /// Begins an epoch of `guest` with these drives; one without a parent is full.
     pub(crate) fn new(
         pages: Arc<Pages>,
         epoch: u64,
         guest: &dyn Guest,
         parent: Option<u64>,
+        drives: Vec<DriveHead>,
     ) -> Result<Self, StoreError> {
         let layout = guest.layout().clone();
         let front = Front {
@@ -59,6 +61,7 @@ impl EpochWriter {
             created_unix_ms: unix_ms(),
             layout: layout.hash(),
             rebased: false,
+            drives: !drives.is_empty(),
         };
         let config = guest.config();
         let state_bytes = config.len() as u64;
@@ -67,6 +70,7 @@ impl EpochWriter {
             front,
             layout,
             config,
+            drives,
             sections: Vec::new(),
             state_bytes,
             entries: Vec::new(),
@@ -87,7 +91,7 @@ impl EpochWriter {
         StoreError::State { epoch: self.front.epoch, cause }
     }
 
-    /// Writes frames: `contents` holds theirs, in the order of `runs`. They win over what was
+    /// Writes frames, of memory or of drives: `contents` holds theirs, in the order of `runs`. They win over what was
     /// written for the same frames before. Frames of zeros take no slots, and, if
     /// nothing can have stood there before (`forget_zeros`), are not noted at all.
     pub(crate) fn frames(
@@ -205,6 +209,10 @@ impl Written {
 
     pub(crate) fn config(&self) -> &[u8] {
         &self.0.config
+    }
+
+    pub(crate) fn drives(&self) -> &[DriveHead] {
+        &self.0.drives
     }
 
     pub(crate) fn sections(&self) -> &[Section] {

@@ -7,90 +7,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use dirty_tracker::{
-    Collected, FrameRun, Gfn, Layout, Slot, SlotId, Subscription, TrackedBitmap, Tracker,
-};
-use serde::{Deserialize, Serialize};
+use dirty_tracker::{Collected, FrameRun, Gfn, Layout, Subscription, TrackedBitmap, Tracker};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 
+use super::config::MemoryConfig;
+use super::drives::{Shown, TestDisk};
 use super::faults::{Drive, Faults, Op};
 use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
 use crate::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, RunState, Section, Shield, VcpuWrites, VmId,
-    section_tags,
+    Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, RunState,
+    Section, Shield, VcpuWrites, VmId, WithCopies, section_tags,
 };
 
-/// Most frames of a guest built from hostile bytes: 1 GiB.
-const MAX_FRAMES: u64 = 1 << 18;
-const MAX_SLOTS: usize = 16;
-const MAX_WRITERS: u16 = 16;
 /// Wrong frames that are listed one by one.
 const LISTED: usize = 8;
-
-/// What a [`MemoryGuest`] is made of. `Guest::config` is this in postcard.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct MemoryConfig {
-    /// Memory slots, at most 1 GiB in all.
-    pub slots: Vec<Slot>,
-    /// Writing threads; none is a guest whose memory only the test writes.
-    pub writers: u16,
-    /// Frames that the writers share, from the first of memory on.
-    pub working_set: u64,
-    /// Page writes a second of each writer; 0 is as fast as it can.
-    pub writes_per_s: u32,
-    /// Decides the order of the writes.
-    pub seed: u64,
-}
-
-impl MemoryConfig {
-    /// 4 MiB in two slots with a hole between, two writers on 2 MiB, 20,000 writes a second each.
-    pub fn small() -> Self {
-        let slots = vec![
-            Slot { id: SlotId(0), base: Gfn(0), frames: 300 },
-            Slot { id: SlotId(1), base: Gfn(0x400), frames: 724 },
-        ];
-        Self { slots, writers: 2, working_set: 512, writes_per_s: 20_000, seed: 1 }
-    }
-
-    /// The same without writers.
-    pub fn still() -> Self {
-        Self { writers: 0, working_set: 0, ..Self::small() }
-    }
-
-    /// Reads hostile bytes; nothing is allocated for more than the bounds allow.
-    fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
-        let malformed =
-            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
-        let (config, rest): (Self, _) =
-            postcard::take_from_bytes(bytes).map_err(|e| malformed(e.to_string()))?;
-        if !rest.is_empty() {
-            return Err(malformed(format!("{} bytes are left over", rest.len())));
-        }
-        Ok(config)
-    }
-
-    fn layout(&self) -> Result<Layout, GuestError> {
-        let malformed =
-            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
-        if self.slots.len() > MAX_SLOTS {
-            return Err(malformed(format!("{} slots; {MAX_SLOTS} are allowed", self.slots.len())));
-        }
-        let layout =
-            Layout::new(self.slots.iter().copied()).map_err(|e| malformed(e.to_string()))?;
-        let frames = layout.frames();
-        if frames > MAX_FRAMES {
-            return Err(malformed(format!("{frames} frames; {MAX_FRAMES} are allowed")));
-        }
-        let (writers, set) = (self.writers, self.working_set);
-        if writers > MAX_WRITERS || set > frames || set < u64::from(writers) {
-            return Err(malformed(format!("{writers} writers on {set} of {frames} frames")));
-        }
-        Ok(layout)
-    }
-}
 
 /// A guest of host threads on guest-shaped memory. See the [module](super).
 pub struct MemoryGuest {
@@ -106,6 +39,7 @@ pub struct MemoryGuest {
     late: Mutex<Vec<u8>>,
     faults: Arc<Faults>,
     drive: Arc<Drive>,
+    disks: Vec<Arc<TestDisk>>,
     /// Tells guests apart that have the same `vm_id`.
     serial: u64,
     /// Frames that were to be prepared.
@@ -132,7 +66,16 @@ impl MemoryGuest {
 
     /// A paused guest that has never run.
     pub fn new(vm_id: VmId, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
-        Self::build(vm_id, config, Arc::default(), Arc::default())
+        Self::with_disks(vm_id, config, Vec::new())
+    }
+
+    /// As [`new`](Self::new), with drives.
+    pub fn with_disks(
+        vm_id: VmId,
+        config: MemoryConfig,
+        disks: Vec<Arc<TestDisk>>,
+    ) -> Result<Arc<Self>, GuestError> {
+        Self::build(vm_id, config, Arc::default(), Arc::default(), disks)
     }
 
     /// A running guest with a random identity, which holds its own [`Drive`].
@@ -148,6 +91,7 @@ impl MemoryGuest {
         config: MemoryConfig,
         faults: Arc<Faults>,
         drive: Arc<Drive>,
+        disks: Vec<Arc<TestDisk>>,
     ) -> Result<Arc<Self>, GuestError> {
         static SERIAL: AtomicU64 = AtomicU64::new(1);
         let layout = config.layout()?;
@@ -165,6 +109,7 @@ impl MemoryGuest {
             late: Mutex::default(),
             faults,
             drive,
+            disks,
             serial: SERIAL.fetch_add(1, SeqCst),
             prepared: AtomicU64::new(0),
             protected: Arc::default(),
@@ -202,6 +147,11 @@ impl MemoryGuest {
     /// What it holds between `acquire` and `release`.
     pub fn drive(&self) -> &Arc<Drive> {
         &self.drive
+    }
+
+    /// Its drives with data in them.
+    pub fn disks(&self) -> &[Arc<TestDisk>] {
+        &self.disks
     }
 
     /// What came late for it, here: the mark of the guest that it was on its last host.
@@ -367,6 +317,10 @@ impl Guest for MemoryGuest {
         Ok(Collected::default())
     }
 
+    fn drives(&self) -> Vec<Box<dyn GuestDrive>> {
+        self.disks.iter().map(|disk| Box::new(Shown(disk.clone())) as Box<dyn GuestDrive>).collect()
+    }
+
     /// Every write counts, also one to a frame that is dirty already.
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         let writes = |w: &Arc<Writer>| VcpuWrites {
@@ -392,6 +346,7 @@ impl Guest for MemoryGuest {
             }
             RunState::Running => {
                 self.drive.stands();
+                self.disks.iter().for_each(|disk| disk.stand(true));
                 Ok(RunState::Running)
             }
             RunState::Paused => Ok(RunState::Paused),
@@ -406,6 +361,7 @@ impl Guest for MemoryGuest {
             }
             RunState::Paused => {
                 self.drive.runs();
+                self.disks.iter().for_each(|disk| disk.stand(false));
                 Ok(())
             }
             RunState::Running => Ok(()),
@@ -517,6 +473,8 @@ pub struct MemoryGuestFactory {
     pub faults: Arc<Faults>,
     /// The drive of every guest that it builds.
     pub drive: Arc<Drive>,
+    /// The drives of every guest that it builds, which a restore writes over.
+    pub disks: Vec<Arc<TestDisk>>,
 }
 
 impl GuestFactory for MemoryGuestFactory {
@@ -525,6 +483,23 @@ impl GuestFactory for MemoryGuestFactory {
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<MemoryGuest>, GuestError> {
         self.faults.check(Op::Create, "building the guest")?;
         let config = MemoryConfig::decode(config)?;
-        MemoryGuest::build(vm_id, config, self.faults.clone(), self.drive.clone())
+        let (faults, drive) = (self.faults.clone(), self.drive.clone());
+        MemoryGuest::build(vm_id, config, faults, drive, self.disks.clone())
+    }
+
+    fn create_with_drives(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        let mut found: Vec<Box<dyn DriveCopy>> = Vec::new();
+        for head in drives {
+            let disk = self.disks.iter().find(|disk| disk.head() == head);
+            let why = "this guest has no such drive".to_owned();
+            let disk = disk.ok_or(GuestError::Unsupported { what: head.to_string(), why })?;
+            found.push(Box::new(Shown(disk.clone())));
+        }
+        Ok((self.create(vm_id, config)?, found))
     }
 }

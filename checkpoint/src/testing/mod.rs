@@ -19,7 +19,9 @@
 //! # Ok::<(), checkpoint::GuestError>(())
 //! ```
 
+mod config;
 mod disk;
+mod drives;
 mod faults;
 mod guest;
 mod inode;
@@ -27,9 +29,11 @@ mod pages;
 mod shield;
 mod writers;
 
+pub use config::MemoryConfig;
 pub use disk::{DiskOp, MemoryDisk, Survives};
+pub use drives::TestDisk;
 pub use faults::{Drive, Faults, Op};
-pub use guest::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+pub use guest::{MemoryGuest, MemoryGuestFactory};
 pub use pages::{WrongFrame, WrongMemory};
 
 pub use crate::store::{reseal_archive, reseal_log, reseal_manifest, reseal_pages};

@@ -6,15 +6,12 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 use std::time::Instant;
 
-use checkpoint::{DriveHead, Guest, GuestDrive, GuestError, block_layout, is_zero};
+use checkpoint::{DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs, is_zero};
 use dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
-use rustix::fs::SeekFrom;
-use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
@@ -34,8 +31,6 @@ const BLOCKS_PER_MESSAGE: u64 = 128;
 /// wait for ever to hear something.
 const ZEROS_PER_MESSAGE: u64 = 4096;
 const BLOCK: usize = PAGE_SIZE as usize;
-/// Runs of data that are looked for in a drive: a second's work at most, and 1 MiB.
-const MOST_RUNS: usize = 64 << 10;
 
 /// Which of a guest's drives go along; the destination has the others already.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -326,87 +321,12 @@ fn read(drive: &Moving, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     drive.file.read_exact_at(content, offset)
 }
 
-/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device
-/// that does not tell, and what lies behind the first [`MOST_RUNS`] runs: a guest makes as many holes as it likes. Costs two
-/// calls a hole.
-fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
-    let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), 0);
-    while at < bytes {
-        if runs.len() == MOST_RUNS {
-            let end = runs.last().map_or(0, |run| run.end().0);
-            let rest = bytes.div_ceil(PAGE_SIZE) - end;
-            if let Some(last) = runs.last_mut() {
-                last.count += rest;
-            }
-            break;
-        }
-        let start = match rustix::fs::seek(file.as_fd(), SeekFrom::Data(at)) {
-            Ok(start) => start.min(bytes),
-            // Nothing but a hole follows.
-            Err(Errno::NXIO) => break,
-            Err(Errno::INVAL) => at,
-            Err(e) => return Err(e.into()),
-        };
-        at = match rustix::fs::seek(file.as_fd(), SeekFrom::Hole(start)) {
-            // A file that was cut meanwhile has no end there; it fails where it is read.
-            Err(Errno::INVAL | Errno::NXIO) => bytes,
-            other => other?.clamp(start, bytes),
-        };
-        let (first, end) = (start / PAGE_SIZE, at.div_ceil(PAGE_SIZE));
-        // Data may end and begin again within a block.
-        let first = runs.last().map_or(first, |run| first.max(run.end().0));
-        if end > first {
-            let run = FrameRun { start: Gfn(first), count: end - first };
-            match runs.last_mut().filter(|last| last.end() == run.start) {
-                Some(last) => last.count += run.count,
-                None => runs.push(run),
-            }
-        }
-    }
-    Ok(runs)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn run(start: u64, count: u64) -> FrameRun {
         FrameRun { start: Gfn(start), count }
-    }
-
-    #[test]
-    fn holes_are_not_read() {
-        let file = tempfile::tempfile().unwrap();
-        let bytes = (1 << 30) + 512;
-        file.set_len(bytes + 10 * PAGE_SIZE).unwrap();
-        assert_eq!(data_runs(&file, bytes).unwrap(), []);
-        let data = [3, 4, 1000, bytes / PAGE_SIZE, bytes / PAGE_SIZE + 2];
-        for block in data {
-            file.write_all_at(&[1; BLOCK], block * PAGE_SIZE).unwrap();
-        }
-        let found = data_runs(&file, bytes).unwrap();
-        let has = |block| found.iter().any(|r| r.start.0 <= block && block < r.end().0);
-        assert!(data[..4].iter().all(|block| has(*block)), "{found:?}");
-        assert!(!has(data[4]), "it is behind the drive's end: {found:?}");
-        // A file system may have larger blocks than ours.
-        assert!(found.iter().map(|r| r.count).sum::<u64>() <= 4 * 16, "{found:?}");
-        assert!(found.is_sorted_by(|a, b| a.end() < b.start), "{found:?}");
-    }
-
-    #[test]
-    fn the_holes_that_are_looked_for_are_bounded() {
-        let file = tempfile::tempfile().unwrap();
-        // Larger blocks than of any file system here, with data in every other one.
-        let (piece, pieces) = (64 << 10, MOST_RUNS as u64 + 10);
-        let bytes = 2 * piece * pieces;
-        file.set_len(bytes).unwrap();
-        for i in 0..pieces {
-            file.write_all_at(&[1], 2 * piece * i).unwrap();
-        }
-        let found = data_runs(&file, bytes).unwrap();
-        assert_eq!(found.len(), MOST_RUNS);
-        assert_eq!(found.last().map(|run| run.end().0), Some(bytes / PAGE_SIZE), "all the rest");
-        assert!(found.iter().rev().skip(1).all(|run| run.bytes() <= piece));
     }
 
     #[test]

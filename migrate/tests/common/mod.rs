@@ -62,7 +62,11 @@ impl Host {
     /// A running guest that holds the drive.
     pub fn start(&self, config: MemoryConfig) -> Arc<MemoryGuest> {
         let template = MemoryGuest::new(checkpoint::VmId::random(), config).unwrap();
-        let factory = MemoryGuestFactory { faults: self.here.clone(), drive: self.drive.clone() };
+        let factory = MemoryGuestFactory {
+            faults: self.here.clone(),
+            drive: self.drive.clone(),
+            ..Default::default()
+        };
         let guest = factory.create(template.vm_id(), &template.config()).unwrap();
         guest.acquire().unwrap();
         guest.resume().unwrap();
@@ -96,7 +100,11 @@ impl Host {
 
     /// What receivers build guests by.
     pub fn factory(&self) -> MemoryGuestFactory {
-        MemoryGuestFactory { faults: self.there.clone(), drive: self.drive.clone() }
+        MemoryGuestFactory {
+            faults: self.there.clone(),
+            drive: self.drive.clone(),
+            ..Default::default()
+        }
     }
 
     fn receive(

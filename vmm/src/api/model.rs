@@ -257,15 +257,18 @@ pub struct CheckpointRequest {
     /// Memory is written past the host's page cache.
     #[serde(default)]
     pub direct_io: bool,
-    /// What becomes of disks that the guest can write to; needed if it has any.
+    /// What becomes of disks that the guest can write to; without it, or with null, they are in the epochs.
     #[serde(default)]
     pub disks: Option<DisksPolicy>,
 }
 
 /// What becomes of a guest's disks when it is checkpointed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DisksPolicy {
+    /// What changed of them is in the checkpoint, and `restore` brings it back.
+    #[default]
+    Epoch,
     /// They are not in the checkpoint: the operator keeps them as they were at its pause.
     External,
 }
@@ -275,8 +278,9 @@ impl std::str::FromStr for DisksPolicy {
 
     fn from_str(s: &str) -> Result<Self, String> {
         match s {
+            "epoch" => Ok(Self::Epoch),
             "external" => Ok(Self::External),
-            _ => Err(format!("\"{s}\" is no policy for disks; there is external")),
+            _ => Err(format!("\"{s}\" is no policy for disks; there are epoch and external")),
         }
     }
 }
@@ -323,8 +327,10 @@ pub enum EpochOutcome {
 pub struct EpochLine {
     /// Its number.
     pub epoch: u64,
-    /// Frames in it.
+    /// Frames in it, of memory.
     pub frames: u64,
+    /// Blocks in it, of disks: 4 KiB each.
+    pub disk_blocks: u64,
     /// How long the guest stood still.
     pub pause_us: u64,
     /// Those of its frames that were copied while the guest ran on after the pause.
@@ -353,6 +359,7 @@ impl EpochLine {
         Self {
             epoch: report.epoch,
             frames: report.frames,
+            disk_blocks: report.disk_blocks,
             pause_us: report.pause_us,
             behind_frames: report.behind_frames,
             waits: report.waits,

@@ -268,13 +268,13 @@ pub(crate) struct CheckpointArgs {
     /// Write memory past the host's page cache (O_DIRECT): less of the processor's time, and what others have in that cache stays
     #[arg(long)]
     pub(crate) direct_io: bool,
-    /// Checkpoint a guest with disks that it can write to: `external` says that you keep, for each
-    /// checkpoint, copies of the disks as they were then
+    /// What becomes of disks that the guest can write to: epoch or external
     ///
-    /// Checkpoints hold memory and devices, not disks. What the guest had flushed is in the files
-    /// at each pause; a checkpoint must be restored together with them as they were at that pause.
-    #[arg(long, value_name = "POLICY")]
-    pub(crate) disks: Option<DisksPolicy>,
+    /// With epoch, what changed of them is in each checkpoint, as it was in that pause, and restore writes it back. With external
+    /// checkpoints have memory and devices, and you keep, for each, copies of the disks as they were in its pause: made while the guest
+    /// is paused, or by a snapshot of the storage at that moment.
+    #[arg(long, value_name = "POLICY", default_value = "epoch")]
+    pub(crate) disks: DisksPolicy,
     /// Stop after so many
     #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use checkpoint::{Achieved, Spread};
 use hyper::Method;
-use vmm::api::model::{CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome, JobBegun};
+use vmm::api::model::{
+    CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobBegun,
+};
 use vmm::api::{Client, ClientError};
 
 use super::args::CheckpointArgs;
@@ -15,6 +17,9 @@ use super::output::{self, print, print_json, say};
 
 /// How long the server holds an answer back for news.
 const WAIT_MS: u64 = 10_000;
+/// What `--disks=external` asks of who says it.
+const EXTERNAL: &str = "disks are yours to keep: each checkpoint can only be restored with copies of them as they were in its pause \
+                        (driftline pause, checkpoint, copy them or snapshot their storage, driftline resume)";
 
 /// `driftline checkpoint`.
 pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
@@ -30,8 +35,11 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         max_pause_ms: args.max_pause.map(millis),
         keep: args.keep,
         direct_io: args.direct_io,
-        disks: args.disks,
+        disks: Some(args.disks),
     };
+    if args.disks == DisksPolicy::External {
+        say(EXTERNAL);
+    }
     let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {
         Ok(begun) => begun,
         Err(e) => return Err(not_begun(&client, e).await),
@@ -106,6 +114,10 @@ async fn verdict(client: &Client, why: &str) -> Failure {
 }
 
 fn describe(line: &EpochLine) -> String {
+    let disks = match line.disk_blocks {
+        0 => String::new(),
+        blocks => format!(" and {blocks} blocks of disks"),
+    };
     let behind = match line.behind_frames {
         0 => String::new(),
         frames => format!(" ({frames} copied behind it)"),
@@ -117,7 +129,7 @@ fn describe(line: &EpochLine) -> String {
         (late, skipped) => format!(", {late} ms late, {skipped} left out"),
     };
     format!(
-        "epoch {}: {} frames, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
+        "epoch {}: {} frames{disks}, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
         line.epoch,
         line.frames,
         line.pause_us as f64 / 1e3,

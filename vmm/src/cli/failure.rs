@@ -30,6 +30,12 @@ impl Failure {
         Self { code: STILL_RUNNING, message: message.to_string() }
     }
 
+    /// The same failure, its sentence behind these words.
+    pub(crate) fn behind(mut self, words: impl ToString) -> Self {
+        self.message.insert_str(0, &words.to_string());
+        self
+    }
+
     /// The sentence.
     pub(crate) fn message(&self) -> &str {
         &self.message

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::durable::create_dir;
-use checkpoint::{GuestError, RestoreError};
+use checkpoint::{GuestError, RestoreError, RestoreReport};
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
@@ -51,7 +51,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
 pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
     if args.devices.disks.iter().any(|disk| disk.copy) {
         return Err(Failure::error(
-            "copy of --disk is for a guest that comes with its disks: a checkpoint has none",
+            "copy of --disk is for a guest that comes with its disks over a wire: a restore writes to a file that is there",
         ));
     }
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
@@ -64,15 +64,18 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     }
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
-    let factory = Factory::new(HostConfig { disks_are_copies: true, ..host });
+    let inner = Factory::new(HostConfig { disks_are_copies: true, ..host });
+    let factory = super::pending::Settled { inner, state_dir: args.host.state_dir.clone() };
     let restored = stored.restore(args.epoch, args.lazy, &factory);
     let (vm, report) = restored.map_err(restore_failure)?;
-    // Of the guest that was built: the store may hold another since the first look.
+    // Filling it took a while, in which its record may have come.
     if let Err(e) = super::pending::refuse_if_pending(&args.host.state_dir, report.vm_id) {
         vm.stop("it may be running elsewhere");
-        return Err(Failure::error(format_args!("nothing was started: {}", e.message())));
+        return Err(after_restore(&report, e));
     }
-    for disk in vmm::config::disks(&vm.machine_config().devices).filter(|d| !copies && !d.readonly)
+    let left_alone = !copies && report.drives == 0;
+    for disk in
+        vmm::config::disks(&vm.machine_config().devices).filter(|d| left_alone && !d.readonly)
     {
         tracing::warn!(
             "disk \"{}\" is {} as it is now; if it has been written to since epoch {}, give its copy of then \
@@ -83,22 +86,28 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         );
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
-    let server = Server::start(socket, App::new(jobs.clone()))?;
+    let started_up = Server::start(socket, App::new(jobs.clone()));
+    let server = started_up.map_err(|e| after_restore(&report, e.into()))?;
     if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
         // Perhaps for want of a frame.
         let lost = vm.fetching().and_then(|fetching| fetching.lost);
-        return Err(match lost {
+        let failure = match lost {
             Some(why) => Failure::error(format_args!("its memory cannot be restored: {why}")),
             None => e.into(),
-        });
+        };
+        return Err(after_restore(&report, failure));
     }
     tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
     let frames = match report.late_frames {
         0 => format!("{} frames read", report.frames),
         late => format!("{late} frames to come"),
     };
+    let disks = match (report.drives, report.disk_blocks) {
+        (0, _) => String::new(),
+        (drives, blocks) => format!(", {blocks} blocks written to {drives} of its disks"),
+    };
     say(format_args!(
-        "guest {} runs on from epoch {}: {} epochs, {frames} in {:.1} ms",
+        "guest {} runs on from epoch {}: {} epochs, {frames}{disks} in {:.1} ms",
         report.vm_id, report.epoch, report.epochs, report.time_ms
     ));
     to_the_end(vm, jobs, server)
@@ -237,8 +246,8 @@ fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
         *path = std::path::absolute(&*path)?;
     }
     let serial = host.serial.clone();
-    let (disks_are_copies, copied) = (false, Vec::new());
-    Ok(HostConfig { serial, memory, disks, disks_are_copies, nets, vsock, copied })
+    let (disks_are_copies, copied, written_over) = (false, Vec::new(), Vec::new());
+    Ok(HostConfig { serial, memory, disks, disks_are_copies, nets, vsock, copied, written_over })
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -342,6 +351,17 @@ fn restore_failure(e: RestoreError) -> Failure {
     match e {
         RestoreError::Guest { cause: GuestError::Unsupported { .. }, .. } => Failure::host_lacks(e),
         _ => Failure::error(e),
+    }
+}
+
+/// Why a restored guest does not run, and what has become of its disks by then.
+fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
+    let epoch = report.epoch;
+    match report.drives {
+        0 => why.behind("nothing was started: "),
+        _ => why.behind(format_args!(
+            "the guest does not run, but its disks were written over and are as they were at epoch {epoch}: "
+        )),
     }
 }
 

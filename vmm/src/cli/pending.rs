@@ -1,11 +1,12 @@
 //! Owns the hand-over records that a crash left behind: while one exists, its guest may be running
 //! elsewhere, and only the operator can say that it is not (I7).
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use checkpoint::VmId;
+use checkpoint::{DriveHead, Guest, GuestError, GuestFactory, VmId, WithCopies};
 use migrate::{Pending, Records, SourceRecord};
 
 use super::args::ResolveArgs;
@@ -28,6 +29,45 @@ pub(super) fn refuse_if_pending(dir: &Path, vm_id: VmId) -> Result<(), Failure> 
             "{e}; it may say that guest {vm_id} runs elsewhere: mend it, or remove it if you know that \
              no other host runs this guest"
         ))),
+    }
+}
+
+/// Builds guests of whom no hand-over is unsettled. That is looked for once a guest's disks are locked and before anything is written to
+/// them: who held them before has let go of them, and wrote its record before that.
+pub(super) struct Settled<F> {
+    pub(super) inner: F,
+    pub(super) state_dir: PathBuf,
+}
+
+impl<F: GuestFactory> Settled<F> {
+    fn require<T>(
+        &self,
+        vm_id: VmId,
+        (guest, rest): (Arc<F::Guest>, T),
+    ) -> Result<(Arc<F::Guest>, T), GuestError> {
+        if let Err(e) = refuse_if_pending(&self.state_dir, vm_id) {
+            guest.stop("it may be running elsewhere");
+            return Err(GuestError::System { what: "starting it here", cause: e.message().into() });
+        }
+        Ok((guest, rest))
+    }
+}
+
+impl<F: GuestFactory> GuestFactory for Settled<F> {
+    type Guest = F::Guest;
+
+    fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<F::Guest>, GuestError> {
+        let built = self.inner.create(vm_id, config)?;
+        self.require(vm_id, (built, ())).map(|(guest, ())| guest)
+    }
+
+    fn create_with_drives(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<F::Guest>, GuestError> {
+        self.require(vm_id, self.inner.create_with_drives(vm_id, config, drives)?)
     }
 }
 
@@ -100,4 +140,41 @@ fn tale(record: &SourceRecord) -> String {
         record.peer,
         ago.unwrap_or_default().as_secs()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm::backend::Factory;
+    use vmm::config::{Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink};
+
+    #[test]
+    fn no_guest_is_built_that_may_be_running_elsewhere() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = MachineConfig {
+            mem_bytes: 32 << 20,
+            vcpus: 1,
+            tracking: Default::default(),
+            ring_entries: DEFAULT_RING_ENTRIES,
+            backend: Backend::Threads,
+            boot: Boot::Payload("payload,ws=1M".to_owned()),
+            cpu: Default::default(),
+            devices: Vec::new(),
+        };
+        let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+        let state_dir = dir.path().join("state");
+        let factory = Settled { inner: Factory::new(host), state_dir: state_dir.clone() };
+        let (id, config) = (VmId::random(), config.encode());
+        let said = || {
+            let whole = factory.create(id, &config).map(drop);
+            let with_drives = factory.create_with_drives(id, &config, &[]).map(drop);
+            [whole, with_drives].map(|built| built.err().map(|e| e.to_string()))
+        };
+        assert_eq!(said(), [None, None]);
+        std::fs::create_dir(&state_dir).unwrap();
+        std::fs::write(state_dir.join(format!("{}.source.json", VmId::random())), "{").unwrap();
+        for said in said().map(Option::unwrap) {
+            assert!(said.starts_with("starting it here failed: cannot read"), "{said}");
+        }
+    }
 }

@@ -74,6 +74,12 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     if args.json {
         print_json(&report)?;
     } else {
+        if report.drives > 0 {
+            say(format_args!(
+                "the {} disks of epoch {} are left out: this file has memory alone",
+                report.drives, report.epoch
+            ));
+        }
         print(format_args!(
             "memory of guest {} at epoch {}: {} frames in {} of {}",
             report.vm_id,

@@ -225,6 +225,9 @@ pub(super) fn replace(
     let mut made = HashSet::new();
     replace_each(("disk", "path"), disks, disk_specs, |disk: &mut DiskConfig, spec| {
         replace_disk(disk, spec, host.copied.contains(&disk.id))?;
+        if spec.any_identity || spec.copy || host.disks_are_copies {
+            disk.identity = None;
+        }
         if spec.copy {
             made.insert(disk.id.clone());
         }
@@ -295,9 +298,6 @@ fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec, copied: bool) -> Result<
         )));
     }
     disk.path.clone_from(&with.path);
-    if with.any_identity || with.copy {
-        disk.identity = None;
-    }
     Ok(())
 }
 

@@ -13,7 +13,7 @@ use checkpoint::{Cadence, Checkpointer, RunState, Store, Taken, Tally};
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
-use crate::api::model::{CheckpointPage, CheckpointRequest, EpochLine, EpochOutcome};
+use crate::api::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
 use crate::sandbox::check_allowed;
 
 /// Reports kept for a reader that comes late: hours of them.
@@ -59,6 +59,9 @@ impl CheckpointJob {
         let guest = holds.view(Role::Checkpoint);
         let mut checkpointer = Checkpointer::new(guest, store).map_err(|e| e.to_string())?;
         checkpointer.keep(request.keep.map(NonZeroU64::get));
+        if request.disks == Some(DisksPolicy::External) {
+            checkpointer.leave_drives();
+        }
         let job = Arc::new(Self {
             number,
             store: request.store.clone(),

@@ -17,7 +17,6 @@ use migrate::{Records, Resolution, Responder};
 use crate::api::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
-use crate::config::disks;
 use crate::vm::SharedVm;
 use checkpoints::CheckpointJob;
 use holds::Holds;
@@ -100,28 +99,10 @@ impl Jobs {
         if self.checkpoint_job().is_some_and(|job| !job.is_over()) {
             return Err("checkpoints are being taken already; stop them first".to_owned());
         }
-        if request.disks.is_none() {
-            self.refuse_drives()?;
-        }
         let number = self.next_number();
         let job = CheckpointJob::start(number, &self.holds, request)?;
         self.checkpoint.add(number, job);
         Ok(number)
-    }
-
-    /// Checkpoints do not hold drives: whoever takes them of a guest with one must know that.
-    fn refuse_drives(&self) -> Result<(), String> {
-        let drives = disks(&self.vm.machine_config().devices).filter(|disk| !disk.readonly);
-        let names: Vec<String> = drives.map(|disk| format!("\"{}\"", disk.id)).collect();
-        if names.is_empty() {
-            return Ok(());
-        }
-        Err(format!(
-            "the guest writes to disks ({}), which checkpoints do not hold. With --disks=external you \
-             keep them: driftline pause, checkpoint --disks=external, copy their files, driftline resume; \
-             and restore each checkpoint with its copies (--disk path=COPY)",
-            names.join(", ")
-        ))
     }
 
     /// Ends the run of checkpoints after the epoch under way: run `number`, or whichever there is.

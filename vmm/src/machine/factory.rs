@@ -6,7 +6,7 @@ use checkpoint::{DriveHead, GuestError, GuestFactory, VmId, WithCopies};
 
 use super::Machine;
 use crate::config::{HostConfig, MachineConfig};
-use crate::devices::make_copies;
+use crate::devices::{make_copies, open_drives};
 
 /// Builds KVM machines that wait for their memory and state.
 #[derive(Clone, Debug, Default)]
@@ -32,5 +32,17 @@ impl GuestFactory for MachineFactory {
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let copies = make_copies(vm_id, &config, drives)?;
         Ok((Machine::empty(vm_id, config, &host)?, copies))
+    }
+
+    fn create_with_drives(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<Machine>, GuestError> {
+        let host = self.host.writing_over(drives);
+        let config = MachineConfig::decode(config)?.on_host(&host)?;
+        let drives = open_drives(vm_id, &config, drives)?;
+        Ok((Machine::empty(vm_id, config, &host)?, drives))
     }
 }

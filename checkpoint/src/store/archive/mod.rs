@@ -106,6 +106,7 @@ impl Archive {
             full: front.parent.is_none(),
             frames: end.frames,
             zero_frames: 0,
+            drives: 0,
             bytes: walk.next().at,
             created_unix_ms: front.created_unix_ms,
         };
@@ -193,6 +194,7 @@ fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, State), St
         ("the epoch in the header", header.epoch(), front.epoch),
         ("the layout in the header", header.layout_hash().into(), front.layout.into()),
         ("whether the epoch is all of memory", front.is_whole().into(), 1),
+        ("whether the archive has drives", front.drives.into(), 0),
     ];
     if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {
         return Err(walk.damaged(Damage::Mismatch { what, found, expected }));
@@ -200,7 +202,7 @@ fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, State), St
     let layout = decode_layout(&walk.expect(TAG_LAYOUT)?, front.layout);
     let layout = layout.map_err(|e| walk.damaged(e))?;
     let config = walk.expect(section_tags::CONFIG.0)?;
-    Ok((front, State { layout, config, sections: Vec::new() }))
+    Ok((front, State { layout, config, drives: Vec::new(), sections: Vec::new() }))
 }
 
 fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {

@@ -23,7 +23,8 @@ const LEVEL: i32 = 3;
 impl Store {
     /// Writes `epoch`, or the latest, to `file`, an empty one, as an archive: all of its state, and its memory packed by up to eight
     /// threads, each with some 10 MiB. [`restore_archive`](crate::restore_archive) makes a guest of it. `path` is for messages. All
-    /// that is read is checked; after an error the file is of no use. Durable when it returns.
+    /// that is read is checked; after an error the file is of no use. Durable when it returns. An epoch with drives is refused
+    /// ([`HasDrives`](StoreError::HasDrives)).
     pub fn export_archive(
         &self,
         epoch: Option<u64>,
@@ -31,13 +32,19 @@ impl Store {
         path: &Path,
     ) -> Result<ExportReport, StoreError> {
         let mut pinned = self.pin(epoch)?;
+        let state = pinned.read_state()?;
+        if !state.drives.is_empty() {
+            // A guest must not come back without them and nobody be told.
+            let epoch = pinned.log.groups[pinned.index].info.epoch;
+            let disks = state.drives.iter().map(|drive| format!("\"{}\"", drive.id)).collect();
+            return Err(StoreError::HasDrives { dir: self.location().to_owned(), epoch, disks });
+        }
         let mut map = FrameMap::default();
         pinned.read_map(&mut map)?;
         let group = &pinned.log.groups[pinned.index];
         let (info, front) = (group.info, group.front);
         // It builds on nothing any more, whatever it did in the store.
         let front = Front { rebased: front.parent.is_some(), ..front };
-        let state = pinned.read_state()?;
         let frames: Vec<(Gfn, Cell)> = map.iter().collect();
         drop(map);
         let header = Header::new(MAGIC_ARCHIVE, info.vm_id, info.epoch, front.layout);
@@ -52,7 +59,13 @@ impl Store {
             path: path.to_owned(),
             cause,
         })?;
-        Ok(ExportReport { epoch: info.epoch, vm_id: info.vm_id, bytes: out.bytes, frames })
+        Ok(ExportReport {
+            epoch: info.epoch,
+            vm_id: info.vm_id,
+            bytes: out.bytes,
+            frames,
+            drives: 0,
+        })
     }
 }
 

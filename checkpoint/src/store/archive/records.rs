@@ -122,7 +122,7 @@ pub(super) fn decode_contents<'p>(
     for [start, count] in raw {
         let run = FrameRun { start: Gfn(start.get()), count: count.get() };
         if !layout.contains(run) {
-            return Err(Damage::Outside { run });
+            return Err(Damage::Outside { object: 0, run });
         }
         // So that a frame is there once, whoever unpacks which record first.
         if let Some(before) = before.filter(|before| before.end() > run.start) {

@@ -82,7 +82,7 @@ pub enum DiskError {
     /// It is another disk than the guest's.
     #[error(
         "disk \"{id}\" is another one on this host: the guest comes from {theirs}, and \"{}\" is {ours} here; that it may be, as a \
-         copy or on storage whose hosts number files differently, --disk id={id},path={},identity=any says at the receiver",
+         copy or on storage whose hosts number files differently, --disk id={id},path={},identity=any says here",
         path.display(), path.display()
     )]
     Another {
@@ -198,6 +198,11 @@ impl DiskFile {
     /// Which disk it is, on whatever host.
     pub(super) fn disk_identity(&self) -> Option<DiskIdentity> {
         identity::of(&self.file)
+    }
+
+    /// By what name it was opened.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     pub(super) fn file(&self) -> &File {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! chain -> request (parsed, bounded) -> engine: io_uring, or plain reads and writes
+//!            the drive's keeper: blocks that an epoch still has to copy
 //!                                          |
 //!   used ring <- status byte <- completion +--> the drive's tree: blocks of 4 KiB written
 //! ```
@@ -18,6 +19,7 @@ mod lock;
 mod made;
 mod plain;
 mod request;
+mod restored;
 mod source;
 #[cfg(test)]
 mod storage;
@@ -32,7 +34,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{DriveHead, VmId, block_layout};
+use checkpoint::{DriveHead, Keeper, VmId, block_layout};
 use dirty_tracker::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
@@ -53,6 +55,7 @@ pub use self::file::probe;
 use self::flusher::Promise;
 pub(super) use self::flusher::{Flusher, flush_all};
 pub(crate) use self::made::make_copies;
+pub(crate) use self::restored::open_drives;
 pub(crate) use self::source::DriveSource;
 
 const QUEUE_SIZE: u16 = 256;
@@ -78,6 +81,8 @@ pub(super) struct Block {
     engine: Engine,
     /// What the guest has written; `None` for a drive that it cannot write to.
     tracker: Option<Arc<Tracker>>,
+    /// What of the disk has to stay as it is until an epoch has it.
+    keeper: Arc<Keeper>,
     /// Requests that the engine has, by their tokens.
     under_way: HashMap<u64, UnderWay>,
     /// Their bytes.
@@ -162,6 +167,7 @@ impl Block {
             file,
             engine,
             tracker,
+            keeper: Arc::default(),
             under_way: HashMap::new(),
             bytes_under_way: 0,
             waiting: 0,
@@ -184,7 +190,8 @@ impl Block {
     pub(super) fn source(&self) -> DriveSource {
         let DiskConfig { id, bytes, readonly, .. } = &self.disk;
         let head = DriveHead { id: id.clone(), bytes: *bytes, readonly: *readonly };
-        DriveSource { head, tracker: self.tracker.clone(), which: self.flusher().which() }
+        let (tracker, keeper) = (self.tracker.clone(), self.keeper.clone());
+        DriveSource { head, tracker, keeper, which: self.flusher().which() }
     }
 
     /// Its file was made on this host: no other one has ever written to it.
@@ -236,6 +243,10 @@ impl Block {
             id[..len].copy_from_slice(&serial[..len]);
             to.write(io.ram, 0, &id)?;
             return self.complete(under_way, Ok(()), io);
+        }
+        // It is asked only here: what is under way when blocks are first kept, while the device stands, is nothing.
+        for (from, bytes) in &under_way.writes {
+            self.keeper.before_write(*from, *bytes);
         }
         let token = self.next_token;
         self.next_token += 1;

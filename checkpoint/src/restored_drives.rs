@@ -1,0 +1,143 @@
+//! A guest's drives made what they were in an epoch: written over in place, all blocks checked before the first is written.
+
+use dirty_tracker::{FrameRun, FrameSet, Gfn};
+
+use crate::restore::RestoreError;
+use crate::store::{Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};
+use crate::{DriveCopy, DriveHead, GuestError};
+
+/// The blocks of an epoch that are not zeros. The epoch is kept in its store until this is dropped.
+pub(crate) struct Blocks {
+    pinned: Pinned,
+    blocks: Vec<(Gfn, Cell)>,
+}
+
+impl Blocks {
+    /// Of the pinned epoch.
+    pub(crate) fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
+        let mut map = FrameMap::default();
+        pinned.read_map(&mut map)?;
+        Ok(Self { blocks: map.blocks().collect(), pinned })
+    }
+
+    /// How many there are.
+    pub(crate) fn count(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+}
+
+/// The drives of a guest that is being restored, which nobody else has.
+pub(crate) struct RestoredDrives<'h> {
+    pub(crate) epoch: u64,
+    pub(crate) heads: &'h [DriveHead],
+    /// In the same order.
+    pub(crate) drives: Vec<Box<dyn DriveCopy>>,
+}
+
+/// Why drives are not whole.
+pub(crate) struct Cut(String);
+
+impl From<StoreError> for Cut {
+    fn from(e: StoreError) -> Self {
+        Self(e.to_string())
+    }
+}
+
+/// Who only looks at what is stored of the drives: nothing has been written to any by then.
+struct Looking<'r>(&'r RestoredDrives<'r>);
+
+impl Sink for Looking<'_> {
+    type Error = RestoreError;
+
+    fn frames(&self, run: FrameRun, _: &[u8]) -> Result<(), RestoreError> {
+        let (object, _) = place(run.start);
+        self.0.numbered(object).map(drop).ok_or_else(|| self.0.missing(object))
+    }
+}
+
+impl Sink for RestoredDrives<'_> {
+    type Error = Cut;
+
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), Cut> {
+        let (object, block) = place(run.start);
+        let Some((head, drive)) = self.numbered(object) else {
+            return Err(Cut(format!("the epoch has no drive {object}")));
+        };
+        let (at, len) = within(head, FrameRun { start: block, count: run.count });
+        let written = drive.write(at, &contents[..len as usize]);
+        written.map_err(|e| Cut(format!("writing {head} failed: {e}")))
+    }
+}
+
+/// What of `run` lies in the drive: from which byte on, and how many.
+fn within(head: &DriveHead, run: FrameRun) -> (u64, u64) {
+    let at = run.start.gpa();
+    (at, run.bytes().min(head.bytes.saturating_sub(at)))
+}
+
+impl RestoredDrives<'_> {
+    fn numbered(&self, object: u16) -> Option<(&DriveHead, &dyn DriveCopy)> {
+        let at = usize::from(object).checked_sub(1)?;
+        Some((self.heads.get(at)?, &**self.drives.get(at)?))
+    }
+
+    fn missing(&self, object: u16) -> RestoreError {
+        let why = format!("drive {object} of the epoch is not there");
+        RestoreError::Guest {
+            epoch: self.epoch,
+            cause: GuestError::Unsupported { what: "the guest's disks".to_owned(), why },
+        }
+    }
+
+    /// Reads all `blocks`, and compares their checksums: a drive that is sound is not given up for one that cannot be had.
+    fn look(&self, Blocks { pinned, blocks }: &mut Blocks) -> Result<(), RestoreError> {
+        for (object, _) in (1..).zip(self.heads) {
+            self.numbered(object).ok_or_else(|| self.missing(object))?;
+        }
+        fetch(&pinned.pages, self.epoch, blocks, &Looking(self))
+    }
+
+    /// Makes the drives hold `blocks`, and zeros elsewhere; durable, and the guest's, when it returns. Reads the blocks twice: once
+    /// before anything is written. After any other error than
+    /// [`RestoreError::Drives`] the drives are what they were.
+    pub(crate) fn fill(self, mut blocks: Blocks) -> Result<(), RestoreError> {
+        let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
+        let epoch = self.epoch;
+        self.look(&mut blocks)?;
+        tracing::info!(epoch, disks = names.join(", "), "writing disks over");
+        self.write(&mut blocks).map_err(|Cut(why)| RestoreError::Drives {
+            epoch,
+            why,
+            disks: names,
+        })?;
+        self.drives.into_iter().for_each(DriveCopy::keep);
+        Ok(())
+    }
+
+    fn write(&self, Blocks { pinned, blocks }: &mut Blocks) -> Result<(), Cut> {
+        for (object, head) in (1..).zip(self.heads) {
+            let Some((_, drive)) = self.numbered(object) else {
+                return Err(Cut(format!("{head} is not there")));
+            };
+            let stored = blocks.iter().map(|(gfn, _)| place(*gfn));
+            let stored = stored.filter(|(of, _)| *of == object);
+            let stored: FrameSet = stored.map(|(_, start)| FrameRun { start, count: 1 }).collect();
+            for gap in stored.gaps(FrameRun { start: Gfn(0), count: head.blocks() }) {
+                let (at, len) = within(head, gap);
+                let zeroed = drive.zero(at, len);
+                zeroed.map_err(|e| Cut(format!("writing zeros to {head} failed: {e}")))?;
+            }
+        }
+        fetch(&pinned.pages, self.epoch, blocks, self)?;
+        for (head, drive) in self.heads.iter().zip(&self.drives) {
+            let durable = drive.make_durable();
+            durable.map_err(|e| Cut(format!("making {head} durable failed: {e}")))?;
+        }
+        // Not before all are: until then nobody else is to have any.
+        for (head, drive) in self.heads.iter().zip(&self.drives) {
+            let yielded = drive.yield_to_guest();
+            yielded.map_err(|e| Cut(format!("letting the guest have {head} failed: {e}")))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,73 @@
+//! What a guest of host threads is made of.
+
+use dirty_tracker::{Gfn, Layout, Slot, SlotId};
+use serde::{Deserialize, Serialize};
+
+use crate::GuestError;
+
+/// Most frames of a guest built from hostile bytes: 1 GiB.
+const MAX_FRAMES: u64 = 1 << 18;
+const MAX_SLOTS: usize = 16;
+const MAX_WRITERS: u16 = 16;
+
+/// What a [`MemoryGuest`](super::MemoryGuest) is made of. `Guest::config` is this in postcard.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MemoryConfig {
+    /// Memory slots, at most 1 GiB in all.
+    pub slots: Vec<Slot>,
+    /// Writing threads; none is a guest whose memory only the test writes.
+    pub writers: u16,
+    /// Frames that the writers share, from the first of memory on.
+    pub working_set: u64,
+    /// Page writes a second of each writer; 0 is as fast as it can.
+    pub writes_per_s: u32,
+    /// Decides the order of the writes.
+    pub seed: u64,
+}
+
+impl MemoryConfig {
+    /// 4 MiB in two slots with a hole between, two writers on 2 MiB, 20,000 writes a second each.
+    pub fn small() -> Self {
+        let slots = vec![
+            Slot { id: SlotId(0), base: Gfn(0), frames: 300 },
+            Slot { id: SlotId(1), base: Gfn(0x400), frames: 724 },
+        ];
+        Self { slots, writers: 2, working_set: 512, writes_per_s: 20_000, seed: 1 }
+    }
+
+    /// The same without writers.
+    pub fn still() -> Self {
+        Self { writers: 0, working_set: 0, ..Self::small() }
+    }
+
+    /// Reads hostile bytes; nothing is allocated for more than the bounds allow.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self, GuestError> {
+        let malformed =
+            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
+        let (config, rest): (Self, _) =
+            postcard::take_from_bytes(bytes).map_err(|e| malformed(e.to_string()))?;
+        if !rest.is_empty() {
+            return Err(malformed(format!("{} bytes are left over", rest.len())));
+        }
+        Ok(config)
+    }
+
+    pub(super) fn layout(&self) -> Result<Layout, GuestError> {
+        let malformed =
+            |why: String| GuestError::Malformed { what: "the configuration".into(), why };
+        if self.slots.len() > MAX_SLOTS {
+            return Err(malformed(format!("{} slots; {MAX_SLOTS} are allowed", self.slots.len())));
+        }
+        let layout =
+            Layout::new(self.slots.iter().copied()).map_err(|e| malformed(e.to_string()))?;
+        let frames = layout.frames();
+        if frames > MAX_FRAMES {
+            return Err(malformed(format!("{frames} frames; {MAX_FRAMES} are allowed")));
+        }
+        let (writers, set) = (self.writers, self.working_set);
+        if writers > MAX_WRITERS || set > frames || set < u64::from(writers) {
+            return Err(malformed(format!("{writers} writers on {set} of {frames} frames")));
+        }
+        Ok(layout)
+    }
+}

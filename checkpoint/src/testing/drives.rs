@@ -1,0 +1,154 @@
+//! A drive of a [`MemoryGuest`](super::MemoryGuest): a file in memory that a test writes to as a device would.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+
+use crate::{DriveCopy, DriveHead, GuestDrive, Keeper, block_layout};
+
+/// A drive that is gone with its last owner.
+#[derive(Debug)]
+pub struct TestDisk {
+    head: DriveHead,
+    file: File,
+    tracker: Arc<Tracker>,
+    keeper: Arc<Keeper>,
+    /// Its guest stands: nothing is under way, and nothing begins.
+    stands: Mutex<bool>,
+    runs: Condvar,
+    unreadable: AtomicBool,
+    writes_left: AtomicU64,
+}
+
+impl TestDisk {
+    /// One of so many bytes, all zeros.
+    pub fn new(id: &str, bytes: u64) -> io::Result<Arc<Self>> {
+        let file = File::from(memfd_create(id, MemfdFlags::CLOEXEC)?);
+        file.set_len(bytes)?;
+        let tracker = Arc::new(Tracker::new(block_layout(bytes).map_err(io::Error::other)?));
+        let head = DriveHead { id: id.to_owned(), bytes, readonly: false };
+        let (keeper, stands, runs, unreadable) = Default::default();
+        let writes_left = AtomicU64::new(u64::MAX);
+        Ok(Arc::new(Self { head, file, tracker, keeper, stands, runs, unreadable, writes_left }))
+    }
+
+    fn standing(&self) -> MutexGuard<'_, bool> {
+        self.stands.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn stand(&self, stands: bool) {
+        *self.standing() = stands;
+        self.runs.notify_all();
+    }
+
+    /// As a device does it: asks, writes, marks. Waits while the guest stands.
+    fn change(
+        &self,
+        offset: u64,
+        bytes: u64,
+        how: impl FnOnce(&File) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let stands = self.runs.wait_while(self.standing(), |stands| *stands);
+        let _under_way = stands.unwrap_or_else(PoisonError::into_inner);
+        self.keeper.before_write(offset, bytes);
+        let changed = how(&self.file);
+        let (start, last) = (Gfn::containing(offset), Gfn::containing(offset + bytes - 1));
+        let marked = self.tracker.mark(FrameRun { start, count: last.0 - start.0 + 1 });
+        marked.map_err(io::Error::other)?;
+        changed
+    }
+
+    /// Writes `bytes`, of which there is one at least.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.change(offset, bytes.len() as u64, |file| file.write_all_at(bytes, offset))
+    }
+
+    /// Makes `len` bytes zeros, which take no room.
+    pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        self.change(offset, len, |file| Ok(fallocate(file, how, offset, len)?))
+    }
+
+    /// All of it.
+    pub fn contents(&self) -> io::Result<Vec<u8>> {
+        let mut contents = vec![0; self.head.bytes as usize];
+        self.file.read_exact_at(&mut contents, 0)?;
+        Ok(contents)
+    }
+
+    /// Whether reads fail, with EIO, of whoever opens it from now on.
+    pub fn fail_reads(&self, fail: bool) {
+        self.unreadable.store(fail, SeqCst);
+    }
+
+    /// Cuts its file off at so many bytes, as nobody should: what is behind cannot be read. Its size gives it back, as zeros.
+    pub fn cut(&self, bytes: u64) -> io::Result<()> {
+        self.file.set_len(bytes)
+    }
+
+    /// Of those who restore it, writes after so many fail.
+    pub fn fail_writes_after(&self, writes: u64) {
+        self.writes_left.store(writes, SeqCst);
+    }
+
+    /// What is known of it.
+    pub fn head(&self) -> &DriveHead {
+        &self.head
+    }
+}
+
+/// A test's drive as a guest shows it, and as a restore fills it.
+pub(super) struct Shown(pub(super) Arc<TestDisk>);
+
+impl GuestDrive for Shown {
+    fn head(&self) -> DriveHead {
+        self.0.head.clone()
+    }
+
+    fn subscribe(&self, name: &str) -> Option<Subscription> {
+        Some(self.0.tracker.subscribe(name))
+    }
+
+    fn open(&self) -> io::Result<File> {
+        match self.0.unreadable.load(SeqCst) {
+            // Nobody has memory at 0.
+            true => File::open("/proc/self/mem"),
+            false => File::open(format!("/proc/self/fd/{}", self.0.file.as_raw_fd())),
+        }
+    }
+
+    fn keeper(&self) -> Option<Arc<Keeper>> {
+        Some(self.0.keeper.clone())
+    }
+}
+
+impl DriveCopy for Shown {
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let left = |left: u64| left.checked_sub(1);
+        if self.0.writes_left.fetch_update(SeqCst, SeqCst, left).is_err() {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        self.0.file.write_all_at(bytes, offset)
+    }
+
+    fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(fallocate(&self.0.file, how, offset, len)?)
+    }
+
+    fn make_durable(&self) -> io::Result<()> {
+        self.0.file.sync_data()
+    }
+
+    fn yield_to_guest(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn keep(self: Box<Self>) {}
+}

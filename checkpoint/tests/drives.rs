@@ -1,0 +1,389 @@
+//! Drives in the epochs of a guest: stored beside memory, from the same instant, and restored together with it.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
+use checkpoint::{
+    Archive, Checkpointer, Clock, Guest, RestoreError, RunState, Store, StoreError, VmId, restore,
+    restore_archive, restore_lazily,
+};
+use dirty_tracker::{Gfn, PAGE_SIZE};
+use proptest::prelude::*;
+use vm_memory::{Bytes, GuestAddress};
+
+const BLOCK: usize = PAGE_SIZE as usize;
+/// Of two drives, the first with a block that is a part, and blocks enough for several records' runs.
+const SIZES: [u64; 2] = [150 * PAGE_SIZE + 1536, 7 * PAGE_SIZE];
+
+fn disks() -> Vec<Arc<TestDisk>> {
+    let named = SIZES.iter().zip(["one", "two"]);
+    named.map(|(bytes, id)| TestDisk::new(id, *bytes).unwrap()).collect()
+}
+
+fn guest() -> Arc<MemoryGuest> {
+    MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), disks()).unwrap()
+}
+
+/// Where a guest is restored to: its disks are full of something else.
+fn elsewhere() -> MemoryGuestFactory {
+    let disks = disks();
+    for disk in &disks {
+        disk.write(0, &vec![0xee; disk.head().bytes as usize]).unwrap();
+    }
+    MemoryGuestFactory { disks, ..Default::default() }
+}
+
+fn contents(disks: &[Arc<TestDisk>]) -> Vec<Vec<u8>> {
+    disks.iter().map(|disk| disk.contents().unwrap()).collect()
+}
+
+fn on(disk: &MemoryDisk, writable: bool) -> Store {
+    Store::with_backend(Box::new(disk.clone()), writable).unwrap()
+}
+
+fn restored(disk: &MemoryDisk, epoch: u64, lazily: bool) -> Vec<Vec<u8>> {
+    let (store, factory) = (on(disk, false), elsewhere());
+    let report = match lazily {
+        true => restore_lazily(&store, Some(epoch), &factory, Clock::Continue).unwrap().1,
+        false => restore(&store, Some(epoch), &factory, Clock::Continue).unwrap().1,
+    };
+    assert_eq!((report.epoch, report.drives), (epoch, 2));
+    contents(&factory.disks)
+}
+
+/// What happens to a guest with drives.
+#[derive(Clone, Debug)]
+enum Step {
+    Write {
+        disk: usize,
+        at: u64,
+        len: usize,
+        byte: u8,
+    },
+    Discard {
+        disk: usize,
+        at: u64,
+        len: u64,
+    },
+    Take,
+    /// With a full epoch, by another process.
+    TakeAnew,
+    Compact,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let place = (0usize..2, any::<prop::sample::Index>());
+    let write = (place.clone(), 1usize..3 * BLOCK, 0u8..4).prop_map(|((disk, at), len, byte)| {
+        let at = at.index(SIZES[disk] as usize) as u64;
+        Step::Write { disk, at, len: len.min((SIZES[disk] - at) as usize), byte }
+    });
+    let discard = (place, 1u64..20 * PAGE_SIZE).prop_map(|((disk, at), len)| {
+        let at = at.index(SIZES[disk] as usize) as u64;
+        Step::Discard { disk, at, len: len.min(SIZES[disk] - at) }
+    });
+    prop_oneof![
+        8 => write,
+        2 => discard,
+        4 => Just(Step::Take),
+        1 => Just(Step::TakeAnew),
+        1 => Just(Step::Compact),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    #[test]
+    fn every_kept_epoch_has_the_drives_as_they_were_in_its_pause(
+        steps in prop::collection::vec(step(), 1..60),
+        keep in 1u64..5,
+        log_bound in prop_oneof![Just(1u64 << 10), Just(1 << 24)],
+    ) {
+        let (disk, guest) = (MemoryDisk::default(), guest());
+        let open = || {
+            let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+            checkpointer.keep(Some(keep));
+            checkpointer.log_bound(log_bound);
+            checkpointer
+        };
+        let mut checkpointer = Some(open());
+        let mut model = contents(guest.disks());
+        let mut epochs = BTreeMap::new();
+        for step in steps {
+            let mut take = false;
+            match step {
+                Step::Write { disk, at, len, byte } => {
+                    guest.disks()[disk].write(at, &vec![byte; len]).unwrap();
+                    model[disk][at as usize..at as usize + len].fill(byte);
+                }
+                Step::Discard { disk, at, len } => {
+                    guest.disks()[disk].discard(at, len).unwrap();
+                    model[disk][at as usize..(at + len) as usize].fill(0);
+                }
+                Step::Take => take = true,
+                Step::TakeAnew => {
+                    drop(checkpointer.take());
+                    checkpointer = Some(open());
+                    take = true;
+                }
+                Step::Compact => {
+                    drop(checkpointer.take());
+                    let _ = on(&disk, true).compact();
+                    checkpointer = Some(open());
+                    take = true;
+                }
+            }
+            if take {
+                let report = checkpointer.as_mut().unwrap().take().unwrap();
+                epochs.insert(report.epoch, model.clone());
+            }
+        }
+        drop(checkpointer);
+        prop_assert!(contents(guest.disks()) == model);
+        let store = on(&disk, false);
+        store.verify(|_, _| ()).unwrap();
+        let infos = store.epochs().unwrap();
+        prop_assert_eq!(infos.len(), epochs.len().min(keep as usize));
+        for info in infos {
+            prop_assert_eq!(info.drives, 2);
+            prop_assert!(restored(&disk, info.epoch, info.epoch % 2 == 0) == epochs[&info.epoch]);
+        }
+    }
+}
+
+#[test]
+fn an_epoch_has_what_changed_of_drives_and_nothing_else() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.disks()[0].write(10 * PAGE_SIZE, &[1; 20 * BLOCK]).unwrap();
+    // A hole, and zeros.
+    guest.disks()[0].write(50 * PAGE_SIZE, &[0; 20 * BLOCK]).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    let first = checkpointer.take().unwrap();
+    assert_eq!(first.disk_blocks, 20);
+    guest.disks()[1].write(PAGE_SIZE - 1, &[2; 2]).unwrap();
+    guest.disks()[0].discard(12 * PAGE_SIZE, PAGE_SIZE).unwrap();
+    guest.ram().write_slice(&[3; 4096], GuestAddress(0)).unwrap();
+    let second = checkpointer.take().unwrap();
+    assert_eq!((second.frames, second.disk_blocks), (1, 3));
+    assert_eq!(checkpointer.take().unwrap().disk_blocks, 0);
+    let store = on(&disk, false);
+    let infos = store.epochs().unwrap();
+    assert_eq!((infos[1].frames, infos[1].zero_frames, infos[1].drives), (4, 1, 2));
+    // Memory alone is in a file of memory.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let export = store.export_raw(None, file.as_file(), file.path()).unwrap();
+    assert_eq!(export.frames, 1);
+    let (guest, report) = restore(&store, None, &elsewhere(), Clock::Continue).unwrap();
+    assert_eq!((report.frames, report.disk_blocks), (1, 21));
+    let mut page = [0; 4096];
+    guest.ram().read_slice(&mut page[..], GuestAddress(0)).unwrap();
+    assert_eq!(page, [3; 4096]);
+}
+
+/// The guest writes a number to memory, then to its drive, and so on: whatever moment an epoch is of, the drive is at most one behind.
+#[test]
+fn memory_and_drives_are_of_the_same_instant() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.resume().unwrap();
+    let over = AtomicBool::new(false);
+    let number = |guest: &MemoryGuest, disk: &TestDisk| {
+        let mut memory = [0; 8];
+        guest.ram().read_slice(&mut memory[..], GuestAddress(5 * PAGE_SIZE)).unwrap();
+        let drive = disk.contents().unwrap();
+        let numbers: Vec<u64> = (0..100)
+            .map(|block| u64::from_le_bytes(drive[block * BLOCK..][..8].try_into().unwrap()))
+            .collect();
+        (u64::from_le_bytes(memory), numbers)
+    };
+    let mut epochs = Vec::new();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for n in 1..=u64::MAX {
+                if over.load(Ordering::Relaxed) {
+                    return;
+                }
+                guest.write(Gfn(5), &n.to_le_bytes()).unwrap();
+                let mut block = vec![n as u8; BLOCK];
+                block[..8].copy_from_slice(&n.to_le_bytes());
+                // In an order that goes over each again and again.
+                guest.disks()[0].write(n * 37 % 100 * PAGE_SIZE, &block).unwrap();
+            }
+        });
+        let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+        for _ in 0..30 {
+            thread::sleep(Duration::from_millis(3));
+            epochs.push(checkpointer.take().unwrap().epoch);
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    for epoch in epochs {
+        let factory = elsewhere();
+        let (copy, _) = restore(&on(&disk, false), Some(epoch), &factory, Clock::Continue).unwrap();
+        let (memory, drive) = number(&copy, &factory.disks[0]);
+        let last = drive.iter().copied().max().unwrap();
+        assert!(memory == last || memory == last + 1, "{epoch}: {memory} and {last}");
+        for n in last.saturating_sub(99).max(1)..=last {
+            assert_eq!(drive[(n * 37 % 100) as usize], n, "{epoch}: up to {last}");
+        }
+    }
+}
+
+#[test]
+fn a_drive_that_cannot_be_read_costs_an_epoch_and_no_block() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.resume().unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    let drive = &guest.disks()[0];
+    drive.write(0, &[1; 10 * BLOCK]).unwrap();
+    drive.fail_reads(true);
+    let e = checkpointer.take().unwrap_err();
+    let reason = std::io::Error::from_raw_os_error(libc::EIO).to_string();
+    assert!(
+        e.to_string().contains("disk \"one\" cannot be read") && e.to_string().contains(&reason),
+        "{e}"
+    );
+    assert_eq!(e.guest, RunState::Running);
+    drive.fail_reads(false);
+    checkpointer.take().unwrap();
+    // One that gets shorter behind the guest's back.
+    drive.write(2 * PAGE_SIZE, &[2; 2 * BLOCK]).unwrap();
+    drive.write(149 * PAGE_SIZE, &[2; 512]).unwrap();
+    drive.cut(140 * PAGE_SIZE).unwrap();
+    let e = checkpointer.take().unwrap_err();
+    assert!(e.to_string().contains("copying what changed of disks behind the guest failed"), "{e}");
+    assert_eq!(e.guest, RunState::Running);
+    drive.cut(SIZES[0]).unwrap();
+    drive.write(5 * PAGE_SIZE, &[3; 10]).unwrap();
+    let report = checkpointer.take().unwrap();
+    assert_eq!(report.disk_blocks, 4, "those of the one that failed, too");
+    assert!(restored(&disk, report.epoch, false) == contents(guest.disks()));
+}
+
+#[test]
+fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
+    guest.disks()[1].write(0, &[2; BLOCK]).unwrap();
+    Checkpointer::new(guest.clone(), on(&disk, true)).unwrap().take().unwrap();
+    let (store, factory) = (on(&disk, false), elsewhere());
+    factory.disks[1].fail_writes_after(0);
+    let said = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
+    assert!(
+        said.starts_with("epoch 1 cannot be restored: writing disk \"two\" (28672 bytes) failed"),
+        "{said}"
+    );
+    assert!(
+        said.contains("in its disks (\"one\", \"two\") is part as it was")
+            && said.contains("which mends them"),
+        "{said}"
+    );
+    factory.disks[1].fail_writes_after(u64::MAX);
+    restore(&store, None, &factory, Clock::Continue).unwrap();
+    assert!(contents(&factory.disks) == contents(guest.disks()));
+    // Other drives are refused, and stay as they are.
+    for bytes in [SIZES[1] - 512, SIZES[1] + 512] {
+        let mut factory = elsewhere();
+        factory.disks[1] = TestDisk::new("two", bytes).unwrap();
+        let was = contents(&factory.disks);
+        let said = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
+        assert!(said.contains("disk \"two\" (28672 bytes)"), "{said}");
+        assert!(contents(&factory.disks) == was);
+    }
+    // So they do when something else of the epoch is damaged.
+    let pages = disk.contents("pages-1").unwrap();
+    disk.put("pages-1", pages[..4096 * 3].to_vec());
+    let factory = elsewhere();
+    let was = contents(&factory.disks);
+    let said = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
+    assert!(said.contains("pages-1, byte 12288"), "{said}");
+    assert!(contents(&factory.disks) == was);
+}
+
+/// Whichever block has rotten, no drive is given up for it.
+#[test]
+fn a_block_that_is_damaged_costs_no_drive_anything() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
+    guest.disks()[1].write(0, &[2; 3 * BLOCK]).unwrap();
+    guest.ram().write_slice(&[3; 4096], GuestAddress(0)).unwrap();
+    Checkpointer::new(guest.clone(), on(&disk, true)).unwrap().take().unwrap();
+    let sound = disk.contents("pages-1").unwrap();
+    let stored = |page: &[u8]| matches!(page[0], 1 | 2) && page.iter().all(|b| *b == page[0]);
+    let slots: Vec<usize> =
+        (0..sound.len() / BLOCK).filter(|n| stored(&sound[n * BLOCK..][..BLOCK])).collect();
+    assert_eq!(slots.len(), 13);
+    for (n, slot) in slots.iter().enumerate() {
+        let mut pages = sound.clone();
+        pages[slot * BLOCK + 77] ^= 4;
+        disk.put("pages-1", pages);
+        let (store, factory) = (on(&disk, false), elsewhere());
+        let was = contents(&factory.disks);
+        let e = match n % 2 {
+            0 => restore(&store, None, &factory, Clock::Continue).map(drop).unwrap_err(),
+            _ => restore_lazily(&store, None, &factory, Clock::Continue).map(drop).unwrap_err(),
+        };
+        assert!(matches!(e, RestoreError::Store(_)), "{e}");
+        let said = e.to_string();
+        assert!(said.contains("the checksum of block 0x") && said.contains(" of drive "), "{said}");
+        assert!(contents(&factory.disks) == was, "{said}");
+    }
+    disk.put("pages-1", sound);
+    assert!(restored(&disk, 1, false) == contents(guest.disks()));
+}
+
+#[test]
+fn no_file_is_without_drives_and_silent_about_it() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    let with = checkpointer.take().unwrap().epoch;
+    drop(checkpointer);
+    let store = on(&disk, false);
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let e = store.export_archive(Some(with), file.as_file(), file.path()).unwrap_err();
+    assert!(matches!(e, StoreError::HasDrives { .. }), "{e}");
+    let said = e.to_string();
+    assert!(said.contains("epoch 1 of") && said.contains("(\"one\", \"two\")"), "{said}");
+    assert!(said.contains("--disks external"), "{said}");
+    assert_eq!(file.as_file().metadata().unwrap().len(), 0);
+    assert_eq!(store.export_raw(Some(with), file.as_file(), file.path()).unwrap().drives, 2);
+    // One that has none is archived, whatever the guest has.
+    let (disk, file) = (MemoryDisk::default(), tempfile::NamedTempFile::new().unwrap());
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    checkpointer.leave_drives();
+    let without = checkpointer.take().unwrap().epoch;
+    let report =
+        on(&disk, false).export_archive(Some(without), file.as_file(), file.path()).unwrap();
+    assert_eq!(report.drives, 0);
+    let (archive, factory) = (Archive::open(file.path()).unwrap(), elsewhere());
+    let was = contents(&factory.disks);
+    let (_, report) = restore_archive(&archive, &factory, Clock::Continue).unwrap();
+    assert_eq!((report.drives, report.disk_blocks), (0, 0));
+    assert!(contents(&factory.disks) == was);
+}
+
+#[test]
+fn drives_that_are_left_to_somebody_else_are_not_touched() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    checkpointer.leave_drives();
+    let report = checkpointer.take().unwrap();
+    guest.disks()[0].write(0, &[2; 10 * BLOCK]).unwrap();
+    assert_eq!((report.disk_blocks, checkpointer.take().unwrap().disk_blocks), (0, 0));
+    drop(checkpointer);
+    let factory = elsewhere();
+    let was = contents(&factory.disks);
+    let (_, report) = restore(&on(&disk, false), None, &factory, Clock::Continue).unwrap();
+    assert_eq!((report.drives, report.disk_blocks), (0, 0));
+    assert!(contents(&factory.disks) == was);
+    // The next one has them again, and all of them.
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    let report = checkpointer.take().unwrap();
+    assert_eq!(report.disk_blocks, 10);
+    assert!(restored(&disk, report.epoch, false) == contents(guest.disks()));
+}

@@ -1,0 +1,223 @@
+//! A disk's file that a restore writes over, so that it is as it was in the epoch.
+//!
+//! It is locked for its guest meanwhile, so that nobody runs from it, and no second restore writes to it. What is in it by then stays,
+//! however the restore ends.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
+
+use super::file::{DiskError, DiskFile, write_zeroes};
+use super::lock::{self, Lock};
+use super::request::SECTOR;
+use crate::config::{DiskConfig, MachineConfig, disks};
+
+/// The files that `config` has on this host for `drives`, which are hostile input: locked, and as they were. They must be all the
+/// disks that the guest can write to.
+pub(crate) fn open_drives(
+    guest: VmId,
+    config: &MachineConfig,
+    drives: &[DriveHead],
+) -> Result<Vec<Box<dyn DriveCopy>>, GuestError> {
+    let malformed = |what: String, why: &str| GuestError::Malformed {
+        what: "the epoch's list of disks".to_owned(),
+        why: format!("{what} {why}"),
+    };
+    if drives.is_empty() {
+        return Ok(Vec::new());
+    }
+    let written = || disks(&config.devices).filter(|disk| !disk.readonly);
+    let listed = |disk: &&DiskConfig| drives.iter().any(|drive| drive.id == disk.id);
+    if let Some(disk) = written().find(|disk| !listed(disk)) {
+        return Err(malformed(format!("disk \"{}\"", disk.id), "is not in it"));
+    }
+    let mut opened: Vec<Box<dyn DriveCopy>> = Vec::new();
+    for (drive, i) in drives.iter().zip(0..) {
+        let disk = written().find(|disk| disk.id == drive.id);
+        let disk = disk.ok_or_else(|| malformed(drive.to_string(), "is none of the guest's"))?;
+        if disk.bytes != drive.bytes {
+            return Err(malformed(
+                drive.to_string(),
+                "has another size in the guest's configuration",
+            ));
+        }
+        if drives[..i].iter().any(|other| other.id == drive.id) {
+            return Err(malformed(drive.to_string(), "stands there twice"));
+        }
+        let disk = RestoredDisk::open(disk, guest).map_err(|e| GuestError::System {
+            what: "opening the disks to restore",
+            cause: Box::new(e),
+        })?;
+        opened.push(Box::new(disk));
+    }
+    Ok(opened)
+}
+
+/// See the module.
+#[derive(Debug)]
+struct RestoredDisk {
+    file: DiskFile,
+    guest: VmId,
+    /// It has holes, or may have: what is to be zeros becomes one. Else room that was set aside is not given back.
+    sparse: bool,
+}
+
+impl RestoredDisk {
+    fn open(disk: &DiskConfig, guest: VmId) -> Result<Self, DiskError> {
+        let file = DiskFile::open(disk, guest)?;
+        file.lock().map_err(DiskError::InUse)?;
+        let opened = Self { sparse: is_sparse(file.file()), file, guest };
+        // Whoever had the lock may have put another in its place.
+        match opened.require_name() {
+            Ok(()) => Ok(opened),
+            Err(cause) => Err(DiskError::Open { path: disk.path.clone(), readonly: false, cause }),
+        }
+    }
+
+    /// Fails if its name is another file's: the guest would have that, as it is.
+    fn require_name(&self) -> io::Result<()> {
+        let (ours, named) = (self.file().metadata()?, fs::metadata(self.file.path())?);
+        match (ours.dev(), ours.ino()) == (named.dev(), named.ino()) {
+            true => Ok(()),
+            false => Err(io::Error::other("its name is another file's now")),
+        }
+    }
+
+    fn file(&self) -> &File {
+        self.file.file()
+    }
+}
+
+impl DriveCopy for RestoredDisk {
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.file().write_all_at(bytes, offset)
+    }
+
+    fn zero(&self, offset: u64, len: u64) -> io::Result<()> {
+        write_zeroes(self.file(), offset, len, self.sparse)
+    }
+
+    fn make_durable(&self) -> io::Result<()> {
+        self.file().sync_data()
+    }
+
+    fn yield_to_guest(&self) -> io::Result<()> {
+        self.require_name()?;
+        lock::set(self.file(), Lock::None, self.guest).map(drop)
+    }
+
+    fn keep(self: Box<Self>) {}
+}
+
+/// Whether `file` takes less room than it is long; of a block device nobody knows.
+fn is_sparse(file: &File) -> bool {
+    let metadata = file.metadata();
+    metadata.map_or(true, |m| m.blocks().saturating_mul(SECTOR) < m.len() || !m.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Boot, DeviceConfig, HostConfig};
+    use crate::testing::disk;
+
+    const BYTES: u64 = 1 << 20;
+
+    #[test]
+    fn a_file_keeps_its_room_if_it_had_room_for_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        let config = disk("d", &path, BYTES);
+        for (set_aside, sparse) in [(BYTES, false), (BYTES / 2, true)] {
+            let file = File::create(&path).unwrap();
+            file.set_len(BYTES).unwrap();
+            let flags = rustix::fs::FallocateFlags::empty();
+            rustix::fs::fallocate(&file, flags, 0, set_aside).unwrap();
+            file.write_all_at(&[7; 8192], 0).unwrap();
+            let room = file.metadata().unwrap().blocks();
+            let opened = RestoredDisk::open(&config, VmId::random()).unwrap();
+            opened.zero(0, BYTES).unwrap();
+            assert_eq!(file.metadata().unwrap().blocks() < room, sparse, "{set_aside}");
+            assert!(fs::read(&path).unwrap() == vec![0; BYTES as usize]);
+        }
+    }
+
+    #[test]
+    fn a_disk_whose_name_is_anothers_by_then_is_not_given_to_the_guest() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        let config = disk("d", &path, BYTES);
+        File::create(&path).unwrap().set_len(BYTES).unwrap();
+        let guest = VmId::random();
+        let opened = RestoredDisk::open(&config, guest).unwrap();
+        assert!(RestoredDisk::open(&config, guest).unwrap_err().to_string().contains("in use by"));
+        fs::rename(&path, dir.path().join("aside")).unwrap();
+        let said = opened.yield_to_guest().unwrap_err().to_string();
+        assert!(said.contains("No such file"), "{said}");
+        File::create(&path).unwrap().set_len(BYTES).unwrap();
+        let said = opened.yield_to_guest().unwrap_err().to_string();
+        assert!(said.contains("its name is another file's now"), "{said}");
+        fs::rename(dir.path().join("aside"), &path).unwrap();
+        opened.yield_to_guest().unwrap();
+    }
+
+    fn machine(devices: Vec<DeviceConfig>) -> MachineConfig {
+        MachineConfig {
+            mem_bytes: 32 << 20,
+            vcpus: 1,
+            tracking: Default::default(),
+            ring_entries: crate::config::DEFAULT_RING_ENTRIES,
+            backend: Default::default(),
+            boot: Boot::Payload("payload,ws=1M".to_owned()),
+            cpu: Default::default(),
+            devices,
+        }
+    }
+
+    fn drives(devices: &[DeviceConfig]) -> Vec<DriveHead> {
+        let head = |disk: &DiskConfig| DriveHead {
+            id: disk.id.clone(),
+            bytes: disk.bytes,
+            readonly: disk.readonly,
+        };
+        disks(devices).map(head).collect()
+    }
+
+    /// After a reboot a path may lead to another disk. Only who names it may have it written over.
+    #[test]
+    fn another_disk_than_the_guests_is_not_written_over_unless_it_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        for name in ["disk", "other"] {
+            File::create(dir.path().join(name)).unwrap().set_len(BYTES).unwrap();
+        }
+        let mut known = disk("d", &path, BYTES);
+        known.identity = super::super::identity::of(&File::open(&path).unwrap());
+        let config = machine(vec![DeviceConfig::Disk(known)]);
+        let drives = drives(&config.devices);
+        let open = |host: &HostConfig, drives: &[DriveHead]| {
+            let config = config.clone().on_host(&host.writing_over(drives))?;
+            open_drives(VmId::random(), &config, drives).map(|opened| opened.len())
+        };
+        let host = HostConfig { disks_are_copies: true, ..Default::default() };
+        assert_eq!(open(&host, &drives).unwrap(), 1);
+        fs::rename(dir.path().join("other"), &path).unwrap();
+        let said = open(&host, &drives).unwrap_err().to_string();
+        assert!(said.contains("disk \"d\" is another one on this host"), "{said}");
+        let named = format!("path={},id=d", path.display());
+        assert!(
+            said.contains(&format!("--disk id=d,path={},identity=any", path.display())),
+            "{said}"
+        );
+        for spec in [named.clone(), format!("{named},identity=any")] {
+            let host = HostConfig { disks: vec![spec.parse().unwrap()], ..host.clone() };
+            assert_eq!(open(&host, &drives).unwrap(), 1);
+        }
+        // Without drives in the epoch nothing is written over, and a copy is what is expected.
+        let there = config.clone().on_host(&host.writing_over(&[])).unwrap();
+        assert_eq!(disks(&there.devices).next().unwrap().identity, None);
+        assert_eq!(open(&host, &[]).unwrap(), 0);
+    }
+}
