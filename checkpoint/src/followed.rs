@@ -15,7 +15,7 @@ use crate::keeper::{Keeping, Waits};
 use crate::report::Cause;
 use crate::staging::Staging;
 use crate::store::{EpochWriter, of_object};
-use crate::{DriveHead, Guest, GuestError, Keeper, data_runs};
+use crate::{DriveHead, Guest, GuestError, KeepError, Keeper, data_runs};
 
 /// Blocks that are copied at a time while the guest runs: of a drive that nobody waits for, and of one that is kept.
 const LIVE_BLOCKS: u64 = 256;
@@ -46,9 +46,14 @@ pub(crate) struct Stood {
 }
 
 fn failed(id: &str) -> impl Fn(io::Error) -> Cause {
-    move |cause| match cause.kind() {
-        io::ErrorKind::TimedOut => Cause::Stalled(PATIENCE),
-        _ => Cause::Drive { id: id.to_owned(), cause },
+    move |cause| Cause::Drive { id: id.to_owned(), cause }
+}
+
+fn not_kept(id: &str) -> impl Fn(KeepError) -> Cause {
+    move |why| match why {
+        KeepError::Stalled => Cause::Stalled(PATIENCE),
+        KeepError::Unread(cause) => failed(id)(cause),
+        why => failed(id)(io::Error::other(why)),
     }
 }
 
@@ -100,7 +105,7 @@ pub(crate) fn stand(drives: &mut [Followed]) -> Result<Vec<Stood>, Cause> {
         let Followed { object, head, file, keeper, writes } = drive;
         let changed = writes.drain();
         let keeping = keeper.keep(file.clone(), head.bytes, changed.runs().collect());
-        let keeping = keeping.map_err(failed(&head.id))?;
+        let keeping = keeping.map_err(not_kept(&head.id))?;
         Ok(Stood { object: *object, id: head.id.clone(), changed, keeping })
     };
     drives.iter_mut().map(keep).collect()
@@ -116,7 +121,7 @@ pub(crate) fn copy_behind(
     let contents = staging.split(PIECE_BLOCKS.min(staging.frames())).0;
     let mut runs: Vec<FrameRun> = Vec::new();
     for Stood { object, id, changed, mut keeping } in stood {
-        while keeping.next(&mut runs, contents).map_err(failed(&id))? > 0 {
+        while keeping.next(&mut runs, contents).map_err(not_kept(&id))? > 0 {
             file.frames(runs.iter().map(|run| of_object(object, *run)), contents, false)?;
         }
         let Waits { times, time } = keeping.waits();

@@ -282,6 +282,8 @@ impl DeviceSet {
     /// were go on, and the error says which and why.
     pub(crate) fn quiesce(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.stall_limit;
+        // A disk that waits for an epoch does not hear us.
+        self.sources.iter().for_each(|disk| disk.hurry(true));
         let waiting: Vec<_> = self.devices.iter().map(|d| (d, d.quiesce(deadline))).collect();
         let mut stands = Ok(());
         for (device, answer) in waiting {
@@ -298,6 +300,7 @@ impl DeviceSet {
 
     /// Lets all devices work.
     pub(crate) fn resume(&self) {
+        self.sources.iter().for_each(|disk| disk.hurry(false));
         self.devices.iter().rev().for_each(Transport::resume);
     }
 
