@@ -269,9 +269,10 @@ fn a_store_that_is_too_slow_holds_the_drive_once() {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut n = 0;
-            while !over.load(Ordering::Relaxed) {
-                n += 1;
+            for n in (0u8..=255).cycle() {
+                if over.load(Ordering::Relaxed) {
+                    return;
+                }
                 guest.disks()[0].write(0, &vec![n; BLOCKS as usize * BLOCK]).unwrap();
             }
         });
