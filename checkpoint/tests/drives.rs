@@ -266,25 +266,27 @@ fn a_store_that_is_too_slow_holds_the_drive_once() {
     guest.resume().unwrap();
     let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
     checkpointer.take().unwrap();
+    guest.disks()[0].write(0, &vec![1; BLOCKS as usize * BLOCK]).unwrap();
     let over = AtomicBool::new(false);
-    thread::scope(|scope| {
+    let [first, second] = thread::scope(|scope| {
         scope.spawn(|| {
             for n in (0u8..=255).cycle() {
                 if over.load(Ordering::Relaxed) {
                     return;
                 }
+                // It stands here.
+                guest.write(Gfn(5), &[n]).unwrap();
                 guest.disks()[0].write(0, &vec![n; BLOCKS as usize * BLOCK]).unwrap();
             }
         });
-        thread::sleep(Duration::from_millis(20));
         disk.slow_writes(Duration::from_millis(100));
-        let e = checkpointer.take().unwrap_err();
-        assert!(matches!(e.cause, Cause::Stalled(_)), "{e}");
-        assert!((e.phase, e.guest) == (Phase::CopyDrives, RunState::Running), "{e}");
-        let e = checkpointer.take().unwrap_err();
-        assert!(e.to_string().contains("more of it was written over than can be set"), "{e}");
+        let failed = [checkpointer.take(), checkpointer.take()];
         over.store(true, Ordering::Relaxed);
+        failed.map(Result::unwrap_err)
     });
+    assert!(matches!(first.cause, Cause::Stalled(_)), "{first}");
+    assert!((first.phase, first.guest) == (Phase::CopyDrives, RunState::Running), "{first}");
+    assert!(second.to_string().contains("more of it was written over than can be set"), "{second}");
     disk.slow_writes(Duration::ZERO);
     let report = checkpointer.take().unwrap();
     let factory = MemoryGuestFactory { disks: drive(), ..Default::default() };
