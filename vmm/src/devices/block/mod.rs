@@ -488,6 +488,6 @@ impl Device for Block {
             Ok(()) => self.held = false,
             Err(_) => self.keeper.hold(),
         }
-        Ok(released?)
+        released
     }
 }
