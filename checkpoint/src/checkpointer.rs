@@ -18,7 +18,7 @@ use dirty_tracker::Epoch;
 use crate::chain::Chain;
 use crate::cost::CopyCost;
 use crate::crew::{Answer, Crew};
-use crate::followed::{self, drives_of};
+use crate::followed::{self, Patience, drives_of};
 use crate::instant::{self, Means, Taken};
 use crate::live::copy_live;
 use crate::report::{Cause, CheckpointError, EpochReport, Phase};
@@ -73,6 +73,7 @@ pub struct Checkpointer {
     /// The store's lock was found to be another one than ours.
     lock_lost: bool,
     shield: Shielding,
+    patience: Patience,
     behind_from: u64,
     cost: CopyCost,
 }
@@ -155,6 +156,7 @@ impl Checkpointer {
             next,
             lock_lost: false,
             shield,
+            patience: Patience::default(),
             behind_from,
             cost: CopyCost::default(),
         })
@@ -267,6 +269,7 @@ impl Checkpointer {
             Err((phase, cause)) => {
                 tracing::warn!(full, %phase, %cause, "not stored");
                 self.shield.failed(phase, &cause);
+                self.patience.failed(phase, &cause);
                 // What was copied for a full one is in no epoch; the next one copies again.
                 self.note_failure(&cause, full);
                 FlightState::Failed(phase, cause)
@@ -425,7 +428,7 @@ impl Checkpointer {
     /// Takes an epoch up to where it is handed over.
     fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
         let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
-        let Self { shield, behind_from, cost, .. } = self;
+        let Self { shield, patience, behind_from, cost, .. } = self;
         let guest = &**guest;
         let parent = chain.as_ref().and_then(|c| c.last);
         let crew = crew.as_ref().ok_or_else(|| {
@@ -454,9 +457,11 @@ impl Checkpointer {
                 copy_live(guest, staging, &mut file, subscription)
             })?;
         }
-        let shield = shield.ask(guest);
+        let ahead = || followed::copy_ahead(drives, staging, &mut file);
+        changed.append(&mut step(Phase::CopyDrives, ahead)?);
+        let (shield, patient) = (shield.ask(guest), patience.ask());
         let (behind_from, file_of) = (*behind_from, &mut file);
-        let means = Means { guest, drives, shield, behind_from, staging, file: file_of };
+        let means = Means { guest, drives, patient, shield, behind_from, staging, file: file_of };
         let mut taken = instant::take(means, subscription)?;
         changed.append(&mut taken.changed);
         crew.commit(file.finish(), *bounds);

@@ -33,6 +33,8 @@ use crate::{Guest, GuestError, Paused, Section, Shield, VcpuPauses};
 const PIECE_FRAMES: u64 = 64;
 /// What changes while much is protected is copied in the pause if it is at most so many frames, else protected, too.
 const LATE_FRAMES: u64 = 512;
+/// Frames that are written at a time where blocks of drives may be set aside meanwhile.
+const AT_ONCE: u64 = 1024;
 /// How often the saver looks whether the pause has come.
 const BEFORE_LOOK: Duration = Duration::from_micros(500);
 /// How often the saver looks whether somebody waits while there is no room for a copy.
@@ -45,6 +47,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct Means<'m> {
     pub(crate) guest: &'m dyn Guest,
     pub(crate) drives: &'m mut [Followed],
+    /// Who writes to one waits for room.
+    pub(crate) patient: bool,
     pub(crate) shield: Option<&'m dyn Shield>,
     /// Of so many frames on they are copied behind the guest's back.
     pub(crate) behind_from: u64,
@@ -75,22 +79,23 @@ pub(crate) fn take(
     means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
-    let Means { guest, drives, shield, behind_from, staging, file } = means;
+    let Means { guest, drives, patient, shield, behind_from, staging, file } = means;
     let before = guest.stood();
     let (mut taken, blocks) = {
         let (staging, file) = (&mut *staging, &mut *file);
-        let means = Means { guest, drives, shield, behind_from, staging, file };
+        let means = Means { guest, drives, patient, shield, behind_from, staging, file };
         take_one(means, subscription)?
     };
+    // By now they have gone on; there may be another pause while drives are copied.
+    if let Some(stood) = stood_since(guest, &before) {
+        taken.pause = stood;
+    }
     // After memory, for which vCPUs wait.
     let copied = step(Phase::CopyDrives, || followed::copy_behind(blocks, staging, file));
     let (mut changed, waits) = copied?;
     taken.changed.append(&mut changed);
     taken.waits += waits.times;
     taken.waited += waits.time;
-    if let Some(stood) = stood_since(guest, &before) {
-        taken.pause = stood;
-    }
     Ok(taken)
 }
 
@@ -134,7 +139,7 @@ struct Pause<T> {
 /// The pause: saves the state and learns what changed. Ends when that has been dealt with by `deal`.
 fn pause<T>(
     guest: &dyn Guest,
-    drives: &mut [Followed],
+    (drives, patient): (&mut [Followed], bool),
     subscription: &mut Subscription,
     deal: impl FnOnce(&Epoch) -> Result<T, (Phase, Cause)>,
 ) -> Result<Pause<T>, (Phase, Cause)> {
@@ -143,7 +148,7 @@ fn pause<T>(
     // Before the drain: saving may make the host write into guest memory.
     let sections = step(Phase::Save, || paused.save_state())?;
     let changed = step(Phase::Drain, || paused.drain(subscription))?;
-    let blocks = step(Phase::Drain, || followed::stand(drives))?;
+    let blocks = step(Phase::Drain, || followed::stand(drives, patient))?;
     let dealt = deal(&changed)?;
     step(Phase::Resume, || paused.resume())?;
     Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })
@@ -153,15 +158,22 @@ fn in_the_pause(
     means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
-    let Means { guest, drives, staging, file, .. } = means;
-    let Pause { changed, blocks, sections, dealt: written, time } =
-        pause(guest, drives, subscription, |changed| {
+    let Means { guest, drives, patient, staging, file, .. } = means;
+    let Pause { changed, mut blocks, sections, dealt: written, time } =
+        pause(guest, (drives, patient), subscription, |changed| {
             step(Phase::Copy, || copy_changed(guest, staging, file, changed))
         })?;
     let resumed = Instant::now();
     step::<_, Cause>(Phase::Write, || {
         let left = changed.frames() - written;
-        file.frames(window(changed.runs(), written, left), staging.copied(left), false)?;
+        let contents = staging.copied(left);
+        let (at_once, mut aside) = (if blocks.is_empty() { left } else { AT_ONCE }, Vec::new());
+        for from in (0..left).step_by(at_once.max(1) as usize) {
+            let count = at_once.min(left - from);
+            let part = &contents[(from * PAGE_SIZE) as usize..];
+            file.frames(window(changed.runs(), written + from, count), part, false)?;
+            followed::save_aside(&mut blocks, &mut aside, file)?;
+        }
         Ok(sections.iter().try_for_each(|section| file.section(section))?)
     })?;
     let staged = changed.frames();
@@ -196,7 +208,8 @@ fn behind(
     early: Epoch,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
-    let Means { guest, drives, staging, file, .. } = means;
+    let Means { guest, drives, patient, staging, file, .. } = means;
+    let drives = (drives, patient);
     let shield = &OfEpoch::new(shield);
     // The saver has one of its own: if it ends early, nothing is protected after.
     let _released = Released(shield);
@@ -269,14 +282,14 @@ impl Taker<'_, '_> {
     fn take(
         self,
         early: Epoch,
-        drives: &mut [Followed],
+        drives: (&mut [Followed], bool),
         subscription: &mut Subscription,
     ) -> Result<Apart, (Phase, Cause)> {
         let Self { guest, shield, before, late_room, file, go, full, to_guest } = self;
         let layout = guest.layout();
         let mut frames: FrameSet = early.runs().collect();
         step(Phase::Protect, || shield.protect(&spans(layout, &frames)))?;
-        let Pause { changed, blocks, sections, dealt: late, time } =
+        let Pause { changed, mut blocks, sections, dealt: late, time } =
             pause(guest, drives, subscription, |changed| {
                 let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let mut late: FrameSet =
@@ -295,10 +308,12 @@ impl Taker<'_, '_> {
             })?;
         let resumed = Instant::now();
         step::<_, Cause>(Phase::Write, || {
+            let mut aside = Vec::new();
             for Full { runs, buffer } in full {
                 file.frames(runs.iter().copied(), buffer, false)?;
                 // The saver may have copied all there is.
                 let _ = to_guest.send(buffer);
+                followed::save_aside(&mut blocks, &mut aside, file)?;
             }
             let bytes = (late.frames() * PAGE_SIZE) as usize;
             file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;

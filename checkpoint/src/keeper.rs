@@ -6,10 +6,11 @@
 //! the copier         Keeping::next: what was set aside first, then the others in order; each is let go of
 //! ```
 //!
-//! While nothing is kept a write costs one look at a flag. Nobody waits for ever: the copier's end lets go of everything, and a device
-//! that has waited for two seconds in all does so itself, which the copier learns.
+//! While nothing is kept a write costs one look at a flag. Nobody waits for ever: the copier's end lets go of everything, and a write
+//! that has waited for two seconds does so itself, as does one that waits when the guest is to stand. The copier learns of it, and its
+//! epoch fails. What is kept costs 16 bytes a run of blocks, and 40 or so a block that was set aside.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -24,13 +25,44 @@ use crate::instant::PATIENCE;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Blocks that can be set aside at a time: 4 MiB.
-const ROOM: usize = 1024;
+pub(crate) const ROOM: usize = 1024;
+/// How often who waits looks whether the guest is to stand.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Why blocks are not kept any more, or cannot be.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum KeepError {
+    /// A write has waited for too long.
+    #[error("the guest has waited for {} s to write to what is not copied yet", PATIENCE.as_secs())]
+    Stalled,
+    /// There was no room to set a block aside, and who writes was not to wait.
+    #[error("more of it was written over than can be set aside until it is copied")]
+    NoRoom,
+    /// A write waited, and the guest was to stand.
+    #[error("the guest was paused while it waited to write to what is not copied yet")]
+    Paused,
+    /// The guest has let go of the drive: another host may write to it.
+    #[error("the guest lets go of it")]
+    LetGo,
+    /// They are kept for another.
+    #[error("its blocks are kept for another already")]
+    Taken,
+    /// Nothing is, since an error that was told before.
+    #[error("its blocks are not kept any more")]
+    Gone,
+    /// The drive cannot be read.
+    #[error("{0}")]
+    Unread(io::Error),
+}
 
 /// What the device of a drive and whoever copies it share: see the module's drawing. The device asks before each change
 /// of the drive, and is told when that may be made.
 pub struct Keeper {
     /// Some blocks are kept. Changes from false to true only while the device stands.
     keeps: AtomicBool,
+    /// The guest is to stand: nobody waits.
+    hurried: AtomicBool,
     state: Mutex<State>,
     /// Something was let go of.
     news: Condvar,
@@ -41,6 +73,8 @@ pub struct Keeper {
 #[derive(Default)]
 struct State {
     kept: Option<Kept>,
+    /// The drive is not the guest's: nothing can be kept.
+    let_go: bool,
     /// Reserved once, reused.
     room: Vec<u8>,
 }
@@ -49,13 +83,57 @@ struct State {
 struct Kept {
     file: Arc<File>,
     bytes: u64,
-    /// In the file as they were.
-    pending: FrameSet,
+    /// All of them. Those from `cursor` on that were not `taken` are in the file as they were.
+    blocks: FrameSet,
+    /// Those before it are copied, are being read, or were set aside.
+    cursor: u64,
+    /// Set aside, from the cursor on.
+    taken: BTreeSet<u64>,
+    /// What the copier reads just now, without the lock.
+    reading: Vec<FrameRun>,
     /// Written to since; where in the room they are.
     aside: BTreeMap<u64, usize>,
     free: Vec<usize>,
+    /// Who would wait for room gives up.
+    impatient: bool,
     waits: Waits,
-    failed: Option<io::Error>,
+    failed: Option<KeepError>,
+    /// All are copied, or nothing is kept any more.
+    over: bool,
+}
+
+impl Kept {
+    /// The first block of `run` that is in the file and has to stay there.
+    fn pending(&self, run: FrameRun) -> Option<u64> {
+        let (start, end) = (run.start.0.max(self.cursor), run.end().0);
+        let rest = FrameRun { start: Gfn(start), count: end.saturating_sub(start) };
+        let mut blocks = self.blocks.within(rest).flat_map(|run| run.frames());
+        blocks.find(|block| !self.taken.contains(&block.0)).map(|block| block.0)
+    }
+
+    /// Whether a block of `run` is being read.
+    fn is_read(&self, run: FrameRun) -> bool {
+        self.reading.iter().any(|read| read.start < run.end() && run.start < read.end())
+    }
+
+    /// Moves the cursor over the next blocks, `most` at most, that are in the file.
+    fn take_pending(&mut self, most: u64) -> Vec<FrameRun> {
+        let (mut runs, mut left): (Vec<FrameRun>, u64) = (Vec::new(), most);
+        while left > 0 {
+            let rest = FrameRun { start: Gfn(self.cursor), count: u64::MAX };
+            let Some(block) = self.blocks.within(rest).next().map(|run| run.start) else { break };
+            self.cursor = block.0 + 1;
+            if self.taken.remove(&block.0) {
+                continue;
+            }
+            left -= 1;
+            match runs.last_mut().filter(|last| last.end() == block) {
+                Some(last) => last.count += 1,
+                None => runs.push(FrameRun { start: block, count: 1 }),
+            }
+        }
+        runs
+    }
 }
 
 /// How often the device waited for room, and for how long in all.
@@ -80,16 +158,16 @@ impl Default for Keeper {
 
 impl Keeper {
     fn with_room(blocks: usize) -> Self {
-        let (keeps, state, news) = Default::default();
-        Self { keeps, state, news, most: blocks.max(1) }
+        let (keeps, hurried, state, news) = Default::default();
+        Self { keeps, hurried, state, news, most: blocks.max(1) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be called by the device before it changes `bytes` bytes from `from` on: returns when it may. Waits for two seconds at most, all
-    /// in all in an epoch.
+    /// To be called by the device before it changes `bytes` bytes from `from` on: returns when it may. Waits for about two seconds
+    /// at most.
     pub fn before_write(&self, from: u64, bytes: u64) {
         if bytes > 0 && self.keeps.load(Ordering::Acquire) {
             let (start, last) = (Gfn::containing(from), Gfn::containing(from + bytes - 1));
@@ -98,42 +176,81 @@ impl Keeper {
     }
 
     fn set_aside(&self, run: FrameRun) {
-        let mut state = self.lock();
+        let (mut state, mut waited, mut rest) = (self.lock(), Duration::ZERO, run);
         loop {
-            let State { kept: Some(kept), room } = &mut *state else { return };
-            let Some(FrameRun { start: block, .. }) = kept.pending.within(run).next() else {
+            let State { kept: Some(kept), room, .. } = &mut *state else { return };
+            if kept.over {
                 return;
-            };
-            if let Some(place) = kept.free.pop() {
+            }
+            let pending = kept.pending(rest);
+            if pending.is_none() && !kept.is_read(run) {
+                return;
+            }
+            if let Some(block) = pending
+                && let Some(place) = kept.free.pop()
+            {
                 let to = &mut room[place * PAGE..(place + 1) * PAGE];
-                if let Err(e) = read_blocks(&kept.file, kept.bytes, block, to) {
-                    self.give_up(kept, e);
-                    return;
+                if let Err(e) = read_blocks(&kept.file, kept.bytes, Gfn(block), to) {
+                    return self.give_up(kept, KeepError::Unread(e));
                 }
-                kept.pending.remove(FrameRun { start: block, count: 1 });
-                kept.aside.insert(block.0, place);
+                kept.taken.insert(block);
+                kept.aside.insert(block, place);
+                // No block is pending again.
+                rest = FrameRun { start: Gfn(block + 1), count: run.end().0 - (block + 1) };
                 continue;
             }
-            kept.waits.times += 1;
-            let (since, left) = (Instant::now(), PATIENCE.saturating_sub(kept.waits.time));
-            let waited = self.news.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if self.hurried.load(Ordering::Acquire) {
+                return self.give_up(kept, KeepError::Paused);
+            }
+            if waited >= PATIENCE {
+                return self.give_up(kept, KeepError::Stalled);
+            }
+            if kept.impatient && pending.is_some() {
+                return self.give_up(kept, KeepError::NoRoom);
+            }
+            kept.waits.times += u64::from(waited.is_zero());
+            let since = Instant::now();
+            let woken = self.news.wait_timeout(state, LOOK.min(PATIENCE - waited));
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            let more = since.elapsed().max(Duration::from_nanos(1));
+            waited += more;
             if let Some(kept) = &mut state.kept {
-                kept.waits.time += since.elapsed();
-                if kept.waits.time >= PATIENCE {
-                    self.give_up(kept, io::ErrorKind::TimedOut.into());
-                }
+                kept.waits.time += more;
             }
         }
     }
 
     /// Lets go of everything, since what is kept cannot be had.
-    fn give_up(&self, kept: &mut Kept, why: io::Error) {
-        kept.pending.clear();
-        kept.aside.clear();
-        kept.failed.get_or_insert(why);
-        self.keeps.store(false, Ordering::Release);
-        self.news.notify_all();
+    fn give_up(&self, kept: &mut Kept, why: KeepError) {
+        if !kept.over {
+            kept.over = true;
+            kept.failed = Some(why);
+            kept.aside.clear();
+            kept.taken.clear();
+            self.keeps.store(false, Ordering::Release);
+            self.news.notify_all();
+        }
+    }
+
+    /// The guest is to stand, or is not any more. While it is nobody waits: a write that would have to lets go of what is
+    /// kept. To be said before the device is told, and, of the end, before it goes on.
+    pub fn hurry(&self, hurry: bool) {
+        self.hurried.store(hurry, Ordering::Release);
+    }
+
+    /// The guest lets go of the drive: from now on another host may write to it. Nothing of it is kept, nor read for an epoch, until it is
+    /// [held](Self::hold) again. To be called before that other one can have it.
+    pub fn let_go(&self) {
+        let mut state = self.lock();
+        state.let_go = true;
+        if let Some(kept) = &mut state.kept {
+            self.give_up(kept, KeepError::LetGo);
+        }
+    }
+
+    /// The drive is the guest's again.
+    pub fn hold(&self) {
+        self.lock().let_go = false;
     }
 
     /// Reserves the room for what is set aside, so that this is not done in a pause.
@@ -145,23 +262,39 @@ impl Keeper {
     }
 
     /// Keeps `blocks` of the drive in `file`, of `bytes`, as they are now. The device stands: nothing that it was asked for is under way.
-    /// An error is that some are kept already.
+    /// An error is that some are kept already, or that the drive is [let go of](Self::let_go).
     pub fn keep(
         self: &Arc<Self>,
         file: Arc<File>,
         bytes: u64,
         blocks: FrameSet,
-    ) -> io::Result<Keeping> {
+    ) -> Result<Keeping, KeepError> {
         self.reserve();
         let mut state = self.lock();
-        if state.kept.is_some() {
-            return Err(io::Error::other("its blocks are kept for another already"));
+        if state.let_go {
+            return Err(KeepError::LetGo);
         }
-        let keeps = !blocks.is_empty();
-        let (aside, waits, failed) = Default::default();
+        if state.kept.is_some() {
+            return Err(KeepError::Taken);
+        }
+        let over = blocks.is_empty();
+        let (cursor, taken, reading, aside, impatient, waits, failed) = Default::default();
         let free = (0..self.most).collect();
-        state.kept = Some(Kept { file, bytes, pending: blocks, aside, free, waits, failed });
-        self.keeps.store(keeps, Ordering::Release);
+        state.kept = Some(Kept {
+            file,
+            bytes,
+            blocks,
+            cursor,
+            taken,
+            reading,
+            aside,
+            free,
+            impatient,
+            waits,
+            failed,
+            over,
+        });
+        self.keeps.store(!over, Ordering::Release);
         Ok(Keeping { keeper: self.clone() })
     }
 }
@@ -173,41 +306,77 @@ pub struct Keeping {
 }
 
 impl Keeping {
+    /// Nobody waits for room from now on: a write for which there is none lets go of everything.
+    pub(crate) fn do_not_wait(&self) {
+        if let Some(kept) = &mut self.keeper.lock().kept {
+            kept.impatient = true;
+        }
+    }
+
     /// Copies as many blocks as `contents` has room for, replaces `runs` with which those are, and lets go of them. How many; 0 if none
-    /// is left. [`TimedOut`](io::ErrorKind::TimedOut) if the device has waited for too long. After an error none is kept.
-    pub fn next(&mut self, runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> io::Result<u64> {
-        runs.clear();
+    /// is left. After an error none is kept, and what was copied before is of no use.
+    pub fn next(
+        &mut self,
+        runs: &mut Vec<FrameRun>,
+        contents: &mut [u8],
+    ) -> Result<u64, KeepError> {
+        let aside = self.aside(runs, contents);
         let mut state = self.keeper.lock();
-        let State { kept: Some(kept), room } = &mut *state else { return Ok(0) };
-        if let Some(e) = kept.failed.take() {
+        let Some(kept) = &mut state.kept else { return Err(KeepError::Gone) };
+        if let Some(e) = kept.failed.replace(KeepError::Gone) {
             return Err(e);
         }
-        let (most, mut filled) = (contents.len() / PAGE, 0);
-        // Somebody may wait for their room.
-        while filled < most
-            && let Some((block, place)) = kept.aside.pop_first()
-        {
-            let from = &room[place * PAGE..(place + 1) * PAGE];
-            contents[filled * PAGE..(filled + 1) * PAGE].copy_from_slice(from);
-            kept.free.push(place);
-            runs.push(FrameRun { start: Gfn(block), count: 1 });
-            filled += 1;
-        }
-        // Under the lock: nobody writes to them meanwhile.
-        while filled < most
-            && let Some(run) = kept.pending.take_first((most - filled) as u64)
-        {
-            let end = filled + run.count as usize;
-            let to = &mut contents[filled * PAGE..end * PAGE];
-            if let Err(e) = read_blocks(&kept.file, kept.bytes, run.start, to) {
-                self.keeper.give_up(kept, e);
-                return kept.failed.take().map_or(Ok(0), Err);
+        kept.failed = None;
+        let to = &mut contents[aside as usize * PAGE..];
+        let chosen = kept.take_pending((to.len() / PAGE) as u64);
+        if chosen.is_empty() {
+            if aside == 0 {
+                kept.over = true;
+                self.keeper.keeps.store(false, Ordering::Release);
             }
-            runs.push(run);
+            return Ok(aside);
+        }
+        kept.reading.clone_from(&chosen);
+        let (file, bytes) = (kept.file.clone(), kept.bytes);
+        drop(state);
+        // Who writes to one of these waits; the others do not meet this.
+        let (mut read, mut filled) = (Ok(()), 0);
+        for run in &chosen {
+            let end = filled + run.bytes() as usize;
+            read = read.and_then(|()| read_blocks(&file, bytes, run.start, &mut to[filled..end]));
             filled = end;
         }
+        let mut state = self.keeper.lock();
+        let Some(kept) = &mut state.kept else { return Err(KeepError::Gone) };
+        kept.reading.clear();
+        if let Err(e) = read {
+            self.keeper.give_up(kept, KeepError::Unread(e));
+        }
+        // Whoever gave up may have written, here or on another host, while this was read.
+        if let Some(e) = kept.failed.replace(KeepError::Gone) {
+            return Err(e);
+        }
+        kept.failed = None;
         self.keeper.news.notify_all();
-        Ok(filled as u64)
+        runs.extend(chosen);
+        Ok(aside + (filled / PAGE) as u64)
+    }
+
+    /// As [`next`](Self::next), only what was set aside: somebody may wait for its room. 0 also after an error, of which `next` tells.
+    pub(crate) fn aside(&mut self, runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
+        runs.clear();
+        let mut state = self.keeper.lock();
+        let State { kept: Some(kept), room, .. } = &mut *state else { return 0 };
+        for to in contents.chunks_exact_mut(PAGE) {
+            let Some((block, place)) = kept.aside.pop_first() else { break };
+            to.copy_from_slice(&room[place * PAGE..(place + 1) * PAGE]);
+            kept.free.push(place);
+            runs.push(FrameRun { start: Gfn(block), count: 1 });
+        }
+        if !runs.is_empty() {
+            self.keeper.news.notify_all();
+        }
+        runs.len() as u64
     }
 
     /// How the device has waited so far.
@@ -226,137 +395,4 @@ impl Drop for Keeping {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::FileExt;
-    use std::thread;
-
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn run(start: u64, count: u64) -> FrameRun {
-        FrameRun { start: Gfn(start), count }
-    }
-
-    fn drive(blocks: u64) -> Arc<File> {
-        let file = tempfile::tempfile().unwrap();
-        for block in 0..blocks {
-            file.write_all_at(&[block as u8 | 0x80; PAGE], block * PAGE_SIZE).unwrap();
-        }
-        Arc::new(file)
-    }
-
-    fn write(keeper: &Keeper, file: &File, run: FrameRun, with: u8) {
-        keeper.before_write(run.start.gpa() + 7, run.bytes() - 7);
-        file.write_all_at(&vec![with; run.bytes() as usize - 7], run.start.gpa() + 7).unwrap();
-    }
-
-    fn copy(keeping: &mut Keeping, into: &mut BTreeMap<u64, Vec<u8>>, at_once: usize) -> u64 {
-        let (mut runs, mut contents) = (Vec::new(), vec![0; at_once * PAGE]);
-        let count = keeping.next(&mut runs, &mut contents).unwrap();
-        let frames = runs.iter().flat_map(|run| run.frames());
-        for (block, content) in frames.zip(contents.chunks_exact(PAGE)) {
-            assert_eq!(into.insert(block.0, content.to_vec()), None, "{block:?} twice");
-        }
-        count
-    }
-
-    proptest! {
-        #[test]
-        fn what_is_copied_is_what_was_there_at_the_instant(
-            kept in prop::collection::vec((0u64..60, 1u64..6), 0..8),
-            steps in prop::collection::vec((0u64..60, 1u64..8, 0usize..4), 0..40),
-        ) {
-            let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(12)));
-            write(&keeper, &file, run(3, 1), 1);
-            let bytes = 64 * PAGE_SIZE - 512;
-            let kept: FrameSet = kept.iter().map(|(start, count)| run(*start, *count)).collect();
-            let mut keeping = keeper.keep(file.clone(), bytes, kept.clone()).unwrap();
-            let mut copied = BTreeMap::new();
-            for (step, (start, count, at_once)) in steps.into_iter().enumerate() {
-                // The device is on this thread: it must not have to wait.
-                while keeper.lock().kept.as_ref().unwrap().free.len() < 8 {
-                    copy(&mut keeping, &mut copied, 1);
-                }
-                write(&keeper, &file, run(start, count.min(64 - start)), step as u8 & 0x3f);
-                if at_once > 0 {
-                    copy(&mut keeping, &mut copied, at_once);
-                }
-            }
-            while copy(&mut keeping, &mut copied, 3) > 0 {}
-            prop_assert!(copied.keys().copied().eq(kept.iter().flat_map(|r| r.frames()).map(|g| g.0)));
-            for (block, content) in copied {
-                let mut was = vec![block as u8 | 0x80; PAGE];
-                if block == 3 {
-                    was[7..].fill(1);
-                }
-                if block == 63 {
-                    was[PAGE - 512..].fill(0);
-                }
-                prop_assert!(content == was, "block {block}");
-            }
-        }
-    }
-
-    #[test]
-    fn who_writes_waits_for_room_and_goes_on() {
-        let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
-        let blocks = FrameSet::from_iter([run(0, 64)]);
-        let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
-        assert!(keeper.keep(file.clone(), 64 * PAGE_SIZE, FrameSet::new()).is_err());
-        thread::scope(|scope| {
-            let device = scope.spawn(|| write(&keeper, &file, run(10, 50), 1));
-            thread::sleep(Duration::from_millis(20));
-            assert!(!device.is_finished());
-            let mut copied = BTreeMap::new();
-            while copy(&mut keeping, &mut copied, 3) > 0 {}
-            assert_eq!(copied.len(), 64);
-            assert!(copied.iter().all(|(block, c)| c.iter().all(|b| *b == *block as u8 | 0x80)));
-        });
-        let waits = keeping.waits();
-        assert!(waits.times > 0 && waits.time >= Duration::from_millis(10), "{waits:?}");
-    }
-
-    #[test]
-    fn nobody_waits_for_ever() {
-        // For a copier that does not come.
-        let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
-        let blocks = FrameSet::from_iter([run(0, 64)]);
-        let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
-        let since = Instant::now();
-        write(&keeper, &file, run(0, 64), 1);
-        assert!((PATIENCE..2 * PATIENCE).contains(&since.elapsed()), "{:?}", since.elapsed());
-        let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
-        let said = keeping.next(&mut runs, &mut contents).unwrap_err();
-        assert_eq!(said.kind(), io::ErrorKind::TimedOut);
-        drop(keeping);
-        // For one that goes.
-        let keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
-        thread::scope(|scope| {
-            scope.spawn(|| write(&keeper, &file, run(0, 64), 2));
-            thread::sleep(Duration::from_millis(20));
-            drop(keeping);
-        });
-    }
-
-    #[test]
-    fn a_drive_that_cannot_be_read_is_let_go_of() {
-        let dir = tempfile::tempdir().unwrap();
-        let write_only = Arc::new(File::create(dir.path().join("drive")).unwrap());
-        write_only.set_len(8 * PAGE_SIZE).unwrap();
-        let keeper = Arc::new(Keeper::default());
-        let blocks = FrameSet::from_iter([run(0, 8)]);
-        for device_first in [false, true] {
-            let mut keeping =
-                keeper.keep(write_only.clone(), 8 * PAGE_SIZE, blocks.clone()).unwrap();
-            if device_first {
-                write(&keeper, &write_only, run(2, 1), 1);
-            }
-            let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
-            let said = keeping.next(&mut runs, &mut contents).unwrap_err();
-            assert_eq!(said.raw_os_error(), Some(9), "EBADF");
-            assert_eq!(keeping.next(&mut runs, &mut contents).unwrap(), 0);
-            write(&keeper, &write_only, run(3, 1), 1);
-        }
-    }
-}
+mod tests;

@@ -54,7 +54,7 @@ pub use guest::{
     Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuPauses,
     VcpuWrites, VmId, WithCopies,
 };
-pub use keeper::{Keeper, Keeping};
+pub use keeper::{KeepError, Keeper, Keeping};
 pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
 pub use section::{Section, SectionTag, section_tags};

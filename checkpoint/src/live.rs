@@ -59,7 +59,7 @@ fn copy_running(
 }
 
 /// Cuts runs into groups of at most `frames` frames each.
-fn batches(runs: &[FrameRun], frames: u64) -> Vec<Vec<FrameRun>> {
+pub(crate) fn batches(runs: &[FrameRun], frames: u64) -> Vec<Vec<FrameRun>> {
     let mut groups: Vec<Vec<FrameRun>> = Vec::new();
     let mut room = 0;
     for &run in runs {

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
 use checkpoint::{
-    Archive, Checkpointer, Clock, Guest, RestoreError, RunState, Store, StoreError, VmId, restore,
-    restore_archive, restore_lazily,
+    Archive, Cause, Checkpointer, Clock, Guest, Phase, RestoreError, RunState, Store, StoreError, VmId,
+    restore, restore_archive, restore_lazily,
 };
 use dirty_tracker::{Gfn, PAGE_SIZE};
 use proptest::prelude::*;
@@ -184,22 +184,22 @@ fn an_epoch_has_what_changed_of_drives_and_nothing_else() {
     assert_eq!(page, [3; 4096]);
 }
 
-/// The guest writes a number to memory, then to its drive, and so on: whatever moment an epoch is of, the drive is at most one behind.
-#[test]
-fn memory_and_drives_are_of_the_same_instant() {
-    let (disk, guest) = (MemoryDisk::default(), guest());
+/// The guest writes a number to memory, then to its drive, so many blocks, and so on: whatever moment an epoch is of, the drive is at
+/// most one behind.
+fn is_of_one_instant(blocks: u64, epochs: u32, copy_behind_from: u64) {
+    let bytes = 100 * blocks * PAGE_SIZE;
+    let numbered = || vec![TestDisk::new("one", bytes).unwrap()];
+    let disk = MemoryDisk::default();
+    let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), numbered()).unwrap();
     guest.resume().unwrap();
     let over = AtomicBool::new(false);
+    let place = |n: u64| n * 37 % 100 * blocks * PAGE_SIZE;
     let number = |guest: &MemoryGuest, disk: &TestDisk| {
         let mut memory = [0; 8];
         guest.ram().read_slice(&mut memory[..], GuestAddress(5 * PAGE_SIZE)).unwrap();
-        let drive = disk.contents().unwrap();
-        let numbers: Vec<u64> = (0..100)
-            .map(|block| u64::from_le_bytes(drive[block * BLOCK..][..8].try_into().unwrap()))
-            .collect();
-        (u64::from_le_bytes(memory), numbers)
+        (u64::from_le_bytes(memory), disk.contents().unwrap())
     };
-    let mut epochs = Vec::new();
+    let (mut taken, mut behind) = (Vec::new(), 0);
     thread::scope(|scope| {
         scope.spawn(|| {
             for n in 1..=u64::MAX {
@@ -207,29 +207,109 @@ fn memory_and_drives_are_of_the_same_instant() {
                     return;
                 }
                 guest.write(Gfn(5), &n.to_le_bytes()).unwrap();
-                let mut block = vec![n as u8; BLOCK];
-                block[..8].copy_from_slice(&n.to_le_bytes());
+                (10..60).for_each(|gfn| guest.write(Gfn(gfn), &n.to_le_bytes()).unwrap());
                 // In an order that goes over each again and again.
-                guest.disks()[0].write(n * 37 % 100 * PAGE_SIZE, &block).unwrap();
+                let some = n.to_le_bytes().repeat(blocks as usize * BLOCK / 8);
+                guest.disks()[0].write(place(n), &some).unwrap();
             }
         });
         let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
-        for _ in 0..30 {
+        checkpointer.copy_behind_from(copy_behind_from);
+        for _ in 0..epochs {
             thread::sleep(Duration::from_millis(3));
-            epochs.push(checkpointer.take().unwrap().epoch);
+            let report = checkpointer.take().unwrap();
+            behind += report.behind_frames;
+            taken.push(report.epoch);
         }
         over.store(true, Ordering::Relaxed);
     });
-    for epoch in epochs {
-        let factory = elsewhere();
+    assert_eq!(behind > 0, copy_behind_from < 40, "{behind} frames behind the guest's back");
+    for epoch in taken {
+        let factory = MemoryGuestFactory { disks: numbered(), ..Default::default() };
         let (copy, _) = restore(&on(&disk, false), Some(epoch), &factory, Clock::Continue).unwrap();
         let (memory, drive) = number(&copy, &factory.disks[0]);
-        let last = drive.iter().copied().max().unwrap();
+        let numbers = drive.chunks_exact(8).map(|n| u64::from_le_bytes(n.try_into().unwrap()));
+        let last = numbers.max().unwrap();
         assert!(memory == last || memory == last + 1, "{epoch}: {memory} and {last}");
         for n in last.saturating_sub(99).max(1)..=last {
-            assert_eq!(drive[(n * 37 % 100) as usize], n, "{epoch}: up to {last}");
+            let at = place(n) as usize;
+            let is = &drive[at..at + blocks as usize * BLOCK];
+            let right = is.chunks_exact(8).all(|is| is == n.to_le_bytes());
+            assert!(right, "{epoch}: {n} of {last}");
         }
     }
+}
+
+#[test]
+fn memory_and_drives_are_of_the_same_instant() {
+    is_of_one_instant(1, 30, u64::MAX);
+}
+
+#[test]
+fn so_they_are_when_memory_is_copied_behind_the_guest() {
+    is_of_one_instant(1, 30, 10);
+}
+
+#[test]
+fn so_they_are_when_more_changes_than_has_room() {
+    is_of_one_instant(40, 12, u64::MAX);
+    is_of_one_instant(40, 12, 10);
+}
+
+/// A store that takes so little that a write to the drive waits for too long: that costs an epoch, and no write of the next
+/// ones waits.
+#[test]
+fn a_store_that_is_too_slow_holds_the_drive_once() {
+    const BLOCKS: u64 = 4000;
+    let drive = || vec![TestDisk::new("one", BLOCKS * PAGE_SIZE).unwrap()];
+    let disk = MemoryDisk::default();
+    let guest = MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), drive()).unwrap();
+    guest.resume().unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    checkpointer.take().unwrap();
+    guest.disks()[0].write(0, &vec![1; BLOCKS as usize * BLOCK]).unwrap();
+    let over = AtomicBool::new(false);
+    let [first, second] = thread::scope(|scope| {
+        scope.spawn(|| {
+            for n in (0u8..=255).cycle() {
+                if over.load(Ordering::Relaxed) {
+                    return;
+                }
+                // It stands here.
+                guest.write(Gfn(5), &[n]).unwrap();
+                guest.disks()[0].write(0, &vec![n; BLOCKS as usize * BLOCK]).unwrap();
+            }
+        });
+        disk.slow_writes(Duration::from_millis(100));
+        let failed = [checkpointer.take(), checkpointer.take()];
+        over.store(true, Ordering::Relaxed);
+        failed.map(Result::unwrap_err)
+    });
+    assert!(matches!(first.cause, Cause::Stalled(_)), "{first}");
+    assert!((first.phase, first.guest) == (Phase::CopyDrives, RunState::Running), "{first}");
+    assert!(second.to_string().contains("more of it was written over than can be set"), "{second}");
+    disk.slow_writes(Duration::ZERO);
+    let report = checkpointer.take().unwrap();
+    let factory = MemoryGuestFactory { disks: drive(), ..Default::default() };
+    restore(&on(&disk, false), Some(report.epoch), &factory, Clock::Continue).unwrap();
+    assert!(contents(&factory.disks) == contents(guest.disks()));
+}
+
+#[test]
+fn a_drive_that_is_let_go_of_is_in_no_epoch() {
+    let (disk, guest) = (MemoryDisk::default(), guest());
+    guest.resume().unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    checkpointer.take().unwrap();
+    guest.disks()[0].write(0, &[1; 10 * BLOCK]).unwrap();
+    guest.disks()[1].let_go(true);
+    let e = checkpointer.take().unwrap_err();
+    assert!(e.to_string().contains("disk \"two\" cannot be read: the guest lets go of it"), "{e}");
+    assert_eq!(e.guest, RunState::Running);
+    guest.disks()[1].let_go(false);
+    let report = checkpointer.take().unwrap();
+    assert_eq!(report.disk_blocks, 10, "those of the one that failed, too");
+    assert!(restored(&disk, report.epoch, false) == contents(guest.disks()));
 }
 
 #[test]

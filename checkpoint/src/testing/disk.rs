@@ -73,6 +73,8 @@ struct Disk {
     held_file: Option<String>,
     /// How long each takes.
     sync_takes: Duration,
+    /// How long each write takes.
+    write_takes: Duration,
     /// Nobody has the store's lock any more.
     lock_is_gone: bool,
 }
@@ -188,6 +190,11 @@ impl MemoryDisk {
     /// Each sync of a file takes so long.
     pub fn slow_syncs(&self, each: Duration) {
         self.lock().sync_takes = each;
+    }
+
+    /// Each write to a file takes so long.
+    pub fn slow_writes(&self, each: Duration) {
+        self.lock().write_takes = each;
     }
 
     /// Whoever has locked it has lost that, until somebody locks it again.
@@ -391,6 +398,8 @@ impl StoreFile for MemoryFile {
     }
 
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let takes = self.lock().write_takes;
+        std::thread::sleep(takes);
         let mut disk = self.lock();
         disk.check(Some(DiskOp::Write))?;
         disk.files[self.inode].write(bytes, offset as usize);

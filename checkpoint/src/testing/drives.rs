@@ -43,6 +43,7 @@ impl TestDisk {
     }
 
     pub(super) fn stand(&self, stands: bool) {
+        self.keeper.hurry(stands);
         *self.standing() = stands;
         self.runs.notify_all();
     }
@@ -95,6 +96,14 @@ impl TestDisk {
     /// Of those who restore it, writes after so many fail.
     pub fn fail_writes_after(&self, writes: u64) {
         self.writes_left.store(writes, SeqCst);
+    }
+
+    /// Its guest lets go of it, as one does whom another host is to have, or takes it again.
+    pub fn let_go(&self, let_go: bool) {
+        match let_go {
+            true => self.keeper.let_go(),
+            false => self.keeper.hold(),
+        }
     }
 
     /// What is known of it.

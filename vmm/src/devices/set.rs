@@ -282,6 +282,8 @@ impl DeviceSet {
     /// were go on, and the error says which and why.
     pub(crate) fn quiesce(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.stall_limit;
+        // A disk that waits for an epoch does not hear us.
+        self.sources.iter().for_each(|disk| disk.hurry(true));
         let waiting: Vec<_> = self.devices.iter().map(|d| (d, d.quiesce(deadline))).collect();
         let mut stands = Ok(());
         for (device, answer) in waiting {
@@ -298,6 +300,7 @@ impl DeviceSet {
 
     /// Lets all devices work.
     pub(crate) fn resume(&self) {
+        self.sources.iter().for_each(|disk| disk.hurry(false));
         self.devices.iter().rev().for_each(Transport::resume);
     }
 
@@ -407,7 +410,8 @@ fn wait(
 mod tests {
     use std::path::Path;
 
-    use dirty_tracker::TrackingMode;
+    use checkpoint::{GuestDrive, KeepError};
+    use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, TrackingMode};
 
     use super::*;
     use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES};
@@ -432,11 +436,7 @@ mod tests {
         Transport::spawn(id, device, memory.ram().clone()).unwrap()
     }
 
-    #[test]
-    fn who_cannot_take_hold_of_all_holds_nothing() {
-        let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
-        let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
-        let devices = vec![DeviceConfig::Disk(a.clone()), DeviceConfig::Disk(b.clone())];
+    fn with_disks<const N: usize>(disks: [&DiskConfig; N], memory: &Memory) -> DeviceSet {
         let config = MachineConfig {
             mem_bytes: 16 << 20,
             vcpus: 1,
@@ -445,9 +445,54 @@ mod tests {
             backend: Backend::Kvm,
             boot: Boot::Payload(String::new()),
             cpu: CpuConfig::default(),
-            devices,
+            devices: disks.into_iter().cloned().map(DeviceConfig::Disk).collect(),
         };
-        let set = DeviceSet::build(&config, &memory, VmId::random(), false, &[]).unwrap();
+        DeviceSet::build(&config, memory, VmId::random(), false, &[]).unwrap()
+    }
+
+    /// Nobody copies it, and more of it is written over than can be set aside.
+    #[test]
+    fn a_pause_does_not_wait_for_a_disk_that_waits_for_an_epoch() {
+        const BYTES: u64 = 8 << 20;
+        let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
+        let config = DiskConfig { bytes: BYTES, ..disk(dir.path(), "a") };
+        std::fs::File::create(&config.path).unwrap().set_len(BYTES).unwrap();
+        let set = with_disks([&config], &memory);
+        let source = &set.sources()[0];
+        let (keeper, file) = (source.keeper().unwrap(), Arc::new(source.open().unwrap()));
+        let all = FrameRun { start: Gfn(0), count: BYTES / PAGE_SIZE };
+        let keep = || keeper.keep(file.clone(), BYTES, [all].into_iter().collect()).unwrap();
+        let mut keeping = keep();
+        set.resume();
+        let since = Instant::now();
+        std::thread::scope(|scope| {
+            // As its device does.
+            let writes = scope.spawn(|| keeper.before_write(0, BYTES));
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!writes.is_finished());
+            set.quiesce().unwrap();
+        });
+        assert!(since.elapsed() < Duration::from_secs(1), "{:?}", since.elapsed());
+        let (mut runs, mut some) = (Vec::new(), vec![0; 4096]);
+        let said = keeping.next(&mut runs, &mut some).unwrap_err();
+        assert!(matches!(said, KeepError::Paused), "{said}");
+        drop(keeping);
+        // The guest runs: writes wait again.
+        let mut keeping = keep();
+        set.resume();
+        std::thread::scope(|scope| {
+            let writes = scope.spawn(|| keeper.before_write(0, BYTES));
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!writes.is_finished());
+            while keeping.next(&mut runs, &mut some).unwrap() > 0 {}
+        });
+    }
+
+    #[test]
+    fn who_cannot_take_hold_of_all_holds_nothing() {
+        let (dir, memory) = (tempfile::tempdir().unwrap(), memory());
+        let (a, b) = (disk(dir.path(), "a"), disk(dir.path(), "b"));
+        let set = with_disks([&a, &b], &memory);
         let mut other = Block::open(&b, 1, VmId::random()).unwrap();
         other.acquire().unwrap();
         let why = set.acquire().unwrap_err();

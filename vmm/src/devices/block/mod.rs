@@ -473,6 +473,7 @@ impl Device for Block {
     fn acquire(&mut self) -> Result<(), String> {
         self.file.lock()?;
         self.held = true;
+        self.keeper.hold();
         if self.may_be_stale {
             self.file.forget_cached();
         }
@@ -480,8 +481,13 @@ impl Device for Block {
     }
 
     fn release(&mut self) -> Result<(), String> {
-        self.file.flush_and_unlock(SETTLE_LIMIT)?;
-        self.held = false;
-        Ok(())
+        // Before another host can write to it: what an epoch has not read by now it cannot have.
+        self.keeper.let_go();
+        let released = self.file.flush_and_unlock(SETTLE_LIMIT);
+        match &released {
+            Ok(()) => self.held = false,
+            Err(_) => self.keeper.hold(),
+        }
+        released
     }
 }

@@ -22,6 +22,13 @@ pub(crate) struct DriveSource {
     pub(super) which: Option<Arc<File>>,
 }
 
+impl DriveSource {
+    /// The guest is to stand, or not any more: the device does not wait for an epoch meanwhile.
+    pub(crate) fn hurry(&self, hurry: bool) {
+        self.keeper.hurry(hurry);
+    }
+}
+
 impl GuestDrive for DriveSource {
     fn head(&self) -> DriveHead {
         self.head.clone()
@@ -47,11 +54,13 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
-    use dirty_tracker::PAGE_SIZE;
+    use checkpoint::KeepError;
+    use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
     use virtio_bindings::virtio_blk::*;
 
     use super::super::tests::{Disk, OK, engines, header, pattern, range, request};
     use super::*;
+    use crate::devices::virtio::Device;
     use crate::devices::virtio::driver::Driver;
 
     /// What one epoch after the other holds, read from the disk behind its device's back, until it `stands`; and then
@@ -149,6 +158,28 @@ mod tests {
             }
             assert!(late > 8, "{late} rounds while it was copied");
         }
+    }
+
+    /// As a migration does it that ends while an epoch is copied: the destination may write from then on.
+    #[test]
+    fn a_disk_that_is_let_go_of_is_not_copied_on() {
+        let disk = Disk::new();
+        let mut block = disk.block(engines()[0]);
+        let (source, bytes) = (block.source(), disk.config.bytes);
+        block.acquire().unwrap();
+        let (file, keeper) = (Arc::new(source.open().unwrap()), source.keeper().unwrap());
+        let all = FrameRun { start: Gfn(0), count: bytes / PAGE_SIZE };
+        let keep = || keeper.keep(file.clone(), bytes, [all].into_iter().collect());
+        let mut keeping = keep().unwrap();
+        let (mut runs, mut some) = (Vec::new(), vec![0; 4 * 4096]);
+        assert_eq!(keeping.next(&mut runs, &mut some).unwrap(), 4);
+        block.release().unwrap();
+        let said = keeping.next(&mut runs, &mut some).unwrap_err();
+        assert!(matches!(said, KeepError::LetGo), "{said}");
+        drop(keeping);
+        keep().unwrap_err();
+        block.acquire().unwrap();
+        assert_eq!(keep().unwrap().next(&mut runs, &mut some).unwrap(), 4);
     }
 
     /// As a migration does it: whatever was under way when, the copy is what the driver has written.

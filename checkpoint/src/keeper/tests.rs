@@ -1,0 +1,187 @@
+//! The keeper against a model, and what becomes of who waits.
+
+use std::os::unix::fs::FileExt;
+use std::thread;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn run(start: u64, count: u64) -> FrameRun {
+    FrameRun { start: Gfn(start), count }
+}
+
+fn drive(blocks: u64) -> Arc<File> {
+    let file = tempfile::tempfile().unwrap();
+    for block in 0..blocks {
+        file.write_all_at(&[block as u8 | 0x80; PAGE], block * PAGE_SIZE).unwrap();
+    }
+    Arc::new(file)
+}
+
+fn write(keeper: &Keeper, file: &File, run: FrameRun, with: u8) {
+    keeper.before_write(run.start.gpa() + 7, run.bytes() - 7);
+    file.write_all_at(&vec![with; run.bytes() as usize - 7], run.start.gpa() + 7).unwrap();
+}
+
+fn copy(keeping: &mut Keeping, into: &mut BTreeMap<u64, Vec<u8>>, at_once: usize) -> u64 {
+    let (mut runs, mut contents) = (Vec::new(), vec![0; at_once * PAGE]);
+    let count = keeping.next(&mut runs, &mut contents).unwrap();
+    let frames = runs.iter().flat_map(|run| run.frames());
+    for (block, content) in frames.zip(contents.chunks_exact(PAGE)) {
+        assert_eq!(into.insert(block.0, content.to_vec()), None, "{block:?} twice");
+    }
+    count
+}
+
+proptest! {
+    #[test]
+    fn what_is_copied_is_what_was_there_at_the_instant(
+        kept in prop::collection::vec((0u64..60, 1u64..6), 0..8),
+        steps in prop::collection::vec((0u64..60, 1u64..8, 0usize..4), 0..40),
+    ) {
+        let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(12)));
+        write(&keeper, &file, run(3, 1), 1);
+        let bytes = 64 * PAGE_SIZE - 512;
+        let kept: FrameSet = kept.iter().map(|(start, count)| run(*start, *count)).collect();
+        let mut keeping = keeper.keep(file.clone(), bytes, kept.clone()).unwrap();
+        let mut copied = BTreeMap::new();
+        for (step, (start, count, at_once)) in steps.into_iter().enumerate() {
+            // The device is on this thread: it must not have to wait.
+            while keeper.lock().kept.as_ref().unwrap().free.len() < 8 {
+                copy(&mut keeping, &mut copied, 1);
+            }
+            write(&keeper, &file, run(start, count.min(64 - start)), step as u8 & 0x3f);
+            if at_once > 0 {
+                copy(&mut keeping, &mut copied, at_once);
+            }
+        }
+        while copy(&mut keeping, &mut copied, 3) > 0 {}
+        prop_assert!(copied.keys().copied().eq(kept.iter().flat_map(|r| r.frames()).map(|g| g.0)));
+        for (block, content) in copied {
+            let mut was = vec![block as u8 | 0x80; PAGE];
+            if block == 3 {
+                was[7..].fill(1);
+            }
+            if block == 63 {
+                was[PAGE - 512..].fill(0);
+            }
+            prop_assert!(content == was, "block {block}");
+        }
+    }
+}
+
+#[test]
+fn who_writes_waits_for_room_and_goes_on() {
+    let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
+    let blocks = FrameSet::from_iter([run(0, 64)]);
+    let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
+    assert!(keeper.keep(file.clone(), 64 * PAGE_SIZE, FrameSet::new()).is_err());
+    thread::scope(|scope| {
+        let device = scope.spawn(|| write(&keeper, &file, run(10, 50), 1));
+        thread::sleep(Duration::from_millis(20));
+        assert!(!device.is_finished());
+        let mut copied = BTreeMap::new();
+        while copy(&mut keeping, &mut copied, 3) > 0 {}
+        assert_eq!(copied.len(), 64);
+        assert!(copied.iter().all(|(block, c)| c.iter().all(|b| *b == *block as u8 | 0x80)));
+    });
+    let waits = keeping.waits();
+    assert!(waits.times > 0 && waits.time >= Duration::from_millis(10), "{waits:?}");
+}
+
+#[test]
+fn nobody_waits_for_ever() {
+    // For a copier that does not come.
+    let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
+    let blocks = FrameSet::from_iter([run(0, 64)]);
+    let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
+    let since = Instant::now();
+    write(&keeper, &file, run(0, 64), 1);
+    assert!((PATIENCE..2 * PATIENCE).contains(&since.elapsed()), "{:?}", since.elapsed());
+    let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
+    let said = keeping.next(&mut runs, &mut contents).unwrap_err();
+    assert!(matches!(said, KeepError::Stalled), "{said}");
+    drop(keeping);
+    // For one that goes.
+    let keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| write(&keeper, &file, run(0, 64), 2));
+        thread::sleep(Duration::from_millis(20));
+        drop(keeping);
+    });
+}
+
+#[test]
+fn a_drive_that_cannot_be_read_is_let_go_of() {
+    let dir = tempfile::tempdir().unwrap();
+    let write_only = Arc::new(File::create(dir.path().join("drive")).unwrap());
+    write_only.set_len(8 * PAGE_SIZE).unwrap();
+    let keeper = Arc::new(Keeper::default());
+    let blocks = FrameSet::from_iter([run(0, 8)]);
+    for device_first in [false, true] {
+        let mut keeping = keeper.keep(write_only.clone(), 8 * PAGE_SIZE, blocks.clone()).unwrap();
+        if device_first {
+            write(&keeper, &write_only, run(2, 1), 1);
+        }
+        let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
+        let said = keeping.next(&mut runs, &mut contents).unwrap_err();
+        let KeepError::Unread(said) = said else { panic!("{said}") };
+        assert_eq!(said.raw_os_error(), Some(9), "EBADF");
+        let said = keeping.next(&mut runs, &mut contents).unwrap_err();
+        assert!(matches!(said, KeepError::Gone), "{said}");
+        write(&keeper, &write_only, run(3, 1), 1);
+    }
+}
+
+#[test]
+fn a_guest_that_is_to_stand_does_not_wait() {
+    let (file, keeper) = (drive(64), Arc::new(Keeper::with_room(4)));
+    let blocks = FrameSet::from_iter([run(0, 64)]);
+    let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
+    let since = Instant::now();
+    thread::scope(|scope| {
+        let device = scope.spawn(|| write(&keeper, &file, run(0, 64), 1));
+        thread::sleep(Duration::from_millis(20));
+        assert!(!device.is_finished());
+        keeper.hurry(true);
+    });
+    assert!(since.elapsed() < PATIENCE, "{:?}", since.elapsed());
+    let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
+    let said = keeping.next(&mut runs, &mut contents).unwrap_err();
+    assert!(matches!(said, KeepError::Paused), "{said}");
+    drop(keeping);
+    // The next one is taken while the guest stands.
+    let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
+    keeper.hurry(false);
+    write(&keeper, &file, run(0, 4), 2);
+    assert_eq!(keeping.next(&mut runs, &mut contents).unwrap(), 1);
+    // Nor does one of a drive that has been waited for too long.
+    keeping.do_not_wait();
+    let since = Instant::now();
+    write(&keeper, &file, run(0, 64), 3);
+    assert!(since.elapsed() < PATIENCE, "{:?}", since.elapsed());
+    let said = keeping.next(&mut runs, &mut contents).unwrap_err();
+    assert!(matches!(said, KeepError::NoRoom), "{said}");
+}
+
+#[test]
+fn a_drive_that_was_let_go_of_is_in_no_epoch() {
+    let (file, keeper) = (drive(8), Arc::new(Keeper::default()));
+    let blocks = FrameSet::from_iter([run(0, 8)]);
+    let mut keeping = keeper.keep(file.clone(), 8 * PAGE_SIZE, blocks.clone()).unwrap();
+    let (mut runs, mut contents) = (Vec::new(), vec![0; 4 * PAGE]);
+    assert_eq!(keeping.next(&mut runs, &mut contents).unwrap(), 4);
+    keeper.let_go();
+    let said = keeping.next(&mut runs, &mut contents).unwrap_err();
+    assert!(matches!(said, KeepError::LetGo), "{said}");
+    drop(keeping);
+    let said = keeper.keep(file.clone(), 8 * PAGE_SIZE, blocks.clone()).unwrap_err();
+    assert!(matches!(said, KeepError::LetGo), "{said}");
+    keeper.hold();
+    let mut keeping = keeper.keep(file, 8 * PAGE_SIZE, blocks).unwrap();
+    while keeping.next(&mut runs, &mut contents).unwrap() > 0 {}
+    // All of it was copied by then.
+    keeper.let_go();
+    assert_eq!(keeping.next(&mut runs, &mut contents).unwrap(), 0);
+}
