@@ -1,11 +1,12 @@
-//! A store written by version 2, kept for ever: what it holds must still restore.
+//! Stores written by version 2, kept for ever: what they hold must still restore.
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Checkpointer, Clock, Guest, Store, restore};
+use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
+use checkpoint::{Checkpointer, Clock, Guest, Store, VmId, restore};
 use dirty_tracker::{Gfn, Slot, SlotId};
 
 fn golden() -> PathBuf {
@@ -33,6 +34,69 @@ fn the_store_of_version_2_restores() {
         assert!(guest.writes() > writes);
         writes = guest.writes();
     }
+}
+
+/// Of the store with drives: their names and sizes.
+const DRIVES: [(&str, u64); 2] = [("disk0", 20 * 4096 + 512), ("data", 4 * 4096)];
+
+fn drives() -> Vec<Arc<TestDisk>> {
+    DRIVES.iter().map(|(id, bytes)| TestDisk::new(id, *bytes).unwrap()).collect()
+}
+
+/// Makes them what they were in epoch `n`.
+fn fill(drives: &[Arc<TestDisk>], n: u8) {
+    drives[0].write(u64::from(n) * 2048, &[n; 6000]).unwrap();
+    drives[0].write(20 * 4096, &[n | 0x40; 512]).unwrap();
+    drives[1].discard(0, 8192).unwrap();
+    drives[1].write(u64::from(n % 4) * 4096, &[n | 0x80; 4096]).unwrap();
+}
+
+fn contents(drives: &[Arc<TestDisk>]) -> Vec<Vec<u8>> {
+    drives.iter().map(|drive| drive.contents().unwrap()).collect()
+}
+
+#[test]
+fn the_store_of_version_2_with_drives_restores() {
+    let store = Store::open(&golden().with_file_name("v2-drives")).unwrap();
+    store.verify(|_, _| ()).unwrap();
+    let infos = store.epochs().unwrap();
+    let numbers: Vec<u64> = infos.iter().map(|info| info.epoch).collect();
+    assert_eq!(numbers, [3, 4, 5], "those before were dropped");
+    let then = drives();
+    for n in 1..=5 {
+        fill(&then, n);
+        let Some(info) = infos.iter().find(|info| info.epoch == u64::from(n)) else { continue };
+        assert_eq!(info.drives, 2);
+        let disks = drives();
+        disks[0].write(0, &[0xee; 20 * 4096]).unwrap();
+        let factory = MemoryGuestFactory { disks, ..Default::default() };
+        let (guest, report) = restore(&store, Some(info.epoch), &factory, Clock::Continue).unwrap();
+        guest.verify().unwrap();
+        assert_eq!(report.drives, 2);
+        assert!(contents(&factory.disks) == contents(&then), "{n}");
+    }
+}
+
+/// As [`write_the_golden_store`].
+#[test]
+#[ignore = "writes a golden store"]
+fn write_the_golden_store_with_drives() {
+    let dir = golden().with_file_name("v2-drives");
+    std::fs::create_dir_all(&dir).unwrap();
+    let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames: 6 }];
+    let config = MemoryConfig { slots, writers: 0, working_set: 0, writes_per_s: 1, seed: 6 };
+    let guest = MemoryGuest::with_disks(VmId::random(), config, drives()).unwrap();
+    let store = Store::create_or_open(&dir).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), store).unwrap();
+    checkpointer.keep(Some(3));
+    for n in 1..=5 {
+        fill(guest.disks(), n);
+        checkpointer.take().unwrap();
+    }
+    drop(checkpointer);
+    // Without what a growing file has beyond its last frame.
+    Store::create_or_open(&dir).unwrap().compact().unwrap();
+    std::fs::remove_file(dir.join(checkpoint::LOCK_FILE)).unwrap();
 }
 
 /// Run by hand when a new version is released, into a new directory.
