@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
 use checkpoint::{
-    Archive, Cause, Checkpointer, Clock, Guest, Phase, RestoreError, RunState, Store, StoreError, VmId,
-    restore, restore_archive, restore_lazily,
+    Archive, Cause, Checkpointer, Clock, Guest, Phase, RestoreError, RunState, Store, StoreError,
+    VmId, restore, restore_archive, restore_lazily,
 };
 use dirty_tracker::{Gfn, PAGE_SIZE};
 use proptest::prelude::*;
