@@ -2,7 +2,7 @@
 #![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
 
 use std::os::unix::fs::FileExt;
-use tests::{Driftline, Load, SOON, Scratch, json_of};
+use tests::{Driftline, Load, SOON, Scratch, json_of, wait_for};
 
 /// Checkpoints, kills the process hard, restores in a new one, and does that `times` times.
 fn in_a_row(load: Load, times: usize) {
@@ -23,7 +23,10 @@ fn in_a_row(load: Load, times: usize) {
         here = Driftline::start(&scratch, &name, if life % 2 == 0 { &args } else { &args[..3] });
         here.wait_state("running");
         if life % 2 == 0 {
-            assert!(here.log().contains(" frames to come "), "{}", here.log());
+            // Said a moment after the guest runs.
+            wait_for("the frames to come", SOON, || {
+                here.log().contains(" frames to come ").then_some(())
+            });
         }
         here.console().wait_reports(2, 1, SOON);
         if life > 1 {

@@ -157,6 +157,19 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     let store = place.text("store");
     first.tell(&["checkpoint", "--store", &store]);
     let before = first.await_progress(1, &[]);
+    let file = place.text("exported");
+    let export = |format| ["store", "export", &store, "--format", format, "--output", &file];
+    let said = fail(1, &export("driftline-zstd"));
+    assert!(said.contains("has the guest's disks (\"disk0\")"), "{said}");
+    assert!(!place.path("exported").exists());
+    for format in ["raw", "elf-core"] {
+        let out = common::output(&[&export(format)[..], &["--force"]].concat());
+        let said = common::text(&out.stderr);
+        assert!(
+            out.status.success() && said.contains("are in epoch 1 and not in this file"),
+            "{said}"
+        );
+    }
     let state = place.text("state");
     let restore = |more: &[&str]| {
         let args = ["restore", "--store", &store, "--serial", "null", "--state-dir", &state];

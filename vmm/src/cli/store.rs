@@ -76,7 +76,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     } else {
         if report.drives > 0 {
             say(format_args!(
-                "the {} disks of epoch {} are left out: this file has memory alone",
+                "{} of the guest's disks are in epoch {} and not in this file, which has memory alone",
                 report.drives, report.epoch
             ));
         }
