@@ -49,6 +49,8 @@ pub(crate) struct Stood {
     id: String,
     changed: Epoch,
     keeping: Keeping,
+    /// Blocks of it that are in the epoch.
+    copied: u64,
 }
 
 fn failed(id: &str) -> impl Fn(io::Error) -> Cause {
@@ -166,7 +168,7 @@ pub(crate) fn stand(drives: &mut [Followed], patient: bool) -> Result<Vec<Stood>
         if !patient {
             keeping.do_not_wait();
         }
-        Ok(Stood { object: *object, id: head.id.clone(), changed, keeping })
+        Ok(Stood { object: *object, id: head.id.clone(), changed, keeping, copied: 0 })
     };
     drives.iter_mut().map(keep).collect()
 }
@@ -179,13 +181,15 @@ pub(crate) fn save_aside(
     file: &mut EpochWriter,
 ) -> Result<(), StoreError> {
     let mut runs: Vec<FrameRun> = Vec::new();
-    for Stood { object, keeping, .. } in stood {
+    for Stood { object, keeping, copied, .. } in stood {
         buffer.resize((PIECE_BLOCKS * PAGE_SIZE) as usize, 0);
         // More may be set aside meanwhile; the other has to go on, too.
         for _ in 0..ROOM as u64 / PIECE_BLOCKS {
-            if keeping.aside(&mut runs, buffer) == 0 {
+            let count = keeping.aside(&mut runs, buffer);
+            if count == 0 {
                 break;
             }
+            *copied += count;
             file.frames(runs.iter().map(|run| of_object(*object, *run)), buffer, false)?;
         }
     }
@@ -203,11 +207,20 @@ pub(crate) fn copy_behind(
     // In turns: what one has set aside does not wait for all of another.
     let mut more = true;
     while std::mem::take(&mut more) {
-        for Stood { object, id, keeping, .. } in &mut stood {
-            if keeping.next(&mut runs, contents).map_err(not_kept(id))? > 0 {
+        for Stood { object, id, keeping, copied, .. } in &mut stood {
+            let count = keeping.next(&mut runs, contents).map_err(not_kept(id))?;
+            if count > 0 {
+                *copied += count;
                 file.frames(runs.iter().map(|run| of_object(*object, *run)), contents, false)?;
                 more = true;
             }
+        }
+    }
+    // A block that was missed would be that of the epoch before.
+    for Stood { id, changed, copied, .. } in &stood {
+        if *copied != changed.frames() {
+            let why = format!("{copied} blocks were copied of {} that changed", changed.frames());
+            return Err(failed(id)(io::Error::other(why)));
         }
     }
     let mut waits = Waits::default();

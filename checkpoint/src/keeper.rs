@@ -7,7 +7,7 @@
 //! ```
 //!
 //! While nothing is kept a write costs one look at a flag. Nobody waits for ever: the copier's end lets go of everything, and a write
-//! that has waited for two seconds does so itself, as does one that waits when the guest is to stand. The copier learns of it, and its
+//! that has waited for two seconds, or the last of those that have for ten in all, does so itself, as does one that waits when the guest is to stand. The copier learns of it, and its
 //! epoch fails. What is kept costs 16 bytes a run of blocks, and 40 or so a block that was set aside.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +26,8 @@ use crate::instant::PATIENCE;
 const PAGE: usize = PAGE_SIZE as usize;
 /// Blocks that can be set aside at a time: 4 MiB.
 pub(crate) const ROOM: usize = 1024;
+/// How long the device may have waited in all while something is kept.
+const PATIENCE_IN_ALL: Duration = Duration::from_secs(10);
 /// How often who waits looks whether the guest is to stand.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -34,7 +36,7 @@ const LOOK: Duration = Duration::from_millis(5);
 #[non_exhaustive]
 pub enum KeepError {
     /// A write has waited for too long.
-    #[error("the guest has waited for {} s to write to what is not copied yet", PATIENCE.as_secs())]
+    #[error("the guest has waited for too long to write to what is not copied yet")]
     Stalled,
     /// There was no room to set a block aside, and who writes was not to wait.
     #[error("more of it was written over than can be set aside until it is copied")]
@@ -114,6 +116,18 @@ impl Kept {
     /// Whether a block of `run` is being read.
     fn is_read(&self, run: FrameRun) -> bool {
         self.reading.iter().any(|read| read.start < run.end() && run.start < read.end())
+    }
+
+    /// Copies what was set aside, as much as `contents` has room for, and frees its room. How many blocks.
+    fn take_aside(&mut self, room: &[u8], runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
+        let before = runs.len();
+        for to in contents.chunks_exact_mut(PAGE) {
+            let Some((block, place)) = self.aside.pop_first() else { break };
+            to.copy_from_slice(&room[place * PAGE..(place + 1) * PAGE]);
+            self.free.push(place);
+            runs.push(FrameRun { start: Gfn(block), count: 1 });
+        }
+        (runs.len() - before) as u64
     }
 
     /// Moves the cursor over the next blocks, `most` at most, that are in the file.
@@ -202,7 +216,7 @@ impl Keeper {
             if self.hurried.load(Ordering::Acquire) {
                 return self.give_up(kept, KeepError::Paused);
             }
-            if waited >= PATIENCE {
+            if waited >= PATIENCE || kept.waits.time >= PATIENCE_IN_ALL {
                 return self.give_up(kept, KeepError::Stalled);
             }
             if kept.impatient && pending.is_some() {
@@ -320,13 +334,20 @@ impl Keeping {
         runs: &mut Vec<FrameRun>,
         contents: &mut [u8],
     ) -> Result<u64, KeepError> {
-        let aside = self.aside(runs, contents);
+        runs.clear();
         let mut state = self.keeper.lock();
-        let Some(kept) = &mut state.kept else { return Err(KeepError::Gone) };
+        let State { kept: Some(kept), room, .. } = &mut *state else {
+            return Err(KeepError::Gone);
+        };
         if let Some(e) = kept.failed.replace(KeepError::Gone) {
             return Err(e);
         }
         kept.failed = None;
+        // Under the one lock with the look whether any are left: or what is set aside in between would be in no epoch.
+        let aside = kept.take_aside(room, runs, contents);
+        if aside > 0 {
+            self.keeper.news.notify_all();
+        }
         let to = &mut contents[aside as usize * PAGE..];
         let chosen = kept.take_pending((to.len() / PAGE) as u64);
         if chosen.is_empty() {
@@ -367,16 +388,11 @@ impl Keeping {
         runs.clear();
         let mut state = self.keeper.lock();
         let State { kept: Some(kept), room, .. } = &mut *state else { return 0 };
-        for to in contents.chunks_exact_mut(PAGE) {
-            let Some((block, place)) = kept.aside.pop_first() else { break };
-            to.copy_from_slice(&room[place * PAGE..(place + 1) * PAGE]);
-            kept.free.push(place);
-            runs.push(FrameRun { start: Gfn(block), count: 1 });
-        }
-        if !runs.is_empty() {
+        let aside = kept.take_aside(room, runs, contents);
+        if aside > 0 {
             self.keeper.news.notify_all();
         }
-        runs.len() as u64
+        aside
     }
 
     /// How the device has waited so far.

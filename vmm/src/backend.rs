@@ -76,7 +76,7 @@ impl GuestFactory for Factory {
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
         let host = self.host.writing_over(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
-        let drives = open_drives(vm_id, &config, drives)?;
+        let drives = open_drives(vm_id, &config, drives, &host)?;
         Ok((empty(vm_id, config, &host)?, drives))
     }
 }

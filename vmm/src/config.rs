@@ -114,6 +114,11 @@ pub struct MachineConfig {
 }
 
 impl HostConfig {
+    /// Whether the operator has named the file of `disk`.
+    pub(crate) fn names(&self, disk: &DiskConfig) -> bool {
+        self.disks.iter().any(|spec| spec.path == disk.path)
+    }
+
     /// This host as it is for a guest whose `drives` are about to be written over.
     pub(crate) fn writing_over(&self, drives: &[DriveHead]) -> Self {
         let written_over = drives.iter().map(|drive| drive.id.clone()).collect();

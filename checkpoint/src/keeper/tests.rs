@@ -185,3 +185,23 @@ fn a_drive_that_was_let_go_of_is_in_no_epoch() {
     keeper.let_go();
     assert_eq!(keeping.next(&mut runs, &mut contents).unwrap(), 0);
 }
+
+/// The guest writes to all that is left in the moment in which the copier comes for more.
+#[test]
+fn what_is_set_aside_at_the_last_moment_is_copied_too() {
+    let (file, keeper) = (drive(64), Arc::new(Keeper::default()));
+    for round in 0..2000u32 {
+        let mut keeping =
+            keeper.keep(file.clone(), 64 * PAGE_SIZE, [run(20, 10)].into_iter().collect()).unwrap();
+        let mut copied = BTreeMap::new();
+        thread::scope(|scope| {
+            let device = scope.spawn(|| {
+                (0..round % 64).for_each(|_| std::hint::spin_loop());
+                keeper.before_write(20 * PAGE_SIZE, 10 * PAGE_SIZE);
+            });
+            while copy(&mut keeping, &mut copied, 64) > 0 {}
+            device.join().unwrap();
+        });
+        assert_eq!(copied.len(), 10, "round {round}");
+    }
+}

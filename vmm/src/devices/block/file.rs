@@ -64,6 +64,18 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
+    /// It is to be written over, and nobody knows whether it is the disk that the guest had.
+    #[error(
+        "disk \"{id}\" is to be written over, and nothing tells whether \"{}\" is the disk that the guest had: \
+         --disk id={id},path={},identity=any says that it is",
+        path.display(), path.display()
+    )]
+    Nameless {
+        /// The disk's name.
+        id: String,
+        /// The file.
+        path: PathBuf,
+    },
     /// Another guest has it.
     #[error("{0}")]
     InUse(String),

@@ -12,14 +12,15 @@ use checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
 use super::file::{DiskError, DiskFile, write_zeroes};
 use super::lock::{self, Lock};
 use super::request::SECTOR;
-use crate::config::{DiskConfig, MachineConfig, disks};
+use crate::config::{DiskConfig, HostConfig, MachineConfig, disks};
 
 /// The files that `config` has on this host for `drives`, which are hostile input: locked, and as they were. They must be all the
-/// disks that the guest can write to.
+/// disks that the guest can write to. One that the operator has not named must be known to be the guest's.
 pub(crate) fn open_drives(
     guest: VmId,
     config: &MachineConfig,
     drives: &[DriveHead],
+    host: &HostConfig,
 ) -> Result<Vec<Box<dyn DriveCopy>>, GuestError> {
     let malformed = |what: String, why: &str| GuestError::Malformed {
         what: "the epoch's list of disks".to_owned(),
@@ -46,7 +47,8 @@ pub(crate) fn open_drives(
         if drives[..i].iter().any(|other| other.id == drive.id) {
             return Err(malformed(drive.to_string(), "stands there twice"));
         }
-        let disk = RestoredDisk::open(disk, guest).map_err(|e| GuestError::System {
+        let known = !host.names(disk);
+        let disk = RestoredDisk::open(disk, guest, known).map_err(|e| GuestError::System {
             what: "opening the disks to restore",
             cause: Box::new(e),
         })?;
@@ -65,8 +67,11 @@ struct RestoredDisk {
 }
 
 impl RestoredDisk {
-    fn open(disk: &DiskConfig, guest: VmId) -> Result<Self, DiskError> {
+    fn open(disk: &DiskConfig, guest: VmId, known: bool) -> Result<Self, DiskError> {
         let file = DiskFile::open(disk, guest)?;
+        if known && (disk.identity.is_none() || file.disk_identity().is_none()) {
+            return Err(DiskError::Nameless { id: disk.id.clone(), path: disk.path.clone() });
+        }
         file.lock().map_err(DiskError::InUse)?;
         let opened = Self { sparse: is_sparse(file.file()), file, guest };
         // Whoever had the lock may have put another in its place.
@@ -120,7 +125,7 @@ fn is_sparse(file: &File) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Boot, DeviceConfig, HostConfig};
+    use crate::config::{Boot, DeviceConfig};
     use crate::testing::disk;
 
     const BYTES: u64 = 1 << 20;
@@ -137,7 +142,7 @@ mod tests {
             rustix::fs::fallocate(&file, flags, 0, set_aside).unwrap();
             file.write_all_at(&[7; 8192], 0).unwrap();
             let room = file.metadata().unwrap().blocks();
-            let opened = RestoredDisk::open(&config, VmId::random()).unwrap();
+            let opened = RestoredDisk::open(&config, VmId::random(), false).unwrap();
             opened.zero(0, BYTES).unwrap();
             assert_eq!(file.metadata().unwrap().blocks() < room, sparse, "{set_aside}");
             assert!(fs::read(&path).unwrap() == vec![0; BYTES as usize]);
@@ -151,8 +156,13 @@ mod tests {
         let config = disk("d", &path, BYTES);
         File::create(&path).unwrap().set_len(BYTES).unwrap();
         let guest = VmId::random();
-        let opened = RestoredDisk::open(&config, guest).unwrap();
-        assert!(RestoredDisk::open(&config, guest).unwrap_err().to_string().contains("in use by"));
+        let opened = RestoredDisk::open(&config, guest, false).unwrap();
+        assert!(
+            RestoredDisk::open(&config, guest, false)
+                .unwrap_err()
+                .to_string()
+                .contains("in use by")
+        );
         fs::rename(&path, dir.path().join("aside")).unwrap();
         let said = opened.yield_to_guest().unwrap_err().to_string();
         assert!(said.contains("No such file"), "{said}");
@@ -199,7 +209,7 @@ mod tests {
         let drives = drives(&config.devices);
         let open = |host: &HostConfig, drives: &[DriveHead]| {
             let config = config.clone().on_host(&host.writing_over(drives))?;
-            open_drives(VmId::random(), &config, drives).map(|opened| opened.len())
+            open_drives(VmId::random(), &config, drives, host).map(|opened| opened.len())
         };
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
         assert_eq!(open(&host, &drives).unwrap(), 1);
@@ -215,6 +225,11 @@ mod tests {
             let host = HostConfig { disks: vec![spec.parse().unwrap()], ..host.clone() };
             assert_eq!(open(&host, &drives).unwrap(), 1);
         }
+        // Nor one of which nobody knows which it was, as of a device that has no name.
+        let mut nameless = config.clone();
+        crate::config::disks_mut(&mut nameless.devices).for_each(|disk| disk.identity = None);
+        let unknown = open_drives(VmId::random(), &nameless, &drives, &host).map(drop).unwrap_err();
+        assert!(unknown.to_string().contains("nothing tells whether"), "{unknown}");
         // Without drives in the epoch nothing is written over, and a copy is what is expected.
         let there = config.clone().on_host(&host.writing_over(&[])).unwrap();
         assert_eq!(disks(&there.devices).next().unwrap().identity, None);
