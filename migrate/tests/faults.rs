@@ -90,7 +90,8 @@ fn a_guest_that_cannot_be_taken_back_is_said_to_be_paused_here() {
     for op in [Op::Acquire, Op::Resume] {
         let host = Host::new();
         let guest = host.start(MemoryConfig::small());
-        host.there.fail_next(Op::Restore, 1);
+        // The first failure comes after the release: there is something to take back.
+        host.here.fail_next(Op::Detach, 1);
         host.here.fail_next(op, 1);
         let there = host.receiver();
         let error = Sender::start(&guest, &there.to, &options(&host)).result().unwrap_err();
