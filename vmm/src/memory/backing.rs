@@ -194,22 +194,22 @@ pub(super) struct HugeRanges {
 
 impl HugeRanges {
     /// Has the kernel use huge pages for what of `len` bytes at `start`, part of a mapping of ours, they fit into: all of it is
-    /// about to be written. Where the administrator has switched them off, or there are too many such ranges, it stays as it is.
-    pub(super) fn prefer(&mut self, start: usize, len: usize) {
+    /// about to be written. Whether it was asked; where the administrator has switched them off it comes to nothing.
+    pub(super) fn prefer(&mut self, start: usize, len: usize) -> bool {
         let first = start.next_multiple_of(HUGE_PAGE as usize);
         let end = (start + len) / HUGE_PAGE as usize * HUGE_PAGE as usize;
         if first >= end {
-            return;
+            return false;
         }
         if first != self.end {
             if self.count == MAX_HUGE_RANGES {
-                return;
+                return false;
             }
             self.count += 1;
         }
         self.end = end;
         // SAFETY: the range is part of a mapping that is ours; the advice changes no content.
-        unsafe { libc::madvise(first as *mut libc::c_void, end - first, libc::MADV_HUGEPAGE) };
+        unsafe { libc::madvise(first as *mut libc::c_void, end - first, libc::MADV_HUGEPAGE) == 0 }
     }
 }
 

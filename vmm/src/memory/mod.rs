@@ -8,24 +8,25 @@ mod late;
 mod late_tests;
 mod map;
 mod populated;
+mod preparing;
 mod shield;
 mod userfault;
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::{Backlog, Fetching, GuestError, GuestRam, Shield};
 use dirty_tracker::{FrameRun, FrameSet, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
-use backing::HugeRanges;
 pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
 use late::Late;
 pub(crate) use late::Owner;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
 use populated::Populated;
+use preparing::Preparing;
 pub(crate) use shield::Kept;
 use shield::MemoryShield;
 pub(crate) use userfault::Userfault;
@@ -74,8 +75,8 @@ pub enum MemoryError {
 pub struct Memory {
     ram: GuestRam,
     tracker: Arc<Tracker>,
-    /// Huge pages that were asked for where nobody has said whether there may be any; `None` where somebody has.
-    huge: Option<Mutex<HugeRanges>>,
+    /// The choice of pages where nobody has said whether there may be huge ones; `None` where somebody has.
+    preparing: Option<Preparing>,
     /// Frames that nobody may change now.
     kept: Arc<Kept>,
     /// All of it had host memory from the first.
@@ -119,9 +120,9 @@ impl Memory {
             let region = GuestRegionMmap::new(map, GuestAddress(slot.base.gpa()));
             regions.push(region.ok_or_else(|| does_not_fit("its end overflows".to_owned()))?);
         }
-        let huge = options.huge_pages.is_none().then(Mutex::default);
+        let preparing = options.huge_pages.is_none().then(Preparing::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker, huge, kept: Arc::default(), prefaulted: options.prefault })
+        Ok(Self { ram, tracker, preparing, kept: Arc::default(), prefaulted: options.prefault })
     }
 
     /// The mappings.
@@ -190,18 +191,18 @@ impl Memory {
     }
 
     /// Gives host memory to the frames of `run` that lie in this memory, in one call of the kernel for each
-    /// region; huge pages where they fit into the run and the options do not exclude them: 512 frames for the price
-    /// of a few. They get it at their first write where the kernel cannot, before 5.14, or has none.
+    /// 2 MiB; huge pages where they fit into the run, the options leave it open and they are the cheaper way now: mostly 512
+    /// frames for the price of a few. They get it at their first write where the kernel cannot, before 5.14, or has none.
     pub fn prepare(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
             let address = slice.ptr_guard_mut().as_ptr() as usize;
-            if let Some(huge) = &self.huge {
-                let mut huge = huge.lock().unwrap_or_else(PoisonError::into_inner);
-                huge.prefer(address, slice.len());
-            }
-            if let Err(e) = backing::populate_piece(address, slice.len()) {
+            let populated = match &self.preparing {
+                Some(preparing) => preparing.populate(address, slice.len()),
+                None => backing::populate_piece(address, slice.len()),
+            };
+            if let Err(e) = populated {
                 tracing::trace!("{run:?} is not populated beforehand: {e}");
             }
         }

@@ -1,0 +1,173 @@
+//! Owns the choice of pages for memory that is taken from the host ahead of the guest's writes: huge ones as long as they are
+//! the cheaper way to the same bytes.
+//!
+//! Mostly they are: one fault instead of 512. But a host that has none at hand compacts memory to make one, and a host
+//! that is a guest itself may have given whole free blocks back and has to fetch them anew, while small pages come from what
+//! was freed a moment ago. Then a huge page takes milliseconds, and a migration waits for each. So both ways are timed.
+
+use std::io;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_gettime};
+
+use super::backing::{HUGE_PAGE, HugeRanges, populate_piece};
+
+/// A huge page that takes no longer is taken without a look at small ones: it costs little more than clearing it does.
+const CHEAP: Duration = Duration::from_micros(300);
+
+/// So many are taken the one way before the other is tried again; twice as many each time that it proves worse, up to the most.
+const FIRST_TRIAL: u32 = 8;
+const MOST_BETWEEN: u32 = 128;
+
+/// How a range of a huge page's size gets its memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Pages {
+    Huge,
+    Small,
+}
+
+/// What each way cost when it was last tried.
+#[derive(Debug)]
+struct Costs {
+    huge: Option<Duration>,
+    small: Option<Duration>,
+    /// Taken since both ways were compared.
+    since: u32,
+    /// After so many the dearer way is tried again.
+    between: u32,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Self { huge: None, small: None, since: 0, between: FIRST_TRIAL }
+    }
+}
+
+impl Costs {
+    fn choose(&mut self) -> Pages {
+        let Some(huge) = self.huge.filter(|took| *took > CHEAP) else { return Pages::Huge };
+        let Some(small) = self.small else { return Pages::Small };
+        let (better, worse) = match huge <= small {
+            true => (Pages::Huge, Pages::Small),
+            false => (Pages::Small, Pages::Huge),
+        };
+        self.since += 1;
+        if self.since <= self.between {
+            return better;
+        }
+        self.since = 0;
+        self.between = (self.between * 2).min(MOST_BETWEEN);
+        worse
+    }
+
+    fn note(&mut self, pages: Pages, took: Duration) {
+        let huge_was_better = self.huge <= self.small;
+        match pages {
+            Pages::Huge => self.huge = Some(took),
+            Pages::Small => self.small = Some(took),
+        }
+        if (self.huge <= self.small) != huge_was_better {
+            (self.since, self.between) = (0, FIRST_TRIAL);
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    costs: Costs,
+    ranges: HugeRanges,
+}
+
+/// Memory whose pages nobody has laid down: where huge ones were asked for, and what they cost.
+#[derive(Debug, Default)]
+pub(super) struct Preparing(Mutex<State>);
+
+impl Preparing {
+    /// Takes `len` bytes at `start`, part of a mapping of ours, from the host now, on this thread.
+    pub(super) fn populate(&self, start: usize, len: usize) -> io::Result<()> {
+        let huge = HUGE_PAGE as usize;
+        let end = start + len;
+        let mut at = start;
+        while at < end {
+            let next = (at + 1).next_multiple_of(huge).min(end);
+            match at.is_multiple_of(huge) && next - at == huge {
+                true => self.populate_huge(at)?,
+                false => populate_piece(at, next - at)?,
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// A range where a huge page fits.
+    fn populate_huge(&self, start: usize) -> io::Result<()> {
+        let state = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let pages = {
+            let mut state = state();
+            match state.costs.choose() {
+                Pages::Huge if state.ranges.prefer(start, HUGE_PAGE as usize) => Pages::Huge,
+                _ => Pages::Small,
+            }
+        };
+        let begun = time_of_thread();
+        populate_piece(start, HUGE_PAGE as usize)?;
+        let took = time_of_thread().saturating_sub(begun);
+        tracing::trace!(?pages, ?took, "populated");
+        state().costs.note(pages, took);
+        Ok(())
+    }
+}
+
+/// Time that this thread has had of a processor: where others take turns with it, that is nothing of what pages cost.
+fn time_of_thread() -> Duration {
+    // Not by rustix, whose first look at a clock asks by prctl where the kernel's page is: these threads may not.
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How many of `count` are huge where each way costs so many microseconds.
+    fn huge_of(costs: &mut Costs, count: usize, huge: u64, small: u64) -> usize {
+        let taken = |_| {
+            let pages = costs.choose();
+            let us = if pages == Pages::Huge { huge } else { small };
+            costs.note(pages, Duration::from_micros(us));
+            pages
+        };
+        (0..count).map(taken).filter(|pages| *pages == Pages::Huge).count()
+    }
+
+    #[test]
+    fn huge_pages_that_cost_little_are_always_taken() {
+        assert_eq!(huge_of(&mut Costs::default(), 1000, 120, 700), 1000);
+    }
+
+    #[test]
+    fn where_they_are_dear_small_ones_are_taken_and_they_are_tried_seldom() {
+        let mut costs = Costs::default();
+        let of_a_guest = huge_of(&mut costs, 512, 4000, 700);
+        assert!((2..=7).contains(&of_a_guest), "{of_a_guest}");
+        let later = huge_of(&mut costs, 1280, 4000, 700);
+        assert!((9..=11).contains(&later), "{later}");
+    }
+
+    #[test]
+    fn what_changes_is_found() {
+        let mut costs = Costs::default();
+        huge_of(&mut costs, 1000, 4000, 700);
+        // Again at hand: all of them, at the latest after the next trial.
+        assert!(huge_of(&mut costs, 1000, 120, 700) >= 1000 - MOST_BETWEEN as usize - 1);
+        // And gone again: at once.
+        assert!(huge_of(&mut costs, 100, 4000, 700) < 10);
+    }
+
+    #[test]
+    fn where_both_are_dear_huge_pages_are_taken_unless_they_cost_more() {
+        let mut costs = Costs::default();
+        let huge = huge_of(&mut costs, 1000, 800, 900);
+        assert!(huge > 950, "{huge}");
+    }
+}
