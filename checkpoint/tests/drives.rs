@@ -305,6 +305,59 @@ fn a_store_that_is_too_slow_holds_the_drive_once() {
     assert!(contents(&factory.disks) == contents(guest.disks()));
 }
 
+/// A drive of a TiB with some MiB in it, half of which is then discarded at once, as who trims it does: neither is read as a whole, nor
+/// does it take memory by the block.
+#[test]
+fn a_large_drive_costs_what_is_in_it() {
+    const TIB: u64 = 1 << 40;
+    const MIB: usize = 1 << 20;
+    let large = || TestDisk::new("large", TIB + 512).unwrap();
+    let places: Vec<u64> = (0..16).map(|n| n * (TIB / 16) + n * 3 * PAGE_SIZE).collect();
+    let alone: Vec<u64> =
+        (0..200).map(|n| (n * (TIB / 200) + (5 << 20)) / PAGE_SIZE * PAGE_SIZE).collect();
+    let disk = MemoryDisk::default();
+    let guest =
+        MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), vec![large()]).unwrap();
+    let drive = &guest.disks()[0];
+    for (n, at) in (1u8..).zip(&places) {
+        drive.write(*at, &vec![n; MIB]).unwrap();
+    }
+    for (n, at) in (1u8..).zip(&alone) {
+        drive.write(*at, &[n | 0x80; 700]).unwrap();
+    }
+    drive.write(TIB, &[7; 512]).unwrap();
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    checkpointer.keep(Some(2));
+    let first = checkpointer.take().unwrap();
+    assert_eq!(first.disk_blocks, 16 * 256 + 200 + 1);
+    drive.discard(0, TIB / 2).unwrap();
+    drive.write(TIB / 4, &[9; 10]).unwrap();
+    let second = checkpointer.take().unwrap();
+    assert_eq!(second.disk_blocks, TIB / 2 / PAGE_SIZE);
+    assert!(second.written_bytes < 1 << 20, "{second:?}");
+    // Full again, built on by one, the oldest dropped.
+    drop(checkpointer);
+    let mut checkpointer = Checkpointer::new(guest.clone(), on(&disk, true)).unwrap();
+    checkpointer.keep(Some(1));
+    checkpointer.take().unwrap();
+    drive.write(TIB / 4, &[8; 10]).unwrap();
+    let last = checkpointer.take().unwrap();
+    assert_eq!(last.disk_blocks, 1);
+    drop(checkpointer);
+    let copy = large();
+    copy.write(TIB / 8, &[0xee; 5 * MIB]).unwrap();
+    let factory = MemoryGuestFactory { disks: vec![copy.clone()], ..Default::default() };
+    let (_, report) = restore(&on(&disk, false), None, &factory, Clock::Continue).unwrap();
+    assert_eq!((report.epoch, report.disk_blocks), (last.epoch, 8 * 256 + 100 + 1 + 1));
+    let (mut is, mut was) = (vec![0; 6 * MIB], vec![0; 6 * MIB]);
+    for at in places.iter().chain(&alone).chain(&[TIB / 4, TIB / 8, TIB + 512 - 6 * MIB as u64]) {
+        let at = *at.min(&(TIB + 512 - 6 * MIB as u64));
+        drive.read(at, &mut was).unwrap();
+        copy.read(at, &mut is).unwrap();
+        assert!(is == was, "{at:#x}");
+    }
+}
+
 #[test]
 fn a_drive_that_is_let_go_of_is_in_no_epoch() {
     let (disk, guest) = (MemoryDisk::default(), guest());

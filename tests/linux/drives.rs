@@ -54,6 +54,19 @@ fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
         let progress = Progress::wait(&mut story.here, false);
         eprintln!("{name}: from epoch {number}; {progress:?}");
     }
+    // And in one file, elsewhere than the store.
+    let (archive, number) = (scratch.path("archive"), kept[KEPT / 2]["epoch"].to_string());
+    let how = ["--format", "driftline-zstd", "--epoch", &number, "--output", text(&archive)];
+    let packed = tests::run_cli(&[&["store", "export", text(&store)], &how[..]].concat());
+    assert_eq!(packed.status.code(), Some(0), "{}", String::from_utf8_lossy(&packed.stderr));
+    std::fs::remove_dir_all(&store).expect("the store is ours");
+    story.here.kill();
+    let (name, disk) = (story.next_name(), format!("path={}", text(&story.disk)));
+    let from = ["restore", "--store", text(&archive), "--disk", &disk, "--net", "tap=tap0"];
+    story.here = Driftline::start_at(&network.hosts[0], &scratch, &name, &from);
+    story.here.wait_state("running");
+    let progress = Progress::wait(&mut story.here, false);
+    eprintln!("{name}: from an archive of epoch {number}; {progress:?}");
     story.end();
 }
 
