@@ -14,6 +14,9 @@
 //!   was then.
 #![allow(clippy::expect_used, clippy::panic, reason = "a test fails by saying what it expected")]
 
+#[path = "linux/drives.rs"]
+mod drives;
+
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -51,6 +54,17 @@ struct Story<'t> {
 
 impl<'t> Story<'t> {
     fn begin(linux: &'t Linux, network: &'t Network, scratch: &'t Scratch, tracking: &str) -> Self {
+        Self::begin_with(CHECKERS, linux, network, scratch, tracking)
+    }
+
+    /// As [`begin`](Self::begin), with these checkers.
+    fn begin_with(
+        checkers: &str,
+        linux: &'t Linux,
+        network: &'t Network,
+        scratch: &'t Scratch,
+        tracking: &str,
+    ) -> Self {
         let disk = scratch.path("disk0");
         let made = File::create(&disk).and_then(|file| file.set_len(DISK_BYTES));
         made.expect("a file for the disk");
@@ -58,7 +72,7 @@ impl<'t> Story<'t> {
         let machine = ["--mem", "128M", "--vcpus", "2", "--tracking", tracking];
         let devices = ["--disk", &path, "--net", "tap=tap0"];
         let args = [&machine[..], &devices].concat();
-        let here = linux.boot("vmlinux", &network.hosts[0], scratch, "life0", CHECKERS, &args);
+        let here = linux.boot("vmlinux", &network.hosts[0], scratch, "life0", checkers, &args);
         let mut story = Self { linux, network, scratch, here, at: 0, disk, lives: 0 };
         Progress::wait(&mut story.here, false);
         story
@@ -87,13 +101,18 @@ impl<'t> Story<'t> {
 
     /// Moves it likewise, with its disk, which then is in a new file alone.
     fn move_on_with_disk(&mut self, echo: &mut Echo) -> u64 {
+        let (silence, old) = self.move_on_leaving_disk(echo);
+        std::fs::remove_file(old).expect("the disk is ours");
+        silence
+    }
+
+    /// As [`move_on_with_disk`](Self::move_on_with_disk), leaving the old file, whose path is returned, too.
+    fn move_on_leaving_disk(&mut self, echo: &mut Echo) -> (u64, PathBuf) {
         let name = self.next_name();
         let copy = self.scratch.path(&format!("disk-{name}"));
         let spec = format!("path={},id=disk0,copy", text(&copy));
         let silence = self.go(echo, &name, &["--disk", &spec], &["--copy-disks"]);
-        std::fs::remove_file(&self.disk).expect("the disk is ours");
-        self.disk = copy;
-        silence
+        (silence, std::mem::replace(&mut self.disk, copy))
     }
 
     /// Moves it as `name`, to a receiver that is told `there` more, by a sender that is told `how`.
@@ -251,43 +270,6 @@ fn a_disk_goes_along_and_its_log_is_whole() {
         story.move_on_with_disk(&mut echo);
     }
     echo.finish();
-    story.end();
-}
-
-/// Checkpoints every 20 ms while the checkers write to memory and disk. Whichever is restored, after the guest ran on, the disk's
-/// checker finds there what its memory says.
-#[test]
-fn whichever_epoch_is_restored_the_disk_is_of_its_instant() {
-    const KEPT: usize = 40;
-    let _alone = tests::one_at_a_time();
-    let test = "whichever_epoch_is_restored_the_disk_is_of_its_instant";
-    let Some((linux, network)) = linux_and_network(test) else { return };
-    let scratch = Scratch::new();
-    let mut story = Story::begin(&linux, &network, &scratch, "dirty-ring");
-    let store = scratch.path("store");
-    let how = ["--every", "20ms", "--count", "100", "--keep", "40", "--json"];
-    let taken = story.here.cli("checkpoint", &[&["--store", text(&store)], &how[..]].concat());
-    assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
-    let lines = String::from_utf8_lossy(&taken.stdout).into_owned();
-    let lines = lines.lines().filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok());
-    let epochs: Vec<serde_json::Value> = lines.filter(|line| line["epoch"].is_u64()).collect();
-    let with_blocks = epochs[1..].iter().filter(|e| e["disk_blocks"].as_u64() > Some(0)).count();
-    assert!(epochs.len() == 100 && with_blocks > 5, "{with_blocks}: {epochs:?}");
-    std::thread::sleep(Duration::from_millis(300));
-    let kept = &epochs[epochs.len() - KEPT..];
-    // The last first: a disk that is newer than memory would be as wrong as one that is older.
-    for epoch in kept.iter().rev().step_by(KEPT / repeats(4, 20)) {
-        tests::assert_clean(&story.here.console());
-        story.here.kill();
-        let (name, number) = (story.next_name(), epoch["epoch"].to_string());
-        let disk = format!("path={}", text(&story.disk));
-        let from = ["restore", "--store", text(&store), "--epoch", &number];
-        let args = [&from[..], &["--disk", &disk, "--net", "tap=tap0"]].concat();
-        story.here = Driftline::start_at(&network.hosts[0], &scratch, &name, &args);
-        story.here.wait_state("running");
-        let progress = Progress::wait(&mut story.here, false);
-        eprintln!("{name}: from epoch {number}; {progress:?}");
-    }
     story.end();
 }
 

@@ -137,7 +137,8 @@ impl Checkpointer {
     /// and the next is due one interval later. A failed epoch is handed over like a stored one.
     ///
     /// With a longest pause it looks now and then at what has changed, and takes an epoch early when that nears what fits
-    /// into the staging area or, where frames are copied in the pause, into that pause, judged by those before.
+    /// into the staging area or, where frames are copied in the pause, into that pause, judged by those before. What will change while drives
+    /// are copied ahead of the pause counts.
     pub fn run(
         &mut self,
         cadence: &Cadence,
@@ -193,7 +194,7 @@ impl Checkpointer {
             if look >= due {
                 return Some(false);
             }
-            if self.changed().is_some_and(|frames| frames >= most) {
+            if self.expected().is_some_and(|frames| frames >= most) {
                 return Some(true);
             }
         }

@@ -1,5 +1,7 @@
 //! The chain that the next epoch goes on with: who follows the guest's writes, and what the next epoch builds on.
 
+use std::time::Instant;
+
 use dirty_tracker::Subscription;
 
 use crate::followed::Followed;
@@ -9,6 +11,8 @@ pub(crate) struct Chain {
     pub(crate) subscription: Subscription,
     /// The drives that its epochs have.
     pub(crate) drives: Vec<Followed>,
+    /// When the guest went on with nothing changed, about.
+    pub(crate) since: Instant,
     /// The last epoch that is durable; none until the full one is.
     pub(crate) last: Option<u64>,
 }
@@ -16,6 +20,6 @@ pub(crate) struct Chain {
 impl Chain {
     /// A chain that begins with a full epoch.
     pub(crate) fn new(subscription: Subscription, drives: Vec<Followed>) -> Self {
-        Self { subscription, drives, last: None }
+        Self { subscription, drives, since: Instant::now(), last: None }
     }
 }

@@ -8,6 +8,8 @@
 //! Several may be in the air. If one fails, so do all behind it that build on it: their frames go back to the tracker (I4), and
 //! nothing is built on any of them once none is in the air any more.
 
+mod early;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
@@ -16,11 +18,11 @@ use std::time::{Duration, Instant};
 use dirty_tracker::Epoch;
 
 use crate::chain::Chain;
-use crate::cost::CopyCost;
+use crate::cost::{AheadCost, CopyCost};
 use crate::crew::{Answer, Crew};
 use crate::followed::{self, Patience, drives_of};
 use crate::instant::{self, Means, Taken};
-use crate::live::copy_live;
+use crate::live::{catch_up, copy_live};
 use crate::report::{Cause, CheckpointError, EpochReport, Phase};
 use crate::shielding::Shielding;
 use crate::staging::{Staging, StagingLimits};
@@ -76,6 +78,7 @@ pub struct Checkpointer {
     patience: Patience,
     behind_from: u64,
     cost: CopyCost,
+    ahead: AheadCost,
 }
 
 /// An epoch that was launched.
@@ -159,6 +162,7 @@ impl Checkpointer {
             patience: Patience::default(),
             behind_from,
             cost: CopyCost::default(),
+            ahead: AheadCost::default(),
         })
     }
 
@@ -195,28 +199,6 @@ impl Checkpointer {
     /// The store that it writes to.
     pub fn store(&self) -> &Store {
         &self.store
-    }
-
-    /// With so many changed frames an epoch should be taken if its pause is not to exceed `max_pause`: three quarters of what
-    /// has room. `None` before the first one.
-    pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
-        self.chain.as_ref()?;
-        let copied = match self.shield.is_used() {
-            // What is copied behind the guest's back is not in the pause.
-            true => None,
-            false => self.cost.fit(max_pause),
-        };
-        Some((copied.unwrap_or(u64::MAX).min(self.staging.frames()) / 4 * 3).max(1))
-    }
-
-    /// How many frames have changed since the last epoch; `None` if nobody knows.
-    pub(crate) fn changed(&mut self) -> Option<u64> {
-        let chain = self.chain.as_mut()?;
-        self.guest.collect().ok()?;
-        let changed = chain.subscription.drain();
-        let frames = changed.frames();
-        changed.give_back();
-        Some(frames)
     }
 
     /// Takes one epoch and returns when it is durable.
@@ -428,7 +410,7 @@ impl Checkpointer {
     /// Takes an epoch up to where it is handed over.
     fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
         let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
-        let Self { shield, patience, behind_from, cost, .. } = self;
+        let Self { shield, patience, behind_from, cost, ahead: ahead_cost, .. } = self;
         let guest = &**guest;
         let parent = chain.as_ref().and_then(|c| c.last);
         let crew = crew.as_ref().ok_or_else(|| {
@@ -449,7 +431,7 @@ impl Checkpointer {
         let Some(chain) = chain else {
             return Err((Phase::Subscribe, GuestError::NotTracked.into()));
         };
-        let Chain { subscription, drives, .. } = chain;
+        let Chain { subscription, drives, .. } = &mut *chain;
         let mut changed = Vec::new();
         if full {
             changed = step(Phase::CopyLive, || {
@@ -457,17 +439,25 @@ impl Checkpointer {
                 copy_live(guest, staging, &mut file, subscription)
             })?;
         }
+        let begun = Instant::now();
         let ahead = || followed::copy_ahead(drives, staging, &mut file);
-        changed.append(&mut step(Phase::CopyDrives, ahead)?);
+        let mut ahead = step(Phase::CopyDrives, ahead)?;
+        ahead_cost.note(begun.elapsed(), ahead.due);
+        if full && !ahead.passes.is_empty() {
+            // Memory has changed meanwhile.
+            let again = || catch_up(guest, staging, &mut file, subscription, u64::MAX);
+            changed.append(&mut step(Phase::CopyLive, again)?);
+        }
+        changed.append(&mut ahead.passes);
         let (shield, patient) = (shield.ask(guest), patience.ask());
         let (behind_from, file_of) = (*behind_from, &mut file);
         let means = Means { guest, drives, patient, shield, behind_from, staging, file: file_of };
         let mut taken = instant::take(means, subscription)?;
         changed.append(&mut taken.changed);
         crew.commit(file.finish(), *bounds);
-        chain.last = Some(epoch);
+        (chain.last, chain.since) = (Some(epoch), taken.resumed);
         if taken.staged > 0 {
-            cost.note(taken.pause, taken.staged);
+            cost.note(taken.pause, taken.staged + taken.in_pause);
         }
         if taken.staged > staging.frames() {
             let (frames, staged) = (taken.staged, staging.frames());

@@ -113,10 +113,16 @@ pub trait DriveCopy: Send + Sync {
 /// that does not tell, and what lies behind the first 65,536 runs: a guest makes as many holes as it likes. Costs two
 /// calls a hole.
 pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
-    let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), 0);
+    data_within(file, FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) }, bytes)
+}
+
+/// As [`data_runs`], of the blocks of `run` alone.
+pub(crate) fn data_within(file: &File, run: FrameRun, bytes: u64) -> io::Result<Vec<FrameRun>> {
+    let (mut runs, mut at): (Vec<FrameRun>, u64) = (Vec::new(), run.start.gpa());
+    let bytes = bytes.min(at.saturating_add(run.bytes()));
     while at < bytes {
         if runs.len() == MOST_RUNS {
-            let end = runs.last().map_or(0, |run| run.end().0);
+            let end = runs.last().map_or(run.start.0, |run| run.end().0);
             let rest = bytes.div_ceil(PAGE_SIZE) - end;
             if let Some(last) = runs.last_mut() {
                 last.count += rest;
@@ -172,6 +178,28 @@ mod tests {
         // A file system may have larger blocks than ours.
         assert!(found.iter().map(|r| r.count).sum::<u64>() <= 4 * 16, "{found:?}");
         assert!(found.is_sorted_by(|a, b| a.end() < b.start), "{found:?}");
+    }
+
+    #[test]
+    fn holes_are_found_within_a_part() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 30).unwrap();
+        for block in [100, 50_000, 200_000] {
+            file.write_all_at(&[1; BLOCK], block * PAGE_SIZE).unwrap();
+        }
+        let bytes = 1 << 30;
+        let within = |start, count| {
+            let run = FrameRun { start: Gfn(start), count };
+            let found = data_within(&file, run, bytes).unwrap();
+            assert!(
+                found.iter().all(|f| f.start >= run.start && f.end() <= run.end()),
+                "{found:?}"
+            );
+            found.iter().flat_map(|run| run.frames()).map(|block| block.0).collect::<Vec<_>>()
+        };
+        assert!(within(0, 100_000).contains(&100) && within(0, 100_000).contains(&50_000));
+        assert!(within(50_000, 1) == [50_000] && within(200_000, 62_144).contains(&200_000));
+        assert_eq!(within(60_000, 100_000), [0; 0]);
     }
 
     #[test]

@@ -2,20 +2,20 @@
 //!
 //! What a drive holds is copied while the guest runs, before the pause of a full epoch; so is, before any, what changed, if that is much.
 //! In each pause what changed since is drained and [kept](crate::Keeper), and it is copied when the guest runs again: what was written
-//! over between pieces of memory, the rest after it.
+//! over between pieces of memory, the rest after it. When a write has waited for too long, for some epochs what may have no room is copied in the pause.
 
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use dirty_tracker::{Epoch, FrameRun, PAGE_SIZE, Subscription};
+use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
-use crate::drive::read_blocks;
+use crate::drive::{data_within, read_blocks};
 use crate::instant::PATIENCE;
 use crate::keeper::{Keeping, ROOM, Waits};
 use crate::live::batches;
 use crate::report::{Cause, Phase};
-use crate::staging::Staging;
+use crate::staging::{Staging, window};
 use crate::store::{EpochWriter, StoreError, of_object};
 use crate::{DriveHead, Guest, GuestError, KeepError, Keeper, data_runs};
 
@@ -24,8 +24,10 @@ const LIVE_BLOCKS: u64 = 256;
 const PIECE_BLOCKS: u64 = 64;
 /// How often what changed of a drive is copied ahead of a pause.
 const MOST_PASSES: usize = 4;
-/// Epochs in which no write waits, after one has waited for too long.
+/// Epochs in which no write waits for room, after one has waited for too long.
 const AFTER_STALL: u32 = 20;
+/// What is copied in a pause waits in memory for the file, up to so many bytes; what is beyond is written in the pause.
+const MOST_IN_PAUSE: usize = 64 << 20;
 
 /// The drives of `guest` that its epochs have: those that it can write to.
 pub(crate) fn drives_of(guest: &dyn Guest) -> Vec<DriveHead> {
@@ -43,14 +45,26 @@ pub(crate) struct Followed {
     writes: Subscription,
 }
 
+/// What was copied of drives ahead of a pause.
+pub(crate) struct Ahead {
+    /// To be committed as the rest of the epoch is.
+    pub(crate) passes: Vec<Epoch>,
+    /// Blocks that were to be copied when it began.
+    pub(crate) due: u64,
+}
+
 /// What of a drive is kept since a pause. Dropping it lets go of the blocks and gives them back (I4).
 pub(crate) struct Stood {
     object: u16,
     id: String,
     changed: Epoch,
     keeping: Keeping,
-    /// Blocks of it that are in the epoch.
+    /// Blocks of it that are in the epoch, and how many of them were copied in the pause.
     copied: u64,
+    in_pause: u64,
+    /// Those of them that are not in the file yet.
+    early: Vec<FrameRun>,
+    contents: Vec<u8>,
 }
 
 fn failed(id: &str) -> impl Fn(io::Error) -> Cause {
@@ -61,7 +75,7 @@ fn not_kept(id: &str) -> impl Fn(KeepError) -> Cause {
     move |why| match why {
         KeepError::Stalled => Cause::Stalled(PATIENCE),
         KeepError::Unread(cause) => failed(id)(cause),
-        why => failed(id)(io::Error::other(why)),
+        why => Cause::NotKept { id: id.to_owned(), why },
     }
 }
 
@@ -103,36 +117,76 @@ pub(crate) fn copy_live(
 }
 
 /// Copies what has changed while the guest runs, and what changed meanwhile, until that is little enough to be set aside whatever the
-/// guest writes over, or does not get less. What that was, to be committed as the rest of the epoch is.
+/// guest writes over, or does not get less. The drives in turns: each changes while the others are copied.
 pub(crate) fn copy_ahead(
     drives: &mut [Followed],
     staging: &mut Staging,
     file: &mut EpochWriter,
-) -> Result<Vec<Epoch>, Cause> {
-    let mut passes = Vec::new();
-    for drive in drives {
-        let mut before = u64::MAX;
-        for _ in 0..MOST_PASSES {
+) -> Result<Ahead, Cause> {
+    let mut ahead = Ahead { passes: Vec::new(), due: due_ahead(drives) };
+    // None of one that does not get less.
+    let mut before = vec![Some(u64::MAX); drives.len()];
+    for _ in 0..MOST_PASSES {
+        let mut copied = false;
+        for (drive, before) in drives.iter_mut().zip(&mut before) {
+            let Some(last) = *before else { continue };
             let changed = drive.writes.drain();
             let blocks = changed.frames();
-            if blocks <= ROOM as u64 {
+            if blocks <= drive.keeper.room() {
                 changed.give_back();
-                break;
+                continue;
             }
-            let runs: Vec<FrameRun> = changed.runs().collect();
-            passes.push(changed);
+            let mut runs: Vec<FrameRun> = changed.runs().collect();
+            ahead.passes.push(changed);
+            drive.leave_out_holes(&mut runs, file)?;
             drive.copy_running(&runs, staging, file, false)?;
             tracing::debug!(blocks, disk = drive.head.id, "copied while the guest ran");
-            if blocks > before / 4 * 3 {
-                break;
-            }
-            before = blocks;
+            *before = (blocks <= last / 4 * 3).then_some(blocks);
+            copied = true;
+        }
+        if !copied {
+            break;
         }
     }
-    Ok(passes)
+    Ok(ahead)
+}
+
+/// How many blocks would be copied ahead of a pause if that began now, without what changes meanwhile.
+pub(crate) fn due_ahead(drives: &mut [Followed]) -> u64 {
+    let due = |drive: &mut Followed| {
+        let changed = drive.writes.drain();
+        let blocks = changed.frames();
+        changed.give_back();
+        if blocks <= drive.keeper.room() { 0 } else { blocks }
+    };
+    drives.iter_mut().map(due).sum()
 }
 
 impl Followed {
+    /// Notes as zeros, unread, what of long runs are holes: a guest that discards all that it does not use makes terabytes of them. What
+    /// it writes there meanwhile is marked again.
+    fn leave_out_holes(
+        &self,
+        runs: &mut Vec<FrameRun>,
+        file: &mut EpochWriter,
+    ) -> Result<(), Cause> {
+        if runs.iter().all(|run| run.count <= LIVE_BLOCKS) {
+            return Ok(());
+        }
+        let Self { object, head, file: from, .. } = self;
+        for run in std::mem::take(runs) {
+            if run.count <= LIVE_BLOCKS {
+                runs.push(run);
+                continue;
+            }
+            let data = data_within(from, run, head.bytes).map_err(failed(&head.id))?;
+            let gaps: FrameSet = data.iter().copied().collect();
+            gaps.gaps(run).for_each(|gap| file.zeros(of_object(*object, gap)));
+            runs.extend(data);
+        }
+        Ok(())
+    }
+
     fn copy_running(
         &self,
         runs: &[FrameRun],
@@ -157,20 +211,87 @@ impl Followed {
     }
 }
 
-/// Keeps what has changed since the last epoch. The guest stands, and so all that was written is marked. A write that
-/// would have to wait for room gives up, unless they are `patient`.
-pub(crate) fn stand(drives: &mut [Followed], patient: bool) -> Result<Vec<Stood>, Cause> {
-    let keep = |drive: &mut Followed| {
-        let Followed { object, head, file, keeper, writes } = drive;
+/// Keeps what has changed since the last epoch. The guest stands, and so all that was written is marked. Unless they are `patient`, only as
+/// much is kept as has room whatever the guest writes over, and the rest is copied here.
+pub(crate) fn stand(
+    drives: &mut [Followed],
+    patient: bool,
+    to: &mut EpochWriter,
+) -> Result<Vec<Stood>, Cause> {
+    stand_with(drives, patient, MOST_IN_PAUSE, to)
+}
+
+/// As [`stand`], with `room` in memory for so many bytes.
+fn stand_with(
+    drives: &mut [Followed],
+    patient: bool,
+    mut room: usize,
+    to: &mut EpochWriter,
+) -> Result<Vec<Stood>, Cause> {
+    let mut all = Vec::new();
+    for Followed { object, head, file, keeper, writes } in drives {
         let changed = writes.drain();
-        let keeping = keeper.keep(file.clone(), head.bytes, changed.runs().collect());
-        let keeping = keeping.map_err(not_kept(&head.id))?;
-        if !patient {
-            keeping.do_not_wait();
+        let many = changed.frames().saturating_sub(keeper.room());
+        let now = if patient { 0 } else { many };
+        let kept = window(changed.runs(), now, u64::MAX).collect();
+        // First: of a drive that was let go of nothing is read.
+        let keeping = keeper.keep(file.clone(), head.bytes, kept).map_err(not_kept(&head.id))?;
+        let (early, contents) = (Vec::new(), Vec::new());
+        let (object, id) = (*object, head.id.clone());
+        let mut stood =
+            Stood { object, id, changed, keeping, copied: 0, in_pause: now, early, contents };
+        if now > 0 {
+            tracing::debug!(blocks = now, disk = head.id, "copied in the pause");
+            stood.copy_now(now, (file, head.bytes), &mut room, to)?;
         }
-        Ok(Stood { object: *object, id: head.id.clone(), changed, keeping, copied: 0 })
-    };
-    drives.iter_mut().map(keep).collect()
+        all.push(stood);
+    }
+    Ok(all)
+}
+
+/// How many blocks were copied in the pause.
+pub(crate) fn in_pause(stood: &[Stood]) -> u64 {
+    stood.iter().map(|stood| stood.in_pause).sum()
+}
+
+impl Stood {
+    /// Copies the first `blocks` that changed; as many bytes of memory as there is `room` for, the rest to the file.
+    fn copy_now(
+        &mut self,
+        blocks: u64,
+        (from, bytes): (&File, u64),
+        room: &mut usize,
+        to: &mut EpochWriter,
+    ) -> Result<(), Cause> {
+        let Self { object, id, changed, copied, early, contents, .. } = self;
+        let in_memory = (blocks * PAGE_SIZE).min(*room as u64 / PAGE_SIZE * PAGE_SIZE);
+        *room -= in_memory as usize;
+        contents.resize(in_memory as usize, 0);
+        let mut rest = &mut contents[..];
+        for run in window(changed.runs(), 0, in_memory / PAGE_SIZE) {
+            let (now, later) = std::mem::take(&mut rest).split_at_mut(run.bytes() as usize);
+            read_blocks(from, bytes, run.start, now).map_err(failed(id))?;
+            early.push(run);
+            rest = later;
+        }
+        let beyond = window(changed.runs(), in_memory / PAGE_SIZE, blocks - in_memory / PAGE_SIZE);
+        let mut piece = Vec::new();
+        for run in beyond.flat_map(|run| run.chunks(LIVE_BLOCKS)) {
+            piece.resize(run.bytes() as usize, 0);
+            read_blocks(from, bytes, run.start, &mut piece).map_err(failed(id))?;
+            to.frames([of_object(*object, run)].into_iter(), &piece, false)?;
+        }
+        *copied += blocks;
+        Ok(())
+    }
+
+    /// Writes what was copied in the pause to the file.
+    fn write_early(&mut self, file: &mut EpochWriter) -> Result<(), StoreError> {
+        let (early, contents) =
+            (std::mem::take(&mut self.early), std::mem::take(&mut self.contents));
+        let blocks = early.into_iter().map(|run| of_object(self.object, run));
+        file.frames(blocks, &contents, false)
+    }
 }
 
 /// Writes what was set aside of what is kept, amid something else: somebody may wait for its room. That nothing is kept any more is said
@@ -202,6 +323,7 @@ pub(crate) fn copy_behind(
     staging: &mut Staging,
     file: &mut EpochWriter,
 ) -> Result<(Vec<Epoch>, Waits), Cause> {
+    stood.iter_mut().try_for_each(|stood| stood.write_early(file))?;
     let contents = staging.split(PIECE_BLOCKS.min(staging.frames())).0;
     let mut runs: Vec<FrameRun> = Vec::new();
     // In turns: what one has set aside does not wait for all of another.
@@ -232,7 +354,7 @@ pub(crate) fn copy_behind(
     Ok((changed.collect(), waits))
 }
 
-/// Whether who writes to a drive waits for the store: not in the next epochs, once somebody has waited for too long. They rather fail.
+/// Whether who writes to a drive waits for room: not in the next epochs, once somebody has waited for too long. Their pauses are rather longer.
 #[derive(Default)]
 pub(crate) struct Patience {
     rests: u32,
@@ -249,8 +371,13 @@ impl Patience {
     /// An epoch failed for `cause`.
     pub(crate) fn failed(&mut self, phase: Phase, cause: &Cause) {
         if let (Phase::CopyDrives, Cause::Stalled(_)) = (phase, cause) {
-            tracing::warn!("no write to a disk waits for the next {AFTER_STALL} epochs: {cause}");
+            tracing::warn!(
+                "what changes much of disks is copied in the pause for {AFTER_STALL} epochs: {cause}"
+            );
             self.rests = AFTER_STALL;
         }
     }
 }
+
+#[cfg(all(test, feature = "testing"))]
+mod tests;

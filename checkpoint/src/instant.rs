@@ -47,7 +47,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct Means<'m> {
     pub(crate) guest: &'m dyn Guest,
     pub(crate) drives: &'m mut [Followed],
-    /// Who writes to one waits for room.
+    /// Who writes to one waits for room; else what may have none is copied in the pause.
     pub(crate) patient: bool,
     pub(crate) shield: Option<&'m dyn Shield>,
     /// Of so many frames on they are copied behind the guest's back.
@@ -62,6 +62,8 @@ pub(crate) struct Taken {
     pub(crate) changed: Vec<Epoch>,
     /// Frames that had to fit into the staging area at once.
     pub(crate) staged: u64,
+    /// Blocks of drives that were copied in the pause.
+    pub(crate) in_pause: u64,
     /// Frames copied while the guest ran.
     pub(crate) behind: u64,
     /// How often somebody waited to write, before the pause or after it.
@@ -73,6 +75,14 @@ pub(crate) struct Taken {
     pub(crate) resumed: Instant,
 }
 
+impl Taken {
+    /// Nothing was copied while the guest ran, and nobody waited. It stood for `pause`.
+    fn new(all: Vec<Epoch>, staged: u64, of: &[Stood], (pause, at): (Duration, Instant)) -> Self {
+        let (in_pause, changed, waited) = (followed::in_pause(of), all, Duration::ZERO);
+        Self { changed, staged, in_pause, behind: 0, waits: 0, waited, pause, resumed: at }
+    }
+}
+
 /// Takes what changed since the last epoch, and the state. On every way out the guest runs again if it ran before, and
 /// nobody waits for a frame or a block.
 pub(crate) fn take(
@@ -81,11 +91,10 @@ pub(crate) fn take(
 ) -> Result<Taken, (Phase, Cause)> {
     let Means { guest, drives, patient, shield, behind_from, staging, file } = means;
     let before = guest.stood();
-    let (mut taken, blocks) = {
-        let (staging, file) = (&mut *staging, &mut *file);
-        let means = Means { guest, drives, patient, shield, behind_from, staging, file };
-        take_one(means, subscription)?
-    };
+    let (staging_of, file_of) = (&mut *staging, &mut *file);
+    let means =
+        Means { staging: staging_of, file: file_of, guest, drives, patient, shield, behind_from };
+    let (mut taken, blocks) = take_one(means, subscription)?;
     // By now they have gone on; there may be another pause while drives are copied.
     if let Some(stood) = stood_since(guest, &before) {
         taken.pause = stood;
@@ -141,15 +150,16 @@ fn pause<T>(
     guest: &dyn Guest,
     (drives, patient): (&mut [Followed], bool),
     subscription: &mut Subscription,
-    deal: impl FnOnce(&Epoch) -> Result<T, (Phase, Cause)>,
+    file: &mut EpochWriter,
+    deal: impl FnOnce(&Epoch, &mut EpochWriter) -> Result<T, (Phase, Cause)>,
 ) -> Result<Pause<T>, (Phase, Cause)> {
     let since = Instant::now();
     let paused = step(Phase::Pause, || Paused::new(guest))?;
     // Before the drain: saving may make the host write into guest memory.
     let sections = step(Phase::Save, || paused.save_state())?;
     let changed = step(Phase::Drain, || paused.drain(subscription))?;
-    let blocks = step(Phase::Drain, || followed::stand(drives, patient))?;
-    let dealt = deal(&changed)?;
+    let blocks = step(Phase::Drain, || followed::stand(drives, patient, file))?;
+    let dealt = deal(&changed, file)?;
     step(Phase::Resume, || paused.resume())?;
     Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })
 }
@@ -160,7 +170,7 @@ fn in_the_pause(
 ) -> Result<Apart, (Phase, Cause)> {
     let Means { guest, drives, patient, staging, file, .. } = means;
     let Pause { changed, mut blocks, sections, dealt: written, time } =
-        pause(guest, (drives, patient), subscription, |changed| {
+        pause(guest, (drives, patient), subscription, file, |changed, file| {
             step(Phase::Copy, || copy_changed(guest, staging, file, changed))
         })?;
     let resumed = Instant::now();
@@ -177,8 +187,7 @@ fn in_the_pause(
         Ok(sections.iter().try_for_each(|section| file.section(section))?)
     })?;
     let staged = changed.frames();
-    let (changed, waited) = (vec![changed], Duration::ZERO);
-    Ok((Taken { changed, staged, behind: 0, waits: 0, waited, pause: time, resumed }, blocks))
+    Ok((Taken::new(vec![changed], staged, &blocks, (time, resumed)), blocks))
 }
 
 /// Copies the epoch to the staging area, writing out whatever does not fit. Returns how many of
@@ -290,7 +299,7 @@ impl Taker<'_, '_> {
         let mut frames: FrameSet = early.runs().collect();
         step(Phase::Protect, || shield.protect(&spans(layout, &frames)))?;
         let Pause { changed, mut blocks, sections, dealt: late, time } =
-            pause(guest, drives, subscription, |changed| {
+            pause(guest, drives, subscription, file, |changed, _| {
                 let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let mut late: FrameSet =
                     changed.runs().chain(released.unwrap_or_default()).collect();
@@ -319,10 +328,7 @@ impl Taker<'_, '_> {
             file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;
             Ok(sections.iter().try_for_each(|section| file.section(section))?)
         })?;
-        let changed = vec![early, changed];
-        let waited = Duration::ZERO;
-        let taken = Taken { changed, staged: 0, behind: 0, waits: 0, waited, pause: time, resumed };
-        Ok((taken, blocks))
+        Ok((Taken::new(vec![early, changed], 0, &blocks, (time, resumed)), blocks))
     }
 }
 

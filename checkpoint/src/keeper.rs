@@ -7,8 +7,8 @@
 //! ```
 //!
 //! While nothing is kept a write costs one look at a flag. Nobody waits for ever: the copier's end lets go of everything, and a write
-//! that has waited for two seconds, or the last of those that have for ten in all, does so itself, as does one that waits when the guest is to stand. The copier learns of it, and its
-//! epoch fails. What is kept costs 16 bytes a run of blocks, and 40 or so a block that was set aside.
+//! that has waited for two seconds, or the last of those that have for ten in all, does so itself, as does one that waits for room when the guest is to stand; one that waits for a
+//! block that is being read just then has that moment. The copier learns of it, and its epoch fails. What is kept costs 16 bytes a run of blocks, and 40 or so a block that was set aside.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -30,6 +30,8 @@ pub(crate) const ROOM: usize = 1024;
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(10);
 /// How often who waits looks whether the guest is to stand.
 const LOOK: Duration = Duration::from_millis(5);
+/// How long a guest that is to stand may wait for blocks that are being read: of at most some dozens, which mostly takes microseconds.
+const LAST_READ: Duration = Duration::from_millis(10);
 
 /// Why blocks are not kept any more, or cannot be.
 #[derive(Debug, thiserror::Error)]
@@ -38,9 +40,6 @@ pub enum KeepError {
     /// A write has waited for too long.
     #[error("the guest has waited for too long to write to what is not copied yet")]
     Stalled,
-    /// There was no room to set a block aside, and who writes was not to wait.
-    #[error("more of it was written over than can be set aside until it is copied")]
-    NoRoom,
     /// A write waited, and the guest was to stand.
     #[error("the guest was paused while it waited to write to what is not copied yet")]
     Paused,
@@ -70,6 +69,8 @@ pub struct Keeper {
     news: Condvar,
     /// Blocks that can be set aside.
     most: usize,
+    /// [`LAST_READ`].
+    last_read: Duration,
 }
 
 #[derive(Default)]
@@ -96,8 +97,6 @@ struct Kept {
     /// Written to since; where in the room they are.
     aside: BTreeMap<u64, usize>,
     free: Vec<usize>,
-    /// Who would wait for room gives up.
-    impatient: bool,
     waits: Waits,
     failed: Option<KeepError>,
     /// All are copied, or nothing is kept any more.
@@ -173,7 +172,7 @@ impl Default for Keeper {
 impl Keeper {
     fn with_room(blocks: usize) -> Self {
         let (keeps, hurried, state, news) = Default::default();
-        Self { keeps, hurried, state, news, most: blocks.max(1) }
+        Self { keeps, hurried, state, news, most: blocks.max(1), last_read: LAST_READ }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -191,6 +190,8 @@ impl Keeper {
 
     fn set_aside(&self, run: FrameRun) {
         let (mut state, mut waited, mut rest) = (self.lock(), Duration::ZERO, run);
+        // Of which the guest was to stand.
+        let mut hurried = Duration::ZERO;
         loop {
             let State { kept: Some(kept), room, .. } = &mut *state else { return };
             if kept.over {
@@ -213,14 +214,13 @@ impl Keeper {
                 rest = FrameRun { start: Gfn(block + 1), count: run.end().0 - (block + 1) };
                 continue;
             }
-            if self.hurried.load(Ordering::Acquire) {
+            let hurry = self.hurried.load(Ordering::Acquire);
+            // No block of the run is read a second time: it ends with that read. Room may not come.
+            if hurry && (pending.is_some() || hurried >= self.last_read) {
                 return self.give_up(kept, KeepError::Paused);
             }
             if waited >= PATIENCE || kept.waits.time >= PATIENCE_IN_ALL {
                 return self.give_up(kept, KeepError::Stalled);
-            }
-            if kept.impatient && pending.is_some() {
-                return self.give_up(kept, KeepError::NoRoom);
             }
             kept.waits.times += u64::from(waited.is_zero());
             let since = Instant::now();
@@ -228,6 +228,7 @@ impl Keeper {
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
             let more = since.elapsed().max(Duration::from_nanos(1));
             waited += more;
+            hurried += if hurry { more } else { Duration::ZERO };
             if let Some(kept) = &mut state.kept {
                 kept.waits.time += more;
             }
@@ -246,10 +247,18 @@ impl Keeper {
         }
     }
 
-    /// The guest is to stand, or is not any more. While it is nobody waits: a write that would have to lets go of what is
-    /// kept. To be said before the device is told, and, of the end, before it goes on.
+    /// The guest is to stand, or is not any more. While it is nobody waits for room: a write that would have to lets go of what is
+    /// kept; and for some milliseconds at most for a block that is being read. To be said before anybody who may wait for a write is told to stand,
+    /// and, of the end, before they go on; by one thread.
     pub fn hurry(&self, hurry: bool) {
         self.hurried.store(hurry, Ordering::Release);
+        // Without the lock, which may be held while a block is read: who misses this looks soon.
+        self.news.notify_all();
+    }
+
+    /// How many blocks can be set aside: of so many, whatever is written over, no write waits for room.
+    pub(crate) fn room(&self) -> u64 {
+        self.most as u64
     }
 
     /// The guest lets go of the drive: from now on another host may write to it. Nothing of it is kept, nor read for an epoch, until it is
@@ -292,7 +301,7 @@ impl Keeper {
             return Err(KeepError::Taken);
         }
         let over = blocks.is_empty();
-        let (cursor, taken, reading, aside, impatient, waits, failed) = Default::default();
+        let (cursor, taken, reading, aside, waits, failed) = Default::default();
         let free = (0..self.most).collect();
         state.kept = Some(Kept {
             file,
@@ -303,7 +312,6 @@ impl Keeper {
             reading,
             aside,
             free,
-            impatient,
             waits,
             failed,
             over,
@@ -320,13 +328,6 @@ pub struct Keeping {
 }
 
 impl Keeping {
-    /// Nobody waits for room from now on: a write for which there is none lets go of everything.
-    pub(crate) fn do_not_wait(&self) {
-        if let Some(kept) = &mut self.keeper.lock().kept {
-            kept.impatient = true;
-        }
-    }
-
     /// Copies as many blocks as `contents` has room for, replaces `runs` with which those are, and lets go of them. How many; 0 if none
     /// is left. After an error none is kept, and what was copied before is of no use.
     pub fn next(

@@ -1,10 +1,10 @@
 //! Copying memory of a guest that runs on: what a full epoch does before it pauses the guest.
 
-use dirty_tracker::{Epoch, FrameRun, Subscription};
+use dirty_tracker::{Epoch, FrameRun, Gfn, Subscription};
 
 use crate::Guest;
 use crate::report::Cause;
-use crate::staging::{Staging, window};
+use crate::staging::Staging;
 use crate::store::EpochWriter;
 
 /// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
@@ -23,8 +23,19 @@ pub(crate) fn copy_live(
 ) -> Result<Vec<Epoch>, Cause> {
     let populated = guest.populated()?;
     copy_running(guest, staging, file, &populated, true)?;
-    let mut before = populated.iter().map(|run| run.count).sum::<u64>();
-    tracing::debug!(frames = before, "copied while the guest ran");
+    let frames = populated.iter().map(|run| run.count).sum::<u64>();
+    tracing::debug!(frames, "copied while the guest ran");
+    catch_up(guest, staging, file, subscription, frames)
+}
+
+/// Copies what was written since, for as long as that gets less than the `before` frames that took so long. What that was.
+pub(crate) fn catch_up(
+    guest: &dyn Guest,
+    staging: &mut Staging,
+    file: &mut EpochWriter,
+    subscription: &mut Subscription,
+    mut before: u64,
+) -> Result<Vec<Epoch>, Cause> {
     let mut passes = Vec::new();
     while passes.len() < LIVE_PASSES {
         guest.collect()?;
@@ -58,24 +69,48 @@ fn copy_running(
     Ok(())
 }
 
-/// Cuts runs into groups of at most `frames` frames each.
-pub(crate) fn batches(runs: &[FrameRun], frames: u64) -> Vec<Vec<FrameRun>> {
-    let mut groups: Vec<Vec<FrameRun>> = Vec::new();
-    let mut room = 0;
-    for &run in runs {
-        let head = room.min(run.count);
-        let first = window(std::iter::once(run), 0, head);
-        let rest = window(std::iter::once(run), head, u64::MAX).flat_map(|r| r.chunks(frames));
-        for piece in first.chain(rest) {
-            match groups.last_mut() {
-                Some(group) if room > 0 => group.push(piece),
-                _ => {
-                    groups.push(vec![piece]);
-                    room = frames;
-                }
+/// Cuts runs into groups of at most `frames` frames each, one after the other: of a drive they may be many.
+pub(crate) fn batches(runs: &[FrameRun], frames: u64) -> impl Iterator<Item = Vec<FrameRun>> {
+    let mut pieces = runs.iter().copied();
+    let mut rest: Option<FrameRun> = None;
+    std::iter::from_fn(move || {
+        let (mut group, mut room) = (Vec::new(), frames);
+        while room > 0 {
+            let Some(run) = rest.take().or_else(|| pieces.next()) else { break };
+            let count = run.count.min(room);
+            group.push(FrameRun { start: run.start, count });
+            room -= count;
+            let left = FrameRun { start: Gfn(run.start.0 + count), count: run.count - count };
+            rest = (left.count > 0).then_some(left);
+        }
+        (!group.is_empty()).then_some(group)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn groups_are_full_and_together_are_all(
+            runs in prop::collection::vec((1u64..5, 1u64..40), 0..20),
+            most in 1u64..30,
+        ) {
+            let mut at = 0;
+            let mut all = Vec::new();
+            for (gap, count) in runs {
+                all.push(FrameRun { start: Gfn(at + gap), count });
+                at += gap + count;
             }
-            room -= piece.count;
+            let groups: Vec<Vec<FrameRun>> = batches(&all, most).collect();
+            let frames = |runs: &[FrameRun]| runs.iter().flat_map(|r| r.frames()).collect::<Vec<_>>();
+            prop_assert_eq!(frames(&groups.concat()), frames(&all));
+            for (n, group) in groups.iter().enumerate() {
+                let count = frames(group).len() as u64;
+                prop_assert!(count == most || (n + 1 == groups.len() && count < most));
+            }
         }
     }
-    groups
 }

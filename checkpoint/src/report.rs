@@ -8,7 +8,7 @@ use serde::Serialize;
 use vm_memory::GuestMemoryError;
 
 use crate::store::StoreError;
-use crate::{GuestError, RunState};
+use crate::{GuestError, KeepError, RunState};
 
 /// The steps of an epoch, for logs and errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -81,6 +81,14 @@ pub enum Cause {
         id: String,
         /// The system's answer.
         cause: io::Error,
+    },
+    /// What changed of a drive could not be kept as it was until it was copied.
+    #[error("what changed of disk \"{id}\" cannot be kept as it was: {why}")]
+    NotKept {
+        /// Its name.
+        id: String,
+        /// The reason.
+        why: KeepError,
     },
     /// For so long, all in all, the guest waited to write to what was not copied yet, and the store had no room for a copy.
     #[error("the store is too slow: the guest has waited {} s to write to what is not copied yet", .0.as_secs())]

@@ -1,7 +1,7 @@
 //! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run, or, where it runs before its
 //! memory is there, before it gets to see it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
@@ -12,6 +12,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 use crate::restored_drives::{Blocks, RestoredDrives};
 use crate::store::{
     Archive, Cell, EpochInfo, FrameMap, LateFrames, Pinned, Sink, State, Store, StoreError, fetch,
+    place,
 };
 use crate::{Backlog, Clock, Guest, GuestError, GuestFactory, GuestRam, VmId, WithCopies};
 
@@ -201,7 +202,8 @@ fn restore_as<F: GuestFactory, P: Send>(
 }
 
 /// As [`restore`], of an archive: the guest has all of its memory when it is there. Unpacks on up to eight threads, each with
-/// 5 MiB; nothing else of the archive but its state is ever in memory. All checksums are compared on the way, those of the frames too.
+/// 5 MiB; nothing else of the archive but its state, and which blocks of drives it has, is ever in memory. All checksums are compared on the way, those of
+/// the frames too. Its drives are written as [`restore`] does it, after all of it has been found sound: what is in them is unpacked twice.
 pub fn restore_archive<F: GuestFactory>(
     archive: &Archive,
     factory: &F,
@@ -213,17 +215,24 @@ pub fn restore_archive<F: GuestFactory>(
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    // An archive has no drives.
-    let (guest, _) = build(factory, info.vm_id, epoch, state)?;
-    let report = RestoreReport {
+    let (guest, drives) = build(factory, info.vm_id, epoch, state)?;
+    let drives = RestoredDrives { epoch, heads: &state.drives, drives };
+    let mut report = RestoreReport {
         epochs: 1,
-        frames: info.frames,
+        drives: info.drives,
         read_bytes: info.bytes,
         ..RestoreReport::new(info)
     };
-    let filled = archive.read(&Memory { ram: guest.ram(), epoch }).and_then(|()| {
+    let blocks = Mutex::default();
+    let first = First { memory: Memory { ram: guest.ram(), epoch }, blocks: &blocks };
+    let filled = archive.read(&first, 0).and_then(|()| {
         let restored = guest.restore_state(&state.sections, clock);
-        restored.map_err(|cause| RestoreError::Guest { epoch, cause })
+        restored.map_err(|cause| RestoreError::Guest { epoch, cause })?;
+        let runs: Vec<FrameRun> =
+            std::mem::take(&mut blocks.lock().unwrap_or_else(PoisonError::into_inner));
+        let blocks = Blocks::Archived(archive, runs.into_iter().collect());
+        (report.disk_blocks, report.frames) = (blocks.count(), info.frames - blocks.count());
+        if info.drives == 0 { Ok(()) } else { drives.fill(blocks) }
     });
     finish(filled, guest, report, since)
 }
@@ -323,6 +332,28 @@ fn build<F: GuestFactory>(
         return Err(RestoreError::Layout { epoch, built, stored });
     }
     Ok((guest, drives))
+}
+
+/// Puts an archive's frames into a guest's memory, and notes which blocks of drives it has.
+struct First<'g> {
+    memory: Memory<'g>,
+    blocks: &'g Mutex<Vec<FrameRun>>,
+}
+
+impl Sink for First<'_> {
+    type Error = RestoreError;
+
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), RestoreError> {
+        if place(run.start).0 == 0 {
+            return self.memory.frames(run, contents);
+        }
+        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        match blocks.last_mut().filter(|last| last.end() == run.start) {
+            Some(last) => last.count += run.count,
+            None => blocks.push(run),
+        }
+        Ok(())
+    }
 }
 
 /// Puts frames into a guest's memory, which is zeros where none are.

@@ -3,26 +3,52 @@
 use dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use crate::restore::RestoreError;
-use crate::store::{Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};
+use crate::store::{Archive, Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};
 use crate::{DriveCopy, DriveHead, GuestError};
 
-/// The blocks of an epoch that are not zeros. The epoch is kept in its store until this is dropped.
-pub(crate) struct Blocks {
-    pinned: Pinned,
-    blocks: Vec<(Gfn, Cell)>,
+/// The blocks of an epoch that are not zeros.
+pub(crate) enum Blocks<'a> {
+    /// The epoch is kept in its store until this is dropped.
+    Stored(Box<Pinned>, Vec<(Gfn, Cell)>),
+    /// Which are in an archive, that has been unpacked and checked as a whole.
+    Archived(&'a Archive, FrameSet),
 }
 
-impl Blocks {
+impl Blocks<'_> {
     /// Of the pinned epoch.
     pub(crate) fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
         let mut map = FrameMap::default();
         pinned.read_map(&mut map)?;
-        Ok(Self { blocks: map.blocks().collect(), pinned })
+        Ok(Self::Stored(Box::new(pinned), map.blocks().collect()))
     }
 
     /// How many there are.
     pub(crate) fn count(&self) -> u64 {
-        self.blocks.len() as u64
+        match self {
+            Self::Stored(_, blocks) => blocks.len() as u64,
+            Self::Archived(_, blocks) => blocks.frames(),
+        }
+    }
+
+    /// Those of drive `object`, by their numbers there.
+    fn of(&self, object: u16) -> FrameSet {
+        let here = |run: &FrameRun| place(run.start).0 == object;
+        let block = |run: FrameRun| FrameRun { start: place(run.start).1, ..run };
+        match self {
+            Self::Stored(_, blocks) => {
+                let runs = blocks.iter().map(|(start, _)| FrameRun { start: *start, count: 1 });
+                runs.filter(here).map(block).collect()
+            }
+            Self::Archived(_, blocks) => blocks.iter().filter(here).map(block).collect(),
+        }
+    }
+
+    /// Hands them to `sink`, each checked.
+    fn fetch<S: Sink>(&mut self, epoch: u64, sink: &S) -> Result<(), S::Error> {
+        match self {
+            Self::Stored(pinned, blocks) => fetch(&pinned.pages, epoch, blocks, sink),
+            Self::Archived(archive, _) => archive.read(sink, 1),
+        }
     }
 }
 
@@ -90,17 +116,21 @@ impl RestoredDrives<'_> {
     }
 
     /// Reads all `blocks`, and compares their checksums: a drive that is sound is not given up for one that cannot be had.
-    fn look(&self, Blocks { pinned, blocks }: &mut Blocks) -> Result<(), RestoreError> {
+    fn look(&self, blocks: &mut Blocks<'_>) -> Result<(), RestoreError> {
         for (object, _) in (1..).zip(self.heads) {
             self.numbered(object).ok_or_else(|| self.missing(object))?;
         }
-        fetch(&pinned.pages, self.epoch, blocks, &Looking(self))
+        match blocks {
+            Blocks::Stored(..) => blocks.fetch(self.epoch, &Looking(self)),
+            // It has been.
+            Blocks::Archived(..) => Ok(()),
+        }
     }
 
     /// Makes the drives hold `blocks`, and zeros elsewhere; durable, and the guest's, when it returns. Reads the blocks twice: once
     /// before anything is written. After any other error than
     /// [`RestoreError::Drives`] the drives are what they were.
-    pub(crate) fn fill(self, mut blocks: Blocks) -> Result<(), RestoreError> {
+    pub(crate) fn fill(self, mut blocks: Blocks<'_>) -> Result<(), RestoreError> {
         let names: Vec<String> = self.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         let epoch = self.epoch;
         self.look(&mut blocks)?;
@@ -114,21 +144,19 @@ impl RestoredDrives<'_> {
         Ok(())
     }
 
-    fn write(&self, Blocks { pinned, blocks }: &mut Blocks) -> Result<(), Cut> {
+    fn write(&self, blocks: &mut Blocks<'_>) -> Result<(), Cut> {
         for (object, head) in (1..).zip(self.heads) {
             let Some((_, drive)) = self.numbered(object) else {
                 return Err(Cut(format!("{head} is not there")));
             };
-            let stored = blocks.iter().map(|(gfn, _)| place(*gfn));
-            let stored = stored.filter(|(of, _)| *of == object);
-            let stored: FrameSet = stored.map(|(_, start)| FrameRun { start, count: 1 }).collect();
+            let stored = blocks.of(object);
             for gap in stored.gaps(FrameRun { start: Gfn(0), count: head.blocks() }) {
                 let (at, len) = within(head, gap);
                 let zeroed = drive.zero(at, len);
                 zeroed.map_err(|e| Cut(format!("writing zeros to {head} failed: {e}")))?;
             }
         }
-        fetch(&pinned.pages, self.epoch, blocks, self)?;
+        blocks.fetch(self.epoch, self)?;
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let durable = drive.make_durable();
             durable.map_err(|e| Cut(format!("making {head} durable failed: {e}")))?;

@@ -252,7 +252,8 @@ fn every_field_that_the_format_fixes_is_checked() {
     refused(epoch + 2, &[3], "the undefined part of a record's head");
     refused(epoch + 4, &[1], "the instance of a record that has none");
     refused(epoch + 24 + 28, &[0], "whether the epoch is all of memory is 0");
-    refused(epoch + 24 + 28, &[3], "whether the archive has drives is 1 and should be 0");
+    // It says that it has drives, and they are not there.
+    refused(epoch + 24 + 28, &[3], "has no place here");
     refused(epoch, &[0x12], "a record of tag 0x8012 has no place here");
     refused(layout + 24 + 8, &[1], "the memory layout");
     refused(config, &[2], "a record of tag 0x0002 has no place here");

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use checkpoint::{Checkpointer, Clock, Guest, Store, VmId, restore};
+use checkpoint::{Archive, Checkpointer, Clock, Guest, Store, VmId, restore, restore_archive};
 use dirty_tracker::{Gfn, Slot, SlotId};
 
 fn golden() -> PathBuf {
@@ -75,6 +75,36 @@ fn the_store_of_version_2_with_drives_restores() {
         assert_eq!(report.drives, 2);
         assert!(contents(&factory.disks) == contents(&then), "{n}");
     }
+}
+
+/// The last epoch of that store.
+fn golden_archive() -> std::path::PathBuf {
+    golden().with_file_name("archive-v1").join("drives")
+}
+
+#[test]
+fn the_archive_of_version_1_with_drives_restores() {
+    let archive = Archive::open(&golden_archive()).unwrap();
+    assert_eq!((archive.info().epoch, archive.info().drives), (5, 2));
+    archive.verify().unwrap();
+    let then = drives();
+    (1..=5).for_each(|n| fill(&then, n));
+    let disks = drives();
+    disks[0].write(0, &[0xee; 20 * 4096]).unwrap();
+    let factory = MemoryGuestFactory { disks, ..Default::default() };
+    let (guest, report) = restore_archive(&archive, &factory, Clock::Continue).unwrap();
+    guest.verify().unwrap();
+    assert_eq!((report.drives, report.frames + report.disk_blocks), (2, archive.info().frames));
+    assert!(contents(&factory.disks) == contents(&then));
+}
+
+/// As [`write_the_golden_store`].
+#[test]
+#[ignore = "writes a golden archive"]
+fn write_the_golden_archive_with_drives() {
+    let store = Store::open(&golden().with_file_name("v2-drives")).unwrap();
+    let file = std::fs::File::create(golden_archive()).unwrap();
+    store.export_archive(None, &file, &golden_archive()).unwrap();
 }
 
 /// As [`write_the_golden_store`].

@@ -3,20 +3,33 @@
 
 use std::path::Path;
 
-use checkpoint::testing::{MemoryDisk, MemoryGuestFactory, reseal_archive};
+use checkpoint::testing::{MemoryDisk, MemoryGuestFactory, TestDisk, reseal_archive};
 use checkpoint::{Archive, Backend, Clock, RestoreError, restore_archive};
 use libfuzzer_sys::fuzz_target;
 
-/// What verifies restores, but for what the guest says to it.
+/// With the drives of the golden archive that has some.
+fn factory() -> MemoryGuestFactory {
+    let drives = [("disk0", 20 * 4096 + 512), ("data", 4 * 4096)];
+    let disks = drives.map(|(id, bytes)| TestDisk::new(id, bytes).unwrap()).to_vec();
+    MemoryGuestFactory { disks, ..Default::default() }
+}
+
+/// What verifies restores, but for what the guest says to it. What does not leaves drives as they are.
 fn check(bytes: &[u8]) {
     let disk = MemoryDisk::default();
     disk.put("archive", bytes.to_vec());
     let file = disk.open("archive").unwrap();
     let Ok(archive) = Archive::with_file(file, Path::new("archive")) else { return };
     let verified = archive.verify();
-    let restored = restore_archive(&archive, &MemoryGuestFactory::default(), Clock::Continue);
-    if let (Ok(_), Err(RestoreError::Store(e))) = (verified, restored) {
-        panic!("verified, but {e}");
+    let factory = factory();
+    let restored = restore_archive(&archive, &factory, Clock::Continue);
+    match (verified, restored) {
+        (Ok(_), Err(RestoreError::Store(e))) => panic!("verified, but {e}"),
+        (Ok(_), _) | (Err(_), Ok(_)) => {}
+        (Err(_), Err(_)) => {
+            let untouched = |disk: &std::sync::Arc<TestDisk>| checkpoint::is_zero(&disk.contents().unwrap());
+            assert!(factory.disks.iter().all(untouched));
+        }
     }
 }
 

@@ -8,9 +8,8 @@ use super::backend::StoreFile;
 use super::log::Place;
 use super::object::{encode_drives, place};
 use super::records::{
-    COMMIT_LEN, Commit, Digest, Front, MAX_RECORD_FRAMES, MAX_RUNS, NO_SLOT, Placed, TAG_COMMIT,
-    TAG_DRIVES, TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT, TAG_ZEROS, encode_frames, encode_layout,
-    encode_zeros,
+    COMMIT_LEN, Commit, Digest, Front, MAX_RECORD_FRAMES, MAX_RUNS, Placed, TAG_COMMIT, TAG_DRIVES,
+    TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT, TAG_ZEROS, encode_frames, encode_layout, encode_zeros,
 };
 use super::sectors::{DATA, Framer, SECTOR};
 use crate::format::{HEADER_LEN, Header, MAGIC_LOG, RECORD_HEAD_LEN, RecordHead};
@@ -19,7 +18,7 @@ use crate::{DriveHead, Section, VmId, section_tags};
 /// Sectors are written when there are so many bytes of them.
 const AT_ONCE: usize = 1 << 20;
 
-/// A frame, and where it is: `slot` is [`NO_SLOT`] for zeros.
+/// A frame that is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Entry {
     pub(crate) frame: u64,
@@ -76,14 +75,15 @@ impl<'f> Builder<'f> {
         self.record(TAG_DRIVES, 0, true, &list)
     }
 
-    /// Appends frames, which ascend, and then those of them that are zeros.
+    /// Appends frames that are stored, and then those that are zeros; both ascend.
     pub(crate) fn entries(
         &mut self,
         layout: &Layout,
-        entries: impl Iterator<Item = Entry> + Clone,
+        stored: impl Iterator<Item = Entry>,
+        zeros: impl Iterator<Item = FrameRun>,
     ) -> io::Result<()> {
-        self.stored(layout, entries.clone().filter(|e| e.slot != NO_SLOT))?;
-        self.zeros(layout, entries.filter(|e| e.slot == NO_SLOT).map(|e| e.frame))
+        self.stored(layout, stored)?;
+        self.zeros(layout, zeros)
     }
 
     fn stored(&mut self, layout: &Layout, entries: impl Iterator<Item = Entry>) -> io::Result<()> {
@@ -135,20 +135,25 @@ impl<'f> Builder<'f> {
         Ok(())
     }
 
-    fn zeros(&mut self, layout: &Layout, frames: impl Iterator<Item = u64>) -> io::Result<()> {
+    fn zeros(&mut self, layout: &Layout, zeros: impl Iterator<Item = FrameRun>) -> io::Result<()> {
         let mut runs: Vec<FrameRun> = Vec::new();
         let mut ends = Ends::new(layout);
-        for frame in frames {
-            let joined = !ends.passed(frame);
-            let before = runs.last().copied();
-            match runs.last_mut() {
-                Some(last) if joined && last.end().0 == frame => last.count += 1,
-                _ => {
-                    if runs.len() == MAX_RUNS || is_of_another(before, frame) {
-                        self.zero_runs(&runs)?;
-                        runs.clear();
+        for mut rest in zeros {
+            while rest.count > 0 {
+                let joined = !ends.passed(rest.start.0);
+                let count = rest.count.min(ends.end - rest.start.0);
+                let part = FrameRun { start: rest.start, count };
+                rest = FrameRun { start: part.end(), count: rest.count - count };
+                let before = runs.last().copied();
+                match runs.last_mut() {
+                    Some(last) if joined && last.end() == part.start => last.count += count,
+                    _ => {
+                        if runs.len() == MAX_RUNS || is_of_another(before, part.start.0) {
+                            self.zero_runs(&runs)?;
+                            runs.clear();
+                        }
+                        runs.push(part);
                     }
-                    runs.push(FrameRun { start: Gfn(frame), count: 1 });
                 }
             }
         }

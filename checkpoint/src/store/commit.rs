@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::PAGE_SIZE;
+use dirty_tracker::{FrameRun, PAGE_SIZE};
 
 use super::backend::{RangeLock, StoreFile};
 use super::build::Builder;
@@ -18,7 +18,7 @@ use super::log::{LogFile, Place};
 use super::manifest::{Manifest, NotWritten};
 use super::object::MEMORY;
 use super::pages::Pages;
-use super::records::{Commit, Files, NO_SLOT};
+use super::records::{Commit, Files};
 use super::sectors::SECTOR;
 use super::space::Space;
 use super::writer::Written;
@@ -246,12 +246,15 @@ impl Committer {
     /// Appends an epoch to the log and syncs that.
     fn append(&mut self, written: &Written, oldest: u64) -> Result<(Place, Published), StoreError> {
         let (front, entries) = (written.front(), written.entries());
-        let zero_frames = entries.iter().filter(|e| e.slot == NO_SLOT).count() as u64;
-        let frames = entries.len() as u64 - zero_frames;
+        let count =
+            |runs: &mut dyn Iterator<Item = FrameRun>| runs.map(|run| run.count).sum::<u64>();
+        let zero_frames = count(&mut entries.zero_runs());
+        let all = count(&mut entries.runs().map(|(run, _)| run));
+        let frames = all - zero_frames;
         let mut builder = Builder::new(&*self.log, self.end);
         let mut write = || -> io::Result<(Place, u64)> {
             builder.front(front, written.layout(), written.config(), written.drives())?;
-            builder.entries(written.layout(), entries.iter().copied())?;
+            builder.entries(written.layout(), entries.stored(), entries.zero_runs())?;
             written.sections().iter().try_for_each(|section| builder.section(section))?;
             let bytes = frames * PAGE_SIZE + builder.bytes_if_ended();
             let epoch = front.epoch;
@@ -265,8 +268,9 @@ impl Committer {
             self.lost = true;
             self.store.io("syncing", &name, e)
         })?;
-        let in_memory = entries.partition_point(|e| MEMORY.contains(&e.frame)) as u64;
-        let blocks = frames + zero_frames - in_memory;
+        let memory = |run: &FrameRun| MEMORY.contains(&run.start.0);
+        let in_memory = count(&mut entries.runs().map(|(run, _)| run).filter(memory));
+        let blocks = all - in_memory;
         Ok((place, Published { frames: in_memory, blocks, bytes }))
     }
 

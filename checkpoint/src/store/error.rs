@@ -123,21 +123,6 @@ pub enum StoreError {
         /// The last number that is used.
         last: u64,
     },
-    /// An archive has memory and state alone, and the epoch more.
-    #[error(
-        "epoch {epoch} of the store {} has the guest's disks ({}), and an archive has no place for them: keep the store's directory as a whole, \
-         or take a checkpoint with --disks external into another store, and copies of the disks in its pause",
-        dir.display(),
-        disks.join(", ")
-    )]
-    HasDrives {
-        /// The store.
-        dir: PathBuf,
-        /// The epoch.
-        epoch: u64,
-        /// Their names.
-        disks: Vec<String>,
-    },
     /// The epoch asked for, or any at all, is not there.
     #[error(
         "the store {} has no epoch{}",

@@ -20,7 +20,7 @@ pub struct ExportReport {
     pub vm_id: VmId,
     /// Length of the file, holes included.
     pub bytes: u64,
-    /// Frames in it that are not zeros; the others are holes, and not in an archive at all.
+    /// Frames in it that are not zeros, blocks of drives in an archive included; the others are holes, and not in an archive at all.
     pub frames: u64,
     /// Drives that the epoch has and the file has not.
     pub drives: u32,

@@ -7,16 +7,18 @@
 //! sectors, records   the log's bytes                         log, group, build  epochs in it: read, written
 //! object             memory and drives, as frames
 //! frame_map          where an epoch's frames are             pages              the page file and its free slots
-//! writer             one epoch being written                 opening, commit    made durable, in order; old ones dropped
-//! space              which slots which epochs need           rotate             another log, compaction
+//! writer, entries    one epoch being written                 opening, commit    made durable, in order; old ones dropped
+//! space, block_map   which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
 //! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
 
 mod archive;
 mod backend;
+mod block_map;
 mod build;
 mod commit;
+mod entries;
 mod error;
 mod export;
 mod fetch;

@@ -100,19 +100,19 @@ fn copy_log(
         let (layout, drives) = (group.layout.clone(), group.drives.clone());
         let front = Front { rebased, ..group.front };
         builder.front(front, &layout, &group.config, &drives).map_err(writing)?;
-        let moved =
-            |e: Entry| Entry { slot: if e.slot == NO_SLOT { NO_SLOT } else { to(e.slot) }, ..e };
+        let moved = |e: Entry| Entry { slot: to(e.slot), ..e };
+        let no_zeros = std::iter::empty;
         if rebased {
             let entry =
                 |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
-            builder.entries(&layout, map.all().map(entry)).map_err(writing)?;
+            builder.entries(&layout, map.all().map(entry), no_zeros()).map_err(writing)?;
             map.clear();
         }
         while let Some(record) = group.next()? {
             match record {
                 Record::Frames(runs, crcs) if !rebased => {
                     let entries: Vec<Entry> = entries_of(runs, crcs).map(moved).collect();
-                    builder.entries(&layout, entries.into_iter()).map_err(writing)?;
+                    builder.entries(&layout, entries.into_iter(), no_zeros()).map_err(writing)?;
                 }
                 Record::Zeros(runs) if !rebased => builder.zero_runs(runs).map_err(writing)?,
                 Record::Section(section) => builder.section(&section).map_err(writing)?,

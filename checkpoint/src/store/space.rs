@@ -4,18 +4,16 @@
 //! dropped oldest first, so slots become free in the order in which they are superseded: those of b once the oldest epoch that
 //! is kept is b or a later one, and that is durable.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
-use super::build::Entry;
+use super::block_map::BlockMap;
+use super::entries::{Entries, joined};
 use super::frame_map::runs_of;
 use super::object::MEMORY;
 use super::records::{NO_SLOT, Placed};
 use super::{Damage, FrameMap, LogFile, Record, StoreError};
 use crate::slots::{SlotRun, Slots};
 use dirty_tracker::Layout;
-
-/// Blocks whose places are together.
-const CHUNK: u64 = 512;
 
 /// Slots that durable epochs need.
 #[derive(Debug, Default)]
@@ -24,8 +22,8 @@ pub(crate) struct Space {
     map: Vec<u32>,
     /// Each memory slot's first frame, its end, and where it begins in `map`.
     places: Vec<(u64, u64, usize)>,
-    /// As `map`, of drives, which may be large and have little in them: chunks of blocks some of which are, or were, stored.
-    blocks: BTreeMap<u64, Box<[u32; CHUNK as usize]>>,
+    /// As `map`, of drives.
+    blocks: BlockMap,
     /// Slots of the latest epoch that are not in `map`: it was another process's.
     before: Vec<SlotRun>,
     /// By the epoch in which they were superseded, ascending.
@@ -37,7 +35,7 @@ pub(crate) struct Space {
 }
 
 impl Space {
-    /// No epochs yet. Takes 4 bytes for each frame of the guest, and later for each block of a drive that is stored, or near one.
+    /// No epochs yet. Takes 4 bytes for each frame of the guest, and later for blocks of drives what a [`BlockMap`] does.
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut at = 0;
         let place = |slot: &dirty_tracker::Slot| {
@@ -112,46 +110,49 @@ impl Space {
         !self.untracked
     }
 
-    /// Epoch `epoch` is durable and has `entries`, ascending; a full one has nothing else. Whether it will be asked for what
+    /// Epoch `epoch` is durable and has `entries`; a full one has nothing else. Whether it will be asked for what
     /// becomes free: if not, only after [`track`](Self::track).
-    pub(crate) fn append(&mut self, epoch: u64, full: bool, entries: &[Entry], tracked: bool) {
+    pub(crate) fn append(&mut self, epoch: u64, full: bool, entries: &Entries, tracked: bool) {
         if !tracked {
             self.superseded = VecDeque::new();
             self.untracked = true;
         }
         let mut superseded = Vec::new();
-        if full && tracked {
-            let blocks = self.blocks.values().flat_map(|chunk| chunk.iter());
-            superseded
-                .extend(self.map.iter().chain(blocks).copied().filter(|slot| *slot != NO_SLOT));
-        }
         if full {
+            let there = self.map.iter().filter(|slot| tracked && **slot != NO_SLOT);
+            superseded.extend(there.map(|slot| SlotRun { start: *slot, count: 1 }));
+            superseded.extend(self.blocks.slots().filter(|_| tracked));
             self.map.fill(NO_SLOT);
             self.blocks.clear();
             self.stored = 0;
         }
         let mut places = self.places.iter().copied().peekable();
-        for entry in entries {
-            let slot = if MEMORY.contains(&entry.frame) {
-                while places.next_if(|(_, end, _)| *end <= entry.frame).is_some() {}
-                // Every frame is in a memory slot of the guest.
-                let Some(&(start, _, at)) = places.peek() else { continue };
-                let index = at + entry.frame.saturating_sub(start) as usize;
-                let Some(slot) = self.map.get_mut(index) else { continue };
-                slot
-            } else {
-                let chunk = self.blocks.entry(entry.frame / CHUNK);
-                let chunk = chunk.or_insert_with(|| Box::new([NO_SLOT; CHUNK as usize]));
-                &mut chunk[(entry.frame % CHUNK) as usize]
+        for (run, slot) in entries.runs() {
+            let mut gone = 0;
+            let mut on_old = |old: u32| {
+                gone += 1;
+                if tracked {
+                    superseded.push(SlotRun { start: old, count: 1 });
+                }
             };
-            let old = std::mem::replace(slot, entry.slot);
-            self.stored += u64::from(entry.slot != NO_SLOT);
-            self.stored -= u64::from(old != NO_SLOT);
-            if old != NO_SLOT && tracked {
-                superseded.push(old);
+            if !MEMORY.contains(&run.start.0) {
+                self.blocks.put(run, slot, on_old);
+            } else {
+                for (frame, nth) in run.frames().zip(0..) {
+                    while places.next_if(|(_, end, _)| *end <= frame.0).is_some() {}
+                    // Every frame is in a memory slot of the guest.
+                    let Some(&(start, _, at)) = places.peek() else { continue };
+                    let index = at + frame.0.saturating_sub(start) as usize;
+                    let Some(cell) = self.map.get_mut(index) else { continue };
+                    let old = std::mem::replace(cell, slot.map_or(NO_SLOT, |slot| slot + nth));
+                    if old != NO_SLOT {
+                        on_old(old);
+                    }
+                }
             }
+            self.stored = self.stored + slot.map_or(0, |_| run.count) - gone;
         }
-        let mut superseded = runs_of(superseded);
+        let mut superseded = joined(superseded);
         if full {
             superseded.append(&mut self.before);
         }

@@ -8,10 +8,9 @@ use std::time::SystemTime;
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 
 use super::StoreError;
-use super::build::Entry;
-use super::frame_map::runs_of;
+use super::entries::Entries;
 use super::pages::Pages;
-use super::records::{Front, NO_SLOT, TAG_STORE, limit};
+use super::records::{Front, TAG_STORE, limit};
 use crate::format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE};
 use crate::slots::SlotRun;
 use crate::{DriveHead, Guest, Section, is_zero, section_tags};
@@ -29,8 +28,8 @@ pub(crate) struct EpochWriter {
     drives: Vec<DriveHead>,
     sections: Vec<Section>,
     state_bytes: u64,
-    /// In the order in which they came: the last of a frame wins.
-    entries: Vec<Entry>,
+    /// The last of a frame wins.
+    entries: Entries,
     /// Frames that wait for slots: number, and where its contents begin in the contents given.
     pending: Vec<(Gfn, usize)>,
     done: bool,
@@ -73,7 +72,7 @@ impl EpochWriter {
             drives,
             sections: Vec::new(),
             state_bytes,
-            entries: Vec::new(),
+            entries: Entries::default(),
             pending: Vec::new(),
             done: false,
         };
@@ -107,10 +106,15 @@ impl EpochWriter {
                     self.flush(contents)?;
                 }
             } else if !forget_zeros {
-                self.entries.push(Entry { frame: gfn.0, slot: NO_SLOT, crc: 0 });
+                self.entries.zeros(FrameRun { start: gfn, count: 1 });
             }
         }
         self.flush(contents)
+    }
+
+    /// Notes frames of zeros, however many; as contents of zeros, to be told of.
+    pub(crate) fn zeros(&mut self, run: FrameRun) {
+        self.entries.zeros(run);
     }
 
     fn flush(&mut self, contents: &[u8]) -> Result<(), StoreError> {
@@ -127,13 +131,9 @@ impl EpochWriter {
             let SlotRun { start, count } = self.pages.take(pending.len() as u32)?;
             let (now, later) = pending.split_at(count as usize);
             // Noted before they are written: they are given back whatever comes.
-            let crc = |at: usize| crc32c::crc32c(&contents[at..at + PAGE]);
-            let entry = |((gfn, at), slot): (&(Gfn, usize), u32)| Entry {
-                frame: gfn.0,
-                slot,
-                crc: crc(*at),
-            };
-            self.entries.extend(now.iter().zip(start..).map(entry));
+            for ((gfn, at), slot) in now.iter().zip(start..) {
+                self.entries.push(*gfn, slot, crc32c::crc32c(&contents[*at..*at + PAGE]));
+            }
             let mut slot = start;
             // What is together in the contents is written at once.
             for piece in now.chunk_by(|(_, a), (_, b)| a + PAGE == *b) {
@@ -162,38 +162,17 @@ impl EpochWriter {
 
     /// Ends the writing: of each frame the last counts, and the slots of the others are given back.
     pub(crate) fn finish(mut self) -> Written {
-        // Stable: of a frame the last to come is the last.
-        self.entries.sort_by_key(|e| e.frame);
-        let mut old = Vec::new();
-        let mut kept: Vec<Entry> = Vec::with_capacity(self.entries.len());
-        for entry in self.entries.drain(..) {
-            match kept.last_mut() {
-                Some(last) if last.frame == entry.frame => {
-                    let last = std::mem::replace(last, entry);
-                    old.push(last.slot);
-                }
-                _ => kept.push(entry),
-            }
-        }
-        if self.front.parent.is_none() {
-            // Where nothing was before zeros need not be told of.
-            kept.retain(|e| e.slot != NO_SLOT);
-        }
-        self.entries = kept;
-        old.retain(|slot| *slot != NO_SLOT);
-        self.pages.give_back(&runs_of(old));
+        // Where nothing was before zeros need not be told of.
+        let old = self.entries.settle(self.front.parent.is_none());
+        self.pages.give_back(&old);
         Written(self)
-    }
-
-    fn slots(&self) -> Vec<SlotRun> {
-        runs_of(self.entries.iter().map(|e| e.slot).filter(|slot| *slot != NO_SLOT).collect())
     }
 }
 
 impl Drop for EpochWriter {
     fn drop(&mut self) {
         if !self.done {
-            self.pages.give_back(&self.slots());
+            self.pages.give_back(&self.entries.slots());
         }
     }
 }
@@ -220,7 +199,7 @@ impl Written {
     }
 
     /// Ascending, each frame once.
-    pub(crate) fn entries(&self) -> &[Entry] {
+    pub(crate) fn entries(&self) -> &Entries {
         &self.0.entries
     }
 
@@ -232,7 +211,7 @@ impl Written {
     /// Its slots may be a durable epoch's: whoever has them now gives them back when that is known not to be so.
     pub(crate) fn take_slots(mut self) -> Vec<SlotRun> {
         self.0.done = true;
-        self.0.slots()
+        self.0.entries.slots()
     }
 }
 

@@ -83,6 +83,11 @@ impl TestDisk {
         Ok(contents)
     }
 
+    /// As much of it, from `offset` on, as `to` has room for.
+    pub fn read(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(to, offset)
+    }
+
     /// Whether reads fail, with EIO, of whoever opens it from now on.
     pub fn fail_reads(&self, fail: bool) {
         self.unreadable.store(fail, SeqCst);

@@ -318,7 +318,7 @@ pub(crate) struct ExportArgs {
     #[arg(value_name = "DIR")]
     pub(crate) store: PathBuf,
     /// raw: each byte at its guest physical address; elf-core: that as a core, with the registers of every vCPU; both with holes where memory
-    /// is zero. driftline-zstd: an archive of memory and state, packed, for restore --store FILE
+    /// is zero. driftline-zstd: an archive of memory, state and disks, packed, for restore --store FILE
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = ExportFormat::Raw)]
     pub(crate) format: ExportFormat,
     /// The checkpoint's number; the latest by default

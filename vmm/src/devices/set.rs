@@ -278,12 +278,17 @@ impl DeviceSet {
         Some((self.devices.get(index)?, offset))
     }
 
+    /// The guest is to stand, or, if nothing comes of that before [`quiesce`](Self::quiesce), it is not: a disk that waits for an epoch does not
+    /// hear us, nor, while a vCPU waits for it, does that. To be said before any vCPU is told to stand.
+    pub(crate) fn hurry(&self, hurry: bool) {
+        self.sources.iter().for_each(|disk| disk.hurry(hurry));
+    }
+
     /// Brings all devices to a stand, all at once, once no vCPU runs. If one cannot be, those that
     /// were go on, and the error says which and why.
     pub(crate) fn quiesce(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.stall_limit;
-        // A disk that waits for an epoch does not hear us.
-        self.sources.iter().for_each(|disk| disk.hurry(true));
+        self.hurry(true);
         let waiting: Vec<_> = self.devices.iter().map(|d| (d, d.quiesce(deadline))).collect();
         let mut stands = Ok(());
         for (device, answer) in waiting {
@@ -300,7 +305,7 @@ impl DeviceSet {
 
     /// Lets all devices work.
     pub(crate) fn resume(&self) {
-        self.sources.iter().for_each(|disk| disk.hurry(false));
+        self.hurry(false);
         self.devices.iter().rev().for_each(Transport::resume);
     }
 
@@ -470,6 +475,9 @@ mod tests {
             let writes = scope.spawn(|| keeper.before_write(0, BYTES));
             std::thread::sleep(Duration::from_millis(50));
             assert!(!writes.is_finished());
+            // Before any vCPU is halted.
+            set.hurry(true);
+            writes.join().unwrap();
             set.quiesce().unwrap();
         });
         assert!(since.elapsed() < Duration::from_secs(1), "{:?}", since.elapsed());
@@ -477,15 +485,20 @@ mod tests {
         let said = keeping.next(&mut runs, &mut some).unwrap_err();
         assert!(matches!(said, KeepError::Paused), "{said}");
         drop(keeping);
-        // The guest runs: writes wait again.
-        let mut keeping = keep();
-        set.resume();
-        std::thread::scope(|scope| {
-            let writes = scope.spawn(|| keeper.before_write(0, BYTES));
-            std::thread::sleep(Duration::from_millis(50));
-            assert!(!writes.is_finished());
-            while keeping.next(&mut runs, &mut some).unwrap() > 0 {}
-        });
+        // The guest runs, or goes on, since a vCPU did not come to a stand: writes wait again.
+        for halted in [true, false] {
+            let mut keeping = keep();
+            match halted {
+                true => set.resume(),
+                false => [true, false].into_iter().for_each(|hurry| set.hurry(hurry)),
+            }
+            std::thread::scope(|scope| {
+                let writes = scope.spawn(|| keeper.before_write(0, BYTES));
+                std::thread::sleep(Duration::from_millis(50));
+                assert!(!writes.is_finished());
+                while keeping.next(&mut runs, &mut some).unwrap() > 0 {}
+            });
+        }
     }
 
     #[test]

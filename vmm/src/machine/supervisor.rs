@@ -245,9 +245,15 @@ impl Supervisor {
             RunState::Stopped => self.require("pause", RunState::Running)?,
             RunState::Running => {}
         }
+        // First: while vCPUs come to a stand a disk ends its wait for an epoch.
+        self.bus.virtio().hurry(true);
         let stands = match self.halt() {
             Halted::Paused => Some(self.bus.virtio().quiesce()),
-            Halted::Late(why) => Some(Err(why)),
+            Halted::Late(why) => {
+                // Devices were not told to stand, and go on.
+                self.bus.virtio().hurry(false);
+                Some(Err(why))
+            }
             Halted::Ended => None,
         };
         match stands {
@@ -335,6 +341,7 @@ impl Supervisor {
         if self.status.state() == RunState::Stopped {
             return;
         }
+        self.bus.virtio().hurry(true);
         if let Halted::Late(why) = self.halt() {
             tracing::warn!("the guest has ended, and a processor has not: {why}");
         }

@@ -1,6 +1,6 @@
 //! One epoch in one file, packed: to be kept, or sent elsewhere, and restored without a store.
 //!
-//! Its state stands in front of its memory, so a guest is built before the first frame is read; memory comes in records of at most
+//! Its state stands in front of its memory, so a guest is built before the first frame is read; memory, and drives after it, come in records of at most
 //! 2 MiB, which several threads pack and unpack, so neither direction ever has more than a few of them.
 
 mod pack;
@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
+use dirty_tracker::{FrameRun, PAGE_SIZE};
 
 use self::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
 use self::walk::{Place, Walk, reading};
-use super::records::{Digest, Front, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, decode_layout};
+use super::object::{Objects, decode_drives};
+use super::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, decode_layout};
 use super::{Damage, EpochInfo, Sink, State, StoreError, StoreFile, VerifyReport};
 use crate::format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
 use crate::{Section, SectionTag, section_tags};
@@ -106,14 +107,14 @@ impl Archive {
             full: front.parent.is_none(),
             frames: end.frames,
             zero_frames: 0,
-            drives: 0,
+            drives: state.drives.len() as u32,
             bytes: walk.next().at,
             created_unix_ms: front.created_unix_ms,
         };
         Ok(Self { path: path.to_owned(), info, state, contents, file })
     }
 
-    /// Which epoch it is: `frames` are all of its memory that are not zeros, `bytes` is the file's length.
+    /// Which epoch it is: `frames` are all of its memory, and of its drives, that are not zeros, `bytes` is the file's length.
     pub fn info(&self) -> &EpochInfo {
         &self.info
     }
@@ -125,19 +126,19 @@ impl Archive {
 
     /// Reads and unpacks all of it, and compares all that can be compared: what this finds sound restores.
     pub fn verify(&self) -> Result<VerifyReport, StoreError> {
-        self.read(&Nowhere)?;
+        self.read(&Nowhere, 0)?;
         let EpochInfo { frames, bytes, .. } = self.info;
         Ok(VerifyReport { epochs: 1, frames, read_bytes: bytes, ..VerifyReport::default() })
     }
 
-    /// What it has besides memory.
+    /// What it has besides memory, and what is in drives.
     pub(crate) fn state(&self) -> &State {
         &self.state
     }
 
-    /// Unpacks all frames, on several threads, and hands them to `sink` once they are checked. The first error, as far as that can be
-    /// said of several threads, ends it.
-    pub(crate) fn read<S: Sink>(&self, sink: &S) -> Result<(), S::Error> {
+    /// Unpacks all frames of this object and those after it, on several threads, and hands them to `sink` once they are checked; of the others their records
+    /// are. The first error, as far as that can be said of several threads, ends it.
+    pub(crate) fn read<S: Sink>(&self, sink: &S, from: u16) -> Result<(), S::Error> {
         let walk = Walk::new(&*self.file, &self.path, self.contents)?;
         let state = Mutex::new(Reading {
             walk,
@@ -151,6 +152,9 @@ impl Archive {
         side_by_side("restore", self.info.frames, || {
             let mut piece = Piece::default();
             while let Some(number) = next_piece(&state, &mut piece) {
+                if piece.object < from {
+                    continue;
+                }
                 if let Err(e) = piece.unpack(self, sink) {
                     lock(&state).fail(number, e);
                 }
@@ -158,6 +162,10 @@ impl Archive {
         });
         let state = state.into_inner().unwrap_or_else(PoisonError::into_inner);
         state.failed.map_or(Ok(()), |(_, e)| Err(e))
+    }
+
+    fn objects(&self) -> Objects<'_> {
+        Objects { layout: &self.state.layout, drives: &self.state.drives }
     }
 
     fn damaged(&self, offset: u64, damage: Damage) -> StoreError {
@@ -194,7 +202,6 @@ fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, State), St
         ("the epoch in the header", header.epoch(), front.epoch),
         ("the layout in the header", header.layout_hash().into(), front.layout.into()),
         ("whether the epoch is all of memory", front.is_whole().into(), 1),
-        ("whether the archive has drives", front.drives.into(), 0),
     ];
     if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {
         return Err(walk.damaged(Damage::Mismatch { what, found, expected }));
@@ -202,7 +209,11 @@ fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, State), St
     let layout = decode_layout(&walk.expect(TAG_LAYOUT)?, front.layout);
     let layout = layout.map_err(|e| walk.damaged(e))?;
     let config = walk.expect(section_tags::CONFIG.0)?;
-    Ok((front, State { layout, config, drives: Vec::new(), sections: Vec::new() }))
+    let drives = match front.drives {
+        true => decode_drives(&walk.expect(TAG_DRIVES)?).map_err(|e| walk.damaged(e))?,
+        false => Vec::new(),
+    };
+    Ok((front, State { layout, config, drives, sections: Vec::new() }))
 }
 
 fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {
@@ -274,8 +285,9 @@ impl<E> Reading<'_, E> {
             return Err(walk.damaged(Damage::Misplaced { tag: head.tag }));
         }
         walk.payload(&head, &mut piece.payload)?;
-        let layout = &self.archive.state.layout;
-        let frames = piece.frames(layout, &mut self.before).map_err(|e| walk.damaged(e))?;
+        piece.object = head.instance;
+        let objects = self.archive.objects();
+        let frames = piece.frames(objects, &mut self.before).map_err(|e| walk.damaged(e))?;
         // No overflow: they ascend.
         self.frames += frames as u64;
         self.pieces += 1;
@@ -288,6 +300,8 @@ impl<E> Reading<'_, E> {
 struct Piece {
     /// Where in the file it begins.
     at: u64,
+    /// What it has frames of.
+    object: u16,
     payload: Vec<u8>,
     runs: Vec<FrameRun>,
     /// Frames before their checksums, of `payload`.
@@ -296,17 +310,21 @@ struct Piece {
 }
 
 impl Piece {
-    fn frames(&mut self, layout: &Layout, before: &mut Option<FrameRun>) -> Result<usize, Damage> {
-        let Self { payload, runs, .. } = self;
-        Ok(decode_contents(payload, layout, before, runs)?.frames)
+    fn frames(
+        &mut self,
+        objects: Objects<'_>,
+        before: &mut Option<FrameRun>,
+    ) -> Result<usize, Damage> {
+        let Self { payload, runs, object, .. } = self;
+        Ok(decode_contents(payload, *object, objects, before, runs)?.frames)
     }
 
     /// Unpacks, checks and hands out. What does not fit into its frames is never unpacked.
     fn unpack<S: Sink>(&mut self, archive: &Archive, sink: &S) -> Result<(), S::Error> {
-        let Self { at, payload, runs, contents, unpacker } = self;
+        let Self { at, object, payload, runs, contents, unpacker } = self;
         let at = *at;
         // It was in order when it was read.
-        let decoded = decode_contents(payload, &archive.state.layout, &mut None, runs);
+        let decoded = decode_contents(payload, *object, archive.objects(), &mut None, runs);
         let Contents { frames, crcs, packed } = decoded.map_err(|e| archive.damaged(at, e))?;
         contents.resize(MAX_CONTENTS, 0);
         let room = &mut contents[..frames * PAGE];

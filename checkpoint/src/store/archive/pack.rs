@@ -9,8 +9,9 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use dirty_tracker::{FrameRun, Gfn};
 
 use super::super::late::{read_frames, runs_of_cells};
+use super::super::object::{encode_drives, place};
 use super::super::pages::PageReader;
-use super::super::records::{Digest, Front, TAG_EPOCH, TAG_LAYOUT, encode_layout};
+use super::super::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, encode_layout};
 use super::super::{Cell, ExportReport, FrameMap, State, Store, StoreError};
 use super::records::{End, MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, TAG_END, encode_contents};
 use super::{lock, side_by_side};
@@ -22,9 +23,8 @@ const LEVEL: i32 = 3;
 
 impl Store {
     /// Writes `epoch`, or the latest, to `file`, an empty one, as an archive: all of its state, and its memory packed by up to eight
-    /// threads, each with some 10 MiB. [`restore_archive`](crate::restore_archive) makes a guest of it. `path` is for messages. All
-    /// that is read is checked; after an error the file is of no use. Durable when it returns. An epoch with drives is refused
-    /// ([`HasDrives`](StoreError::HasDrives)).
+    /// threads, each with some 10 MiB, and then its drives likewise. [`restore_archive`](crate::restore_archive) makes a guest of it. `path` is for messages. All
+    /// that is read is checked; after an error the file is of no use. Durable when it returns.
     pub fn export_archive(
         &self,
         epoch: Option<u64>,
@@ -33,19 +33,13 @@ impl Store {
     ) -> Result<ExportReport, StoreError> {
         let mut pinned = self.pin(epoch)?;
         let state = pinned.read_state()?;
-        if !state.drives.is_empty() {
-            // A guest must not come back without them and nobody be told.
-            let epoch = pinned.log.groups[pinned.index].info.epoch;
-            let disks = state.drives.iter().map(|drive| format!("\"{}\"", drive.id)).collect();
-            return Err(StoreError::HasDrives { dir: self.location().to_owned(), epoch, disks });
-        }
         let mut map = FrameMap::default();
         pinned.read_map(&mut map)?;
         let group = &pinned.log.groups[pinned.index];
         let (info, front) = (group.info, group.front);
         // It builds on nothing any more, whatever it did in the store.
         let front = Front { rebased: front.parent.is_some(), ..front };
-        let frames: Vec<(Gfn, Cell)> = map.iter().collect();
+        let frames: Vec<(Gfn, Cell)> = map.all().collect();
         drop(map);
         let header = Header::new(MAGIC_ARCHIVE, info.vm_id, info.epoch, front.layout);
         let io = |cause| StoreError::Io { what: "writing", path: path.to_owned(), cause };
@@ -113,6 +107,11 @@ impl Out<'_> {
         self.record(TAG_EPOCH, 0, true, &front.encode())?;
         self.record(TAG_LAYOUT, 0, true, &encode_layout(&state.layout))?;
         self.record(section_tags::CONFIG.0, 0, true, &state.config)?;
+        if front.drives {
+            let list = encode_drives(&state.drives);
+            let list = list.ok_or_else(|| io::Error::other("a drive's name or size is none"))?;
+            self.record(TAG_DRIVES, 0, true, &list)?;
+        }
         for section in &state.sections {
             self.record(section.tag.0, section.instance, section.must_understand, &section.bytes)?;
         }
@@ -141,7 +140,8 @@ fn pack<'f>(
     out: Out<'f>,
     path: &Path,
 ) -> Result<Out<'f>, StoreError> {
-    let pieces: Vec<&[(Gfn, Cell)]> = frames.chunks(MAX_FRAMES).collect();
+    let objects = frames.chunk_by(|(a, _), (b, _)| place(*a).0 == place(*b).0);
+    let pieces: Vec<&[(Gfn, Cell)]> = objects.flat_map(|of| of.chunks(MAX_FRAMES)).collect();
     let taken = AtomicUsize::new(0);
     let (turn, is_next) = (Mutex::new(Turn { out, next: 0, failed: None }), Condvar::new());
     side_by_side("pack", frames.len() as u64, || {
@@ -154,7 +154,8 @@ fn pack<'f>(
             let turn = is_next.wait_while(lock(&turn), |turn| turn.next != at);
             let mut turn = turn.unwrap_or_else(PoisonError::into_inner);
             let written = packed.and_then(|()| {
-                let written = turn.out.record(TAG_CONTENTS, 0, true, &packer.payload);
+                let object = piece.first().map_or(0, |(gfn, _)| place(*gfn).0);
+                let written = turn.out.record(TAG_CONTENTS, object, true, &packer.payload);
                 let what = "writing";
                 written.map_err(|cause| StoreError::Io { what, path: path.to_owned(), cause })
             });

@@ -1,10 +1,13 @@
 //! The payloads of an archive's own records, and the bounds of all of them. Bytes: FORMAT.md.
 
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use dirty_tracker::{FrameRun, PAGE_SIZE};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::super::records::{self, Digest, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, table, wrong_size};
+use super::super::object::{Objects, place};
+use super::super::records::{
+    self, Digest, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, table, wrong_size,
+};
 use super::super::{Damage, MAX_EPOCH};
 use crate::format::{RECORD_HEAD_LEN, RecordHead};
 use crate::section_tags;
@@ -47,7 +50,7 @@ fn limit(tag: u16) -> u32 {
 
 /// Whether a record is one of an archive's own that this program knows.
 pub(super) fn is_known(tag: u16) -> bool {
-    matches!(tag, TAG_EPOCH | TAG_LAYOUT | TAG_CONTENTS | TAG_END)
+    matches!(tag, TAG_EPOCH | TAG_LAYOUT | TAG_DRIVES | TAG_CONTENTS | TAG_END)
 }
 
 /// Reads a record's head; its length is one that a record of its tag may have.
@@ -61,11 +64,8 @@ pub(super) fn decode_head(
         return Err(Damage::Mismatch { what, found: 1, expected: 0 });
     }
     if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
-        // Objects beside guest memory, which is 0, are for versions to come.
-        if head.tag == TAG_CONTENTS && head.instance != 0 {
-            return Err(Damage::Object { object: head.instance });
-        }
-        if head.instance != 0 {
+        // Those of contents are objects; which there are, is known later.
+        if head.instance != 0 && head.tag != TAG_CONTENTS {
             let (what, found) = ("the instance of a record that has none", head.instance.into());
             return Err(Damage::Mismatch { what, found, expected: 0 });
         }
@@ -81,7 +81,7 @@ pub(super) fn decode_head(
     Ok(head.bounded(limit(head.tag))?)
 }
 
-/// Replaces `payload` with frames, ascending by number, at most [`MAX_FRAMES`]: where they are, the checksums of their contents, and
+/// Replaces `payload` with frames of one object, ascending by number, at most [`MAX_FRAMES`]: where they are, the checksums of their contents, and
 /// those, `packed`.
 pub(super) fn encode_contents(
     runs: &[FrameRun],
@@ -92,7 +92,7 @@ pub(super) fn encode_contents(
     payload.clear();
     payload.extend_from_slice(&(runs.len() as u64).to_le_bytes());
     for run in runs {
-        let raw: RawRun = [run.start.0.into(), run.count.into()];
+        let raw: RawRun = [place(run.start).1.0.into(), run.count.into()];
         payload.extend_from_slice(raw.as_bytes());
     }
     crcs.for_each(|crc| payload.extend_from_slice(&crc.to_le_bytes()));
@@ -109,21 +109,23 @@ pub(super) struct Contents<'p> {
     pub(super) packed: &'p [u8],
 }
 
-/// Takes apart the payload of a record of contents; `runs` are replaced with its own. `before` is the last run of the record before.
+/// Takes apart the payload of a record of contents of `object`; `runs` are replaced with its own. `before` is the last run of the record
+/// before.
 pub(super) fn decode_contents<'p>(
     payload: &'p [u8],
-    layout: &Layout,
+    object: u16,
+    objects: Objects<'_>,
     before: &mut Option<FrameRun>,
     runs: &mut Vec<FrameRun>,
 ) -> Result<Contents<'p>, Damage> {
     runs.clear();
+    if usize::from(object) >= objects.count() {
+        return Err(Damage::Object { object });
+    }
     let (raw, rest) = table::<RawRun>(payload)?;
     let (mut frames, most) = (0_u64, MAX_FRAMES as u64);
     for [start, count] in raw {
-        let run = FrameRun { start: Gfn(start.get()), count: count.get() };
-        if !layout.contains(run) {
-            return Err(Damage::Outside { object: 0, run });
-        }
+        let run = objects.run(object, start.get(), count.get())?;
         // So that a frame is there once, whoever unpacks which record first.
         if let Some(before) = before.filter(|before| before.end() > run.start) {
             return Err(Damage::Order { run, before });

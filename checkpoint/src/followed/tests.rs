@@ -1,0 +1,60 @@
+//! What is copied in a pause, for want of patience, is what was there then, wherever it waits for the file.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::staging::StagingLimits;
+use crate::store::{Committer, Store};
+use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
+use crate::{Clock, VmId, restore};
+
+/// Of two drives: the one has more than can be set aside, the other a block that is a part.
+const SIZES: [u64; 2] = [5000 * PAGE_SIZE, 2000 * PAGE_SIZE + 512];
+
+fn disks() -> Vec<Arc<TestDisk>> {
+    let named = SIZES.iter().zip(["one", "two"]);
+    named.map(|(bytes, id)| TestDisk::new(id, *bytes).unwrap()).collect()
+}
+
+#[test]
+fn what_is_copied_in_the_pause_is_in_the_epoch() {
+    // In blocks: as little memory as can be, some for one of them, enough for all.
+    for room in [0, 100, 4500, 10_000] {
+        let guest =
+            MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), disks()).unwrap();
+        let disk = MemoryDisk::default();
+        let store = Arc::new(Store::with_backend(Box::new(disk.clone()), true).unwrap());
+        let mut committer = Committer::create(&store, &*guest).unwrap();
+        let heads = drives_of(&*guest);
+        let pages = committer.pages().clone();
+        let mut file = EpochWriter::new(pages, 1, &*guest, None, heads.clone()).unwrap();
+        let mut followed = follow(&*guest, &heads).unwrap();
+        for (disk, bytes) in guest.disks().iter().zip(SIZES) {
+            let numbered = (0u64..).flat_map(|n| (n | 1 << 32).to_le_bytes()).take(bytes as usize);
+            disk.write(0, &numbered.collect::<Vec<u8>>()).unwrap();
+            disk.discard(7 * PAGE_SIZE, 5 * PAGE_SIZE).unwrap();
+        }
+        let was: Vec<Vec<u8>> = guest.disks().iter().map(|d| d.contents().unwrap()).collect();
+        let bytes = room * PAGE_SIZE as usize;
+        let stood = stand_with(&mut followed, false, bytes, &mut file).unwrap();
+        // No write waits: nobody copies.
+        for (disk, bytes) in guest.disks().iter().zip(SIZES) {
+            disk.write(0, &vec![9; bytes as usize]).unwrap();
+        }
+        let mut staging = Staging::new(StagingLimits::default());
+        let (changed, waits) = copy_behind(stood, &mut staging, &mut file).unwrap();
+        assert_eq!(changed.iter().map(Epoch::frames).sum::<u64>(), 7001);
+        assert_eq!(waits.times, 0);
+        for section in guest.save_state().unwrap() {
+            file.section(&section).unwrap();
+        }
+        committer.commit(file.finish()).unwrap();
+        drop((committer, store));
+        let store = Store::with_backend(Box::new(disk), false).unwrap();
+        let factory = MemoryGuestFactory { disks: disks(), ..Default::default() };
+        let (_, report) = restore(&store, None, &factory, Clock::Continue).unwrap();
+        assert_eq!(report.disk_blocks, 7001 - 10);
+        for (copy, was) in factory.disks.iter().zip(was) {
+            assert!(copy.contents().unwrap() == was, "{room}: {}", copy.head());
+        }
+    }
+}
