@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use dirty_tracker::Epoch;
 
 use crate::chain::Chain;
+use crate::copied::Ways;
 use crate::cost::{AheadCost, CopyCost};
 use crate::crew::{Answer, Crew};
 use crate::followed::{self, Patience, drives_of};
@@ -76,7 +77,7 @@ pub struct Checkpointer {
     lock_lost: bool,
     shield: Shielding,
     patience: Patience,
-    behind_from: u64,
+    ways: Ways,
     cost: CopyCost,
     ahead: AheadCost,
 }
@@ -145,7 +146,7 @@ impl Checkpointer {
         let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
-        let (shield, behind_from) = (Shielding::default(), BEHIND_FROM);
+        let shield = Shielding::default();
         Ok(Self {
             guest,
             drives,
@@ -160,7 +161,7 @@ impl Checkpointer {
             lock_lost: false,
             shield,
             patience: Patience::default(),
-            behind_from,
+            ways: Ways::new(BEHIND_FROM),
             cost: CopyCost::default(),
             ahead: AheadCost::default(),
         })
@@ -170,7 +171,7 @@ impl Checkpointer {
     /// are meanwhile ([`Guest::shield`]); with fewer, in the pause, which then costs less than to protect and copy
     /// them. `u64::MAX` has all copied in the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
-        self.behind_from = frames;
+        self.ways.behind_from = frames;
     }
 
     /// Leaves the guest's drives to somebody else, who has to keep each as it is in the pause of an epoch. At first epochs have all those that
@@ -410,7 +411,7 @@ impl Checkpointer {
     /// Takes an epoch up to where it is handed over.
     fn attempt(&mut self, epoch: u64, full: bool) -> Result<Aloft, (Phase, Cause)> {
         let Self { guest, drives, store, crew, bounds, staging, chain, .. } = self;
-        let Self { shield, patience, behind_from, cost, ahead: ahead_cost, .. } = self;
+        let Self { shield, patience, ways, cost, ahead: ahead_cost, .. } = self;
         let guest = &**guest;
         let parent = chain.as_ref().and_then(|c| c.last);
         let crew = crew.as_ref().ok_or_else(|| {
@@ -450,14 +451,14 @@ impl Checkpointer {
         }
         changed.append(&mut ahead.passes);
         let (shield, patient) = (shield.ask(guest), patience.ask());
-        let (behind_from, file_of) = (*behind_from, &mut file);
-        let means = Means { guest, drives, patient, shield, behind_from, staging, file: file_of };
+        let file_of = &mut file;
+        let means = Means { guest, drives, patient, shield, ways, staging, file: file_of };
         let mut taken = instant::take(means, subscription)?;
         changed.append(&mut taken.changed);
         crew.commit(file.finish(), *bounds);
         (chain.last, chain.since) = (Some(epoch), taken.resumed);
         if taken.staged > 0 {
-            cost.note(taken.pause, taken.staged + taken.in_pause);
+            cost.note(taken.pause, taken.in_pause);
         }
         if taken.staged > staging.frames() {
             let (frames, staged) = (taken.staged, staging.frames());

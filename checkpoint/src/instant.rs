@@ -21,13 +21,15 @@ use std::time::{Duration, Instant};
 use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::checkpointer::step;
+use crate::copied::{Copied, Ways};
+use crate::cost::stood_since;
 use crate::followed::{self, Followed, Stood};
 use crate::pieces::{Pieces, in_slots, spans};
 use crate::report::{Cause, Phase};
 use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
-use crate::{Guest, GuestError, Paused, Section, Shield, VcpuPauses};
+use crate::{Guest, GuestError, Paused, Section, Shield};
 
 /// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a writer for longer.
 const PIECE_FRAMES: u64 = 64;
@@ -50,8 +52,7 @@ pub(crate) struct Means<'m> {
     /// Who writes to one waits for room; else what may have none is copied in the pause.
     pub(crate) patient: bool,
     pub(crate) shield: Option<&'m dyn Shield>,
-    /// Of so many frames on they are copied behind the guest's back.
-    pub(crate) behind_from: u64,
+    pub(crate) ways: &'m mut Ways,
     pub(crate) staging: &'m mut Staging,
     pub(crate) file: &'m mut EpochWriter,
 }
@@ -62,7 +63,7 @@ pub(crate) struct Taken {
     pub(crate) changed: Vec<Epoch>,
     /// Frames that had to fit into the staging area at once.
     pub(crate) staged: u64,
-    /// Blocks of drives that were copied in the pause.
+    /// Frames, and blocks of drives, that were copied in the pause.
     pub(crate) in_pause: u64,
     /// Frames copied while the guest ran.
     pub(crate) behind: u64,
@@ -89,11 +90,10 @@ pub(crate) fn take(
     means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
-    let Means { guest, drives, patient, shield, behind_from, staging, file } = means;
+    let Means { guest, drives, patient, shield, ways, staging, file } = means;
     let before = guest.stood();
     let (staging_of, file_of) = (&mut *staging, &mut *file);
-    let means =
-        Means { staging: staging_of, file: file_of, guest, drives, patient, shield, behind_from };
+    let means = Means { staging: staging_of, file: file_of, guest, drives, patient, shield, ways };
     let (mut taken, blocks) = take_one(means, subscription)?;
     // By now they have gone on; there may be another pause while drives are copied.
     if let Some(stood) = stood_since(guest, &before) {
@@ -108,32 +108,28 @@ pub(crate) fn take(
     Ok(taken)
 }
 
-/// How long the vCPU stood that stood longest in the one pause since then; `None` if one of them has not gone on yet, has stood more
-/// often, or does not know. Who asks for a pause is told of its end by a thread that has to get a processor first, which the guest
-/// may have again.
-fn stood_since(guest: &dyn Guest, before: &[VcpuPauses]) -> Option<Duration> {
-    let now = guest.stood();
-    let once = |(now, before): (&VcpuPauses, &VcpuPauses)| now.pauses == before.pauses + 1;
-    let all = now.len() == before.len() && now.iter().zip(before).all(once);
-    if all { now.iter().map(|stood| stood.last).max() } else { None }
-}
-
 /// An epoch without what changed of drives, and what that is.
 type Apart = (Taken, Vec<Stood>);
 
 fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Apart, (Phase, Cause)> {
     // What is collected now is not in the pause.
     step(Phase::Drain, || means.guest.collect())?;
+    let early = subscription.drain();
+    let room = means.staging.frames();
     if let Some(shield) = means.shield
-        && means.staging.frames() > 1
+        && room > 1
+        && early.frames() >= means.ways.behind_from.max(1)
     {
-        let early = subscription.drain();
-        if early.frames() >= means.behind_from.max(1) {
-            return behind(means, shield, early, subscription);
-        }
-        early.give_back();
+        return behind(means, shield, early, subscription);
     }
-    in_the_pause(means, subscription)
+    let early = match means.ways.before_pause(early.frames(), room) {
+        true => Some(early),
+        false => {
+            early.give_back();
+            None
+        }
+    };
+    in_the_pause(means, early, subscription)
 }
 
 /// What a pause brought.
@@ -164,50 +160,43 @@ fn pause<T>(
     Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })
 }
 
+/// Takes an epoch of which `early` is drained already, if anything is.
 fn in_the_pause(
     means: Means<'_>,
+    early: Option<Epoch>,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
-    let Means { guest, drives, patient, staging, file, .. } = means;
-    let Pause { changed, mut blocks, sections, dealt: written, time } =
+    let Means { guest, drives, patient, staging, ways, file, .. } = means;
+    let mut copied = match &early {
+        Some(early) => step(Phase::CopyLive, || Copied::before_pause(guest, staging, early))?,
+        None => Copied::default(),
+    };
+    let Pause { changed, mut blocks, sections, dealt: (), time } =
         pause(guest, (drives, patient), subscription, file, |changed, file| {
-            step(Phase::Copy, || copy_changed(guest, staging, file, changed))
+            step(Phase::Copy, || copied.in_pause(guest, staging, file, changed.runs()))
         })?;
     let resumed = Instant::now();
     step::<_, Cause>(Phase::Write, || {
-        let left = changed.frames() - written;
-        let contents = staging.copied(left);
-        let (at_once, mut aside) = (if blocks.is_empty() { left } else { AT_ONCE }, Vec::new());
-        for from in (0..left).step_by(at_once.max(1) as usize) {
-            let count = at_once.min(left - from);
-            let part = &contents[(from * PAGE_SIZE) as usize..];
-            file.frames(window(changed.runs(), written + from, count), part, false)?;
-            followed::save_aside(&mut blocks, &mut aside, file)?;
+        let mut aside = Vec::new();
+        for (runs, at) in copied.left() {
+            let left = runs.iter().map(|run| run.count).sum();
+            let at_once = if blocks.is_empty() { left } else { AT_ONCE };
+            for from in (0..left).step_by(at_once.max(1) as usize) {
+                let count = at_once.min(left - from);
+                let part = window(runs.iter().copied(), from, count);
+                file.frames(part, staging.from(at + from, count), false)?;
+                followed::save_aside(&mut blocks, &mut aside, file)?;
+            }
         }
         Ok(sections.iter().try_for_each(|section| file.section(section))?)
     })?;
-    let staged = changed.frames();
-    Ok((Taken::new(vec![changed], staged, &blocks, (time, resumed)), blocks))
-}
-
-/// Copies the epoch to the staging area, writing out whatever does not fit. Returns how many of
-/// its frames are in the file and no longer in the area.
-fn copy_changed(
-    guest: &dyn Guest,
-    staging: &mut Staging,
-    file: &mut EpochWriter,
-    changed: &Epoch,
-) -> Result<u64, Cause> {
-    let (mut written, at_once) = (0, staging.frames());
-    loop {
-        let part = || window(changed.runs(), written, at_once);
-        let contents = staging.copy(guest.ram(), part())?;
-        if changed.frames() - written <= at_once {
-            return Ok(written);
-        }
-        file.frames(part(), contents, false)?;
-        written += at_once;
+    if early.is_some() {
+        ways.note(&copied);
     }
+    let all = early.into_iter().chain([changed]).collect();
+    let mut taken = Taken::new(all, copied.staged(), &blocks, (time, resumed));
+    taken.in_pause += copied.copied_in_pause();
+    Ok((taken, blocks))
 }
 
 /// Takes an epoch of which `early` is drained already.

@@ -21,6 +21,7 @@ mod backlog;
 mod cadence;
 mod chain;
 mod checkpointer;
+mod copied;
 mod cost;
 mod crew;
 mod drive;

@@ -17,7 +17,7 @@ pub enum Phase {
     Begin,
     /// Beginning to follow writes; only before a full epoch.
     Subscribe,
-    /// Copying populated memory of the running guest; only in a full epoch.
+    /// Copying memory of the running guest: populated memory in a full epoch, what has changed so far in another.
     CopyLive,
     /// Stopping the vCPUs. The guest stands still from here to the end of `Resume`.
     Pause,

@@ -62,6 +62,17 @@ impl Staging {
         }
     }
 
+    /// Copies `runs` to where `at` frames are before them; they must fit.
+    pub(crate) fn copy_to(
+        &mut self,
+        at: u64,
+        ram: &GuestRam,
+        runs: impl Iterator<Item = FrameRun>,
+    ) -> Result<(), GuestMemoryError> {
+        copy(&mut self.pages.as_mut_bytes()[(at * PAGE_SIZE) as usize..], ram, runs)?;
+        Ok(())
+    }
+
     /// Copies `runs`, which must fit, and returns the copy.
     pub(crate) fn copy(
         &mut self,
@@ -77,9 +88,9 @@ impl Staging {
         self.pages.as_mut_bytes().split_at_mut((frames * PAGE_SIZE) as usize)
     }
 
-    /// What [`copy`](Self::copy) returned last, if that was `frames` frames.
-    pub(crate) fn copied(&self, frames: u64) -> &[u8] {
-        &self.bytes()[..(frames * PAGE_SIZE) as usize]
+    /// `frames` frames from where `at` are before them.
+    pub(crate) fn from(&self, at: u64, frames: u64) -> &[u8] {
+        &self.bytes()[(at * PAGE_SIZE) as usize..((at + frames) * PAGE_SIZE) as usize]
     }
 
     fn bytes(&self) -> &[u8] {

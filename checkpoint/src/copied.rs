@@ -1,0 +1,252 @@
+//! Copies in the staging area of an epoch whose frames are not shielded. Most are taken before the pause, while the guest runs on:
+//! what it writes meanwhile has changed once more, is known in the pause, and is copied there over what is no longer true.
+//!
+//! ```text
+//! staging area   [ changed before the pause, in ascending runs ][ changed since, and not before ]
+//!                    ^ what changed again is copied to its place
+//! ```
+//!
+//! So the pause costs what the guest writes while the rest is copied. Where that is mostly the same again, nothing is won.
+
+use dirty_tracker::{Epoch, FrameRun, Gfn};
+
+use crate::live::batches;
+use crate::report::Cause;
+use crate::staging::Staging;
+use crate::store::EpochWriter;
+use crate::{Guest, GuestRam};
+
+/// Fewer take no time in a pause.
+const LEAST: u64 = 64;
+/// After an epoch most of which was written again, so many are copied in their pauses before it is tried again.
+const REST: u32 = 16;
+
+/// When frames are copied: behind the guest's back, before the pause, or in it.
+#[derive(Debug)]
+pub(crate) struct Ways {
+    /// Of so many on they are copied behind the guest's back, where it can be shielded.
+    pub(crate) behind_from: u64,
+    /// Epochs that are not copied before their pauses.
+    rest: u32,
+}
+
+impl Ways {
+    /// Of `behind_from` frames on behind the guest's back.
+    pub(crate) fn new(behind_from: u64) -> Self {
+        Self { behind_from, rest: 0 }
+    }
+
+    /// Whether it is worth it to copy so many frames before the pause, where there is room for so many.
+    pub(crate) fn before_pause(&mut self, frames: u64, room: u64) -> bool {
+        if frames < LEAST || frames > room / 2 {
+            return false;
+        }
+        let pays = self.rest == 0;
+        self.rest = self.rest.saturating_sub(1);
+        pays
+    }
+
+    /// What came of it.
+    pub(crate) fn note(&mut self, copied: &Copied) {
+        if copied.again > copied.early_frames / 2 {
+            self.rest = REST;
+        }
+    }
+}
+
+/// What of an epoch is in the staging area.
+#[derive(Debug, Default)]
+pub(crate) struct Copied {
+    /// Copied before the pause, ascending, each with the number of frames before it.
+    early: Vec<(FrameRun, u64)>,
+    early_frames: u64,
+    /// Copied in the pause behind those.
+    late: Vec<FrameRun>,
+    late_frames: u64,
+    /// Of the early ones, copied once more in the pause.
+    again: u64,
+    /// Of the late ones, those that had no room and are in the file.
+    written: u64,
+}
+
+impl Copied {
+    /// Copies `early` while the guest runs; it must fit.
+    pub(crate) fn before_pause(
+        guest: &dyn Guest,
+        staging: &mut Staging,
+        early: &Epoch,
+    ) -> Result<Self, Cause> {
+        let mut copied = Self::default();
+        for run in early.runs() {
+            copied.early.push((run, copied.early_frames));
+            copied.early_frames += run.count;
+        }
+        staging.copy_to(0, guest.ram(), early.runs())?;
+        Ok(copied)
+    }
+
+    /// In the pause: copies what changed since, ascending. Where there is no room, what was copied goes into the file first.
+    pub(crate) fn in_pause(
+        &mut self,
+        guest: &dyn Guest,
+        staging: &mut Staging,
+        file: &mut EpochWriter,
+        changed: impl Iterator<Item = FrameRun>,
+    ) -> Result<(), Cause> {
+        let ram = guest.ram();
+        let mut new = Vec::new();
+        for run in changed {
+            self.renew(run, ram, staging, &mut new)?;
+        }
+        self.late_frames = frames(&new);
+        if self.early_frames + self.late_frames > staging.frames() {
+            let early = std::mem::take(&mut self.early);
+            let runs = early.iter().map(|(run, _)| *run);
+            file.frames(runs, staging.from(0, self.early_frames), false)?;
+            // The area is free for them, but they were in the epoch.
+            self.written = self.early_frames;
+            let mut rest = batches(&new, staging.frames()).peekable();
+            while let Some(batch) = rest.next() {
+                staging.copy_to(0, ram, batch.iter().copied())?;
+                if rest.peek().is_none() {
+                    self.late = batch;
+                    break;
+                }
+                file.frames(batch.iter().copied(), staging.from(0, frames(&batch)), false)?;
+            }
+            return Ok(());
+        }
+        staging.copy_to(self.early_frames, ram, new.iter().copied())?;
+        self.late = new;
+        Ok(())
+    }
+
+    /// Copies to its place what of `run` was copied before the pause; the rest goes to `new`.
+    fn renew(
+        &mut self,
+        run: FrameRun,
+        ram: &GuestRam,
+        staging: &mut Staging,
+        new: &mut Vec<FrameRun>,
+    ) -> Result<(), Cause> {
+        let mut at = run.start;
+        let mut next = self.early.partition_point(|(early, _)| early.end() <= at);
+        while at < run.end() {
+            let until = |end: Gfn| FrameRun { start: at, count: end.min(run.end()).0 - at.0 };
+            let part = match self.early.get(next) {
+                Some((early, before)) if early.start <= at => {
+                    let part = until(early.end());
+                    staging.copy_to(before + (at.0 - early.start.0), ram, [part].into_iter())?;
+                    self.again += part.count;
+                    next += 1;
+                    part
+                }
+                Some((early, _)) => {
+                    new.push(until(early.start));
+                    until(early.start)
+                }
+                None => {
+                    new.push(until(run.end()));
+                    until(run.end())
+                }
+            };
+            at = part.end();
+        }
+        Ok(())
+    }
+
+    /// What is left in the area: runs, and where the copy of the first begins, in frames.
+    pub(crate) fn left(&self) -> [(Vec<FrameRun>, u64); 2] {
+        let early: Vec<FrameRun> = self.early.iter().map(|(run, _)| *run).collect();
+        let at = if self.early.is_empty() { 0 } else { self.early_frames };
+        [(early, 0), (self.late.clone(), at)]
+    }
+
+    /// Frames for which there should have been room at once.
+    pub(crate) fn staged(&self) -> u64 {
+        self.early_frames + self.late_frames
+    }
+
+    /// Frames that were copied in the pause.
+    pub(crate) fn copied_in_pause(&self) -> u64 {
+        self.again + self.late_frames + self.written
+    }
+}
+
+fn frames(runs: &[FrameRun]) -> u64 {
+    runs.iter().map(|run| run.count).sum()
+}
+
+#[cfg(all(test, feature = "testing"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::VmId;
+    use crate::staging::StagingLimits;
+    use crate::testing::{MemoryConfig, MemoryGuest};
+    use dirty_tracker::PAGE_SIZE;
+    use vm_memory::{Bytes, GuestAddress};
+
+    fn byte_of(guest: &MemoryGuest, gfn: u64) -> u8 {
+        guest.ram().read_obj(GuestAddress(gfn * PAGE_SIZE)).unwrap()
+    }
+
+    proptest! {
+        /// Against a map of frames: each that changed is there once, as it is in the pause.
+        #[test]
+        fn what_is_left_to_write_is_what_changed_as_it_is_now(
+            early in prop::collection::btree_set(0u64..300, 0..120),
+            late in prop::collection::btree_set(0u64..300, 0..120),
+        ) {
+            let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+            let limits = StagingLimits { first_bytes: 300 * PAGE_SIZE, most_bytes: 300 * PAGE_SIZE };
+            let mut staging = Staging::new(limits);
+            let mut subscription = guest.subscribe("test").unwrap();
+            early.iter().for_each(|gfn| guest.write(Gfn(*gfn), &[1]).unwrap());
+            guest.collect().unwrap();
+            let before = subscription.drain();
+            let mut copied = Copied::before_pause(&*guest, &mut staging, &before).unwrap();
+            late.iter().for_each(|gfn| guest.write(Gfn(*gfn), &[2]).unwrap());
+            guest.collect().unwrap();
+            let since = subscription.drain();
+            let mut new = Vec::new();
+            for run in since.runs() {
+                copied.renew(run, guest.ram(), &mut staging, &mut new).unwrap();
+            }
+            copied.late_frames = frames(&new);
+            staging.copy_to(copied.early_frames, guest.ram(), new.iter().copied()).unwrap();
+            copied.late = new;
+            let mut found = BTreeMap::new();
+            for (runs, at) in copied.left() {
+                let contents = staging.from(at, frames(&runs));
+                let gfns = runs.iter().flat_map(|run| run.frames());
+                for (gfn, page) in gfns.zip(contents.chunks_exact(PAGE_SIZE as usize)) {
+                    prop_assert_eq!(page[0], byte_of(&guest, gfn.0), "frame {}", gfn.0);
+                    prop_assert!(found.insert(gfn.0, page[0]).is_none(), "frame {} twice", gfn.0);
+                }
+            }
+            let wanted: Vec<u64> = early.union(&late).copied().collect();
+            prop_assert_eq!(found.into_keys().collect::<Vec<_>>(), wanted);
+            prop_assert_eq!(copied.again as usize, early.intersection(&late).count());
+            before.commit();
+            since.commit();
+        }
+    }
+
+    #[test]
+    fn who_writes_the_same_again_is_copied_in_the_pause_for_a_while() {
+        let mut ways = Ways::new(u64::MAX);
+        assert!(!ways.before_pause(LEAST - 1, 1 << 20));
+        assert!(!ways.before_pause(1000, 1999));
+        assert!(ways.before_pause(1000, 2000));
+        ways.note(&Copied { early_frames: 1000, again: 500, ..Copied::default() });
+        assert!(ways.before_pause(1000, 2000));
+        ways.note(&Copied { early_frames: 1000, again: 501, ..Copied::default() });
+        let paid = (0..100).map(|_| ways.before_pause(1000, 2000)).take_while(|pays| !pays).count();
+        assert_eq!(paid, REST as usize);
+    }
+}
