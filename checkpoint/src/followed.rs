@@ -136,9 +136,10 @@ pub(crate) fn copy_ahead(
                 changed.give_back();
                 continue;
             }
-            let mut runs: Vec<FrameRun> = changed.runs().collect();
+            let of = (&*drive.file, drive.head.bytes);
+            let runs = without_holes(changed.runs(), drive.object, of, file);
             ahead.passes.push(changed);
-            drive.leave_out_holes(&mut runs, file)?;
+            let runs = runs.map_err(failed(&drive.head.id))?;
             drive.copy_running(&runs, staging, file, false)?;
             tracing::debug!(blocks, disk = drive.head.id, "copied while the guest ran");
             *before = (blocks <= last / 4 * 3).then_some(blocks);
@@ -162,31 +163,29 @@ pub(crate) fn due_ahead(drives: &mut [Followed]) -> u64 {
     drives.iter_mut().map(due).sum()
 }
 
-impl Followed {
-    /// Notes as zeros, unread, what of long runs are holes: a guest that discards all that it does not use makes terabytes of them. What
-    /// it writes there meanwhile is marked again.
-    fn leave_out_holes(
-        &self,
-        runs: &mut Vec<FrameRun>,
-        file: &mut EpochWriter,
-    ) -> Result<(), Cause> {
-        if runs.iter().all(|run| run.count <= LIVE_BLOCKS) {
-            return Ok(());
+/// Notes as zeros, unread, what of long runs of a drive of `bytes` are holes in its file: a guest that discards all that it does not use makes
+/// terabytes of them. The other blocks. What the guest writes there meanwhile is marked again.
+fn without_holes(
+    runs: impl Iterator<Item = FrameRun>,
+    object: u16,
+    (from, bytes): (&File, u64),
+    to: &mut EpochWriter,
+) -> io::Result<Vec<FrameRun>> {
+    let mut left = Vec::new();
+    for run in runs {
+        if run.count <= LIVE_BLOCKS {
+            left.push(run);
+            continue;
         }
-        let Self { object, head, file: from, .. } = self;
-        for run in std::mem::take(runs) {
-            if run.count <= LIVE_BLOCKS {
-                runs.push(run);
-                continue;
-            }
-            let data = data_within(from, run, head.bytes).map_err(failed(&head.id))?;
-            let gaps: FrameSet = data.iter().copied().collect();
-            gaps.gaps(run).for_each(|gap| file.zeros(of_object(*object, gap)));
-            runs.extend(data);
-        }
-        Ok(())
+        let data = data_within(from, run, bytes)?;
+        let there: FrameSet = data.iter().copied().collect();
+        there.gaps(run).for_each(|gap| to.zeros(of_object(object, gap)));
+        left.extend(data);
     }
+    Ok(left)
+}
 
+impl Followed {
     fn copy_running(
         &self,
         runs: &[FrameRun],
@@ -264,18 +263,21 @@ impl Stood {
         to: &mut EpochWriter,
     ) -> Result<(), Cause> {
         let Self { object, id, changed, copied, early, contents, .. } = self;
-        let in_memory = (blocks * PAGE_SIZE).min(*room as u64 / PAGE_SIZE * PAGE_SIZE);
-        *room -= in_memory as usize;
-        contents.resize(in_memory as usize, 0);
+        let all = window(changed.runs(), 0, blocks);
+        let data = without_holes(all, *object, (from, bytes), to).map_err(failed(id))?;
+        let stored: u64 = data.iter().map(|run| run.count).sum();
+        let in_memory = stored.min(*room as u64 / PAGE_SIZE);
+        *room -= (in_memory * PAGE_SIZE) as usize;
+        // Not touched before it is needed.
+        *contents = vec![0; (in_memory * PAGE_SIZE) as usize];
         let mut rest = &mut contents[..];
-        for run in window(changed.runs(), 0, in_memory / PAGE_SIZE) {
+        for run in window(data.iter().copied(), 0, in_memory) {
             let (now, later) = std::mem::take(&mut rest).split_at_mut(run.bytes() as usize);
             read_blocks(from, bytes, run.start, now).map_err(failed(id))?;
             early.push(run);
             rest = later;
         }
-        let beyond = window(changed.runs(), in_memory / PAGE_SIZE, blocks - in_memory / PAGE_SIZE);
-        let mut piece = Vec::new();
+        let (beyond, mut piece) = (window(data.into_iter(), in_memory, u64::MAX), Vec::new());
         for run in beyond.flat_map(|run| run.chunks(LIVE_BLOCKS)) {
             piece.resize(run.bytes() as usize, 0);
             read_blocks(from, bytes, run.start, &mut piece).map_err(failed(id))?;

@@ -38,7 +38,7 @@ fn whichever_epoch(test: &str, checkers: &str, restored: usize) {
         "{have} epochs have {} blocks of the disk",
         epochs[1..].iter().map(blocks).sum::<u64>()
     );
-    assert!(epochs.len() == 100 && have > 5, "{have}: {epochs:?}");
+    assert!(epochs.len() == 100 && have > 2, "{have}: {epochs:?}");
     thread::sleep(Duration::from_millis(300));
     let kept = &epochs[epochs.len() - KEPT..];
     // The last first: a disk that is newer than memory would be as wrong as one that is older.
