@@ -458,7 +458,7 @@ impl Checkpointer {
         crew.commit(file.finish(), *bounds);
         (chain.last, chain.since) = (Some(epoch), taken.resumed);
         if taken.staged > 0 {
-            cost.note(taken.pause, taken.in_pause);
+            cost.note(taken.pause, taken.in_pause, taken.staged);
         }
         if taken.staged > staging.frames() {
             let (frames, staged) = (taken.staged, staging.frames());

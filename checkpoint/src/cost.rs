@@ -21,23 +21,34 @@ pub(crate) struct CopyCost {
     least: Duration,
     /// Of each frame, beyond that, in the last one that had many.
     frame: Duration,
+    /// Of the frames that had changed, one in so many was copied in the pause of the last one; the others before it.
+    one_in: u64,
 }
 
+/// Fewer frames say little of what one costs.
+const MANY: u64 = 64;
+/// However few were copied in one pause, it may be as large a part of them in the next.
+const MOST_BEFORE: u64 = 16;
+
 impl CopyCost {
-    pub(crate) fn note(&mut self, pause: Duration, frames: u64) {
+    /// A pause in which `copied` frames were copied, of an epoch of `changed`.
+    pub(crate) fn note(&mut self, pause: Duration, copied: u64, changed: u64) {
         if self.least.is_zero() || pause < self.least {
             self.least = pause;
         }
-        if let Ok(many @ 64..) = u32::try_from(frames) {
-            self.frame = (pause - self.least) / many;
+        match u32::try_from(copied) {
+            Ok(many) if copied >= MANY => self.frame = (pause - self.least) / many,
+            // What one pause has said by chance is not believed for ever.
+            _ => self.frame -= self.frame / 8,
         }
+        self.one_in = (changed / copied.max(1)).clamp(1, MOST_BEFORE);
     }
 
-    /// How many frames a pause of `most` has room for, if that is known and there is any.
+    /// How many frames may have changed for a pause of `most`, if that is known and there may be any.
     pub(crate) fn fit(&self, most: Duration) -> Option<u64> {
         let room = most.checked_sub(self.least)?.as_nanos();
         let frames = room.checked_div(self.frame.as_nanos())?;
-        Some(u64::try_from(frames).unwrap_or(u64::MAX))
+        Some(u64::try_from(frames).unwrap_or(u64::MAX).saturating_mul(self.one_in))
     }
 }
 
@@ -58,5 +69,38 @@ impl AheadCost {
     /// How long it will take for so many.
     pub(crate) fn of(&self, blocks: u64) -> Duration {
         self.block.saturating_mul(u32::try_from(blocks).unwrap_or(u32::MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const US: Duration = Duration::from_micros(1);
+
+    #[test]
+    fn what_is_copied_before_the_pause_does_not_count() {
+        let mut cost = CopyCost::default();
+        assert_eq!(cost.fit(2000 * US), None, "nothing is known");
+        cost.note(400 * US, 0, 0);
+        assert_eq!(cost.fit(2000 * US), None);
+        cost.note(1400 * US, 1000, 1000);
+        assert_eq!(cost.fit(2400 * US), Some(2000));
+        cost.note(500 * US, 100, 1000);
+        assert_eq!(cost.fit(2400 * US), Some(20_000));
+        cost.note(500 * US, 100, 1_000_000);
+        assert_eq!(cost.fit(2400 * US), Some(2000 * MOST_BEFORE));
+        assert_eq!(cost.fit(300 * US), None, "no pause is so short");
+    }
+
+    #[test]
+    fn one_late_pause_is_forgotten_although_few_are_copied_from_then_on() {
+        let mut cost = CopyCost::default();
+        cost.note(400 * US, 0, 0);
+        cost.note(1400 * US, 64, 250);
+        let fits = |cost: &CopyCost| cost.fit(2000 * US).unwrap_or(u64::MAX);
+        assert!(fits(&cost) < 1000);
+        (0..40).for_each(|_| cost.note(430 * US, 30, 250));
+        assert!(fits(&cost) > 10_000, "{}", fits(&cost));
     }
 }

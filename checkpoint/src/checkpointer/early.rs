@@ -10,12 +10,14 @@ impl Checkpointer {
     /// has room. `None` before the first one.
     pub(crate) fn most_changed(&self, max_pause: Duration) -> Option<u64> {
         self.chain.as_ref()?;
-        let copied = match self.shield.is_used() {
+        let room = self.staging.frames();
+        let most = match self.shield.is_used() {
             // What is copied behind the guest's back is not in the pause.
-            true => None,
-            false => self.cost.fit(max_pause),
+            true => room,
+            // More than half are not copied before it.
+            false => self.cost.fit(max_pause).unwrap_or(u64::MAX).min(room / 3 * 2),
         };
-        Some((copied.unwrap_or(u64::MAX).min(self.staging.frames()) / 4 * 3).max(1))
+        Some((most / 4 * 3).max(1))
     }
 
     /// How many frames will have changed since the last epoch when the guest stands for one that is begun now; `None` if nobody knows.

@@ -259,6 +259,10 @@ impl memory::Owner for LateOwner {
     fn has_ended(&self) -> bool {
         self.status.state() == RunState::Stopped
     }
+
+    fn runs(&self) -> bool {
+        self.status.state() == RunState::Running
+    }
 }
 
 impl Vm for Machine {

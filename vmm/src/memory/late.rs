@@ -22,6 +22,10 @@ use super::userfault::Userfault;
 const BEHIND: u64 = 64;
 /// Frames that are fetched with one that is touched: neighbours are touched next.
 const AROUND: u64 = 16;
+/// How long at most nothing is fetched but what is touched, before the guest runs: who builds it needs the processors.
+const HEAD_START: Duration = Duration::from_millis(100);
+/// How often it is looked whether it runs.
+const LOOK: Duration = Duration::from_micros(500);
 /// How many places where the guest touched frames first are kept.
 const MOST_TOUCHED: usize = 1 << 16;
 
@@ -32,6 +36,9 @@ pub(crate) trait Owner: Send {
 
     /// Whether it has ended: its vCPUs stand, and its devices as far as they can.
     fn has_ended(&self) -> bool;
+
+    /// Whether it runs.
+    fn runs(&self) -> bool;
 }
 
 /// The fetching of one guest's memory. Dropping it ends it: frames that have not come never will.
@@ -207,13 +214,19 @@ impl Fetcher {
         let since = Instant::now();
         let mut faults: Vec<u64> = Vec::new();
         let mut first = self.backlog.first().to_vec().into_iter();
+        let mut awaited = true;
         while !self.shared.over.load(Ordering::Acquire) {
-            if let Err(e) = self.shared.userfault.faults(Duration::ZERO, &mut faults) {
+            awaited &= !self.owner.runs() && since.elapsed() < HEAD_START;
+            let limit = if awaited { LOOK } else { Duration::ZERO };
+            if let Err(e) = self.shared.userfault.faults(limit, &mut faults) {
                 self.lose(format!("reading faults: {e}"));
                 break;
             }
             if !faults.is_empty() {
                 faults.drain(..).for_each(|address| self.touched(address));
+                continue;
+            }
+            if awaited {
                 continue;
             }
             let behind = self.shared.lock().left.first();

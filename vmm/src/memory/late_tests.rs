@@ -92,6 +92,10 @@ impl Owner for Told {
     fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Relaxed)
     }
+
+    fn runs(&self) -> bool {
+        true
+    }
 }
 
 fn ways() -> impl Iterator<Item = MemoryOptions> {
