@@ -533,7 +533,7 @@ proptest! {
     }
 }
 
-/// Of each bit of an archive with drives, turned over, and of files cut anywhere, nothing is restored, and no drive is written to; nor is what
+/// Of an archive with drives in which a bit is turned over, and of one that is cut, nothing is restored, and no drive is written to; nor is what
 /// checks out and makes no sense.
 #[test]
 fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {

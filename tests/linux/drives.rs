@@ -100,11 +100,11 @@ fn a_guest_that_is_checkpointed_moves_and_neither_loses_anything() {
         let newest = || Some(Store::open(&store).ok()?.epochs().ok()?.last()?.epoch);
         tests::wait_for("epochs", SOON, || newest().filter(|epoch| *epoch > 10));
         let mut echo = story.echo();
-        let begun = newest();
+        let begun = tests::wait_for("an epoch", SOON, newest);
         let (_, old) = story.move_on_leaving_disk(&mut echo);
         let taken = taking.join().expect("the command ran");
         let said = String::from_utf8_lossy(&taken.stderr);
-        let last = newest();
+        let last = tests::wait_for("the last epoch", SOON, newest);
         eprintln!(
             "{time}: epoch {begun:?} when it was to move, {last:?} the last, of {}",
             epochs_of(&taken).len()
