@@ -2,10 +2,14 @@
 //! tracking mode.
 
 mod bitmap;
+mod manual;
 mod ring;
+mod userfault_wp;
 
 pub use bitmap::BitmapSource;
+pub use manual::ManualSource;
 pub use ring::RingSource;
+pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;
 
