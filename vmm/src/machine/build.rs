@@ -97,6 +97,8 @@ impl Machine {
             }
         }
         let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
+        #[cfg(feature = "broken-source")]
+        let source = source.map(|source| broken(source, &memory, host));
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
         let com1 = Com1::new(vm.clone(), sink);
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
@@ -335,6 +337,20 @@ fn dirty_source(
             let why = format!("tracking mode {other} is not known to the kvm backend");
             Err(MachineError::Config(why))
         }
+    }
+}
+
+/// For the tests of the tests.
+#[cfg(feature = "broken-source")]
+fn broken(
+    source: Box<dyn DirtySource>,
+    memory: &Memory,
+    host: &HostConfig,
+) -> Box<dyn DirtySource> {
+    use crate::sources::BrokenSource;
+    match host.loses_one_in {
+        Some(one_in) => Box::new(BrokenSource::new(source, memory.tracker(), one_in)),
+        None => source,
     }
 }
 
