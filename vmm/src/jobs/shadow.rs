@@ -267,7 +267,10 @@ impl Looker {
         report.missed_frames += missed.len() as u64;
         let room = NAMED.saturating_sub(report.missed.len());
         report.missed.extend(missed.iter().take(room));
-        tracing::error!("{} frames changed and were not reported: {}", missed.len(), names(missed));
+        // The rest is counted.
+        if room > 0 {
+            tracing::error!("{} frames changed unreported: {}", missed.len(), names(missed));
+        }
     }
 }
 
