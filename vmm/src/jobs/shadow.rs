@@ -226,7 +226,7 @@ impl Looker {
         epoch.commit();
         self.report.looks += 1;
         self.report.reported_frames += reported.frames();
-        for gfn in reported.iter().flat_map(|run| run.frames().collect::<Vec<_>>()) {
+        for gfn in reported.iter().flat_map(FrameRun::frames) {
             self.report.unchanged_frames += u64::from(!self.has_changed(gfn)?);
         }
         let mut others = FrameSet::default();
@@ -240,7 +240,7 @@ impl Looker {
             }
         }
         let mut missed = Vec::new();
-        for gfn in others.iter().flat_map(|run| run.frames().collect::<Vec<_>>()) {
+        for gfn in others.iter().flat_map(FrameRun::frames) {
             if !reported.contains(gfn) && self.has_changed(gfn)? {
                 missed.push(gfn);
             }

@@ -43,7 +43,7 @@ impl DirtySource for BrokenSource {
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
         let collected = self.inner.collect(&self.seen)?;
         let epoch = self.subscription.drain();
-        for start in epoch.runs().flat_map(|run| run.frames().collect::<Vec<_>>()) {
+        for start in epoch.runs().flat_map(FrameRun::frames) {
             self.reported += 1;
             // The layouts are the same.
             if self.reported % self.one_in != 0
