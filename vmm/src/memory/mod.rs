@@ -11,6 +11,7 @@ mod populated;
 mod preparing;
 mod shield;
 mod userfault;
+mod watch;
 
 use std::io;
 use std::sync::Arc;
@@ -30,6 +31,7 @@ use preparing::Preparing;
 pub(crate) use shield::Kept;
 use shield::MemoryShield;
 pub(crate) use userfault::Userfault;
+pub(crate) use watch::WriteWatch;
 
 /// Why there is no guest memory.
 #[derive(Debug, thiserror::Error)]

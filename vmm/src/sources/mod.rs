@@ -2,10 +2,18 @@
 //! tracking mode.
 
 mod bitmap;
+#[cfg(feature = "broken-source")]
+mod broken;
+mod manual;
 mod ring;
+mod userfault_wp;
 
 pub use bitmap::BitmapSource;
+#[cfg(feature = "broken-source")]
+pub use broken::BrokenSource;
+pub use manual::ManualSource;
 pub use ring::RingSource;
+pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;
 
