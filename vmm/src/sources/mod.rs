@@ -2,10 +2,14 @@
 //! tracking mode.
 
 mod bitmap;
+mod diverted;
 mod ring;
+mod sets;
 
 pub use bitmap::BitmapSource;
+pub(crate) use diverted::Diverted;
 pub use ring::RingSource;
+pub(crate) use sets::{FlatSet, FrameSink, ListSet, SharedSink};
 
 use std::time::Instant;
 
