@@ -29,17 +29,30 @@ pub enum TrackingMode {
     DirtyBitmap,
     /// No tracking: neither checkpoints nor migration.
     None,
+    // Stored configurations know a mode by its place here: new ones come last.
+    /// `KVM_GET_DIRTY_LOG` that reads alone, and `KVM_CLEAR_DIRTY_LOG` for what it found.
+    DirtyBitmapManual,
+    /// Asynchronous write protection of userfaultfd, and `PAGEMAP_SCAN`: what the host's page tables know.
+    UserfaultWp,
 }
 
 impl TrackingMode {
     /// Every mode, for help texts and tests.
-    pub const ALL: &[TrackingMode] = &[Self::DirtyRing, Self::DirtyBitmap, Self::None];
+    pub const ALL: &[TrackingMode] = &[
+        Self::DirtyRing,
+        Self::DirtyBitmap,
+        Self::DirtyBitmapManual,
+        Self::UserfaultWp,
+        Self::None,
+    ];
 
     /// The mode's name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::DirtyRing => "dirty-ring",
             Self::DirtyBitmap => "dirty-bitmap",
+            Self::DirtyBitmapManual => "dirty-bitmap-manual",
+            Self::UserfaultWp => "userfault-wp",
             Self::None => "none",
         }
     }
@@ -53,7 +66,10 @@ impl fmt::Display for TrackingMode {
 
 /// A tracking mode that does not exist: what was asked for.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("there is no tracking mode \"{0}\"; there are dirty-ring, dirty-bitmap and none")]
+#[error(
+    "there is no tracking mode \"{0}\"; there are dirty-ring, dirty-bitmap, dirty-bitmap-manual, \
+     userfault-wp and none"
+)]
 pub struct UnknownMode(pub String);
 
 impl FromStr for TrackingMode {

@@ -53,6 +53,7 @@ pub fn diagnose() -> Diagnosis {
         huge_pages(),
         pagemap(),
         userfaultfd(),
+        userfault_wp(),
         clock_source(),
         seccomp(),
         landlock(),
@@ -155,6 +156,20 @@ fn userfaultfd() -> Finding {
             &format!(
                 "{e}: a checkpoint's pause grows with what changed, some 0.2 ms for each MiB; it wants Linux 6.4, and \
                  root, vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
+            ),
+        ),
+    }
+}
+
+fn userfault_wp() -> Finding {
+    const NAME: &str = "userfaultfd, asynchronous";
+    match Userfault::open_async() {
+        Ok(_) => present(NAME, "write protection that tells of writes".into(), ""),
+        Err(e) => missing(
+            NAME,
+            &format!(
+                "{e}: --tracking userfault-wp is refused; it wants Linux 6.7, and root, \
+                 vm.unprivileged_userfaultfd=1 or /dev/userfaultfd"
             ),
         ),
     }

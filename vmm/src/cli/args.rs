@@ -202,7 +202,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "", requires = "kernel",
           conflicts_with = "guest")]
     pub(crate) balloon: Option<BalloonConfig>,
-    /// How writes are tracked: dirty-ring, dirty-bitmap or none
+    /// How writes are tracked: dirty-ring, dirty-bitmap, dirty-bitmap-manual, userfault-wp or none
     #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]
     pub(crate) tracking: TrackingMode,
     /// Entries of each vCPU's dirty ring, a power of two

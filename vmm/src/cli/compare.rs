@@ -169,7 +169,8 @@ impl Target {
     }
 
     fn write(mut self, text: &str) -> Result<(), Failure> {
-        let written = self.file.write_all(text.as_bytes()).and_then(|()| self.file.as_file().sync_all());
+        let written =
+            self.file.write_all(text.as_bytes()).and_then(|()| self.file.as_file().sync_all());
         let put = written.and_then(|()| self.file.persist(&self.path).map_err(|e| e.error));
         put.map(drop).map_err(|e| {
             Failure::error(format_args!("{} cannot be written: {e}", self.path.display()))

@@ -379,6 +379,8 @@ mod tests {
         wait(&slots, |s| s.stops > 0 && s.logging == [false, false]);
         let _subscription = collector.subscribe("second").unwrap();
         assert_eq!(slots.lock().unwrap().logging, [true, true]);
-        assert_eq!(collector.collect().unwrap().frames, 2);
+        // Once, and once more for each collection of its own until then.
+        let frames = collector.collect().unwrap().frames;
+        assert!(frames >= 2 && frames.is_multiple_of(2), "{frames}");
     }
 }

@@ -306,6 +306,8 @@ impl Bench {
                 let entry = size_of::<RingEntry>() + size_of::<DirtyFrame>();
                 u64::from(config.vcpus) * u64::from(config.ring_entries) * entry as u64
             }
+            // All that it knows is in the page tables.
+            TrackingMode::UserfaultWp => 0,
             // KVM has two of each slot; ours is as large as the largest.
             _ => slots().map(bitmap).sum::<u64>() * 2 + slots().map(bitmap).max().unwrap_or(0),
         };

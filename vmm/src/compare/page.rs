@@ -19,7 +19,8 @@ struct Picture {
 impl Report {
     /// The page: HTML that is XML too.
     pub fn html(&self) -> String {
-        let mut out = String::from("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"/>");
+        let mut out =
+            String::from("<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"/>");
         let _ = write!(
             out,
             "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/><title>Driftline compare, {}</title><style>\n{STYLE}{PAGE_STYLE}</style></head><body><main>",
@@ -220,7 +221,8 @@ impl Report {
     /// One for each guest.
     fn pauses(&self, mem_bytes: u64) -> impl Iterator<Item = Picture> {
         let ways = self.ways();
-        let groups = self.groups().filter(move |g| g.first().is_some_and(|r| r.mem_bytes == mem_bytes));
+        let groups =
+            self.groups().filter(move |g| g.first().is_some_and(|r| r.mem_bytes == mem_bytes));
         groups.filter_map(move |rows| {
             let row = |row: &CellReport| {
                 // No tracking has the last colour, which no way has.
@@ -281,7 +283,9 @@ const COLUMNS: [Column; 15] = [
     ("pause", |f| f.pause_us.map(time)),
     ("page visits/s", |f| f.writes_per_s.map(|s| ranged(s, |v| format!("{v:.0}")))),
     ("slow-down, %", |f| f.slow_down_percent.map(|s| ranged(s, |v| format!("{v:.1}")))),
-    ("vCPU time a visit, ns", |f| f.vcpu_cpu_per_write_ns.map(|s| ranged(s, |v| format!("{v:.0}")))),
+    ("vCPU time a visit, ns", |f| {
+        f.vcpu_cpu_per_write_ns.map(|s| ranged(s, |v| format!("{v:.0}")))
+    }),
     ("host CPU, %", |f| f.host_cpu_percent.map(|s| ranged(s, |v| format!("{v:.1}")))),
     ("ring full, exits/s", |f| f.ring_full_exits_per_s.map(|s| ranged(s, |v| format!("{v:.0}")))),
     ("ring full, ms/s", |f| f.ring_full_ms_per_s.map(|s| ranged(s, |v| format!("{v:.1}")))),
@@ -345,7 +349,8 @@ fn table(out: &mut String, rows: &[CellReport]) {
         out.push_str("</tr>");
         if !why.is_empty() {
             let span = COLUMNS.len() + 5;
-            let _ = write!(out, "<tr><td class=\"why\" colspan=\"{span}\">{}</td></tr>", escape(why));
+            let _ =
+                write!(out, "<tr><td class=\"why\" colspan=\"{span}\">{}</td></tr>", escape(why));
         }
     }
     out.push_str("</tbody></table></div>");
@@ -369,7 +374,10 @@ mod tests {
         }
         let elsewhere = page.replace("http://www.w3.org/2000/svg", "");
         assert!(!elsewhere.contains("http"), "no address but a name space's");
-        assert!(page.contains("&lt;i&gt;a host&lt;/i&gt; &amp; its KVM"), "what is not ours is escaped");
+        assert!(
+            page.contains("&lt;i&gt;a host&lt;/i&gt; &amp; its KVM"),
+            "what is not ours is escaped"
+        );
         for finding in &report.findings {
             assert!(page.contains(&escape(finding)));
         }

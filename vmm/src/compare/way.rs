@@ -7,6 +7,7 @@ use dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
 use crate::kvm::Capabilities;
+use crate::memory::Userfault;
 
 /// What a set of dirty frames is kept in until somebody takes it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
@@ -99,6 +100,12 @@ impl Way {
             (TrackingMode::DirtyRing, Some((_, most))) if most < entries => Some(format!(
                 "this host's KVM has no dirty rings of {entries} entries, but of {most} at most"
             )),
+            (TrackingMode::DirtyBitmapManual, _) if capabilities.manual_dirty_log().is_none() => {
+                Some("this host's KVM reprotects while it reads (no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)".to_owned())
+            }
+            (TrackingMode::UserfaultWp, _) => Userfault::open_async().err().map(|e| {
+                format!("this host has no asynchronous write protection of userfaultfd: {e}")
+            }),
             _ => None,
         }
     }

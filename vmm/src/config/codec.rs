@@ -7,6 +7,7 @@
 //! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor, then the virtio devices |
 //! | 3 | those; the processor has its registers of features and its TSC's frequency at its end |
 //! | 4 | those; a disk has its block and its identity at its end |
+//! | 5 | those; written only of a guest that is tracked by `dirty-bitmap-manual` or `userfault-wp`, which older ones do not know |
 
 use std::path::PathBuf;
 
@@ -20,8 +21,10 @@ use super::{
     MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, NetConfig, VsockConfig, devices,
 };
 
-/// What is written; older ones are read.
-const VERSION: u16 = 4;
+/// The newest that is written; older ones are read.
+const VERSION: u16 = 5;
+/// Written where it says the same.
+const BEFORE_NEW_MODES: u16 = 4;
 const WHAT: &str = "the guest's configuration";
 
 /// Version 1.
@@ -153,8 +156,14 @@ fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 impl MachineConfig {
     /// The configuration as `Guest::config` hands it out. It must have passed [`Self::check`].
     pub fn encode(&self) -> Vec<u8> {
+        let version = match self.tracking {
+            TrackingMode::DirtyRing | TrackingMode::DirtyBitmap | TrackingMode::None => {
+                BEFORE_NEW_MODES
+            }
+            _ => VERSION,
+        };
         // Only a path that is not UTF-8 can fail here, and no guest is started with one.
-        postcard::to_stdvec(&(VERSION, self)).unwrap_or_default()
+        postcard::to_stdvec(&(version, self)).unwrap_or_default()
     }
 
     /// Reads what [`Self::encode`] wrote, here or elsewhere, and checks it.
@@ -166,7 +175,7 @@ impl MachineConfig {
             1 => whole::<V1>(rest).map(Self::from),
             2 => whole::<V2>(rest).map(Self::from),
             3 => whole::<V3>(rest).map(Self::from),
-            VERSION => whole(rest),
+            BEFORE_NEW_MODES | VERSION => whole(rest),
             _ => {
                 let why =
                     format!("it has version {version}, and this is written for version {VERSION}");
@@ -365,6 +374,21 @@ mod tests {
         }
     }
 
+    /// The bytes of version 5, for ever: those of version 4, with modes that it lacks.
+    #[test]
+    fn the_bytes_of_version_5_stay_as_they_are() {
+        for (tracking, byte) in
+            [(TrackingMode::DirtyBitmapManual, 3), (TrackingMode::UserfaultWp, 4)]
+        {
+            let config = MachineConfig { tracking, ..payload() };
+            let mut bytes = payload().encode();
+            assert_eq!(bytes[..7], *b"\x04\x80\x80\x80\x20\x02\x00");
+            (bytes[0], bytes[6]) = (5, byte);
+            assert_eq!(config.encode(), bytes);
+            assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
+        }
+    }
+
     #[test]
     fn devices_are_checked_by_name() {
         let refused = |devices: Vec<DeviceConfig>| {
@@ -421,8 +445,8 @@ mod tests {
         let mut bytes = payload().encode();
         bytes.extend([0; 3]);
         assert!(refused(&bytes).contains("3 bytes follow its end"));
-        bytes[0] = 5;
-        assert!(refused(&bytes).contains("it has version 5, and this is written for version 4"));
+        bytes[0] = 6;
+        assert!(refused(&bytes).contains("it has version 6, and this is written for version 5"));
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));
     }

@@ -53,7 +53,7 @@ const ASKED: &[(&str, u32, Need)] = &[
     (
         "MANUAL_DIRTY_LOG_PROTECT2",
         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
-        Need::Optional("dirty-bitmap reprotects while it reads"),
+        Need::Optional("--tracking dirty-bitmap-manual is refused; dirty-bitmap remains"),
     ),
     ("XSAVE", KVM_CAP_XSAVE, Need::Optional("vector registers are not saved")),
     ("XSAVE2", KVM_CAP_XSAVE2, Need::Optional("at most 4096 bytes of XSAVE state are saved")),
@@ -125,6 +125,13 @@ impl Capabilities {
         })
     }
 
+    /// The flags with which reading bitmaps and reprotecting frames become two calls; `None` where they are one.
+    pub fn manual_dirty_log(&self) -> Option<u32> {
+        let known = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
+        let flags = self.value(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) as u32 & known;
+        (flags & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE != 0).then_some(flags)
+    }
+
     /// How a guest's writes are best tracked here: with dirty rings of `entries` entries, or without
     /// where the kernel has none as large.
     pub fn best_tracking(&self, entries: u32) -> TrackingMode {
@@ -160,6 +167,12 @@ mod tests {
         assert_eq!(with(1 << 20).best_tracking(65_536), TrackingMode::DirtyRing);
         assert_eq!(with(1 << 20).best_tracking(131_072), TrackingMode::DirtyBitmap);
         assert_eq!(with(0).best_tracking(1), TrackingMode::DirtyBitmap);
+    }
+
+    #[test]
+    fn of_manual_protection_only_what_is_known_is_asked_for() {
+        let with = |flags: i32| Capabilities::from_answers(|_| flags).manual_dirty_log();
+        assert_eq!([0, 1, 2, 3, 7].map(with), [None, Some(1), None, Some(3), Some(3)]);
     }
 
     #[test]

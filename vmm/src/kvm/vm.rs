@@ -7,12 +7,13 @@ use dirty_tracker::{Slot, SlotId};
 use kvm_bindings::*;
 use kvm_ioctls::VmFd;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
-use vmm_sys_util::ioctl::{ioctl, ioctl_with_ref};
-use vmm_sys_util::{ioctl_io_nr, ioctl_iow_nr};
+use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_ref};
+use vmm_sys_util::{ioctl_io_nr, ioctl_iow_nr, ioctl_iowr_nr};
 
 use crate::memory::Memory;
 
 ioctl_iow_nr!(KVM_GET_DIRTY_LOG, KVMIO, 0x42, kvm_dirty_log);
+ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
 ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
 
 /// A VM and its memory. Everything that can run a vCPU holds it, so that the memory outlives them.
@@ -70,8 +71,9 @@ impl KvmVm {
         u32::try_from(ret).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Takes the dirty bitmap of `slot` into `bitmap` and reprotects its frames. `bitmap` must have
-    /// room for the slot.
+    /// Takes the dirty bitmap of `slot` into `bitmap` and reprotects its frames, unless
+    /// [`enable_manual_dirty_log`](Self::enable_manual_dirty_log) has made that a call of its own. `bitmap` must
+    /// have room for the slot.
     pub fn get_dirty_log(&self, slot: SlotId, bitmap: &mut [u64]) -> io::Result<()> {
         let found = self.memory.layout().slots().find(|s| s.id == slot);
         if found.is_none_or(|s| s.frames.div_ceil(64) > bitmap.len() as u64) {
@@ -87,6 +89,40 @@ impl KvmVm {
         // found to be large enough and is ours alone.
         let ret = unsafe { ioctl_with_ref(&self.fd, KVM_GET_DIRTY_LOG(), &log) };
         if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Takes the frames whose bits are set in `bitmap` out of KVM's own bitmap of `slot` and reprotects them.
+    /// The bitmap's first bit is frame `64 * word` of the slot; bits beyond its end count for nothing.
+    pub fn clear_dirty_log(&self, slot: SlotId, word: u64, bitmap: &[u64]) -> io::Result<()> {
+        let found = self.memory.layout().slots().find(|s| s.id == slot);
+        let end = word.checked_add(bitmap.len() as u64);
+        let Some((slot, end)) =
+            found.zip(end).filter(|(s, end)| *end <= s.frames.div_ceil(64) && !bitmap.is_empty())
+        else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        let first_page = word * 64;
+        // Whole words, or up to the slot's end.
+        let pages = (end * 64).min(slot.frames) - first_page;
+        let dirty_bitmap = bitmap.as_ptr().cast_mut().cast();
+        let mut log = kvm_clear_dirty_log {
+            slot: slot.id.0,
+            num_pages: pages.try_into().map_err(io::Error::other)?,
+            first_page,
+            __bindgen_anon_1: kvm_clear_dirty_log__bindgen_ty_1 { dirty_bitmap },
+        };
+        // SAFETY: the kernel reads one bit a page, rounded up to words, of `bitmap`, which is as long.
+        let ret = unsafe { ioctl_with_mut_ref(&self.fd, KVM_CLEAR_DIRTY_LOG(), &mut log) };
+        if ret == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// From now on reading a bitmap reprotects nothing, and a slot whose logging is switched on begins with all its
+    /// bits set and nothing protected. `flags` are those of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` that this KVM has.
+    pub fn enable_manual_dirty_log(&self, flags: u32) -> io::Result<()> {
+        let cap = KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2;
+        let mut enable = kvm_enable_cap { cap, ..Default::default() };
+        enable.args[0] = flags.into();
+        self.fd.enable_cap(&enable).map_err(from_errno)
     }
 
     /// Gives each vCPU made from now on a dirty ring of `entries`, through capability `cap`.

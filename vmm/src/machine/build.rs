@@ -20,7 +20,9 @@ use crate::devices::{Bus, Com1, DeviceError, DeviceSet, InputThread, open_sink, 
 use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
 use crate::sandbox::{self, Class};
-use crate::sources::{BitmapSource, Diverted, RingSource, SharedSink};
+use crate::sources::{
+    BitmapSource, Diverted, ManualSource, RingSource, SharedSink, UserfaultWpSource,
+};
 use crate::vcpu::{Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
@@ -213,10 +215,21 @@ fn create_vm(
     fd.create_pit2(pit).map_err(MachineError::system("KVM_CREATE_PIT2"))?;
     let vm = KvmVm::new(fd, memory.clone());
     let vm = vm.map_err(MachineError::system("giving the guest its memory"))?;
-    if config.tracking == TrackingMode::DirtyRing {
-        enable_rings(&vm, capabilities, config.ring_entries)?;
+    match config.tracking {
+        TrackingMode::DirtyRing => enable_rings(&vm, capabilities, config.ring_entries)?,
+        TrackingMode::DirtyBitmapManual => enable_manual(&vm, capabilities)?,
+        _ => {}
     }
     Ok(vm)
+}
+
+fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
+    let lacks = |why: String| MachineError::HostLacks {
+        what: "KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2".to_owned(),
+        why: format!("--tracking dirty-bitmap-manual needs it; dirty-bitmap does without{why}"),
+    };
+    let flags = caps.manual_dirty_log().ok_or_else(|| lacks(String::new()))?;
+    vm.enable_manual_dirty_log(flags).map_err(|e| lacks(format!(" ({e})")))
 }
 
 fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), MachineError> {
@@ -349,6 +362,13 @@ fn dirty_source(
         TrackingMode::DirtyBitmap => {
             Ok((Some(into(BitmapSource::new(vm.clone()), sink)), no_reports))
         }
+        TrackingMode::DirtyBitmapManual => {
+            Ok((Some(Box::new(ManualSource::new(vm.clone()))), no_reports))
+        }
+        TrackingMode::UserfaultWp => {
+            let source = UserfaultWpSource::new(vm.clone()).map_err(no_userfault_wp)?;
+            Ok((Some(Box::new(source)), no_reports))
+        }
         TrackingMode::None => Ok((None, no_reports)),
         other => {
             let why = format!("tracking mode {other} is not known to the kvm backend");
@@ -366,6 +386,16 @@ where
     match sink {
         Some(sink) => Box::new(Diverted::new(source, sink)),
         None => Box::new(source),
+    }
+}
+
+fn no_userfault_wp(e: io::Error) -> MachineError {
+    MachineError::HostLacks {
+        what: "userfaultfd's asynchronous write protection".to_owned(),
+        why: format!(
+            "--tracking userfault-wp needs Linux 6.7, and root, vm.unprivileged_userfaultfd=1 or \
+             /dev/userfaultfd; dirty-ring and dirty-bitmap do without ({e})"
+        ),
     }
 }
 

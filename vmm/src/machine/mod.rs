@@ -34,7 +34,7 @@ use checkpoint::{
     Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield,
     VcpuPauses, VcpuWrites, VmId,
 };
-use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription};
+use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
@@ -155,6 +155,12 @@ impl Guest for Machine {
     }
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
+        if self.config.tracking == TrackingMode::UserfaultWp {
+            tracing::info!(
+                "userfaultfd follows the guest's writes, and a memory has one descriptor at most: what changed is copied in the pause"
+            );
+            return Ok(None);
+        }
         self.memory.shield()
     }
 
@@ -162,6 +168,12 @@ impl Guest for Machine {
         &self,
         backlog: Box<dyn Backlog>,
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
+        if self.config.tracking == TrackingMode::UserfaultWp {
+            tracing::info!(
+                "userfaultfd is to follow the guest's writes, and a memory has one descriptor at most: all frames come first"
+            );
+            return Ok(Some(backlog));
+        }
         let owner = LateOwner { supervisor: self.requests.clone(), status: self.status.clone() };
         self.memory.fetch_late(backlog, Box::new(owner))
     }

@@ -10,6 +10,7 @@ mod map;
 mod populated;
 mod shield;
 mod userfault;
+mod watch;
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,6 +30,7 @@ use populated::Populated;
 pub(crate) use shield::Kept;
 use shield::MemoryShield;
 pub(crate) use userfault::Userfault;
+pub(crate) use watch::WriteWatch;
 
 /// Why there is no guest memory.
 #[derive(Debug, thiserror::Error)]

@@ -88,6 +88,9 @@ const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 /// Pages can be lost (6.6).
 const FEATURE_POISON: u64 = 1 << 14;
 
+/// Nobody waits at a protected page: the kernel lets the write go on and notes it in the page table (6.7).
+const FEATURE_WP_ASYNC: u64 = 1 << 15;
+
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
@@ -112,6 +115,12 @@ impl Userfault {
     /// As [`open`](Self::open), for pages that are not there yet; the kernel has to be 6.6 or later.
     pub(crate) fn open_for_missing() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM | FEATURE_POISON)
+    }
+
+    /// As [`open`](Self::open), of which writes do not wait: they take away the protection, and that is what
+    /// tells of them. The kernel has to be 6.7 or later.
+    pub(crate) fn open_async() -> io::Result<Self> {
+        Self::with(FEATURE_WP_ASYNC | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
 
     fn with(features: u64) -> io::Result<Self> {
@@ -180,7 +189,7 @@ impl Userfault {
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_WAKE(), &mut range) })
     }
 
-    /// From now on writes to `len` bytes at `start` wait.
+    /// From now on writes to `len` bytes at `start` wait, or take the protection away.
     pub(crate) fn protect(&self, start: u64, len: u64) -> io::Result<()> {
         self.write_protect(start, len, WRITEPROTECT_MODE_WP)
     }

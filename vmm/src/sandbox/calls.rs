@@ -155,6 +155,11 @@ pub(super) const INTERFACE_IOCTLS: &[u32] = &[
 pub(super) const PAGEMAP_IOCTLS: &[u32] = &[
     0xc060_6610,
 ];
+/// Of the collector, over a descriptor that it has: `UFFDIO_REGISTER`, `UFFDIO_UNREGISTER`, `UFFDIO_WRITEPROTECT`.
+#[rustfmt::skip]
+pub(super) const WATCH_IOCTLS: &[u32] = &[
+    0xc020_aa00, 0x8010_aa01, 0xc018_aa06,
+];
 /// `_IOC_TYPE` of userfaultfd's.
 pub(super) const UFFDIO: u64 = 0xaa;
 

@@ -23,7 +23,11 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
             table.kvm(VCPU_IOCTLS)?;
             table.allow(VCPU);
         }
-        Class::Collector => table.kvm(DIRTY_IOCTLS)?,
+        Class::Collector => {
+            table.kvm(DIRTY_IOCTLS)?;
+            table.ioctls(WATCH_IOCTLS)?;
+            table.ioctls(PAGEMAP_IOCTLS)?;
+        }
         Class::Supervisor => table.kvm(VM_IOCTLS)?,
         Class::Rng => table.allow(DEVICE),
         Class::Balloon => {

@@ -3,13 +3,17 @@
 
 mod bitmap;
 mod diverted;
+mod manual;
 mod ring;
 mod sets;
+mod userfault_wp;
 
 pub use bitmap::BitmapSource;
 pub(crate) use diverted::Diverted;
+pub use manual::ManualSource;
 pub use ring::RingSource;
 pub(crate) use sets::{FlatSet, FrameSink, ListSet, SharedSink};
+pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;
 

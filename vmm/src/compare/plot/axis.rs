@@ -100,7 +100,16 @@ fn step(range: f64) -> f64 {
     let rough = if range > 0.0 { range / 5.0 } else { 1.0 };
     let decade = 10f64.powi(rough.log10().floor() as i32);
     let digit = rough / decade;
-    decade * if digit <= 1.0 { 1.0 } else if digit <= 2.0 { 2.0 } else if digit <= 5.0 { 5.0 } else { 10.0 }
+    decade
+        * if digit <= 1.0 {
+            1.0
+        } else if digit <= 2.0 {
+            2.0
+        } else if digit <= 5.0 {
+            5.0
+        } else {
+            10.0
+        }
 }
 
 /// The next 1, 2 or 5 of a power of ten below.

@@ -79,7 +79,11 @@ mod tests {
     #[test]
     fn a_box_holds_the_middle_half_and_rows_without_values_are_left_out() {
         let axis = Axis { label: "us".to_owned(), ticks: Ticks::Linear(|v| format!("{v}")) };
-        let row = |name: &str, values: &[f64]| BoxRow { name: name.to_owned(), style: 1, values: values.to_vec() };
+        let row = |name: &str, values: &[f64]| BoxRow {
+            name: name.to_owned(),
+            style: 1,
+            values: values.to_vec(),
+        };
         let values: Vec<f64> = (0..=100).map(f64::from).collect();
         let svg = boxes("pauses", &axis, &[row("a & b", &values), row("none", &[])]).unwrap();
         let document = roxmltree::Document::parse(&svg).unwrap();
@@ -88,7 +92,10 @@ mod tests {
         assert_eq!(found.len(), 1);
         let at = |name| found[0].attribute(name).unwrap().parse::<f64>().unwrap();
         let place = |v: f64| NAMES + (END - NAMES) * v / 100.0;
-        assert!((at("x") - place(25.0)).abs() < 0.1 && (at("width") - (place(75.0) - place(25.0))).abs() < 0.2);
+        assert!(
+            (at("x") - place(25.0)).abs() < 0.1
+                && (at("width") - (place(75.0) - place(25.0))).abs() < 0.2
+        );
         assert_eq!(boxes("none", &axis, &[row("none", &[])]), None);
     }
 }

@@ -118,11 +118,8 @@ impl Plot {
             let place = |p: &Point| (x.place(p.x) + aside, y.place(p.y));
             let style = s.style % STYLES;
             let _ = write!(out, r#"<g class="s{style}">"#);
-            let path: Vec<String> = points
-                .iter()
-                .map(|p| place(p))
-                .map(|(x, y)| format!("{x:.1} {y:.1}"))
-                .collect();
+            let path: Vec<String> =
+                points.iter().map(|p| place(p)).map(|(x, y)| format!("{x:.1} {y:.1}")).collect();
             if path.len() > 1 {
                 let _ = write!(out, r#"<path class="line" d="M{}"/>"#, path.join("L"));
             }
@@ -194,11 +191,16 @@ mod tests {
     use super::*;
 
     fn plot(points: Vec<(f64, f64)>, log: bool) -> Plot {
-        let ticks = if log { Ticks::Log(|v| format!("{v}")) } else { Ticks::Linear(|v| format!("{v}")) };
+        let ticks =
+            if log { Ticks::Log(|v| format!("{v}")) } else { Ticks::Linear(|v| format!("{v}")) };
         let axis = |label: &str| Axis { label: label.to_owned(), ticks: ticks.clone() };
         let point = |(x, y): (f64, f64)| Point { x, y, low: y * 0.9, high: y * 1.1 };
         let points: Vec<Point> = points.into_iter().map(point).collect();
-        let series = |style| Series { name: format!("way <{style}> & \"co\""), style, points: points.clone() };
+        let series = |style| Series {
+            name: format!("way <{style}> & \"co\""),
+            style,
+            points: points.clone(),
+        };
         Plot {
             title: "a <title> & 'more'".to_owned(),
             x: axis("dirty frames"),

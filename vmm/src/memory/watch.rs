@@ -1,0 +1,405 @@
+//! Owns what the host's page tables know of writes to guest memory: userfaultfd's asynchronous write protection, which a
+//! write takes away, and `PAGEMAP_SCAN`, which finds where it is gone and puts it back in the same step.
+//!
+//! Nobody waits at such a page, and whoever writes is seen: vCPUs, KVM, devices. A page that has not been protected since it was
+//! mapped counts as written: each first touch of anonymous memory is, if only by a read, and so are all frames of a
+//! huge page that one brings. That is more than was written, never less.
+//!
+//! What is *not* there differs by what holds the memory:
+//! - Anonymous memory leaves the page table only when it is discarded, and then `discard.rs` marks it. Absent pages are left alone:
+//!   a marker in their place would look like memory in use to `populated.rs`. So it is with pages of the pool.
+//! - The page of a memory file may leave it at any time, to swap or for a huge page, and with it goes the trace of a write, unless
+//!   it was protected: then a marker stays. So all of a file is protected at the start, page tables and all, and an entry that is
+//!   empty afterwards counts as written.
+//!
+//! Discarding takes protection away or leaves a marker; either way the next write is seen.
+
+use std::fs::File;
+use std::io;
+
+use checkpoint::GuestRam;
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vmm_sys_util::ioctl::ioctl_with_mut_ref;
+use vmm_sys_util::ioctl_iowr_nr;
+
+use super::Region;
+use super::populated::{all, is_pooled};
+use super::userfault::Userfault;
+
+/// `struct pm_scan_arg`.
+#[repr(C)]
+#[derive(Default)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region`.
+#[repr(C)]
+#[derive(Clone, Copy, Default, Debug)]
+struct PageRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+ioctl_iowr_nr!(PAGEMAP_SCAN, b'f' as u32, 16, ScanArg);
+
+/// Pages found are protected again.
+const SCAN_WP_MATCHING: u64 = 1 << 0;
+/// Memory that cannot be protected so is an error.
+const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
+const PAGE_IS_WRITTEN: u64 = 1 << 1;
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+
+/// Runs that one call of the kernel may find.
+const FOUND: usize = 4096;
+/// One call protects as many bytes of a memory file.
+const PIECE: u64 = 1 << 30;
+
+/// Up to so many runs in one look, each is protected by a call of its own; more of them share calls.
+const FEW: usize = 64;
+/// Clean bytes that go with the written ones around them: of few runs, and of many.
+const NEAR_OF_FEW: u64 = 16 * PAGE_SIZE;
+const NEAR_OF_MANY: u64 = 2 << 20;
+
+/// The watch over one guest's memory. Dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct WriteWatch {
+    userfault: Userfault,
+    pagemap: File,
+    /// Keeps the mappings.
+    ram: GuestRam,
+    looked: Vec<PageRegion>,
+    found: Vec<PageRegion>,
+}
+
+impl WriteWatch {
+    /// Opens what it needs of the system, which later may not be allowed; nothing is watched yet. The error is a host that
+    /// does not let this process have it, or whose kernel is older than 6.7.
+    pub(crate) fn open(ram: &GuestRam) -> io::Result<Self> {
+        Ok(Self {
+            userfault: Userfault::open_async()?,
+            pagemap: File::open("/proc/self/pagemap")?,
+            ram: ram.clone(),
+            looked: vec![PageRegion::default(); FOUND],
+            found: vec![PageRegion::default(); FOUND],
+        })
+    }
+
+    /// Every write that starts after this returns will be found. No other userfaultfd can have this memory until
+    /// [`end`](Self::end). Takes some 20 ms for each GiB that is there, or that a memory file may have.
+    pub(crate) fn begin(&mut self) -> io::Result<()> {
+        for region in self.ram.iter() {
+            let (start, len) = span(region);
+            self.userfault.register(start, len)?;
+            if is_marked_whole(region) {
+                for piece in (start..start + len).step_by(PIECE as usize) {
+                    self.userfault.protect(piece, PIECE.min(start + len - piece))?;
+                }
+            }
+        }
+        // What was written until now is nobody's.
+        self.written(|_| ())
+    }
+
+    /// Memory is as any other again.
+    pub(crate) fn end(&mut self) -> io::Result<()> {
+        self.ram.iter().try_for_each(|region| {
+            let (start, len) = span(region);
+            self.userfault.unregister(start, len)
+        })
+    }
+
+    /// Tells `each` of the frames that were written since the last time, in ascending runs, each after it has been
+    /// protected again. After an error frames may be protected that nobody was told of.
+    ///
+    /// KVM's mappings of whatever is protected go, written or not, for the guest to fault them in again. So this
+    /// looks first, which costs the guest nothing, and then protects no more than it has to.
+    pub(crate) fn written(&mut self, mut each: impl FnMut(FrameRun)) -> io::Result<()> {
+        for region in self.ram.iter() {
+            let (start, len) = span(region);
+            let (mut at, end) = (start, start + len);
+            while at < end {
+                let look =
+                    Scan { start: at, end, protect: false, of_file: is_marked_whole(region) };
+                let (count, walked) = look.call(&self.pagemap, &mut self.looked)?;
+                for (start, end) in spans(&self.looked[..count]) {
+                    let mut at = start;
+                    while at < end {
+                        let take = Scan { start: at, end, protect: true, ..look };
+                        let (count, walked) = take.call(&self.pagemap, &mut self.found)?;
+                        self.found[..count].iter().for_each(|r| each(run_of(region, r)));
+                        at = walked;
+                    }
+                }
+                at = walked;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The address of a region, and its bytes.
+fn span(region: &Region) -> (u64, u64) {
+    (region.as_ptr() as u64, region.len())
+}
+
+/// Whether pages of the region may leave the page table without a trace.
+fn is_marked_whole(region: &Region) -> bool {
+    region.file_offset().is_some() && !is_pooled(region)
+}
+
+fn run_of(region: &Region, found: &PageRegion) -> FrameRun {
+    let first = (found.start - region.as_ptr() as u64) / PAGE_SIZE;
+    let start = Gfn(all(region).start.0 + first);
+    FrameRun { start, count: (found.end - found.start) / PAGE_SIZE }
+}
+
+/// What is to be protected, of ascending runs that a look has found: near ones together.
+fn spans(looked: &[PageRegion]) -> impl Iterator<Item = (u64, u64)> {
+    let near = if looked.len() <= FEW { NEAR_OF_FEW } else { NEAR_OF_MANY };
+    let groups = looked.chunk_by(move |a, b| b.start - a.end <= near);
+    groups.filter_map(|group| Some((group.first()?.start, group.last()?.end)))
+}
+
+/// One call over some addresses.
+#[derive(Clone, Copy)]
+struct Scan {
+    start: u64,
+    end: u64,
+    protect: bool,
+    /// An empty entry of the page table counts as written.
+    of_file: bool,
+}
+
+impl Scan {
+    /// How many runs of written pages it has put into `found`, and where it has stopped for want of room there.
+    fn call(&self, pagemap: &File, found: &mut [PageRegion]) -> io::Result<(usize, u64)> {
+        let mut arg = ScanArg {
+            size: size_of::<ScanArg>() as u64,
+            flags: SCAN_CHECK_WPASYNC | if self.protect { SCAN_WP_MATCHING } else { 0 },
+            start: self.start,
+            end: self.end,
+            vec: found.as_mut_ptr() as u64,
+            vec_len: found.len() as u64,
+            category_mask: PAGE_IS_WRITTEN,
+            category_anyof_mask: if self.of_file { 0 } else { PAGE_IS_PRESENT | PAGE_IS_SWAPPED },
+            return_mask: PAGE_IS_WRITTEN,
+            ..ScanArg::default()
+        };
+        // SAFETY: the kernel reads and writes the structure, and writes at most `vec_len` runs to `found`. What it does to
+        // the memory between `start` and `end` changes no content.
+        let count = unsafe { ioctl_with_mut_ref(pagemap, PAGEMAP_SCAN(), &mut arg) };
+        let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+        let inside = |r: &PageRegion| self.start <= r.start && r.start < r.end && r.end <= self.end;
+        let runs = found.get(..count).filter(|runs| runs.iter().all(inside));
+        if runs.is_none() || arg.walk_end <= self.start || arg.walk_end > self.end {
+            return Err(io::Error::other(format!(
+                "the kernel's scan of {:#x} to {:#x} gave {count} runs and ended at {:#x}",
+                self.start, self.end, arg.walk_end
+            )));
+        }
+        Ok((count, arg.walk_end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dirty_tracker::FrameSet;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::memory::{Backing, Discarder, HugePages, Memory, MemoryOptions};
+
+    fn ways() -> impl Iterator<Item = MemoryOptions> {
+        let pages = [Some(HugePages::None), Some(HugePages::Thp), None];
+        [Backing::Anon, Backing::Memfd].into_iter().flat_map(move |backing| {
+            pages.map(|huge_pages| MemoryOptions { backing, huge_pages, prefault: false })
+        })
+    }
+
+    fn run(start: u64, count: u64) -> FrameRun {
+        FrameRun { start: Gfn(start), count }
+    }
+
+    /// Memory in two slots, and its watch, if this host has one.
+    fn watched(test: &str, options: &MemoryOptions) -> Option<(Memory, WriteWatch)> {
+        let memory = Memory::new((3 << 30) + (16 << 20), options).unwrap();
+        match WriteWatch::open(memory.ram()) {
+            Ok(watch) => Some((memory, watch)),
+            Err(e) => {
+                crate::testing::skip(test, &format!("no asynchronous userfaultfd: {e}"));
+                None
+            }
+        }
+    }
+
+    fn written(watch: &mut WriteWatch) -> Vec<FrameRun> {
+        let mut set = FrameSet::default();
+        watch.written(|run| _ = set.insert(run)).unwrap();
+        set.iter().collect()
+    }
+
+    fn write(memory: &Memory, gfn: u64) {
+        memory.ram().write_obj(gfn, GuestAddress(Gfn(gfn).gpa() + 8)).unwrap();
+    }
+
+    fn frames(runs: &[FrameRun]) -> u64 {
+        runs.iter().map(|run| run.count).sum()
+    }
+
+    #[test]
+    fn what_is_written_is_found_once_and_again_when_it_is_written_again() {
+        let name = "what_is_written_is_found_once_and_again_when_it_is_written_again";
+        for options in ways() {
+            let Some((memory, mut watch)) = watched(name, &options) else { return };
+            (1000..1300).for_each(|gfn| write(&memory, gfn));
+            watch.begin().unwrap();
+            assert_eq!(written(&mut watch), [], "{options:?}: what came before is nobody's");
+            let there = memory.populated().unwrap();
+            for _ in 0..3 {
+                // All of them were there before, so pages are as small as they get.
+                let gfns = [1000, 1001, 1100, 1299];
+                gfns.iter().for_each(|gfn| write(&memory, *gfn));
+                let runs = [run(1000, 2), run(1100, 1), run(1299, 1)];
+                assert_eq!(written(&mut watch), runs, "{options:?}");
+                assert_eq!(written(&mut watch), [], "{options:?}");
+            }
+            assert_eq!(memory.populated().unwrap(), there, "{options:?}: not one frame more");
+            // Nor does a read count for a write, where the page was there.
+            memory.ram().read_obj::<u8>(GuestAddress(Gfn(1200).gpa())).unwrap();
+            assert_eq!(written(&mut watch), [], "{options:?}");
+        }
+    }
+
+    #[test]
+    fn first_touches_are_found_and_nothing_is_lost() {
+        let name = "first_touches_are_found_and_nothing_is_lost";
+        for options in ways() {
+            let Some((memory, mut watch)) = watched(name, &options) else { return };
+            watch.begin().unwrap();
+            assert_eq!(memory.populated().unwrap(), [], "{options:?}");
+            // Both slots; the first and the last frame of each.
+            for gfn in [0, 77, 5000, 0xb_ffff, 0x10_0000, 0x10_0fff] {
+                write(&memory, gfn);
+                let found = written(&mut watch);
+                let has = found.iter().any(|r| r.start.0 <= gfn && gfn < r.end().0);
+                assert!(has, "{options:?}: {gfn:#x} is not in {found:?}");
+                // Of a memory file exactly, of other pages as they come.
+                let most = match (options.backing, options.huge_pages) {
+                    (Backing::Memfd, _) | (_, Some(HugePages::None)) => 1,
+                    _ => 512,
+                };
+                assert!(frames(&found) <= most, "{options:?}: {found:?}");
+            }
+            assert_eq!(written(&mut watch), [], "{options:?}");
+        }
+    }
+
+    #[test]
+    fn many_scattered_writes_are_found_exactly() {
+        let name = "many_scattered_writes_are_found_exactly";
+        for options in ways() {
+            let Some((memory, mut watch)) = watched(name, &options) else { return };
+            let all: Vec<u64> = (0..20_000).map(|i| 100 + i).collect();
+            all.iter().for_each(|gfn| write(&memory, *gfn));
+            watch.begin().unwrap();
+            // More runs than a call can find, fewer, and so few that each has a call of its own.
+            for step in [2, 7, 400, 5000] {
+                let some: FrameSet = all.iter().step_by(step).map(|gfn| run(*gfn, 1)).collect();
+                some.iter().for_each(|run| write(&memory, run.start.0));
+                let found = written(&mut watch);
+                assert_eq!(found, some.iter().collect::<Vec<_>>(), "{options:?}, every {step}th");
+            }
+        }
+    }
+
+    #[test]
+    fn frames_that_were_given_back_are_found_when_they_are_written_again() {
+        let name = "frames_that_were_given_back_are_found_when_they_are_written_again";
+        for options in ways() {
+            let Some((memory, mut watch)) = watched(name, &options) else { return };
+            (512..2048).for_each(|gfn| write(&memory, gfn));
+            watch.begin().unwrap();
+            let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
+            for round in 0..3 {
+                assert!(discarder.discard(memory.ram(), run(600, 1000)).unwrap() > 0, "{round}");
+                // The discarder has marked them in the tree; whether they are found here is all the same.
+                written(&mut watch);
+                assert_eq!(written(&mut watch), []);
+                (700..720).for_each(|gfn| write(&memory, gfn));
+                let found = written(&mut watch);
+                let set: FrameSet = found.iter().copied().collect();
+                assert!((700..720).all(|gfn| set.contains(Gfn(gfn))), "{options:?}: {found:?}");
+                assert_eq!(written(&mut watch), []);
+                (600..1600).for_each(|gfn| write(&memory, gfn));
+                let set: FrameSet = written(&mut watch).into_iter().collect();
+                assert!((600..1600).all(|gfn| set.contains(Gfn(gfn))), "{options:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn it_can_end_and_begin_again_and_memory_is_free_for_others_meanwhile() {
+        let name = "it_can_end_and_begin_again_and_memory_is_free_for_others_meanwhile";
+        for options in ways() {
+            let Some((memory, mut watch)) = watched(name, &options) else { return };
+            watch.end().unwrap();
+            for _ in 0..3 {
+                write(&memory, 4000);
+                watch.begin().unwrap();
+                watch.begin().unwrap();
+                assert_eq!(written(&mut watch), [], "{options:?}");
+                assert!(memory.shield().is_err(), "one descriptor at a time");
+                write(&memory, 4000);
+                assert_eq!(written(&mut watch), [run(4000, 1)], "{options:?}");
+                watch.end().unwrap();
+                drop(memory.shield().unwrap());
+                assert!(watch.written(|_| ()).is_err(), "nothing is watched");
+            }
+        }
+    }
+
+    #[test]
+    fn pages_of_the_pool_are_found_whole() {
+        for backing in [Backing::Anon, Backing::Memfd] {
+            let huge_pages = Some(HugePages::Hugetlbfs);
+            let options = MemoryOptions { backing, huge_pages, prefault: false };
+            let memory = match Memory::new(64 << 20, &options) {
+                Ok(memory) => memory,
+                Err(e) => {
+                    return crate::testing::skip(
+                        "pages_of_the_pool_are_found_whole",
+                        &e.to_string(),
+                    );
+                }
+            };
+            let Ok(mut watch) = WriteWatch::open(memory.ram()) else { return };
+            write(&memory, 600);
+            watch.begin().unwrap();
+            assert_eq!(written(&mut watch), []);
+            write(&memory, 700);
+            write(&memory, 2048);
+            assert_eq!(written(&mut watch), [run(512, 512), run(2048, 512)], "{backing}");
+            assert_eq!(written(&mut watch), []);
+            assert_eq!(memory.populated().unwrap(), [run(512, 512), run(2048, 512)]);
+            Discarder::default().discard(memory.ram(), run(512, 512)).unwrap();
+            written(&mut watch);
+            write(&memory, 513);
+            assert_eq!(written(&mut watch), [run(512, 512)], "{backing}");
+        }
+    }
+}
