@@ -9,7 +9,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use tempfile::NamedTempFile;
 use vmm::compare::{
-    Cell, GuestKind, LIGHT, Settings, Step, Way, compare as measure, default_cells, product,
+    Cell, GuestKind, Host, LIGHT, Settings, Step, Way, compare as measure, default_cells, product,
 };
 use vmm::config::{DEFAULT_RING_ENTRIES, MAX_VCPUS};
 use vmm::sandbox;
@@ -125,9 +125,10 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let [html, svg] = pages;
     let (html, svg) = (html?, svg?);
     let capabilities = vmm::doctor::usable_kvm().map_err(Failure::host_lacks)?;
+    let host = Host::describe();
     restrict(&args)?;
     let mut progress = Progress::new(&settings, &cells);
-    let report = measure(&cells, &settings, &capabilities, |step| progress.show(step));
+    let report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
     progress.end();
     if let Some(target) = html {
         target.write(&report.html())?;

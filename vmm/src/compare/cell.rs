@@ -190,7 +190,7 @@ impl Bench {
     fn epoch(&mut self) -> Result<EpochTimes, CellError> {
         let Some(subscription) = &mut self.subscription else { return Ok(EpochTimes::default()) };
         let collected: Collected = self.machine.collect()?;
-        let (begun, cpu) = (Instant::now(), this_thread());
+        let (cpu, begun) = (this_thread(), Instant::now());
         let (frames, epoch) = match &self.sink {
             Some(sink) => (sink.lock().drain(&mut self.runs), None),
             None => {

@@ -25,8 +25,10 @@ pub struct Host {
 }
 
 impl Host {
-    /// Reads a few files of `/proc` and `/sys`.
+    /// Reads a few files of `/proc` and `/sys`. To be called before the process is restricted.
     pub fn describe() -> Self {
+        // At its first look at a clock rustix asks the kernel where the vDSO is, which no filter knows.
+        let _ = super::cpu::this_thread();
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = cpuinfo.lines().find(|l| l.starts_with("model name"));
         let name = name.and_then(|l| l.split_once(':')).map(|(_, name)| name.trim().to_owned());

@@ -89,6 +89,7 @@ pub fn compare(
     cells: &[Cell],
     settings: &Settings,
     capabilities: &Capabilities,
+    host: Host,
     mut watch: impl FnMut(Step<'_>),
 ) -> Report {
     let mut outcomes: Vec<Vec<report::Outcome>> = vec![Vec::new(); cells.len()];
@@ -115,7 +116,7 @@ pub fn compare(
     Report {
         version: env!("CARGO_PKG_VERSION"),
         date: host::utc_date(),
-        host: Host::describe(),
+        host,
         settings: settings.clone(),
         findings: words::findings(&rows),
         cells: rows,

@@ -99,7 +99,7 @@ impl Plot {
             let _ = write!(
                 out,
                 r#"<line class="grid" x1="{at:.1}" x2="{at:.1}" y1="{TOP}" y2="{BOTTOM}"/><text class="tick" text-anchor="middle" x="{at:.1}" y="{:.1}">{}</text>"#,
-                BOTTOM + 18.0,
+                BOTTOM + 23.0,
                 escape(&label)
             );
         }
@@ -108,7 +108,7 @@ impl Plot {
             out,
             r#"<path class="frame" d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}"/><text class="label" text-anchor="middle" x="{:.1}" y="{:.1}">{}</text><text class="label" text-anchor="middle" transform="translate(16 {middle:.1}) rotate(-90)">{}</text>"#,
             (LEFT + RIGHT) / 2.0,
-            BOTTOM + 44.0,
+            BOTTOM + 48.0,
             escape(&self.x.label),
             escape(&self.y.label)
         );
