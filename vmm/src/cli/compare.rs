@@ -54,7 +54,7 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "TIME", default_value = "10ms", value_parser = values::duration)]
     interval: Duration,
     /// How long each way is measured with each guest of each size, all its runs together
-    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = values::duration)]
+    #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = values::duration)]
     duration: Duration,
     /// In how many runs, each with a machine of its own; those of all ways take turns
     #[arg(long, value_name = "N", default_value_t = 5,

@@ -169,6 +169,10 @@ impl Bench {
 
     /// From here on writes are caught.
     fn follow(&mut self) -> Result<(), CellError> {
+        // Looking gives a page that was never written the host's page of zeros, which userfaultfd would report later.
+        if let Some(truth) = &mut self.truth {
+            truth.look(self.machine.ram()).map_err(CellError::Other)?;
+        }
         if self.machine.machine_config().tracking != TrackingMode::None {
             self.subscription = Some(self.machine.subscribe("compare")?);
         }

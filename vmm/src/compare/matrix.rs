@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
+use dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
-use super::Way;
+use super::{Sink, Way};
 
 /// What a cell's machine runs.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -47,16 +48,22 @@ pub const LIGHT: &str = "payload,ws=4M,rate=40M";
 /// One that dirties some eight hundred.
 pub const BRISK: &str = "payload,ws=32M,rate=320M";
 /// One that writes all over its working set, as fast as it can.
-pub const BUSY: &str = "payload,ws=128M,rate=max,pattern=random";
+pub const BUSY: &str = "payload,ws=64M,rate=max,pattern=random";
 
 /// Of the memory series.
 const SIZES: [u64; 4] = [1 << 30, 4 << 30, 16 << 30, 64 << 30];
 
-/// What is measured unless something else is asked for: three guests of 1 GiB by all of `ways`, and the lightest with up to 64 GiB.
+/// What is measured unless something else is asked for: three guests of 1 GiB by all of `ways`, and the lightest with up to 64 GiB by
+/// those that a curve over memory is worth drawing of. Without tracking a paced guest does not care how much memory it has.
 pub fn default_cells(ways: &[Way]) -> Vec<Cell> {
     let guests = [LIGHT, BRISK, BUSY].map(|g| GuestKind::Payload(g.to_owned()));
     let mut cells = product(ways, &guests, &SIZES[..1]);
-    cells.extend(product(ways, &guests[..1], &SIZES[1..]));
+    let bitmap_tree = (TrackingMode::DirtyBitmap, Some(Sink::Tree));
+    let drawn = |way: &Way| {
+        way.tracks() && way.sink() != Some(Sink::List) && (way.source(), way.sink()) != bitmap_tree
+    };
+    let drawn: Vec<Way> = ways.iter().copied().filter(drawn).collect();
+    cells.extend(product(&drawn, &guests[..1], &SIZES[1..]));
     cells
 }
 
@@ -122,7 +129,17 @@ mod tests {
     fn the_default_has_a_series_of_guests_and_one_of_sizes_and_no_cell_twice() {
         let ways: Vec<Way> = Way::usual().collect();
         let cells = default_cells(&ways);
-        assert_eq!(cells.len(), ways.len() * 6);
+        for way in &ways {
+            let of_way =
+                |mem: u64| cells.iter().filter(|c| c.way == *way && c.mem_bytes == mem).count();
+            assert_eq!(of_way(SIZES[0]), 3);
+            assert!(of_way(SIZES[3]) <= usize::from(way.tracks()));
+        }
+        for way in ["dirty-ring+tree", "dirty-bitmap+flat"] {
+            let sizes =
+                cells.iter().filter(|c| c.way == way.parse().unwrap() && c.guest.name() == LIGHT);
+            assert_eq!(sizes.map(|c| c.mem_bytes).collect::<Vec<_>>(), SIZES);
+        }
         assert_eq!(cells.iter().collect::<HashSet<_>>().len(), cells.len());
         for guest in [LIGHT, BRISK, BUSY] {
             assert!(guest.parse::<images::PayloadSpec>().is_ok(), "{guest}");

@@ -12,7 +12,7 @@ const STEP: f64 = 30.0;
 /// Half of a box's height.
 const HALF: f64 = 8.0;
 /// How far a row reaches to the right of the axes of other drawings.
-const END: f64 = RIGHT + 190.0;
+const END: f64 = RIGHT + 220.0;
 
 /// One row.
 #[derive(Clone, Debug)]

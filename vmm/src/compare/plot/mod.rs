@@ -16,7 +16,7 @@ const WIDTH: f64 = 820.0;
 const HEIGHT: f64 = 400.0;
 /// The area of the axes.
 const LEFT: f64 = 76.0;
-const RIGHT: f64 = 600.0;
+const RIGHT: f64 = 560.0;
 const TOP: f64 = 16.0;
 const BOTTOM: f64 = 340.0;
 /// Between two lines of the legend.
