@@ -154,7 +154,8 @@ fn small_rings_and_two_vcpus_miss_no_frame_and_the_time_in_full_rings_is_told() 
     ])
     .output()
     .unwrap();
-    let report: Value = serde_json::from_slice(&run.stdout).expect(&text(&run.stderr));
+    let report: Value = serde_json::from_slice(&run.stdout)
+        .unwrap_or_else(|e| panic!("{e}: {}", text(&run.stderr)));
     let rows = rows(&report);
     if let Some(why) = rows[0]["why"].as_str() {
         return skip(
@@ -238,7 +239,8 @@ fn the_page_is_legible_in_a_browser_in_light_and_dark() {
             .output()
             .unwrap();
         let dom = text(&out.stdout);
-        let looked = dom.split("<pre id=\"looked\">").nth(1).expect(&text(&out.stderr));
+        let looked = dom.split("<pre id=\"looked\">").nth(1);
+        let looked = looked.unwrap_or_else(|| panic!("{}", text(&out.stderr)));
         let looked = looked.split("</pre>").next().unwrap();
         assert!(looked.contains("LOOKED 5 drawings"), "{looked}");
         assert!(looked.contains("bad: ."), "{name}: {looked}");

@@ -83,7 +83,7 @@ pub fn product(ways: &[Way], guests: &[GuestKind], sizes: &[u64]) -> Vec<Cell> {
 /// the place in a round, favours nobody. Answers with (round, cell).
 pub fn interleaved(cells: usize, rounds: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rounds).flat_map(move |round| {
-        let shift = if rounds == 0 { 0 } else { cells * round / rounds };
+        let shift = (cells * round).checked_div(rounds).unwrap_or(0);
         // Every other round backwards: neighbours change places.
         let order = move |i: usize| match round % 2 {
             0 => (i + shift) % cells,

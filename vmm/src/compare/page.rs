@@ -31,7 +31,7 @@ impl Report {
         for finding in &self.findings {
             let _ = write!(out, "<li>{}</li>", escape(finding));
         }
-        out.push_str("</ul><p class=\"note\">These sentences are computed from the medians below; two ways are called apart where none of their runs overlap.</p></section>");
+        out.push_str("</ul><p class=\"note\">These sentences are computed from the medians below; a way is called clearly ahead where the middle halves of the runs do not overlap.</p></section>");
         for picture in self.pictures() {
             let _ = write!(
                 out,
@@ -151,10 +151,12 @@ impl Report {
         if sizes.len() < 2 {
             return None;
         }
-        let series = self.series(|row, f| {
+        let mut series = self.series(|row, f| {
             (row.guest == *guest).then_some(())?;
             Some((row.mem_bytes as f64, f.epoch_us?))
         });
+        // One point is no curve.
+        series.retain(|s| s.points.len() > 1);
         let ticks = sizes.iter().map(|bytes| (*bytes as f64, size(*bytes))).collect();
         let plot = Plot {
             title: "Time of an epoch over the guest's memory".to_owned(),

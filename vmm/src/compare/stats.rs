@@ -14,6 +14,10 @@ use serde::Serialize;
 pub struct Spread {
     /// The middle one; the mean of the two in the middle of an even number.
     pub median: f64,
+    /// A quarter of them are less.
+    pub lower_quartile: f64,
+    /// A quarter of them are more.
+    pub upper_quartile: f64,
     /// The least.
     pub min: f64,
     /// The greatest.
@@ -27,12 +31,15 @@ impl Spread {
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let sorted = sorted(values);
         let (min, max) = (*sorted.first()?, *sorted.last()?);
-        Some(Self { median: quantile(&sorted, 0.5)?, min, max, runs: sorted.len() })
+        let at = |part: f64| quantile(&sorted, part);
+        let (lower_quartile, upper_quartile) = (at(0.25)?, at(0.75)?);
+        let median = at(0.5)?;
+        Some(Self { median, lower_quartile, upper_quartile, min, max, runs: sorted.len() })
     }
 
-    /// Whether the two have no value in common, so that the order of their medians is no accident of a run.
+    /// Whether the middle halves of the two do not overlap, so that the order of their medians is no accident of a run.
     pub fn is_apart_from(&self, other: &Self) -> bool {
-        self.max < other.min || other.max < self.min
+        self.upper_quartile < other.lower_quartile || other.upper_quartile < self.lower_quartile
     }
 }
 

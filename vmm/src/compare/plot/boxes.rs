@@ -55,7 +55,7 @@ pub(crate) fn boxes(title: &str, x: &Axis, rows: &[BoxRow]) -> Option<String> {
         let (least, first, middle, third, most) = (at(0.0), at(0.25), at(0.5), at(0.75), at(1.0));
         let _ = write!(
             out,
-            r#"<text class="legend" text-anchor="end" x="{:.1}" y="{:.1}">{}</text><g class="s{}"><path class="line" d="M{least:.1} {y:.1}H{most:.1}"/><rect class="box" x="{first:.1}" y="{:.1}" width="{:.1}" height="{:.1}"/><path class="median" d="M{middle:.1} {:.1}v{:.1}"/></g>"#,
+            r#"<text class="legend" text-anchor="end" x="{:.1}" y="{:.1}">{}</text><g class="s{}"><path class="whisker" d="M{least:.1} {y:.1}H{most:.1}"/><rect class="box" x="{first:.1}" y="{:.1}" width="{:.1}" height="{:.1}"/><path class="median" d="M{middle:.1} {:.1}v{:.1}"/></g>"#,
             NAMES - 10.0,
             y + 4.0,
             escape(&row.name),
