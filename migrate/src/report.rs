@@ -80,7 +80,7 @@ pub struct SendReport {
     pub converged: String,
     /// Every pass, the last one with the guest paused.
     pub passes: Vec<PassReport>,
-    /// Every vCPU, until the last pass; empty where it is not known which of them write (tracking mode `dirty-bitmap`,
+    /// Every vCPU, until the last pass; empty where it is not known which of them write (tracking modes other than `dirty-ring`,
     /// the threads backend).
     #[serde(default)]
     pub throttle: Vec<VcpuThrottle>,

@@ -13,8 +13,8 @@ use serde_json::Value;
 
 const THREADS: &[&str] = &["--backend", "threads", "--mem", "64M", "--vcpus", "2"];
 const KVM: &[&str] = &["--backend", "kvm", "--mem", "64M", "--vcpus", "2"];
-const BITMAP: &[&str] =
-    &["--backend", "kvm", "--mem", "64M", "--vcpus", "2", "--tracking", "dirty-bitmap"];
+/// Further ways to track a KVM guest's writes.
+const MODES: [&str; 3] = ["dirty-bitmap", "dirty-bitmap-manual", "userfault-wp"];
 
 fn there_and_back(machine: &[&str]) {
     let place = Place::new();
@@ -65,7 +65,9 @@ fn a_guest_of_threads_moves_twice() {
 fn a_kvm_guest_moves_twice() {
     if vmm::testing::kvm_or_skip("a_kvm_guest_moves_twice") {
         there_and_back(KVM);
-        there_and_back(BITMAP);
+        for mode in MODES {
+            there_and_back(&[KVM, &["--tracking", mode]].concat());
+        }
     }
 }
 
@@ -74,16 +76,30 @@ fn a_kvm_guest_is_restored_after_its_vmm_was_killed() {
     if !vmm::testing::kvm_or_skip("a_kvm_guest_is_restored_after_its_vmm_was_killed") {
         return;
     }
+    for mode in ["dirty-ring"].into_iter().chain(MODES) {
+        for how in [&[][..], &["--lazy"]] {
+            killed_and_restored(mode, how);
+        }
+    }
+}
+
+fn killed_and_restored(mode: &str, how: &[&str]) {
     let place = Place::new();
     let store = place.text("store");
-    let guest = ["--guest", "payload,ws=16M,rate=32M"];
+    let guest = ["--guest", "payload,ws=16M,rate=32M", "--tracking", mode];
     let mut first = Vmm::run(&place, "first", &[KVM, &guest].concat());
     let before = first.await_progress(2, &[]);
     first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
     first.kill();
-    let mut second = Vmm::start(&place, "second", &["restore", "--store", &store]);
+    let restore = [&["restore", "--store", &store], how].concat();
+    let mut second = Vmm::start(&place, "second", &restore);
     second.await_api();
+    // One memory, one descriptor: all frames come first.
+    let late = second.said().contains("frames to come");
+    assert!(!late || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.said());
     second.await_progress(2, &before);
+    assert_eq!(second.info().unwrap()["tracking"], mode);
+    second.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--count", "5"]);
     second.tell(&["stop"]);
     assert_eq!(second.wait(), Some(0), "{}", second.said());
 }

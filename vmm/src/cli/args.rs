@@ -13,6 +13,7 @@ use vmm::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, NetSpec,
     SerialSink, VsockSpec,
 };
+use vmm::jobs::ShadowMode;
 use vmm::memory::{Backing, HugePages};
 
 use super::compare::CompareArgs;
@@ -205,6 +206,12 @@ pub(crate) struct RunArgs {
     /// How writes are tracked: dirty-ring, dirty-bitmap, dirty-bitmap-manual, userfault-wp or none
     #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]
     pub(crate) tracking: TrackingMode,
+    /// Look whether tracking misses a frame: compare (with all of memory) or userfault-wp (with the host's page tables)
+    ///
+    /// For tests of a host or a kernel. Ten times a second at most the guest stands and what changed is compared with what was
+    /// reported; a frame that was missed is said, with its number, and the exit code is 1.
+    #[arg(long, value_name = "MODE")]
+    pub(crate) shadow: Option<ShadowMode>,
     /// Entries of each vCPU's dirty ring, a power of two
     #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES,
           value_parser = values::ring_entries)]

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use checkpoint::durable::create_dir;
 use checkpoint::{GuestError, RestoreError, RestoreReport};
+use dirty_tracker::TrackingMode;
 use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
@@ -18,7 +19,7 @@ use vmm::config::{
     MachineConfig, NetConfig, NetSpec, SerialSink, VsockConfig, VsockSpec,
 };
 use vmm::devices::probe_disk;
-use vmm::jobs::Jobs;
+use vmm::jobs::{Jobs, ShadowError, ShadowMode, ShadowReport};
 use vmm::memory::MemoryOptions;
 use vmm::sandbox;
 use vmm::socket::ListeningSocket;
@@ -37,8 +38,13 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     let socket = prepare(&args.host, named)?;
     let host = host_config(&args.host, DeviceArgs::default())?;
     let state_dir = args.host.state_dir.clone();
+    let shadow = args.shadow;
+    check_shadow(shadow, args.tracking)?;
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
     let jobs = Jobs::new(vm.clone(), state_dir);
+    if let Some(mode) = shadow {
+        jobs.start_shadow(mode).map_err(shadow_failure)?;
+    }
     let server = Server::start(socket, App::new(jobs.clone()))?;
     vm.resume()?;
     // The vCPUs have just been told: what is left of the way to the guest's first instruction is one
@@ -247,7 +253,18 @@ fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
     }
     let serial = host.serial.clone();
     let (disks_are_copies, copied, written_over) = (false, Vec::new(), Vec::new());
-    Ok(HostConfig { serial, memory, disks, disks_are_copies, nets, vsock, copied, written_over })
+    Ok(HostConfig {
+        serial,
+        memory,
+        disks,
+        disks_are_copies,
+        nets,
+        vsock,
+        copied,
+        written_over,
+        #[cfg(feature = "broken-source")]
+        loses_one_in: std::env::var("DRIFTLINE_LOSES_ONE_IN").ok().and_then(|n| n.parse().ok()),
+    })
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -368,6 +385,7 @@ fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
 /// Waits for the guest's end, lets the API's last answers out, and says why it ended.
 fn to_the_end(vm: SharedVm, jobs: Arc<Jobs>, server: Server) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
+    let shadow = jobs.end_shadow();
     jobs.settle();
     drop(server);
     // The guest's last serial output is written out with it, before the last word here.
@@ -384,7 +402,51 @@ fn to_the_end(vm: SharedVm, jobs: Arc<Jobs>, server: Server) -> Result<ExitCode,
         }
         None => return Err(Failure::error("the guest's end was not told")),
     }
+    shadow.map_or(Ok(()), |shadow| judge(shadow.map_err(Failure::error)?))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What cannot be compared is said before there is a guest.
+fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<(), Failure> {
+    match (shadow, tracking) {
+        (Some(shadow), TrackingMode::None) => Err(Failure::error(format_args!(
+            "--shadow {shadow} has nothing to compare with: --tracking none reports no frames"
+        ))),
+        (Some(ShadowMode::UserfaultWp), TrackingMode::UserfaultWp) => Err(Failure::error(
+            "--shadow userfault-wp cannot stand beside --tracking userfault-wp: a memory has one userfaultfd at most; \
+             --shadow compare can",
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn shadow_failure(e: ShadowError) -> Failure {
+    match e {
+        ShadowError::HostLacks(_) => Failure::host_lacks(e),
+        _ => Failure::error(e),
+    }
+}
+
+/// Says what the second look has shown; a missed frame is an error, and so is a look that never was.
+fn judge(report: ShadowReport) -> Result<(), Failure> {
+    let ShadowReport { looks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
+        report;
+    let looked = format!(
+        "{looks} looks at {reported_frames} reported frames, {unchanged_frames} of them unchanged"
+    );
+    if missed_frames > 0 {
+        let names = report.names();
+        return Err(Failure::error(format_args!(
+            "{missed_frames} frames changed and were not reported, the first are {names} ({looked})"
+        )));
+    }
+    if failed > 0 || looks == 0 {
+        return Err(Failure::error(format_args!(
+            "whether a frame was missed is not known: {failed} looks failed ({looked})"
+        )));
+    }
+    say(format_args!("no frame was missed: {looked}"));
+    Ok(())
 }
 
 #[cfg(test)]

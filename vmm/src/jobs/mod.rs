@@ -5,6 +5,7 @@ mod checkpoints;
 mod holds;
 mod kept;
 mod migration;
+mod shadow;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,10 +20,12 @@ use crate::api::model::{
 };
 use crate::vm::SharedVm;
 use checkpoints::CheckpointJob;
-use holds::Holds;
 pub use holds::OperatorError;
+use holds::{Holds, Role};
 use kept::Kept;
 use migration::MigrationJob;
+use shadow::Shadow;
+pub use shadow::{ShadowError, ShadowMode, ShadowReport};
 
 /// How long a process whose guest has ended waits for the readers of its jobs' last reports.
 const LAST_READ: Duration = Duration::from_secs(2);
@@ -41,6 +44,8 @@ pub struct Jobs {
     migration: Kept<MigrationJob>,
     /// Answers the source that this guest came from.
     responder: Mutex<Option<Responder>>,
+    /// Looks whether tracking misses frames.
+    shadow: Mutex<Option<Shadow>>,
 }
 
 impl Jobs {
@@ -55,6 +60,7 @@ impl Jobs {
             checkpoint: Kept::default(),
             migration: Kept::default(),
             responder: Mutex::default(),
+            shadow: Mutex::default(),
         })
     }
 
@@ -90,6 +96,20 @@ impl Jobs {
     /// The operator lets the vCPUs run.
     pub fn resume(&self) -> Result<(), OperatorError> {
         self.holds.operator_resume()
+    }
+
+    /// Begins to compare what the guest's tracking reports with another way to know it, until
+    /// [`end_shadow`](Self::end_shadow). Reads all of its memory first.
+    pub fn start_shadow(&self, mode: ShadowMode) -> Result<(), ShadowError> {
+        let shadow = Shadow::start(self.holds.view(Role::Checkpoint), mode)?;
+        *lock(&self.shadow) = Some(shadow);
+        Ok(())
+    }
+
+    /// Looks a last time, at a guest that has ended. `None` if nothing was compared; an error if the comparison has died.
+    pub fn end_shadow(&self) -> Option<Result<ShadowReport, &'static str>> {
+        let shadow = lock(&self.shadow).take()?;
+        Some(shadow.end().ok_or("the thread of --shadow has died of a defect of the VMM"))
     }
 
     /// Begins a run of checkpoints and returns its number; there is one at a time.

@@ -135,6 +135,8 @@ impl Machine {
             }
         }
         let (source, reports) = dirty_source(&vm, &vcpus, &config, special.sink)?;
+        #[cfg(feature = "broken-source")]
+        let source = source.map(|source| broken(source, &memory, host));
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
         let com1 = Com1::new(vm.clone(), sink);
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
@@ -386,6 +388,20 @@ where
     match sink {
         Some(sink) => Box::new(Diverted::new(source, sink)),
         None => Box::new(source),
+    }
+}
+
+/// For the tests of the tests.
+#[cfg(feature = "broken-source")]
+fn broken(
+    source: Box<dyn DirtySource>,
+    memory: &Memory,
+    host: &HostConfig,
+) -> Box<dyn DirtySource> {
+    use crate::sources::BrokenSource;
+    match host.loses_one_in {
+        Some(one_in) => Box::new(BrokenSource::new(source, memory.tracker(), one_in)),
+        None => source,
     }
 }
 

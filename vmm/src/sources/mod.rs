@@ -2,6 +2,8 @@
 //! tracking mode.
 
 mod bitmap;
+#[cfg(feature = "broken-source")]
+mod broken;
 mod diverted;
 mod manual;
 mod ring;
@@ -9,6 +11,8 @@ mod sets;
 mod userfault_wp;
 
 pub use bitmap::BitmapSource;
+#[cfg(feature = "broken-source")]
+pub use broken::BrokenSource;
 pub(crate) use diverted::Diverted;
 pub use manual::ManualSource;
 pub use ring::RingSource;

@@ -72,3 +72,48 @@ impl DirtySource for UserfaultWpSource {
         Ok(out)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dirty_tracker::{Gfn, SlotId};
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::memory::{Memory, MemoryOptions};
+
+    #[test]
+    fn what_a_scan_that_failed_has_taken_counts_as_written() {
+        const TEST: &str = "what_a_scan_that_failed_has_taken_counts_as_written";
+        if !crate::testing::kvm_or_skip(TEST) {
+            return;
+        }
+        let memory = Arc::new(Memory::new(64 << 20, &MemoryOptions::default()).unwrap());
+        let (kvm, _) = crate::kvm::open().unwrap();
+        let vm = Arc::new(KvmVm::new(kvm.create_vm().unwrap(), memory.clone()).unwrap());
+        let mut source = match UserfaultWpSource::new(vm) {
+            Ok(source) => source,
+            Err(e) => return crate::testing::skip(TEST, &e.to_string()),
+        };
+        let write = |gfn: u64| memory.ram().write_obj(1u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
+        // Of its own, so that it hears of the source alone.
+        let tracker = Arc::new(Tracker::new(memory.layout().clone()));
+        let mut subscription = tracker.subscribe("test");
+        write(70);
+        source.start().unwrap();
+        write(70);
+        let collected = source.collect(&tracker).unwrap();
+        assert_eq!((collected.frames, collected.marked_all), (1, false));
+        assert_eq!(subscription.drain().frames(), 1);
+
+        source.watch.end().unwrap();
+        let error = source.collect(&tracker).unwrap_err().to_string();
+        assert!(error.starts_with("PAGEMAP_SCAN failed: "), "{error}");
+        source.watch.begin().unwrap();
+        assert!(source.collect(&tracker).unwrap().marked_all);
+        let leaves = subscription.bitmap(SlotId(0)).unwrap();
+        assert!(leaves.iter().all(|word| *word == u64::MAX), "all memory is marked");
+        // Once.
+        assert!(!source.collect(&tracker).unwrap().marked_all);
+        source.stop().unwrap();
+    }
+}

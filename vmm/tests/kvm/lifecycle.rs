@@ -1,7 +1,6 @@
 //! Pausing, resuming, ending, and what a machine leaves behind.
 
 use checkpoint::{Guest, GuestError, RunState};
-use dirty_tracker::TrackingMode;
 use vmm::config::{HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
 use vmm::testing::kvm_or_skip;
@@ -84,9 +83,9 @@ fn nothing_is_left_of_fifty_machines() {
         return;
     }
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let modes = crate::tracking::modes();
     let one = |i: u32| {
-        let tracking =
-            if i.is_multiple_of(2) { TrackingMode::DirtyRing } else { TrackingMode::DirtyBitmap };
+        let tracking = modes[i as usize % modes.len()];
         let config = MachineConfig { vcpus: 2, tracking, ..payload("payload,ws=1M") };
         let machine = Machine::launch(config, &host).unwrap();
         if !i.is_multiple_of(3) {

@@ -4,6 +4,7 @@
 
 mod balloon;
 mod boot;
+mod conformance;
 mod elf;
 mod harness;
 mod lifecycle;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use checkpoint::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
 use dirty_tracker::{FrameRun, Gfn, TrackingMode};
 use vm_memory::{Bytes, GuestAddress};
-use vmm::config::{DEFAULT_RING_ENTRIES, MachineConfig};
+use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use vmm::machine::{Machine, MachineFactory};
 use vmm::testing::kvm_or_skip;
 use vmm::vm::Vm;
@@ -26,7 +26,12 @@ fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRun>) 
 /// Moves a running guest into a new machine: all memory while it runs, what changed meanwhile when
 /// it stands.
 pub fn move_to_new(machine: &Machine, console: &Console, clock: Clock) -> Arc<Machine> {
-    let factory = MachineFactory { host: console.host() };
+    move_to_new_on(machine, console.host(), clock)
+}
+
+/// As [`move_to_new`], on a host of this kind.
+pub fn move_to_new_on(machine: &Machine, host: HostConfig, clock: Clock) -> Arc<Machine> {
+    let factory = MachineFactory { host };
     let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
     let mut subscription = machine.subscribe("test").unwrap();
     copy(machine, &new, machine.populated().unwrap());
@@ -53,12 +58,17 @@ fn a_guest_goes_on_in_another_machine_while_it_writes() {
     if !kvm_or_skip("a_guest_goes_on_in_another_machine_while_it_writes") {
         return;
     }
-    let smallest = smallest_ring(&payload("payload"));
+    let (smallest, modes) = (smallest_ring(&payload("payload")), crate::tracking::modes());
     for (tracking, ring_entries) in [
         (TrackingMode::DirtyRing, DEFAULT_RING_ENTRIES),
         (TrackingMode::DirtyRing, smallest),
         (TrackingMode::DirtyBitmap, DEFAULT_RING_ENTRIES),
-    ] {
+        (TrackingMode::DirtyBitmapManual, DEFAULT_RING_ENTRIES),
+        (TrackingMode::UserfaultWp, DEFAULT_RING_ENTRIES),
+    ]
+    .into_iter()
+    .filter(|(mode, _)| modes.contains(mode))
+    {
         // Rings that are overrun, where ring 0 is emulated; whole loops of the guest, everywhere.
         let ring = if ring_entries == smallest { 0 } else { 3 };
         for (vcpus, ws, rate) in [(1, "4M", "320M"), (2, "16M", "max")] {

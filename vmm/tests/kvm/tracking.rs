@@ -123,7 +123,7 @@ fn all_modes_leave_the_same_leaves() {
 /// in the epoch. Gives the number of frames that changed.
 fn check_epochs(
     machine: &Arc<Machine>,
-    mut subscription: Subscription,
+    subscription: &mut Subscription,
     rounds: usize,
     length: Duration,
 ) -> usize {
@@ -133,7 +133,7 @@ fn check_epochs(
         machine.resume().unwrap();
         std::thread::sleep(length);
         let paused = Paused::new(&**machine).unwrap();
-        let epoch = paused.drain(&mut subscription).unwrap();
+        let epoch = paused.drain(subscription).unwrap();
         let after = memory(machine);
         let runs: Vec<_> = epoch.runs().collect();
         let has = |gfn: Gfn| {
@@ -166,8 +166,12 @@ fn the_smallest_ring_loses_nothing() {
     let mut subscription = subscription;
     machine.collect().unwrap();
     subscription.drain().commit();
-    let changed = check_epochs(&machine, subscription, 20, Duration::from_millis(30));
-    assert!(changed > 5_000, "only {changed} frames changed");
+    // A host that is busy with other things lets the guest do little in an epoch.
+    let (mut changed, end) = (0, Instant::now() + LONG);
+    while changed < 5_000 {
+        assert!(Instant::now() < end, "only {changed} frames changed");
+        changed += check_epochs(&machine, &mut subscription, 20, Duration::from_millis(30));
+    }
     assert!(machine.info().vcpu.iter().any(|v| v.ring_full_exits > 0));
     machine.resume().unwrap();
     console.wait_for_reports(2, 1);
@@ -198,8 +202,9 @@ fn code_in_ring_0_that_overruns_its_ring_loses_nothing() {
     let mut all_full = 0;
     for ring_entries in [smallest, 4 * smallest] {
         let machine = launch(MachineConfig { ring_entries, ..config.clone() }, &Console::new());
-        let subscription = machine.subscribe("test").unwrap();
-        let changed = check_epochs(&machine, subscription, 15, Duration::from_millis(10));
+        let mut subscription = machine.subscribe("test").unwrap();
+        let changed = check_epochs(&machine, &mut subscription, 15, Duration::from_millis(10));
+        drop(subscription);
         assert!(changed > 3_000, "only {changed} frames changed in rings of {ring_entries}");
         let info = machine.info();
         let (full, lost) = (info.vcpu[0].ring_full_exits, info.ring_overruns);

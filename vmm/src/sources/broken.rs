@@ -1,0 +1,62 @@
+//! A source that loses frames, for the tests of the tests: each of them has to notice. Only with feature `broken-source`, which
+//! no binary has that is built for use.
+
+use std::num::NonZeroU64;
+use std::sync::Arc;
+
+use dirty_tracker::{
+    Collected, DirtySource, FrameRun, SourceError, Subscription, Tracker, TrackingMode,
+};
+
+/// Another source, of whose frames it keeps one in so many to itself.
+pub struct BrokenSource {
+    inner: Box<dyn DirtySource>,
+    /// What the other one reports to.
+    seen: Arc<Tracker>,
+    subscription: Subscription,
+    one_in: NonZeroU64,
+    reported: u64,
+}
+
+impl BrokenSource {
+    /// Loses one in `one_in` of the frames that `inner` reports to `tracker`.
+    pub fn new(inner: Box<dyn DirtySource>, tracker: &Tracker, one_in: NonZeroU64) -> Self {
+        let seen = Arc::new(Tracker::new(tracker.layout().clone()));
+        let subscription = seen.subscribe("broken source");
+        Self { inner, seen, subscription, one_in, reported: 0 }
+    }
+}
+
+impl DirtySource for BrokenSource {
+    fn mode(&self) -> TrackingMode {
+        self.inner.mode()
+    }
+
+    fn start(&mut self) -> Result<(), SourceError> {
+        self.inner.start()
+    }
+
+    fn stop(&mut self) -> Result<(), SourceError> {
+        self.inner.stop()
+    }
+
+    fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+        let collected = self.inner.collect(&self.seen)?;
+        let epoch = self.subscription.drain();
+        for start in epoch.runs().flat_map(FrameRun::frames) {
+            self.reported += 1;
+            // The layouts are the same.
+            if self.reported % self.one_in != 0
+                && tracker.mark(FrameRun { start, count: 1 }).is_err()
+            {
+                tracker.mark_all();
+            }
+        }
+        epoch.commit();
+        Ok(collected)
+    }
+
+    fn dirtied(&self) -> &[u64] {
+        self.inner.dirtied()
+    }
+}

@@ -1,0 +1,233 @@
+//! One test for all sources: a copy of a guest's memory that is kept up with what its source reports, and nothing else, is that
+//! memory whenever the guest stands; however harvests, pauses, ends and beginnings of tracking fall. And the tests of the test: a source
+//! that loses frames is found out, by this and by the guest itself.
+
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Clock, Guest, Paused};
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
+use images::Message;
+use vm_memory::{Bytes, GuestAddress};
+use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
+use vmm::machine::Machine;
+use vmm::memory::{Backing, HugePages, MemoryOptions};
+use vmm::testing::kvm_or_skip;
+use vmm::vm::Vm;
+
+use crate::harness::*;
+use crate::state::move_to_new_on;
+use crate::tracking::modes;
+
+/// Harvests of each source in all, and what a default run does of them.
+const HARVESTS: (u32, u32) = (10_000, 120);
+
+fn full() -> bool {
+    std::env::var_os("DRIFTLINE_FULL").is_some()
+}
+
+/// One seed, for all sources (splitmix64).
+struct Chance(u64);
+
+impl Chance {
+    /// Below `n`.
+    fn next(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % n
+    }
+}
+
+/// A machine and the copy of its memory.
+struct Copied {
+    machine: Arc<Machine>,
+    subscription: Option<Subscription>,
+    copy: Vec<u8>,
+    /// Frames that were copied because they were reported.
+    reported: u64,
+}
+
+impl Copied {
+    fn new(machine: Arc<Machine>) -> Self {
+        let copy = vec![0; machine.machine_config().mem_bytes as usize];
+        let mut new = Self { machine, subscription: None, copy, reported: 0 };
+        new.begin();
+        new
+    }
+
+    /// Tracking begins, and then all memory is copied.
+    fn begin(&mut self) {
+        self.subscription = None;
+        self.subscription = Some(self.machine.subscribe("test").unwrap());
+        self.take(FrameRun { start: Gfn(0), count: self.copy.len() as u64 / PAGE_SIZE });
+    }
+
+    fn take(&mut self, run: FrameRun) {
+        let (at, len) = (run.start.gpa() as usize, run.bytes() as usize);
+        let frames = &mut self.copy[at..at + len];
+        self.machine.ram().read_slice(frames, GuestAddress(at as u64)).unwrap();
+    }
+
+    fn harvest(&mut self) {
+        self.machine.collect().unwrap();
+        let epoch = self.subscription.as_mut().unwrap().drain();
+        self.reported += epoch.frames();
+        epoch.runs().for_each(|run| self.take(run));
+        epoch.commit();
+    }
+
+    /// The frames in which the copy differs, when the guest stands and all was harvested.
+    fn lost(&mut self) -> Vec<u64> {
+        let machine = self.machine.clone();
+        let paused = Paused::new(&*machine).unwrap();
+        self.harvest();
+        let mut now = vec![0; self.copy.len()];
+        machine.ram().read_slice(&mut now, GuestAddress(0)).unwrap();
+        let frames = now.chunks(PAGE_SIZE as usize).zip(self.copy.chunks(PAGE_SIZE as usize));
+        let lost = (0u64..).zip(frames).filter(|(_, (a, b))| a != b).map(|(gfn, _)| gfn).collect();
+        paused.resume().unwrap();
+        lost
+    }
+}
+
+/// Harvests at random until `harvests` are done or a frame is lost; gives the frames that are, and how many were reported.
+fn harvest_at_random(machine: Arc<Machine>, seed: u64, harvests: u32) -> (Vec<u64>, u64) {
+    let (mut chance, mut copied) = (Chance(seed), Copied::new(machine.clone()));
+    machine.resume().unwrap();
+    for harvest in 0..harvests {
+        match chance.next(100) {
+            0..45 => std::thread::sleep(Duration::from_micros(chance.next(3000))),
+            // Tracking ends; with some luck the collector notices before it begins again.
+            99 => {
+                copied.subscription = None;
+                std::thread::sleep(Duration::from_millis(chance.next(80)));
+                copied.begin();
+            }
+            _ => {}
+        }
+        copied.harvest();
+        if chance.next(16) == 0 || harvest + 1 == harvests {
+            let lost = copied.lost();
+            if !lost.is_empty() {
+                return (lost, copied.reported);
+            }
+        }
+    }
+    (Vec::new(), copied.reported)
+}
+
+fn on(console: &Console, memory: MemoryOptions) -> HostConfig {
+    HostConfig { memory, ..console.host() }
+}
+
+/// What holds memory, where that matters to a source.
+fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
+    let plain = MemoryOptions { huge_pages: Some(HugePages::None), ..MemoryOptions::default() };
+    match mode {
+        TrackingMode::UserfaultWp => vec![
+            plain,
+            MemoryOptions { huge_pages: Some(HugePages::Thp), ..plain },
+            MemoryOptions { backing: Backing::Memfd, ..plain },
+        ],
+        _ => vec![MemoryOptions::default()],
+    }
+}
+
+#[test]
+fn no_source_loses_a_frame_however_it_is_harvested() {
+    if !kvm_or_skip("no_source_loses_a_frame_however_it_is_harvested") {
+        return;
+    }
+    let harvests = if full() { HARVESTS.0 } else { HARVESTS.1 };
+    let smallest = smallest_ring(&payload("payload"));
+    for mode in modes() {
+        // Ring 0 overruns the smallest ring, where it is emulated.
+        let rings: &[(u32, u8)] = match mode {
+            TrackingMode::DirtyRing => &[(DEFAULT_RING_ENTRIES, 3), (smallest, 3), (smallest, 0)],
+            _ => &[(DEFAULT_RING_ENTRIES, 3)],
+        };
+        for memory in memories(mode) {
+            for &(ring_entries, ring) in rings {
+                let console = Console::new();
+                let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
+                let config =
+                    MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
+                let machine = Machine::launch(config, &on(&console, memory)).unwrap();
+                let begun = Instant::now();
+                let (lost, reported) = harvest_at_random(machine.clone(), 42, harvests);
+                let overruns = machine.info().ring_overruns;
+                let what =
+                    format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
+                assert!(lost.is_empty(), "{what}: lost {} frames: {lost:x?}", lost.len());
+                println!("{what}: {reported} frames, {overruns} overruns, {:?}", begun.elapsed());
+                assert!(reported > 1000, "{what}: only {reported} frames were reported");
+                console.wait_for_reports(2, 1);
+                machine.stop("it has shown enough");
+                console.assert_no_errors();
+            }
+        }
+    }
+}
+
+fn losing(console: &Console, one_in: u64) -> HostConfig {
+    HostConfig { loses_one_in: NonZeroU64::new(one_in), ..console.host() }
+}
+
+#[test]
+fn a_source_that_loses_frames_is_found_out() {
+    if !kvm_or_skip("a_source_that_loses_frames_is_found_out") {
+        return;
+    }
+    for mode in modes() {
+        let one_in = if full() { 1_000_000 } else { 2_000 };
+        let console = Console::new();
+        let spec = "payload,ws=24M,rate=max,pattern=random";
+        let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
+        let machine = Machine::launch(config, &losing(&console, one_in)).unwrap();
+        let (lost, reported) = harvest_at_random(machine.clone(), 42, 200_000);
+        println!("{mode}: lost {lost:x?} of {reported}");
+        assert!(
+            !lost.is_empty(),
+            "{mode}: one in {one_in} of {reported} frames is lost, and none is missing"
+        );
+        machine.stop("it has shown enough");
+    }
+}
+
+#[test]
+fn the_payload_finds_out_that_frames_were_lost() {
+    if !kvm_or_skip("the_payload_finds_out_that_frames_were_lost") {
+        return;
+    }
+    for mode in modes() {
+        let console = Console::new();
+        let config = MachineConfig {
+            tracking: mode,
+            vcpus: 2,
+            ..payload("payload,ws=4M,rate=64M,pattern=random")
+        };
+        let mut machine = Machine::launch(config, &losing(&console, 50)).unwrap();
+        machine.resume().unwrap();
+        console.wait_for("start", |text| text.contains("payload ready"));
+        let end = Instant::now() + LONG;
+        // Of a frame that was lost the new machine has an older content, which its check of each page shows.
+        let found = |text: &str| {
+            text.lines().any(|line| match Message::parse(line) {
+                Some(Message::Report(report)) => report.errors > 0,
+                Some(Message::Ready { .. }) | None => false,
+                Some(_) => true,
+            })
+        };
+        while !found(&console.text()) {
+            assert!(Instant::now() < end, "{mode}: nothing found:\n{}", console.text());
+            std::thread::sleep(Duration::from_millis(300));
+            let new = move_to_new_on(&machine, losing(&console, 50), Clock::Advance);
+            new.resume().unwrap();
+            machine = new;
+        }
+        machine.stop("it has shown enough");
+    }
+}

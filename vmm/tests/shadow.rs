@@ -1,0 +1,93 @@
+//! The second look at a guest's writes: it is silent about every source that is sound, and names what a broken one loses.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{driftline, fail, text};
+
+const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
+const WORK: &str = "payload,ws=16M,rate=200M,pattern=random,seconds=2";
+
+/// Exit code and what was said of a guest that works for two seconds beside a shadow; of so many of its frames one is lost.
+fn shadowed(guest: &str, tracking: &str, shadow: &str, loses_one_in: Option<u32>) -> (i32, String) {
+    let mut run = driftline(GUEST);
+    run.args([guest, "--tracking", tracking, "--shadow", shadow]);
+    if let Some(one_in) = loses_one_in {
+        run.env("DRIFTLINE_LOSES_ONE_IN", one_in.to_string());
+    }
+    let out = run.output().unwrap();
+    (out.status.code().unwrap(), text(&out.stderr))
+}
+
+/// Each pair that can be had.
+const PAIRS: [(&str, &str); 7] = [
+    ("dirty-ring", "compare"),
+    ("dirty-ring", "userfault-wp"),
+    ("dirty-bitmap", "compare"),
+    ("dirty-bitmap", "userfault-wp"),
+    ("dirty-bitmap-manual", "compare"),
+    ("dirty-bitmap-manual", "userfault-wp"),
+    ("userfault-wp", "compare"),
+];
+
+fn can_have(test: &str, code: i32, said: &str) -> bool {
+    if code == 3 {
+        vmm::testing::skip(test, said.trim());
+    }
+    code != 3
+}
+
+#[test]
+fn of_a_sound_source_nothing_is_missed() {
+    const TEST: &str = "of_a_sound_source_nothing_is_missed";
+    if !vmm::testing::kvm_or_skip(TEST) {
+        return;
+    }
+    for (tracking, shadow) in PAIRS {
+        let (code, said) = shadowed(WORK, tracking, shadow, None);
+        if can_have(TEST, code, &said) {
+            assert_eq!(code, 0, "{tracking}, {shadow}: {said}");
+            assert!(said.contains("no frame was missed: "), "{tracking}, {shadow}: {said}");
+        }
+    }
+}
+
+#[test]
+fn what_a_broken_source_loses_is_named_and_the_exit_code_is_1() {
+    const TEST: &str = "what_a_broken_source_loses_is_named_and_the_exit_code_is_1";
+    if !vmm::testing::kvm_or_skip(TEST) {
+        return;
+    }
+    for (tracking, shadow) in PAIRS {
+        let (code, said) = shadowed(WORK, tracking, shadow, Some(100));
+        if can_have(TEST, code, &said) {
+            assert_eq!(code, 1, "{tracking}, {shadow}: {said}");
+            let last = said.lines().last().unwrap();
+            assert!(last.contains("frames changed and were not reported"), "{said}");
+            assert!(last.contains("the first are gfn 0x"), "{said}");
+            assert!(last.len() < 400, "bounded: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_guest_of_threads_is_compared_too() {
+    let (code, said) = shadowed("payload,ws=8M,rate=50M,seconds=1", "dirty-ring", "nothing", None);
+    assert!(code == 2 && said.contains("there is no shadow \"nothing\""), "{code}: {said}");
+    let threads = ["--backend", "threads", "--shadow", "compare"];
+    let args = [GUEST, &["payload,ws=8M,rate=50M,pattern=random,seconds=1"], &threads].concat();
+    let out = driftline(&args).output().unwrap();
+    assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+    assert!(text(&out.stderr).contains("no frame was missed: "), "{}", text(&out.stderr));
+}
+
+#[test]
+fn what_cannot_be_compared_is_said_before_there_is_a_guest() {
+    let pair = |tracking, shadow| {
+        fail(1, &[GUEST, &["payload", "--tracking", tracking, "--shadow", shadow]].concat())
+    };
+    let said = pair("userfault-wp", "userfault-wp");
+    assert!(said.contains("a memory has one userfaultfd at most"), "{said}");
+    let said = pair("none", "compare");
+    assert!(said.contains("--tracking none reports no frames"), "{said}");
+}
