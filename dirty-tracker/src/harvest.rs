@@ -204,6 +204,44 @@ impl Readable<'_> {
         self.overruns
     }
 
+    /// As [`absorb`](Self::absorb), for whoever keeps the frames elsewhere than in a tracker's trees: each goes to `keep`, which
+    /// says whether it lies in a slot. Where the answer says `marked_all`, the caller has to keep all memory. [`Harvester::dirtied`]
+    /// counts none of them. Costs a call of `keep` a frame.
+    ///
+    /// ```
+    /// # use dirty_tracker::*;
+    /// # use std::sync::atomic::Ordering;
+    /// # let ring: Vec<_> = (0..8).map(|_| RingEntry::default()).collect();
+    /// # ring[0].offset.store(5, Ordering::Relaxed);
+    /// # ring[0].flags.store(ENTRY_DIRTY, Ordering::Release);
+    /// # let mut harvester = Harvester::new(1, 8);
+    /// let mut bitmap = [0u64; 1];
+    /// let harvest = harvester.harvest([&ring[..]]);
+    /// let count = harvest.entries(); // KVM_RESET_DIRTY_RINGS
+    /// let delivered = harvest.reprotected(count).deliver(|slot, offset| {
+    ///     bitmap[0] |= 1 << offset;
+    ///     slot == SlotId(0)
+    /// });
+    /// assert_eq!((delivered.frames, delivered.marked_all, bitmap), (1, false, [1 << 5]));
+    /// ```
+    pub fn deliver(self, mut keep: impl FnMut(SlotId, u64) -> bool) -> Absorbed {
+        let mut out = Absorbed::default();
+        for (_, list) in &mut self.lists.vcpus {
+            for frame in list.frames() {
+                match keep(SlotId(frame.slot & 0xffff), frame.offset) {
+                    true => out.frames += 1,
+                    false => out.foreign += 1,
+                }
+            }
+            list.clear();
+        }
+        if self.lists.distrust {
+            out.marked_all = true;
+            self.lists.distrust = !self.all_reprotected;
+        }
+        out
+    }
+
     /// Inserts the frames into every subscriber's tree and empties the lists (I2). Untrusted frames
     /// mark all memory, and every later harvest does so too until one is
     /// [`all_reprotected`](Self::all_reprotected).

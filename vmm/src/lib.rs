@@ -8,6 +8,7 @@ pub mod api;
 pub mod backend;
 pub mod boot;
 mod collector;
+pub mod compare;
 pub mod config;
 pub mod devices;
 pub mod doctor;

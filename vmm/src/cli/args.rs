@@ -16,6 +16,7 @@ use vmm::config::{
 use vmm::jobs::ShadowMode;
 use vmm::memory::{Backing, HugePages};
 
+use super::compare::CompareArgs;
 use super::values;
 
 /// A small KVM virtual machine monitor that knows which guest frames changed.
@@ -70,6 +71,8 @@ pub(crate) enum Command {
     CancelMigration(ApiArgs),
     /// Settle a migration in doubt: say where the guest shall be
     Resolve(ResolveArgs),
+    /// Measure the ways of tracking a guest's writes side by side, on this host
+    Compare(CompareArgs),
     /// Show what this host offers, and what each missing thing costs
     Doctor(DoctorArgs),
     /// Look at a store of checkpoints

@@ -4,6 +4,7 @@ pub(crate) mod args;
 mod balloon;
 mod checkpoint;
 mod client;
+mod compare;
 mod doctor;
 pub(crate) mod failure;
 mod live;
@@ -52,6 +53,7 @@ fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
         Command::CancelMigration(args) => migration::cancel(&args),
         Command::Resolve(args) => migration::resolve(&args),
         Command::Doctor(args) => doctor::doctor(&args),
+        Command::Compare(args) => compare::compare(args),
         Command::Demo(args) => crate::demo::demo(&args),
         Command::Store(command) => store::store(&command),
     }

@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::GuestError;
-use dirty_tracker::{Collected, DirtySource, SourceError, Subscription, Tracker};
+use dirty_tracker::{Collected, DirtySource, SourceError, Subscription, Tracker, TrackingMode};
 
 use crate::sandbox::{self, Class};
 use crate::vcpu::Command;
@@ -259,7 +259,10 @@ impl Work {
             return;
         }
         match self.collect() {
-            Ok(frames) if frames >= self.many => self.period = (self.period / 2).max(PERIOD_LEAST),
+            // Only rings fill; a bitmap that is read more often than somebody asks costs the guest faults.
+            Ok(frames) if frames >= self.many && self.source.mode() == TrackingMode::DirtyRing => {
+                self.period = (self.period / 2).max(PERIOD_LEAST);
+            }
             Ok(_) => self.period = (self.period * 2).min(PERIOD_MOST),
             Err(e) => tracing::warn!("dirty frames stay where they are for now: {e}"),
         }
@@ -277,7 +280,7 @@ fn system(what: &'static str, cause: &str) -> GuestError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, TrackingMode};
+    use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
     use std::sync::Mutex;
     use std::time::Instant;
 

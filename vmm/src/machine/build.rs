@@ -20,7 +20,9 @@ use crate::devices::{Bus, Com1, DeviceError, DeviceSet, InputThread, open_sink, 
 use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::{HOLE_START, Memory};
 use crate::sandbox::{self, Class};
-use crate::sources::{BitmapSource, ManualSource, RingSource, UserfaultWpSource};
+use crate::sources::{
+    BitmapSource, Diverted, ManualSource, RingSource, SharedSink, UserfaultWpSource,
+};
 use crate::vcpu::{Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
@@ -34,6 +36,15 @@ const MANY_FRAMES: u64 = 4096;
 
 /// From so much guest memory on a bitmap is absorbed by several threads, those of rayon's pool.
 const SHARED_OUT: u64 = 32 << 30;
+
+/// What a machine is given that is there to be measured, and to be thrown away.
+#[derive(Debug, Default)]
+pub(crate) struct Special {
+    /// Where its dirty frames go, instead of into the tracker's trees.
+    pub(crate) sink: Option<SharedSink>,
+    /// Its guest touches little: it may be larger than all that the host has.
+    pub(crate) sparse: bool,
+}
 
 impl Machine {
     /// Boots what `config` says; the machine stands at the guest's first instruction.
@@ -67,17 +78,44 @@ impl Machine {
     /// As [`build`](Self::build), with what `devices` makes for it.
     pub(super) fn build_around(
         vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+        load: bool,
+        devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
+    ) -> Result<Arc<Self>, MachineError> {
+        Self::assemble(vm_id, config, host, load, devices, Special::default())
+    }
+
+    /// Boots what `config` says, for a comparison of ways to track.
+    pub(crate) fn launch_special(
+        config: MachineConfig,
+        host: &HostConfig,
+        special: Special,
+    ) -> Result<Arc<Self>, MachineError> {
+        let devices = |config: &MachineConfig, memory: &Memory, guest: VmId, acquire: bool| {
+            DeviceSet::build(config, memory, guest, acquire, &host.copied)
+        };
+        Self::assemble(VmId::random(), config, host, true, devices, special)
+    }
+
+    fn assemble(
+        vm_id: VmId,
         mut config: MachineConfig,
         host: &HostConfig,
         load: bool,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
+        special: Special,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
         let (kvm, capabilities) = kvm::open()?;
         let supported = supported_cpuid(&kvm)?;
         let offered = offered_cpuid(&kvm, &supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
-        let memory = Arc::new(Memory::new(config.mem_bytes, &host.memory)?);
+        let memory = match special.sparse {
+            true => Memory::sparse(config.mem_bytes, &host.memory)?,
+            false => Memory::new(config.mem_bytes, &host.memory)?,
+        };
+        let memory = Arc::new(memory);
         let entry =
             if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
@@ -96,7 +134,7 @@ impl Machine {
                 false => check_tsc(&config.cpu, fd, &capabilities)?,
             }
         }
-        let (source, reports) = dirty_source(&vm, &vcpus, &config)?;
+        let (source, reports) = dirty_source(&vm, &vcpus, &config, special.sink)?;
         #[cfg(feature = "broken-source")]
         let source = source.map(|source| broken(source, &memory, host));
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
@@ -311,6 +349,7 @@ fn dirty_source(
     vm: &Arc<KvmVm>,
     vcpus: &[(VcpuFd, CpuId)],
     config: &MachineConfig,
+    sink: Option<SharedSink>,
 ) -> Result<Source, MachineError> {
     let no_reports = vec![None; vcpus.len()];
     match config.tracking {
@@ -320,10 +359,10 @@ fn dirty_source(
             let rings = rings.map_err(MachineError::system("mapping a dirty ring"))?;
             let source = RingSource::new(vm.clone(), rings);
             let reports = source.ring_full_reports();
-            Ok((Some(Box::new(source)), reports))
+            Ok((Some(into(source, sink)), reports))
         }
         TrackingMode::DirtyBitmap => {
-            Ok((Some(Box::new(BitmapSource::new(vm.clone()))), no_reports))
+            Ok((Some(into(BitmapSource::new(vm.clone()), sink)), no_reports))
         }
         TrackingMode::DirtyBitmapManual => {
             Ok((Some(Box::new(ManualSource::new(vm.clone()))), no_reports))
@@ -337,6 +376,18 @@ fn dirty_source(
             let why = format!("tracking mode {other} is not known to the kvm backend");
             Err(MachineError::Config(why))
         }
+    }
+}
+
+/// The source, with `sink` in the place of the tracker's trees if there is one.
+fn into<S>(source: S, sink: Option<SharedSink>) -> Box<dyn DirtySource>
+where
+    S: DirtySource + 'static,
+    Diverted<S>: DirtySource + 'static,
+{
+    match sink {
+        Some(sink) => Box::new(Diverted::new(source, sink)),
+        None => Box::new(source),
     }
 }
 

@@ -43,6 +43,7 @@ use crate::memory::{self, Memory};
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
 
+pub(crate) use build::Special;
 pub use error::MachineError;
 pub use factory::MachineFactory;
 pub(crate) use state::registers;
@@ -98,6 +99,11 @@ impl Machine {
         // A guest that stands cannot say it.
         let balloon = self.balloon.as_ref().filter(|_| self.run_state() == RunState::Running);
         balloon.map(|b| b.free_frames(HINTS_LIMIT)).unwrap_or_default()
+    }
+
+    /// How long its vCPUs waited for room in their dirty rings.
+    pub(crate) fn ring_full_time(&self) -> Duration {
+        self.counters.iter().map(|c| c.ring_full_time()).sum()
     }
 
     /// The drives that the guest can write to, each with the tree of its blocks.

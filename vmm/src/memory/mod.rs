@@ -95,14 +95,28 @@ impl Memory {
         Self::of_layout(layout(bytes)?, options)
     }
 
+    /// As [`new`](Self::new), for a guest of which it is known that it touches little: of any size that the kernel maps.
+    pub(crate) fn sparse(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
+        Self::map(layout(bytes)?, options, None)
+    }
+
     /// As [`new`](Self::new), of any shape.
     pub(crate) fn of_layout(layout: Layout, options: &MemoryOptions) -> Result<Self, MemoryError> {
+        Self::map(layout, options, most_bytes())
+    }
+
+    /// Maps memory of at most so many bytes.
+    fn map(
+        layout: Layout,
+        options: &MemoryOptions,
+        most_bytes: Option<u64>,
+    ) -> Result<Self, MemoryError> {
         let bytes = layout.frames() * PAGE_SIZE;
         let tracker = Arc::new(Tracker::new(layout.clone()));
         let does_not_fit = |cause: String| MemoryError::DoesNotFit { bytes, cause };
         if options.is_pooled() {
             check_pool(bytes)?;
-        } else if let Some(has) = most_bytes().filter(|has| *has < bytes) {
+        } else if let Some(has) = most_bytes.filter(|has| *has < bytes) {
             let cause = format!("it has {has} bytes of memory and swap");
             return Err(does_not_fit(cause));
         }

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+use dirty_tracker::{
+    Collected, DirtySource, OutOfSlot, SlotId, SourceError, Tracker, TrackingMode,
+};
 
 use super::lap;
 use crate::kvm::KvmVm;
@@ -46,6 +48,18 @@ impl DirtySource for BitmapSource {
     }
 
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+        self.collect_by(|slot, bitmap| {
+            tracker.absorb_bitmap(slot, bitmap).inspect_err(|_| tracker.mark_all())
+        })
+    }
+}
+
+impl BitmapSource {
+    /// Each slot's bitmap to `insert`, which answers with its frames, or marks all memory and says why.
+    pub(super) fn collect_by(
+        &mut self,
+        mut insert: impl FnMut(SlotId, &[u64]) -> Result<u64, OutOfSlot>,
+    ) -> Result<Collected, SourceError> {
         let mut out = Collected::default();
         let vm = self.vm.clone();
         for slot in vm.memory().layout().slots() {
@@ -55,11 +69,10 @@ impl DirtySource for BitmapSource {
                 .map_err(|cause| SourceError { what: "KVM_GET_DIRTY_LOG", cause })?;
             // One call reads and reprotects; the time of both is the time of the second.
             out.reprotect_ns += lap(&mut at);
-            match tracker.absorb_bitmap(slot.id, bitmap) {
+            match insert(slot.id, bitmap) {
                 Ok(frames) => out.frames += frames,
                 Err(e) => {
                     tracing::warn!("the dirty bitmap cannot be trusted, all memory is marked: {e}");
-                    tracker.mark_all();
                     out.marked_all = true;
                 }
             }

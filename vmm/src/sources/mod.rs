@@ -4,15 +4,19 @@
 mod bitmap;
 #[cfg(feature = "broken-source")]
 mod broken;
+mod diverted;
 mod manual;
 mod ring;
+mod sets;
 mod userfault_wp;
 
 pub use bitmap::BitmapSource;
 #[cfg(feature = "broken-source")]
 pub use broken::BrokenSource;
+pub(crate) use diverted::Diverted;
 pub use manual::ManualSource;
 pub use ring::RingSource;
+pub(crate) use sets::{FlatSet, FrameSink, ListSet, SharedSink};
 pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use dirty_tracker::{
-    Collected, DirtySource, Harvester, RingFull, SourceError, Tracker, TrackingMode,
+    Absorbed, Collected, DirtySource, Harvester, Readable, RingFull, SourceError, Tracker,
+    TrackingMode,
 };
 
 use super::lap;
@@ -39,8 +40,11 @@ impl RingSource {
         Ok(())
     }
 
-    /// Harvest, reprotect, insert: the order that the types enforce.
-    fn collect_into(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
+    /// Harvest, reprotect, `insert`: the order that the types enforce.
+    pub(super) fn collect_by(
+        &mut self,
+        insert: impl FnOnce(Readable<'_>) -> Absorbed,
+    ) -> Result<Collected, SourceError> {
         let mut at = Instant::now();
         let harvest = self.harvester.harvest(self.rings.iter().map(RingMap::entries));
         let harvest_ns = lap(&mut at);
@@ -66,7 +70,7 @@ impl RingSource {
         }
         let reprotect_ns = lap(&mut at);
         let overruns = u64::from(readable.overruns());
-        let absorbed = readable.absorb(tracker);
+        let absorbed = insert(readable);
         if absorbed.foreign > 0 {
             tracing::warn!("{} dirty frames lie in no memory slot", absorbed.foreign);
         }
@@ -83,7 +87,7 @@ impl RingSource {
     /// Empties the rings for the benefit of vCPUs that wait for room; the frames are nobody's.
     fn discard(&mut self) -> Result<(), SourceError> {
         let nobody = Tracker::new(self.vm.memory().layout().clone());
-        self.collect_into(&nobody).map(drop)
+        self.collect_by(|frames| frames.absorb(&nobody)).map(drop)
     }
 }
 
@@ -105,7 +109,7 @@ impl DirtySource for RingSource {
     }
 
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
-        self.collect_into(tracker)
+        self.collect_by(|frames| frames.absorb(tracker))
     }
 
     fn dirtied(&self) -> &[u64] {

@@ -96,6 +96,8 @@ pub(crate) trait Peers: Send {
 pub(crate) struct Counters {
     exits: AtomicU64,
     ring_full_exits: AtomicU64,
+    /// How long it waited after those.
+    ring_full_ns: AtomicU64,
     /// Holds that are over.
     holds: AtomicU64,
     held_ns: AtomicU64,
@@ -112,6 +114,11 @@ impl Counters {
             ring_full_exits: self.ring_full_exits.load(Ordering::Relaxed),
             held_ms: u64::try_from(self.held().as_millis()).unwrap_or(u64::MAX),
         }
+    }
+
+    /// How long it waited for room in its dirty ring.
+    pub(crate) fn ring_full_time(&self) -> Duration {
+        Duration::from_nanos(self.ring_full_ns.load(Ordering::Relaxed))
     }
 
     /// How many holds are over.
@@ -321,7 +328,11 @@ impl<P: Peers> Vcpu<P> {
                 self.id
             )));
         }
-        match self.commands.recv() {
+        let waits = Instant::now();
+        let command = self.commands.recv();
+        let waited = u64::try_from(waits.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.counters.ring_full_ns.fetch_add(waited, Ordering::Relaxed);
+        match command {
             Ok(command) => self.interrupt(command),
             Err(_) => State::Gone,
         }

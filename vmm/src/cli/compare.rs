@@ -1,0 +1,256 @@
+//! Owns `driftline compare`: its options, what is refused before any machine is started, and where the report goes.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use tempfile::NamedTempFile;
+use vmm::compare::{
+    Cell, GuestKind, Host, LIGHT, Settings, Step, Way, compare as measure, default_cells, product,
+};
+use vmm::config::{DEFAULT_RING_ENTRIES, MAX_VCPUS};
+use vmm::sandbox;
+
+use super::failure::Failure;
+use super::output::{print, print_json, say};
+use super::values;
+
+/// What a machine takes beside its measured time: launch, warm-up, end. Only for saying beforehand how long it will all take.
+const BESIDE: Duration = Duration::from_millis(180);
+
+#[derive(Args)]
+pub(crate) struct CompareArgs {
+    /// The ways to compare: sources such as dirty-ring, or source+sink such as dirty-ring+list, where the sink is what dirty frames
+    /// are kept in: tree, list or flat (a bitmap that is scanned). By default all that make sense
+    ///
+    /// `none`, no tracking, is what guests' speed is compared with; it is added where it is missing.
+    #[arg(long, value_name = "WAY,WAY", value_delimiter = ',')]
+    modes: Vec<Way>,
+    /// Run the embedded guest so, such as payload,ws=64M,rate=320M; one option for each
+    ///
+    /// By default three of 1 GiB, from light to busy, and the lightest with 4, 16 and 64 GiB.
+    #[arg(long = "guest", value_name = "SPEC", value_parser = values::guest_spec)]
+    guests: Vec<String>,
+    /// Run this kernel too: a static ELF file, or a bzImage. What it writes is not known, so no frame can be found missing
+    #[arg(long, value_name = "FILE")]
+    kernel: Option<PathBuf>,
+    /// How long the kernel boots before it is measured
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = values::duration, requires = "kernel")]
+    settle: Duration,
+    /// Guest memory: one or more sizes. Little of it is touched, so it may be more than the host has
+    #[arg(long, value_name = "SIZE,SIZE", value_delimiter = ',', value_parser = values::memory)]
+    mem: Vec<u64>,
+    /// vCPUs of each machine
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
+    vcpus: u8,
+    /// Entries of each vCPU's dirty ring, a power of two
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES, value_parser = values::ring_entries)]
+    ring_entries: u32,
+    /// Time between two epochs
+    #[arg(long, value_name = "TIME", default_value = "10ms", value_parser = values::duration)]
+    interval: Duration,
+    /// How long each way is measured with each guest of each size, all its runs together
+    #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = values::duration)]
+    duration: Duration,
+    /// In how many runs, each with a machine of its own; those of all ways take turns
+    #[arg(long, value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u16).range(1..=1000))]
+    repeat: u16,
+    /// Write a page with everything drawn and in words to this file; it needs nothing from elsewhere
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write the drawing of an epoch's time over memory size to this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl CompareArgs {
+    /// `none` last, and in any case.
+    fn ways(&self) -> Vec<Way> {
+        let mut ways: Vec<Way> = Vec::new();
+        let usual: Vec<Way> = Way::usual().collect();
+        let asked = if self.modes.is_empty() { &usual } else { &self.modes };
+        for way in asked.iter().filter(|way| way.tracks()) {
+            if !ways.contains(way) {
+                ways.push(*way);
+            }
+        }
+        ways.push(Way::NONE);
+        ways
+    }
+
+    fn cells(&self) -> Vec<Cell> {
+        let ways = self.ways();
+        let mut guests: Vec<_> = self.guests.iter().cloned().map(GuestKind::Payload).collect();
+        guests.extend(self.kernel.clone().map(GuestKind::Kernel));
+        match (guests.is_empty(), self.mem.is_empty()) {
+            (true, true) => default_cells(&ways),
+            (true, false) => product(&ways, &[GuestKind::Payload(LIGHT.to_owned())], &self.mem),
+            (false, true) => product(&ways, &guests, &[1 << 30]),
+            (false, false) => product(&ways, &guests, &self.mem),
+        }
+    }
+
+    fn settings(&self) -> Settings {
+        Settings {
+            interval: self.interval,
+            duration: self.duration,
+            repeat: self.repeat.into(),
+            vcpus: self.vcpus,
+            ring_entries: self.ring_entries,
+            settle: self.settle,
+        }
+    }
+}
+
+/// `driftline compare`.
+pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
+    let (cells, settings) = (args.cells(), args.settings());
+    if settings.interval.is_zero() || settings.per_run() < settings.interval * 4 {
+        return Err(Failure::error(format_args!(
+            "a run of {} ms ({} of them share --duration) has no room for four epochs of {} ms: make --duration longer, or --interval shorter",
+            settings.per_run().as_millis(),
+            settings.repeat,
+            settings.interval.as_millis()
+        )));
+    }
+    let pages = [&args.html, &args.svg].map(|path| path.as_deref().map(Target::new).transpose());
+    let [html, svg] = pages;
+    let (html, svg) = (html?, svg?);
+    let capabilities = vmm::doctor::usable_kvm().map_err(Failure::host_lacks)?;
+    let host = Host::describe();
+    restrict(&args)?;
+    let mut progress = Progress::new(&settings, &cells);
+    let report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
+    progress.end();
+    if let Some(target) = html {
+        target.write(&report.html())?;
+    }
+    match (svg, report.memory_svg()) {
+        (Some(target), Some(drawing)) => target.write(&drawing)?,
+        (Some(target), None) => say(format_args!(
+            "{} is not written: no guest was measured with two memory sizes",
+            target.path.display()
+        )),
+        (None, _) => {}
+    }
+    match args.json {
+        true => print_json(&report)?,
+        false => print(report.table())?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A file that is to be there whole or not at all. Its directory must take files before anything is measured.
+struct Target {
+    path: PathBuf,
+    file: NamedTempFile,
+}
+
+impl Target {
+    fn new(path: &Path) -> Result<Self, Failure> {
+        let refused = |why: &dyn std::fmt::Display| {
+            Failure::error(format_args!("{} cannot be written: {why}", path.display()))
+        };
+        if path.is_dir() || path.file_name().is_none() {
+            return Err(refused(&"it is a directory"));
+        }
+        let file = tempfile::Builder::new()
+            .prefix(".driftline-")
+            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
+            .tempfile_in(directory(path));
+        Ok(Self { path: path.to_owned(), file: file.map_err(|e| refused(&e))? })
+    }
+
+    fn write(mut self, text: &str) -> Result<(), Failure> {
+        let written =
+            self.file.write_all(text.as_bytes()).and_then(|()| self.file.as_file().sync_all());
+        let put = written.and_then(|()| self.file.persist(&self.path).map_err(|e| e.error));
+        put.map(drop).map_err(|e| {
+            Failure::error(format_args!("{} cannot be written: {e}", self.path.display()))
+        })
+    }
+}
+
+/// Where a file of this name lies.
+fn directory(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// The process has guests: it gives up what it will not need.
+fn restrict(args: &CompareArgs) -> Result<(), Failure> {
+    let options = sandbox::Options {
+        seccomp: true,
+        landlock: true,
+        read: args.kernel.iter().cloned().collect(),
+        // Files come to their places by being renamed there.
+        write: [&args.html, &args.svg].into_iter().flatten().map(|path| directory(path)).collect(),
+        ..sandbox::Options::default()
+    };
+    sandbox::start(&options).map_err(|e| match e {
+        sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),
+        _ => Failure::error(e),
+    })
+}
+
+/// How far it is: a bar on a terminal, a line now and then elsewhere; on stderr.
+struct Progress {
+    bar: Option<ProgressBar>,
+    said: Instant,
+}
+
+impl Progress {
+    fn new(settings: &Settings, cells: &[Cell]) -> Self {
+        let runs = cells.len() * settings.repeat;
+        let each = settings.per_run() + BESIDE;
+        let takes = each.saturating_mul(u32::try_from(runs).unwrap_or(u32::MAX));
+        say(format_args!(
+            "{} machines, one after the other, in about {} s",
+            runs,
+            takes.as_secs().max(1)
+        ));
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new(runs as u64);
+            let template = "{elapsed_precise} [{bar:30}] {pos}/{len} {msg}";
+            if let Ok(style) = ProgressStyle::with_template(template) {
+                bar.set_style(style.progress_chars("=> "));
+            }
+            bar
+        });
+        Self { bar, said: Instant::now() }
+    }
+
+    fn show(&mut self, step: Step<'_>) {
+        let cell = step.cell;
+        let gib = cell.mem_bytes as f64 / (1u64 << 30) as f64;
+        let what = format!("{}, {gib} GiB, {}", cell.way, cell.guest.name());
+        match &self.bar {
+            Some(bar) => {
+                bar.set_length(step.of as u64);
+                bar.set_position(step.done as u64);
+                bar.set_message(what);
+            }
+            None if self.said.elapsed() > Duration::from_secs(10) => {
+                self.said = Instant::now();
+                say(format_args!("{} of {} measured, now {what}", step.done, step.of));
+            }
+            None => {}
+        }
+    }
+
+    fn end(self) {
+        if let Some(bar) = self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! One run of one cell: a machine is launched, its guest warms up, its writes are followed for a while, and it is thrown away.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Guest, GuestError};
+use dirty_tracker::{Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode};
+
+use super::cpu::{CpuTime, this_thread};
+use super::truth::{Audit, Truth};
+use super::{Cell, GuestKind, Settings, Sink};
+use crate::config::{Backend, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink};
+use crate::machine::{Machine, MachineError, Special};
+use crate::memory;
+use crate::sources::{FlatSet, FrameSink, ListSet, SharedSink};
+use crate::vm::{EndReason, Vm};
+
+/// How long a payload may take until it has been over its working set.
+const WARM_UP_LIMIT: Duration = Duration::from_secs(20);
+/// A working set of which so much was written is warm: a random choice may take for ever to all of it.
+const WARM: f64 = 0.8;
+/// The part of a run in which the guest is not paused.
+const RUNNING_PART: f64 = 0.7;
+/// The fewest pauses of a run.
+const MIN_PAUSES: usize = 3;
+
+/// Why a cell has no figures.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CellError {
+    /// The host lacks what it takes.
+    #[error("{0}")]
+    Machine(#[from] MachineError),
+    #[error("{0}")]
+    Guest(#[from] GuestError),
+    #[error("{0}")]
+    Other(String),
+}
+
+/// The steps of one epoch, ns.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct EpochTimes {
+    pub(super) frames: u64,
+    pub(super) harvest_ns: u64,
+    pub(super) reprotect_ns: u64,
+    pub(super) insert_ns: u64,
+    pub(super) drain_ns: u64,
+}
+
+impl EpochTimes {
+    /// All its steps.
+    pub(super) fn total_ns(&self) -> u64 {
+        self.harvest_ns + self.reprotect_ns + self.insert_ns + self.drain_ns
+    }
+}
+
+/// What one run says.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sample {
+    pub(super) epochs: Vec<EpochTimes>,
+    /// Each from the order to pause to the order to go on, without the time in which pages were looked at.
+    pub(super) pauses_ns: Vec<u64>,
+    /// How long the guest was followed without being paused.
+    pub(super) window: Duration,
+    /// Page writes in that time; unknown of guests that do not tell.
+    pub(super) writes: Option<u64>,
+    pub(super) vcpu_cpu: Duration,
+    /// Collector and drain.
+    pub(super) host_cpu: Duration,
+    pub(super) ring_full_exits: u64,
+    pub(super) ring_full: Duration,
+    /// Epochs in which all memory counted as dirty (I6).
+    pub(super) marked_all: u64,
+    /// Of the whole run; unknown of guests that do not tell.
+    pub(super) audit: Option<Audit>,
+    pub(super) tracking_bytes: u64,
+}
+
+/// Measures `cell` once.
+pub(super) fn run(cell: &Cell, settings: &Settings) -> Result<Sample, CellError> {
+    let mut bench = Bench::launch(cell, settings)?;
+    bench.warm_up(settings)?;
+    bench.follow()?;
+    bench.settle(settings)?;
+    bench.window(settings)?;
+    bench.pauses(settings)?;
+    bench.end()
+}
+
+/// A machine under measurement.
+struct Bench {
+    machine: Arc<Machine>,
+    sink: Option<SharedSink>,
+    subscription: Option<Subscription>,
+    truth: Option<Truth>,
+    runs: Vec<FrameRun>,
+    sample: Sample,
+}
+
+impl Bench {
+    fn launch(cell: &Cell, settings: &Settings) -> Result<Self, CellError> {
+        let boot = match &cell.guest {
+            GuestKind::Payload(spec) => Boot::Payload(spec.clone()),
+            GuestKind::Kernel(kernel) => Boot::Kernel {
+                kernel: kernel.clone(),
+                initrd: None,
+                cmdline: String::new(),
+                bare: false,
+            },
+        };
+        let config = MachineConfig {
+            mem_bytes: cell.mem_bytes,
+            vcpus: settings.vcpus,
+            tracking: cell.way.source(),
+            ring_entries: settings.ring_entries,
+            backend: Backend::Kvm,
+            boot,
+            cpu: CpuConfig::default(),
+            devices: Vec::new(),
+        };
+        let layout = memory::layout(cell.mem_bytes).map_err(MachineError::from)?;
+        let sink = match cell.way.sink() {
+            None | Some(Sink::Tree) => None,
+            Some(Sink::List) => {
+                let room = settings.ring_entries as usize * usize::from(settings.vcpus);
+                Some(FrameSink::List(ListSet::new(&layout, room)))
+            }
+            Some(Sink::Flat) => Some(FrameSink::Flat(FlatSet::new(&layout))),
+        };
+        let sink = sink.map(SharedSink::new);
+        let host = HostConfig { serial: SerialSink::Null, ..HostConfig::default() };
+        let special = Special { sink: sink.clone(), sparse: true };
+        let machine = Machine::launch_special(config, &host, special)?;
+        let truth = match &cell.guest {
+            GuestKind::Payload(spec) => {
+                Some(Truth::new(spec, &*machine).map_err(CellError::Other)?)
+            }
+            GuestKind::Kernel(_) => None,
+        };
+        let (runs, sample) = (Vec::new(), Sample::default());
+        Ok(Self { machine, sink, subscription: None, truth, runs, sample })
+    }
+
+    /// Until a payload has been over its working set; a kernel has a fixed time.
+    fn warm_up(&mut self, settings: &Settings) -> Result<(), CellError> {
+        self.machine.resume()?;
+        let begun = Instant::now();
+        let Some(truth) = &self.truth else {
+            return self.wait(settings.settle);
+        };
+        while truth.begun(self.machine.ram(), settings.vcpus) < WARM {
+            if begun.elapsed() > WARM_UP_LIMIT {
+                let limit = WARM_UP_LIMIT.as_secs();
+                return Err(CellError::Other(format!(
+                    "its guest was not over its working set in {limit} s"
+                )));
+            }
+            self.wait(Duration::from_millis(2))?;
+        }
+        Ok(())
+    }
+
+    /// Lets the guest run on; an error if it ends.
+    fn wait(&self, time: Duration) -> Result<(), CellError> {
+        match self.machine.wait_end(Some(time)) {
+            None => Ok(()),
+            Some(why) => Err(ended(&why)),
+        }
+    }
+
+    /// From here on writes are caught.
+    fn follow(&mut self) -> Result<(), CellError> {
+        // Looking gives a page that was never written the host's page of zeros, which userfaultfd would report later.
+        if let Some(truth) = &mut self.truth {
+            truth.look(self.machine.ram()).map_err(CellError::Other)?;
+        }
+        if self.machine.machine_config().tracking != TrackingMode::None {
+            self.subscription = Some(self.machine.subscribe("compare")?);
+        }
+        Ok(())
+    }
+
+    /// The first epochs, in which every page of the working set is caught for the first time.
+    fn settle(&mut self, settings: &Settings) -> Result<(), CellError> {
+        for _ in 0..3 {
+            self.wait(settings.interval)?;
+            self.epoch()?;
+        }
+        self.sample.epochs.clear();
+        self.sample.marked_all = 0;
+        Ok(())
+    }
+
+    /// One epoch: bring the set up to date, and take it.
+    fn epoch(&mut self) -> Result<EpochTimes, CellError> {
+        let Some(subscription) = &mut self.subscription else { return Ok(EpochTimes::default()) };
+        let collected: Collected = self.machine.collect()?;
+        let (cpu, begun) = (this_thread(), Instant::now());
+        let (frames, epoch) = match &self.sink {
+            Some(sink) => (sink.lock().drain(&mut self.runs), None),
+            None => {
+                let epoch = subscription.drain();
+                (epoch.frames(), Some(epoch))
+            }
+        };
+        let drain_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.sample.host_cpu += this_thread().saturating_sub(cpu);
+        self.sample.marked_all += u64::from(collected.marked_all);
+        let times = EpochTimes {
+            frames,
+            harvest_ns: collected.harvest_ns,
+            reprotect_ns: collected.reprotect_ns,
+            insert_ns: collected.insert_ns,
+            drain_ns,
+        };
+        self.sample.epochs.push(times);
+        match (&mut self.truth, epoch) {
+            (Some(truth), Some(epoch)) => {
+                truth.report(epoch.runs());
+                epoch.commit();
+            }
+            (Some(truth), None) => truth.report(self.runs.iter().copied()),
+            (None, epoch) => epoch.into_iter().for_each(dirty_tracker::Epoch::commit),
+        }
+        Ok(times)
+    }
+
+    /// Epoch after epoch while the guest runs, with a look at its pages before and after.
+    fn window(&mut self, settings: &Settings) -> Result<(), CellError> {
+        self.stand(false)?;
+        let (exits, full) = (self.ring_full_exits(), self.machine.ring_full_time());
+        self.sample.host_cpu = Duration::ZERO;
+        let (begun, cpu) = (Instant::now(), CpuTime::now());
+        self.machine.resume()?;
+        let end = begun + settings.per_run().mul_f64(RUNNING_PART);
+        let mut due = begun + settings.interval;
+        while due < end {
+            self.wait(due.saturating_duration_since(Instant::now()))?;
+            self.epoch()?;
+            // What is late is left out, and not made up for.
+            due = (due + settings.interval).max(Instant::now());
+        }
+        let used = CpuTime::now().since(cpu);
+        self.sample.window = begun.elapsed();
+        let audit = self.stand(false)?;
+        self.sample.writes = audit.map(|a| a.writes);
+        self.sample.vcpu_cpu = used.vcpus;
+        self.sample.host_cpu += used.collector;
+        self.sample.ring_full_exits = self.ring_full_exits() - exits;
+        self.sample.ring_full = self.machine.ring_full_time() - full;
+        self.sample.audit = audit;
+        self.sample.tracking_bytes = self.tracking_bytes();
+        self.machine.resume()?;
+        Ok(())
+    }
+
+    /// Epochs for which the guest stands, each looked at.
+    fn pauses(&mut self, settings: &Settings) -> Result<(), CellError> {
+        let followed = self.sample.epochs.len();
+        let end = Instant::now() + settings.per_run().mul_f64(1.0 - RUNNING_PART);
+        while Instant::now() < end || self.sample.pauses_ns.len() < MIN_PAUSES {
+            self.wait(settings.interval)?;
+            let audit = self.stand(true)?;
+            if let (Some(sum), Some(audit)) = (&mut self.sample.audit, &audit) {
+                sum.add(audit);
+            }
+            let going_on = Instant::now();
+            self.machine.resume()?;
+            if let Some(last) = self.sample.pauses_ns.last_mut() {
+                *last += u64::try_from(going_on.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            }
+        }
+        // Of a standing guest nothing is missing, but they are not like the others.
+        self.sample.epochs.truncate(followed);
+        Ok(())
+    }
+
+    /// Pauses the guest, takes an epoch and compares it with its pages. The time until the set is complete is a pause if it is
+    /// `counted`.
+    fn stand(&mut self, counted: bool) -> Result<Option<Audit>, CellError> {
+        let begun = Instant::now();
+        self.machine.pause()?;
+        let epochs = self.sample.epochs.len();
+        self.epoch()?;
+        if counted {
+            let ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            self.sample.pauses_ns.push(ns);
+        }
+        self.sample.epochs.truncate(epochs);
+        let looked = self.truth.as_mut().map(|truth| truth.look(self.machine.ram()));
+        looked.transpose().map_err(CellError::Other)
+    }
+
+    fn ring_full_exits(&self) -> u64 {
+        self.machine.info().vcpu.iter().map(|v| v.ring_full_exits).sum()
+    }
+
+    /// What the kernel and this process keep for tracking, by the sizes of their parts.
+    fn tracking_bytes(&self) -> u64 {
+        let config = self.machine.machine_config();
+        let bitmap = |slot: &Slot| slot.frames.div_ceil(64) * 8;
+        let slots = || self.machine.layout().slots();
+        let sink = match &self.sink {
+            Some(sink) => sink.lock().reserved_bytes(),
+            None => self.machine.info().dirty.tree_bytes,
+        };
+        let source = match config.tracking {
+            TrackingMode::None => return 0,
+            // The ring itself, and the vCPU's list of what was taken from it.
+            TrackingMode::DirtyRing => {
+                let entry = size_of::<RingEntry>() + size_of::<DirtyFrame>();
+                u64::from(config.vcpus) * u64::from(config.ring_entries) * entry as u64
+            }
+            // All that it knows is in the page tables.
+            TrackingMode::UserfaultWp => 0,
+            // KVM has two of each slot; ours is as large as the largest.
+            _ => slots().map(bitmap).sum::<u64>() * 2 + slots().map(bitmap).max().unwrap_or(0),
+        };
+        source + sink
+    }
+
+    fn end(mut self) -> Result<Sample, CellError> {
+        drop(self.subscription.take());
+        self.machine.stop("measured");
+        Ok(self.sample)
+    }
+}
+
+fn ended(why: &EndReason) -> CellError {
+    CellError::Other(match why {
+        EndReason::Crashed(why) => format!("its guest ended while it was measured: {why}"),
+        other => format!("its guest ended while it was measured: {other:?}"),
+    })
+}

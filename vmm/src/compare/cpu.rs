@@ -1,0 +1,85 @@
+//! The processor time of this process's threads, by their names.
+
+use std::fs;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// Time that threads have run since they were started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct CpuTime {
+    /// All vCPUs together, the guest's own work included.
+    pub(super) vcpus: Duration,
+    /// The collector.
+    pub(super) collector: Duration,
+}
+
+impl CpuTime {
+    /// Of all threads that are there now. Reads two small files a thread.
+    pub(super) fn now() -> Self {
+        let mut sum = Self::default();
+        for task in fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
+            // A thread may end while we look: then it is none of those that count.
+            let read = |name: &str| fs::read_to_string(task.path().join(name)).unwrap_or_default();
+            let ran = ran(&read("schedstat"));
+            match read("comm").trim() {
+                "collector" => sum.collector += ran,
+                name if name.starts_with("vcpu") => sum.vcpus += ran,
+                _ => {}
+            }
+        }
+        sum
+    }
+
+    /// Since `earlier`.
+    pub(super) fn since(self, earlier: Self) -> Self {
+        Self {
+            vcpus: self.vcpus.saturating_sub(earlier.vcpus),
+            collector: self.collector.saturating_sub(earlier.collector),
+        }
+    }
+}
+
+/// What `schedstat` says of time on a processor.
+fn ran(schedstat: &str) -> Duration {
+    let ns = schedstat.split_ascii_whitespace().next().and_then(|ns| ns.parse().ok());
+    Duration::from_nanos(ns.unwrap_or(0))
+}
+
+/// The time that the calling thread has run.
+pub(super) fn this_thread() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_works_is_seen_by_its_name() {
+        assert_eq!(ran("12345 678 9\n"), Duration::from_nanos(12345));
+        assert_eq!(ran(""), Duration::ZERO);
+        let (done, wait) = mpsc::channel::<()>();
+        let (worked, is_ready) = mpsc::channel();
+        let work = move || {
+            let begun = Instant::now();
+            while begun.elapsed() < Duration::from_millis(20) {}
+            worked.send(this_thread()).unwrap();
+            let _ = wait.recv();
+        };
+        let before = CpuTime::now();
+        let thread = std::thread::Builder::new().name("vcpu7".to_owned()).spawn(work).unwrap();
+        let own = is_ready.recv().unwrap();
+        // Other tests may have vCPUs at the same time: there is at least this one's.
+        assert!(
+            own > Duration::ZERO
+                && CpuTime::now().since(before).vcpus + Duration::from_millis(5) >= own
+        );
+        drop(done);
+        thread.join().unwrap();
+    }
+}

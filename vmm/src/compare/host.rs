@@ -1,0 +1,99 @@
+//! The machine that a comparison was made on, in words that a reader elsewhere understands.
+
+use std::fs;
+
+use serde::Serialize;
+
+use crate::doctor::diagnose;
+use crate::memory::meminfo_bytes;
+
+/// This host.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Host {
+    /// The processor's name.
+    pub processor: String,
+    /// How many the process may use.
+    pub processors: usize,
+    /// All memory.
+    pub mem_bytes: u64,
+    /// System and release.
+    pub kernel: String,
+    /// How KVM gets at the processor: `yes`, `nested`, or `missing` where guest kernels may be emulated.
+    pub hardware_virtualization: String,
+    /// How transparent huge pages are set.
+    pub transparent_huge_pages: String,
+}
+
+impl Host {
+    /// Reads a few files of `/proc` and `/sys`. To be called before the process is restricted.
+    pub fn describe() -> Self {
+        // At its first look at a clock rustix asks the kernel where the vDSO is, which no filter knows.
+        let _ = super::cpu::this_thread();
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let name = cpuinfo.lines().find(|l| l.starts_with("model name"));
+        let name = name.and_then(|l| l.split_once(':')).map(|(_, name)| name.trim().to_owned());
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let uname = rustix::system::uname();
+        let words = |s: &std::ffi::CStr| s.to_string_lossy().into_owned();
+        let findings = diagnose().findings;
+        let found = |name: &str| {
+            let finding = findings.iter().find(|f| f.name == name);
+            finding.map_or_else(|| "unknown".to_owned(), |f| f.value.clone())
+        };
+        Self {
+            processor: name.unwrap_or_else(|| "unknown".to_owned()),
+            processors: std::thread::available_parallelism().map_or(1, usize::from),
+            mem_bytes: meminfo_bytes(&meminfo, "MemTotal:").unwrap_or(0),
+            kernel: format!("{} {}", words(uname.sysname()), words(uname.release())),
+            hardware_virtualization: found("hardware virtualization"),
+            transparent_huge_pages: found("transparent huge pages"),
+        }
+    }
+}
+
+/// Now in UTC, such as 2026-11-23 02:30.
+pub(super) fn utc_date() -> String {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    date(now.map_or(0, |since| since.as_secs()))
+}
+
+/// Seconds since 1970 as a date of the Gregorian calendar.
+fn date(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let leap = |y: u64| y.is_multiple_of(4) && (!y.is_multiple_of(100) || y.is_multiple_of(400));
+    let (mut year, mut left) = (1970, days);
+    while left >= 365 + u64::from(leap(year)) {
+        left -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let february = 28 + u64::from(leap(year));
+    let mut month = 1;
+    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30] {
+        if left < length {
+            break;
+        }
+        left -= length;
+        month += 1;
+    }
+    format!("{year}-{month:02}-{:02} {:02}:{:02}", left + 1, rest / 3600, rest / 60 % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        assert_eq!(date(0), "1970-01-01 00:00");
+        assert_eq!(date(951_827_696), "2000-02-29 12:34");
+        assert_eq!(date(1_735_689_599), "2024-12-31 23:59");
+        assert_eq!(date(1_795_400_940), "2026-11-23 02:29");
+    }
+
+    #[test]
+    fn this_host_has_processors_memory_and_a_kernel() {
+        let host = Host::describe();
+        assert!(host.processors > 0 && host.mem_bytes > 0);
+        assert!(host.kernel.starts_with("Linux "), "{}", host.kernel);
+    }
+}

@@ -1,0 +1,148 @@
+//! Which cells are measured, and in which order.
+
+use std::path::PathBuf;
+
+use dirty_tracker::TrackingMode;
+use serde::{Serialize, Serializer};
+
+use super::{Sink, Way};
+
+/// What a cell's machine runs.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum GuestKind {
+    /// The embedded payload, by its spec: it shows what it writes.
+    Payload(String),
+    /// A kernel from a file: what it writes is not known from elsewhere.
+    Kernel(PathBuf),
+}
+
+impl GuestKind {
+    /// As it stands in tables.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Payload(spec) => spec.clone(),
+            Self::Kernel(path) => format!("kernel {}", path.display()),
+        }
+    }
+}
+
+impl Serialize for GuestKind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.name())
+    }
+}
+
+/// One machine to be measured.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Cell {
+    /// How its writes are tracked.
+    pub way: Way,
+    /// What it runs.
+    pub guest: GuestKind,
+    /// Its memory in bytes.
+    pub mem_bytes: u64,
+}
+
+/// A guest that dirties about a hundred frames in an epoch of 10 ms.
+pub const LIGHT: &str = "payload,ws=4M,rate=40M";
+/// One that dirties some eight hundred.
+pub const BRISK: &str = "payload,ws=32M,rate=320M";
+/// One that writes all over its working set, as fast as it can.
+pub const BUSY: &str = "payload,ws=64M,rate=max,pattern=random";
+
+/// Of the memory series.
+const SIZES: [u64; 4] = [1 << 30, 4 << 30, 16 << 30, 64 << 30];
+
+/// What is measured unless something else is asked for: three guests of 1 GiB by all of `ways`, and the lightest with up to 64 GiB by
+/// those that a curve over memory is worth drawing of. Without tracking a paced guest does not care how much memory it has.
+pub fn default_cells(ways: &[Way]) -> Vec<Cell> {
+    let guests = [LIGHT, BRISK, BUSY].map(|g| GuestKind::Payload(g.to_owned()));
+    let mut cells = product(ways, &guests, &SIZES[..1]);
+    let bitmap_tree = (TrackingMode::DirtyBitmap, Some(Sink::Tree));
+    let drawn = |way: &Way| {
+        way.tracks() && way.sink() != Some(Sink::List) && (way.source(), way.sink()) != bitmap_tree
+    };
+    let drawn: Vec<Way> = ways.iter().copied().filter(drawn).collect();
+    cells.extend(product(&drawn, &guests[..1], &SIZES[1..]));
+    cells
+}
+
+/// Every way with every guest of every size.
+pub fn product(ways: &[Way], guests: &[GuestKind], sizes: &[u64]) -> Vec<Cell> {
+    let mut cells = Vec::new();
+    for mem_bytes in sizes {
+        for guest in guests {
+            let cell = |way: &Way| Cell { way: *way, guest: guest.clone(), mem_bytes: *mem_bytes };
+            cells.extend(ways.iter().map(cell));
+        }
+    }
+    cells
+}
+
+/// The order of the runs: in each round every one of `cells` once, each round beginning elsewhere, so that what drifts, or comes with
+/// the place in a round, favours nobody. Answers with (round, cell).
+pub fn interleaved(cells: usize, rounds: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rounds).flat_map(move |round| {
+        let shift = (cells * round).checked_div(rounds).unwrap_or(0);
+        // Every other round backwards: neighbours change places.
+        let order = move |i: usize| match round % 2 {
+            0 => (i + shift) % cells,
+            _ => (cells - 1 - i + shift) % cells,
+        };
+        (0..cells).map(move |i| (round, order(i)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn every_round_has_every_cell_once_before_the_next_begins(cells in 1usize..40, rounds in 1usize..8) {
+            let runs: Vec<_> = interleaved(cells, rounds).collect();
+            prop_assert_eq!(runs.len(), cells * rounds);
+            for (round, chunk) in runs.chunks(cells).enumerate() {
+                prop_assert!(chunk.iter().all(|(r, _)| *r == round));
+                let all: HashSet<usize> = chunk.iter().map(|(_, cell)| *cell).collect();
+                prop_assert_eq!(all, (0..cells).collect::<HashSet<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn no_cell_keeps_its_place_and_nothing_is_measured_of_nothing() {
+        let places: HashSet<usize> = interleaved(8, 4)
+            .enumerate()
+            .filter(|(_, (_, cell))| *cell == 0)
+            .map(|(i, _)| i % 8)
+            .collect();
+        assert!(places.len() >= 3, "{places:?}");
+        assert_eq!(interleaved(0, 3).count() + interleaved(3, 0).count(), 0);
+    }
+
+    #[test]
+    fn the_default_has_a_series_of_guests_and_one_of_sizes_and_no_cell_twice() {
+        let ways: Vec<Way> = Way::usual().collect();
+        let cells = default_cells(&ways);
+        for way in &ways {
+            let of_way =
+                |mem: u64| cells.iter().filter(|c| c.way == *way && c.mem_bytes == mem).count();
+            assert_eq!(of_way(SIZES[0]), 3);
+            assert!(of_way(SIZES[3]) <= usize::from(way.tracks()));
+        }
+        for way in ["dirty-ring+tree", "dirty-bitmap+flat"] {
+            let sizes =
+                cells.iter().filter(|c| c.way == way.parse().unwrap() && c.guest.name() == LIGHT);
+            assert_eq!(sizes.map(|c| c.mem_bytes).collect::<Vec<_>>(), SIZES);
+        }
+        assert_eq!(cells.iter().collect::<HashSet<_>>().len(), cells.len());
+        for guest in [LIGHT, BRISK, BUSY] {
+            assert!(guest.parse::<images::PayloadSpec>().is_ok(), "{guest}");
+        }
+    }
+}

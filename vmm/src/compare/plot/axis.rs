@@ -1,0 +1,166 @@
+//! Axes: from values to places, and where ticks are.
+
+/// How an axis is divided; the function shows a value.
+#[derive(Clone, Debug)]
+pub(crate) enum Ticks {
+    /// By powers of ten.
+    Log(fn(f64) -> String),
+    /// Evenly, zero included.
+    Linear(fn(f64) -> String),
+    /// At these values and at no others, by their logarithms.
+    At(Vec<(f64, String)>),
+}
+
+/// An axis with its label, unit and all.
+#[derive(Clone, Debug)]
+pub(crate) struct Axis {
+    pub(crate) label: String,
+    pub(crate) ticks: Ticks,
+}
+
+/// An axis over a range of values, drawn between two places.
+pub(crate) struct Scale<'a> {
+    ticks: &'a Ticks,
+    low: f64,
+    high: f64,
+    /// Between two ticks of a linear axis.
+    step: f64,
+    places: (f64, f64),
+}
+
+impl Axis {
+    /// Whether it has a place for `value`.
+    pub(super) fn takes(&self, value: f64) -> bool {
+        value.is_finite() && (value > 0.0 || matches!(self.ticks, Ticks::Linear(_)))
+    }
+
+    /// With room for all of `values` that it takes; `None` without any.
+    pub(super) fn scale(
+        &self,
+        values: impl Iterator<Item = f64>,
+        places: (f64, f64),
+    ) -> Option<Scale<'_>> {
+        let all: Vec<f64> = values.filter(|v| self.takes(*v)).collect();
+        let least = all.iter().copied().reduce(f64::min)?;
+        let most = all.iter().copied().reduce(f64::max)?;
+        let step = step(most.max(0.0) - least.min(0.0));
+        let (low, high) = match &self.ticks {
+            Ticks::Log(_) => (round_down(least / 1.1), round_up(most * 1.1)),
+            Ticks::Linear(_) => {
+                let (low, high) = (least.min(0.0), most.max(0.0));
+                ((low / step).floor() * step, ((high / step).ceil() * step).max(low + step))
+            }
+            Ticks::At(at) => {
+                let ends = at.iter().map(|(value, _)| *value).chain([least, most]);
+                let (low, high) =
+                    ends.fold((least, most), |(low, high), v| (low.min(v), high.max(v)));
+                // Nothing lies on the edge.
+                (low / 1.6, high * 1.6)
+            }
+        };
+        Some(Scale { ticks: &self.ticks, low, high, step, places })
+    }
+}
+
+impl Scale<'_> {
+    /// Where `value` is drawn; values past an end at that end.
+    pub(super) fn place(&self, value: f64) -> f64 {
+        let part = match self.ticks {
+            Ticks::Linear(_) => (value - self.low) / (self.high - self.low),
+            // What is not above zero has no logarithm: it lies at the lower end.
+            _ if value <= self.low => 0.0,
+            _ => (value / self.low).ln() / (self.high / self.low).ln(),
+        };
+        self.places.0 + (self.places.1 - self.places.0) * part.clamp(0.0, 1.0)
+    }
+
+    /// Places and labels.
+    pub(super) fn ticks(&self) -> Vec<(f64, String)> {
+        match self.ticks {
+            Ticks::At(at) => at.iter().map(|(v, label)| (self.place(*v), label.clone())).collect(),
+            Ticks::Log(show) => {
+                let wide = self.high / self.low > 150.0;
+                let digits: &[f64] = if wide { &[1.0] } else { &[1.0, 2.0, 5.0] };
+                let decades = self.low.log10().floor() as i32..=self.high.log10().ceil() as i32;
+                let values = decades.flat_map(|d| digits.iter().map(move |m| m * 10f64.powi(d)));
+                let inside = values.filter(|v| (self.low * 0.999..=self.high * 1.001).contains(v));
+                inside.map(|v| (self.place(v), show(v))).collect()
+            }
+            Ticks::Linear(show) => {
+                let count = ((self.high - self.low) / self.step).round() as usize;
+                let values = (0..=count).map(|i| self.low + self.step * i as f64);
+                values.map(|v| (self.place(v), show(v))).collect()
+            }
+        }
+    }
+}
+
+/// A step of 1, 2 or 5 that divides `range` into some five parts.
+fn step(range: f64) -> f64 {
+    let rough = if range > 0.0 { range / 5.0 } else { 1.0 };
+    let decade = 10f64.powi(rough.log10().floor() as i32);
+    let digit = rough / decade;
+    decade
+        * if digit <= 1.0 {
+            1.0
+        } else if digit <= 2.0 {
+            2.0
+        } else if digit <= 5.0 {
+            5.0
+        } else {
+            10.0
+        }
+}
+
+/// The next 1, 2 or 5 of a power of ten below.
+fn round_down(value: f64) -> f64 {
+    let decade = 10f64.powi(value.log10().floor() as i32);
+    let digits = [5.0, 2.0, 1.0];
+    digits.into_iter().map(|d| d * decade).find(|v| *v <= value).unwrap_or(decade)
+}
+
+/// And above.
+fn round_up(value: f64) -> f64 {
+    let decade = 10f64.powi(value.log10().floor() as i32);
+    let digits = [1.0, 2.0, 5.0, 10.0];
+    digits.into_iter().map(|d| d * decade).find(|v| *v >= value).unwrap_or(decade * 10.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn axis(log: bool) -> Axis {
+        let show = |v: f64| format!("{v}");
+        let ticks = if log { Ticks::Log(show) } else { Ticks::Linear(show) };
+        Axis { label: String::new(), ticks }
+    }
+
+    proptest! {
+        #[test]
+        fn greater_values_lie_further_and_there_are_ticks_but_not_too_many(
+            a in 1e-6f64..1e12, b in 1e-6f64..1e12, log: bool
+        ) {
+            let axis = axis(log);
+            let scale = axis.scale([a, b].into_iter(), (0.0, 500.0)).unwrap();
+            prop_assert_eq!(a < b, scale.place(a) < scale.place(b) || (scale.place(a) == scale.place(b) && a < b));
+            let ticks = scale.ticks();
+            prop_assert!((2..=20).contains(&ticks.len()), "{:?}", ticks);
+            prop_assert!(ticks.windows(2).all(|w| w[0].0 < w[1].0));
+            prop_assert!(ticks.iter().all(|(at, _)| (0.0..=500.0).contains(at)));
+        }
+    }
+
+    #[test]
+    fn steps_and_bounds_are_round_numbers() {
+        assert_eq!((round_down(37.0), round_up(37.0)), (20.0, 50.0));
+        assert_eq!((round_down(100.0), round_up(600.0)), (100.0, 1000.0));
+        assert_eq!((step(100.0), step(7.0), step(0.0)), (20.0, 2.0, 1.0));
+        let axis = axis(false);
+        let scale = axis.scale([-3.0, 42.0].into_iter(), (0.0, 100.0)).unwrap();
+        let labels: Vec<String> = scale.ticks().into_iter().map(|(_, label)| label).collect();
+        assert_eq!(labels, ["-10", "0", "10", "20", "30", "40", "50"]);
+    }
+}

@@ -1,0 +1,109 @@
+//! Medians, quartiles and spreads.
+
+use serde::Serialize;
+
+/// A figure over several runs: its median, and what lies around it.
+///
+/// ```
+/// use vmm::compare::Spread;
+/// let spread = Spread::of([3.0, 1.0, 2.0]).unwrap();
+/// assert_eq!((spread.min, spread.median, spread.max, spread.runs), (1.0, 2.0, 3.0, 3));
+/// assert_eq!(Spread::of([]), None);
+/// ```
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub struct Spread {
+    /// The middle one; the mean of the two in the middle of an even number.
+    pub median: f64,
+    /// A quarter of them are less.
+    pub lower_quartile: f64,
+    /// A quarter of them are more.
+    pub upper_quartile: f64,
+    /// The least.
+    pub min: f64,
+    /// The greatest.
+    pub max: f64,
+    /// How many there were.
+    pub runs: usize,
+}
+
+impl Spread {
+    /// Of all that are numbers; `None` if there is none.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let sorted = sorted(values);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        let at = |part: f64| quantile(&sorted, part);
+        let (lower_quartile, upper_quartile) = (at(0.25)?, at(0.75)?);
+        let median = at(0.5)?;
+        Some(Self { median, lower_quartile, upper_quartile, min, max, runs: sorted.len() })
+    }
+
+    /// Whether the middle halves of the two do not overlap, so that the order of their medians is no accident of a run.
+    pub fn is_apart_from(&self, other: &Self) -> bool {
+        self.upper_quartile < other.lower_quartile || other.upper_quartile < self.lower_quartile
+    }
+}
+
+/// All that are numbers, ascending.
+pub(crate) fn sorted(values: impl IntoIterator<Item = f64>) -> Vec<f64> {
+    let mut sorted: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted
+}
+
+/// The value below which `part` (0 to 1) of the `sorted` ones lie, between neighbours in proportion.
+pub(crate) fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
+    let last = sorted.len().checked_sub(1)?;
+    let at = part.clamp(0.0, 1.0) * last as f64;
+    let below = sorted.get(at.floor() as usize)?;
+    let above = sorted.get(at.ceil() as usize)?;
+    Some(below + (above - below) * at.fract())
+}
+
+/// The median of any order.
+pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    quantile(&sorted(values), 0.5)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn half_of_the_values_lie_on_either_side_of_the_median(
+            values in prop::collection::vec(-1e9f64..1e9, 1..50)
+        ) {
+            let spread = Spread::of(values.iter().copied()).unwrap();
+            let below = values.iter().filter(|v| **v < spread.median).count();
+            let above = values.iter().filter(|v| **v > spread.median).count();
+            prop_assert!(below <= values.len() / 2 && above <= values.len() / 2);
+            prop_assert!(spread.min <= spread.median && spread.median <= spread.max);
+            prop_assert!(values.contains(&spread.min) && values.contains(&spread.max));
+            prop_assert_eq!(spread.runs, values.len());
+        }
+
+        #[test]
+        fn quantiles_ascend_from_the_least_to_the_greatest(
+            values in prop::collection::vec(-1e9f64..1e9, 1..50), a in 0.0f64..1.0, b in 0.0f64..1.0
+        ) {
+            let sorted = sorted(values);
+            let (low, high) = (quantile(&sorted, a.min(b)), quantile(&sorted, a.max(b)));
+            prop_assert!(low <= high);
+            prop_assert_eq!(quantile(&sorted, 0.0), sorted.first().copied());
+            prop_assert_eq!(quantile(&sorted, 1.0), sorted.last().copied());
+        }
+    }
+
+    #[test]
+    fn what_is_no_number_counts_for_nothing() {
+        let spread = Spread::of([f64::NAN, 4.0, f64::INFINITY, 2.0]).unwrap();
+        assert_eq!((spread.median, spread.runs), (3.0, 2));
+        assert_eq!(Spread::of([f64::NAN]), None);
+        assert_eq!(quantile(&[1.0, 2.0], 0.25), Some(1.25));
+        let other = Spread::of([4.5]).unwrap();
+        assert!(spread.is_apart_from(&other) && other.is_apart_from(&spread));
+        assert!(!spread.is_apart_from(&spread));
+    }
+}

@@ -1,0 +1,174 @@
+//! The report for a terminal: a table for each guest and size, and the findings.
+
+use std::fmt::Write;
+
+use super::report::{CellReport, Figures, Report};
+use super::words::{size, us};
+use super::{Spread, Way};
+
+const HEADER: [&str; 13] = [
+    "tracking",
+    "dirty",
+    "epoch",
+    "harvest",
+    "reprotect",
+    "insert",
+    "drain",
+    "pause",
+    "slow-down",
+    "CPU/write",
+    "host CPU",
+    "ring full",
+    "memory",
+];
+
+impl Report {
+    /// As aligned text: medians, and for the figures that matter most their least and greatest run.
+    pub fn table(&self) -> String {
+        let mut out = String::new();
+        let mut rows = self.cells.as_slice();
+        while let Some(first) = rows.first() {
+            let same = |r: &&CellReport| r.guest == first.guest && r.mem_bytes == first.mem_bytes;
+            let group = rows.iter().take_while(same).count().max(1);
+            let (these, rest) = rows.split_at(group);
+            rows = rest;
+            let _ = writeln!(out, "{}, {}", first.guest.name(), size(first.mem_bytes));
+            out.push_str(&aligned(these));
+            out.push('\n');
+        }
+        for finding in &self.findings {
+            let _ = writeln!(out, "{finding}");
+        }
+        let s = &self.settings;
+        let _ = write!(
+            out,
+            "\nMedians of {} runs (least..greatest); epochs every {} ms; dirty: frames an epoch; CPU/write: of the vCPUs, for a page \
+             visit; ring full: time lost in a second.\n{}, {} processors, {}, {}.",
+            s.repeat,
+            s.interval.as_secs_f64() * 1e3,
+            self.host.processor,
+            self.host.processors,
+            size(self.host.mem_bytes),
+            self.host.kernel
+        );
+        out
+    }
+}
+
+fn aligned(rows: &[CellReport]) -> String {
+    let mut lines: Vec<Vec<String>> = vec![HEADER.map(str::to_owned).to_vec()];
+    for row in rows {
+        let mut line = vec![row.way.to_string()];
+        match &row.figures {
+            Some(figures) => line.extend(cells(row.way, figures)),
+            None => line.push(row.why.clone().unwrap_or_default()),
+        }
+        lines.push(line);
+    }
+    // What a row says instead of figures goes over all columns.
+    let full = lines.iter().filter(|line| line.len() == HEADER.len());
+    let mut widths = [0; HEADER.len()];
+    for line in full {
+        for (width, cell) in widths.iter_mut().zip(line) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let names = lines.iter().filter_map(|line| line.first()).map(|name| name.chars().count());
+    widths[0] = names.max().unwrap_or(0);
+    let mut out = String::new();
+    for line in &lines {
+        let mut text = String::from(" ");
+        for (at, (cell, width)) in line.iter().zip(widths).enumerate() {
+            let _ = match (at, line.len() == HEADER.len()) {
+                (0, _) => write!(text, " {cell:width$}"),
+                (_, true) => write!(text, "  {cell:>width$}"),
+                (_, false) => write!(text, "  {cell}"),
+            };
+        }
+        let _ = writeln!(out, "{}", text.trim_end());
+    }
+    for row in rows {
+        if let (Some(_), Some(why)) = (&row.figures, &row.why) {
+            let _ = writeln!(out, "  {}: {why}", row.way);
+        }
+    }
+    out
+}
+
+fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
+    let none = || "-".to_owned();
+    let time = |s: Option<Spread>| s.map_or_else(none, |s| us(s.median));
+    let ranged = |s: Option<Spread>| {
+        s.map_or_else(none, |s| format!("{} ({}..{})", us(s.median), bare(s.min), bare(s.max)))
+    };
+    let percent = |s: Option<Spread>| {
+        s.map_or_else(none, |s| format!("{:.1} % ({:.1}..{:.1})", s.median, s.min, s.max))
+    };
+    [
+        f.dirty_frames.map_or_else(none, |s| format!("{:.0}", s.median)),
+        ranged(f.epoch_us),
+        time(f.harvest_us),
+        time(f.reprotect_us),
+        time(f.insert_us),
+        time(f.drain_us),
+        ranged(f.pause_us),
+        percent(f.slow_down_percent),
+        f.vcpu_cpu_per_write_ns.map_or_else(none, |s| format!("{:.2} us", s.median / 1e3)),
+        f.host_cpu_percent.map_or_else(none, |s| format!("{:.1} %", s.median)),
+        match f.ring_full_ms_per_s {
+            Some(s) if way.source() == dirty_tracker::TrackingMode::DirtyRing => {
+                format!("{:.1} ms/s", s.median)
+            }
+            _ => none(),
+        },
+        f.tracking_bytes.map_or_else(none, size),
+    ]
+}
+
+/// A time in the unit that [`us`] would choose, without it.
+fn bare(value: f64) -> String {
+    let text = us(value);
+    match text.strip_suffix(" us") {
+        Some(bare) => bare.to_owned(),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::{GuestKind, LIGHT};
+
+    fn row(way: &str, figures: Option<Figures>, why: Option<&str>) -> CellReport {
+        let way: Way = way.parse().unwrap();
+        CellReport {
+            way,
+            source: way.source().to_string(),
+            sink: way.sink(),
+            guest: GuestKind::Payload(LIGHT.to_owned()),
+            mem_bytes: 1 << 30,
+            figures,
+            why: why.map(str::to_owned),
+        }
+    }
+
+    #[test]
+    fn columns_are_aligned_and_a_way_that_the_host_lacks_says_why() {
+        let figures = |us: f64| {
+            Some(Figures { epoch_us: Spread::of([us, us * 2.0, us * 3.0]), ..Figures::default() })
+        };
+        let rows = [
+            row("dirty-ring+tree", figures(4.0), None),
+            row("dirty-bitmap+flat", figures(900.0), Some("1 of 3 runs failed: a hiccup")),
+            row("dirty-ring+list", None, Some("this host has no rings")),
+        ];
+        let text = aligned(&rows);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0].chars().count(), lines[1].chars().count(), "{text}");
+        assert_eq!(lines[1].chars().count(), lines[2].chars().count(), "{text}");
+        assert!(lines[1].contains("8.0 us (4.0..12.0)"), "{text}");
+        assert!(lines[2].contains("1.8 ms (900..2.7 ms)"), "{text}");
+        assert_eq!(lines[3], "  dirty-ring+list    this host has no rings");
+        assert_eq!(lines[4], "  dirty-bitmap+flat: 1 of 3 runs failed: a hiccup");
+    }
+}

@@ -1,0 +1,64 @@
+//! A report for tests: figures that grow as one would expect them to, and one row that is missing.
+
+use super::host::Host;
+use super::report::{CellReport, Figures, Report};
+use super::{Settings, Spread, Way, default_cells, words};
+
+/// Of the default matrix.
+pub(super) fn report() -> Report {
+    let ways: Vec<Way> = Way::usual().collect();
+    let row = |cell: super::Cell| {
+        let gib = (cell.mem_bytes >> 30) as f64;
+        let frames = match cell.guest.name() {
+            name if name.contains("max") => 24_000.0,
+            name if name.contains("320M") => 820.0,
+            _ => 102.0,
+        };
+        let place = ways.iter().position(|way| *way == cell.way).unwrap_or(0) as f64;
+        let around = |v: f64| Spread::of([v * 0.8, v, v * 1.3]);
+        let epoch = match cell.way.to_string().contains("bitmap") {
+            true => 50.0 * gib + frames / 20.0,
+            false => 4.0 + frames / 25.0 + place,
+        };
+        let tracks = cell.way.tracks();
+        let lacks = cell.way.to_string() == "dirty-ring+list" && frames < 200.0;
+        let figures = Figures {
+            writes_per_s: around(frames * 100.0),
+            slow_down_percent: around(frames / 1500.0 * (place + 1.0)).filter(|_| tracks),
+            dirty_frames: around(frames).filter(|_| tracks),
+            epoch_us: around(epoch).filter(|_| tracks),
+            pause_us: around(epoch + 80.0),
+            pauses_us: (0..40).map(|n| epoch + 60.0 + f64::from(n * n) / 10.0).collect(),
+            written_frames: Some(10_000),
+            missed_frames: tracks.then_some(0),
+            extra_frames: tracks.then_some(3),
+            tracking_bytes: tracks.then_some(1 << 20),
+            ..Figures::default()
+        };
+        CellReport {
+            way: cell.way,
+            source: cell.way.source().to_string(),
+            sink: cell.way.sink(),
+            guest: cell.guest,
+            mem_bytes: cell.mem_bytes,
+            figures: (!lacks).then_some(figures),
+            why: lacks.then(|| "this host's KVM has no <dirty rings> & more".to_owned()),
+        }
+    };
+    let cells: Vec<CellReport> = default_cells(&ways).into_iter().map(row).collect();
+    Report {
+        version: "0.0.0",
+        date: "2026-11-23 02:29".to_owned(),
+        host: Host { processor: "<i>a host</i> & its KVM".to_owned(), ..Host::describe() },
+        settings: Settings {
+            interval: std::time::Duration::from_millis(10),
+            duration: std::time::Duration::from_secs(2),
+            repeat: 5,
+            vcpus: 1,
+            ring_entries: 16_384,
+            settle: std::time::Duration::ZERO,
+        },
+        findings: words::findings(&cells),
+        cells,
+    }
+}

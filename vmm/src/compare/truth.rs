@@ -1,0 +1,184 @@
+//! What a payload guest has truly written, read out of its memory while it stands: each page of its working set says how often it was.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use checkpoint::{Guest, GuestRam};
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use images::PayloadSpec;
+use images::workload::{PAGE_WORDS, Placement, STAMP_WORD, Segment, Share};
+use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory};
+
+/// The word of a page that counts its writes.
+const GENERATION: usize = 1;
+
+/// Pages of each vCPU's share that are looked at to see whether it has been all over them.
+const SAMPLES: u64 = 32;
+
+/// The pages as they were at the last look, and what has been reported of them since.
+pub(super) struct Truth {
+    spec: PayloadSpec,
+    segments: Vec<Segment>,
+    /// Of each page of the working set: generation and stamp.
+    seen: Vec<[u64; 2]>,
+    reported: Vec<bool>,
+    /// Reported frames outside of the working set.
+    beside: u64,
+}
+
+/// What two looks say of the time between them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Audit {
+    /// Visits of pages.
+    pub(super) writes: u64,
+    /// Pages written.
+    pub(super) written: u64,
+    /// Frames reported, those beside the working set among them.
+    pub(super) reported: u64,
+    /// Written and not reported.
+    pub(super) missed: u64,
+    /// Pages of the working set reported and not written. One for each vCPU may be: it stopped between two stores, of which the first
+    /// had changed nothing.
+    pub(super) extra: u64,
+    /// Reported frames outside of the working set, of which nothing is known: stacks, tables, clocks.
+    pub(super) beside: u64,
+}
+
+impl Audit {
+    /// Both together.
+    pub(super) fn add(&mut self, other: &Audit) {
+        self.writes += other.writes;
+        self.written += other.written;
+        self.reported += other.reported;
+        self.missed += other.missed;
+        self.extra += other.extra;
+        self.beside += other.beside;
+    }
+}
+
+impl Truth {
+    /// For a guest that runs `spec`; the error is a sentence.
+    pub(super) fn new(spec: &str, guest: &dyn Guest) -> Result<Self, String> {
+        let spec: PayloadSpec = spec.parse().map_err(|e| format!("{e}"))?;
+        let ram = guest.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
+        let placement = Placement::new(&spec, ram).map_err(|e| {
+            format!(
+                "its working set of {} pages does not fit: memory has room for {}",
+                e.wanted, e.available
+            )
+        })?;
+        let pages = usize::try_from(spec.ws_pages()).map_err(|e| e.to_string())?;
+        Ok(Self {
+            spec,
+            segments: placement.segments().to_vec(),
+            seen: vec![[0; 2]; pages],
+            reported: vec![false; pages],
+            beside: 0,
+        })
+    }
+
+    /// How much of its working set, between 0 and 1, the guest has written, by some pages of it.
+    pub(super) fn begun(&self, ram: &GuestRam, vcpus: u8) -> f64 {
+        let (mut touched, mut asked) = (0u32, 0u32);
+        for vcpu in 0..u32::from(vcpus) {
+            let share = Share::of(self.spec.ws_pages(), u32::from(vcpus), vcpu);
+            let pattern = self.spec.pattern_of(vcpu);
+            let reach = pattern.reach(share.pages);
+            let step = share.pages.checked_div(reach).unwrap_or(1).max(1);
+            let samples = reach.min(SAMPLES);
+            for sample in 1..=samples {
+                let place = reach * sample / samples - 1;
+                asked += 1;
+                touched += u32::from(self.word(ram, share.first + place * step, GENERATION) != 0);
+            }
+        }
+        if asked == 0 { 1.0 } else { f64::from(touched) / f64::from(asked) }
+    }
+
+    fn word(&self, ram: &GuestRam, page: u64, word: usize) -> u64 {
+        let segment = self.segments.iter().find(|s| page.wrapping_sub(s.first) < s.pages);
+        let Some(s) = segment else { return 0 };
+        let at = GuestAddress((s.gfn + page - s.first) * PAGE_SIZE + word as u64 * 8);
+        let slice = ram.get_slice(at, 8);
+        // A page that is not there was never written.
+        let word = slice.and_then(|s| {
+            s.get_atomic_ref::<AtomicU64>(0).map(|w| w.load(Ordering::Relaxed)).map_err(Into::into)
+        });
+        word.unwrap_or(0)
+    }
+
+    /// These frames were reported as dirty.
+    pub(super) fn report(&mut self, runs: impl Iterator<Item = FrameRun>) {
+        for run in runs {
+            let mut inside = 0;
+            for s in &self.segments {
+                let start = run.start.0.max(s.gfn);
+                let end = run.end().min(Gfn(s.gfn + s.pages)).0;
+                for gfn in start..end {
+                    if let Some(page) = self.reported.get_mut((s.first + gfn - s.gfn) as usize) {
+                        *page = true;
+                    }
+                    inside += 1;
+                }
+            }
+            self.beside += run.count - inside;
+        }
+    }
+
+    /// Looks at all pages of a guest that stands, and compares with what was reported since the last look.
+    pub(super) fn look(&mut self, ram: &GuestRam) -> Result<Audit, String> {
+        let mut audit = Audit { beside: self.beside, reported: self.beside, ..Audit::default() };
+        for s in &self.segments {
+            let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| e.to_string())?;
+            let slice = ram.get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes);
+            let slice = slice.map_err(|e| format!("its working set cannot be read: {e}"))?;
+            let range = s.first as usize..(s.first + s.pages) as usize;
+            let seen = self.seen.get_mut(range.clone()).unwrap_or_default();
+            let reported = self.reported.get_mut(range).unwrap_or_default();
+            for (page, (seen, reported)) in seen.iter_mut().zip(reported).enumerate() {
+                let word = |word: usize| {
+                    let at = (page * PAGE_WORDS + word) * 8;
+                    slice.get_atomic_ref::<AtomicU64>(at).map_or(0, |w| w.load(Ordering::Relaxed))
+                };
+                let now = [word(GENERATION), word(STAMP_WORD)];
+                let was = std::mem::replace(seen, now);
+                audit.judge(was, now, std::mem::take(reported));
+            }
+        }
+        self.beside = 0;
+        Ok(audit)
+    }
+}
+
+impl Audit {
+    /// One page: how it was, how it is, and whether it was reported.
+    fn judge(&mut self, was: [u64; 2], now: [u64; 2], reported: bool) {
+        let written = was != now;
+        // Generations wrap past 0, which means never written.
+        let wrapped = if now[0] < was[0] { u64::from(u32::MAX) } else { 0 };
+        self.writes += (now[0] + wrapped).saturating_sub(was[0]);
+        self.written += u64::from(written);
+        self.reported += u64::from(reported);
+        self.missed += u64::from(written && !reported);
+        self.extra += u64::from(reported && !written);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_judged_by_its_words_and_by_what_was_reported() {
+        let judged = |was, now, reported| {
+            let mut audit = Audit::default();
+            audit.judge(was, now, reported);
+            (audit.writes, audit.written, audit.missed, audit.extra)
+        };
+        assert_eq!(judged([1, 7], [4, 9], true), (3, 1, 0, 0));
+        assert_eq!(judged([1, 7], [4, 9], false), (3, 1, 1, 0), "a lost frame is missed");
+        assert_eq!(judged([4, 9], [4, 9], true), (0, 0, 0, 1));
+        assert_eq!(judged([4, 9], [4, 9], false), (0, 0, 0, 0));
+        assert_eq!(judged([4, 9], [4, 8], false), (0, 1, 1, 0), "the end of a visit is a write");
+        assert_eq!(judged([u64::from(u32::MAX), 1], [1, 2], true), (1, 1, 0, 0));
+    }
+}

@@ -1,0 +1,170 @@
+//! A way of tracking: where dirty frames come from, and what they are kept in.
+
+use std::fmt;
+use std::str::FromStr;
+
+use dirty_tracker::TrackingMode;
+use serde::{Serialize, Serializer};
+
+use crate::kvm::Capabilities;
+use crate::memory::Userfault;
+
+/// What a set of dirty frames is kept in until somebody takes it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sink {
+    /// The tracker's packed tree.
+    Tree,
+    /// A list, sorted and without repetitions when it is taken.
+    List,
+    /// A bitmap of all memory, scanned when it is taken.
+    Flat,
+}
+
+impl Sink {
+    const ALL: [Sink; 3] = [Self::Tree, Self::List, Self::Flat];
+
+    /// Its name behind the `+`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Tree => "tree",
+            Self::List => "list",
+            Self::Flat => "flat",
+        }
+    }
+}
+
+/// A source and a sink. Reads and shows as `dirty-ring+tree`; the source alone means its tree.
+///
+/// ```
+/// use vmm::compare::Way;
+/// let way: Way = "dirty-bitmap+flat".parse().unwrap();
+/// assert_eq!(way.to_string(), "dirty-bitmap+flat");
+/// assert_eq!("dirty-ring".parse::<Way>().unwrap().to_string(), "dirty-ring+tree");
+/// assert_eq!("none".parse::<Way>().unwrap(), Way::NONE);
+/// let error = "bogus".parse::<Way>().unwrap_err();
+/// assert!(error.starts_with("there is no way to track called \"bogus\"; there are dirty-ring+tree,"));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Way {
+    source: TrackingMode,
+    sink: Option<Sink>,
+}
+
+impl Way {
+    /// No tracking, with which the others are compared.
+    pub const NONE: Way = Way { source: TrackingMode::None, sink: None };
+
+    /// Where its frames come from.
+    pub const fn source(self) -> TrackingMode {
+        self.source
+    }
+
+    /// What they are kept in; nothing where there are none.
+    pub const fn sink(self) -> Option<Sink> {
+        self.sink
+    }
+
+    /// Every combination that makes sense, `none` last.
+    ///
+    /// A ring can be kept in any; a bitmap in all three too, though its list is nothing but a scan done earlier. Sources that KVM's
+    /// dirty log does not stand behind deliver to trees only.
+    pub fn all() -> impl Iterator<Item = Way> {
+        TrackingMode::ALL.iter().flat_map(|source| {
+            let sinks: &[Sink] = match source {
+                TrackingMode::DirtyRing | TrackingMode::DirtyBitmap => &Sink::ALL,
+                TrackingMode::None => &[],
+                _ => &[Sink::Tree],
+            };
+            let none = sinks.is_empty().then_some(Way { source: *source, sink: None });
+            sinks.iter().map(|sink| Way { source: *source, sink: Some(*sink) }).chain(none)
+        })
+    }
+
+    /// The ways of the default matrix: all but the list of a bitmap.
+    pub fn usual() -> impl Iterator<Item = Way> {
+        Self::all().filter(|w| (w.source, w.sink) != (TrackingMode::DirtyBitmap, Some(Sink::List)))
+    }
+
+    /// Whether it tracks at all.
+    pub fn tracks(self) -> bool {
+        self.source != TrackingMode::None
+    }
+
+    /// Why a host of these `capabilities` cannot track so, with rings of `entries` entries; a sentence.
+    pub fn lacking(self, capabilities: &Capabilities, entries: u32) -> Option<String> {
+        match (self.source, capabilities.dirty_ring()) {
+            (TrackingMode::DirtyRing, None) => {
+                Some("this host's KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING)".to_owned())
+            }
+            (TrackingMode::DirtyRing, Some((_, most))) if most < entries => Some(format!(
+                "this host's KVM has no dirty rings of {entries} entries, but of {most} at most"
+            )),
+            (TrackingMode::DirtyBitmapManual, _) if capabilities.manual_dirty_log().is_none() => {
+                Some("this host's KVM reprotects while it reads (no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)".to_owned())
+            }
+            (TrackingMode::UserfaultWp, _) => Userfault::open_async().err().map(|e| {
+                format!("this host has no asynchronous write protection of userfaultfd: {e}")
+            }),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.sink {
+            Some(sink) => f.pad(&format!("{}+{}", self.source, sink.name())),
+            None => f.pad(self.source.name()),
+        }
+    }
+}
+
+impl FromStr for Way {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let alone = |way: &Way| matches!(way.sink, None | Some(Sink::Tree));
+        let found = Self::all()
+            .find(|way| way.to_string() == text || (alone(way) && way.source.name() == text));
+        found.ok_or_else(|| {
+            let all: Vec<String> = Self::all().map(|way| way.to_string()).collect();
+            format!("there is no way to track called \"{text}\"; there are {}", all.join(", "))
+        })
+    }
+}
+
+impl Serialize for Way {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::capabilities_with_rings;
+
+    #[test]
+    fn names_are_read_back_and_every_source_alone_is_one() {
+        assert!(Way::all().all(|way| way.to_string().parse() == Ok(way)));
+        for source in TrackingMode::ALL {
+            assert_eq!(source.name().parse::<Way>().map(Way::source), Ok(*source));
+        }
+        for wrong in ["none+tree", "dirty-ring+", "+tree", "dirty-ring+bush", ""] {
+            assert!(wrong.parse::<Way>().unwrap_err().contains("dirty-ring+flat"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_host_without_rings_says_so_of_the_ring_alone() {
+        let lacking =
+            |caps: &Capabilities, way: &str| way.parse::<Way>().unwrap().lacking(caps, 4096);
+        let without = capabilities_with_rings(0);
+        assert!(lacking(&without, "dirty-ring+flat").unwrap().contains("no dirty rings"));
+        assert_eq!(lacking(&without, "dirty-bitmap+flat"), None);
+        let small = capabilities_with_rings(1024);
+        assert!(lacking(&small, "dirty-ring").unwrap().contains("4096 entries, but of 1024"));
+        assert_eq!(lacking(&capabilities_with_rings(4096), "dirty-ring"), None);
+    }
+}

@@ -1,0 +1,378 @@
+//! Figures into sentences. Nothing here knows beforehand who wins: every name comes out of the comparison of medians.
+
+use dirty_tracker::TrackingMode;
+
+use super::report::{CellReport, Figures};
+use super::{GuestKind, Spread, Way};
+
+/// A figure of which less is better.
+#[derive(Clone, Copy, Debug)]
+struct Measure {
+    /// How a sentence speaks of it.
+    what: &'static str,
+    of: fn(&Figures) -> Option<Spread>,
+    shown: fn(f64) -> String,
+}
+
+const EPOCH: Measure = Measure { what: "an epoch", of: |f| f.epoch_us, shown: us };
+const PAUSE: Measure = Measure { what: "the pause", of: |f| f.pause_us, shown: us };
+const SLOW_DOWN: Measure =
+    Measure { what: "the guest's slow-down", of: |f| f.slow_down_percent, shown: percent };
+const HOST_CPU: Measure =
+    Measure { what: "host processor time", of: |f| f.host_cpu_percent, shown: percent };
+
+/// A time for people.
+pub(super) fn us(us: f64) -> String {
+    match us {
+        us if us >= 99_950.0 => format!("{:.0} ms", us / 1e3),
+        us if us >= 999.5 => format!("{:.1} ms", us / 1e3),
+        us if us >= 99.95 => format!("{us:.0} us"),
+        us => format!("{us:.1} us"),
+    }
+}
+
+fn percent(value: f64) -> String {
+    // A tenth less than none is none.
+    format!("{:.1} %", if value.abs() < 0.05 { 0.0 } else { value })
+}
+
+/// A size for people, in powers of two.
+pub(super) fn size(bytes: u64) -> String {
+    let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match units.into_iter().find(|(_, shift)| bytes >= 1 << shift) {
+        None => format!("{bytes} B"),
+        Some((unit, shift)) if bytes.is_multiple_of(1 << shift) => {
+            format!("{} {unit}", bytes >> shift)
+        }
+        Some((unit, shift)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
+    }
+}
+
+/// The rows of one guest of one size.
+struct Group<'r> {
+    guest: &'r GuestKind,
+    mem_bytes: u64,
+    rows: Vec<(Way, &'r Figures)>,
+}
+
+impl Group<'_> {
+    fn name(&self) -> String {
+        format!("{} with {}", self.guest.name(), size(self.mem_bytes))
+    }
+
+    /// Whoever has least of `measure`, the others behind it.
+    fn order(&self, measure: Measure, which: impl Fn(Way) -> bool) -> Vec<(Way, Spread)> {
+        let rows = self.rows.iter().filter(|(way, _)| way.tracks() && which(*way));
+        let mut known: Vec<_> =
+            rows.filter_map(|(way, f)| Some((*way, (measure.of)(f)?))).collect();
+        known.sort_by(|a, b| a.1.median.total_cmp(&b.1.median));
+        known
+    }
+}
+
+fn groups(rows: &[CellReport]) -> Vec<Group<'_>> {
+    let mut groups: Vec<Group<'_>> = Vec::new();
+    for row in rows {
+        let Some(figures) = &row.figures else { continue };
+        let same = |g: &&mut Group<'_>| g.mem_bytes == row.mem_bytes && *g.guest == row.guest;
+        match groups.iter_mut().find(same) {
+            Some(group) => group.rows.push((row.way, figures)),
+            None => groups.push(Group {
+                guest: &row.guest,
+                mem_bytes: row.mem_bytes,
+                rows: vec![(row.way, figures)],
+            }),
+        }
+    }
+    groups
+}
+
+fn is_ring(way: Way) -> bool {
+    way.source() == TrackingMode::DirtyRing
+}
+
+/// All that the rows say.
+pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
+    let groups = groups(rows);
+    let mut out = vec![missed(rows)];
+    out.extend(where_the_ring_stands(&groups));
+    out.extend(growth(&groups));
+    out.extend(groups.iter().filter_map(best));
+    out
+}
+
+/// Whether any frame was lost: the first thing to know.
+fn missed(rows: &[CellReport]) -> String {
+    let known = |f: fn(&Figures) -> Option<u64>| -> u64 {
+        rows.iter().filter_map(|r| r.figures.as_ref().and_then(f)).sum()
+    };
+    let lost: Vec<String> = rows
+        .iter()
+        .filter_map(|r| Some((r, r.figures.as_ref()?.missed_frames.filter(|n| *n > 0)?)))
+        .map(|(r, n)| format!("{} missed {n} of {}", r.way, r.guest.name()))
+        .collect();
+    let tracked = rows.iter().filter(|r| r.way.tracks());
+    let written: u64 = tracked
+        .filter_map(|r| r.figures.as_ref()?.missed_frames.and(r.figures.as_ref()?.written_frames))
+        .sum();
+    match (lost.is_empty(), written) {
+        (false, _) => format!("FRAMES WERE LOST: {}.", lost.join("; ")),
+        (true, 0) => {
+            "Whether frames were missed is not known: no guest told what it wrote.".to_owned()
+        }
+        (true, _) => format!(
+            "No way missed a frame: of {written} that the guests wrote all were reported, and {} that they had not written.",
+            known(|f| f.extra_frames)
+        ),
+    }
+}
+
+/// Who has least of what in one group.
+fn best(group: &Group<'_>) -> Option<String> {
+    let frames = group.order(EPOCH, |_| true);
+    let told: Vec<String> = [EPOCH, PAUSE, SLOW_DOWN, HOST_CPU]
+        .into_iter()
+        .filter_map(|measure| verdict(measure, &group.order(measure, |_| true)))
+        .collect();
+    if told.is_empty() {
+        return None;
+    }
+    let typical = frames.first().and_then(|(way, _)| {
+        let (_, figures) = group.rows.iter().find(|(w, _)| w == way)?;
+        Some(format!(", {:.0} dirty frames an epoch", figures.dirty_frames?.median))
+    });
+    Some(format!("{}{}: {}.", group.name(), typical.unwrap_or_default(), told.join("; ")))
+}
+
+/// One measure of one group in words; nothing to say where there are no two.
+fn verdict(measure: Measure, order: &[(Way, Spread)]) -> Option<String> {
+    let ((winner, least), rest) = order.split_first()?;
+    let (last, most) = rest.last()?;
+    let level = rest.iter().filter(|(_, spread)| !spread.is_apart_from(least)).count();
+    let shown = measure.shown;
+    let (least, most) = (shown(least.median), shown(most.median));
+    let what = measure.what;
+    Some(match level {
+        n if n == rest.len() => {
+            format!("{what} has no clear winner ({least} with {winner} to {most} with {last})")
+        }
+        0 => format!("{what} is least with {winner}: {least}, greatest with {last}: {most}"),
+        n => format!(
+            "{what} is least with {winner}: {least} (not clearly ahead of {n} of the others), greatest with {last}: {most}"
+        ),
+    })
+}
+
+/// Where the best ring is behind the best that is none, and where ahead: said plainly, whichever it is.
+fn where_the_ring_stands(groups: &[Group<'_>]) -> Vec<String> {
+    let (mut loses, mut wins, mut behind, mut level) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    for group in groups {
+        for measure in [EPOCH, PAUSE, SLOW_DOWN] {
+            let ring = group.order(measure, is_ring);
+            let other = group.order(measure, |way| !is_ring(way));
+            let (Some((ring, r)), Some((other, o))) = (ring.first(), other.first()) else {
+                continue;
+            };
+            let shown = measure.shown;
+            let line = format!(
+                "{} of {} ({ring} {}, {other} {})",
+                measure.what,
+                group.name(),
+                shown(r.median),
+                shown(o.median)
+            );
+            match r.is_apart_from(o) {
+                false if o.median < r.median => behind.push(line),
+                false => level += 1,
+                true if o.median < r.median => loses.push(line),
+                true => wins.push(line),
+            }
+        }
+    }
+    let mut out = Vec::new();
+    if !loses.is_empty() {
+        out.push(format!("The ring loses: {}.", loses.join("; ")));
+    }
+    if !wins.is_empty() {
+        out.push(format!("The ring wins: {}.", wins.join("; ")));
+    }
+    if !behind.is_empty() {
+        out.push(format!(
+            "The ring is behind in the median, but not clearly, in: {}.",
+            behind.join("; ")
+        ));
+    }
+    if loses.is_empty() && !wins.is_empty() {
+        out.push("Nowhere does the ring clearly lose.".to_owned());
+    }
+    if level > 0 {
+        out.push(format!("Comparisons in which the ring is ahead, but not clearly: {level}."));
+    }
+    out
+}
+
+/// What becomes of an epoch when only memory grows.
+fn growth(groups: &[Group<'_>]) -> Vec<String> {
+    let mut out = Vec::new();
+    let mut seen: Vec<&GuestKind> = Vec::new();
+    for group in groups {
+        if seen.contains(&group.guest) {
+            continue;
+        }
+        seen.push(group.guest);
+        let mut sizes: Vec<&Group<'_>> = groups.iter().filter(|g| g.guest == group.guest).collect();
+        sizes.sort_by_key(|g| g.mem_bytes);
+        let (Some(small), Some(large)) = (sizes.first(), sizes.last()) else { continue };
+        if small.mem_bytes == large.mem_bytes {
+            continue;
+        }
+        let (from, to) = (small.order(EPOCH, |_| true), large.order(EPOCH, |_| true));
+        let grown: Vec<String> = to
+            .iter()
+            .filter_map(|(way, at_end)| {
+                let (_, at_first) = from.iter().find(|(w, _)| w == way)?;
+                let times = at_end.median / at_first.median;
+                times.is_finite().then(|| {
+                    format!(
+                        "{way} {times:.1}-fold ({} to {})",
+                        us(at_first.median),
+                        us(at_end.median)
+                    )
+                })
+            })
+            .collect();
+        if !grown.is_empty() {
+            out.push(format!(
+                "From {} to {} of memory, with the same writes ({}), an epoch grows: {}.",
+                size(small.mem_bytes),
+                size(large.mem_bytes),
+                group.guest.name(),
+                grown.join(", ")
+            ));
+        }
+        out.extend(sizes.iter().filter_map(|g| times_apart(g)));
+    }
+    out
+}
+
+/// How many times the tree of the ring goes into the flat bitmap.
+fn times_apart(group: &Group<'_>) -> Option<String> {
+    let of = |name: &str| {
+        let way: Way = name.parse().ok()?;
+        let (_, figures) = group.rows.iter().find(|(w, _)| *w == way)?;
+        figures.epoch_us.filter(|epoch| epoch.median > 0.0)
+    };
+    let (ring, flat) = (of("dirty-ring+tree")?, of("dirty-bitmap+flat")?);
+    let (times, less) = match flat.median / ring.median {
+        times if times >= 1.0 => (times, "less"),
+        times => (1.0 / times, "more"),
+    };
+    Some(format!(
+        "With {}, an epoch by dirty-ring+tree takes {times:.1} times {less} than by dirty-bitmap+flat ({}, {}).",
+        size(group.mem_bytes),
+        us(ring.median),
+        us(flat.median)
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::compare::LIGHT;
+
+    fn row(way: Way, mem_bytes: u64, epoch_us: [f64; 3]) -> CellReport {
+        CellReport {
+            way,
+            source: way.source().to_string(),
+            sink: way.sink(),
+            guest: GuestKind::Payload(LIGHT.to_owned()),
+            mem_bytes,
+            figures: Some(Figures {
+                epoch_us: Spread::of(epoch_us),
+                dirty_frames: Spread::of([100.0]),
+                missed_frames: Some(0),
+                written_frames: Some(10),
+                ..Figures::default()
+            }),
+            why: None,
+        }
+    }
+
+    fn way(name: &str) -> Way {
+        name.parse().unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn whoever_is_named_the_winner_has_the_least_figure(
+            figures in prop::collection::vec(prop::array::uniform3(0.1f64..1e6), 2..5)
+        ) {
+            let ways: Vec<Way> = Way::all().filter(|w| w.tracks()).collect();
+            let rows: Vec<_> =
+                figures.iter().zip(&ways).map(|(f, w)| row(*w, 1 << 30, *f)).collect();
+            let least = rows
+                .iter()
+                .min_by(|a, b| {
+                    let median = |r: &CellReport| r.figures.as_ref().unwrap().epoch_us.unwrap().median;
+                    median(a).total_cmp(&median(b))
+                })
+                .unwrap();
+            let said = findings(&rows).join("\n");
+            let name = least.way.to_string();
+            match said.split("an epoch is least with ").nth(1) {
+                Some(named) => prop_assert!(named.starts_with(&format!("{name}: ")), "{}", said),
+                None => {
+                    let tied = said.split("an epoch has no clear winner (").nth(1).unwrap();
+                    let named = tied.split(" with ").nth(1).unwrap();
+                    prop_assert!(named.starts_with(&format!("{name} to ")), "{}", said);
+                    let spread = least.figures.as_ref().unwrap().epoch_us.unwrap();
+                    let apart = rows.iter().filter(|r| r.way != least.way).any(|r| {
+                        r.figures.as_ref().unwrap().epoch_us.unwrap().is_apart_from(&spread)
+                    });
+                    prop_assert!(!apart, "{}", said);
+                }
+            }
+        }
+
+        #[test]
+        fn the_ring_is_said_to_lose_exactly_where_all_its_runs_are_worse(ring in 1.0f64..100.0, other in 1.0f64..100.0) {
+            let rows = [
+                row(way("dirty-ring+tree"), 1 << 30, [ring, ring * 1.1, ring * 1.2]),
+                row(way("dirty-bitmap+flat"), 1 << 30, [other, other * 1.1, other * 1.2]),
+            ];
+            let said = findings(&rows).join("\n");
+            let (ring, other) = ((ring * 1.05, ring * 1.15), (other * 1.05, other * 1.15));
+            prop_assert_eq!(said.contains("The ring loses: an epoch"), other.1 < ring.0, "{}", said);
+            prop_assert_eq!(said.contains("The ring wins: an epoch"), ring.1 < other.0, "{}", said);
+        }
+    }
+
+    #[test]
+    fn growth_with_memory_is_told_way_by_way() {
+        let rows = [
+            row(way("dirty-ring+tree"), 1 << 30, [10.0; 3]),
+            row(way("dirty-bitmap+flat"), 1 << 30, [50.0; 3]),
+            row(way("dirty-ring+tree"), 64 << 30, [11.0; 3]),
+            row(way("dirty-bitmap+flat"), 64 << 30, [3200.0; 3]),
+        ];
+        let said = findings(&rows).join("\n");
+        assert!(said.contains("dirty-ring+tree 1.1-fold (10.0 us to 11.0 us)"), "{said}");
+        assert!(said.contains("dirty-bitmap+flat 64.0-fold (50.0 us to 3.2 ms)"), "{said}");
+        assert!(
+            said.contains("With 64 GiB, an epoch by dirty-ring+tree takes 290.9 times less"),
+            "{said}"
+        );
+        assert!(said.contains("of 40 that the guests wrote all were reported"), "{said}");
+    }
+
+    #[test]
+    fn a_lost_frame_is_the_first_thing_said() {
+        let mut rows = [row(way("dirty-ring+tree"), 1 << 30, [10.0; 3])];
+        rows[0].figures.as_mut().unwrap().missed_frames = Some(3);
+        assert!(findings(&rows)[0].starts_with("FRAMES WERE LOST: dirty-ring+tree missed 3"));
+        rows[0].figures = None;
+        assert!(findings(&rows)[0].contains("not known"));
+    }
+}

@@ -1,0 +1,69 @@
+//! A source whose frames go to another set than the tracker's trees. What it catches, and when it reprotects, is the source's own.
+
+use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+
+use super::{BitmapSource, FrameSink, RingSource, SharedSink};
+
+/// `source`, delivering to `sink`.
+#[derive(Debug)]
+pub(crate) struct Diverted<S> {
+    source: S,
+    sink: SharedSink,
+}
+
+impl<S> Diverted<S> {
+    pub(crate) fn new(source: S, sink: SharedSink) -> Self {
+        Self { source, sink }
+    }
+}
+
+impl DirtySource for Diverted<RingSource> {
+    fn mode(&self) -> TrackingMode {
+        self.source.mode()
+    }
+
+    fn start(&mut self) -> Result<(), SourceError> {
+        self.source.start()
+    }
+
+    fn stop(&mut self) -> Result<(), SourceError> {
+        self.source.stop()
+    }
+
+    fn collect(&mut self, _: &Tracker) -> Result<Collected, SourceError> {
+        let Self { source, sink } = self;
+        source.collect_by(|frames| {
+            let mut sink = sink.lock();
+            let absorbed = match &mut *sink {
+                FrameSink::List(list) => frames.deliver(|slot, offset| list.insert(slot, offset)),
+                FrameSink::Flat(flat) => frames.deliver(|slot, offset| flat.insert(slot, offset)),
+            };
+            if absorbed.marked_all {
+                sink.insert_all();
+            }
+            absorbed
+        })
+    }
+}
+
+impl DirtySource for Diverted<BitmapSource> {
+    fn mode(&self) -> TrackingMode {
+        self.source.mode()
+    }
+
+    fn start(&mut self) -> Result<(), SourceError> {
+        self.source.start()
+    }
+
+    fn stop(&mut self) -> Result<(), SourceError> {
+        self.source.stop()
+    }
+
+    fn collect(&mut self, _: &Tracker) -> Result<Collected, SourceError> {
+        let Self { source, sink } = self;
+        source.collect_by(|slot, bitmap| {
+            let mut sink = sink.lock();
+            sink.insert_bitmap(slot, bitmap).inspect_err(|_| sink.insert_all())
+        })
+    }
+}

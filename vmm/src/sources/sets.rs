@@ -1,0 +1,309 @@
+//! What a set of dirty frames can be kept in other than the tracker's trees, for comparing: a list, as the rings hand the frames out,
+//! and a flat bitmap that is scanned, as VMMs without a tree do it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
+
+/// A set of frames that a source fills and another thread empties.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedSink(Arc<Mutex<FrameSink>>);
+
+impl SharedSink {
+    pub(crate) fn new(sink: FrameSink) -> Self {
+        Self(Arc::new(Mutex::new(sink)))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, FrameSink> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One of the two. No trait: inserting is the inner loop.
+#[derive(Debug)]
+pub(crate) enum FrameSink {
+    List(ListSet),
+    Flat(FlatSet),
+}
+
+impl FrameSink {
+    /// What of a slot's KVM bitmap is set; how many frames that were.
+    pub(crate) fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
+        match self {
+            Self::List(list) => list.insert_bitmap(slot, bitmap),
+            Self::Flat(flat) => flat.insert_bitmap(slot, bitmap),
+        }
+    }
+
+    /// Every frame of every slot (I6).
+    pub(crate) fn insert_all(&mut self) {
+        match self {
+            Self::List(list) => list.insert_all(),
+            Self::Flat(flat) => flat.insert_all(),
+        }
+    }
+
+    /// Empties the set into `runs`, ascending and without repetitions; how many frames they hold.
+    pub(crate) fn drain(&mut self, runs: &mut Vec<FrameRun>) -> u64 {
+        runs.clear();
+        match self {
+            Self::List(list) => list.drain(runs),
+            Self::Flat(flat) => flat.drain(runs),
+        }
+    }
+
+    /// Bytes that it has reserved.
+    pub(crate) fn reserved_bytes(&self) -> u64 {
+        match self {
+            Self::List(list) => (list.frames.capacity() * size_of::<u64>()) as u64,
+            Self::Flat(flat) => (flat.words.len() * size_of::<u64>()) as u64,
+        }
+    }
+}
+
+/// A slot, and the word of a flat bitmap at which it begins.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    slot: SlotId,
+    base: u64,
+    frames: u64,
+    first_word: usize,
+}
+
+fn places(layout: &Layout) -> Vec<Place> {
+    let mut first_word = 0;
+    let place = |slot: &dirty_tracker::Slot| {
+        let place = Place { slot: slot.id, base: slot.base.0, frames: slot.frames, first_word };
+        first_word += slot.frames.div_ceil(64) as usize;
+        place
+    };
+    layout.slots().map(place).collect()
+}
+
+fn find(places: &[Place], slot: SlotId, offset: u64) -> Option<&Place> {
+    places.iter().find(|p| p.slot == slot && offset < p.frames)
+}
+
+/// The slot of a bitmap none of whose bits lies past the slot's end.
+fn checked<'p>(places: &'p [Place], slot: SlotId, bitmap: &[u64]) -> Result<&'p Place, OutOfSlot> {
+    let place = places.iter().find(|p| p.slot == slot);
+    let place = place.ok_or(OutOfSlot::NoSlot { slot, offset: 0 })?;
+    let frames = place.frames;
+    // Only words at and past the end are looked at: the rest need not be read twice.
+    for (word, first) in bitmap.iter().zip((0u64..).step_by(64)).skip((frames / 64) as usize) {
+        let valid = frames.saturating_sub(first).min(63);
+        let stray = word >> valid << valid;
+        if stray != 0 {
+            let offset = first + u64::from(stray.trailing_zeros());
+            return Err(OutOfSlot::PastSlot { slot, offset, count: 1, frames });
+        }
+    }
+    Ok(place)
+}
+
+/// Frames in the order in which they came, with repetitions until it is drained.
+#[derive(Debug)]
+pub(crate) struct ListSet {
+    places: Vec<Place>,
+    frames: Vec<u64>,
+}
+
+impl ListSet {
+    /// With room for as many frames as the rings have at once.
+    pub(crate) fn new(layout: &Layout, room: usize) -> Self {
+        Self { places: places(layout), frames: Vec::with_capacity(room) }
+    }
+
+    /// Appends a frame; whether it lies in a slot.
+    pub(crate) fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
+        let place = find(&self.places, slot, offset);
+        place.is_some_and(|place| {
+            self.frames.push(place.base + offset);
+            true
+        })
+    }
+
+    fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
+        let base = checked(&self.places, slot, bitmap)?.base;
+        let before = self.frames.len();
+        for (word, first) in bitmap.iter().zip((base..).step_by(64)) {
+            let mut bits = *word;
+            while bits != 0 {
+                self.frames.push(first + u64::from(bits.trailing_zeros()));
+                bits &= bits - 1;
+            }
+        }
+        Ok((self.frames.len() - before) as u64)
+    }
+
+    fn insert_all(&mut self) {
+        let all = self.places.iter().flat_map(|p| p.base..p.base + p.frames);
+        self.frames.extend(all);
+    }
+
+    fn drain(&mut self, runs: &mut Vec<FrameRun>) -> u64 {
+        self.frames.sort_unstable();
+        let mut frames = 0;
+        let mut last = None;
+        for gfn in self.frames.drain(..).filter(|gfn| last.replace(*gfn) != Some(*gfn)) {
+            append(runs, gfn, 1);
+            frames += 1;
+        }
+        frames
+    }
+}
+
+/// A bit a frame of guest memory, all of which are looked at to find those that are set: word by word, eight words at a time.
+#[derive(Debug)]
+pub(crate) struct FlatSet {
+    places: Vec<Place>,
+    words: Vec<u64>,
+}
+
+impl FlatSet {
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let places = places(layout);
+        let words = places.iter().map(|p| p.frames.div_ceil(64) as usize).sum();
+        Self { places, words: vec![0; words] }
+    }
+
+    /// Sets a frame's bit; whether it lies in a slot.
+    pub(crate) fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
+        let word = find(&self.places, slot, offset)
+            .and_then(|p| self.words.get_mut(p.first_word + (offset / 64) as usize));
+        word.is_some_and(|word| {
+            *word |= 1 << (offset % 64);
+            true
+        })
+    }
+
+    fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
+        let first = checked(&self.places, slot, bitmap)?.first_word;
+        let there = self.words.get_mut(first..).unwrap_or_default();
+        let mut frames = 0;
+        for (there, new) in there.iter_mut().zip(bitmap) {
+            *there |= *new;
+            frames += u64::from(new.count_ones());
+        }
+        Ok(frames)
+    }
+
+    fn insert_all(&mut self) {
+        for p in &self.places {
+            for offset in (0..p.frames).step_by(64) {
+                let bits = (p.frames - offset).min(64);
+                let at = p.first_word + (offset / 64) as usize;
+                if let Some(word) = self.words.get_mut(at) {
+                    *word = u64::MAX >> (64 - bits);
+                }
+            }
+        }
+    }
+
+    fn drain(&mut self, runs: &mut Vec<FrameRun>) -> u64 {
+        let mut frames = 0;
+        for p in &self.places {
+            let end = p.first_word + p.frames.div_ceil(64) as usize;
+            let words = self.words.get_mut(p.first_word..end).unwrap_or_default();
+            for (group, at) in words.chunks_mut(8).zip((p.base..).step_by(512)) {
+                // One branch for eight words: nearly all of them are zero.
+                if group.iter().fold(0, |any, word| any | word) == 0 {
+                    continue;
+                }
+                for (word, first) in group.iter_mut().zip((at..).step_by(64)) {
+                    let mut bits = std::mem::take(word);
+                    frames += u64::from(bits.count_ones());
+                    while bits != 0 {
+                        let start = bits.trailing_zeros();
+                        let count = (!(bits >> start)).trailing_zeros();
+                        append(runs, first + u64::from(start), u64::from(count));
+                        bits &= u64::MAX.checked_shl(start + count).unwrap_or(0);
+                    }
+                }
+            }
+        }
+        frames
+    }
+}
+
+/// Lengthens the last run, or begins one.
+fn append(runs: &mut Vec<FrameRun>, start: u64, count: u64) {
+    match runs.last_mut() {
+        Some(last) if last.end().0 == start => last.count += count,
+        _ => runs.push(FrameRun { start: Gfn(start), count }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use dirty_tracker::Slot;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn layout() -> Layout {
+        let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+        Layout::new([slot(0, 0, 700), slot(1, 4096, 1000)]).unwrap()
+    }
+
+    fn both() -> [FrameSink; 2] {
+        let layout = layout();
+        [FrameSink::List(ListSet::new(&layout, 4)), FrameSink::Flat(FlatSet::new(&layout))]
+    }
+
+    fn insert(sink: &mut FrameSink, slot: u32, offset: u64) -> bool {
+        match sink {
+            FrameSink::List(list) => list.insert(SlotId(slot), offset),
+            FrameSink::Flat(flat) => flat.insert(SlotId(slot), offset),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_goes_in_comes_out_once_ascending_in_runs_as_long_as_can_be(
+            frames in prop::collection::vec((0u32..2, 0u64..1000), 0..300), dense in 0u64..600, bitmap: bool,
+        ) {
+            for mut sink in both() {
+                let mut model = BTreeSet::new();
+                for (slot, offset) in frames.iter().copied().chain((0..dense).map(|o| (1, o))) {
+                    let fits = slot == 1 || offset < 700;
+                    if bitmap && fits {
+                        let mut words = vec![0; 16];
+                        words[(offset / 64) as usize] = 1 << (offset % 64);
+                        prop_assert_eq!(sink.insert_bitmap(SlotId(slot), &words), Ok(1));
+                    } else {
+                        prop_assert_eq!(insert(&mut sink, slot, offset), fits);
+                    }
+                    if fits {
+                        model.insert(u64::from(slot) * 4096 + offset);
+                    }
+                }
+                let mut runs = vec![FrameRun { start: Gfn(1), count: 1 }];
+                prop_assert_eq!(sink.drain(&mut runs), model.len() as u64);
+                let found: Vec<u64> = runs.iter().flat_map(|r| r.start.0..r.end().0).collect();
+                prop_assert_eq!(found, model.into_iter().collect::<Vec<_>>());
+                prop_assert!(runs.windows(2).all(|w| w[0].end() < w[1].start));
+                prop_assert_eq!((sink.drain(&mut runs), runs.len()), (0, 0), "it is empty now");
+            }
+        }
+    }
+
+    #[test]
+    fn all_is_every_frame_of_every_slot_and_bits_past_the_end_are_refused() {
+        for mut sink in both() {
+            sink.insert_all();
+            let mut runs = Vec::new();
+            assert_eq!(sink.drain(&mut runs), 1700);
+            assert_eq!(runs, layout().slots().map(|s| s.run()).collect::<Vec<_>>());
+            let mut past = [0; 11];
+            past[10] = 1 << 60;
+            let past_the_end =
+                OutOfSlot::PastSlot { slot: SlotId(0), offset: 700, count: 1, frames: 700 };
+            assert_eq!(sink.insert_bitmap(SlotId(0), &past), Err(past_the_end));
+            assert_eq!(sink.drain(&mut runs), 0);
+            assert!(sink.reserved_bytes() > 0);
+        }
+    }
+}
