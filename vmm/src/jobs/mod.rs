@@ -5,6 +5,7 @@ mod checkpoints;
 mod holds;
 mod kept;
 mod migration;
+mod watch;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,6 +24,7 @@ use holds::Holds;
 pub use holds::OperatorError;
 use kept::Kept;
 use migration::MigrationJob;
+pub use watch::{SeenWindows, Watched};
 
 /// How long a process whose guest has ended waits for the readers of its jobs' last reports.
 const LAST_READ: Duration = Duration::from_secs(2);
@@ -35,6 +37,8 @@ pub struct Jobs {
     records: PathBuf,
     /// Held while a job is begun, so that there is one of a kind; looking at one never waits for it.
     beginning: Mutex<()>,
+    /// Held while the guest is watched for a plan; nobody waits for it.
+    watching: Mutex<()>,
     /// The number of the last job begun, of either kind.
     begun: AtomicU64,
     checkpoint: Kept<CheckpointJob>,
@@ -51,6 +55,7 @@ impl Jobs {
             vm,
             records,
             beginning: Mutex::default(),
+            watching: Mutex::default(),
             begun: AtomicU64::new(0),
             checkpoint: Kept::default(),
             migration: Kept::default(),
