@@ -154,3 +154,75 @@ fn doubts(plan: &Plan) -> Vec<String> {
     }
     doubts
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm::jobs::{SeenWindows, Watched};
+
+    /// A guest that writes 256 MiB a second, by `vcpus` that are known.
+    fn busy(vcpus: usize, checkpointing: bool) -> Watched {
+        let window = |ms: u64| {
+            let frames = 65.536 * ms as f64;
+            SeenWindows {
+                window_ms: ms as f64,
+                windows: 1,
+                frames,
+                least_frames: frames as u64,
+                most_frames: frames as u64,
+                dirty_rate_bytes_per_s: 256 << 20,
+                vcpu_frames: vec![frames / vcpus as f64; vcpus],
+            }
+        };
+        Watched {
+            watched_ms: 4000.0,
+            memory_frames: 1 << 18,
+            populated_frames: 1 << 17,
+            zero_frames: 1 << 16,
+            curve: [10, 250, 1500].map(window).to_vec(),
+            steady: !checkpointing,
+            checkpointing,
+        }
+    }
+
+    fn plan_for(mib_per_s: u64, seen: Watched) -> Plan {
+        let bandwidth_bytes_per_s = Some(mib_per_s << 20);
+        Plan::new(&PlanRequest { downtime_ms: Some(300), bandwidth_bytes_per_s }, seen)
+    }
+
+    #[test]
+    fn a_guest_that_cannot_be_held_back_is_told_what_remains() {
+        let plan = plan_for(40, busy(0, false));
+        assert_eq!(plan.verdict, PlanVerdict::DoesNotConverge);
+        let text = told(&plan);
+        for said in [
+            "so none can be held back",
+            "not offered by this version",
+            "given up after",
+            "switchover",
+        ] {
+            assert!(text.contains(said), "{said}: {text}");
+        }
+        assert!(text.contains("512 MiB to send, of which 256 MiB are zeros"), "{text}");
+    }
+
+    #[test]
+    fn one_that_can_is_told_to_what_and_one_that_need_not_is_not() {
+        let plan = plan_for(40, busy(2, false));
+        assert_eq!(plan.verdict, PlanVerdict::ConvergesThrottled);
+        let text = told(&plan);
+        assert!(
+            text.contains("held to 12 MiB/s each") || text.contains("held to 12.0 MiB/s each"),
+            "{text}"
+        );
+        assert!(text.contains("without throttle  does not converge"), "{text}");
+        let plan = plan_for(4096, busy(2, true));
+        assert_eq!((plan.verdict, plan.without_throttle.is_none()), (PlanVerdict::Converges, true));
+        let text = told(&plan);
+        assert!(
+            text.contains("did not write at one rate") && text.contains("their pauses"),
+            "{text}"
+        );
+        assert!(!text.contains("postcopy"), "{text}");
+    }
+}
