@@ -33,7 +33,7 @@ use crate::{DriveHead, Guest, GuestError};
 /// Of so many changed frames on they are copied behind the guest's back: those that take about a millisecond to copy. From 256 on
 /// that makes a single pause shorter (`tests/bench/pause.rs`), but at a hundred epochs a second of 1,000 frames it takes a guest that
 /// keeps all processors busy more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
-const BEHIND_FROM: u64 = 1280;
+pub(crate) const BEHIND_FROM: u64 = 1280;
 
 /// Takes epochs of one guest into one store.
 ///

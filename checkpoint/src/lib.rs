@@ -27,6 +27,7 @@ mod crew;
 mod drive;
 pub mod durable;
 mod followed;
+mod forecast;
 pub mod format;
 mod guest;
 mod instant;
@@ -51,6 +52,7 @@ pub use backlog::{Backlog, Fetching};
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout, data_runs};
+pub use forecast::{BEARABLE, CadenceForecast, cadence_forecast};
 pub use guest::{
     Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuPauses,
     VcpuWrites, VmId, WithCopies,

@@ -47,6 +47,7 @@ pub mod convergence;
 mod destination;
 mod digest;
 mod error;
+pub mod forecast;
 mod handover;
 mod link;
 mod message;

@@ -76,16 +76,29 @@ impl Proxy {
     /// Listens on a free loopback port and passes every connection on to `to` (`tcp:HOST:PORT`), each way `delay` later and
     /// at most `rate` bytes a second: a long and thin line.
     pub fn slow(to: &str, delay: Duration, rate: u64) -> Self {
+        Self::thin(to, Line { delay, rate, slack: Duration::ZERO })
+    }
+
+    /// As [`slow`](Self::slow), without a delay and at `rate` on the whole: what the host keeps from it for a moment it makes up for.
+    pub fn steady(to: &str, rate: u64) -> Self {
+        Self::thin(to, Line { delay: Duration::ZERO, rate, slack: Duration::from_millis(20) })
+    }
+
+    fn thin(to: &str, line: Line) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = format!("tcp:{}", listener.local_addr().expect("bound"));
         let to = to.trim_start_matches("tcp:").to_owned();
         thread::spawn(move || {
             for source in listener.incoming().flatten() {
                 let Ok(destination) = TcpStream::connect(&to) else { continue };
+                if !line.slack.is_zero() {
+                    // Small records do not wait for those before them to be acknowledged.
+                    let _ = (source.set_nodelay(true), destination.set_nodelay(true));
+                }
                 let clones = (source.try_clone(), destination.try_clone());
                 let (Ok(from_source), Ok(to_destination)) = clones else { continue };
-                thread::spawn(move || pass_slowly(from_source, to_destination, delay, rate));
-                thread::spawn(move || pass_slowly(destination, source, delay, rate));
+                thread::spawn(move || pass_slowly(from_source, to_destination, line));
+                thread::spawn(move || pass_slowly(destination, source, line));
             }
         });
         Self { address, cut: Arc::default() }
@@ -153,10 +166,21 @@ fn pass_records(
     Ok(())
 }
 
+/// How bytes are passed.
+#[derive(Clone, Copy)]
+struct Line {
+    delay: Duration,
+    /// Bytes a second.
+    rate: u64,
+    /// How much of the time in which it stood the line makes up for.
+    slack: Duration,
+}
+
 /// Passes bytes until the end, then closes that direction.
-fn pass_slowly(mut from: TcpStream, mut to: TcpStream, delay: Duration, rate: u64) {
+fn pass_slowly(mut from: TcpStream, mut to: TcpStream, line: Line) {
+    let Line { delay, rate, slack } = line;
     // As much as is under way on the line, and some.
-    let (sender, line) = mpsc::sync_channel::<(Instant, Vec<u8>)>(64);
+    let (sender, passing) = mpsc::sync_channel::<(Instant, Vec<u8>)>(64);
     let reader = thread::spawn(move || {
         let mut buffer = vec![0; 16 << 10];
         while let Ok(read @ 1..) = from.read(&mut buffer) {
@@ -166,9 +190,10 @@ fn pass_slowly(mut from: TcpStream, mut to: TcpStream, delay: Duration, rate: u6
         }
     });
     let mut free = Instant::now();
-    for (due, bytes) in line {
+    for (due, bytes) in passing {
         thread::sleep(due.max(free).saturating_duration_since(Instant::now()));
-        free = free.max(Instant::now()) + Duration::from_secs_f64(bytes.len() as f64 / rate as f64);
+        let earliest = Instant::now().checked_sub(slack).unwrap_or(free);
+        free = free.max(earliest) + Duration::from_secs_f64(bytes.len() as f64 / rate as f64);
         if to.write_all(&bytes).is_err() {
             break;
         }

@@ -1,7 +1,7 @@
 //! The API: HTTP/1.1 with JSON over a unix socket that only its owner may connect to.
 //!
 //! Paths and JSON are Firecracker's where it has the thing (`/`, `/version`, `/machine-config`, `/vm`,
-//! `/vm/config`, `/actions`, `/balloon`, `/drives/{id}`, `/network-interfaces/{id}`, `/vsock`); `/info`, `/stop`, `/dirty`, `/metrics`, `/migration` and `/checkpoint` are
+//! `/vm/config`, `/actions`, `/balloon`, `/drives/{id}`, `/network-interfaces/{id}`, `/vsock`); `/info`, `/stop`, `/dirty`, `/metrics`, `/migration`, `/migration/plan` and `/checkpoint` are
 //! ours. A request is answered with 200 and JSON, 204, or a refusal with `fault_message`.
 
 mod app;
@@ -10,6 +10,7 @@ mod client;
 mod devices;
 mod fault;
 pub mod model;
+pub mod plan;
 mod routes;
 mod server;
 

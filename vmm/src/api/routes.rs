@@ -22,6 +22,7 @@ use super::model::{
     InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
     VmRequest, VmTarget,
 };
+use super::plan;
 use crate::config::{Boot, MachineConfig};
 use crate::jobs::Jobs;
 
@@ -40,6 +41,7 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/stop", post(stop))
         .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
         .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
+        .route("/migration/plan", post(plan::plan))
         .route("/migration/resolve", post(resolve_migration))
         .route("/drives/{id}", get(devices::drive))
         .route("/network-interfaces/{id}", get(devices::interface))

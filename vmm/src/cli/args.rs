@@ -67,6 +67,10 @@ pub(crate) enum Command {
     ReceiveMigration(ReceiveArgs),
     /// Send a running guest to another host
     SendMigration(SendArgs),
+    /// Say what a migration of a running guest, and checkpoints of it, would come to
+    ///
+    /// Watches the guest for about four seconds, in which following its writes costs it what it does in a migration. Nothing is begun.
+    Plan(super::plan::PlanArgs),
     /// Give up a migration; the guest stays where it is
     CancelMigration(ApiArgs),
     /// Settle a migration in doubt: say where the guest shall be

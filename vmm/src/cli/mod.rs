@@ -11,6 +11,7 @@ mod live;
 mod migration;
 pub(crate) mod output;
 mod pending;
+mod plan;
 mod progress;
 mod store;
 mod stored;
@@ -50,6 +51,7 @@ fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
         Command::Restore(args) => live::restore(args, started),
         Command::ReceiveMigration(args) => live::receive(args),
         Command::SendMigration(args) => migration::send(&args),
+        Command::Plan(args) => plan::plan(&args),
         Command::CancelMigration(args) => migration::cancel(&args),
         Command::Resolve(args) => migration::resolve(&args),
         Command::Doctor(args) => doctor::doctor(&args),

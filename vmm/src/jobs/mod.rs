@@ -6,6 +6,7 @@ mod holds;
 mod kept;
 mod migration;
 mod shadow;
+mod watch;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,6 +27,7 @@ use kept::Kept;
 use migration::MigrationJob;
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
+pub use watch::{SeenWindows, Watched};
 
 /// How long a process whose guest has ended waits for the readers of its jobs' last reports.
 const LAST_READ: Duration = Duration::from_secs(2);
@@ -38,6 +40,8 @@ pub struct Jobs {
     records: PathBuf,
     /// Held while a job is begun, so that there is one of a kind; looking at one never waits for it.
     beginning: Mutex<()>,
+    /// Held while the guest is watched for a plan; nobody waits for it.
+    watching: Mutex<()>,
     /// The number of the last job begun, of either kind.
     begun: AtomicU64,
     checkpoint: Kept<CheckpointJob>,
@@ -56,6 +60,7 @@ impl Jobs {
             vm,
             records,
             beginning: Mutex::default(),
+            watching: Mutex::default(),
             begun: AtomicU64::new(0),
             checkpoint: Kept::default(),
             migration: Kept::default(),

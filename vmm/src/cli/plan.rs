@@ -1,0 +1,228 @@
+//! Owns `driftline plan`: its options, and how a plan is told.
+
+use std::process::ExitCode;
+
+use clap::Args;
+use hyper::Method;
+use migrate::forecast::Forecast;
+use vmm::api::plan::{Plan, PlanRequest, PlanVerdict};
+
+use super::args::QueryArgs;
+use super::client::ask;
+use super::failure::Failure;
+use super::output::{self, print, print_json, say};
+use super::values;
+
+#[derive(Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) query: QueryArgs,
+    /// What the link to the destination carries, bytes a second, such as 100M; without it 10 Gbit/s (1250000000) are assumed
+    #[arg(long, value_name = "SIZE", value_parser = values::bandwidth)]
+    pub(crate) bandwidth: Option<u64>,
+    /// The pause that the guest may notice, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms)]
+    pub(crate) downtime_ms: u64,
+}
+
+/// `driftline plan`.
+pub(super) fn plan(args: &PlanArgs) -> Result<ExitCode, Failure> {
+    let request =
+        PlanRequest { downtime_ms: Some(args.downtime_ms), bandwidth_bytes_per_s: args.bandwidth };
+    say("watching the guest for about four seconds");
+    let plan: Plan = ask(&args.query.api, Method::POST, "/migration/plan", Some(&request))?;
+    if args.query.json {
+        print_json(&plan)?;
+    } else {
+        print(told(&plan))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn told(plan: &Plan) -> String {
+    let (seen, migration) = (&plan.guest, &plan.migration);
+    let per_s = |rate: u64| format!("{}/s", output::bytes(rate));
+    let frames = |n: u64| output::bytes(n.saturating_mul(4096));
+    let assumed = if plan.bandwidth_assumed { ", assumed: say --bandwidth" } else { "" };
+    let mut rows = vec![
+        ("link", format!("{}{assumed}", per_s(plan.bandwidth_bytes_per_s))),
+        ("downtime target", format!("{} ms", plan.downtime_target_ms)),
+        (
+            "memory",
+            format!(
+                "{} to send, of which {} are zeros",
+                frames(seen.populated_frames),
+                frames(seen.zero_frames)
+            ),
+        ),
+    ];
+    for w in &seen.curve {
+        let vcpus: Vec<String> =
+            w.vcpu_frames.iter().map(|n| output::bytes((n * 4096.0) as u64)).collect();
+        let by = if vcpus.is_empty() {
+            String::new()
+        } else {
+            format!("; by vCPU {}", vcpus.join(", "))
+        };
+        let text = format!(
+            "{} in {:.0} ms ({}){by}",
+            output::bytes((w.frames * 4096.0) as u64),
+            w.window_ms,
+            per_s(w.dirty_rate_bytes_per_s)
+        );
+        rows.push(("writes", text));
+    }
+    rows.push(("migration", verdict(plan)));
+    rows.extend(course(migration));
+    if let Some(free) = &plan.without_throttle {
+        let text = match free.converges {
+            true => format!("{:.0} ms, downtime {:.0} ms", free.total_time_ms, free.downtime_ms),
+            false => format!("does not converge: {}", free.reason),
+        };
+        rows.push(("without throttle", text));
+    }
+    if plan.verdict == PlanVerdict::DoesNotConverge {
+        rows.push(("postcopy", "not offered by this version".to_owned()));
+    }
+    for c in &plan.checkpoints {
+        let text = format!(
+            "every {:.0} ms: {}, pause about {:.1} ms ({:.1} % of the time), {} to the store{}",
+            c.every_ms,
+            frames(c.frames),
+            c.pause_ms,
+            c.pause_ms / c.every_ms * 100.0,
+            per_s(c.store_bytes_per_s),
+            if c.bearable { "" } else { ", too often" }
+        );
+        rows.push(("checkpoint", text));
+    }
+    rows.push((
+        "cadence",
+        match plan.checkpoint_every_ms {
+            Some(ms) => format!(
+                "every {ms} ms is the most that the guest would bear (a store's speed is assumed)"
+            ),
+            None => "the guest would bear none of these".to_owned(),
+        },
+    ));
+    rows.extend(doubts(plan).into_iter().map(|why| ("note", why)));
+    output::table(&rows)
+}
+
+fn verdict(plan: &Plan) -> String {
+    match (plan.verdict, plan.migration.most_bytes_per_s) {
+        (PlanVerdict::ConvergesThrottled, Some(most)) => {
+            format!(
+                "converges if vCPUs are held to {}/s each, as they will be",
+                output::bytes(most)
+            )
+        }
+        (PlanVerdict::Converges | PlanVerdict::ConvergesThrottled, _) => "converges".to_owned(),
+        (PlanVerdict::DoesNotConverge, _) if plan.throttle_possible => {
+            "does not converge, even if vCPUs are held back".to_owned()
+        }
+        (PlanVerdict::DoesNotConverge, _) => {
+            "does not converge; which vCPUs write is not known, so none can be held back".to_owned()
+        }
+    }
+}
+
+fn course(migration: &Forecast) -> [(&'static str, String); 4] {
+    let downtime = match migration.converges {
+        true => format!("{:.0} ms", migration.downtime_ms),
+        false => format!("{:.0} ms with --timeout-strategy switchover", migration.downtime_ms),
+    };
+    let total = match migration.converges {
+        true => format!("{:.0} ms", migration.total_time_ms),
+        false => format!("given up after {:.0} ms", migration.total_time_ms),
+    };
+    [
+        ("passes", format!("{}, then the pause: {}", migration.passes.len(), migration.reason)),
+        ("total", total),
+        ("downtime", downtime),
+        ("transferred", output::bytes(migration.transferred_bytes)),
+    ]
+}
+
+fn doubts(plan: &Plan) -> Vec<String> {
+    let mut doubts = Vec::new();
+    if !plan.guest.steady {
+        doubts.push("the guest did not write at one rate: this may be far off".to_owned());
+    }
+    if plan.guest.checkpointing {
+        doubts.push("checkpoints are being taken: their pauses are in these rates".to_owned());
+    }
+    doubts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm::jobs::{SeenWindows, Watched};
+
+    /// A guest that writes 256 MiB a second, by `vcpus` that are known.
+    fn busy(vcpus: usize, checkpointing: bool) -> Watched {
+        let window = |ms: u64| {
+            let frames = 65.536 * ms as f64;
+            SeenWindows {
+                window_ms: ms as f64,
+                windows: 1,
+                frames,
+                least_frames: frames as u64,
+                most_frames: frames as u64,
+                dirty_rate_bytes_per_s: 256 << 20,
+                vcpu_frames: vec![frames / vcpus as f64; vcpus],
+            }
+        };
+        Watched {
+            watched_ms: 4000.0,
+            memory_frames: 1 << 18,
+            populated_frames: 1 << 17,
+            zero_frames: 1 << 16,
+            curve: [10, 250, 1500].map(window).to_vec(),
+            steady: !checkpointing,
+            checkpointing,
+        }
+    }
+
+    fn plan_for(mib_per_s: u64, seen: Watched) -> Plan {
+        let bandwidth_bytes_per_s = Some(mib_per_s << 20);
+        Plan::new(&PlanRequest { downtime_ms: Some(300), bandwidth_bytes_per_s }, seen)
+    }
+
+    #[test]
+    fn a_guest_that_cannot_be_held_back_is_told_what_remains() {
+        let plan = plan_for(40, busy(0, false));
+        assert_eq!(plan.verdict, PlanVerdict::DoesNotConverge);
+        let text = told(&plan);
+        for said in [
+            "so none can be held back",
+            "not offered by this version",
+            "given up after",
+            "switchover",
+        ] {
+            assert!(text.contains(said), "{said}: {text}");
+        }
+        assert!(text.contains("512 MiB to send, of which 256 MiB are zeros"), "{text}");
+    }
+
+    #[test]
+    fn one_that_can_is_told_to_what_and_one_that_need_not_is_not() {
+        let plan = plan_for(40, busy(2, false));
+        assert_eq!(plan.verdict, PlanVerdict::ConvergesThrottled);
+        let text = told(&plan);
+        assert!(
+            text.contains("held to 12 MiB/s each") || text.contains("held to 12.0 MiB/s each"),
+            "{text}"
+        );
+        assert!(text.contains("without throttle  does not converge"), "{text}");
+        let plan = plan_for(4096, busy(2, true));
+        assert_eq!((plan.verdict, plan.without_throttle.is_none()), (PlanVerdict::Converges, true));
+        let text = told(&plan);
+        assert!(
+            text.contains("did not write at one rate") && text.contains("their pauses"),
+            "{text}"
+        );
+        assert!(!text.contains("postcopy"), "{text}");
+    }
+}

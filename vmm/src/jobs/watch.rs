@@ -1,0 +1,282 @@
+//! Owns a short look at what a running guest writes: a subscription of its own, drained after windows of several lengths.
+//!
+//! One subscription, and one window after another: so that a frame which a vCPU writes again in a window counts once, as it does in a
+//! pass of a migration. Short windows come several times, spread over the look, for a guest that does not always do the same.
+
+use std::sync::TryLockError;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use checkpoint::{Guest, is_zero};
+use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
+use migrate::forecast::Window;
+use serde::{Deserialize, Serialize};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::Jobs;
+use crate::api::model::GuestState;
+
+/// Thrown away: when tracking begins each frame's first write is dear, and what was running goes slower for a moment.
+const WARM_UP: Duration = Duration::from_millis(100);
+/// Windows of a round, ms, and how many rounds.
+const ROUND_MS: [u64; 7] = [10, 10, 10, 10, 50, 50, 250];
+const ROUNDS: usize = 3;
+/// Windows after them, ms.
+const LONG_MS: [u64; 2] = [750, 1500];
+/// How often it is looked whether the guest still runs.
+const LOOK: Duration = Duration::from_millis(50);
+/// Frames that are read to see how many are zeros.
+const SAMPLES: u64 = 1024;
+/// Rates of windows of one length that are this far apart, and by more than some frames, are not one guest's habit.
+const UNSTEADY: f64 = 1.5;
+const SOME_FRAMES: u64 = 64;
+
+/// Windows of one length.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct SeenWindows {
+    /// How long they were, on average, ms.
+    pub window_ms: f64,
+    /// How many there were.
+    pub windows: u32,
+    /// Distinct frames that the guest made dirty in one, on average.
+    pub frames: f64,
+    /// In that which had fewest.
+    pub least_frames: u64,
+    /// In that which had most.
+    pub most_frames: u64,
+    /// Whole frames, bytes/s.
+    pub dirty_rate_bytes_per_s: u64,
+    /// Frames that each vCPU made dirty in one, on average; empty where that is not known.
+    pub vcpu_frames: Vec<f64>,
+}
+
+/// What was seen of a guest.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Watched {
+    /// How long that took, ms.
+    pub watched_ms: f64,
+    /// Frames of its memory.
+    pub memory_frames: u64,
+    /// Frames that a copy of all memory has.
+    pub populated_frames: u64,
+    /// Of these, those that are nothing but zeros, by a sample.
+    pub zero_frames: u64,
+    /// By their length, the shortest first.
+    pub curve: Vec<SeenWindows>,
+    /// Windows of one length saw about the same.
+    pub steady: bool,
+    /// Checkpoints were being taken: their pauses are in the rates.
+    pub checkpointing: bool,
+}
+
+impl Watched {
+    /// The windows, for a forecast.
+    pub fn windows(&self) -> Vec<Window> {
+        let one = |seen: &SeenWindows| Window {
+            length: Duration::from_secs_f64(seen.window_ms.max(0.0) / 1e3),
+            frames: seen.frames,
+            by_vcpu: seen.vcpu_frames.clone(),
+        };
+        self.curve.iter().map(one).collect()
+    }
+}
+
+/// One window.
+struct Seen {
+    nominal_ms: u64,
+    length: Duration,
+    frames: u64,
+    by_vcpu: Vec<u64>,
+}
+
+impl Jobs {
+    /// Watches the guest for some four seconds, in which its writes are followed as in a migration. An error is a sentence:
+    /// why it cannot be watched, or why that ended early.
+    pub fn watch(&self) -> Result<Watched, String> {
+        let _alone = match self.watching.try_lock() {
+            Ok(alone) => alone,
+            Err(TryLockError::Poisoned(e)) => e.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                return Err("the guest is being watched already, for another plan".to_owned());
+            }
+        };
+        self.still_running()?;
+        let guest: &dyn Guest = &**self.vm();
+        let begun = Instant::now();
+        let mut writes = guest.subscribe("plan").map_err(|e| e.to_string())?;
+        let mut last = (begun, vcpu_frames(guest));
+        self.window(guest, &mut writes, WARM_UP, &mut last)?;
+        let rounds = std::iter::repeat_n(ROUND_MS, ROUNDS).flatten();
+        let mut seen = Vec::new();
+        for ms in rounds.chain(LONG_MS) {
+            let length = Duration::from_millis(ms);
+            let (length, frames, by_vcpu) = self.window(guest, &mut writes, length, &mut last)?;
+            seen.push(Seen { nominal_ms: ms, length, frames, by_vcpu });
+        }
+        let watched_ms = begun.elapsed().as_secs_f64() * 1e3;
+        drop(writes);
+        // What a migration looks at, too; a guest that ends meanwhile has no plan.
+        let populated = guest.populated().map_err(|e| e.to_string())?;
+        let zero_frames = zeros(guest, &populated);
+        self.still_running()?;
+        let curve = by_length(&seen);
+        Ok(Watched {
+            watched_ms,
+            memory_frames: guest.layout().frames(),
+            populated_frames: populated.iter().map(|run| run.count).sum(),
+            zero_frames,
+            steady: curve.iter().all(is_steady),
+            curve,
+            checkpointing: self.info().checkpointing,
+        })
+    }
+
+    /// A window that began at the last drain: how long it was, how many frames it had, and how many of each vCPU.
+    fn window(
+        &self,
+        guest: &dyn Guest,
+        writes: &mut Subscription,
+        length: Duration,
+        last: &mut (Instant, Vec<u64>),
+    ) -> Result<(Duration, u64, Vec<u64>), String> {
+        loop {
+            let left = length.saturating_sub(last.0.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            thread::sleep(left.min(LOOK));
+            self.still_running()?;
+        }
+        guest.collect().map_err(|e| e.to_string())?;
+        let epoch = writes.drain();
+        let (now, by) = (Instant::now(), vcpu_frames(guest));
+        let (took, frames) = (now - last.0, epoch.frames());
+        epoch.commit();
+        let by_vcpu = by.iter().zip(&last.1).map(|(now, last)| now.saturating_sub(*last)).collect();
+        *last = (now, by);
+        Ok((took, frames, by_vcpu))
+    }
+
+    fn still_running(&self) -> Result<(), String> {
+        let why = match self.info().state {
+            GuestState::Running => return Ok(()),
+            GuestState::Paused => "is paused and writes nothing; resume it first",
+            GuestState::Migrating => "is being migrated already; `driftline info` says how it goes",
+            GuestState::InDoubt => {
+                "has been handed over and may run elsewhere; see `driftline resolve`"
+            }
+            GuestState::Stopped => "has ended",
+        };
+        Err(format!("no plan can be made: the guest {why}"))
+    }
+}
+
+fn vcpu_frames(guest: &dyn Guest) -> Vec<u64> {
+    guest.vcpu_writes().iter().map(|writes| writes.dirtied_frames).collect()
+}
+
+/// How many of these frames are zeros, by reading some, evenly spread.
+fn zeros(guest: &dyn Guest, populated: &[FrameRun]) -> u64 {
+    let all: u64 = populated.iter().map(|run| run.count).sum();
+    let step = (all / SAMPLES).max(1);
+    let (mut passed, mut next) = (0, 0);
+    let (mut read, mut found) = (0u64, 0u64);
+    let mut page = [0; PAGE_SIZE as usize];
+    for run in populated {
+        while next < passed + run.count {
+            let at = GuestAddress(Gfn(run.start.0 + next - passed).gpa());
+            let readable = guest.ram().read_slice(&mut page, at).is_ok();
+            read += 1;
+            found += u64::from(readable && is_zero(&page));
+            next += step;
+        }
+        passed += run.count;
+    }
+    all.checked_mul(found).and_then(|n| n.checked_div(read)).unwrap_or(0)
+}
+
+fn by_length(seen: &[Seen]) -> Vec<SeenWindows> {
+    let mut lengths: Vec<u64> = seen.iter().map(|s| s.nominal_ms).collect();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let of = |ms: &u64| seen.iter().filter(|s| s.nominal_ms == *ms).collect::<Vec<_>>();
+    lengths.iter().map(|ms| summary(&of(ms))).collect()
+}
+
+fn summary(seen: &[&Seen]) -> SeenWindows {
+    let count = seen.len().max(1) as f64;
+    let seconds = seen.iter().map(|s| s.length.as_secs_f64()).sum::<f64>();
+    let frames = seen.iter().map(|s| s.frames).sum::<u64>();
+    let vcpus = seen.iter().map(|s| s.by_vcpu.len()).min().unwrap_or(0);
+    let of_vcpu = |vcpu: usize| seen.iter().map(|s| s.by_vcpu[vcpu]).sum::<u64>() as f64 / count;
+    let rate = frames.saturating_mul(PAGE_SIZE) as f64 / seconds;
+    SeenWindows {
+        window_ms: seconds / count * 1e3,
+        windows: seen.len() as u32,
+        frames: frames as f64 / count,
+        least_frames: seen.iter().map(|s| s.frames).min().unwrap_or(0),
+        most_frames: seen.iter().map(|s| s.frames).max().unwrap_or(0),
+        dirty_rate_bytes_per_s: if seconds > 0.0 { rate as u64 } else { 0 },
+        vcpu_frames: (0..vcpus).map(of_vcpu).collect(),
+    }
+}
+
+fn is_steady(seen: &SeenWindows) -> bool {
+    // The shortest are too short to tell: a guest's own timer may or may not fall into one.
+    seen.window_ms < 200.0
+        || seen.most_frames as f64 <= seen.least_frames as f64 * UNSTEADY + SOME_FRAMES as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{
+        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+    };
+    use dirty_tracker::TrackingMode;
+
+    fn seen(nominal_ms: u64, ms: u64, frames: u64, by_vcpu: &[u64]) -> Seen {
+        let length = Duration::from_millis(ms);
+        Seen { nominal_ms, length, frames, by_vcpu: by_vcpu.to_vec() }
+    }
+
+    #[test]
+    fn windows_of_one_length_become_one_as_long_as_they_really_were() {
+        let all =
+            [seen(250, 300, 40, &[30, 10]), seen(10, 10, 4, &[4, 0]), seen(250, 500, 60, &[50, 0])];
+        let curve = by_length(&all);
+        assert_eq!(curve.len(), 2);
+        assert_eq!((curve[0].windows, curve[0].window_ms, curve[0].frames), (1, 10.0, 4.0));
+        let long = &curve[1];
+        assert_eq!((long.windows, long.window_ms, long.frames), (2, 400.0, 50.0));
+        assert_eq!((long.least_frames, long.most_frames), (40, 60));
+        assert_eq!(long.vcpu_frames, [40.0, 5.0]);
+        assert_eq!(long.dirty_rate_bytes_per_s, 100 * 4096 * 10 / 8);
+        assert!(is_steady(long));
+        assert!(!is_steady(&by_length(&[seen(250, 250, 1000, &[]), seen(250, 250, 5000, &[])])[0]));
+        assert!(by_length(&[]).is_empty());
+    }
+    #[test]
+    fn one_plan_at_a_time_and_none_of_a_guest_that_stands() {
+        let config = MachineConfig {
+            mem_bytes: 32 << 20,
+            vcpus: 1,
+            tracking: TrackingMode::DirtyRing,
+            ring_entries: DEFAULT_RING_ENTRIES,
+            backend: Backend::Threads,
+            boot: Boot::Payload("payload,ws=1M".into()),
+            cpu: CpuConfig::default(),
+            devices: Vec::new(),
+        };
+        let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+        let vm = crate::backend::launch(config, &host).unwrap();
+        let jobs = Jobs::new(vm.clone(), std::env::temp_dir());
+        assert!(jobs.watch().unwrap_err().contains("is paused"));
+        jobs.resume().unwrap();
+        let other = jobs.watching.lock().unwrap();
+        assert!(jobs.watch().unwrap_err().contains("being watched already"));
+        drop(other);
+        vm.stop("enough");
+        assert!(jobs.watch().unwrap_err().contains("has ended"));
+    }
+}
