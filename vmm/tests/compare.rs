@@ -112,6 +112,7 @@ fn a_small_matrix_misses_no_frame_by_any_way() {
         let inside = count("reported_frames") - count("beside_frames");
         assert_eq!(inside, count("written_frames") + count("extra_frames"), "{row}");
         assert!(count("written_frames") > 100, "{row}");
+        assert!(count("strict_looks") + count("marked_all_looks") >= 6, "{row}");
         let steps = ["harvest_us", "reprotect_us", "insert_us", "drain_us"].map(|s| median(row, s));
         assert!(median(row, "epoch_us") > 0.0 && steps.iter().all(|us| *us >= 0.0));
         assert!(median(row, "dirty_frames") > 10.0, "{row}");
@@ -121,7 +122,7 @@ fn a_small_matrix_misses_no_frame_by_any_way() {
     }
     assert!(measured >= 2, "the bitmap at least is everywhere");
     let said = report["findings"][0].as_str().unwrap();
-    assert!(said.starts_with("No way missed a frame"), "{said}");
+    assert!(said.starts_with("No way missed a frame in "), "{said}");
     let page = place.read("page.html");
     assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</html>\n"));
     assert!(page.contains("userfault-wp+tree") && page.contains(guests[1]));
