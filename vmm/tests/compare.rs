@@ -20,6 +20,25 @@ fn an_unknown_way_is_a_wrong_use_and_the_known_ones_are_listed() {
     fail(2, &["compare", "--guest", "paperload"]);
     fail(2, &["compare", "--mem", "1G,1"]);
     fail(2, &["compare", "--repeat", "0"]);
+    for (option, most) in [("--interval", "3600"), ("--duration", "86400"), ("--settle", "3600")] {
+        for much in ["18446744073709551615s", "86401s"] {
+            let said = fail(2, &["compare", "--kernel", "none", option, much]);
+            assert!(said.contains(&format!("it is at most {most} s")), "{option} {much}: {said}");
+        }
+    }
+}
+
+#[test]
+fn files_that_are_devices_or_each_other_are_refused_before_anything_is_measured() {
+    let place = Place::new();
+    let said = fail(1, &["compare", "--svg", "/dev/null"]);
+    assert!(said.contains("/dev/null cannot be written: it is no regular file"), "{said}");
+    std::fs::write(place.path("page"), "as it was").unwrap();
+    std::os::unix::fs::symlink("page", place.path("link")).unwrap();
+    let said = fail(1, &["compare", "--html", &place.text("page"), "--svg", &place.text("link")]);
+    assert!(said.contains("--html and --svg are the same file"), "{said}");
+    assert!(!said.contains("machines"), "nothing was started: {said}");
+    assert_eq!(place.read("page"), "as it was");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, GuestError};
 use dirty_tracker::{Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode};
+use images::PayloadSpec;
 
 use super::cpu::{CpuTime, this_thread};
 use super::truth::{Audit, Truth};
@@ -135,14 +136,21 @@ impl Bench {
         let sink = match cell.way.sink() {
             None | Some(Sink::Tree) => None,
             Some(Sink::List) => {
-                let room = settings.ring_entries as usize * usize::from(settings.vcpus);
+                // As many as the rings have at once; a bitmap's list grows to what it needs.
+                let room = match cell.way.source() {
+                    TrackingMode::DirtyRing => {
+                        settings.ring_entries as usize * usize::from(settings.vcpus)
+                    }
+                    _ => 0,
+                };
                 Some(FrameSink::List(ListSet::new(&layout, room)))
             }
             Some(Sink::Flat) => Some(FrameSink::Flat(FlatSet::new(&layout))),
         };
         let sink = sink.map(SharedSink::new);
         let host = HostConfig { serial: SerialSink::Null, ..HostConfig::default() };
-        let special = Special { sink: sink.clone(), sparse: true };
+        let special =
+            Special { sink: sink.clone(), sparse: touches_little(&cell.guest, available()) };
         let machine = Machine::launch_special(config, &host, special)?;
         let truth = match &cell.guest {
             GuestKind::Payload(spec) => {
@@ -339,9 +347,41 @@ impl Bench {
     }
 }
 
+/// Memory that the host can give without swapping; none where it does not say.
+fn available() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    memory::meminfo_bytes(&meminfo, "MemAvailable:").unwrap_or(0)
+}
+
+/// Whether a guest is known to touch no more than is `available`: only then may it be larger than the host.
+fn touches_little(guest: &GuestKind, available: u64) -> bool {
+    match guest {
+        GuestKind::Payload(spec) => {
+            spec.parse::<PayloadSpec>().is_ok_and(|spec| spec.ws_bytes < available)
+        }
+        GuestKind::Kernel(_) => false,
+    }
+}
+
 fn ended(why: &EndReason) -> CellError {
     CellError::Other(match why {
         EndReason::Crashed(why) => format!("its guest ended while it was measured: {why}"),
         other => format!("its guest ended while it was measured: {other:?}"),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_guest_whose_working_set_the_host_has_may_be_larger_than_the_host() {
+        let payload = |spec: &str| GuestKind::Payload(spec.to_owned());
+        assert!(touches_little(&payload("payload,ws=64M"), 65 << 20));
+        assert!(!touches_little(&payload("payload,ws=64M"), 64 << 20));
+        assert!(!touches_little(&payload("payload,ws=64G"), 65 << 20));
+        assert!(!touches_little(&payload("nonsense"), u64::MAX), "it is not known");
+        assert!(!touches_little(&GuestKind::Kernel("vmlinux".into()), u64::MAX), "nor of a kernel");
+        assert!(available() > 0);
+    }
 }
