@@ -197,6 +197,6 @@ pub struct HostConfig {
     /// Of a guest that is restored: the names of the disks that are written over with what is in its epoch.
     pub written_over: Vec<String>,
     /// For the tests of the tests: of so many frames that the guest writes one is not reported.
-    #[cfg(feature = "broken-source")]
+    #[cfg(all(feature = "broken-source", debug_assertions))]
     pub loses_one_in: Option<std::num::NonZeroU64>,
 }

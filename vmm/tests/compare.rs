@@ -20,6 +20,25 @@ fn an_unknown_way_is_a_wrong_use_and_the_known_ones_are_listed() {
     fail(2, &["compare", "--guest", "paperload"]);
     fail(2, &["compare", "--mem", "1G,1"]);
     fail(2, &["compare", "--repeat", "0"]);
+    for (option, most) in [("--interval", "3600"), ("--duration", "86400"), ("--settle", "3600")] {
+        for much in ["18446744073709551615s", "86401s"] {
+            let said = fail(2, &["compare", "--kernel", "none", option, much]);
+            assert!(said.contains(&format!("it is at most {most} s")), "{option} {much}: {said}");
+        }
+    }
+}
+
+#[test]
+fn files_that_are_devices_or_each_other_are_refused_before_anything_is_measured() {
+    let place = Place::new();
+    let said = fail(1, &["compare", "--svg", "/dev/null"]);
+    assert!(said.contains("/dev/null cannot be written: it is no regular file"), "{said}");
+    std::fs::write(place.path("page"), "as it was").unwrap();
+    std::os::unix::fs::symlink("page", place.path("link")).unwrap();
+    let said = fail(1, &["compare", "--html", &place.text("page"), "--svg", &place.text("link")]);
+    assert!(said.contains("--html and --svg are the same file"), "{said}");
+    assert!(!said.contains("machines"), "nothing was started: {said}");
+    assert_eq!(place.read("page"), "as it was");
 }
 
 #[test]
@@ -112,6 +131,7 @@ fn a_small_matrix_misses_no_frame_by_any_way() {
         let inside = count("reported_frames") - count("beside_frames");
         assert_eq!(inside, count("written_frames") + count("extra_frames"), "{row}");
         assert!(count("written_frames") > 100, "{row}");
+        assert!(count("strict_looks") + count("marked_all_looks") >= 6, "{row}");
         let steps = ["harvest_us", "reprotect_us", "insert_us", "drain_us"].map(|s| median(row, s));
         assert!(median(row, "epoch_us") > 0.0 && steps.iter().all(|us| *us >= 0.0));
         assert!(median(row, "dirty_frames") > 10.0, "{row}");
@@ -121,7 +141,7 @@ fn a_small_matrix_misses_no_frame_by_any_way() {
     }
     assert!(measured >= 2, "the bitmap at least is everywhere");
     let said = report["findings"][0].as_str().unwrap();
-    assert!(said.starts_with("No way missed a frame"), "{said}");
+    assert!(said.starts_with("No way missed a frame in "), "{said}");
     let page = place.read("page.html");
     assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</html>\n"));
     assert!(page.contains("userfault-wp+tree") && page.contains(guests[1]));

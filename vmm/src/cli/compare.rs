@@ -1,6 +1,7 @@
 //! Owns `driftline compare`: its options, what is refused before any machine is started, and where the report goes.
 
-use std::io::{IsTerminal, Write};
+use std::fs;
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -21,6 +22,11 @@ use super::values;
 /// What a machine takes beside its measured time: launch, warm-up, end. Only for saying beforehand how long it will all take.
 const BESIDE: Duration = Duration::from_millis(180);
 
+/// The longest interval, and the longest boot.
+const MOST_INTERVAL: Duration = Duration::from_hours(1);
+/// The longest measurement of one way with one guest.
+const MOST_DURATION: Duration = Duration::from_hours(24);
+
 #[derive(Args)]
 pub(crate) struct CompareArgs {
     /// The ways to compare: sources such as dirty-ring, or source+sink such as dirty-ring+list, where the sink is what dirty frames
@@ -38,9 +44,9 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "FILE")]
     kernel: Option<PathBuf>,
     /// How long the kernel boots before it is measured
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = values::duration, requires = "kernel")]
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = of_one_epoch, requires = "kernel")]
     settle: Duration,
-    /// Guest memory: one or more sizes. Little of it is touched, so it may be more than the host has
+    /// Guest memory: one or more sizes. It may be more than the host has where the guest's working set fits
     #[arg(long, value_name = "SIZE,SIZE", value_delimiter = ',', value_parser = values::memory)]
     mem: Vec<u64>,
     /// vCPUs of each machine
@@ -51,10 +57,10 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES, value_parser = values::ring_entries)]
     ring_entries: u32,
     /// Time between two epochs
-    #[arg(long, value_name = "TIME", default_value = "10ms", value_parser = values::duration)]
+    #[arg(long, value_name = "TIME", default_value = "10ms", value_parser = of_one_epoch)]
     interval: Duration,
     /// How long each way is measured with each guest of each size, all its runs together
-    #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = values::duration)]
+    #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = of_all_epochs)]
     duration: Duration,
     /// In how many runs, each with a machine of its own; those of all ways take turns
     #[arg(long, value_name = "N", default_value_t = 5,
@@ -124,33 +130,66 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let pages = [&args.html, &args.svg].map(|path| path.as_deref().map(Target::new).transpose());
     let [html, svg] = pages;
     let (html, svg) = (html?, svg?);
+    if let (Some(html), Some(svg)) = (&html, &svg)
+        && html.place == svg.place
+    {
+        return Err(Failure::error(format_args!(
+            "--html and --svg are the same file, {}: one would replace the other",
+            html.place.display()
+        )));
+    }
+    // Files come to their places by being renamed there.
+    let places = html.iter().chain(&svg).map(|target| directory(&target.place)).collect();
     let capabilities = vmm::doctor::usable_kvm().map_err(Failure::host_lacks)?;
     let host = Host::describe();
-    restrict(&args)?;
+    restrict(&args, places)?;
     let mut progress = Progress::new(&settings, &cells);
     let report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
     progress.end();
-    if let Some(target) = html {
-        target.write(&report.html())?;
-    }
-    match (svg, report.memory_svg()) {
-        (Some(target), Some(drawing)) => target.write(&drawing)?,
-        (Some(target), None) => say(format_args!(
-            "{} is not written: no guest was measured with two memory sizes",
-            target.path.display()
-        )),
-        (None, _) => {}
-    }
-    match args.json {
-        true => print_json(&report)?,
-        false => print(report.table())?,
-    }
+    // First of all: whatever becomes of the files, or of stdout, what was measured is not lost with it.
+    let printed = match args.json {
+        true => print_json(&report),
+        false => print(report.table()),
+    };
+    let html = html.map_or(Ok(()), |target| target.write(&report.html()));
+    let svg = match (svg, report.memory_svg()) {
+        (Some(target), Some(drawing)) => target.write(&drawing),
+        (Some(target), None) => {
+            say(format_args!(
+                "{} is not written: no guest was measured with two memory sizes",
+                target.shown.display()
+            ));
+            Ok(())
+        }
+        (None, _) => Ok(()),
+    };
+    printed.and(html).and(svg)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// `--interval` and `--settle`.
+fn of_one_epoch(text: &str) -> Result<Duration, String> {
+    at_most(text, MOST_INTERVAL)
+}
+
+/// `--duration`.
+fn of_all_epochs(text: &str) -> Result<Duration, String> {
+    at_most(text, MOST_DURATION)
+}
+
+fn at_most(text: &str, most: Duration) -> Result<Duration, String> {
+    match values::duration(text)? {
+        time if time > most => Err(format!("it is at most {} s", most.as_secs())),
+        time => Ok(time),
+    }
 }
 
 /// A file that is to be there whole or not at all. Its directory must take files before anything is measured.
 struct Target {
-    path: PathBuf,
+    /// As it was asked for.
+    shown: PathBuf,
+    /// Where that is, links followed: a link stays one, and its file is replaced.
+    place: PathBuf,
     file: NamedTempFile,
 }
 
@@ -159,22 +198,34 @@ impl Target {
         let refused = |why: &dyn std::fmt::Display| {
             Failure::error(format_args!("{} cannot be written: {why}", path.display()))
         };
-        if path.is_dir() || path.file_name().is_none() {
-            return Err(refused(&"it is a directory"));
-        }
+        let Some(name) = path.file_name() else { return Err(refused(&"it is a directory")) };
+        let place = match fs::metadata(path) {
+            Ok(there) if there.is_dir() => return Err(refused(&"it is a directory")),
+            // A device, a pipe: a rename would put a file in its place.
+            Ok(there) if !there.is_file() => return Err(refused(&"it is no regular file")),
+            Ok(_) => path.canonicalize(),
+            Err(e) if e.kind() == ErrorKind::NotFound && path.is_symlink() => {
+                return Err(refused(&"it is a link to nothing"));
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                directory(path).canonicalize().map(|directory| directory.join(name))
+            }
+            Err(e) => Err(e),
+        };
+        let place = place.map_err(|e| refused(&e))?;
         let file = tempfile::Builder::new()
             .prefix(".driftline-")
             .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
-            .tempfile_in(directory(path));
-        Ok(Self { path: path.to_owned(), file: file.map_err(|e| refused(&e))? })
+            .tempfile_in(directory(&place));
+        Ok(Self { shown: path.to_owned(), place, file: file.map_err(|e| refused(&e))? })
     }
 
     fn write(mut self, text: &str) -> Result<(), Failure> {
         let written =
             self.file.write_all(text.as_bytes()).and_then(|()| self.file.as_file().sync_all());
-        let put = written.and_then(|()| self.file.persist(&self.path).map_err(|e| e.error));
+        let put = written.and_then(|()| self.file.persist(&self.place).map_err(|e| e.error));
         put.map(drop).map_err(|e| {
-            Failure::error(format_args!("{} cannot be written: {e}", self.path.display()))
+            Failure::error(format_args!("{} cannot be written: {e}", self.shown.display()))
         })
     }
 }
@@ -188,13 +239,12 @@ fn directory(path: &Path) -> PathBuf {
 }
 
 /// The process has guests: it gives up what it will not need.
-fn restrict(args: &CompareArgs) -> Result<(), Failure> {
+fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
     let options = sandbox::Options {
         seccomp: true,
         landlock: true,
         read: args.kernel.iter().cloned().collect(),
-        // Files come to their places by being renamed there.
-        write: [&args.html, &args.svg].into_iter().flatten().map(|path| directory(path)).collect(),
+        write,
         ..sandbox::Options::default()
     };
     sandbox::start(&options).map_err(|e| match e {
@@ -252,5 +302,29 @@ impl Progress {
         if let Some(bar) = self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_stays_and_its_file_is_replaced_and_what_is_no_file_is_refused() {
+        let place = tempfile::tempdir().unwrap();
+        let (file, link) = (place.path().join("file"), place.path().join("link"));
+        fs::write(&file, "old").unwrap();
+        std::os::unix::fs::symlink("file", &link).unwrap();
+        Target::new(&link).unwrap().write("new").unwrap();
+        assert!(link.is_symlink());
+        assert_eq!(fs::read_to_string(&file).unwrap(), "new");
+        let new = place.path().join("sub/../new");
+        fs::create_dir(place.path().join("sub")).unwrap();
+        assert_eq!(Target::new(&new).unwrap().place.file_name(), Some("new".as_ref()));
+        std::os::unix::fs::symlink("nothing", place.path().join("dangling")).unwrap();
+        let why = |path: &Path| Target::new(path).err().unwrap().message().to_owned();
+        assert!(why(&place.path().join("dangling")).contains("a link to nothing"));
+        assert!(why(place.path()).contains("it is a directory"));
+        assert!(why(Path::new("/dev/null")).contains("it is no regular file"));
     }
 }

@@ -5,7 +5,6 @@ use std::io::{self, IsTerminal};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::durable::create_dir;
@@ -19,13 +18,13 @@ use vmm::config::{
     MachineConfig, NetConfig, NetSpec, SerialSink, VsockConfig, VsockSpec,
 };
 use vmm::devices::probe_disk;
-use vmm::jobs::{Jobs, ShadowError, ShadowMode, ShadowReport};
+use vmm::jobs::{Jobs, ShadowError, ShadowMode};
 use vmm::memory::MemoryOptions;
 use vmm::sandbox;
 use vmm::socket::ListeningSocket;
-use vmm::vm::{EndReason, SharedVm};
 
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
+use super::end::to_the_end;
 use super::failure::Failure;
 use super::output::say;
 use super::progress::{Receiving, receiving_line};
@@ -262,9 +261,26 @@ fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
         vsock,
         copied,
         written_over,
-        #[cfg(feature = "broken-source")]
-        loses_one_in: std::env::var("DRIFTLINE_LOSES_ONE_IN").ok().and_then(|n| n.parse().ok()),
+        #[cfg(all(feature = "broken-source", debug_assertions))]
+        loses_one_in: loses_one_in(),
     })
+}
+
+/// Whether this guest's source is to lose frames, which nobody should find out from the result alone.
+#[cfg(all(feature = "broken-source", debug_assertions))]
+fn loses_one_in() -> Option<std::num::NonZeroU64> {
+    const NAME: &str = "DRIFTLINE_LOSES_ONE_IN";
+    let asked = std::env::var(NAME).ok()?;
+    let one_in = asked.parse().ok();
+    match one_in {
+        Some(n) => say(format_args!(
+            "THIS BUILD IS FOR TESTS: of {n} frames that the guest writes one is lost ({NAME})"
+        )),
+        None => say(format_args!(
+            "this build is for tests; {NAME} is \"{asked}\", which is no number, so no frame is lost"
+        )),
+    }
+    one_in
 }
 
 fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
@@ -382,30 +398,6 @@ fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
     }
 }
 
-/// Waits for the guest's end, lets the API's last answers out, and says why it ended.
-fn to_the_end(vm: SharedVm, jobs: Arc<Jobs>, server: Server) -> Result<ExitCode, Failure> {
-    let end = vm.wait_end(None);
-    let shadow = jobs.end_shadow();
-    jobs.settle();
-    drop(server);
-    // The guest's last serial output is written out with it, before the last word here.
-    drop((jobs, vm));
-    match end {
-        Some(EndReason::PowerOff) => say("the guest powered itself off"),
-        Some(EndReason::Reset) => say("the guest asked for a reset"),
-        Some(EndReason::Stopped(why)) => say(format_args!("the guest was stopped: {why}")),
-        Some(EndReason::Panicked) => {
-            return Err(Failure::error("the guest's kernel has panicked; its console says why"));
-        }
-        Some(EndReason::Crashed(why)) => {
-            return Err(Failure::error(format_args!("the guest crashed: {why}")));
-        }
-        None => return Err(Failure::error("the guest's end was not told")),
-    }
-    shadow.map_or(Ok(()), |shadow| judge(shadow.map_err(Failure::error)?))?;
-    Ok(ExitCode::SUCCESS)
-}
-
 /// What cannot be compared is said before there is a guest.
 fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<(), Failure> {
     match (shadow, tracking) {
@@ -425,28 +417,6 @@ fn shadow_failure(e: ShadowError) -> Failure {
         ShadowError::HostLacks(_) => Failure::host_lacks(e),
         _ => Failure::error(e),
     }
-}
-
-/// Says what the second look has shown; a missed frame is an error, and so is a look that never was.
-fn judge(report: ShadowReport) -> Result<(), Failure> {
-    let ShadowReport { looks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
-        report;
-    let looked = format!(
-        "{looks} looks at {reported_frames} reported frames, {unchanged_frames} of them unchanged"
-    );
-    if missed_frames > 0 {
-        let names = report.names();
-        return Err(Failure::error(format_args!(
-            "{missed_frames} frames changed and were not reported, the first are {names} ({looked})"
-        )));
-    }
-    if failed > 0 || looks == 0 {
-        return Err(Failure::error(format_args!(
-            "whether a frame was missed is not known: {failed} looks failed ({looked})"
-        )));
-    }
-    say(format_args!("no frame was missed: {looked}"));
-    Ok(())
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ mod checkpoint;
 mod client;
 mod compare;
 mod doctor;
+mod end;
 pub(crate) mod failure;
 mod live;
 mod migration;

@@ -64,6 +64,10 @@ impl Collector {
     ) -> std::io::Result<Self> {
         let overruns = Arc::new(AtomicU64::new(0));
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
+        let class = match source.mode() {
+            TrackingMode::UserfaultWp => Class::Watcher,
+            _ => Class::Collector,
+        };
         let work = Work {
             source,
             tracker,
@@ -76,7 +80,7 @@ impl Collector {
             dirtied: dirtied.clone(),
             pacing: Pacing::new(brakes),
         };
-        let thread = Some(sandbox::spawn(Class::Collector, "collector", move || work.run())?);
+        let thread = Some(sandbox::spawn(class, "collector", move || work.run())?);
         Ok(Self { inbox, overruns, dirtied, thread })
     }
 

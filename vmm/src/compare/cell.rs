@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, GuestError};
 use dirty_tracker::{Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode};
+use images::PayloadSpec;
 
 use super::cpu::{CpuTime, this_thread};
 use super::truth::{Audit, Truth};
@@ -59,7 +60,7 @@ pub(super) struct Sample {
     pub(super) epochs: Vec<EpochTimes>,
     /// Each from the order to pause to the order to go on, without the time in which pages were looked at.
     pub(super) pauses_ns: Vec<u64>,
-    /// How long the guest was followed without being paused.
+    /// How long the guest was followed without being paused; times, writes and counts below that are not of pauses are of this.
     pub(super) window: Duration,
     /// Page writes in that time; unknown of guests that do not tell.
     pub(super) writes: Option<u64>,
@@ -70,9 +71,23 @@ pub(super) struct Sample {
     pub(super) ring_full: Duration,
     /// Epochs in which all memory counted as dirty (I6).
     pub(super) marked_all: u64,
-    /// Of the whole run; unknown of guests that do not tell.
+    /// Pauses in which it did: nothing could be found missing.
+    pub(super) marked_all_looks: u64,
+    /// Of the pauses, the strict looks; unknown of guests that do not tell.
     pub(super) audit: Option<Audit>,
+    /// Pages written in the window that none of its epochs reported. No strict look: one report hides that another was lost.
+    pub(super) missed_in_window: u64,
     pub(super) tracking_bytes: u64,
+}
+
+/// An epoch that was taken.
+#[derive(Clone, Copy, Debug, Default)]
+struct Taken {
+    times: EpochTimes,
+    /// Processor time of this thread.
+    drain_cpu: Duration,
+    /// All memory counted as dirty.
+    marked_all: bool,
 }
 
 /// Measures `cell` once.
@@ -121,14 +136,21 @@ impl Bench {
         let sink = match cell.way.sink() {
             None | Some(Sink::Tree) => None,
             Some(Sink::List) => {
-                let room = settings.ring_entries as usize * usize::from(settings.vcpus);
+                // As many as the rings have at once; a bitmap's list grows to what it needs.
+                let room = match cell.way.source() {
+                    TrackingMode::DirtyRing => {
+                        settings.ring_entries as usize * usize::from(settings.vcpus)
+                    }
+                    _ => 0,
+                };
                 Some(FrameSink::List(ListSet::new(&layout, room)))
             }
             Some(Sink::Flat) => Some(FrameSink::Flat(FlatSet::new(&layout))),
         };
         let sink = sink.map(SharedSink::new);
         let host = HostConfig { serial: SerialSink::Null, ..HostConfig::default() };
-        let special = Special { sink: sink.clone(), sparse: true };
+        let special =
+            Special { sink: sink.clone(), sparse: touches_little(&cell.guest, available()) };
         let machine = Machine::launch_special(config, &host, special)?;
         let truth = match &cell.guest {
             GuestKind::Payload(spec) => {
@@ -185,14 +207,12 @@ impl Bench {
             self.wait(settings.interval)?;
             self.epoch()?;
         }
-        self.sample.epochs.clear();
-        self.sample.marked_all = 0;
         Ok(())
     }
 
     /// One epoch: bring the set up to date, and take it.
-    fn epoch(&mut self) -> Result<EpochTimes, CellError> {
-        let Some(subscription) = &mut self.subscription else { return Ok(EpochTimes::default()) };
+    fn epoch(&mut self) -> Result<Taken, CellError> {
+        let Some(subscription) = &mut self.subscription else { return Ok(Taken::default()) };
         let collected: Collected = self.machine.collect()?;
         let (cpu, begun) = (this_thread(), Instant::now());
         let (frames, epoch) = match &self.sink {
@@ -203,8 +223,7 @@ impl Bench {
             }
         };
         let drain_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.sample.host_cpu += this_thread().saturating_sub(cpu);
-        self.sample.marked_all += u64::from(collected.marked_all);
+        let drain_cpu = this_thread().saturating_sub(cpu);
         let times = EpochTimes {
             frames,
             harvest_ns: collected.harvest_ns,
@@ -212,7 +231,6 @@ impl Bench {
             insert_ns: collected.insert_ns,
             drain_ns,
         };
-        self.sample.epochs.push(times);
         match (&mut self.truth, epoch) {
             (Some(truth), Some(epoch)) => {
                 truth.report(epoch.runs());
@@ -221,33 +239,45 @@ impl Bench {
             (Some(truth), None) => truth.report(self.runs.iter().copied()),
             (None, epoch) => epoch.into_iter().for_each(dirty_tracker::Epoch::commit),
         }
-        Ok(times)
+        Ok(Taken { times, drain_cpu, marked_all: collected.marked_all })
     }
 
-    /// Epoch after epoch while the guest runs, with a look at its pages before and after.
+    /// Epoch after epoch while the guest runs, with a look at its pages before and after. Time, processor time and writes are all of
+    /// what lies between the two standstills.
     fn window(&mut self, settings: &Settings) -> Result<(), CellError> {
-        self.stand(false)?;
+        self.machine.pause()?;
+        self.epoch()?;
+        self.look()?;
         let (exits, full) = (self.ring_full_exits(), self.machine.ring_full_time());
-        self.sample.host_cpu = Duration::ZERO;
-        let (begun, cpu) = (Instant::now(), CpuTime::now());
+        let (cpu, begun) = (CpuTime::now(), Instant::now());
         self.machine.resume()?;
         let end = begun + settings.per_run().mul_f64(RUNNING_PART);
         let mut due = begun + settings.interval;
+        let mut drains = Duration::ZERO;
         while due < end {
             self.wait(due.saturating_duration_since(Instant::now()))?;
-            self.epoch()?;
+            let taken = self.epoch()?;
+            drains += taken.drain_cpu;
+            self.sample.marked_all += u64::from(taken.marked_all);
+            // Without a source there are no epochs.
+            if self.subscription.is_some() {
+                self.sample.epochs.push(taken.times);
+            }
             // What is late is left out, and not made up for.
             due = (due + settings.interval).max(Instant::now());
         }
-        let used = CpuTime::now().since(cpu);
+        self.machine.pause()?;
+        // The guest stands: what follows is none of the window's.
         self.sample.window = begun.elapsed();
-        let audit = self.stand(false)?;
-        self.sample.writes = audit.map(|a| a.writes);
+        let used = CpuTime::now().since(cpu);
         self.sample.vcpu_cpu = used.vcpus;
-        self.sample.host_cpu += used.collector;
+        self.sample.host_cpu = used.collector + drains;
         self.sample.ring_full_exits = self.ring_full_exits() - exits;
         self.sample.ring_full = self.machine.ring_full_time() - full;
-        self.sample.audit = audit;
+        self.epoch()?;
+        let audit = self.look()?;
+        self.sample.writes = audit.map(|a| a.writes);
+        self.sample.missed_in_window = audit.map_or(0, |a| a.missed);
         self.sample.tracking_bytes = self.tracking_bytes();
         self.machine.resume()?;
         Ok(())
@@ -255,37 +285,29 @@ impl Bench {
 
     /// Epochs for which the guest stands, each looked at.
     fn pauses(&mut self, settings: &Settings) -> Result<(), CellError> {
-        let followed = self.sample.epochs.len();
         let end = Instant::now() + settings.per_run().mul_f64(1.0 - RUNNING_PART);
         while Instant::now() < end || self.sample.pauses_ns.len() < MIN_PAUSES {
             self.wait(settings.interval)?;
-            let audit = self.stand(true)?;
-            if let (Some(sum), Some(audit)) = (&mut self.sample.audit, &audit) {
-                sum.add(audit);
+            let begun = Instant::now();
+            self.machine.pause()?;
+            let taken = self.epoch()?;
+            let complete = begun.elapsed();
+            // Since the look before there was this one epoch: what was written in it must be in it.
+            match self.look()? {
+                Some(_) if taken.marked_all => self.sample.marked_all_looks += 1,
+                Some(audit) => self.sample.audit.get_or_insert_default().add(&audit),
+                None => {}
             }
             let going_on = Instant::now();
             self.machine.resume()?;
-            if let Some(last) = self.sample.pauses_ns.last_mut() {
-                *last += u64::try_from(going_on.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            }
+            let stood = complete + going_on.elapsed();
+            self.sample.pauses_ns.push(u64::try_from(stood.as_nanos()).unwrap_or(u64::MAX));
         }
-        // Of a standing guest nothing is missing, but they are not like the others.
-        self.sample.epochs.truncate(followed);
         Ok(())
     }
 
-    /// Pauses the guest, takes an epoch and compares it with its pages. The time until the set is complete is a pause if it is
-    /// `counted`.
-    fn stand(&mut self, counted: bool) -> Result<Option<Audit>, CellError> {
-        let begun = Instant::now();
-        self.machine.pause()?;
-        let epochs = self.sample.epochs.len();
-        self.epoch()?;
-        if counted {
-            let ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            self.sample.pauses_ns.push(ns);
-        }
-        self.sample.epochs.truncate(epochs);
+    /// Compares what was reported since the last look with the pages of the guest, which stands.
+    fn look(&mut self) -> Result<Option<Audit>, CellError> {
         let looked = self.truth.as_mut().map(|truth| truth.look(self.machine.ram()));
         looked.transpose().map_err(CellError::Other)
     }
@@ -325,9 +347,41 @@ impl Bench {
     }
 }
 
+/// Memory that the host can give without swapping; none where it does not say.
+fn available() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    memory::meminfo_bytes(&meminfo, "MemAvailable:").unwrap_or(0)
+}
+
+/// Whether a guest is known to touch no more than is `available`: only then may it be larger than the host.
+fn touches_little(guest: &GuestKind, available: u64) -> bool {
+    match guest {
+        GuestKind::Payload(spec) => {
+            spec.parse::<PayloadSpec>().is_ok_and(|spec| spec.ws_bytes < available)
+        }
+        GuestKind::Kernel(_) => false,
+    }
+}
+
 fn ended(why: &EndReason) -> CellError {
     CellError::Other(match why {
         EndReason::Crashed(why) => format!("its guest ended while it was measured: {why}"),
         other => format!("its guest ended while it was measured: {other:?}"),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_guest_whose_working_set_the_host_has_may_be_larger_than_the_host() {
+        let payload = |spec: &str| GuestKind::Payload(spec.to_owned());
+        assert!(touches_little(&payload("payload,ws=64M"), 65 << 20));
+        assert!(!touches_little(&payload("payload,ws=64M"), 64 << 20));
+        assert!(!touches_little(&payload("payload,ws=64G"), 65 << 20));
+        assert!(!touches_little(&payload("nonsense"), u64::MAX), "it is not known");
+        assert!(!touches_little(&GuestKind::Kernel("vmlinux".into()), u64::MAX), "nor of a kernel");
+        assert!(available() > 0);
+    }
 }

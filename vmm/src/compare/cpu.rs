@@ -17,6 +17,11 @@ pub(super) struct CpuTime {
 impl CpuTime {
     /// Of all threads that are there now. Reads two small files a thread.
     pub(super) fn now() -> Self {
+        Self::with("vcpu")
+    }
+
+    /// As [`now`](Self::now), where vCPUs have names that begin so.
+    fn with(vcpu: &str) -> Self {
         let mut sum = Self::default();
         for task in fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
             // A thread may end while we look: then it is none of those that count.
@@ -24,7 +29,7 @@ impl CpuTime {
             let ran = ran(&read("schedstat"));
             match read("comm").trim() {
                 "collector" => sum.collector += ran,
-                name if name.starts_with("vcpu") => sum.vcpus += ran,
+                name if name.starts_with(vcpu) => sum.vcpus += ran,
                 _ => {}
             }
         }
@@ -71,13 +76,16 @@ mod tests {
             worked.send(this_thread()).unwrap();
             let _ = wait.recv();
         };
-        let before = CpuTime::now();
-        let thread = std::thread::Builder::new().name("vcpu7".to_owned()).spawn(work).unwrap();
+        // A name that no other test gives its threads: those have vCPUs too, which come and go.
+        const NAME: &str = "works-for-cpu";
+        let before = CpuTime::with(NAME);
+        assert_eq!(before.vcpus, Duration::ZERO);
+        let thread = std::thread::Builder::new().name(format!("{NAME}7")).spawn(work).unwrap();
         let own = is_ready.recv().unwrap();
-        // Other tests may have vCPUs at the same time: there is at least this one's.
+        let seen = CpuTime::with(NAME).since(before).vcpus;
         assert!(
-            own > Duration::ZERO
-                && CpuTime::now().since(before).vcpus + Duration::from_millis(5) >= own
+            own > Duration::ZERO && seen + Duration::from_millis(5) >= own,
+            "{seen:?} of {own:?}"
         );
         drop(done);
         thread.join().unwrap();

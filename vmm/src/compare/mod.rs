@@ -9,6 +9,7 @@
 //! | `cpu`, `host`, `stats` | processor time, the machine's description, medians and spreads |
 //! | `report` | runs into figures |
 //! | `words` | figures into sentences |
+//! | `looks` | sentences of frames that were missed |
 //! | `table` | the report for a terminal |
 //! | `plot`, `page` | drawings, and the page around them |
 //!
@@ -18,6 +19,7 @@
 mod cell;
 mod cpu;
 mod host;
+mod looks;
 mod matrix;
 mod page;
 mod plot;

@@ -31,7 +31,7 @@ impl Report {
         for finding in &self.findings {
             let _ = write!(out, "<li>{}</li>", escape(finding));
         }
-        out.push_str("</ul><p class=\"note\">These sentences are computed from the medians below; a way is called clearly ahead where the middle halves of the runs do not overlap.</p></section>");
+        out.push_str("</ul><p class=\"note\">These sentences are computed from the medians below; a way is called clearly ahead where the middle halves of at least three runs do not overlap (and slow-downs differ by a percentage point).</p></section>");
         for picture in self.pictures() {
             let _ = write!(
                 out,
@@ -294,12 +294,28 @@ const COLUMNS: [Column; 15] = [
     ("memory", |f| f.tracking_bytes.map(size)),
 ];
 
+type Count = (&'static str, fn(&Figures) -> Option<u64>);
+
+/// What was looked at, and found.
+const COUNTS: [Count; 6] = [
+    ("looks", |f| f.strict_looks),
+    ("written", |f| f.written_frames),
+    ("missed", |f| f.missed_frames),
+    ("extra", |f| f.extra_frames),
+    ("beside", |f| f.beside_frames),
+    ("all dirty", |f| {
+        f.strict_looks.or(f.epoch_us.map(|_| 0)).map(|_| f.marked_all_epochs + f.marked_all_looks)
+    }),
+];
+
 const MEANINGS: &str = "<p class=\"note\">Every figure is the median of the runs' medians, with the least and the greatest run below it. \
 An epoch is harvest (ring entries to lists), reprotect (of a bitmap: reading it, too), insert (into tree, list or flat bitmap) and drain (out of it, \
 as ascending runs of frames), as the threads that do it measure it. A pause is what the guest stands, threads being woken included. vCPU time a visit \
 is what the host's processors spend in vCPU threads for each page that the guest visits. Host CPU is collector and drain, of one processor. Memory for \
 tracking is computed from the sizes of its parts, the kernel's among them. Written frames are read out of the guest's own memory: each of its pages counts \
-its visits. Extra are pages of its working set that were reported and not written (where a vCPU is stopped between two stores one may be), beside are \
+its visits. Looks are strict ones: at a standing guest, with one epoch since the look before; what is written, extra and beside is of these. \
+Missed is too, and whatever was written while the guest ran and that no epoch of that time reported. All dirty are epochs in which all memory counted as \
+dirty because a ring was overrun, so that nothing can be found missing. Extra are pages of its working set that were reported and not written (where a vCPU is stopped between two stores one may be), beside are \
 reported frames elsewhere: stacks, tables, clocks.</p>";
 
 fn time(spread: Spread) -> String {
@@ -321,7 +337,7 @@ fn table(out: &mut String, rows: &[CellReport]) {
     for (name, _) in COLUMNS {
         let _ = write!(out, "<th>{name}</th>");
     }
-    for name in ["written", "missed", "extra", "beside"] {
+    for (name, _) in COUNTS {
         let _ = write!(out, "<th>{name}</th>");
     }
     out.push_str("</tr></thead><tbody>");
@@ -332,7 +348,7 @@ fn table(out: &mut String, rows: &[CellReport]) {
             let _ = write!(
                 out,
                 "<td class=\"why\" colspan=\"{}\">{}</td></tr>",
-                COLUMNS.len() + 4,
+                COLUMNS.len() + COUNTS.len(),
                 escape(why)
             );
             continue;
@@ -342,15 +358,15 @@ fn table(out: &mut String, rows: &[CellReport]) {
             let (median, range) = text.split_once('\n').unwrap_or((&text, ""));
             let _ = write!(out, "<td>{}<small>{}</small></td>", escape(median), escape(range));
         }
-        for count in [f.written_frames, f.missed_frames, f.extra_frames, f.beside_frames] {
-            let _ = match count {
+        for (_, count) in COUNTS {
+            let _ = match count(f) {
                 Some(n) => write!(out, "<td>{n}</td>"),
                 None => write!(out, "<td>\u{2013}</td>"),
             };
         }
         out.push_str("</tr>");
         if !why.is_empty() {
-            let span = COLUMNS.len() + 5;
+            let span = COLUMNS.len() + COUNTS.len() + 1;
             let _ =
                 write!(out, "<tr><td class=\"why\" colspan=\"{span}\">{}</td></tr>", escape(why));
         }

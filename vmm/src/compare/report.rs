@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::cell::{EpochTimes, Sample};
 use super::host::Host;
 use super::stats::{median, quantile, sorted};
+use super::truth::Audit;
 use super::{Cell, GuestKind, Settings, Sink, Spread, Way};
 
 /// All of it. In JSON every number has its unit in its name.
@@ -80,11 +81,17 @@ pub struct Figures {
     pub tracking_bytes: Option<u64>,
     /// Epochs in which all memory counted as dirty because a ring was overrun.
     pub marked_all_epochs: u64,
-    /// Frames reported in all runs.
+    /// Pauses of which the same is true: they are no strict looks.
+    pub marked_all_looks: u64,
+    /// Looks at the guest while it stood, with one epoch since the look before. What follows is of these, all runs together, and each
+    /// frame counts once a look.
+    pub strict_looks: Option<u64>,
+    /// Frames reported.
     pub reported_frames: Option<u64>,
-    /// Pages of the working set that were truly written, epoch by epoch or over a window.
+    /// Pages of the working set that were truly written.
     pub written_frames: Option<u64>,
-    /// Written and not reported: must be none.
+    /// Written and not reported: must be none. Those are with them that were written while the guest ran and that no epoch of that time
+    /// reported.
     pub missed_frames: Option<u64>,
     /// Reported and not written.
     pub extra_frames: Option<u64>,
@@ -127,8 +134,10 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     let per_s = |s: &Sample, n: f64| n / s.window.as_secs_f64();
     let step =
         |f: fn(&EpochTimes) -> u64| over(&|s| median(s.epochs.iter().map(|e| f(e) as f64 / 1e3)));
-    let total =
-        |f: &dyn Fn(&Sample) -> Option<u64>| -> Option<u64> { samples.iter().map(|s| f(s)).sum() };
+    // Only looks that are strict; where every one of them was marked there are none, and nothing is known.
+    let strict = |f: fn(&Audit) -> u64| -> Option<u64> {
+        samples.iter().filter_map(|s| s.audit.as_ref()).map(f).reduce(|a, b| a + b)
+    };
     let pauses = samples.iter().flat_map(|s| s.pauses_ns.iter().map(|ns| *ns as f64 / 1e3));
     let mut out = Figures {
         writes_per_s: over(&writes_per_s),
@@ -139,7 +148,7 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
         }),
         pause_us: over(&|s| median(s.pauses_ns.iter().map(|ns| *ns as f64 / 1e3))),
         pauses_us: sorted(pauses),
-        written_frames: total(&|s| s.audit.map(|a| a.written)),
+        written_frames: strict(|a| a.written),
         ..Figures::default()
     };
     if !way.tracks() {
@@ -158,10 +167,15 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     out.ring_full_ms_per_s = over(&|s| Some(per_s(s, s.ring_full.as_secs_f64() * 1e3)));
     out.tracking_bytes = samples.iter().map(|s| s.tracking_bytes).max();
     out.marked_all_epochs = samples.iter().map(|s| s.marked_all).sum();
-    out.reported_frames = total(&|s| s.audit.map(|a| a.reported));
-    out.missed_frames = total(&|s| s.audit.map(|a| a.missed));
-    out.extra_frames = total(&|s| s.audit.map(|a| a.extra));
-    out.beside_frames = total(&|s| s.audit.map(|a| a.beside));
+    out.marked_all_looks = samples.iter().map(|s| s.marked_all_looks).sum();
+    out.strict_looks = strict(|a| a.looks);
+    out.reported_frames = strict(|a| a.reported);
+    // What the window missed is missed also where no look was strict.
+    let in_windows: u64 = samples.iter().map(|s| s.missed_in_window).sum();
+    let missed = strict(|a| a.missed);
+    out.missed_frames = missed.or((in_windows > 0).then_some(0)).map(|n| n + in_windows);
+    out.extra_frames = strict(|a| a.extra);
+    out.beside_frames = strict(|a| a.beside);
     out
 }
 
@@ -183,7 +197,6 @@ mod tests {
 
     use super::*;
     use crate::compare::matrix::{LIGHT, product};
-    use crate::compare::truth::Audit;
 
     fn sample(writes: u64, epoch_ns: u64, missed: u64) -> Sample {
         Sample {
@@ -192,7 +205,7 @@ mod tests {
             window: Duration::from_secs(2),
             writes: Some(writes),
             vcpu_cpu: Duration::from_micros(writes),
-            audit: Some(Audit { writes, missed, ..Audit::default() }),
+            audit: Some(Audit { looks: 4, writes, missed, written: 20, ..Audit::default() }),
             ..Sample::default()
         }
     }
@@ -209,12 +222,32 @@ mod tests {
         let slow = ring.slow_down_percent.unwrap();
         assert_eq!((slow.min, slow.max), (25.0, 50.0));
         assert_eq!(ring.missed_frames, Some(3));
+        assert_eq!((ring.strict_looks, ring.written_frames), (Some(8), Some(40)));
         assert_eq!(ring.epoch_us.unwrap().median, 2.0);
         assert_eq!(ring.writes_per_s.unwrap().max, 75.0);
         assert_eq!(ring.vcpu_cpu_per_write_ns.unwrap().median, 1000.0);
         assert_eq!(ring.pauses_us, [1.0, 1.0, 5.0, 5.0]);
         let none = rows[1].figures.as_ref().unwrap();
         assert_eq!((none.slow_down_percent, none.epoch_us, none.missed_frames), (None, None, None));
+    }
+
+    #[test]
+    fn what_a_window_missed_counts_even_where_no_look_was_strict() {
+        let cells = product(
+            &["dirty-ring".parse().unwrap()],
+            &[GuestKind::Payload(LIGHT.to_owned())],
+            &[1 << 30],
+        );
+        let missed = |audit, missed_in_window| {
+            let run = Sample { audit, missed_in_window, ..sample(1, 1, 0) };
+            let rows = rows(&cells, &[vec![Ok(run)]]);
+            let figures = rows[0].figures.as_ref().unwrap();
+            (figures.missed_frames, figures.strict_looks)
+        };
+        assert_eq!(missed(None, 0), (None, None), "nothing was looked at");
+        assert_eq!(missed(None, 2), (Some(2), None));
+        let look = Audit { looks: 1, missed: 1, ..Audit::default() };
+        assert_eq!(missed(Some(look), 2), (Some(3), Some(1)));
     }
 
     #[test]

@@ -2,6 +2,9 @@
 
 use serde::Serialize;
 
+/// With fewer runs nothing is said of how they scatter.
+const ENOUGH_RUNS: usize = 3;
+
 /// A figure over several runs: its median, and what lies around it.
 ///
 /// ```
@@ -37,9 +40,12 @@ impl Spread {
         Some(Self { median, lower_quartile, upper_quartile, min, max, runs: sorted.len() })
     }
 
-    /// Whether the middle halves of the two do not overlap, so that the order of their medians is no accident of a run.
+    /// Whether the middle halves of the two do not overlap, so that the order of their medians is no accident of a run. Of fewer than
+    /// three runs on either side nothing of the kind is known.
     pub fn is_apart_from(&self, other: &Self) -> bool {
-        self.upper_quartile < other.lower_quartile || other.upper_quartile < self.lower_quartile
+        self.runs.min(other.runs) >= ENOUGH_RUNS
+            && (self.upper_quartile < other.lower_quartile
+                || other.upper_quartile < self.lower_quartile)
     }
 }
 
@@ -102,8 +108,9 @@ mod tests {
         assert_eq!((spread.median, spread.runs), (3.0, 2));
         assert_eq!(Spread::of([f64::NAN]), None);
         assert_eq!(quantile(&[1.0, 2.0], 0.25), Some(1.25));
-        let other = Spread::of([4.5]).unwrap();
-        assert!(spread.is_apart_from(&other) && other.is_apart_from(&spread));
-        assert!(!spread.is_apart_from(&spread));
+        let (low, high) = (Spread::of([2.0; 3]).unwrap(), Spread::of([4.5; 3]).unwrap());
+        assert!(low.is_apart_from(&high) && high.is_apart_from(&low) && !low.is_apart_from(&low));
+        let few = Spread::of([9.0; 2]).unwrap();
+        assert!(!few.is_apart_from(&low) && !low.is_apart_from(&few), "two runs are too few");
     }
 }

@@ -88,11 +88,22 @@ fn aligned(rows: &[CellReport]) -> String {
         let _ = writeln!(out, "{}", text.trim_end());
     }
     for row in rows {
-        if let (Some(_), Some(why)) = (&row.figures, &row.why) {
+        let Some(figures) = &row.figures else { continue };
+        if let Some(why) = &row.why {
             let _ = writeln!(out, "  {}: {why}", row.way);
+        }
+        let marked = all_dirty(figures);
+        if marked > 0 {
+            let _ =
+                writeln!(out, "  ! {}: in {marked} epochs all memory counted as dirty", row.way);
         }
     }
     out
+}
+
+/// Epochs in which all memory counted as dirty, those of pauses among them.
+fn all_dirty(f: &Figures) -> u64 {
+    f.marked_all_epochs + f.marked_all_looks
 }
 
 fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
@@ -105,7 +116,12 @@ fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
         s.map_or_else(none, |s| format!("{:.1} % ({:.1}..{:.1})", s.median, s.min, s.max))
     };
     [
-        f.dirty_frames.map_or_else(none, |s| format!("{:.0}", s.median)),
+        match (f.dirty_frames, all_dirty(f)) {
+            (None, _) => none(),
+            (Some(s), 0) => format!("{:.0}", s.median),
+            // Explained below the rows.
+            (Some(s), _) => format!("{:.0} !", s.median),
+        },
         ranged(f.epoch_us),
         time(f.harvest_us),
         time(f.reprotect_us),
@@ -157,7 +173,7 @@ mod tests {
         let figures = |us: f64| {
             Some(Figures { epoch_us: Spread::of([us, us * 2.0, us * 3.0]), ..Figures::default() })
         };
-        let rows = [
+        let mut rows = [
             row("dirty-ring+tree", figures(4.0), None),
             row("dirty-bitmap+flat", figures(900.0), Some("1 of 3 runs failed: a hiccup")),
             row("dirty-ring+list", None, Some("this host has no rings")),
@@ -170,5 +186,12 @@ mod tests {
         assert!(lines[2].contains("1.8 ms (900..2.7 ms)"), "{text}");
         assert_eq!(lines[3], "  dirty-ring+list    this host has no rings");
         assert_eq!(lines[4], "  dirty-bitmap+flat: 1 of 3 runs failed: a hiccup");
+        assert!(!text.contains('!'), "{text}");
+        let marked = rows[0].figures.as_mut().unwrap();
+        (marked.dirty_frames, marked.marked_all_epochs) = (Spread::of([70.0]), 2);
+        let text = aligned(&rows);
+        assert!(text.contains(" 70 !  "), "{text}");
+        let says = "  ! dirty-ring+tree: in 2 epochs all memory counted as dirty\n";
+        assert!(text.contains(says), "{text}");
     }
 }

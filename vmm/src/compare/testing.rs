@@ -31,6 +31,7 @@ pub(super) fn report() -> Report {
             pauses_us: (0..40).map(|n| epoch + 60.0 + f64::from(n * n) / 10.0).collect(),
             written_frames: Some(10_000),
             missed_frames: tracks.then_some(0),
+            strict_looks: tracks.then_some(40),
             extra_frames: tracks.then_some(3),
             tracking_bytes: tracks.then_some(1 << 20),
             ..Figures::default()

@@ -25,9 +25,12 @@ pub(super) struct Truth {
     beside: u64,
 }
 
-/// What two looks say of the time between them.
+/// What two looks say of the time between them. Frames are counted once a look: where there was one epoch between two looks, that is once
+/// an epoch, and the look is strict. Over more epochs one report of a page hides that another was lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Audit {
+    /// How many looks.
+    pub(super) looks: u64,
     /// Visits of pages.
     pub(super) writes: u64,
     /// Pages written.
@@ -46,6 +49,7 @@ pub(super) struct Audit {
 impl Audit {
     /// Both together.
     pub(super) fn add(&mut self, other: &Audit) {
+        self.looks += other.looks;
         self.writes += other.writes;
         self.written += other.written;
         self.reported += other.reported;
@@ -126,7 +130,8 @@ impl Truth {
 
     /// Looks at all pages of a guest that stands, and compares with what was reported since the last look.
     pub(super) fn look(&mut self, ram: &GuestRam) -> Result<Audit, String> {
-        let mut audit = Audit { beside: self.beside, reported: self.beside, ..Audit::default() };
+        let mut audit =
+            Audit { looks: 1, beside: self.beside, reported: self.beside, ..Audit::default() };
         for s in &self.segments {
             let bytes = usize::try_from(s.pages * PAGE_SIZE).map_err(|e| e.to_string())?;
             let slice = ram.get_slice(GuestAddress(s.gfn * PAGE_SIZE), bytes);

@@ -1,9 +1,11 @@
 //! Figures into sentences. Nothing here knows beforehand who wins: every name comes out of the comparison of medians.
 
+use std::cmp::Ordering;
+
 use dirty_tracker::TrackingMode;
 
 use super::report::{CellReport, Figures};
-use super::{GuestKind, Spread, Way};
+use super::{GuestKind, Spread, Way, looks};
 
 /// A figure of which less is better.
 #[derive(Clone, Copy, Debug)]
@@ -12,14 +14,28 @@ struct Measure {
     what: &'static str,
     of: fn(&Figures) -> Option<Spread>,
     shown: fn(f64) -> String,
+    /// Medians that differ by less are not clearly different.
+    least: f64,
 }
 
-const EPOCH: Measure = Measure { what: "an epoch", of: |f| f.epoch_us, shown: us };
-const PAUSE: Measure = Measure { what: "the pause", of: |f| f.pause_us, shown: us };
-const SLOW_DOWN: Measure =
-    Measure { what: "the guest's slow-down", of: |f| f.slow_down_percent, shown: percent };
+impl Measure {
+    /// Whether the order of the two is clear.
+    fn is_clear(&self, a: &Spread, b: &Spread) -> bool {
+        a.is_apart_from(b) && (a.median - b.median).abs() >= self.least
+    }
+}
+
+const EPOCH: Measure = Measure { what: "an epoch", of: |f| f.epoch_us, shown: us, least: 0.0 };
+const PAUSE: Measure = Measure { what: "the pause", of: |f| f.pause_us, shown: us, least: 0.0 };
+/// Of a guest that keeps to a rate it is about 0 by every way: a tenth of a percentage point is no victory.
+const SLOW_DOWN: Measure = Measure {
+    what: "the guest's slow-down",
+    of: |f| f.slow_down_percent,
+    shown: percent,
+    least: 1.0,
+};
 const HOST_CPU: Measure =
-    Measure { what: "host processor time", of: |f| f.host_cpu_percent, shown: percent };
+    Measure { what: "host processor time", of: |f| f.host_cpu_percent, shown: percent, least: 0.0 };
 
 /// A time for people.
 pub(super) fn us(us: f64) -> String {
@@ -94,37 +110,11 @@ fn is_ring(way: Way) -> bool {
 /// All that the rows say.
 pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {
     let groups = groups(rows);
-    let mut out = vec![missed(rows)];
+    let mut out = looks::findings(rows);
     out.extend(where_the_ring_stands(&groups));
     out.extend(growth(&groups));
     out.extend(groups.iter().filter_map(best));
     out
-}
-
-/// Whether any frame was lost: the first thing to know.
-fn missed(rows: &[CellReport]) -> String {
-    let known = |f: fn(&Figures) -> Option<u64>| -> u64 {
-        rows.iter().filter_map(|r| r.figures.as_ref().and_then(f)).sum()
-    };
-    let lost: Vec<String> = rows
-        .iter()
-        .filter_map(|r| Some((r, r.figures.as_ref()?.missed_frames.filter(|n| *n > 0)?)))
-        .map(|(r, n)| format!("{} missed {n} of {}", r.way, r.guest.name()))
-        .collect();
-    let tracked = rows.iter().filter(|r| r.way.tracks());
-    let written: u64 = tracked
-        .filter_map(|r| r.figures.as_ref()?.missed_frames.and(r.figures.as_ref()?.written_frames))
-        .sum();
-    match (lost.is_empty(), written) {
-        (false, _) => format!("FRAMES WERE LOST: {}.", lost.join("; ")),
-        (true, 0) => {
-            "Whether frames were missed is not known: no guest told what it wrote.".to_owned()
-        }
-        (true, _) => format!(
-            "No way missed a frame: of {written} that the guests wrote all were reported, and {} that they had not written.",
-            known(|f| f.extra_frames)
-        ),
-    }
 }
 
 /// Who has least of what in one group.
@@ -148,7 +138,7 @@ fn best(group: &Group<'_>) -> Option<String> {
 fn verdict(measure: Measure, order: &[(Way, Spread)]) -> Option<String> {
     let ((winner, least), rest) = order.split_first()?;
     let (last, most) = rest.last()?;
-    let level = rest.iter().filter(|(_, spread)| !spread.is_apart_from(least)).count();
+    let level = rest.iter().filter(|(_, spread)| !measure.is_clear(spread, least)).count();
     let shown = measure.shown;
     let (least, most) = (shown(least.median), shown(most.median));
     let what = measure.what;
@@ -165,7 +155,8 @@ fn verdict(measure: Measure, order: &[(Way, Spread)]) -> Option<String> {
 
 /// Where the best ring is behind the best that is none, and where ahead: said plainly, whichever it is.
 fn where_the_ring_stands(groups: &[Group<'_>]) -> Vec<String> {
-    let (mut loses, mut wins, mut behind, mut level) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    let (mut loses, mut wins, mut behind) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut ahead, mut even) = (0, 0);
     for group in groups {
         for measure in [EPOCH, PAUSE, SLOW_DOWN] {
             let ring = group.order(measure, is_ring);
@@ -181,11 +172,12 @@ fn where_the_ring_stands(groups: &[Group<'_>]) -> Vec<String> {
                 shown(r.median),
                 shown(o.median)
             );
-            match r.is_apart_from(o) {
-                false if o.median < r.median => behind.push(line),
-                false => level += 1,
-                true if o.median < r.median => loses.push(line),
-                true => wins.push(line),
+            match (measure.is_clear(r, o), o.median.total_cmp(&r.median)) {
+                (true, Ordering::Less) => loses.push(line),
+                (true, _) => wins.push(line),
+                (false, Ordering::Less) => behind.push(line),
+                (false, Ordering::Equal) => even += 1,
+                (false, Ordering::Greater) => ahead += 1,
             }
         }
     }
@@ -205,8 +197,13 @@ fn where_the_ring_stands(groups: &[Group<'_>]) -> Vec<String> {
     if loses.is_empty() && !wins.is_empty() {
         out.push("Nowhere does the ring clearly lose.".to_owned());
     }
-    if level > 0 {
-        out.push(format!("Comparisons in which the ring is ahead, but not clearly: {level}."));
+    if ahead > 0 {
+        out.push(format!(
+            "Comparisons in which the ring is ahead in the median, but not clearly: {ahead}."
+        ));
+    }
+    if even > 0 {
+        out.push(format!("Comparisons in which the medians are equal: {even}."));
     }
     out
 }
@@ -234,7 +231,7 @@ fn growth(groups: &[Group<'_>]) -> Vec<String> {
                 let times = at_end.median / at_first.median;
                 times.is_finite().then(|| {
                     format!(
-                        "{way} {times:.1}-fold ({} to {})",
+                        "{way} {times:.1} times ({} to {})",
                         us(at_first.median),
                         us(at_end.median)
                     )
@@ -243,7 +240,7 @@ fn growth(groups: &[Group<'_>]) -> Vec<String> {
             .collect();
         if !grown.is_empty() {
             out.push(format!(
-                "From {} to {} of memory, with the same writes ({}), an epoch grows: {}.",
+                "From {} to {} of memory, with the same writes ({}), the time of an epoch is multiplied: {}.",
                 size(small.mem_bytes),
                 size(large.mem_bytes),
                 group.guest.name(),
@@ -293,6 +290,7 @@ mod tests {
                 epoch_us: Spread::of(epoch_us),
                 dirty_frames: Spread::of([100.0]),
                 missed_frames: Some(0),
+                strict_looks: Some(3),
                 written_frames: Some(10),
                 ..Figures::default()
             }),
@@ -358,13 +356,14 @@ mod tests {
             row(way("dirty-bitmap+flat"), 64 << 30, [3200.0; 3]),
         ];
         let said = findings(&rows).join("\n");
-        assert!(said.contains("dirty-ring+tree 1.1-fold (10.0 us to 11.0 us)"), "{said}");
-        assert!(said.contains("dirty-bitmap+flat 64.0-fold (50.0 us to 3.2 ms)"), "{said}");
+        assert!(said.contains("dirty-ring+tree 1.1 times (10.0 us to 11.0 us)"), "{said}");
+        assert!(said.contains("dirty-bitmap+flat 64.0 times (50.0 us to 3.2 ms)"), "{said}");
         assert!(
             said.contains("With 64 GiB, an epoch by dirty-ring+tree takes 290.9 times less"),
             "{said}"
         );
-        assert!(said.contains("of 40 that the guests wrote all were reported"), "{said}");
+        let looked = "No way missed a frame in 12 looks at a standing guest: all 40 frames ";
+        assert!(said.contains(looked), "{said}");
     }
 
     #[test]
@@ -374,5 +373,58 @@ mod tests {
         assert!(findings(&rows)[0].starts_with("FRAMES WERE LOST: dirty-ring+tree missed 3"));
         rows[0].figures = None;
         assert!(findings(&rows)[0].contains("not known"));
+    }
+    #[test]
+    fn what_was_not_looked_at_is_not_claimed() {
+        let mut rows = [
+            row(way("dirty-ring+tree"), 1 << 30, [10.0; 3]),
+            row(way("dirty-ring+list"), 1 << 30, [10.0; 3]),
+            row(way("dirty-ring+list"), 2 << 30, [10.0; 3]),
+            row(way("dirty-bitmap+flat"), 1 << 30, [10.0; 3]),
+        ];
+        assert!(!findings(&rows).join("\n").contains("Nothing was measured"));
+        rows[1].figures = None;
+        rows[3].figures = None;
+        rows[0].figures.as_mut().unwrap().marked_all_epochs = 2;
+        rows[0].figures.as_mut().unwrap().marked_all_looks = 1;
+        let said = findings(&rows);
+        assert!(said[0].starts_with("No way missed a frame in 6 looks"), "{said:?}");
+        let marked = "ALL MEMORY COUNTED AS DIRTY in some epochs, because a ring was overrun: dirty-ring+tree of ";
+        assert!(said[1].starts_with(marked) && said[1].contains("1 GiB in 3."), "{said:?}");
+        let unknown =
+            "Nothing was measured of dirty-ring+list (in 1 of 2 rows), dirty-bitmap+flat.";
+        assert_eq!(said[2], unknown);
+        rows[2].figures.as_mut().unwrap().strict_looks = None;
+        rows[2].figures.as_mut().unwrap().missed_frames = None;
+        let blind = "Whether a frame was missed is not known of dirty-ring+list (in 1 of 2 rows): no look tells.";
+        assert_eq!(findings(&rows)[3], blind);
+    }
+
+    #[test]
+    fn nobody_is_ahead_by_too_few_runs_equal_medians_or_a_tenth_of_a_percent() {
+        let said = |ring: Vec<f64>, other: Vec<f64>, slow: f64| {
+            let mut rows = [
+                row(way("dirty-ring+tree"), 1 << 30, [0.0; 3]),
+                row(way("dirty-bitmap+flat"), 1 << 30, [0.0; 3]),
+            ];
+            for (row, (epochs, slow)) in rows.iter_mut().zip([(ring, 0.0), (other, slow)]) {
+                let figures = row.figures.as_mut().unwrap();
+                figures.epoch_us = Spread::of(epochs);
+                figures.slow_down_percent = Spread::of([slow; 3]);
+            }
+            findings(&rows).join("\n")
+        };
+        let few = said(vec![1.0; 2], vec![9.0; 2], 0.0);
+        assert!(!few.contains("The ring wins") && few.contains("no clear winner"), "{few}");
+        assert!(few.contains("ahead in the median, but not clearly: 1."), "{few}");
+        assert!(few.contains("the medians are equal: 1."), "{few}");
+        let enough = said(vec![1.0; 3], vec![9.0; 3], 0.9);
+        assert!(enough.contains("The ring wins: an epoch"), "{enough}");
+        assert!(
+            !enough.contains("wins: the guest's") && !enough.contains("; the guest's slow-down of")
+        );
+        assert!(said(vec![1.0; 3], vec![1.0; 3], 1.0).contains("The ring wins: the guest's slow"));
+        let equal = said(vec![1.0; 3], vec![1.0; 3], 0.0);
+        assert!(equal.contains("equal: 2.") && !equal.contains("ahead in the median"), "{equal}");
     }
 }

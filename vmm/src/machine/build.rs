@@ -135,7 +135,7 @@ impl Machine {
             }
         }
         let (source, reports) = dirty_source(&vm, &vcpus, &config, special.sink)?;
-        #[cfg(feature = "broken-source")]
+        #[cfg(all(feature = "broken-source", debug_assertions))]
         let source = source.map(|source| broken(source, &memory, host));
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
         let com1 = Com1::new(vm.clone(), sink);
@@ -392,7 +392,7 @@ where
 }
 
 /// For the tests of the tests.
-#[cfg(feature = "broken-source")]
+#[cfg(all(feature = "broken-source", debug_assertions))]
 fn broken(
     source: Box<dyn DirtySource>,
     memory: &Memory,

@@ -23,7 +23,8 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
             table.kvm(VCPU_IOCTLS)?;
             table.allow(VCPU);
         }
-        Class::Collector => {
+        Class::Collector => table.kvm(DIRTY_IOCTLS)?,
+        Class::Watcher => {
             table.kvm(DIRTY_IOCTLS)?;
             table.ioctls(WATCH_IOCTLS)?;
             table.ioctls(PAGEMAP_IOCTLS)?;
@@ -246,6 +247,17 @@ mod tests {
             assert!(names.iter().all(|call| !table.contains_key(&i64::from(call.id()))));
             let sockets = [socket, socketpair, connect];
             assert!(sockets.iter().all(|call| !table.contains_key(&i64::from(call.id()))));
+        }
+    }
+
+    #[test]
+    fn only_the_collector_that_follows_writes_by_userfaultfd_has_its_ioctls() {
+        let mut known = Table::default();
+        known.ioctls(WATCH_IOCTLS).and_then(|()| known.ioctls(PAGEMAP_IOCTLS)).unwrap();
+        let ioctls = |class| of(class).unwrap().remove(&i64::from(ioctl.id())).unwrap_or_default();
+        for rule in known.0.into_values().flatten() {
+            assert!(ioctls(Class::Watcher).contains(&rule));
+            assert!(!ioctls(Class::Collector).contains(&rule));
         }
     }
 

@@ -6,7 +6,7 @@
 //! | --- | --- | --- |
 //! | main, `control`, `opener`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
 //! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU, a timer of its own | none |
-//! | `collector`, `supervisor` | the same with their own ioctls of KVM; the collector those by which userfaultfd follows writes | none |
+//! | `collector`, `supervisor` | the same with their own ioctls of KVM; the collector of `userfault-wp` those by which userfaultfd follows writes | none |
 //! | `serial`, workers of the threads backend | memory, waiting, what is open | none |
 //! | `serial-input` | the same, and the port's interrupt | none |
 //! | `virtio-*` | events, and data of what is open: each kind of device its own few | none |
@@ -44,6 +44,8 @@ pub enum Class {
     Worker,
     /// Owns the dirty source.
     Collector,
+    /// The same where writes are followed by userfaultfd.
+    Watcher,
     /// Decides whether the machine runs.
     Supervisor,
     /// Copies serial output.
@@ -64,10 +66,11 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 11] = [
+    pub const ALL: [Class; 12] = [
         Self::Vcpu,
         Self::Worker,
         Self::Collector,
+        Self::Watcher,
         Self::Supervisor,
         Self::Serial,
         Self::SerialInput,

@@ -1,5 +1,5 @@
-//! A source that loses frames, for the tests of the tests: each of them has to notice. Only with feature `broken-source`, which
-//! no binary has that is built for use.
+//! A source that loses frames, for the tests of the tests: each of them has to notice. Only with feature `broken-source`, and
+//! only where debug assertions are on: no binary has it that is built for use, and no release build whatever its features.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;

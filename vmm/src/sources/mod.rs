@@ -2,7 +2,7 @@
 //! tracking mode.
 
 mod bitmap;
-#[cfg(feature = "broken-source")]
+#[cfg(all(feature = "broken-source", debug_assertions))]
 mod broken;
 mod diverted;
 mod manual;
@@ -11,7 +11,7 @@ mod sets;
 mod userfault_wp;
 
 pub use bitmap::BitmapSource;
-#[cfg(feature = "broken-source")]
+#[cfg(all(feature = "broken-source", debug_assertions))]
 pub use broken::BrokenSource;
 pub(crate) use diverted::Diverted;
 pub use manual::ManualSource;

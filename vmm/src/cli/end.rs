@@ -1,0 +1,95 @@
+//! Owns the end of a process that has a guest: what became of the guest, and what the second look at its writes has shown.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use vmm::api::Server;
+use vmm::jobs::{Jobs, ShadowReport};
+use vmm::vm::{EndReason, SharedVm};
+
+use super::failure::Failure;
+use super::output::say;
+
+/// Waits for the guest's end, lets the API's last answers out, and says why it ended.
+pub(super) fn to_the_end(
+    vm: SharedVm,
+    jobs: Arc<Jobs>,
+    server: Server,
+) -> Result<ExitCode, Failure> {
+    let end = vm.wait_end(None);
+    let shadow = jobs.end_shadow();
+    jobs.settle();
+    drop(server);
+    // The guest's last serial output is written out with it, before the last word here.
+    drop((jobs, vm));
+    let end = last_word(end);
+    // Of a guest that has crashed too: a lost frame may be why.
+    let judged = shadow.map_or(Ok(()), |shadow| judge(shadow.map_err(Failure::error)?));
+    both(end, judged)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Says how the guest ended, or fails with it.
+fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
+    match end {
+        Some(EndReason::PowerOff) => say("the guest powered itself off"),
+        Some(EndReason::Reset) => say("the guest asked for a reset"),
+        Some(EndReason::Stopped(why)) => say(format_args!("the guest was stopped: {why}")),
+        Some(EndReason::Panicked) => {
+            return Err(Failure::error("the guest's kernel has panicked; its console says why"));
+        }
+        Some(EndReason::Crashed(why)) => {
+            return Err(Failure::error(format_args!("the guest crashed: {why}")));
+        }
+        None => return Err(Failure::error("the guest's end was not told")),
+    }
+    Ok(())
+}
+
+/// The failure of a guest's end says what the shadow's says, too.
+fn both(end: Result<(), Failure>, judged: Result<(), Failure>) -> Result<(), Failure> {
+    match (end, judged) {
+        (Err(end), Err(judged)) => Err(judged.behind(format_args!("{}; ", end.message()))),
+        (end, judged) => end.and(judged),
+    }
+}
+
+/// Says what the second look has shown; a missed frame is an error, and so is a look that never was.
+fn judge(report: ShadowReport) -> Result<(), Failure> {
+    let ShadowReport { looks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
+        report;
+    let looked = format!(
+        "{looks} looks at {reported_frames} reported frames, {unchanged_frames} of them unchanged"
+    );
+    if missed_frames > 0 {
+        let names = report.names();
+        return Err(Failure::error(format_args!(
+            "{missed_frames} frames changed and were not reported, the first are {names} ({looked})"
+        )));
+    }
+    if failed > 0 || looks == 0 {
+        return Err(Failure::error(format_args!(
+            "whether a frame was missed is not known: {failed} looks failed ({looked})"
+        )));
+    }
+    say(format_args!("no frame was missed: {looked}"));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crash_does_not_hide_what_the_shadow_found() {
+        let crash = || last_word(Some(EndReason::Crashed("a triple fault".to_owned())));
+        let lost = || Err(Failure::error("3 frames were not reported"));
+        let said = |result: Result<(), Failure>| result.err().map(|e| e.message().to_owned());
+        let crashed = "the guest crashed: a triple fault";
+        let all = format!("{crashed}; 3 frames were not reported");
+        assert_eq!(said(both(crash(), lost())), Some(all));
+        assert_eq!(said(both(crash(), Ok(()))).as_deref(), Some(crashed));
+        assert_eq!(said(both(Ok(()), lost())).as_deref(), Some("3 frames were not reported"));
+        assert_eq!(said(both(Ok(()), Ok(()))), None);
+    }
+}
