@@ -27,12 +27,12 @@ fn missed(rows: &[CellReport]) -> String {
     match (lost.is_empty(), written) {
         (false, _) => format!("FRAMES WERE LOST: {}.", lost.join("; ")),
         (true, 0) => {
-            "Whether frames were missed is not known: no guest told what it wrote.".to_owned()
+            "Whether frames were missed is not known: no look at a guest tells.".to_owned()
         }
         (true, _) => format!(
             "No way missed a frame in {looks} looks at a standing guest: all {written} frames of its working set that were written since \
-             the look before were reported, and {} that were not. While it ran, no page was written that went unreported in the whole \
-             run; whether it was in the right epoch is not looked at there.",
+             the look before were reported, and {} that were not. While it ran, every page that was written was in some epoch; whether in the \
+             right one is not looked at there.",
             sum(|f| f.extra_frames)
         ),
     }
