@@ -6,6 +6,7 @@ use dirty_tracker::PAGE_SIZE;
 pub(crate) static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
 /// Whether `bytes`, of one frame or of a part of it, are all zeros.
+/// Of more bytes than a frame has it says no.
 ///
 /// ```
 /// let mut frame = [0; 4096];
