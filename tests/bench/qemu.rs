@@ -23,6 +23,8 @@ pub struct Qemu {
     child: Child,
     qmp: BufReader<UnixStream>,
     console: Console,
+    /// Names and times in microseconds since the epoch, in order.
+    events: Vec<(String, f64)>,
 }
 
 impl Qemu {
@@ -50,7 +52,8 @@ impl Qemu {
         command.args(incoming.iter().flat_map(|address| ["-incoming", address]));
         let child = command.stdin(Stdio::null()).spawn().expect("QEMU starts");
         let qmp = wait_for("QMP of QEMU", SOON, || UnixStream::connect(&socket).ok());
-        let mut qemu = Self { child, qmp: BufReader::new(qmp), console: Console::at(console) };
+        let (qmp, console) = (BufReader::new(qmp), Console::at(console));
+        let mut qemu = Self { child, qmp, console, events: Vec::new() };
         let hello = qemu.line();
         assert!(hello.get("QMP").is_some(), "{hello}");
         qemu.ask("qmp_capabilities", json!({}));
@@ -81,7 +84,19 @@ impl Qemu {
             if let Some(result) = answer.get("return") {
                 return result.clone();
             }
+            if let Some(name) = answer["event"].as_str() {
+                let part = |of: &str| answer["timestamp"][of].as_f64().expect("an event's time");
+                self.events.push((name.to_owned(), part("seconds") * 1e6 + part("microseconds")));
+            }
         }
+    }
+
+    /// When the first event of a name happened, in microseconds since the epoch; waits for it.
+    pub fn event_us(&mut self, name: &str) -> f64 {
+        wait_for("an event of QEMU", SOON, || {
+            self.ask("query-status", json!({}));
+            self.events.iter().find(|(event, _)| event == name).map(|(_, us)| *us)
+        })
     }
 
     /// Migrates to `address`; what `query-migrate` says at the end.
