@@ -90,6 +90,14 @@ impl Machine {
         answer.recv().map_err(|_| gone())?
     }
 
+    /// Refuses `request` unless the guest is paused.
+    fn stands(&self, request: &'static str) -> Result<(), GuestError> {
+        match self.run_state() {
+            RunState::Paused => Ok(()),
+            state => Err(GuestError::State { request, state }),
+        }
+    }
+
     fn collector(&self) -> Result<&Collector, GuestError> {
         self.collector.as_ref().ok_or(GuestError::NotTracked)
     }
@@ -233,11 +241,15 @@ impl Guest for Machine {
     }
 
     fn release(&self) -> Result<(), GuestError> {
+        // It holds nothing, so two threads need not meet while it stands.
+        if self.config.devices.is_empty() {
+            return self.stands("release");
+        }
         self.ask("releasing devices", Request::Release)
     }
 
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        // Nobody reaches it, so two threads need not meet while it stands.
+        // Nobody reaches it.
         if self.config.devices.is_empty() {
             return Ok(Vec::new());
         }
@@ -252,6 +264,9 @@ impl Guest for Machine {
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
+        if self.config.devices.is_empty() {
+            return self.stands("acquire");
+        }
         self.ask("acquiring devices", Request::Acquire)
     }
 
