@@ -137,48 +137,65 @@ fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
     }
 }
 
-#[test]
-fn no_source_loses_a_frame_however_it_is_harvested() {
-    const TEST: &str = "no_source_loses_a_frame_however_it_is_harvested";
-    if !kvm_or_skip(TEST) {
+/// One source: of whatever rings and memory make a difference to it. Ring 0 overruns the smallest ring, where it is emulated; what else
+/// has room for all is to lose nothing of the same guest.
+fn loses_no_frame(test: &str, mode: TrackingMode) {
+    if !kvm_or_skip(test) || !modes().contains(&mode) {
         return;
     }
     // A look costs as much as a hundred harvests; what is lost is there to be seen for longer than until the next, either way.
     let (harvests, looks) = if full() { (HARVESTS.0, 64) } else { (HARVESTS.1, 16) };
-    let smallest = smallest_ring(&payload("payload"));
-    for mode in modes() {
-        // Ring 0 overruns the smallest ring, where it is emulated; what else has room for all is to lose nothing of the same guest.
-        let rings: &[(u32, u8)] = match mode {
-            TrackingMode::DirtyRing => &[(DEFAULT_RING_ENTRIES, 3), (smallest, 3), (smallest, 0)],
-            _ => &[(DEFAULT_RING_ENTRIES, 3), (DEFAULT_RING_ENTRIES, 0)],
-        };
-        for memory in memories(mode) {
-            for &(ring_entries, ring) in rings {
-                let console = Console::new();
-                let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
-                let config =
-                    MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
-                let machine = Machine::launch(config, &on(&console, memory)).unwrap();
-                let begun = Instant::now();
-                let (lost, reported) = harvest_at_random(machine.clone(), 42, harvests, looks);
-                let overruns = machine.info().ring_overruns;
-                let what =
-                    format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
-                assert!(lost.is_empty(), "{what}: lost {} frames: {lost:x?}", lost.len());
-                println!("{what}: {reported} frames, {overruns} overruns, {:?}", begun.elapsed());
-                assert!(reported > 1000, "{what}: only {reported} frames were reported");
-                if (mode, ring) == (TrackingMode::DirtyRing, 0) && overruns == 0 {
-                    vmm::testing::skip(
-                        TEST,
-                        "of overruns: this host has none, its KVM runs ring 0 itself",
-                    );
-                }
-                console.wait_for_reports(2, 1);
-                machine.stop("it has shown enough");
-                console.assert_no_errors();
+    let usual = DEFAULT_RING_ENTRIES;
+    let rings = match mode {
+        TrackingMode::DirtyRing => {
+            let smallest = smallest_ring(&payload("payload"));
+            vec![(usual, 3), (smallest, 3), (smallest, 0)]
+        }
+        _ => vec![(usual, 3), (usual, 0)],
+    };
+    for memory in memories(mode) {
+        for &(ring_entries, ring) in &rings {
+            let console = Console::new();
+            let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
+            let config = MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
+            let machine = Machine::launch(config, &on(&console, memory)).unwrap();
+            let begun = Instant::now();
+            let (lost, reported) = harvest_at_random(machine.clone(), 42, harvests, looks);
+            let overruns = machine.info().ring_overruns;
+            let what = format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
+            assert!(lost.is_empty(), "{what}: lost {} frames: {lost:x?}", lost.len());
+            println!("{what}: {reported} frames, {overruns} overruns, {:?}", begun.elapsed());
+            assert!(reported > 1000, "{what}: only {reported} frames were reported");
+            if (mode, ring) == (TrackingMode::DirtyRing, 0) && overruns == 0 {
+                let why = "of overruns: this host has none, its KVM runs ring 0 itself";
+                vmm::testing::skip(test, why);
             }
+            console.wait_for_reports(2, 1);
+            machine.stop("it has shown enough");
+            console.assert_no_errors();
         }
     }
+}
+
+#[test]
+fn rings_lose_no_frame_however_they_are_harvested() {
+    loses_no_frame("rings_lose_no_frame_however_they_are_harvested", TrackingMode::DirtyRing);
+}
+
+#[test]
+fn bitmaps_lose_no_frame_however_they_are_harvested() {
+    loses_no_frame("bitmaps_lose_no_frame_however_they_are_harvested", TrackingMode::DirtyBitmap);
+}
+
+#[test]
+fn bitmaps_cleared_by_hand_lose_no_frame_however_they_are_harvested() {
+    let test = "bitmaps_cleared_by_hand_lose_no_frame_however_they_are_harvested";
+    loses_no_frame(test, TrackingMode::DirtyBitmapManual);
+}
+
+#[test]
+fn userfaultfd_loses_no_frame_however_it_is_harvested() {
+    loses_no_frame("userfaultfd_loses_no_frame_however_it_is_harvested", TrackingMode::UserfaultWp);
 }
 
 #[cfg(debug_assertions)]
