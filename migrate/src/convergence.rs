@@ -82,6 +82,18 @@ pub struct Goals {
     pub strategy: TimeoutStrategy,
 }
 
+impl Default for Goals {
+    /// 300 ms, 30 passes, an hour, and none is moved that does not converge.
+    fn default() -> Self {
+        Self {
+            downtime: Duration::from_millis(300),
+            max_passes: 30,
+            timeout: Duration::from_secs(3600),
+            strategy: TimeoutStrategy::Cancel,
+        }
+    }
+}
+
 /// One pass as measured, and what the guest did meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Measured {

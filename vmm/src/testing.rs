@@ -5,7 +5,10 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch, apply_filter,
+};
 
 use crate::config::DiskConfig;
 use crate::kvm;
@@ -29,6 +32,11 @@ pub fn kvm_or_skip(test: &str) -> bool {
             false
         }
     }
+}
+
+/// Whether tests that have a long form shall run that: with `DRIFTLINE_FULL=1`.
+pub fn full() -> bool {
+    std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")
 }
 
 /// Says that `test` of this binary is skipped, as [`kvm_or_skip`] does, for want of something else.
@@ -64,8 +72,26 @@ pub fn linux_guest() -> Result<PathBuf, String> {
 /// From now on `fdatasync` fails with EIO on this thread and on those that it starts, as on a disk that has lost
 /// data.
 pub fn fail_fdatasync() -> Result<(), String> {
-    let rules = [(libc::SYS_fdatasync, Vec::new())].into_iter().collect();
-    let fails = SeccompAction::Errno(libc::EIO as u32);
+    fail([(libc::SYS_fdatasync, Vec::new())], libc::EIO)
+}
+
+/// From now on this thread, and what it starts, finds a kernel without userfaultfd: neither the system call nor the device gives one.
+pub fn hide_userfaultfd() -> Result<(), String> {
+    let request = crate::memory::USERFAULTFD_IOC_NEW();
+    let asks = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request)
+        .and_then(|asks| SeccompRule::new(vec![asks]))
+        .map_err(|e| e.to_string())?;
+    let calls = [(libc::SYS_userfaultfd, Vec::new()), (libc::SYS_ioctl, vec![asks])];
+    fail(calls, libc::ENOSYS)
+}
+
+/// These calls fail on this thread and on those that it starts.
+fn fail<const N: usize>(
+    calls: [(libc::c_long, Vec<SeccompRule>); N],
+    errno: i32,
+) -> Result<(), String> {
+    let fails = SeccompAction::Errno(errno.unsigned_abs());
+    let rules = calls.into_iter().collect();
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, fails, TargetArch::x86_64);
     let program: BpfProgram = filter.and_then(TryInto::try_into).map_err(|e| e.to_string())?;
     apply_filter(&program).map_err(|e| e.to_string())

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use common::{Place, driftline, fail, succeed, text};
 use serde_json::Value;
-use vmm::testing::{kvm_or_skip, skip};
+use vmm::testing::{hide_userfaultfd, kvm_or_skip, skip};
 
 #[test]
 fn an_unknown_way_is_a_wrong_use_and_the_known_ones_are_listed() {
@@ -71,6 +71,45 @@ fn a_host_without_kvm_lacks_something() {
     let said = text(&out.stderr);
     assert_eq!(out.status.code(), Some(3), "{said}");
     assert!(said.contains("this host lacks a usable /dev/kvm"), "{said}");
+}
+
+#[test]
+fn a_host_without_userfaultfd_says_so_first_and_in_the_row_and_measures_the_others() {
+    if !kvm_or_skip(
+        "a_host_without_userfaultfd_says_so_first_and_in_the_row_and_measures_the_others",
+    ) {
+        return;
+    }
+    // On a thread of its own: what it cannot call it cannot call again.
+    let hidden = std::thread::spawn(|| {
+        hide_userfaultfd().unwrap();
+        let matrix = ["--modes", "userfault-wp,dirty-bitmap", "--mem", "64M"];
+        let short = ["--guest", "payload,ws=2M,rate=40M", "--duration", "100ms", "--repeat", "1"];
+        let compared = driftline(&[&["compare", "--json"], &matrix[..], &short].concat());
+        let machine = ["run", "--guest", "payload", "--mem", "64M", "--serial", "null"];
+        let tracked = driftline(&[&machine[..], &["--tracking", "userfault-wp"]].concat());
+        let shadowed = driftline(&[&machine[..], &["--shadow", "userfault-wp"]].concat());
+        [compared, tracked, shadowed].map(|mut run| run.output().unwrap())
+    });
+    let [compared, tracked, shadowed] = hidden.join().unwrap();
+    let said = text(&compared.stderr);
+    assert_eq!(compared.status.code(), Some(0), "{said}");
+    let lacks = "this host has no asynchronous write protection of userfaultfd: ";
+    let first = said.lines().next().unwrap();
+    assert!(first.contains(&format!("userfault-wp+tree is not measured: {lacks}")), "{said}");
+    assert!(said.lines().nth(1).unwrap().contains("2 machines"), "{said}");
+    let report: Value = serde_json::from_slice(&compared.stdout).unwrap();
+    let rows = rows(&report);
+    let row = |way: &str| rows.iter().find(|row| row["way"] == way).unwrap();
+    let lacking = row("userfault-wp+tree");
+    assert!(lacking["figures"].is_null(), "{lacking}");
+    assert!(lacking["why"].as_str().unwrap().starts_with(lacks), "{lacking}");
+    assert_eq!(row("dirty-bitmap+tree")["figures"]["missed_frames"], 0);
+    for run in [tracked, shadowed] {
+        let said = text(&run.stderr);
+        assert_eq!(run.status.code(), Some(3), "{said}");
+        assert!(said.contains("this host lacks userfaultfd's asynchronous"), "{said}");
+    }
 }
 
 /// Of a row whose way this host has.

@@ -60,12 +60,13 @@ pub struct SendOptions {
 impl SendOptions {
     /// The defaults, with the directory for the hand-over record.
     pub fn new(records: impl Into<PathBuf>) -> Self {
+        let Goals { downtime, max_passes, timeout, strategy } = Goals::default();
         Self {
             records: records.into(),
-            downtime: Duration::from_millis(300),
-            max_passes: 30,
-            timeout: Duration::from_secs(3600),
-            timeout_strategy: TimeoutStrategy::Cancel,
+            downtime,
+            max_passes,
+            timeout,
+            timeout_strategy: strategy,
             max_bandwidth: None,
             connections: 1,
             compression: Compression::None,

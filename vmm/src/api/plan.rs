@@ -5,7 +5,6 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use checkpoint::{CadenceForecast, cadence_forecast};
-use migrate::TimeoutStrategy;
 use migrate::convergence::Goals;
 use migrate::forecast::{Conditions, Curve, Forecast, forecast};
 use serde::{Deserialize, Serialize};
@@ -17,9 +16,6 @@ use crate::jobs::Watched;
 
 /// What a link is taken to carry if nothing is said, bytes/s: 10 Gbit/s.
 pub const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;
-/// Passes and time that `send-migration` allows without other options.
-const MAX_PASSES: u32 = 30;
-const TIMEOUT: Duration = Duration::from_secs(3600);
 /// Intervals of checkpoints that are looked at, ms.
 const CADENCES_MS: [u64; 7] = [10, 25, 50, 100, 250, 500, 1000];
 
@@ -79,13 +75,11 @@ impl Plan {
     pub fn new(request: &PlanRequest, seen: Watched) -> Self {
         let curve = Curve::new(&seen.windows(), seen.memory_frames);
         let bytes_per_s = request.bandwidth_bytes_per_s.unwrap_or(ASSUMED_BANDWIDTH);
-        let downtime_ms = request.downtime_ms.unwrap_or(300);
-        let goals = Goals {
-            downtime: Duration::from_millis(downtime_ms),
-            max_passes: MAX_PASSES,
-            timeout: TIMEOUT,
-            strategy: TimeoutStrategy::Cancel,
-        };
+        // What `send-migration` aims at without other options.
+        let mut goals = Goals::default();
+        if let Some(ms) = request.downtime_ms {
+            goals.downtime = Duration::from_millis(ms);
+        }
         let (populated, zeros) = (seen.populated_frames, seen.zero_frames);
         let throttle = true;
         let conditions = Conditions { bytes_per_s, goals, throttle, populated, zeros };
@@ -106,7 +100,7 @@ impl Plan {
             },
             bandwidth_bytes_per_s: bytes_per_s,
             bandwidth_assumed: request.bandwidth_bytes_per_s.is_none(),
-            downtime_target_ms: downtime_ms,
+            downtime_target_ms: goals.downtime.as_millis().try_into().unwrap_or(u64::MAX),
             without_throttle: held.then(|| forecast(&free, &curve)),
             migration,
             throttle_possible: seen.curve.iter().any(|w| !w.vcpu_frames.is_empty()),

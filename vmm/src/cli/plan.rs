@@ -112,10 +112,7 @@ fn told(plan: &Plan) -> String {
 fn verdict(plan: &Plan) -> String {
     match (plan.verdict, plan.migration.most_bytes_per_s) {
         (PlanVerdict::ConvergesThrottled, Some(most)) => {
-            format!(
-                "converges if vCPUs are held to {}/s each, as they will be",
-                output::bytes(most)
-            )
+            format!("converges with vCPUs held to {}/s each, as they will be", output::bytes(most))
         }
         (PlanVerdict::Converges | PlanVerdict::ConvergesThrottled, _) => "converges".to_owned(),
         (PlanVerdict::DoesNotConverge, _) if plan.throttle_possible => {
@@ -132,12 +129,13 @@ fn course(migration: &Forecast) -> [(&'static str, String); 4] {
         true => format!("{:.0} ms", migration.downtime_ms),
         false => format!("{:.0} ms with --timeout-strategy switchover", migration.downtime_ms),
     };
+    let then = if migration.converges { "the pause" } else { "no more" };
     let total = match migration.converges {
         true => format!("{:.0} ms", migration.total_time_ms),
         false => format!("given up after {:.0} ms", migration.total_time_ms),
     };
     [
-        ("passes", format!("{}, then the pause: {}", migration.passes.len(), migration.reason)),
+        ("passes", format!("{}, then {then}: {}", migration.passes.len(), migration.reason)),
         ("total", total),
         ("downtime", downtime),
         ("transferred", output::bytes(migration.transferred_bytes)),
@@ -199,6 +197,7 @@ mod tests {
             "so none can be held back",
             "not offered by this version",
             "given up after",
+            "30, then no more: the guest outruns the link",
             "switchover",
         ] {
             assert!(text.contains(said), "{said}: {text}");

@@ -44,7 +44,7 @@ pub struct Cell {
 }
 
 /// A guest that dirties about a hundred frames in an epoch of 10 ms.
-pub const LIGHT: &str = "payload,ws=4M,rate=40M";
+pub const LIGHT: &str = "payload,ws=2M,rate=40M";
 /// One that dirties some eight hundred.
 pub const BRISK: &str = "payload,ws=32M,rate=320M";
 /// One that writes all over its working set, as fast as it can.

@@ -80,6 +80,11 @@ impl Truth {
         })
     }
 
+    /// The frames of the working set.
+    pub(super) fn frames(&self) -> impl Iterator<Item = FrameRun> {
+        self.segments.iter().map(|s| FrameRun { start: Gfn(s.gfn), count: s.pages })
+    }
+
     /// How much of its working set, between 0 and 1, the guest has written, by some pages of it.
     pub(super) fn begun(&self, ram: &GuestRam, vcpus: u8) -> f64 {
         let (mut touched, mut asked) = (0u32, 0u32);

@@ -73,7 +73,8 @@ impl Watched {
     /// The windows, for a forecast.
     pub fn windows(&self) -> Vec<Window> {
         let one = |seen: &SeenWindows| Window {
-            length: Duration::from_secs_f64(seen.window_ms.max(0.0) / 1e3),
+            // What is no time is no window, and left out there.
+            length: Duration::try_from_secs_f64(seen.window_ms / 1e3).unwrap_or_default(),
             frames: seen.frames,
             by_vcpu: seen.vcpu_frames.clone(),
         };

@@ -29,9 +29,10 @@ impl RingMap {
         let offset = i64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE as i64;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let null = std::ptr::null_mut();
+        // Populated: the first harvests shall not take a page fault each.
+        let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing of ours.
-        let map =
-            unsafe { libc::mmap(null, bytes, prot, libc::MAP_SHARED, vcpu.as_raw_fd(), offset) };
+        let map = unsafe { libc::mmap(null, bytes, prot, flags, vcpu.as_raw_fd(), offset) };
         match NonNull::new(map.cast()) {
             Some(entries) if map != libc::MAP_FAILED => Ok(Self { entries, count }),
             _ => Err(io::Error::last_os_error()),

@@ -114,6 +114,11 @@ impl Machine {
         self.counters.iter().map(|c| c.ring_full_time()).sum()
     }
 
+    /// Gives host memory to these frames, in pages of the size that the guest's own first writes would get.
+    pub(crate) fn fault_in(&self, frames: FrameRun) {
+        self.memory.fault_in(frames);
+    }
+
     /// The drives that the guest can write to, each with the tree of its blocks.
     pub fn drives(&self) -> &[Drive] {
         &self.drives

@@ -30,7 +30,7 @@ use populated::Populated;
 use preparing::Preparing;
 pub(crate) use shield::Kept;
 use shield::MemoryShield;
-pub(crate) use userfault::Userfault;
+pub(crate) use userfault::{USERFAULTFD_IOC_NEW, Userfault};
 pub(crate) use watch::WriteWatch;
 
 /// Why there is no guest memory.
@@ -224,6 +224,18 @@ impl Memory {
         }
     }
 
+    /// As [`prepare`](Self::prepare), in pages of the size that the guest's own first writes would get.
+    pub(crate) fn fault_in(&self, run: FrameRun) {
+        let start = GuestAddress(run.start.gpa());
+        let Ok(len) = usize::try_from(run.bytes()) else { return };
+        for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
+            let address = slice.ptr_guard_mut().as_ptr() as usize;
+            if let Err(e) = backing::populate_piece(address, slice.len()) {
+                tracing::trace!("{run:?} is not populated beforehand: {e}");
+            }
+        }
+    }
+
     /// Runs of frames, ascending, that have host memory, are swapped out, or are still to come: all others were never
     /// written and read as zeros. Reads eight bytes a frame from the kernel, or, of a memory file,
     /// asks for the bounds of each run.
@@ -361,6 +373,11 @@ mod tests {
             memory.prepare(FrameRun { start: Gfn((64 << 8) - 1), count: 9 });
             let last = FrameRun { start: Gfn((64 << 8) - 1), count: 1 };
             assert!([vec![run], vec![run, last]].contains(&memory.populated().unwrap()));
+            memory.fault_in(FrameRun { start: Gfn(99), count: 7 });
+            let more = FrameRun { start: Gfn(99), count: 7 };
+            assert_eq!(memory.populated().unwrap()[0], more, "{options:?}");
+            assert_eq!((byte(99), byte(101)), (0, 7));
+            assert!(writes.drain().is_empty(), "{options:?}");
         }
     }
 

@@ -8,27 +8,19 @@ use dirty_tracker::{
 };
 
 use super::lap;
+use super::log::DirtyLog;
 use crate::kvm::KvmVm;
 
 /// The bitmaps of a VM's slots.
 #[derive(Debug)]
 pub struct BitmapSource {
-    vm: Arc<KvmVm>,
-    /// Room for the largest slot's bitmap, reused for all.
-    buffer: Vec<u64>,
+    log: DirtyLog,
 }
 
 impl BitmapSource {
     /// Over all slots; nothing is caught yet.
     pub fn new(vm: Arc<KvmVm>) -> Self {
-        let words = vm.memory().layout().slots().map(|s| s.frames.div_ceil(64)).max();
-        let buffer = vec![0; words.unwrap_or(0) as usize];
-        Self { vm, buffer }
-    }
-
-    fn set_logging(&self, on: bool) -> Result<(), SourceError> {
-        let set = self.vm.set_dirty_logging(on);
-        set.map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })
+        Self { log: DirtyLog::new(vm) }
     }
 }
 
@@ -38,13 +30,11 @@ impl DirtySource for BitmapSource {
     }
 
     fn start(&mut self) -> Result<(), SourceError> {
-        // A stop may have failed half-way, and only a slot that goes from off to on is protected.
-        self.set_logging(false)?;
-        self.set_logging(true)
+        self.log.start()
     }
 
     fn stop(&mut self) -> Result<(), SourceError> {
-        self.set_logging(false)
+        self.log.stop()
     }
 
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
@@ -61,12 +51,10 @@ impl BitmapSource {
         mut insert: impl FnMut(SlotId, &[u64]) -> Result<u64, OutOfSlot>,
     ) -> Result<Collected, SourceError> {
         let mut out = Collected::default();
-        let vm = self.vm.clone();
+        let vm = self.log.vm().clone();
         for slot in vm.memory().layout().slots() {
             let mut at = Instant::now();
-            let bitmap = &mut self.buffer[..slot.frames.div_ceil(64) as usize];
-            vm.get_dirty_log(slot.id, bitmap)
-                .map_err(|cause| SourceError { what: "KVM_GET_DIRTY_LOG", cause })?;
+            let bitmap = self.log.read(slot)?;
             // One call reads and reprotects; the time of both is the time of the second.
             out.reprotect_ns += lap(&mut at);
             match insert(slot.id, bitmap) {

@@ -8,9 +8,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{Collected, DirtySource, Slot, SourceError, Tracker, TrackingMode};
+use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
 
 use super::lap;
+use super::log::DirtyLog;
 use crate::kvm::KvmVm;
 
 /// Words of clean frames that are passed to the kernel with the dirty ones around them: it looks at a thousand in the
@@ -22,22 +23,13 @@ const MOST: usize = 2048;
 /// The bitmaps of a VM's slots.
 #[derive(Debug)]
 pub struct ManualSource {
-    vm: Arc<KvmVm>,
-    /// Room for the largest slot's bitmap, reused for all.
-    buffer: Vec<u64>,
+    log: DirtyLog,
 }
 
 impl ManualSource {
     /// Over all slots of a VM whose dirty log is manual; nothing is caught yet.
     pub fn new(vm: Arc<KvmVm>) -> Self {
-        let words = vm.memory().layout().slots().map(|s| s.frames.div_ceil(64)).max();
-        let buffer = vec![0; words.unwrap_or(0) as usize];
-        Self { vm, buffer }
-    }
-
-    fn set_logging(&self, on: bool) -> Result<(), SourceError> {
-        let set = self.vm.set_dirty_logging(on);
-        set.map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })
+        Self { log: DirtyLog::new(vm) }
     }
 }
 
@@ -83,32 +75,29 @@ impl DirtySource for ManualSource {
     /// cleared here: as much work as protecting everything when logging is switched on, but in pieces, between which
     /// vCPUs get KVM's lock. What is thrown away was written before this returns.
     fn start(&mut self) -> Result<(), SourceError> {
-        // A stop may have failed half-way, and only a slot that goes from off to on is whole.
-        self.set_logging(false)?;
-        self.set_logging(true)?;
-        for slot in self.vm.memory().layout().slots() {
-            let bitmap = words(&mut self.buffer, slot);
+        self.log.start()?;
+        let vm = self.log.vm().clone();
+        for slot in vm.memory().layout().slots() {
+            let bitmap = self.log.room(slot);
             bitmap.fill(u64::MAX);
-            clear(bitmap, |word, bits| self.vm.clear_dirty_log(slot.id, word, bits))?;
+            clear(bitmap, |word, bits| vm.clear_dirty_log(slot.id, word, bits))?;
         }
         Ok(())
     }
 
     fn stop(&mut self) -> Result<(), SourceError> {
-        self.set_logging(false)
+        self.log.stop()
     }
 
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError> {
         let mut out = Collected::default();
-        for slot in self.vm.memory().layout().slots() {
+        let vm = self.log.vm().clone();
+        for slot in vm.memory().layout().slots() {
             let mut at = Instant::now();
-            let bitmap = words(&mut self.buffer, slot);
-            self.vm
-                .get_dirty_log(slot.id, bitmap)
-                .map_err(|cause| SourceError { what: "KVM_GET_DIRTY_LOG", cause })?;
+            let bitmap = self.log.read(slot)?;
             out.harvest_ns += lap(&mut at);
             // I3. A frame that is written between the two calls is in `bitmap`, or stays in KVM's.
-            let cleared = clear(bitmap, |word, bits| self.vm.clear_dirty_log(slot.id, word, bits));
+            let cleared = clear(bitmap, |word, bits| vm.clear_dirty_log(slot.id, word, bits));
             out.reprotect_ns += lap(&mut at);
             match tracker.absorb_bitmap(slot.id, bitmap) {
                 Ok(frames) => out.frames += frames,
@@ -124,11 +113,6 @@ impl DirtySource for ManualSource {
         }
         Ok(out)
     }
-}
-
-/// The part of `buffer` that a slot's bitmap takes.
-fn words<'a>(buffer: &'a mut [u64], slot: &Slot) -> &'a mut [u64] {
-    &mut buffer[..slot.frames.div_ceil(64) as usize]
 }
 
 #[cfg(test)]

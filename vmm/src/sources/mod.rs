@@ -5,6 +5,7 @@ mod bitmap;
 #[cfg(all(feature = "broken-source", debug_assertions))]
 mod broken;
 mod diverted;
+mod log;
 mod manual;
 mod ring;
 mod sets;
@@ -21,10 +22,20 @@ pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;
 
+use dirty_tracker::SourceError;
+
+use crate::kvm::KvmVm;
+
 /// Nanoseconds since `start`, which becomes now.
 fn lap(start: &mut Instant) -> u64 {
     let now = Instant::now();
     let ns = now.duration_since(*start).as_nanos();
     *start = now;
     u64::try_from(ns).unwrap_or(u64::MAX)
+}
+
+/// Has KVM log writes in all slots, or in none.
+fn set_logging(vm: &KvmVm, on: bool) -> Result<(), SourceError> {
+    let set = vm.set_dirty_logging(on);
+    set.map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })
 }

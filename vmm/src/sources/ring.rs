@@ -8,7 +8,7 @@ use dirty_tracker::{
     TrackingMode,
 };
 
-use super::lap;
+use super::{lap, set_logging};
 use crate::kvm::{KvmVm, RingMap};
 
 /// The rings of a VM and our place in each of them.
@@ -34,8 +34,7 @@ impl RingSource {
     }
 
     fn set_logging(&mut self, on: bool) -> Result<(), SourceError> {
-        let set = self.vm.set_dirty_logging(on);
-        set.map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })?;
+        set_logging(&self.vm, on)?;
         self.logging = on;
         Ok(())
     }
@@ -61,9 +60,8 @@ impl RingSource {
                     "a dirty ring lost entries: all memory counts as dirty for this epoch"
                 );
                 // What was lost is still writable: only switching logging anew protects it.
-                let anew = self.vm.set_dirty_logging(false);
-                anew.and_then(|()| self.vm.set_dirty_logging(true))
-                    .map_err(|cause| SourceError { what: "KVM_SET_USER_MEMORY_REGION", cause })?;
+                set_logging(&self.vm, false)?;
+                set_logging(&self.vm, true)?;
             }
             // While logging is off this holds too: switching it on is what protects all memory.
             readable = readable.all_reprotected();

@@ -12,7 +12,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use vmm::machine::Machine;
 use vmm::memory::{Backing, HugePages, MemoryOptions};
-use vmm::testing::kvm_or_skip;
+use vmm::testing::{full, kvm_or_skip};
 use vmm::vm::Vm;
 
 use crate::harness::*;
@@ -21,10 +21,6 @@ use crate::tracking::modes;
 
 /// Harvests of each source in all, and what a default run does of them.
 const HARVESTS: (u32, u32) = (10_000, 120);
-
-fn full() -> bool {
-    std::env::var_os("DRIFTLINE_FULL").is_some()
-}
 
 /// One seed, for all sources (splitmix64).
 struct Chance(u64);
@@ -92,8 +88,14 @@ impl Copied {
     }
 }
 
-/// Harvests at random until `harvests` are done or a frame is lost; gives the frames that are, and how many were reported.
-fn harvest_at_random(machine: Arc<Machine>, seed: u64, harvests: u32) -> (Vec<u64>, u64) {
+/// Harvests at random until `harvests` are done or a frame is lost; gives the frames that are, and how many were reported. After one
+/// harvest in so many, `looks`, the guest is held, and the copy compared with it.
+fn harvest_at_random(
+    machine: Arc<Machine>,
+    seed: u64,
+    harvests: u32,
+    looks: u64,
+) -> (Vec<u64>, u64) {
     let (mut chance, mut copied) = (Chance(seed), Copied::new(machine.clone()));
     machine.resume().unwrap();
     for harvest in 0..harvests {
@@ -108,7 +110,7 @@ fn harvest_at_random(machine: Arc<Machine>, seed: u64, harvests: u32) -> (Vec<u6
             _ => {}
         }
         copied.harvest();
-        if chance.next(16) == 0 || harvest + 1 == harvests {
+        if chance.next(looks) == 0 || harvest + 1 == harvests {
             let lost = copied.lost();
             if !lost.is_empty() {
                 return (lost, copied.reported);
@@ -135,40 +137,65 @@ fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
     }
 }
 
-#[test]
-fn no_source_loses_a_frame_however_it_is_harvested() {
-    if !kvm_or_skip("no_source_loses_a_frame_however_it_is_harvested") {
+/// One source: of whatever rings and memory make a difference to it. Ring 0 overruns the smallest ring, where it is emulated; what else
+/// has room for all is to lose nothing of the same guest.
+fn loses_no_frame(test: &str, mode: TrackingMode) {
+    if !kvm_or_skip(test) || !modes().contains(&mode) {
         return;
     }
-    let harvests = if full() { HARVESTS.0 } else { HARVESTS.1 };
-    let smallest = smallest_ring(&payload("payload"));
-    for mode in modes() {
-        // Ring 0 overruns the smallest ring, where it is emulated.
-        let rings: &[(u32, u8)] = match mode {
-            TrackingMode::DirtyRing => &[(DEFAULT_RING_ENTRIES, 3), (smallest, 3), (smallest, 0)],
-            _ => &[(DEFAULT_RING_ENTRIES, 3)],
-        };
-        for memory in memories(mode) {
-            for &(ring_entries, ring) in rings {
-                let console = Console::new();
-                let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
-                let config =
-                    MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
-                let machine = Machine::launch(config, &on(&console, memory)).unwrap();
-                let begun = Instant::now();
-                let (lost, reported) = harvest_at_random(machine.clone(), 42, harvests);
-                let overruns = machine.info().ring_overruns;
-                let what =
-                    format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
-                assert!(lost.is_empty(), "{what}: lost {} frames: {lost:x?}", lost.len());
-                println!("{what}: {reported} frames, {overruns} overruns, {:?}", begun.elapsed());
-                assert!(reported > 1000, "{what}: only {reported} frames were reported");
-                console.wait_for_reports(2, 1);
-                machine.stop("it has shown enough");
-                console.assert_no_errors();
+    // A look costs as much as a hundred harvests; what is lost is there to be seen for longer than until the next, either way.
+    let (harvests, looks) = if full() { (HARVESTS.0, 64) } else { (HARVESTS.1, 16) };
+    let usual = DEFAULT_RING_ENTRIES;
+    let rings = match mode {
+        TrackingMode::DirtyRing => {
+            let smallest = smallest_ring(&payload("payload"));
+            vec![(usual, 3), (smallest, 3), (smallest, 0)]
+        }
+        _ => vec![(usual, 3), (usual, 0)],
+    };
+    for memory in memories(mode) {
+        for &(ring_entries, ring) in &rings {
+            let console = Console::new();
+            let spec = format!("payload,ws=24M,rate=400M,pattern=random,ring={ring}");
+            let config = MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
+            let machine = Machine::launch(config, &on(&console, memory)).unwrap();
+            let begun = Instant::now();
+            let (lost, reported) = harvest_at_random(machine.clone(), 42, harvests, looks);
+            let overruns = machine.info().ring_overruns;
+            let what = format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
+            assert!(lost.is_empty(), "{what}: lost {} frames: {lost:x?}", lost.len());
+            println!("{what}: {reported} frames, {overruns} overruns, {:?}", begun.elapsed());
+            assert!(reported > 1000, "{what}: only {reported} frames were reported");
+            if (mode, ring) == (TrackingMode::DirtyRing, 0) && overruns == 0 {
+                let why = "of overruns: this host has none, its KVM runs ring 0 itself";
+                vmm::testing::skip(test, why);
             }
+            console.wait_for_reports(2, 1);
+            machine.stop("it has shown enough");
+            console.assert_no_errors();
         }
     }
+}
+
+#[test]
+fn rings_lose_no_frame_however_they_are_harvested() {
+    loses_no_frame("rings_lose_no_frame_however_they_are_harvested", TrackingMode::DirtyRing);
+}
+
+#[test]
+fn bitmaps_lose_no_frame_however_they_are_harvested() {
+    loses_no_frame("bitmaps_lose_no_frame_however_they_are_harvested", TrackingMode::DirtyBitmap);
+}
+
+#[test]
+fn bitmaps_cleared_by_hand_lose_no_frame_however_they_are_harvested() {
+    let test = "bitmaps_cleared_by_hand_lose_no_frame_however_they_are_harvested";
+    loses_no_frame(test, TrackingMode::DirtyBitmapManual);
+}
+
+#[test]
+fn userfaultfd_loses_no_frame_however_it_is_harvested() {
+    loses_no_frame("userfaultfd_loses_no_frame_however_it_is_harvested", TrackingMode::UserfaultWp);
 }
 
 #[cfg(debug_assertions)]
@@ -198,13 +225,16 @@ fn a_source_that_loses_frames_is_found_out() {
         return;
     }
     for mode in modes() {
-        let one_in = if full() { 1_000_000 } else { 2_000 };
-        let console = Console::new();
-        let spec = "payload,ws=24M,rate=max,pattern=random";
+        // So that a million are soon there: fewer looks, and a guest that comes to each page again only after one.
+        let (one_in, looks, spec) = match full() {
+            true => (1_000_000, 128, "payload,ws=40M,rate=max"),
+            false => (2_000, 16, "payload,ws=24M,rate=max,pattern=random"),
+        };
+        let (console, begun) = (Console::new(), Instant::now());
         let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
         let machine = Machine::launch(config, &losing(&console, one_in)).unwrap();
-        let (lost, reported) = harvest_at_random(machine.clone(), 42, 200_000);
-        println!("{mode}: lost {lost:x?} of {reported}");
+        let (lost, reported) = harvest_at_random(machine.clone(), 42, 1_000_000, looks);
+        println!("{mode}: lost {lost:x?} of {reported}, {:?}", begun.elapsed());
         assert!(
             !lost.is_empty(),
             "{mode}: one in {one_in} of {reported} frames is lost, and none is missing"
@@ -213,24 +243,33 @@ fn a_source_that_loses_frames_is_found_out() {
     }
 }
 
+/// One frame in so many is lost, and how long the guest runs between two moves. In the long form many moves lose nothing: what counts
+/// is a frame's last report before the guest stands.
+fn lost_to_the_payload() -> (u64, Duration, Duration) {
+    match full() {
+        true => (1_000_000, Duration::from_millis(5), Duration::from_secs(1800)),
+        false => (50, Duration::from_millis(300), LONG),
+    }
+}
+
 #[test]
 fn the_payload_finds_out_that_frames_were_lost() {
-    if !can_lose("the_payload_finds_out_that_frames_were_lost")
-        || !kvm_or_skip("the_payload_finds_out_that_frames_were_lost")
-    {
+    const TEST: &str = "the_payload_finds_out_that_frames_were_lost";
+    if !can_lose(TEST) || !kvm_or_skip(TEST) {
         return;
     }
+    let (one_in, between, limit) = lost_to_the_payload();
+    let spec = match full() {
+        true => "payload,ws=24M,rate=max,pattern=random",
+        false => "payload,ws=4M,rate=64M,pattern=random",
+    };
     for mode in modes() {
         let console = Console::new();
-        let config = MachineConfig {
-            tracking: mode,
-            vcpus: 2,
-            ..payload("payload,ws=4M,rate=64M,pattern=random")
-        };
-        let mut machine = Machine::launch(config, &losing(&console, 50)).unwrap();
+        let config = MachineConfig { tracking: mode, vcpus: 2, ..payload(spec) };
+        let mut machine = Machine::launch(config, &losing(&console, one_in)).unwrap();
         machine.resume().unwrap();
         console.wait_for("start", |text| text.contains("payload ready"));
-        let end = Instant::now() + LONG;
+        let begun = Instant::now();
         // Of a frame that was lost the new machine has an older content, which its check of each page shows.
         let found = |text: &str| {
             text.lines().any(|line| match Message::parse(line) {
@@ -239,13 +278,19 @@ fn the_payload_finds_out_that_frames_were_lost() {
                 Some(_) => true,
             })
         };
+        let mut moves = 0;
         while !found(&console.text()) {
-            assert!(Instant::now() < end, "{mode}: nothing found:\n{}", console.text());
-            std::thread::sleep(Duration::from_millis(300));
-            let new = move_to_new_on(&machine, losing(&console, 50), Clock::Advance);
+            assert!(
+                begun.elapsed() < limit,
+                "{mode}: nothing found in {moves} moves:\n{}",
+                console.text()
+            );
+            std::thread::sleep(between);
+            let new = move_to_new_on(&machine, losing(&console, one_in), Clock::Advance);
             new.resume().unwrap();
-            machine = new;
+            (machine, moves) = (new, moves + 1);
         }
+        println!("{mode}: found after {moves} moves, {:?}", begun.elapsed());
         machine.stop("it has shown enough");
     }
 }

@@ -1,0 +1,62 @@
+//! Drives in the epochs of a guest: stored beside memory, from the same instant, and restored together with it.
+#![allow(clippy::unwrap_used)]
+
+mod archives;
+mod epochs;
+mod instant;
+mod restores;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
+use checkpoint::{
+    Archive, Backend, Cause, Checkpointer, Clock, Guest, Phase, RestoreError, RunState, Store,
+    VmId, restore, restore_archive, restore_lazily,
+};
+use dirty_tracker::{Gfn, PAGE_SIZE};
+use proptest::prelude::*;
+use vm_memory::{Bytes, GuestAddress};
+
+const BLOCK: usize = PAGE_SIZE as usize;
+/// Of two drives, the first with a block that is a part, and blocks enough for several records' runs.
+const SIZES: [u64; 2] = [150 * PAGE_SIZE + 1536, 7 * PAGE_SIZE];
+
+fn disks() -> Vec<Arc<TestDisk>> {
+    let named = SIZES.iter().zip(["one", "two"]);
+    named.map(|(bytes, id)| TestDisk::new(id, *bytes).unwrap()).collect()
+}
+
+fn guest() -> Arc<MemoryGuest> {
+    MemoryGuest::with_disks(VmId::random(), MemoryConfig::still(), disks()).unwrap()
+}
+
+/// Where a guest is restored to: its disks are full of something else.
+fn elsewhere() -> MemoryGuestFactory {
+    let disks = disks();
+    for disk in &disks {
+        disk.write(0, &vec![0xee; disk.head().bytes as usize]).unwrap();
+    }
+    MemoryGuestFactory { disks, ..Default::default() }
+}
+
+fn contents(disks: &[Arc<TestDisk>]) -> Vec<Vec<u8>> {
+    disks.iter().map(|disk| disk.contents().unwrap()).collect()
+}
+
+fn on(disk: &MemoryDisk, writable: bool) -> Store {
+    Store::with_backend(Box::new(disk.clone()), writable).unwrap()
+}
+
+fn restored(disk: &MemoryDisk, epoch: u64, lazily: bool) -> Vec<Vec<u8>> {
+    let (store, factory) = (on(disk, false), elsewhere());
+    let report = match lazily {
+        true => restore_lazily(&store, Some(epoch), &factory, Clock::Continue).unwrap().1,
+        false => restore(&store, Some(epoch), &factory, Clock::Continue).unwrap().1,
+    };
+    assert_eq!((report.epoch, report.drives), (epoch, 2));
+    contents(&factory.disks)
+}

@@ -1,0 +1,199 @@
+//! Connections from either side: bytes, room, patience, and packets of no sense.
+
+use super::*;
+
+#[test]
+fn the_guest_reaches_a_program_of_the_host() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    guest.send(op::RW, ports, b"a question");
+    let mut bytes = [0; 10];
+    program.read_exact(&mut bytes).unwrap();
+    assert_eq!(&bytes, b"a question");
+    program.write_all(&pattern(1, 10_000)).unwrap();
+    assert_eq!(guest.read(ports, 10_000), pattern(1, 10_000));
+    // The program is through; the guest still sends.
+    program.shutdown(Shutdown::Write).unwrap();
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_eq!(header.flags.get(), NO_SEND);
+    guest.send(op::RW, ports, b"last words");
+    program.read_exact(&mut bytes).unwrap();
+    assert_eq!(&bytes, b"last words");
+    let over =
+        Header { flags: (NO_SEND | NO_RECEIVE).into(), ..Guest::packet(op::SHUTDOWN, ports) };
+    guest.send_header(over, &[]);
+    guest.expect(op::RST, ports);
+    assert_eq!(program.read(&mut bytes).unwrap(), 0);
+    // Nobody there.
+    let nobody = Ports { guest: 7, host: 53 };
+    guest.send(op::REQUEST, nobody, &[]);
+    guest.expect(op::RST, nobody);
+}
+
+#[test]
+fn a_program_of_the_host_reaches_the_guest() {
+    let place = Place::new();
+    let mut guest = place.guest();
+    let mut program = place.call(9000);
+    let (header, _) = guest.next();
+    assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 9000));
+    let ports = Ports { guest: 9000, host: header.src_port.get() };
+    guest.send(op::RESPONSE, ports, &[]);
+    let want = format!("OK {}\nhello", ports.host);
+    guest.send(op::RW, ports, b"hello");
+    let mut said = vec![0; want.len()];
+    program.read_exact(&mut said).unwrap();
+    assert_eq!(said, want.as_bytes());
+    program.write_all(b"and good bye").unwrap();
+    drop(program);
+    assert_eq!(guest.read(ports, 12), b"and good bye");
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_ne!(header.flags.get() & NO_SEND, 0);
+    guest.send(op::RST, ports, &[]);
+    // Refused by the guest.
+    let mut program = place.call(9001);
+    let (header, _) = guest.next();
+    guest.send(op::RST, Ports { guest: 9001, host: header.src_port.get() }, &[]);
+    assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
+    // Not the greeting that is asked for.
+    let mut program = UnixStream::connect(place.uds()).unwrap();
+    program.set_read_timeout(Some(LONG)).unwrap();
+    program.write_all(b"GET / HTTP/1.1\r\n").unwrap();
+    assert_eq!(program.read(&mut [0; 8]).unwrap_or(0), 0);
+}
+
+#[test]
+fn neither_side_gets_more_than_it_has_room_for() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    // The program does not read: its socket fills, then the device's room, and no more.
+    let mut taken = 0usize;
+    let mut told = 0u32;
+    let chunk = pattern(2, 4096);
+    while (taken as u32).wrapping_sub(told) + 4096 <= ROOM {
+        guest.send(op::RW, ports, &chunk);
+        taken += chunk.len();
+        assert!(taken < 64 << 20, "the room is bounded");
+        if (taken as u32).wrapping_sub(told) + 4096 > ROOM {
+            guest.send(op::CREDIT_REQUEST, ports, &[]);
+            let (header, _) = guest.expect(op::CREDIT_UPDATE, ports);
+            assert_eq!(header.buf_alloc.get(), ROOM);
+            told = header.fwd_cnt.get();
+        }
+    }
+    // Now it does, and gets all of it.
+    let mut all = vec![0; taken];
+    program.read_exact(&mut all).unwrap();
+    assert!(all.chunks(4096).all(|c| c == chunk));
+    let (header, _) = guest.expect(op::CREDIT_UPDATE, ports);
+    assert!(header.fwd_cnt.get() > told, "the guest is told by itself");
+    // The other way: the guest says that it has room for 1,000 bytes.
+    let small = Header { buf_alloc: 1000.into(), ..Guest::packet(op::CREDIT_UPDATE, ports) };
+    guest.send_header(small, &[]);
+    program.write_all(&pattern(3, 3000)).unwrap();
+    assert_eq!(guest.read(ports, 1000), pattern(3, 3000)[..1000]);
+    guest.expect(op::CREDIT_REQUEST, ports);
+    let more = Header {
+        buf_alloc: 1000.into(),
+        fwd_cnt: 1000.into(),
+        ..Guest::packet(op::CREDIT_UPDATE, ports)
+    };
+    guest.send_header(more, &[]);
+    assert_eq!(guest.read(ports, 1000), pattern(3, 3000)[1000..2000]);
+    // A guest that sends more than it may is cut off.
+    let flood = vec![0; 60 << 10];
+    for _ in 0..200 {
+        guest.send(op::RW, ports, &flood);
+    }
+    loop {
+        let (header, _) = guest.next();
+        if header.op.get() == op::RST {
+            break;
+        }
+    }
+}
+
+#[test]
+fn packets_of_no_sense_are_refused_and_bounded() {
+    let place = Place::new();
+    let mut guest = place.guest();
+    let ports = Ports { guest: 5, host: 6 };
+    for op in [op::RW, op::RESPONSE, op::SHUTDOWN, op::CREDIT_REQUEST, 0, 99] {
+        guest.send(op, ports, &[]);
+        guest.expect(op::RST, ports);
+    }
+    let datagram = Header { kind: 3.into(), ..Guest::packet(op::REQUEST, ports) };
+    guest.send_header(datagram, &[]);
+    guest.expect(op::RST, ports);
+    let alien = Header { src_cid: 7.into(), ..Guest::packet(op::REQUEST, ports) };
+    guest.send_header(alien, &[]);
+    // Refusals that nobody takes: the device stops taking packets, and goes on once they are taken.
+    let heads: Vec<u16> = (0..MAX_REFUSALS as u32 + 10)
+        .map(|n| {
+            let header = Guest::packet(op::RW, Ports { guest: n, host: 1 });
+            let piece = guest.driver.given(header.as_bytes());
+            let head = guest.driver.post(TRANSMIT, &[piece]);
+            guest.driver.kick(TRANSMIT);
+            if (n as usize) < MAX_REFUSALS {
+                guest.driver.wait_used(TRANSMIT, head);
+            }
+            head
+        })
+        .collect();
+    for _ in &heads {
+        let (header, _) = guest.next();
+        assert_eq!(header.op.get(), op::RST);
+    }
+    for head in &heads[MAX_REFUSALS..] {
+        guest.driver.wait_used(TRANSMIT, *head);
+    }
+    // Of no form.
+    let lying = Header { len: 1.into(), ..Guest::packet(op::RW, ports) };
+    for (queue, bytes) in [(TRANSMIT, lying.as_bytes()), (TRANSMIT, &[0; 43][..])] {
+        let piece = guest.driver.given(bytes);
+        guest.driver.post(queue, &[piece]);
+        guest.driver.kick(queue);
+        guest.driver.wait_stopped("a packet of no form");
+        guest.driver.start(!0);
+    }
+    let (small, nobody) = (guest.driver.wanted(43), Guest::packet(op::RW, ports));
+    guest.driver.post(RECEIVE, &[small]);
+    let piece = guest.driver.given(nobody.as_bytes());
+    guest.driver.post(TRANSMIT, &[piece]);
+    guest.driver.kick(TRANSMIT);
+    guest.driver.wait_stopped("no room for a header");
+}
+
+#[test]
+fn a_guest_that_does_not_answer_is_waited_for_so_long_and_no_longer() {
+    let place = Place::new();
+    let mut guest = place.guest();
+    let began = Instant::now();
+    let mut program = place.call(9000);
+    let (header, _) = guest.next();
+    assert_eq!(header.op.get(), op::REQUEST);
+    let ports = Ports { guest: 9000, host: header.src_port.get() };
+    // It says nothing to a request.
+    assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
+    assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
+    guest.expect(op::RST, ports);
+    // Nor when the program is gone that it has spoken to, which had said before that it sends no more.
+    let listener = place.listen(52);
+    let (ports, program) = guest.connect(&listener, 52);
+    program.shutdown(Shutdown::Write).unwrap();
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_eq!(header.flags.get(), NO_SEND);
+    std::thread::sleep(Duration::from_millis(2500));
+    guest.send(op::CREDIT_REQUEST, ports, &[]);
+    guest.expect(op::CREDIT_UPDATE, ports);
+    let began = Instant::now();
+    drop(program);
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_eq!(header.flags.get(), NO_SEND | NO_RECEIVE);
+    guest.expect(op::RST, ports);
+    assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
+}

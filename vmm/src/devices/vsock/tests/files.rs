@@ -1,0 +1,60 @@
+//! A process whose files are few.
+
+use super::*;
+
+#[test]
+fn connections_leave_files_for_the_rest_of_the_process() {
+    let most = [0, 256, 300, 1024, 4096, u64::MAX].map(most_connections);
+    assert_eq!(most, [16, 16, 44, 768, 1024, 1024]);
+}
+
+/// Milliseconds that this process's threads have used of the processor. It needs a file to read that.
+fn cpu_ms() -> u64 {
+    let used = |task: std::io::Result<std::fs::DirEntry>| {
+        let stat = std::fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
+        stat.split(' ').next().unwrap().parse::<u64>().unwrap() / 1_000_000
+    };
+    std::fs::read_dir("/proc/self/task").unwrap().map(used).sum()
+}
+
+#[test]
+fn a_process_without_a_file_left_waits_and_does_not_spin() {
+    const TEST: &str = "a_process_without_a_file_left_waits_and_does_not_spin";
+    // In a process of its own: it leaves no file for other tests.
+    if std::env::var_os("NO_FILES_LEFT").is_none() {
+        let me = std::env::current_exe().unwrap();
+        let name = format!("devices::vsock::tests::files::{TEST}");
+        let out = std::process::Command::new(me)
+            .args(["--exact", &name, "--nocapture"])
+            .env("NO_FILES_LEFT", "1")
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
+        return;
+    }
+    let place = Place::new();
+    let mut guest = place.guest();
+    let mut program = rustix::net::socket(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::STREAM,
+        None,
+    )
+    .map(UnixStream::from)
+    .unwrap();
+    let limit = rustix::process::Rlimit { current: Some(64), maximum: Some(64) };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+    let mut files = Vec::new();
+    while let Ok(file) = std::fs::File::open("/dev/null") {
+        files.push(file);
+    }
+    let door = rustix::net::SocketAddrUnix::new(place.uds()).unwrap();
+    rustix::net::connect(&program, &door).unwrap();
+    program.write_all(b"CONNECT 7\n").unwrap();
+    std::thread::sleep(Duration::from_millis(2500));
+    drop(files);
+    let used = cpu_ms();
+    assert!(used < 1000, "{used} ms of 2,500");
+    let (header, _) = guest.next();
+    assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 7));
+}

@@ -1,0 +1,87 @@
+//! What holds of all devices, and of buffers that are too small.
+
+use super::*;
+
+#[test]
+fn it_keeps_the_laws_of_devices() {
+    let place = Place::new();
+    conformance::check(&Subject {
+        make: &|| Box::new(place.vsock()),
+        queue: TRANSMIT,
+        // One that is not answered: what it is about does not exist.
+        request: &|driver, n| {
+            let ports = Ports { guest: n as u32, host: 1 };
+            let header = Guest::packet(op::RST, ports);
+            vec![driver.given(&header.as_bytes()[..30]), driver.given(&header.as_bytes()[30..])]
+        },
+    });
+}
+
+#[test]
+fn it_keeps_the_laws_of_devices_receiving() {
+    let place = Place::new();
+    conformance::check(&Subject {
+        make: &|| Box::new(place.vsock()),
+        queue: RECEIVE,
+        // What a packet about nothing brings about: a refusal, which goes there.
+        request: &|driver, n| {
+            let header = Guest::packet(op::RW, Ports { guest: n as u32, host: 1 });
+            let packet = driver.given(header.as_bytes());
+            driver.post(TRANSMIT, &[packet]);
+            driver.kick(TRANSMIT);
+            vec![driver.wanted(20), driver.wanted(100)]
+        },
+    });
+}
+
+#[test]
+fn all_that_it_gives_the_guest_is_marked() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (_, mut program) = guest.connect(&listener, 52);
+    let bytes = pattern(5, 9000);
+    let mut rooms = Vec::new();
+    let frames = conformance::writes_are_marked(&mut guest.driver, |driver| {
+        program.write_all(&bytes).unwrap();
+        rooms.extend([2000, 8000].map(|len| driver.wanted(HEADER as u32 + len)));
+        rooms.iter().map(|room| (RECEIVE, driver.post(RECEIVE, &[*room]))).collect()
+    });
+    let data: Vec<u8> =
+        rooms.iter().flat_map(|room| guest.driver.bytes(*room)[HEADER..].to_vec()).collect();
+    assert_eq!(data[..9000], bytes);
+    for room in &rooms {
+        assert!(frames.contains(&(room.addr / 4096)), "a header and data");
+    }
+    assert!(frames.contains(&(rooms[1].addr / 4096 + 1)), "data alone");
+    // An event.
+    guest.driver.quiesce();
+    let state = guest.driver.transport.save().unwrap();
+    let ram = guest.driver.memory.ram().clone();
+    let moved = Transport::spawn("moved", Box::new(place.vsock()), ram).unwrap();
+    moved.restore(state).unwrap();
+    guest.driver = guest.driver.moved_to(moved);
+    let mut event = None;
+    let frames = conformance::writes_are_marked(&mut guest.driver, |driver| {
+        // Not the zeros that an event is.
+        let room = driver.given(&[0xff; 4]);
+        event = Some(room.addr);
+        vec![(EVENT, driver.post(EVENT, &[Piece { writable: true, ..room }]))]
+    });
+    assert!(frames.contains(&(event.unwrap() / 4096)));
+}
+
+#[test]
+fn buffers_without_room_for_data_stop_the_device() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (_ports, mut program) = guest.connect(&listener, 52);
+    program.write_all(b"there is something to read").unwrap();
+    for _ in 0..4 {
+        let room = guest.driver.wanted(HEADER as u32);
+        guest.driver.post(RECEIVE, &[room]);
+    }
+    guest.driver.kick(RECEIVE);
+    guest.driver.wait_stopped("no room for data");
+}

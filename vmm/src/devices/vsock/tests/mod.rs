@@ -1,0 +1,150 @@
+//! The socket device driven through its queues, with real unix sockets on the host's side.
+
+mod connections;
+mod files;
+mod laws;
+mod moves;
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use zerocopy::FromBytes;
+
+use super::connection::ROOM;
+use super::packet::{NO_RECEIVE, NO_SEND};
+use super::*;
+use crate::devices::virtio::Transport;
+use crate::devices::virtio::conformance::{self, Subject};
+use crate::devices::virtio::driver::{Driver, Piece};
+
+const CID: u32 = 42;
+const GUEST_PORT: u32 = 1000;
+const LONG: Duration = Duration::from_secs(20);
+
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn uds(&self) -> PathBuf {
+        self.0.path().join("v")
+    }
+
+    fn vsock(&self) -> Vsock {
+        let config = VsockConfig { cid: CID, uds: self.uds() };
+        Vsock::open(&config, &Opener::start().unwrap()).unwrap()
+    }
+
+    fn guest(&self) -> Guest {
+        let mut vsock = self.vsock();
+        vsock.acquire().unwrap();
+        Guest::new(Driver::started(Box::new(vsock)))
+    }
+
+    fn listen(&self, port: u32) -> UnixListener {
+        UnixListener::bind(self.0.path().join(format!("v_{port}"))).unwrap()
+    }
+
+    /// A program of the host that has asked for `port`.
+    fn call(&self, port: u32) -> UnixStream {
+        let mut stream = UnixStream::connect(self.uds()).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
+        stream
+    }
+}
+
+/// The guest's side: packets, through the queues.
+struct Guest {
+    driver: Driver,
+}
+
+impl Guest {
+    fn new(driver: Driver) -> Self {
+        Self { driver }
+    }
+
+    fn packet(op: u16, ports: Ports) -> Header {
+        Header {
+            src_cid: u64::from(CID).into(),
+            dst_cid: HOST_CID.into(),
+            src_port: ports.guest.into(),
+            dst_port: ports.host.into(),
+            kind: STREAM.into(),
+            op: op.into(),
+            buf_alloc: (256 << 10).into(),
+            ..Header::default()
+        }
+    }
+
+    fn send_header(&mut self, header: Header, data: &[u8]) {
+        let header = Header { len: (data.len() as u32).into(), ..header };
+        let mut pieces = vec![self.driver.given(header.as_bytes())];
+        if !data.is_empty() {
+            pieces.push(self.driver.given(data));
+        }
+        self.driver.request(TRANSMIT, &pieces);
+        self.driver.forget_buffers();
+    }
+
+    fn send(&mut self, op: u16, ports: Ports, data: &[u8]) {
+        self.send_header(Self::packet(op, ports), data);
+    }
+
+    /// The next packet for the guest.
+    #[track_caller]
+    fn next(&mut self) -> (Header, Vec<u8>) {
+        let room = self.driver.wanted((HEADER + 4096) as u32);
+        let head = self.driver.post(RECEIVE, &[room]);
+        self.driver.kick(RECEIVE);
+        let len = self.driver.wait_used(RECEIVE, head) as usize;
+        let bytes = self.driver.bytes(room);
+        let (header, _) = Header::read_from_prefix(&bytes).unwrap();
+        assert_eq!(len, HEADER + header.len.get() as usize);
+        assert_eq!((header.src_cid.get(), header.dst_cid.get()), (HOST_CID, u64::from(CID)));
+        (header, bytes[HEADER..len].to_vec())
+    }
+
+    #[track_caller]
+    fn expect(&mut self, op: u16, ports: Ports) -> (Header, Vec<u8>) {
+        let (mut header, mut data) = self.next();
+        // These may come at any time.
+        while header.op.get() == op::CREDIT_UPDATE && op != op::CREDIT_UPDATE {
+            (header, data) = self.next();
+        }
+        let of = Ports { guest: header.dst_port.get(), host: header.src_port.get() };
+        assert_eq!((header.op.get(), of), (op, ports), "{header:?}");
+        (header, data)
+    }
+
+    /// Data up to `len` bytes.
+    #[track_caller]
+    fn read(&mut self, ports: Ports, len: usize) -> Vec<u8> {
+        let mut all = Vec::new();
+        while all.len() < len {
+            all.extend(self.expect(op::RW, ports).1);
+        }
+        all
+    }
+
+    /// Connects to a program of the host that listens.
+    #[track_caller]
+    fn connect(&mut self, listener: &UnixListener, port: u32) -> (Ports, UnixStream) {
+        let ports = Ports { guest: GUEST_PORT, host: port };
+        self.send(op::REQUEST, ports, &[]);
+        self.expect(op::RESPONSE, ports);
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        (ports, stream)
+    }
+}
+
+fn pattern(n: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 11 + n * 3) as u8).collect()
+}

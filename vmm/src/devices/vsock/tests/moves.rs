@@ -1,0 +1,87 @@
+//! Pauses, moves, and who has the socket.
+
+use super::*;
+
+#[test]
+fn a_program_that_goes_during_a_pause_is_missed() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (ports, program) = guest.connect(&listener, 52);
+    program.shutdown(Shutdown::Write).unwrap();
+    guest.expect(op::SHUTDOWN, ports);
+    guest.driver.quiesce();
+    drop(program);
+    std::thread::sleep(Duration::from_millis(20));
+    guest.driver.transport.resume();
+    let (header, _) = guest.expect(op::SHUTDOWN, ports);
+    assert_eq!(header.flags.get(), NO_SEND | NO_RECEIVE);
+}
+
+#[test]
+fn after_a_move_the_guest_hears_that_its_connections_are_gone() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    guest.driver.quiesce();
+    // A pause alone changes nothing.
+    guest.driver.transport.resume();
+    guest.send(op::RW, ports, b"x");
+    program.read_exact(&mut [0]).unwrap();
+    guest.driver.quiesce();
+    let state = guest.driver.transport.save().unwrap();
+    guest.driver.transport.release().unwrap();
+    let mut vsock = place.vsock();
+    vsock.acquire().unwrap();
+    let ram = guest.driver.memory.ram().clone();
+    let moved = Transport::spawn("moved", Box::new(vsock), ram).unwrap();
+    moved.restore(state.clone()).unwrap();
+    assert_eq!(moved.save().unwrap(), state);
+    guest.driver = guest.driver.moved_to(moved);
+    assert_eq!(program.read(&mut [0]).unwrap(), 0, "the old host's end is closed");
+    guest.driver.transport.resume();
+    let room = guest.driver.wanted(4);
+    assert_eq!(guest.driver.request(EVENT, &[room]), 4);
+    assert_eq!(guest.driver.bytes(room), TRANSPORT_RESET.to_le_bytes());
+    let (ports, mut program) = guest.connect(&listener, 52);
+    guest.send(op::RW, ports, b"y");
+    program.read_exact(&mut [0]).unwrap();
+}
+
+#[test]
+fn nothing_is_lost_to_a_pause() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    let mut guest = place.guest();
+    let (ports, mut program) = guest.connect(&listener, 52);
+    for n in 0..100 {
+        program.write_all(&[n]).unwrap();
+        guest.driver.quiesce();
+        guest.driver.transport.resume();
+        assert_eq!(guest.expect(op::RW, ports).1, [n]);
+        guest.driver.forget_buffers();
+    }
+    let mut caller = UnixStream::connect(place.uds()).unwrap();
+    for byte in b"CONNECT 9\n" {
+        caller.write_all(&[*byte]).unwrap();
+        guest.driver.quiesce();
+        guest.driver.transport.resume();
+    }
+    assert_eq!(guest.next().0.op.get(), op::REQUEST);
+}
+
+#[test]
+fn the_socket_is_one_devices_and_goes_with_it() {
+    let place = Place::new();
+    let (mut a, mut b) = (place.vsock(), place.vsock());
+    assert!(!place.uds().exists(), "looking leaves nothing behind");
+    a.acquire().unwrap();
+    assert!(b.acquire().unwrap_err().contains("in use"));
+    a.release().unwrap();
+    assert!(!place.uds().exists());
+    b.acquire().unwrap();
+    let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
+    let said = Vsock::open(&nowhere, &Opener::start().unwrap()).err().unwrap().to_string();
+    assert!(said.contains("/nonexistent-dl/v"), "{said}");
+}
