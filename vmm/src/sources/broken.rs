@@ -59,4 +59,8 @@ impl DirtySource for BrokenSource {
     fn dirtied(&self) -> &[u64] {
         self.inner.dirtied()
     }
+
+    fn harvested(&self) -> &[u64] {
+        self.inner.harvested()
+    }
 }
