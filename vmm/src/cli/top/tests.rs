@@ -1,0 +1,1 @@
+//! See `screen`: what is drawn of which page.
