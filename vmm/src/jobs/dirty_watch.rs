@@ -24,7 +24,7 @@ const MOST: usize = 4;
 /// How long a watch stays that nobody asks.
 const LINGER: Duration = Duration::from_secs(5);
 /// The same once the guest has ended: a client that is there asks at once.
-const LAST_ASK: Duration = Duration::from_millis(500);
+const LAST_ASK: Duration = Duration::from_secs(1);
 /// How long an answer on the guest's end waits for the migration's, that says where it is.
 const LAST_NEWS: Duration = Duration::from_secs(1);
 /// How often it is looked whether the guest still is there.

@@ -19,8 +19,9 @@ use clap::Args;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::widgets::Widget;
-use vmm::api::Client;
 use vmm::api::dirty_watch::WatchPage;
+use vmm::api::model::GuestState;
+use vmm::api::{Client, ClientError};
 
 use super::args::QueryArgs;
 use super::client::block_on;
@@ -31,7 +32,7 @@ use super::values;
 use feed::{Feed, Update};
 use heat::Palette;
 use screen::Screen;
-use view::View;
+use view::{Now, View};
 
 /// What the terminal is taken to be where that cannot be asked.
 const USUAL_SIZE: (u16, u16) = (80, 24);
@@ -82,7 +83,7 @@ async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>
     let mut view = View::new(args.interval, Palette::Signs);
     let result = loop {
         let update = tokio::select! {
-            update = feed.next(args.interval) => update?,
+            update = feed.next(args.interval) => update.map_err(|e| lost(&view, &e))?,
             _ = tokio::signal::ctrl_c() => break Ok(None),
         };
         let ended = match update {
@@ -129,6 +130,14 @@ fn text_of(view: &View, width: u16, height: u16) -> String {
     let rows: Vec<String> = (0..height).map(|y| row(y).trim_end().to_owned()).collect();
     let end = rows.iter().rposition(|row| !row.is_empty()).map_or(0, |last| last + 1);
     rows[..end].join("\n")
+}
+
+/// Why there are no more answers; the last one tells what may have become of the guest.
+fn lost(view: &View, e: &ClientError) -> Failure {
+    let Some(Now::Page(page)) = &view.now else { return Failure::error(e) };
+    let to = page.migration.as_ref().filter(|_| page.info.state != GuestState::Running);
+    let to = to.map(|migration| format!(", to {}", migration.to)).unwrap_or_default();
+    Failure::error(format!("{e}; when last seen the guest was {}{to}", page.info.state.name()))
 }
 
 /// What became of the guest.

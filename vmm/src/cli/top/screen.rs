@@ -117,7 +117,8 @@ impl Screen<'_> {
     /// Beside the figures, if there is room, what they have been.
     fn curves(&self, first: u16, rows: usize, x: u16, width: u16, buffer: &mut Buffer) {
         let room = width.saturating_sub(FIGURES);
-        if room < 8 {
+        // One window is no curve.
+        if room < 8 || self.view.rates.iter().all(|rates| rates.len() < 2) {
             return;
         }
         let most = self.view.rates.iter().flatten().max().copied().unwrap_or(0).max(1);
@@ -159,8 +160,7 @@ impl Screen<'_> {
         }
         if left.height > 3 {
             let price = match page {
-                Some(_) if self.keys => PRICE.to_owned(),
-                Some(_) => format!("{PRICE} ({every})"),
+                Some(_) => PRICE.to_owned(),
                 None => format!("looking {every}"),
             };
             Line::styled(price, self.style(Color::Reset, Modifier::DIM))
@@ -188,7 +188,7 @@ fn machine(page: &WatchPage) -> String {
     let vcpus = if info.vcpus == 1 { "1 vCPU".to_owned() } else { format!("{} vCPUs", info.vcpus) };
     let others = match info.dirty.subscribers {
         0 | 1 => String::new(),
-        all => format!("; {all} follow its writes, and vCPUs' frames count for each"),
+        all => format!("; {} more follow its writes", all - 1),
     };
     format!(
         "{}, {vcpus}, {}, {}, here for {}{others}",

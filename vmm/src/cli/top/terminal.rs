@@ -89,7 +89,7 @@ async fn show(
         tokio::select! {
             update = told.recv() => match update {
                 Some(update) => {
-                    next = Some(update?);
+                    next = Some(update.map_err(|e| super::lost(view, &e))?);
                     heard = Instant::now();
                 }
                 None => return Ok(None),
