@@ -35,6 +35,8 @@ const WAITING: usize = 4;
 /// The watches of a guest.
 #[derive(Default)]
 pub(super) struct Watches {
+    /// Held while one is begun, which may take its time: looking at others never waits for it.
+    beginning: Mutex<()>,
     open: Mutex<Open>,
 }
 
@@ -67,16 +69,19 @@ impl Watches {
 impl Jobs {
     /// Begins to follow the guest's writes, counted in at most so many ranges of its memory; the watch's number. An error is a sentence.
     pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, String> {
-        let mut open = lock(&self.watches.open);
-        open.watches.retain(|watch| !watch.thread.is_finished());
-        if open.watches.len() >= MOST {
+        let _beginning = lock(&self.watches.beginning);
+        let number = {
+            let mut open = lock(&self.watches.open);
+            open.watches.retain(|watch| !watch.thread.is_finished());
+            (open.watches.len() < MOST).then_some(open.last + 1)
+        };
+        let Some(number) = number else {
             return Err(format!("{MOST} others are watching this guest's writes already"));
-        }
+        };
         if self.vm.run_state() == RunState::Stopped {
             return Err("the guest has ended".to_owned());
         }
         let writes = self.vm.subscribe("watch").map_err(|e| e.to_string())?;
-        let number = open.last + 1;
         let (inbox, asked) = mpsc::sync_channel(WAITING);
         let work = Work {
             number,
@@ -91,6 +96,7 @@ impl Jobs {
         let thread = thread
             .spawn(move || work.run(&asked))
             .map_err(|e| format!("cannot start a thread to watch the guest's writes: {e}"))?;
+        let mut open = lock(&self.watches.open);
         open.last = number;
         open.watches.push(Watch { number, inbox: Some(inbox), thread });
         Ok(number)
@@ -258,5 +264,78 @@ impl Jobs {
         let page = job.glance();
         let completed = page.report.is_some_and(|report| report.status == SendStatus::Completed);
         completed.then_some(page.to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::EndReason;
+
+    /// The next window of a watch, of some ms.
+    fn window(jobs: &Jobs, watch: u64) -> WatchPage {
+        let answer = jobs.ask_watch(watch, Duration::from_millis(50)).unwrap();
+        answer.blocking_recv().unwrap().unwrap()
+    }
+
+    #[track_caller]
+    fn await_end(jobs: &Jobs) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !jobs.watches.are_over() {
+            assert!(Instant::now() < end, "a watch goes on");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn each_who_looks_on_has_all_frames_and_nobody_outlives_the_guest() {
+        let (vm, jobs) = super::super::paused_guest();
+        let mut other = vm.subscribe("test").unwrap();
+        let [first, second] = [1, 4096].map(|bins| jobs.begin_watch(bins).unwrap());
+        jobs.resume().unwrap();
+        let (mut seen, mut frames) = (0, 0);
+        // The payload writes to all of its 256 frames again and again.
+        let end = Instant::now() + Duration::from_secs(60);
+        while seen.min(frames) < 256 && Instant::now() < end {
+            let page = window(&jobs, first);
+            assert_eq!(page.bin_frames, [page.frames]);
+            assert!(page.window_ms >= 50.0);
+            seen += page.frames;
+            let page = window(&jobs, second);
+            assert_eq!(page.bin_frames.iter().sum::<u64>(), page.frames);
+            frames += page.frames;
+        }
+        assert!(seen >= 256 && frames >= 256, "{seen} and {frames}");
+        jobs.pause().unwrap();
+        vm.collect().unwrap();
+        assert!(other.drain().frames() >= 256, "what others took is there all the same");
+        assert_eq!(vm.info().dirty.subscribers, 3);
+
+        vm.stop("enough");
+        let last = window(&jobs, first);
+        assert_eq!(last.end, Some(EndReason::Stopped("enough".into())));
+        assert_eq!(last.moved_to, None);
+        // The second one is not asked any more.
+        await_end(&jobs);
+        assert!(jobs.ask_watch(first, Duration::ZERO).unwrap_err().contains("or it has ended"));
+        assert!(jobs.begin_watch(1).unwrap_err().contains("has ended"));
+    }
+
+    #[test]
+    fn there_are_so_many_and_one_that_nobody_asks_ends() {
+        let (vm, jobs) = super::super::paused_guest();
+        let all: Vec<u64> = (0..MOST).map(|_| jobs.begin_watch(1).unwrap()).collect();
+        assert!(jobs.begin_watch(1).unwrap_err().contains("4 others"));
+        jobs.end_watch(all[0]).unwrap();
+        assert!(jobs.end_watch(all[0]).unwrap_err().contains("there is no watch"));
+        // Of a guest that stands there is a window as well, and nothing in it.
+        assert_eq!(window(&jobs, all[1]).frames, 0);
+        // Questions that nobody waits for any more do not keep it.
+        for _ in 0..WAITING {
+            drop(jobs.ask_watch(all[2], Duration::from_secs(3600)).unwrap());
+        }
+        await_end(&jobs);
+        assert_eq!(vm.info().dirty.subscribers, 0);
+        assert!(jobs.begin_watch(1).unwrap() > all[MOST - 1], "numbers are used once");
     }
 }

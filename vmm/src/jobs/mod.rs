@@ -276,3 +276,24 @@ fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, Strin
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+/// A guest of threads that writes when it is resumed, for tests.
+#[cfg(test)]
+fn paused_guest() -> (SharedVm, Arc<Jobs>) {
+    use crate::config::{
+        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+    };
+    let config = MachineConfig {
+        mem_bytes: 32 << 20,
+        vcpus: 1,
+        tracking: dirty_tracker::TrackingMode::DirtyRing,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Threads,
+        boot: Boot::Payload("payload,ws=1M".into()),
+        cpu: CpuConfig::default(),
+        devices: Vec::new(),
+    };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let vm = crate::backend::launch(config, &host).unwrap();
+    (vm.clone(), Jobs::new(vm, std::env::temp_dir()))
+}

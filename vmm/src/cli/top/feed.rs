@@ -24,6 +24,7 @@ pub(super) enum Update {
 pub(super) struct Feed {
     client: Client,
     watch: Option<u64>,
+    /// A guest has been asked for: it is not asked for again at once.
     asked: bool,
 }
 
@@ -35,13 +36,20 @@ impl Feed {
 
     /// The next window, of `interval`.
     pub(super) async fn next(&mut self, interval: Duration) -> Result<Update, ClientError> {
-        let watch = match self.watch {
-            Some(watch) => watch,
-            None => match self.begin(interval).await? {
-                Ok(watch) => watch,
-                Err(arriving) => return Ok(Update::Arriving(Box::new(arriving))),
-            },
-        };
+        if let Some(watch) = self.watch {
+            match self.ask(watch, interval).await {
+                // Who was stopped for a while is no longer waited for, and begins anew.
+                Err(ClientError::Fault(_)) => self.watch = None,
+                answer => return answer,
+            }
+        }
+        match self.begin(interval).await? {
+            Ok(watch) => self.ask(watch, interval).await,
+            Err(arriving) => Ok(Update::Arriving(Box::new(arriving))),
+        }
+    }
+
+    async fn ask(&mut self, watch: u64, interval: Duration) -> Result<Update, ClientError> {
         let path = format!("/dirty/watch?watch={watch}&wait_ms={}", interval.as_millis());
         let page = tokio::time::timeout(interval + PATIENCE, self.client.get(&path)).await;
         let page: WatchPage = page.unwrap_or_else(|_| Err(self.silent(interval + PATIENCE)))?;

@@ -44,7 +44,7 @@ pub(crate) struct TopArgs {
     /// Look this often: from 100ms to 60s
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval)]
     pub(crate) interval: Duration,
-    /// Print one look, after one interval, as plain text, and end
+    /// Print one look, after one interval, as plain text, and end; with --json as an object, and with --json alone one after another
     #[arg(long)]
     pub(crate) once: bool,
 }
@@ -102,7 +102,7 @@ async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>
             break Ok(Some(page));
         }
         if !args.query.json {
-            print(plain(&view))?;
+            print(plain(&view) + if args.once { "" } else { "\n" })?;
         }
         if args.once {
             break Ok(None);

@@ -188,6 +188,7 @@ fn machine(page: &WatchPage) -> String {
     let vcpus = if info.vcpus == 1 { "1 vCPU".to_owned() } else { format!("{} vCPUs", info.vcpus) };
     let others = match info.dirty.subscribers {
         0 | 1 => String::new(),
+        2 => "; 1 more follows its writes".to_owned(),
         all => format!("; {} more follow its writes", all - 1),
     };
     format!(

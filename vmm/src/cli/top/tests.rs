@@ -140,7 +140,7 @@ fn figures_stand_where_they_are_looked_for() {
     let view = view(page);
     let lines = lines(&drawn(&view, 80, 24));
     assert_eq!(lines[0], "guest 7a0c1e5c-3f51-4fd2-8d1b-0a9d6f0c2b11 running");
-    let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 more follow its writes";
+    let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 more follows its writes";
     assert_eq!(lines[1], machine);
     // All but four frames are in bins that were written whole: 256 KiB in half a second.
     assert_eq!(lines[2], "writes 32.0 MiB/s, 4100 frames in 500 ms; most at 0x10000000, 512 KiB/s");
