@@ -57,8 +57,7 @@ async fn follow(
             update = feed.next(every) => update,
             _ = quitting.changed() => break,
         };
-        let over =
-            matches!(&update, Err(_)) || matches!(&update, Ok(Update::Page(p)) if p.end.is_some());
+        let over = update.is_err() || matches!(&update, Ok(Update::Page(p)) if p.end.is_some());
         if tell.send(update).await.is_err() || over {
             break;
         }
