@@ -37,6 +37,8 @@ pub struct Harvester {
     vcpus: Vec<(RingConsumer, DirtyList)>,
     /// Per vCPU, see [`dirtied`](Self::dirtied).
     dirtied: Vec<u64>,
+    /// Per vCPU, see [`harvested`](Self::harvested).
+    harvested: Vec<u64>,
     /// Entries were lost, or may have been, and all memory has not been reprotected since (I6).
     distrust: bool,
 }
@@ -46,7 +48,8 @@ impl Harvester {
     pub fn new(vcpus: usize, ring_entries: usize) -> Self {
         let one = || (RingConsumer::new(), DirtyList::with_capacity(ring_entries));
         let vcpus: Vec<_> = (0..vcpus).map(|_| one()).collect();
-        Self { dirtied: vec![0; vcpus.len()], vcpus, distrust: false }
+        let none = vec![0; vcpus.len()];
+        Self { dirtied: none.clone(), harvested: none, vcpus, distrust: false }
     }
 
     /// Frames that each vCPU, in the order of the rings, has made dirty so far: those of its ring that
@@ -85,6 +88,23 @@ impl Harvester {
         &self.dirtied
     }
 
+    /// Entries that the last harvest found in each ring, in the order of the rings: how full it was. O(1).
+    ///
+    /// ```
+    /// # use dirty_tracker::*;
+    /// # use std::sync::atomic::Ordering;
+    /// # let ring: Vec<_> = (0..8).map(|_| RingEntry::default()).collect();
+    /// # let mut harvester = Harvester::new(1, 8);
+    /// ring[0].flags.store(ENTRY_DIRTY, Ordering::Release);
+    /// let _ = harvester.harvest([&ring[..]]).reprotected(1);
+    /// assert_eq!(harvester.harvested(), [1]);
+    /// let _ = harvester.harvest([&ring[..]]).reprotected(0);
+    /// assert_eq!(harvester.harvested(), [0]);
+    /// ```
+    pub fn harvested(&self) -> &[u64] {
+        &self.harvested
+    }
+
     /// Where vCPU number `vcpu` (in the order of the rings) reports that it found its ring full; `None`
     /// for a vCPU that does not exist. Without these reports a ring overrun by more than its whole
     /// length holds its vCPU for ever.
@@ -107,13 +127,15 @@ impl Harvester {
     pub fn harvest<'r>(&mut self, rings: impl IntoIterator<Item = &'r [RingEntry]>) -> Harvest<'_> {
         let (mut entries, mut overruns) = (0u32, 0);
         let mut rings = rings.into_iter();
-        for (consumer, list) in &mut self.vcpus {
+        self.harvested.fill(0);
+        for ((consumer, list), harvested) in self.vcpus.iter_mut().zip(&mut self.harvested) {
             let Some(ring) = rings.next() else {
                 self.distrust = true;
                 break;
             };
             let taken = consumer.harvest(ring, list);
             entries = entries.saturating_add(taken.entries);
+            *harvested = taken.entries.into();
             overruns += u32::from(taken.overrun);
             // What did not fit waits in its ring, but this harvest alone is then no full answer.
             self.distrust |= taken.overrun || taken.list_full;

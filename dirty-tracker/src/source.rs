@@ -182,4 +182,10 @@ pub trait DirtySource: Send {
     fn dirtied(&self) -> &[u64] {
         &[]
     }
+
+    /// Entries that the last collection found in each vCPU's ring, see [`Harvester::harvested`](crate::Harvester::harvested);
+    /// nothing, the default, where there are no rings. No system call.
+    fn harvested(&self) -> &[u64] {
+        &[]
+    }
 }

@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use super::app::App;
 use super::balloon;
 use super::devices;
+use super::dirty_watch;
 use super::fault::{Fault, Input};
 use super::model::{
     ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
@@ -48,6 +49,10 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/vsock", get(devices::vsock))
         .route("/balloon", get(balloon::show).patch(balloon::change))
         .route("/dirty", get(dirty))
+        .route(
+            "/dirty/watch",
+            post(dirty_watch::begin).get(dirty_watch::look).delete(dirty_watch::end),
+        )
         .route("/metrics", get(metrics))
         .fallback(unknown)
         .method_not_allowed_fallback(unknown)

@@ -32,18 +32,26 @@ pub(super) fn to_the_end(
 /// Says how the guest ended, or fails with it.
 fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
     match end {
-        Some(EndReason::PowerOff) => say("the guest powered itself off"),
-        Some(EndReason::Reset) => say("the guest asked for a reset"),
-        Some(EndReason::Stopped(why)) => say(format_args!("the guest was stopped: {why}")),
-        Some(EndReason::Panicked) => {
-            return Err(Failure::error("the guest's kernel has panicked; its console says why"));
+        Some(end @ (EndReason::Panicked | EndReason::Crashed(_))) => {
+            Err(Failure::error(words(&end)))
         }
-        Some(EndReason::Crashed(why)) => {
-            return Err(Failure::error(format_args!("the guest crashed: {why}")));
+        Some(end) => {
+            say(words(&end));
+            Ok(())
         }
-        None => return Err(Failure::error("the guest's end was not told")),
+        None => Err(Failure::error("the guest's end was not told")),
     }
-    Ok(())
+}
+
+/// How a guest ended.
+pub(super) fn words(end: &EndReason) -> String {
+    match end {
+        EndReason::PowerOff => "the guest powered itself off".to_owned(),
+        EndReason::Reset => "the guest asked for a reset".to_owned(),
+        EndReason::Stopped(why) => format!("the guest was stopped: {why}"),
+        EndReason::Panicked => "the guest's kernel has panicked; its console says why".to_owned(),
+        EndReason::Crashed(why) => format!("the guest crashed: {why}"),
+    }
 }
 
 /// The failure of a guest's end says what the shadow's says, too.

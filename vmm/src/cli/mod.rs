@@ -16,6 +16,7 @@ mod plan;
 mod progress;
 mod store;
 mod stored;
+mod top;
 mod values;
 
 use std::io;
@@ -53,6 +54,7 @@ fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
         Command::ReceiveMigration(args) => live::receive(args),
         Command::SendMigration(args) => migration::send(&args),
         Command::Plan(args) => plan::plan(&args),
+        Command::Top(args) => top::top(&args),
         Command::CancelMigration(args) => migration::cancel(&args),
         Command::Resolve(args) => migration::resolve(&args),
         Command::Doctor(args) => doctor::doctor(&args),

@@ -8,6 +8,7 @@
 //! It waits for no other thread: a vCPU that waits for it can be paused all the same.
 
 mod pacing;
+mod peaks;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,6 +23,7 @@ use crate::sandbox::{self, Class};
 use crate::vcpu::Command;
 pub(crate) use pacing::Brake;
 use pacing::Pacing;
+use peaks::Peaks;
 
 /// Between two collections of its own: at least, and at most.
 const PERIOD_LEAST: Duration = Duration::from_millis(1);
@@ -49,6 +51,7 @@ pub(crate) struct Collector {
     inbox: Sender<Message>,
     overruns: Arc<AtomicU64>,
     dirtied: Arc<[AtomicU64]>,
+    peaks: Arc<[AtomicU64]>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -64,6 +67,8 @@ impl Collector {
     ) -> std::io::Result<Self> {
         let overruns = Arc::new(AtomicU64::new(0));
         let dirtied: Arc<[AtomicU64]> = source.dirtied().iter().map(|n| (*n).into()).collect();
+        let peaks = Peaks::new(source.harvested().len());
+        let shown = peaks.shown();
         let class = match source.mode() {
             TrackingMode::UserfaultWp => Class::Watcher,
             _ => Class::Collector,
@@ -78,10 +83,11 @@ impl Collector {
             period: PERIOD_MOST,
             overruns: overruns.clone(),
             dirtied: dirtied.clone(),
+            peaks,
             pacing: Pacing::new(brakes),
         };
         let thread = Some(sandbox::spawn(class, "collector", move || work.run())?);
-        Ok(Self { inbox, overruns, dirtied, thread })
+        Ok(Self { inbox, overruns, dirtied, peaks: shown, thread })
     }
 
     pub(crate) fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
@@ -101,6 +107,11 @@ impl Collector {
     /// Frames that each vCPU has made dirty, as of the last collection; nothing where that is not known.
     pub(crate) fn dirtied(&self) -> impl Iterator<Item = u64> {
         self.dirtied.iter().map(|frames| frames.load(Ordering::Relaxed))
+    }
+
+    /// The most entries that a collection of the last second has found in each vCPU's ring; nothing where there are none.
+    pub(crate) fn peaks(&self) -> impl Iterator<Item = u64> {
+        self.peaks.iter().map(|entries| entries.load(Ordering::Relaxed))
     }
 
     /// Holds back vCPUs that make more frames dirty in a second, or lets all of them go.
@@ -152,6 +163,7 @@ struct Work {
     overruns: Arc<AtomicU64>,
     /// For others to read.
     dirtied: Arc<[AtomicU64]>,
+    peaks: Peaks,
     pacing: Pacing<Brake>,
 }
 
@@ -214,6 +226,7 @@ impl Work {
         let collected = self.source.collect(&self.tracker);
         // Also after an error, so that the next look is not due at once.
         self.pacing.harvested(self.source.dirtied(), Instant::now());
+        self.peaks.note(self.source.harvested(), Instant::now());
         let now = collected?;
         self.overruns.fetch_add(now.overruns, Ordering::Relaxed);
         let sum = &mut self.unreported;
@@ -254,6 +267,7 @@ impl Work {
             // Nobody is left for whom it could be.
             self.pacing.set_rate(None, &[], Instant::now());
             let stopped = self.source.stop();
+            self.peaks.forget();
             if let Err(e) = &stopped {
                 tracing::warn!("dirty tracking cannot be stopped yet: {e}");
                 self.period = (self.period * 2).min(PERIOD_MOST);

@@ -13,6 +13,7 @@ use checkpoint::{Cadence, Checkpointer, RunState, Store, Taken, Tally};
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
+use crate::api::dirty_watch::CheckpointGlance;
 use crate::api::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
 use crate::sandbox::check_allowed;
 
@@ -147,6 +148,19 @@ impl CheckpointJob {
         let (job, store) = (self.number, self.store.clone());
         let achieved = log.tally.achieved();
         CheckpointPage { job, running, guest_ended, store, next, epochs, achieved }
+    }
+
+    /// What the run has come to, for somebody who only looks on: no reader of it is told any less.
+    pub(super) fn glance(&self) -> CheckpointGlance {
+        let running = !self.is_over();
+        let log = self.log();
+        CheckpointGlance {
+            job: self.number,
+            running,
+            store: self.store.clone(),
+            achieved: log.tally.achieved(),
+            last: log.kept.back().cloned(),
+        }
     }
 
     fn log(&self) -> MutexGuard<'_, Log> {

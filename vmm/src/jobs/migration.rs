@@ -126,6 +126,14 @@ impl MigrationJob {
     /// Where it stands.
     pub(super) fn page(&self) -> MigrationPage {
         let over = self.is_over();
+        let page = self.glance();
+        self.end_was_read.fetch_or(over, Ordering::Relaxed);
+        page
+    }
+
+    /// The same for somebody who only looks on: it does not count as read.
+    pub(super) fn glance(&self) -> MigrationPage {
+        let over = self.is_over();
         let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let (state, report, failure) = match outcome {
             _ if !over && self.is_in_doubt() => (MigrationState::InDoubt, None, None),
@@ -134,7 +142,6 @@ impl MigrationJob {
             Some(Err(failure)) => (MigrationState::Failed, None, Some(failure)),
             None => (MigrationState::Failed, None, Some(panicked())),
         };
-        self.end_was_read.fetch_or(over, Ordering::Relaxed);
         let mut progress = self.control.progress();
         if self.is_lost() {
             progress.phase = Phase::InDoubt;

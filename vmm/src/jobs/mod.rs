@@ -1,7 +1,9 @@
 //! What is done to a guest over time, beside running it. One object owns each run of checkpoints and
 //! each migration, with its thread; a run of checkpoints and a migration may be under way together.
 
+mod bins;
 mod checkpoints;
+mod dirty_watch;
 mod holds;
 mod kept;
 mod migration;
@@ -21,6 +23,7 @@ use crate::api::model::{
 };
 use crate::vm::SharedVm;
 use checkpoints::CheckpointJob;
+use dirty_watch::Watches;
 pub use holds::OperatorError;
 use holds::{Holds, Role};
 use kept::Kept;
@@ -42,6 +45,8 @@ pub struct Jobs {
     beginning: Mutex<()>,
     /// Held while the guest is watched for a plan; nobody waits for it.
     watching: Mutex<()>,
+    /// Who follows the guest's writes, to show them.
+    watches: Watches,
     /// The number of the last job begun, of either kind.
     begun: AtomicU64,
     checkpoint: Kept<CheckpointJob>,
@@ -61,6 +66,7 @@ impl Jobs {
             records,
             beginning: Mutex::default(),
             watching: Mutex::default(),
+            watches: Watches::default(),
             begun: AtomicU64::new(0),
             checkpoint: Kept::default(),
             migration: Kept::default(),
@@ -242,6 +248,7 @@ impl Jobs {
             job.guest_ended();
             wait(&|| job.is_over() && job.end_was_read());
         }
+        wait(&|| self.watches.are_over());
     }
 
     fn migration_job(&self) -> Option<Arc<MigrationJob>> {
@@ -268,4 +275,25 @@ fn asked<J>(kept: &Kept<J>, number: Option<u64>) -> Result<Option<Arc<J>>, Strin
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A guest of threads that writes when it is resumed, for tests.
+#[cfg(test)]
+fn paused_guest() -> (SharedVm, Arc<Jobs>) {
+    use crate::config::{
+        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+    };
+    let config = MachineConfig {
+        mem_bytes: 32 << 20,
+        vcpus: 1,
+        tracking: dirty_tracker::TrackingMode::DirtyRing,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Threads,
+        boot: Boot::Payload("payload,ws=1M".into()),
+        cpu: CpuConfig::default(),
+        devices: Vec::new(),
+    };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let vm = crate::backend::launch(config, &host).unwrap();
+    (vm.clone(), Jobs::new(vm, std::env::temp_dir()))
 }

@@ -231,10 +231,6 @@ fn is_steady(seen: &SeenWindows) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{
-        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
-    };
-    use dirty_tracker::TrackingMode;
 
     fn seen(nominal_ms: u64, ms: u64, frames: u64, by_vcpu: &[u64]) -> Seen {
         let length = Duration::from_millis(ms);
@@ -259,19 +255,7 @@ mod tests {
     }
     #[test]
     fn one_plan_at_a_time_and_none_of_a_guest_that_stands() {
-        let config = MachineConfig {
-            mem_bytes: 32 << 20,
-            vcpus: 1,
-            tracking: TrackingMode::DirtyRing,
-            ring_entries: DEFAULT_RING_ENTRIES,
-            backend: Backend::Threads,
-            boot: Boot::Payload("payload,ws=1M".into()),
-            cpu: CpuConfig::default(),
-            devices: Vec::new(),
-        };
-        let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-        let vm = crate::backend::launch(config, &host).unwrap();
-        let jobs = Jobs::new(vm.clone(), std::env::temp_dir());
+        let (vm, jobs) = crate::jobs::paused_guest();
         assert!(jobs.watch().unwrap_err().contains("is paused"));
         jobs.resume().unwrap();
         let other = jobs.watching.lock().unwrap();

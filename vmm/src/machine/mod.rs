@@ -309,6 +309,10 @@ impl Vm for Machine {
     }
 
     fn info(&self) -> VmInfo {
+        let mut vcpu: Vec<_> = self.counters.iter().map(|c| c.read()).collect();
+        for (vcpu, peak) in vcpu.iter_mut().zip(self.collector.iter().flat_map(|c| c.peaks())) {
+            vcpu.ring_peak_entries = Some(peak);
+        }
         VmInfo {
             vm_id: self.vm_id,
             state: self.run_state(),
@@ -318,7 +322,7 @@ impl Vm for Machine {
             backend: self.config.backend,
             uptime_ms: u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX),
             ring_overruns: self.collector.as_ref().map_or(0, Collector::overruns),
-            vcpu: self.counters.iter().map(|c| c.read()).collect(),
+            vcpu,
             dirty: self.memory.tracker().stats(),
             devices: self.meters.iter().map(Meter::read).collect(),
         }

@@ -61,4 +61,8 @@ impl DirtySource for BrokenSource {
     fn dirtied(&self) -> &[u64] {
         self.inner.dirtied()
     }
+
+    fn harvested(&self) -> &[u64] {
+        self.inner.harvested()
+    }
 }

@@ -113,4 +113,8 @@ impl DirtySource for RingSource {
     fn dirtied(&self) -> &[u64] {
         self.harvester.dirtied()
     }
+
+    fn harvested(&self) -> &[u64] {
+        self.harvester.harvested()
+    }
 }

@@ -1,0 +1,162 @@
+//! What `driftline top` shows of a KVM guest, beside what the guest itself says that it writes; and that who is looked at loses nothing.
+#![allow(clippy::expect_used, reason = "a test fails by saying what it expected")]
+
+use std::fs::{self, File};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+use tests::{Driftline, SOON, Scratch, driftline, json_of, one_at_a_time, run_cli, wait_for};
+use vmm::testing::kvm_or_skip;
+
+/// The modes that every host with KVM has.
+const MODES: [&str; 3] = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual"];
+/// A paced guest: half of what it writes to in four seconds.
+const GUEST: &str = "payload,ws=64M,rate=8M";
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().expect("a number")
+}
+
+/// Where the frames of a page lie, as `(guest physical address of the bin, frames)`; bins without any are left out.
+fn written(page: &Value) -> Vec<(u64, u64)> {
+    let bin = number(&page["bin_bytes"]);
+    let bins = page["bin_frames"].as_array().expect("bins");
+    let all = (0u64..).zip(bins).map(|(at, frames)| (at * bin, number(frames)));
+    all.filter(|(_, frames)| *frames > 0).collect()
+}
+
+/// Page writes so far, and by the guest's clock when that was, ms; of its only vCPU.
+fn progress(vm: &Driftline) -> (u64, u64) {
+    let last = vm.console().wait_reports(1, 1, SOON)[0];
+    (last.pages, last.t_ms)
+}
+
+#[test]
+fn the_hot_range_is_hot_and_as_fast_as_the_guest_says() {
+    if !kvm_or_skip("the_hot_range_is_hot_and_as_fast_as_the_guest_says") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    for mode in MODES {
+        let scratch = Scratch::new();
+        let vm = Driftline::run(&scratch, "guest", GUEST, &["--mem", "256M", "--tracking", mode]);
+        wait_for("a round of the guest", SOON * 2, || {
+            vm.console().last_reports(1)?.iter().all(|r| r.passes > 0).then_some(())
+        });
+        let before = progress(&vm);
+        let out = vm.cli("top", &["--once", "--json", "--interval", "4s"]);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(0), "{mode}: {said}");
+        let after = progress(&vm);
+        let page = json_of(&out);
+        assert_eq!(page["info"]["tracking"], mode);
+
+        // The payload's working set begins at 16 MiB. Below it are its tables, to which it writes a little.
+        let hot = 16 << 20..80 << 20;
+        let written = written(&page);
+        let inside = |all: &[(u64, u64)]| -> u64 {
+            all.iter().filter(|(at, _)| hot.contains(at)).map(|(_, frames)| frames).sum()
+        };
+        let frames = number(&page["frames"]);
+        let (hot_frames, above) =
+            (inside(&written), written.iter().filter(|(at, _)| *at >= hot.end).count());
+        assert!(
+            hot_frames * 100 >= frames * 98 && above == 0,
+            "{mode}: {hot_frames} of {frames}: {written:?}"
+        );
+        // Whole bins are hot where it was: it writes one page after another.
+        let whole = number(&page["bin_bytes"]) / 4096;
+        let full = written.iter().filter(|(_, frames)| *frames == whole).count() as u64;
+        assert!(full * whole * 10 >= frames * 9, "{mode}: {full} of {written:?}");
+
+        // The guest's own count over about the same time; the host may have taken time from either.
+        let guest = (after.0 - before.0) as f64 / (after.1 - before.1).max(1) as f64;
+        let seen = frames as f64 / page["window_ms"].as_f64().expect("a length");
+        assert!(
+            seen <= guest * 2.0 && guest <= seen * 2.0,
+            "{mode}: {seen} and {guest} pages a ms"
+        );
+        let rate = number(&page["dirty_rate_bytes_per_s"]) as f64;
+        assert!((rate / 4096.0 / 1000.0 / seen - 1.0).abs() < 0.01, "{mode}: {rate} and {seen}");
+
+        // Who writes, and how full rings are, is known of rings alone.
+        let vcpu = &page["vcpu"][0];
+        if mode == "dirty-ring" {
+            let dirtied = number(&vcpu["dirtied_frames"]);
+            assert!(dirtied >= hot_frames && dirtied <= frames, "{vcpu} of {frames}");
+            let (peak, entries) =
+                (number(&vcpu["ring_peak_entries"]), number(&page["ring_entries"]));
+            assert!(peak > 0 && peak <= entries, "{peak} of {entries}");
+        } else {
+            assert_eq!(vcpu["dirtied_frames"], Value::Null);
+            assert_eq!(page["ring_entries"], Value::Null);
+        }
+        vm.console().assert_clean();
+        // It has gone, and the guest is followed no longer.
+        wait_for("the watch's end", SOON, || {
+            (vm.info()?["dirty"]["subscribers"] == 0).then_some(())
+        });
+    }
+}
+
+#[test]
+fn checkpoints_have_all_frames_while_somebody_looks_on() {
+    if !kvm_or_skip("checkpoints_have_all_frames_while_somebody_looks_on") {
+        return;
+    }
+    let _alone = one_at_a_time();
+    let scratch = Scratch::new();
+    let spec = "payload,ws=32M,rate=max,pattern=random";
+    let vm = Driftline::run(&scratch, "guest", spec, &["--mem", "256M", "--vcpus", "2"]);
+    let looks: Vec<_> = ["100ms", "150ms"]
+        .into_iter()
+        .map(|interval| {
+            let seen = scratch.path(interval);
+            let top = Command::new(driftline())
+                .args(["top", "--json", "--interval", interval, "--api-sock", vm.socket()])
+                .stdin(Stdio::null())
+                .stdout(File::create(&seen).expect("a file"))
+                .spawn()
+                .expect("top starts");
+            (top, seen)
+        })
+        .collect();
+    wait_for("two watches", SOON, || (vm.info()?["dirty"]["subscribers"] == 2).then_some(()));
+    let store = scratch.path("store");
+    let store = store.to_str().expect("UTF-8");
+    let taken = vm.cli("checkpoint", &["--store", store, "--every", "200ms", "--count", "8"]);
+    assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
+    // Looked at once more with all of them taken: the last answer is of after that.
+    let of_run = |page: &Value| page["checkpoints"]["achieved"]["epochs"].as_u64();
+    for (_, seen) in &looks {
+        wait_for("a look at the end of the run", SOON, || {
+            let text = fs::read_to_string(seen).ok()?;
+            let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+            let last: Value = serde_json::from_str(whole.lines().last()?).ok()?;
+            (of_run(&last) == Some(8) && last["checkpoints"]["running"] == false).then_some(())
+        });
+    }
+    vm.console().wait_reports(2, 1, SOON);
+    assert_eq!(vm.cli("stop", &[]).status.code(), Some(0));
+    for (mut top, seen) in looks {
+        let status =
+            wait_for("top's end", Duration::from_secs(60), || top.try_wait().expect("a child"));
+        assert_eq!(status.code(), Some(0));
+        let text = fs::read_to_string(seen).expect("what it printed");
+        let pages: Vec<Value> =
+            text.lines().map(|l| serde_json::from_str(l).expect("an object a line")).collect();
+        // A window has what was written in it, and no more than there is.
+        assert!(pages.iter().any(|page| of_run(page).is_some_and(|n| (1..8).contains(&n))));
+        assert!(pages.iter().all(|page| number(&page["frames"]) <= 65_536));
+    }
+    drop(vm);
+    assert_eq!(run_cli(&["store", "verify", store]).status.code(), Some(0));
+    for epoch in ["1", "4", "8"] {
+        let name = format!("of{epoch}");
+        let copy =
+            Driftline::start(&scratch, &name, &["restore", "--store", store, "--epoch", epoch]);
+        copy.console().wait_reports(2, 2, SOON);
+        copy.console().assert_clean();
+    }
+}

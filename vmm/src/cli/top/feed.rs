@@ -1,0 +1,98 @@
+//! Owns the conversation of `top` with a driftline: it begins a watch as soon as there is a guest, and asks for one window after another.
+
+use std::time::Duration;
+
+use hyper::Method;
+use vmm::api::dirty_watch::{MAX_BINS, WatchBegun, WatchPage, WatchRequest};
+use vmm::api::model::{ArrivingInfo, InfoPage};
+use vmm::api::{Client, ClientError};
+
+/// How long the end of a watch may take to be told; it ends by itself, too.
+const FAREWELL: Duration = Duration::from_secs(1);
+/// What an answer may take beyond its window.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What has been answered.
+pub(super) enum Update {
+    /// A window; the guest may have ended.
+    Page(Box<WatchPage>),
+    /// There is no guest yet: how far it is.
+    Arriving(Box<ArrivingInfo>),
+}
+
+/// See the module.
+pub(super) struct Feed {
+    client: Client,
+    watch: Option<u64>,
+    /// A guest has been asked for: it is not asked for again at once.
+    asked: bool,
+}
+
+impl Feed {
+    /// Nothing is asked yet.
+    pub(super) fn new(client: Client) -> Self {
+        Self { client, watch: None, asked: false }
+    }
+
+    /// The next window, of `interval`.
+    pub(super) async fn next(&mut self, interval: Duration) -> Result<Update, ClientError> {
+        if let Some(watch) = self.watch {
+            match self.ask(watch, interval).await {
+                // Who was stopped for a while is no longer waited for, and begins anew.
+                Err(ClientError::Fault(_)) => self.watch = None,
+                answer => return answer,
+            }
+        }
+        match self.begin(interval).await? {
+            Ok(watch) => self.ask(watch, interval).await,
+            Err(arriving) => Ok(Update::Arriving(Box::new(arriving))),
+        }
+    }
+
+    async fn ask(&mut self, watch: u64, interval: Duration) -> Result<Update, ClientError> {
+        let path = format!("/dirty/watch?watch={watch}&wait_ms={}", interval.as_millis());
+        let page = tokio::time::timeout(interval + PATIENCE, self.client.get(&path)).await;
+        let page: WatchPage = page.unwrap_or_else(|_| Err(self.silent(interval + PATIENCE)))?;
+        if page.end.is_some() {
+            self.watch = None;
+        }
+        Ok(Update::Page(Box::new(page)))
+    }
+
+    /// Begins a watch, or says how far a guest is that is still to come.
+    async fn begin(
+        &mut self,
+        interval: Duration,
+    ) -> Result<Result<u64, ArrivingInfo>, ClientError> {
+        if std::mem::replace(&mut self.asked, true) {
+            tokio::time::sleep(interval).await;
+        }
+        let request = WatchRequest { bins: Some(MAX_BINS) };
+        let begun = self.client.call(Method::POST, "/dirty/watch", Some(&request)).await;
+        match begun {
+            Ok(WatchBegun { watch }) => {
+                self.watch = Some(watch);
+                Ok(Ok(watch))
+            }
+            Err(refused @ ClientError::Fault(_)) => match self.client.get("/info").await? {
+                InfoPage::Arriving(info) => Ok(Err(info)),
+                InfoPage::Guest(_) => Err(refused),
+            },
+            Err(e) => Err(e),
+        }
+    }
+
+    fn silent(&self, long: Duration) -> ClientError {
+        let why = format!("no answer in {} s", long.as_secs());
+        ClientError::Broken { socket: self.client.socket().to_owned(), why }
+    }
+
+    /// Nobody looks any more.
+    pub(super) async fn end(self) {
+        let Some(watch) = self.watch else { return };
+        let path = format!("/dirty/watch?watch={watch}");
+        let told = self.client.call::<()>(Method::DELETE, &path, None::<&()>);
+        // Where it cannot be told it ends by itself.
+        let _ = tokio::time::timeout(FAREWELL, told).await;
+    }
+}

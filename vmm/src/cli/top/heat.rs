@@ -1,0 +1,213 @@
+//! Owns the heat map: guest memory as cells of one size in rows, each as hot as it is written, on a logarithmic scale.
+
+use ratatui::buffer::Buffer;
+use ratatui::layout::Rect;
+use ratatui::style::{Color, Style};
+use vmm::api::dirty_watch::WatchPage;
+
+use crate::cli::output;
+
+/// What stands for nothing written, and for ever more.
+const COLD: &str = "\u{b7}";
+const SIGNS: [&str; 9] = [":", "-", "=", "+", "o", "x", "X", "#", "@"];
+/// The same as colours of a terminal that has sixteen, or 256.
+const FEW: [Color; 9] = [
+    Color::Blue,
+    Color::LightBlue,
+    Color::Cyan,
+    Color::LightCyan,
+    Color::Green,
+    Color::LightGreen,
+    Color::Yellow,
+    Color::LightRed,
+    Color::Red,
+];
+const MANY: [u8; 9] = [18, 20, 26, 31, 34, 148, 220, 208, 196];
+/// Between an address and the first cell.
+const GAP: u16 = 2;
+
+/// How heat is shown.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Palette {
+    /// By signs: no colours are wanted, or there are none.
+    Signs,
+    /// By sixteen colours.
+    Few,
+    /// By 256.
+    Many,
+}
+
+impl Palette {
+    /// What this environment wants and can show.
+    pub(super) fn of_environment() -> Self {
+        let var = |name| std::env::var(name).unwrap_or_default();
+        Self::of(&var("NO_COLOR"), &var("TERM"), &var("COLORTERM"))
+    }
+
+    fn of(no_color: &str, term: &str, colorterm: &str) -> Self {
+        match () {
+            () if !no_color.is_empty() || term == "dumb" => Self::Signs,
+            () if term.contains("256color") || !colorterm.is_empty() => Self::Many,
+            () => Self::Few,
+        }
+    }
+
+    /// Whether there are colours.
+    pub(super) fn has_colours(self) -> bool {
+        self != Self::Signs
+    }
+
+    fn put(self, level: usize, at: (u16, u16), buffer: &mut Buffer) {
+        let Some(cell) = buffer.cell_mut(at) else { return };
+        let Some(hot) = level.checked_sub(1).map(|hot| hot.min(SIGNS.len() - 1)) else {
+            cell.set_symbol(COLD);
+            return;
+        };
+        match self {
+            Self::Signs => cell.set_symbol(SIGNS[hot]),
+            Self::Few => cell.set_symbol(" ").set_style(Style::new().bg(FEW[hot])),
+            Self::Many => {
+                cell.set_symbol(" ").set_style(Style::new().bg(Color::Indexed(MANY[hot])))
+            }
+        };
+    }
+}
+
+/// Memory cut into cells that fill an area.
+#[derive(Debug)]
+pub(super) struct Cells {
+    /// Bytes of memory in a cell: a power of two of bins.
+    pub(super) bytes: u64,
+    /// Bytes a second that were written in each.
+    pub(super) rates: Vec<u64>,
+}
+
+impl Cells {
+    /// At most so many, with the bins of `page` (one cell each, if that is more than there are bins).
+    pub(super) fn new(page: &WatchPage, most: usize) -> Self {
+        let together = page.bin_frames.len().div_ceil(most.max(1)).next_power_of_two();
+        let per_second = 1e3 / page.window_ms.max(1e-6) * 4096.0;
+        let rate = |bins: &[u64]| (bins.iter().sum::<u64>() as f64 * per_second) as u64;
+        Self {
+            bytes: page.bin_bytes.saturating_mul(together as u64),
+            rates: page.bin_frames.chunks(together).map(rate).collect(),
+        }
+    }
+
+    /// The rates from which a cell is of the first level, and of the last: one frame a second, and all of them.
+    fn scale(&self) -> (f64, f64) {
+        (4096.0, (self.bytes as f64).max(4096.0))
+    }
+
+    /// How hot a cell with this rate is: 0, if nothing was written, or from 1 to 9, each level so many times the one before.
+    pub(super) fn level(&self, rate: u64) -> usize {
+        if rate == 0 {
+            return 0;
+        }
+        let (least, most) = self.scale();
+        let steps = (SIGNS.len() - 1) as f64;
+        // A cell of one frame knows only whether that is written.
+        if most <= least {
+            return SIGNS.len();
+        }
+        // A hair more, for a rate that is just a level's in a window that was measured a little too long.
+        let part = (rate as f64 * 1.05 / least).ln() / (most / least).ln();
+        1 + (part * steps).floor().clamp(0.0, steps) as usize
+    }
+}
+
+/// Where a byte of memory, counted without holes, is by guest physical address.
+pub(super) fn gpa(page: &WatchPage, mut at: u64) -> u64 {
+    for range in &page.memory {
+        if at < range.bytes {
+            return range.gpa.saturating_add(at);
+        }
+        at -= range.bytes;
+    }
+    0
+}
+
+/// The hottest bin: where it begins, and bytes a second in it.
+pub(super) fn hottest(page: &WatchPage) -> Option<(u64, u64)> {
+    let (bin, frames) = page.bin_frames.iter().enumerate().rev().max_by_key(|(_, n)| **n)?;
+    let rate = (*frames as f64 * 4096.0 * 1e3 / page.window_ms.max(1e-6)) as u64;
+    (*frames > 0).then(|| (gpa(page, page.bin_bytes.saturating_mul(bin as u64)), rate))
+}
+
+/// Draws the map, and its legend into the last two lines.
+pub(super) fn draw(page: &WatchPage, palette: Palette, area: Rect, buffer: &mut Buffer) {
+    let legend = if area.height > 3 { 2 } else { area.height.saturating_sub(1).min(1) };
+    let last = page.memory.last().map_or(0, |range| range.gpa.saturating_add(range.bytes));
+    let digits = (64 - last.leading_zeros() as u16).div_ceil(4).max(8);
+    let label = if area.width > digits + 2 + GAP + 8 { digits + 2 + GAP } else { 0 };
+    let (width, rows) = (area.width - label, area.height - legend);
+    // Whole eights, where there is room: addresses of rows are round then.
+    let width = if width >= 8 { width / 8 * 8 } else { width };
+    let cells = Cells::new(page, usize::from(width) * usize::from(rows));
+    for (row, rates) in (0..rows).zip(cells.rates.chunks(usize::from(width).max(1))) {
+        let y = area.y + row;
+        if label > 0 {
+            let at = u64::from(row) * u64::from(width) * cells.bytes;
+            let text = format!("0x{:0digits$x}", gpa(page, at), digits = usize::from(digits));
+            buffer.set_stringn(area.x, y, text, usize::from(label), Style::new());
+        }
+        for (x, rate) in (area.x + label..).zip(rates) {
+            palette.put(cells.level(*rate), (x, y), buffer);
+        }
+    }
+    if legend > 0 {
+        let (y, levels) = (area.y + rows, SIGNS.len() as u16);
+        let (x, most) = (area.x, usize::from(area.width));
+        let text = format!("each cell {}; {COLD} not written, ", output::bytes(cells.bytes));
+        let (mut x, _) = buffer.set_stringn(x, y, text, most, Style::new());
+        for level in 1..=levels {
+            if x < area.right() {
+                palette.put(level.into(), (x, y), buffer);
+                x += 1;
+            }
+        }
+        let (least, most) = cells.scale();
+        let text = format!(
+            " from {}/s to {}/s and more,",
+            output::bytes(least as u64),
+            output::bytes(most as u64)
+        );
+        buffer.set_stringn(x, y, text, usize::from(area.right().saturating_sub(x)), Style::new());
+        if legend > 1 {
+            let step = (most / least).powf(1.0 / f64::from(levels - 1));
+            let text = format!("each step {step:.1} times the one before it");
+            buffer.set_stringn(area.x, y + 1, text, usize::from(area.width), Style::new());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn colours_are_for_those_who_want_and_have_them() {
+        let of = Palette::of;
+        assert_eq!(of("1", "xterm-256color", "truecolor"), Palette::Signs);
+        assert_eq!(of("", "dumb", ""), Palette::Signs);
+        assert_eq!(of("", "xterm-256color", ""), Palette::Many);
+        assert_eq!(of("", "xterm", "truecolor"), Palette::Many);
+        assert_eq!(of("", "linux", ""), Palette::Few);
+        assert!(!Palette::Signs.has_colours() && Palette::Few.has_colours());
+    }
+
+    #[test]
+    fn levels_are_steps_of_a_logarithm_from_a_frame_to_the_whole_cell() {
+        let cells = Cells { bytes: 1 << 20, rates: Vec::new() };
+        assert_eq!([0, 1, 4095, 4096].map(|rate| cells.level(rate)), [0, 1, 1, 1]);
+        // Eight steps from 4 KiB to 1 MiB: each is twice the one before.
+        for step in 0..8u32 {
+            let rate = 4096u64 << step;
+            assert_eq!(cells.level(rate), 1 + step as usize, "{rate}");
+            assert_eq!(cells.level(rate * 7 / 4), 1 + step as usize, "{rate} and most of as much");
+        }
+        assert_eq!([1 << 20, 1 << 30, u64::MAX].map(|rate| cells.level(rate)), [9; 3]);
+        let one_frame = Cells { bytes: 4096, rates: Vec::new() };
+        assert_eq!([0, 1, 4096].map(|rate| one_frame.level(rate)), [0, 9, 9]);
+    }
+}

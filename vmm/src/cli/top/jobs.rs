@@ -1,0 +1,82 @@
+//! Owns what `top` says of a guest's migration and of its checkpoints: a few sentences each.
+
+use checkpoint::Spread;
+use vmm::api::dirty_watch::{CheckpointGlance, WatchPage};
+use vmm::api::model::{EpochOutcome, MigrationPage, MigrationState};
+
+use crate::cli::output;
+use crate::cli::progress::progress_line;
+
+/// A sentence, and whether somebody should look at it.
+pub(super) struct Said {
+    pub(super) text: String,
+    pub(super) alarming: bool,
+}
+
+/// All that is under way, or has been; that nothing is, otherwise.
+pub(super) fn said(page: &WatchPage) -> Vec<Said> {
+    let mut all: Vec<Said> = page.migration.iter().map(migration).collect();
+    all.extend(page.checkpoints.iter().map(checkpoints));
+    if all.is_empty() {
+        let text = "no migration and no checkpoints so far".to_owned();
+        all.push(Said { text, alarming: false });
+    }
+    all
+}
+
+fn migration(page: &MigrationPage) -> Said {
+    let to = &page.to;
+    let (text, alarming) = match page.state {
+        MigrationState::Sending => {
+            (format!("migration to {to}: {}", progress_line(&page.progress)), false)
+        }
+        MigrationState::InDoubt => {
+            (format!("migration to {to}: {}", progress_line(&page.progress)), true)
+        }
+        MigrationState::Completed => (format!("migration to {to}: completed"), false),
+        MigrationState::Failed => {
+            let why = page.failure.as_ref().map_or("it is not known why", |f| &f.message);
+            let cancelled = page.failure.as_ref().is_some_and(|f| f.cancelled);
+            let how = if cancelled { "was cancelled" } else { "has failed" };
+            (format!("the last migration, to {to}, {how}: {why}"), !cancelled)
+        }
+    };
+    Said { text, alarming }
+}
+
+fn checkpoints(glance: &CheckpointGlance) -> Said {
+    let done = &glance.achieved;
+    let ms = |us: u64| us as f64 / 1e3;
+    let spread = |s: &Spread| format!("p50 {:.1} p99 {:.1} ms", ms(s.p50_us), ms(s.p99_us));
+    let head = if glance.running { "checkpoints" } else { "checkpoints, over" };
+    let mut text = format!("{head}: ");
+    let mut alarming = done.failed > 0 && glance.running;
+    match &glance.last {
+        None => text += "the first is being taken",
+        Some(EpochOutcome::Stored(line)) => {
+            text += &format!("epoch {} is durable ({} frames)", line.epoch, line.frames);
+        }
+        Some(EpochOutcome::Failed(why)) => {
+            text += &format!("the last one has failed: {why}");
+            alarming = true;
+        }
+    }
+    if done.epochs > 0 {
+        text += &format!(
+            "; pause {}, durable after {}, every {:.0} ms",
+            spread(&done.pause),
+            spread(&done.write),
+            ms(done.interval.p50_us)
+        );
+    }
+    let counts = [(done.failed, "failed"), (done.skipped, "left out"), (done.early, "early")];
+    let counts = counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
+    text += &format!("; {} taken{}", done.epochs, counts.collect::<String>());
+    text += &format!(", in {}", glance.store.display());
+    Said { text, alarming }
+}
+
+/// Rates for people.
+pub(super) fn per_second(bytes: u64) -> String {
+    format!("{}/s", output::bytes(bytes))
+}

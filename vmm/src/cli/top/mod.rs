@@ -1,0 +1,150 @@
+//! Owns `driftline top`: a live view of where, how fast and by whom a guest's memory is written, and of what its jobs are doing.
+//!
+//! `feed` asks the driftline, `view` keeps what was answered, and `screen` draws that, with `heat`: a pure function of the view.
+
+mod feed;
+mod heat;
+mod jobs;
+mod screen;
+mod terminal;
+#[cfg(test)]
+mod tests;
+mod view;
+
+use std::io::{self, IsTerminal};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use ratatui::buffer::Buffer;
+use ratatui::layout::Rect;
+use ratatui::widgets::Widget;
+use vmm::api::dirty_watch::WatchPage;
+use vmm::api::model::GuestState;
+use vmm::api::{Client, ClientError};
+
+use super::args::QueryArgs;
+use super::client::block_on;
+use super::end;
+use super::failure::Failure;
+use super::output::{print, print_json, say};
+use super::values;
+use feed::{Feed, Update};
+use heat::Palette;
+use screen::Screen;
+use view::{Now, View};
+
+/// What the terminal is taken to be where that cannot be asked.
+const USUAL_SIZE: (u16, u16) = (80, 24);
+
+#[derive(Args)]
+pub(crate) struct TopArgs {
+    #[command(flatten)]
+    pub(crate) query: QueryArgs,
+    /// Look this often: from 100ms to 60s
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval)]
+    pub(crate) interval: Duration,
+    /// Print one look, after one interval, as plain text, and end; with --json as an object, and with --json alone one after another
+    #[arg(long)]
+    pub(crate) once: bool,
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let interval = values::duration(text)?;
+    match (view::SHORTEST..=view::LONGEST).contains(&interval) {
+        true => Ok(interval),
+        false => Err("an interval is from 100ms to 60s".to_owned()),
+    }
+}
+
+/// `driftline top`.
+pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
+    let client = Client::new(&args.query.api.api_sock);
+    let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+    let last = if args.once || args.query.json || (dumb && io::stdout().is_terminal()) {
+        block_on(printed(client, args))??
+    } else if io::stdout().is_terminal() {
+        block_on(terminal::live(client, args.interval))??
+    } else {
+        return Err(Failure::error(
+            "stdout is not a terminal: `driftline top --once` prints one look at the guest, with --json as an object, and without \
+             --once one after another; `driftline info --json` has the guest's state",
+        ));
+    };
+    if let Some(page) = last {
+        say(last_words(&page));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints one look, or one after another until the guest's end; the page that told it.
+async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
+    let mut feed = Feed::new(client);
+    let mut view = View::new(args.interval, Palette::Signs);
+    let result = loop {
+        let update = tokio::select! {
+            update = feed.next(args.interval) => update.map_err(|e| lost(&view, &e))?,
+            _ = tokio::signal::ctrl_c() => break Ok(None),
+        };
+        let ended = match update {
+            Update::Page(page) if page.end.is_some() => Some(page),
+            update => {
+                match (&update, args.query.json) {
+                    (Update::Page(page), true) => print_json(page)?,
+                    (Update::Arriving(info), true) => print_json(info)?,
+                    (_, false) => {}
+                }
+                view.take(update);
+                None
+            }
+        };
+        if let Some(page) = ended {
+            break Ok(Some(page));
+        }
+        if !args.query.json {
+            print(plain(&view) + if args.once { "" } else { "\n" })?;
+        }
+        if args.once {
+            break Ok(None);
+        }
+    };
+    feed.end().await;
+    result
+}
+
+/// The screen as lines of text, with nothing behind their ends.
+fn plain(view: &View) -> String {
+    let (width, height) = ratatui::crossterm::terminal::size()
+        .ok()
+        .filter(|_| io::stdout().is_terminal())
+        .unwrap_or(USUAL_SIZE);
+    text_of(view, width, height)
+}
+
+/// The same, of a screen of this size.
+fn text_of(view: &View, width: u16, height: u16) -> String {
+    let area = Rect::new(0, 0, width, height);
+    let mut buffer = Buffer::empty(area);
+    Screen { view, keys: false }.render(area, &mut buffer);
+    let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+    let rows: Vec<String> = (0..height).map(|y| row(y).trim_end().to_owned()).collect();
+    let end = rows.iter().rposition(|row| !row.is_empty()).map_or(0, |last| last + 1);
+    rows[..end].join("\n")
+}
+
+/// Why there are no more answers; the last one tells what may have become of the guest.
+fn lost(view: &View, e: &ClientError) -> Failure {
+    let Some(Now::Page(page)) = &view.now else { return Failure::error(e) };
+    let to = page.migration.as_ref().filter(|_| page.info.state != GuestState::Running);
+    let to = to.map(|migration| format!(", to {}", migration.to)).unwrap_or_default();
+    Failure::error(format!("{e}; when last seen the guest was {}{to}", page.info.state.name()))
+}
+
+/// What became of the guest.
+fn last_words(page: &WatchPage) -> String {
+    match (&page.moved_to, &page.end) {
+        (Some(to), _) => format!("the guest has moved to {to}"),
+        (None, Some(reason)) => end::words(reason),
+        (None, None) => "the guest's end was not told".to_owned(),
+    }
+}

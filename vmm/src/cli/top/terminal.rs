@@ -1,0 +1,180 @@
+//! Owns the terminal while `top` has it: the screen, the keys, and that it is as it was on every way out.
+
+use std::time::{Duration, Instant};
+
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use vmm::api::dirty_watch::WatchPage;
+use vmm::api::{Client, ClientError};
+
+use super::feed::{Feed, Update};
+use super::heat::Palette;
+use super::screen::Screen;
+use super::view::View;
+use crate::cli::failure::Failure;
+
+/// How often it is looked whether an answer is late.
+const TICK: Duration = Duration::from_secs(1);
+/// So late is too late.
+const LATE: Duration = Duration::from_secs(3);
+/// How long the watch may take to end.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Shows the guest until somebody quits, or it has ended: then the page that told so.
+pub(super) async fn live(
+    client: Client,
+    interval: Duration,
+) -> Result<Option<Box<WatchPage>>, Failure> {
+    // Before the terminal is touched: a socket that nobody listens on is said on the terminal as it is.
+    let mut feed = Feed::new(client);
+    let first = feed.next(super::view::SHORTEST).await?;
+    let mut signals = Signals::new()?;
+    let mut view = View::new(interval, Palette::of_environment());
+
+    let (every, interval) = watch::channel(interval);
+    let (tell, mut told) = mpsc::channel(1);
+    let (quit, quitting) = watch::channel(());
+    let following = tokio::spawn(follow(feed, interval, tell, quitting));
+    let taken = Taken::new()?;
+    let result = show(taken, &mut view, first, &every, &mut told, &mut signals).await;
+    drop((quit, told));
+    // The driftline may not answer: then the watch ends by itself.
+    let _ = tokio::time::timeout(FAREWELL, following).await;
+    result
+}
+
+/// Asks for one window after another until nobody wants them any more.
+async fn follow(
+    mut feed: Feed,
+    interval: watch::Receiver<Duration>,
+    tell: mpsc::Sender<Result<Update, ClientError>>,
+    mut quitting: watch::Receiver<()>,
+) {
+    loop {
+        let every = *interval.borrow();
+        let update = tokio::select! {
+            update = feed.next(every) => update,
+            _ = quitting.changed() => break,
+        };
+        let over = update.is_err() || matches!(&update, Ok(Update::Page(p)) if p.end.is_some());
+        if tell.send(update).await.is_err() || over {
+            break;
+        }
+    }
+    feed.end().await;
+}
+
+async fn show(
+    mut taken: Taken,
+    view: &mut View,
+    first: Update,
+    every: &watch::Sender<Duration>,
+    told: &mut mpsc::Receiver<Result<Update, ClientError>>,
+    signals: &mut Signals,
+) -> Result<Option<Box<WatchPage>>, Failure> {
+    let mut keys = keys();
+    let mut tick = tokio::time::interval(TICK);
+    let mut heard = Instant::now();
+    let mut next = Some(first);
+    loop {
+        match next.take() {
+            Some(Update::Page(page)) if page.end.is_some() => return Ok(Some(page)),
+            Some(update) => view.take(update),
+            None => {}
+        }
+        view.silent = Some(heard.elapsed()).filter(|long| *long > view.interval + LATE);
+        taken.0.draw(|frame| frame.render_widget(Screen { view, keys: true }, frame.area()))?;
+        tokio::select! {
+            update = told.recv() => match update {
+                Some(update) => {
+                    next = Some(update.map_err(|e| super::lost(view, &e))?);
+                    heard = Instant::now();
+                }
+                None => return Ok(None),
+            },
+            Some(event) = keys.recv() => match event {
+                Event::Key(key) if key.kind != KeyEventKind::Release => {
+                    if !press(view, &key) {
+                        return Ok(None);
+                    }
+                    every.send_replace(view.interval);
+                }
+                // Of another size: it is drawn anew.
+                _ => {}
+            },
+            () = signals.any() => return Ok(None),
+            _ = tick.tick() => {}
+        }
+    }
+}
+
+/// Does what a key asks for; whether `top` goes on.
+pub(super) fn press(view: &mut View, key: &KeyEvent) -> bool {
+    match key.code {
+        KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
+        KeyCode::Char('q' | 'Q') | KeyCode::Esc => return false,
+        KeyCode::Char('p' | 'P' | ' ') => view.paused = !view.paused,
+        KeyCode::Char('+' | '=') => view.faster(),
+        KeyCode::Char('-' | '_') => view.slower(),
+        _ => {}
+    }
+    true
+}
+
+/// What is typed. The thread waits for keys, and goes with the process.
+fn keys() -> mpsc::Receiver<Event> {
+    let (tell, told) = mpsc::channel(16);
+    let read = move || {
+        while let Ok(event) = event::read() {
+            if tell.blocking_send(event).is_err() {
+                return;
+            }
+        }
+    };
+    // Without it there are still signals.
+    let _ = std::thread::Builder::new().name("keys".into()).spawn(read);
+    told
+}
+
+/// The terminal, raw and on its other screen; as it was when this is dropped, and before a panic is told.
+struct Taken(ratatui::DefaultTerminal);
+
+impl Taken {
+    fn new() -> Result<Self, Failure> {
+        ratatui::try_init().map(Self).map_err(|e| {
+            ratatui::restore();
+            Failure::error(format!("this terminal cannot be drawn on ({e}): use --once"))
+        })
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        // There is nobody to tell.
+        let _ = self.0.show_cursor();
+        ratatui::restore();
+    }
+}
+
+/// The signals that end `top`.
+struct Signals([tokio::signal::unix::Signal; 3]);
+
+impl Signals {
+    fn new() -> Result<Self, Failure> {
+        Ok(Self([
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::hangup())?,
+            signal(SignalKind::interrupt())?,
+        ]))
+    }
+
+    async fn any(&mut self) {
+        let [terminate, hangup, interrupt] = &mut self.0;
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! See `screen`: what is drawn of which page, on terminals of what size.
+
+use std::time::Duration;
+
+use dirty_tracker::{TrackerStats, TrackingMode};
+use migrate::{Phase, Progress, VcpuThrottle};
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use ratatui::buffer::Buffer;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use ratatui::style::Color;
+use vmm::api::dirty_watch::{CheckpointGlance, MemoryRange, VcpuWindow, WatchPage};
+use vmm::api::model::{
+    ArrivingInfo, EpochLine, EpochOutcome, GuestState, GuestWhere, Info, MigrationFailure,
+    MigrationPage, MigrationState,
+};
+use vmm::config::Backend;
+use vmm::vm::{EndReason, VcpuInfo};
+
+use super::feed::Update;
+use super::heat::{Cells, Palette};
+use super::screen::Screen;
+use super::view::View;
+use super::{last_words, terminal, text_of};
+
+/// A guest of 1 GiB whose bins have 64 frames, with these figures for each vCPU; it wrote all of the frames from
+/// 256 to 272 MiB, and four frames in the last bin, in half a second.
+fn page(vcpu: Vec<VcpuWindow>) -> WatchPage {
+    let mut bin_frames = vec![0; 4096];
+    bin_frames[1024..1088].fill(64);
+    bin_frames[4095] = 4;
+    let frames = bin_frames.iter().sum();
+    let infos = vec![VcpuInfo { ring_full_exits: 7, ..VcpuInfo::default() }; vcpu.len()];
+    WatchPage {
+        watch: 1,
+        info: Info {
+            state: GuestState::Running,
+            vm_id: serde_json::from_str("\"7a0c1e5c-3f51-4fd2-8d1b-0a9d6f0c2b11\"").unwrap(),
+            vcpus: vcpu.len() as u8,
+            mem_bytes: 1 << 30,
+            tracking: TrackingMode::DirtyRing,
+            backend: Backend::Kvm,
+            uptime_ms: 3_725_000,
+            checkpointing: false,
+            migration: None,
+            ring_overruns: 0,
+            vcpu: infos,
+            dirty: TrackerStats { subscribers: 1, ..TrackerStats::default() },
+            devices: Vec::new(),
+        },
+        end: None,
+        moved_to: None,
+        window_ms: 500.0,
+        frames,
+        dirty_rate_bytes_per_s: frames * 4096 * 2,
+        memory: vec![MemoryRange { gpa: 0, bytes: 1 << 30 }],
+        bin_bytes: 64 * 4096,
+        bin_frames,
+        vcpu,
+        ring_entries: Some(65_536),
+        migration: None,
+        checkpoints: None,
+    }
+}
+
+fn vcpu(dirtied: u64) -> VcpuWindow {
+    VcpuWindow {
+        dirtied_frames: Some(dirtied),
+        exits: 50,
+        ring_full_exits: 0,
+        ring_peak_entries: Some(16_384),
+        held_ms: 0,
+    }
+}
+
+fn view(page: WatchPage) -> View {
+    let mut view = View::new(Duration::from_secs(1), Palette::Signs);
+    view.take(Update::Page(Box::new(page)));
+    view
+}
+
+/// What a terminal of this size would show.
+fn drawn(view: &View, width: u16, height: u16) -> Buffer {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| frame.render_widget(Screen { view, keys: true }, frame.area())).unwrap();
+    terminal.backend().buffer().clone()
+}
+
+/// Its lines.
+fn lines(buffer: &Buffer) -> Vec<String> {
+    let area = buffer.area;
+    let line = |y| (0..area.width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+    (0..area.height).map(|y| line(y).trim_end().to_owned()).collect()
+}
+
+#[track_caller]
+fn one<'a>(lines: &'a [String], with: &str) -> &'a str {
+    let found: Vec<_> = lines.iter().filter(|line| line.contains(with)).collect();
+    assert_eq!(found.len(), 1, "{with:?} in {lines:#?}");
+    found[0]
+}
+
+/// The signs of the map, row by row, without addresses.
+fn map(lines: &[String]) -> String {
+    let rows = lines.iter().filter(|line| line.starts_with("0x"));
+    rows.map(|row| row.split_once("  ").unwrap().1).collect()
+}
+
+#[test]
+fn what_is_hot_is_hot_and_the_rest_is_cold_on_screens_of_two_sizes() {
+    let view = view(page(vec![vcpu(4000), vcpu(100)]));
+    for (width, height, size) in [(80, 24, "2 MiB"), (120, 40, "512 KiB")] {
+        let lines = lines(&drawn(&view, width, height));
+        let map = map(&lines);
+        let cells: Vec<char> = map.chars().collect();
+        // A power of two of cells covers all of memory.
+        let cell_kib = (1 << 20) / cells.len();
+        assert_eq!(cells.len() * cell_kib, 1 << 20, "{lines:#?}");
+        assert!(one(&lines, "each cell").starts_with(&format!("each cell {size};")));
+        let hot = (256 << 10) / cell_kib..(272 << 10) / cell_kib;
+        for (at, sign) in cells.iter().enumerate() {
+            let expected = match at {
+                at if hot.contains(&at) => '@',
+                at if at + 1 == cells.len() => *sign,
+                _ => '\u{b7}',
+            };
+            assert_eq!(*sign, expected, "cell {at} of {lines:#?}");
+        }
+        // Four frames in half a second: more than nothing, and far from all.
+        assert!(":-=+".contains(cells[cells.len() - 1]), "{lines:#?}");
+        assert_eq!(lines.iter().filter(|l| l.starts_with("0x00000000  ")).count(), 1);
+    }
+}
+
+#[test]
+fn figures_stand_where_they_are_looked_for() {
+    let mut page =
+        page(vec![vcpu(4000), VcpuWindow { ring_full_exits: 2, held_ms: 125, ..vcpu(100) }]);
+    page.info.dirty.subscribers = 2;
+    let view = view(page);
+    let lines = lines(&drawn(&view, 80, 24));
+    assert_eq!(lines[0], "guest 7a0c1e5c-3f51-4fd2-8d1b-0a9d6f0c2b11 running");
+    let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 more follows its writes";
+    assert_eq!(lines[1], machine);
+    // All but four frames are in bins that were written whole: 256 KiB in half a second.
+    assert_eq!(lines[2], "writes 32.0 MiB/s, 4100 frames in 500 ms; most at 0x10000000, 512 KiB/s");
+    let head = one(&lines, "ring full");
+    let [first, second] = ["     0 ", "     1 "].map(|number| {
+        lines.iter().find(|line| line.starts_with(number)).unwrap_or_else(|| panic!("{lines:#?}"))
+    });
+    for (name, in_first, in_second) in [
+        ("frames/s", "8000", "200"),
+        ("bytes/s", "31.2 MiB", "800 KiB"),
+        ("ring ", "25 % ", "25 % "),
+        ("ring full", "7", "7 (+2)"),
+        ("exits/s", "100", "100"),
+        ("held", "0 %", "25 %"),
+    ] {
+        let end = head.find(name).unwrap() + name.len();
+        for (line, figure) in [(first, in_first), (second, in_second)] {
+            assert!(line[..end.min(line.len())].ends_with(figure), "{name} {figure}: {line:?}");
+        }
+    }
+    assert!(one(&lines, "no migration").contains("no checkpoints"));
+    assert!(one(&lines, "watching costs the guest a fault for each frame").ends_with("interval"));
+    assert!(one(&lines, "q quits").ends_with("(every 1 s)"), "{lines:#?}");
+    // As text for a pipe it is the same without keys.
+    let text = text_of(&view, 80, 24);
+    assert!(text.contains(machine) && !text.contains("q quits"), "{text}");
+}
+
+#[test]
+fn what_is_not_known_is_not_said() {
+    let mut page =
+        page(vec![VcpuWindow { dirtied_frames: None, ring_peak_entries: None, ..vcpu(0) }]);
+    page.ring_entries = None;
+    page.info.tracking = TrackingMode::DirtyBitmap;
+    let lines = lines(&drawn(&view(page), 80, 24));
+    let words: Vec<_> =
+        lines.iter().find(|l| l.starts_with("     0 ")).unwrap().split(' ').collect();
+    let words: Vec<_> = words.into_iter().filter(|word| !word.is_empty()).collect();
+    assert_eq!(words, ["0", "-", "-", "-", "-", "100", "0", "%"]);
+}
+
+#[test]
+fn no_screen_is_too_small_and_many_vcpus_leave_room_for_the_map() {
+    let mut view = view(page(vec![vcpu(10); 64]));
+    for width in [1, 2, 3, 7, 9, 12, 20, 21, 40, 79, 200, 500] {
+        for height in [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 20, 100] {
+            drawn(&view, width, height);
+        }
+    }
+    let seen = lines(&drawn(&view, 80, 24));
+    assert!(!map(&seen).is_empty(), "{seen:#?}");
+    let others = one(&seen, "others");
+    let shown = seen.iter().filter(|line| line.trim_start().starts_with(char::is_numeric)).count();
+    assert!(shown > 1, "{seen:#?}");
+    // Those that are not shown, of which each makes twenty frames dirty in a second.
+    let listed = seen.iter().filter(|l| l.ends_with("0 %") && !l.contains("others")).count();
+    assert!(others.contains(&format!(" {} ", (64 - listed) * 20)), "{listed}: {seen:#?}");
+    // With hostile figures, too.
+    let Some(super::view::Now::Page(page)) = &mut view.now else { panic!("a page") };
+    page.bin_frames = vec![u64::MAX / 8192; 3];
+    page.bin_bytes = u64::MAX;
+    page.memory = vec![MemoryRange { gpa: u64::MAX, bytes: 1 }];
+    page.window_ms = 0.0;
+    page.vcpu = vec![VcpuWindow { dirtied_frames: Some(u64::MAX / 128), ..vcpu(0) }; 3];
+    for (width, height) in [(1, 1), (80, 24), (300, 90)] {
+        drawn(&view, width, height);
+    }
+    for now in [None, Some(arriving())] {
+        view.now = now;
+        for (width, height) in [(1, 1), (2, 5), (80, 24)] {
+            drawn(&view, width, height);
+        }
+    }
+}
+
+fn arriving() -> super::view::Now {
+    let migration = Progress { phase: Phase::Precopy, pass: 3, ..Progress::default() };
+    super::view::Now::Arriving(Box::new(ArrivingInfo::new(migration)))
+}
+
+#[test]
+fn a_guest_that_is_still_to_come_is_said_to_be() {
+    let mut view = View::new(Duration::from_millis(500), Palette::Few);
+    assert_eq!(lines(&drawn(&view, 40, 2))[0], "driftline top: waiting for the first loo");
+    view.now = Some(arriving());
+    let lines = lines(&drawn(&view, 80, 24));
+    assert_eq!(lines[0], "driftline top: there is no guest yet");
+    assert!(one(&lines, "receiving a guest: pass 3").contains("received"));
+    assert!(one(&lines, "looking every").ends_with("every 500 ms"));
+}
+
+fn migrating(state: MigrationState, phase: Phase) -> MigrationPage {
+    let held = VcpuThrottle {
+        vcpu: 0,
+        most_bytes_per_s: Some(9 << 20),
+        held_percent: 91.0,
+        ..VcpuThrottle::default()
+    };
+    let progress = Progress {
+        phase,
+        pass: 3,
+        sent_bytes: 193 << 20,
+        remaining_frames: 9728,
+        dirty_rate_bytes_per_s: 17 << 20,
+        link_rate_bytes_per_s: 30 << 20,
+        expected_downtime_ms: 1261.0,
+        throttle: vec![held],
+        ..Progress::default()
+    };
+    let (to, report, failure) = ("10.0.0.2:7000".to_owned(), None, None);
+    MigrationPage { job: 1, state, to, progress, report, failure }
+}
+
+#[test]
+fn a_migration_has_the_same_figures_as_its_own_command() {
+    let mut seen = page(vec![vcpu(1)]);
+    seen.migration = Some(migrating(MigrationState::Sending, Phase::Precopy));
+    seen.info.state = GuestState::Migrating;
+    let text = text_of(&view(seen.clone()), 80, 24).replace('\n', " ");
+    for figure in [
+        "migration to 10.0.0.2:7000: precopy, pass 3: 193 MiB sent, 38 MiB left",
+        "guest writes 17 MiB/s, link carries 30 MiB/s",
+        "pause now about 1261.0 ms",
+        "vCPU 0 held 91 %",
+    ] {
+        assert!(text.contains(figure), "{figure} in {text}");
+    }
+    seen.migration = Some(migrating(MigrationState::InDoubt, Phase::InDoubt));
+    let text = text_of(&view(seen.clone()), 80, 24).replace('\n', " ");
+    assert!(text.contains("in doubt: the guest is paused here and may run there"), "{text}");
+    let message = "the connection was cut".to_owned();
+    let failure = MigrationFailure {
+        message,
+        cancelled: false,
+        phase: Phase::Precopy,
+        guest: GuestWhere::Here,
+    };
+    seen.migration = Some(MigrationPage {
+        failure: Some(failure),
+        ..migrating(MigrationState::Failed, Phase::Finished)
+    });
+    let text = text_of(&view(seen), 80, 24);
+    assert!(text.contains("has failed: the connection was cut"), "{text}");
+}
+
+#[test]
+fn checkpoints_have_their_pauses_and_failures_are_not_hidden() {
+    let line = EpochLine {
+        epoch: 812,
+        frames: 4100,
+        disk_blocks: 0,
+        pause_us: 900,
+        behind_frames: 0,
+        waits: 0,
+        waited_us: 0,
+        write_ms: 1.3,
+        written_bytes: 1 << 20,
+        durable: true,
+        late_ms: 0,
+        early: false,
+        skipped: 0,
+    };
+    let mut seen = page(vec![vcpu(1)]);
+    let mut glance = CheckpointGlance {
+        job: 1,
+        running: true,
+        store: "/var/store".into(),
+        achieved: checkpoint::Achieved { epochs: 813, ..Default::default() },
+        last: Some(EpochOutcome::Stored(line)),
+    };
+    glance.achieved.pause = checkpoint::Spread { p50_us: 910, p99_us: 4400, ..Default::default() };
+    glance.achieved.write.p50_us = 1300;
+    glance.achieved.interval.p50_us = 100_000;
+    seen.checkpoints = Some(glance);
+    let text = text_of(&view(seen.clone()), 80, 24).replace('\n', " ");
+    for figure in [
+        "checkpoints: epoch 812 is durable (4100 frames); pause p50 0.9 p99 4.4 ms, durable",
+        "every 100 ms; 813 taken, in /var/store",
+    ] {
+        assert!(text.contains(figure), "{figure} in {text}");
+    }
+    if let Some(glance) = &mut seen.checkpoints {
+        glance.last = Some(EpochOutcome::Failed("the disk is full".into()));
+        glance.achieved.failed = 2;
+    }
+    let mut view = view(seen);
+    view.palette = Palette::Few;
+    let buffer = drawn(&view, 80, 24);
+    let y = lines(&buffer).iter().position(|l| l.contains("the disk is full")).unwrap() as u16;
+    assert_eq!(buffer[(0, y)].fg, Color::Red);
+    assert!(text_of(&view, 80, 24).replace('\n', " ").contains("2 failed"));
+}
+
+#[test]
+fn colours_are_on_the_hot_cells_alone_and_never_where_they_are_not_wanted() {
+    let mut view = view(page(vec![vcpu(4000)]));
+    let coloured = |buffer: &Buffer| {
+        let cells = buffer.content().iter();
+        cells.filter(|cell| cell.bg != Color::Reset).count()
+    };
+    let plain = drawn(&view, 80, 24);
+    assert!(plain.content().iter().all(|c| (c.fg, c.bg) == (Color::Reset, Color::Reset)));
+    for palette in [Palette::Few, Palette::Many] {
+        view.palette = palette;
+        let buffer = drawn(&view, 80, 24);
+        // Eight cells of 2 MiB, the last one of all, and the nine of the legend.
+        assert_eq!(coloured(&buffer), 8 + 1 + 9, "{palette:?}");
+    }
+}
+
+#[test]
+fn cells_have_the_addresses_of_memory_with_a_hole() {
+    let mut seen = page(vec![vcpu(1)]);
+    seen.memory = vec![
+        MemoryRange { gpa: 0, bytes: 512 << 20 },
+        MemoryRange { gpa: 4 << 30, bytes: 512 << 20 },
+    ];
+    seen.bin_frames = vec![0; 4096];
+    seen.bin_frames[2049] = 64;
+    let lines = lines(&drawn(&view(seen.clone()), 80, 24));
+    assert!(lines[2].ends_with("most at 0x100040000, 512 KiB/s"), "{}", lines[2]);
+    let row =
+        lines.iter().find(|l| l.starts_with("0x100000000  ")).expect("the row behind the hole");
+    assert!(!row["0x100000000  ".len()..].starts_with('\u{b7}'), "{row}");
+    // Fewer bins than there is room for: one cell each.
+    assert_eq!(Cells::new(&seen, 100_000).bytes, seen.bin_bytes);
+}
+
+#[test]
+fn keys_quit_pause_and_change_the_interval() {
+    let mut view = view(page(vec![vcpu(1)]));
+    let key = |code| KeyEvent::new(code, KeyModifiers::NONE);
+    for code in [KeyCode::Char('q'), KeyCode::Esc] {
+        assert!(!terminal::press(&mut view, &key(code)));
+    }
+    let interrupt = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+    assert!(!terminal::press(&mut view, &interrupt));
+    assert!(terminal::press(&mut view, &key(KeyCode::Char('c'))));
+    assert!(terminal::press(&mut view, &key(KeyCode::Char('p'))) && view.paused);
+    assert!(lines(&drawn(&view, 80, 24))[0].contains("view paused"));
+    let mut later = page(vec![vcpu(1)]);
+    later.info.state = GuestState::Stopped;
+    view.take(Update::Page(Box::new(later)));
+    assert!(lines(&drawn(&view, 80, 24))[0].contains("running"), "what comes is not shown");
+    assert!(terminal::press(&mut view, &key(KeyCode::Char('p'))) && !view.paused);
+    for _ in 0..10 {
+        assert!(terminal::press(&mut view, &key(KeyCode::Char('+'))));
+    }
+    assert_eq!(view.interval, super::view::SHORTEST);
+    for _ in 0..20 {
+        assert!(terminal::press(&mut view, &key(KeyCode::Char('-'))));
+    }
+    assert_eq!(view.interval, super::view::LONGEST);
+    view.silent = Some(Duration::from_secs(70));
+    assert!(lines(&drawn(&view, 80, 24))[0].ends_with("NO ANSWER for 70 s"));
+}
+
+#[test]
+fn the_last_words_say_where_the_guest_is() {
+    let mut seen = page(Vec::new());
+    seen.end = Some(EndReason::Stopped("it has moved to there:1".into()));
+    seen.moved_to = Some("there:1".into());
+    assert_eq!(last_words(&seen), "the guest has moved to there:1");
+    seen.moved_to = None;
+    seen.end = Some(EndReason::PowerOff);
+    assert_eq!(last_words(&seen), "the guest powered itself off");
+}

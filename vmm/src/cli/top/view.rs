@@ -1,0 +1,76 @@
+//! Owns what `top` knows: the last answer, what came before it as far as it is drawn, and how the person at the keyboard wants to see it.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use vmm::api::dirty_watch::WatchPage;
+use vmm::api::model::ArrivingInfo;
+
+use super::feed::Update;
+use super::heat::Palette;
+
+/// Intervals that can be asked for.
+pub(super) const SHORTEST: Duration = Duration::from_millis(100);
+pub(super) const LONGEST: Duration = Duration::from_secs(60);
+/// Windows that are remembered for the small curves.
+const REMEMBERED: usize = 240;
+
+/// The last answer.
+pub(super) enum Now {
+    Page(Box<WatchPage>),
+    Arriving(Box<ArrivingInfo>),
+}
+
+/// See the module.
+pub(super) struct View {
+    pub(super) now: Option<Now>,
+    /// Frames a second of each vCPU, the oldest first.
+    pub(super) rates: Vec<VecDeque<u64>>,
+    /// Nothing that comes is shown.
+    pub(super) paused: bool,
+    pub(super) interval: Duration,
+    pub(super) palette: Palette,
+    /// For how long nothing has come, if that is longer than it should be.
+    pub(super) silent: Option<Duration>,
+}
+
+impl View {
+    pub(super) fn new(interval: Duration, palette: Palette) -> Self {
+        Self { now: None, rates: Vec::new(), paused: false, interval, palette, silent: None }
+    }
+
+    /// Takes an answer in, unless nothing new is to be shown.
+    pub(super) fn take(&mut self, update: Update) {
+        if self.paused {
+            return;
+        }
+        self.now = Some(match update {
+            Update::Arriving(info) => Now::Arriving(info),
+            Update::Page(page) => {
+                self.rates.resize_with(page.vcpu.len(), VecDeque::new);
+                for (rates, vcpu) in self.rates.iter_mut().zip(&page.vcpu) {
+                    if rates.len() == REMEMBERED {
+                        rates.pop_front();
+                    }
+                    rates.push_back(per_second(vcpu.dirtied_frames.unwrap_or(0), page.window_ms));
+                }
+                Now::Page(page)
+            }
+        });
+    }
+
+    /// Looks half as often, or twice.
+    pub(super) fn slower(&mut self) {
+        self.interval = (self.interval * 2).min(LONGEST);
+    }
+
+    /// The other way.
+    pub(super) fn faster(&mut self) {
+        self.interval = (self.interval / 2).max(SHORTEST);
+    }
+}
+
+/// So many in a window of that length, for a second.
+pub(super) fn per_second(count: u64, window_ms: f64) -> u64 {
+    (count as f64 * 1e3 / window_ms.max(1e-6)).round() as u64
+}

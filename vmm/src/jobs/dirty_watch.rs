@@ -1,0 +1,341 @@
+//! Owns those who look on at what a running guest writes: for each a thread with a subscription of its own, so that none of them,
+//! and no migration or checkpoint, has a frame less for it.
+//!
+//! A thread ends when it is told to, when nobody has asked it for a while, or when the guest has ended and that was said.
+
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use checkpoint::{RunState, VcpuWrites};
+use dirty_tracker::{PAGE_SIZE, Subscription, TrackingMode};
+use migrate::SendStatus;
+use tokio::sync::oneshot;
+
+use super::bins::Bins;
+use super::{Jobs, lock};
+use crate::api::dirty_watch::{VcpuWindow, WatchPage};
+use crate::config::Backend;
+use crate::vm::VcpuInfo;
+
+/// Each costs an insert for every frame that the guest makes dirty, and a tree.
+const MOST: usize = 4;
+/// How long a watch stays that nobody asks.
+const LINGER: Duration = Duration::from_secs(5);
+/// The same once the guest has ended: a client that is there asks at once.
+const LAST_ASK: Duration = Duration::from_secs(1);
+/// How long an answer on the guest's end waits for the migration's, that says where it is.
+const LAST_NEWS: Duration = Duration::from_secs(1);
+/// How often it is looked whether the guest still is there.
+const LOOK: Duration = Duration::from_millis(50);
+/// Questions that may wait for the one before them.
+const WAITING: usize = 4;
+
+/// The watches of a guest.
+#[derive(Default)]
+pub(super) struct Watches {
+    /// Held while one is begun, which may take its time: looking at others never waits for it.
+    beginning: Mutex<()>,
+    open: Mutex<Open>,
+}
+
+#[derive(Default)]
+struct Open {
+    last: u64,
+    watches: Vec<Watch>,
+}
+
+struct Watch {
+    number: u64,
+    /// Without it the thread has been told to end.
+    inbox: Option<SyncSender<Ask>>,
+    thread: JoinHandle<()>,
+}
+
+/// A question: what was written since the last one.
+struct Ask {
+    wait: Duration,
+    reply: oneshot::Sender<Result<WatchPage, String>>,
+}
+
+impl Watches {
+    /// Whether all threads have ended, and have let go of all they had.
+    pub(super) fn are_over(&self) -> bool {
+        lock(&self.open).watches.iter().all(|watch| watch.thread.is_finished())
+    }
+}
+
+impl Jobs {
+    /// Begins to follow the guest's writes, counted in at most so many ranges of its memory; the watch's number. An error is a sentence.
+    pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, String> {
+        let _beginning = lock(&self.watches.beginning);
+        let number = {
+            let mut open = lock(&self.watches.open);
+            open.watches.retain(|watch| !watch.thread.is_finished());
+            (open.watches.len() < MOST).then_some(open.last + 1)
+        };
+        let Some(number) = number else {
+            return Err(format!("{MOST} others are watching this guest's writes already"));
+        };
+        if self.vm.run_state() == RunState::Stopped {
+            return Err("the guest has ended".to_owned());
+        }
+        let writes = self.vm.subscribe("watch").map_err(|e| e.to_string())?;
+        let (inbox, asked) = mpsc::sync_channel(WAITING);
+        let work = Work {
+            number,
+            jobs: Arc::downgrade(self),
+            bins: Bins::new(self.vm.layout(), bins),
+            writes,
+            last: Instant::now(),
+            vcpus: self.vm.vcpu_writes(),
+            infos: self.vm.info().vcpu,
+        };
+        let thread = thread::Builder::new().name("dirty-watch".into());
+        let thread = thread
+            .spawn(move || work.run(&asked))
+            .map_err(|e| format!("cannot start a thread to watch the guest's writes: {e}"))?;
+        let mut open = lock(&self.watches.open);
+        open.last = number;
+        open.watches.push(Watch { number, inbox: Some(inbox), thread });
+        Ok(number)
+    }
+
+    /// What was written since the last answer of watch `number`, once that is at least `wait` ago. No answer comes if it ends before.
+    pub fn ask_watch(
+        &self,
+        number: u64,
+        wait: Duration,
+    ) -> Result<oneshot::Receiver<Result<WatchPage, String>>, String> {
+        let open = lock(&self.watches.open);
+        let watch = open.watches.iter().find(|watch| watch.number == number);
+        let inbox = watch.and_then(|watch| watch.inbox.as_ref());
+        let none = || format!("there is no watch {number} here, or it has ended");
+        let (reply, answer) = oneshot::channel();
+        match inbox.ok_or_else(none)?.try_send(Ask { wait, reply }) {
+            Ok(()) => Ok(answer),
+            Err(TrySendError::Disconnected(_)) => Err(none()),
+            Err(TrySendError::Full(_)) => {
+                Err(format!("watch {number} has {WAITING} questions to answer already"))
+            }
+        }
+    }
+
+    /// Ends watch `number`.
+    pub fn end_watch(&self, number: u64) -> Result<(), String> {
+        let mut open = lock(&self.watches.open);
+        let watch = open.watches.iter_mut().find(|watch| watch.number == number);
+        let told = watch.and_then(|watch| watch.inbox.take());
+        told.map(drop).ok_or_else(|| format!("there is no watch {number} here, or it has ended"))
+    }
+}
+
+/// What a watch's thread owns. It keeps nobody from going: of the guest and its jobs it has a weak reference.
+struct Work {
+    number: u64,
+    jobs: Weak<Jobs>,
+    bins: Bins,
+    writes: Subscription,
+    /// When the window began.
+    last: Instant,
+    /// The counters as they were then.
+    vcpus: Vec<VcpuWrites>,
+    infos: Vec<VcpuInfo>,
+}
+
+impl Work {
+    fn run(mut self, asked: &Receiver<Ask>) {
+        let mut heard = Instant::now();
+        loop {
+            match asked.recv_timeout(LOOK) {
+                Ok(ask) => {
+                    if !self.answer(ask) {
+                        return;
+                    }
+                    heard = Instant::now();
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    let Some(over) = self.is_over() else { return };
+                    if heard.elapsed() > if over { LAST_ASK } else { LINGER } {
+                        return;
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// Whether the guest has ended; nothing if all of it has gone.
+    fn is_over(&self) -> Option<bool> {
+        Some(self.jobs.upgrade()?.vm.run_state() == RunState::Stopped)
+    }
+
+    /// Answers when the window is long enough; whether there can be more.
+    fn answer(&mut self, ask: Ask) -> bool {
+        loop {
+            let Some(over) = self.is_over() else { return false };
+            let left = ask.wait.saturating_sub(self.last.elapsed());
+            if over || left.is_zero() {
+                break;
+            }
+            if ask.reply.is_closed() {
+                // Who asked has gone; the window goes on, for somebody who may still come.
+                return true;
+            }
+            thread::sleep(left.min(LOOK));
+        }
+        let Some(jobs) = self.jobs.upgrade() else { return false };
+        let page = self.page(&jobs);
+        drop(jobs);
+        let more = !matches!(&page, Ok(WatchPage { end: Some(_), .. }));
+        // Who asked may have gone.
+        let _ = ask.reply.send(page);
+        more
+    }
+
+    /// The window that ends now.
+    fn page(&mut self, jobs: &Jobs) -> Result<WatchPage, String> {
+        let vm = &jobs.vm;
+        if let Err(e) = vm.collect() {
+            // Of a guest that has ended there is nothing more to know.
+            if vm.run_state() != RunState::Stopped {
+                return Err(e.to_string());
+            }
+        }
+        let epoch = self.writes.drain();
+        let window = std::mem::replace(&mut self.last, Instant::now());
+        let window = self.last.saturating_duration_since(window).as_secs_f64();
+        let (frames, bin_frames) = (epoch.frames(), self.bins.count(epoch.runs()));
+        epoch.commit();
+
+        // A guest that has stopped says in a moment why.
+        let patience = if vm.run_state() == RunState::Stopped { LAST_NEWS } else { Duration::ZERO };
+        let end = vm.wait_end(Some(patience));
+        let moved_to = end.as_ref().and_then(|_| jobs.moved_to());
+        let info = jobs.info();
+        let rate = frames.saturating_mul(PAGE_SIZE) as f64 / window.max(1e-9);
+        let rings = info.tracking == TrackingMode::DirtyRing && info.backend == Backend::Kvm;
+        Ok(WatchPage {
+            watch: self.number,
+            end,
+            moved_to,
+            window_ms: window * 1e3,
+            frames,
+            dirty_rate_bytes_per_s: rate as u64,
+            memory: self.bins.memory(),
+            bin_bytes: self.bins.bytes(),
+            bin_frames,
+            vcpu: self.vcpus(vm.vcpu_writes(), &info.vcpu),
+            ring_entries: rings.then_some(vm.machine_config().ring_entries),
+            migration: jobs.migration_job().map(|job| job.glance()),
+            checkpoints: jobs.checkpoint_job().map(|job| job.glance()),
+            info,
+        })
+    }
+
+    /// Each vCPU's figures, less what they were when the window began.
+    fn vcpus(&mut self, writes: Vec<VcpuWrites>, infos: &[VcpuInfo]) -> Vec<VcpuWindow> {
+        let before = std::mem::replace(&mut self.infos, infos.to_vec());
+        let wrote = std::mem::replace(&mut self.vcpus, writes);
+        let one = |(vcpu, (now, then)): (usize, (&VcpuInfo, &VcpuInfo))| VcpuWindow {
+            dirtied_frames: self
+                .vcpus
+                .get(vcpu)
+                .zip(wrote.get(vcpu))
+                .map(|(now, then)| now.dirtied_frames.saturating_sub(then.dirtied_frames)),
+            exits: now.exits.saturating_sub(then.exits),
+            ring_full_exits: now.ring_full_exits.saturating_sub(then.ring_full_exits),
+            ring_peak_entries: now.ring_peak_entries,
+            held_ms: now.held_ms.saturating_sub(then.held_ms),
+        };
+        infos.iter().zip(&before).enumerate().map(one).collect()
+    }
+}
+
+impl Jobs {
+    /// Where a guest that has ended here runs now, if it has moved. The migration may take a moment to say so.
+    fn moved_to(&self) -> Option<String> {
+        let job = self.migration_job()?;
+        let end = Instant::now() + LAST_NEWS;
+        while !job.is_over() && Instant::now() < end {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let page = job.glance();
+        let completed = page.report.is_some_and(|report| report.status == SendStatus::Completed);
+        completed.then_some(page.to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::EndReason;
+
+    /// The next window of a watch, of some ms.
+    fn window(jobs: &Jobs, watch: u64) -> WatchPage {
+        let answer = jobs.ask_watch(watch, Duration::from_millis(50)).unwrap();
+        answer.blocking_recv().unwrap().unwrap()
+    }
+
+    #[track_caller]
+    fn await_end(jobs: &Jobs) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !jobs.watches.are_over() {
+            assert!(Instant::now() < end, "a watch goes on");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn each_who_looks_on_has_all_frames_and_nobody_outlives_the_guest() {
+        let (vm, jobs) = super::super::paused_guest();
+        let mut other = vm.subscribe("test").unwrap();
+        let [first, second] = [1, 4096].map(|bins| jobs.begin_watch(bins).unwrap());
+        jobs.resume().unwrap();
+        let (mut seen, mut frames) = (0, 0);
+        // The payload writes to all of its 256 frames again and again.
+        let end = Instant::now() + Duration::from_secs(60);
+        while seen.min(frames) < 256 && Instant::now() < end {
+            let page = window(&jobs, first);
+            assert_eq!(page.bin_frames, [page.frames]);
+            assert!(page.window_ms >= 50.0);
+            seen += page.frames;
+            let page = window(&jobs, second);
+            assert_eq!(page.bin_frames.iter().sum::<u64>(), page.frames);
+            frames += page.frames;
+        }
+        assert!(seen >= 256 && frames >= 256, "{seen} and {frames}");
+        jobs.pause().unwrap();
+        vm.collect().unwrap();
+        assert!(other.drain().frames() >= 256, "what others took is there all the same");
+        assert_eq!(vm.info().dirty.subscribers, 3);
+
+        vm.stop("enough");
+        let last = window(&jobs, first);
+        assert_eq!(last.end, Some(EndReason::Stopped("enough".into())));
+        assert_eq!(last.moved_to, None);
+        // The second one is not asked any more.
+        await_end(&jobs);
+        assert!(jobs.ask_watch(first, Duration::ZERO).unwrap_err().contains("or it has ended"));
+        assert!(jobs.begin_watch(1).unwrap_err().contains("has ended"));
+    }
+
+    #[test]
+    fn there_are_so_many_and_one_that_nobody_asks_ends() {
+        let (vm, jobs) = super::super::paused_guest();
+        let all: Vec<u64> = (0..MOST).map(|_| jobs.begin_watch(1).unwrap()).collect();
+        assert!(jobs.begin_watch(1).unwrap_err().contains("4 others"));
+        jobs.end_watch(all[0]).unwrap();
+        assert!(jobs.end_watch(all[0]).unwrap_err().contains("there is no watch"));
+        // Of a guest that stands there is a window as well, and nothing in it.
+        assert_eq!(window(&jobs, all[1]).frames, 0);
+        // Questions that nobody waits for any more do not keep it.
+        for _ in 0..WAITING {
+            drop(jobs.ask_watch(all[2], Duration::from_secs(3600)).unwrap());
+        }
+        await_end(&jobs);
+        assert_eq!(vm.info().dirty.subscribers, 0);
+        assert!(jobs.begin_watch(1).unwrap() > all[MOST - 1], "numbers are used once");
+    }
+}
