@@ -184,6 +184,9 @@ fn a_small_matrix_misses_no_frame_by_any_way() {
     let page = place.read("page.html");
     assert!(page.starts_with("<!DOCTYPE html>") && page.ends_with("</html>\n"));
     assert!(page.contains("userfault-wp+tree") && page.contains(guests[1]));
+    let command = report["command"].as_str().unwrap();
+    assert!(command.starts_with("driftline compare --json --html /"), "{command}");
+    assert!(page.contains(&format!("<dt>Command</dt><dd>{command}</dd>")), "{command}");
 }
 
 #[test]

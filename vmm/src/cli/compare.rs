@@ -81,6 +81,13 @@ pub(crate) struct CompareArgs {
     json: bool,
 }
 
+/// The command as it was given; the program by its name.
+fn command() -> String {
+    let rest = std::env::args_os().skip(1);
+    let words = rest.map(|arg| format!(" {}", arg.to_string_lossy()));
+    std::iter::once("driftline".to_owned()).chain(words).collect()
+}
+
 impl CompareArgs {
     /// `none` last, and in any case.
     fn ways(&self) -> Vec<Way> {
@@ -149,7 +156,8 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     restrict(&args, places)?;
     let possible = possible(&args.ways(), &cells, &settings, &capabilities);
     let mut progress = Progress::new(&settings, possible);
-    let report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
+    let mut report = measure(&cells, &settings, &capabilities, host, |step| progress.show(step));
+    report.command = Some(command());
     progress.end();
     // First of all: whatever becomes of the files, or of stdout, what was measured is not lost with it.
     let printed = match args.json {

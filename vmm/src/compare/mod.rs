@@ -123,6 +123,7 @@ pub fn compare(
         date: host::utc_date(),
         host,
         settings: settings.clone(),
+        command: None,
         findings: words::findings(&rows),
         cells: rows,
     }

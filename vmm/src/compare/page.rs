@@ -78,7 +78,8 @@ impl Report {
             ),
         ];
         out.push_str("<h1>Ways to track a guest's writes, side by side</h1><dl>");
-        for (name, value) in rows {
+        let command = self.command.clone().map(|command| ("Command", command));
+        for (name, value) in rows.into_iter().chain(command) {
             let _ = write!(out, "<dt>{name}</dt><dd>{}</dd>", escape(&value));
         }
         out.push_str("</dl>");

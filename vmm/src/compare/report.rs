@@ -19,6 +19,8 @@ pub struct Report {
     pub host: Host,
     /// How.
     pub settings: Settings,
+    /// The command that asked for it, if one did.
+    pub command: Option<String>,
     /// In the order of the matrix.
     pub cells: Vec<CellReport>,
     /// In words.

@@ -59,6 +59,7 @@ pub(super) fn report() -> Report {
             ring_entries: 16_384,
             settle: std::time::Duration::ZERO,
         },
+        command: Some("driftline compare --html <page>".to_owned()),
         findings: words::findings(&cells),
         cells,
     }
