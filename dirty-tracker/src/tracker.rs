@@ -4,7 +4,9 @@
 //! never sees what others did. Without a subscriber a mark costs one load.
 
 use crate::layout::Placed;
-use crate::sync::{self, Arc, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard};
+use crate::sync::{
+    self, Arc, AtomicBool, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard,
+};
 use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, Slices, SlotId, Tree};
 
 /// Every subscriber's tree, and the way to mark them all, from any number of threads.
@@ -51,6 +53,8 @@ pub(crate) struct Home {
     layout: Arc<Layout>,
     tree: Tree,
     epochs: AtomicU64,
+    /// See [`Subscription::look_on`].
+    looks_on: AtomicBool,
     /// Buffers of settled epochs, for the next ones.
     spare: Mutex<Vec<Vec<FrameRun>>>,
 }
@@ -130,6 +134,7 @@ impl Tracker {
             layout: self.layout.clone(),
             tree: Tree::new(&self.layout),
             epochs: AtomicU64::new(0),
+            looks_on: AtomicBool::new(false),
             spare: Mutex::new(Vec::with_capacity(SPARE_BUFFERS)),
         });
         let mut homes = sync::write(&self.homes);
@@ -273,7 +278,7 @@ impl Marking<'_> {
     }
 
     /// Inserts what is gathered. How many of the frames since the last call a subscriber did not have
-    /// marked yet: of each gathered lot, those of the subscriber who had fewest.
+    /// marked yet: of each gathered lot, those of the subscriber who had fewest, of those that only look on if there are no others.
     pub(crate) fn take_new(&mut self) -> u64 {
         self.flush();
         std::mem::take(&mut self.new)
@@ -287,8 +292,15 @@ impl Marking<'_> {
         }
         let count = words.iter().map(|(_, bits)| u64::from(bits.count_ones())).sum();
         self.tracker.stats.marked_frames.fetch_add(count, Ordering::Relaxed);
-        let new = self.homes.iter().map(|home| home.tree.insert_words(words)).max();
-        self.new += new.unwrap_or(0);
+        let (mut new, mut aside) = (None, 0);
+        for home in self.homes.iter() {
+            let of_home = home.tree.insert_words(words);
+            match home.looks_on.load(Ordering::Relaxed) {
+                false => new = new.max(Some(of_home)),
+                true => aside = aside.max(of_home),
+            }
+        }
+        self.new += new.unwrap_or(aside);
     }
 }
 
@@ -333,6 +345,13 @@ impl Subscription {
     /// The name it was made with.
     pub fn name(&self) -> &str {
         &self.home.name
+    }
+
+    /// From now on what is new to this one is no measure of who makes frames dirty ([`Harvester::dirtied`](crate::Harvester::dirtied))
+    /// while there are others: somebody who drains often, to show what is written, shall not make a vCPU look busier to a migration. It
+    /// gets every frame as before. One store.
+    pub fn look_on(&self) {
+        self.home.looks_on.store(true, Ordering::Relaxed);
     }
 
     /// The layout of the tracked memory.

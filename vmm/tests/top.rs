@@ -4,7 +4,7 @@
 mod common;
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
@@ -62,8 +62,7 @@ fn one_look_is_printed_and_then_nobody_follows_the_guest() {
     assert!(!plain.contains('\u{1b}'), "{plain}");
     assert!(lines[0].ends_with(" running"), "{plain}");
     assert!(lines[1].starts_with("64 MiB, 2 vCPUs, threads, dirty-ring, here for "), "{plain}");
-    for said in
-        ["each cell ", "no migration and no checkpoints", "watching costs the guest a fault"]
+    for said in ["each cell ", "no migration and no checkpoints", "watching costs the guest what "]
     {
         assert!(plain.contains(said), "{said}: {plain}");
     }
@@ -305,6 +304,24 @@ fn a_guest_is_followed_to_the_moment_at_which_it_moves_away() {
     let first: Value = serde_json::from_str(place.read("stayed").lines().next().unwrap()).unwrap();
     assert_eq!(first["state"], "receiving");
     assert!(text(&stayed.stderr).contains("the guest was stopped"));
+}
+
+#[test]
+fn who_reads_no_more_has_the_guest_followed_no_more() {
+    let place = Place::new();
+    let vmm = guest(&place, "guest");
+    let mut top = driftline(&["top", "--json", "--interval", "100ms", "--api-sock", &vmm.socket()])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(top.stdout.take().unwrap()).lines();
+    let page: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+    assert_eq!(page["info"]["state"], "running");
+    // As `head` does.
+    drop(lines);
+    let status = wait_for("its end", || top.try_wait().unwrap());
+    assert_eq!(status.code(), Some(0));
+    nobody_follows(&vmm);
 }
 
 #[test]

@@ -74,8 +74,8 @@ pub(crate) enum Command {
     /// Watch live what a guest writes: where in its memory, how fast, by which vCPU; and how its migration or checkpoints go
     ///
     /// A heat map of guest memory by the rate at which it is written, the figures of each vCPU and of its dirty ring, and what is under way. Keys: q quits, p
-    /// pauses the view, + and - change the interval. Watching costs the guest a fault for each frame that it writes first in an interval; it ends with
-    /// this command. Any number of migrations and checkpoints may be under way meanwhile; they miss nothing. NO_COLOR has signs instead of colours.
+    /// pauses the view, + and - change the interval. Watching costs the guest what following its writes does in a migration, however seldom you
+    /// look, and ends with this command. A migration and checkpoints may be under way meanwhile; they miss nothing. NO_COLOR has signs instead of colours.
     Top(super::top::TopArgs),
     /// Give up a migration; the guest stays where it is
     CancelMigration(ApiArgs),

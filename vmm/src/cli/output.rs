@@ -15,12 +15,16 @@ pub(crate) fn say(message: impl Display) {
 
 /// A result, on stdout. A reader that has gone away has seen enough.
 pub(crate) fn print(result: impl Display) -> Result<(), Failure> {
+    print_on(result).map(drop)
+}
+
+/// One of several results; whether somebody still reads them.
+pub(crate) fn print_on(result: impl Display) -> Result<bool, Failure> {
     let mut out = io::stdout().lock();
     match writeln!(out, "{result}").and_then(|()| out.flush()) {
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
-            Err(Failure::error(format!("cannot write to stdout: {e}")))
-        }
-        _ => Ok(()),
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(false),
+        Err(e) => Err(Failure::error(format!("cannot write to stdout: {e}"))),
     }
 }
 

@@ -226,7 +226,9 @@ impl Work {
         let collected = self.source.collect(&self.tracker);
         // Also after an error, so that the next look is not due at once.
         self.pacing.harvested(self.source.dirtied(), Instant::now());
-        self.peaks.note(self.source.harvested(), Instant::now());
+        if self.caught == Caught::Everything {
+            self.peaks.note(self.source.harvested(), Instant::now());
+        }
         let now = collected?;
         self.overruns.fetch_add(now.overruns, Ordering::Relaxed);
         let sum = &mut self.unreported;

@@ -296,7 +296,8 @@ impl Bench {
     fn pauses(&mut self, settings: &Settings) -> Result<(), CellError> {
         let end = Instant::now() + settings.per_run().mul_f64(1.0 - RUNNING_PART);
         while Instant::now() < end || self.sample.pauses_ns.len() < MIN_PAUSES {
-            self.wait(settings.interval)?;
+            let number = u32::try_from(self.sample.pauses_ns.len()).unwrap_or(u32::MAX);
+            self.wait(settings.interval + dither(number, settings.interval))?;
             let begun = Instant::now();
             self.machine.pause()?;
             let taken = self.epoch()?;

@@ -311,7 +311,9 @@ const COUNTS: [Count; 6] = [
 
 const MEANINGS: &str = "<p class=\"note\">Every figure is the median of the runs' medians, with the least and the greatest run below it. \
 An epoch is harvest (ring entries to lists), reprotect (of a bitmap: reading it, too), insert (into tree, list or flat bitmap) and drain (out of it, \
-as ascending runs of frames), as the threads that do it measure it. A pause is what the guest stands, threads being woken included. vCPU time a visit \
+as ascending runs of frames), as the threads that do it measure it. Epochs and pauses come at points that are spread over the millisecond in which a guest that keeps to a rate works and sleeps (with \
+intervals of 4 ms and more): where the guest is at work they cost more, because its processor has to be interrupted, and the median is the commoner case. A payload's working set has the host's memory before it is \
+measured, a kernel's has not. A pause is what the guest stands, threads being woken included. vCPU time a visit \
 is what the host's processors spend in vCPU threads for each page that the guest visits. Host CPU is collector and drain, of one processor. Memory for \
 tracking is computed from the sizes of its parts, the kernel's among them. Written frames are read out of the guest's own memory: each of its pages counts \
 its visits. Looks are strict ones: at a standing guest, with one epoch since the look before; what is written, extra and beside is of these. \

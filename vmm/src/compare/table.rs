@@ -42,7 +42,7 @@ impl Report {
         let s = &self.settings;
         let _ = write!(
             out,
-            "\nMedians of {} runs (least..greatest); epochs every {} ms; dirty: frames an epoch; CPU/write: of the vCPUs, for a page \
+            "\nMedians of {} runs (least..greatest); epochs every {} ms, at all points of a guest's round; working sets had memory before; dirty: frames an epoch; CPU/write: of the vCPUs, for a page \
              visit; ring full: time lost in a second.\n{}, {} processors, {}, {}.",
             s.repeat,
             s.interval.as_secs_f64() * 1e3,

@@ -82,6 +82,8 @@ impl Jobs {
             return Err("the guest has ended".to_owned());
         }
         let writes = self.vm.subscribe("watch").map_err(|e| e.to_string())?;
+        // Who drains as often as a screen is drawn shall have no vCPU held back for it.
+        writes.look_on();
         let (inbox, asked) = mpsc::sync_channel(WAITING);
         let work = Work {
             number,
@@ -147,6 +149,7 @@ struct Work {
 impl Work {
     fn run(mut self, asked: &Receiver<Ask>) {
         let mut heard = Instant::now();
+        let mut ended: Option<Instant> = None;
         loop {
             match asked.recv_timeout(LOOK) {
                 Ok(ask) => {
@@ -157,7 +160,9 @@ impl Work {
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     let Some(over) = self.is_over() else { return };
-                    if heard.elapsed() > if over { LAST_ASK } else { LINGER } {
+                    // However long ago it asked: it may be about to.
+                    let last_ask = over.then(|| ended.get_or_insert_with(Instant::now).elapsed());
+                    if last_ask.is_some_and(|long| long > LAST_ASK) || heard.elapsed() > LINGER {
                         return;
                     }
                 }
@@ -208,6 +213,8 @@ impl Work {
         let window = self.last.saturating_duration_since(window).as_secs_f64();
         let (frames, bin_frames) = (epoch.frames(), self.bins.count(epoch.runs()));
         epoch.commit();
+        // Of the same window.
+        let writes = vm.vcpu_writes();
 
         // A guest that has stopped says in a moment why.
         let patience = if vm.run_state() == RunState::Stopped { LAST_NEWS } else { Duration::ZERO };
@@ -226,7 +233,7 @@ impl Work {
             memory: self.bins.memory(),
             bin_bytes: self.bins.bytes(),
             bin_frames,
-            vcpu: self.vcpus(vm.vcpu_writes(), &info.vcpu),
+            vcpu: self.vcpus(writes, &info.vcpu),
             ring_entries: rings.then_some(vm.machine_config().ring_entries),
             migration: jobs.migration_job().map(|job| job.glance()),
             checkpoints: jobs.checkpoint_job().map(|job| job.glance()),

@@ -95,7 +95,7 @@ impl Jobs {
             (state, None) => state.into(),
         };
         let checkpointing = self.checkpoint_job().is_some_and(|job| !job.is_over());
-        let migration = migration.map(|job| job.page().progress);
+        let migration = migration.map(|job| job.glance().progress);
         Info { migration, ..Info::new(self.vm.info(), state, checkpointing) }
     }
 

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
@@ -169,6 +170,7 @@ impl Machine {
             meters,
             balloon,
             status,
+            released: AtomicBool::new(false),
             counters,
             started: Instant::now(),
             requests,

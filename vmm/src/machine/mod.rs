@@ -26,6 +26,7 @@ mod supervisor;
 mod tests;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -63,6 +64,8 @@ pub struct Machine {
     meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
     status: Arc<Status>,
+    /// Without devices: it was let go of. With them the supervisor knows.
+    released: AtomicBool,
     counters: Vec<Arc<Counters>>,
     started: Instant,
     requests: Sender<Request>,
@@ -228,6 +231,11 @@ impl Guest for Machine {
     }
 
     fn resume(&self) -> Result<(), GuestError> {
+        if self.released.load(Ordering::SeqCst) {
+            let what = "the guest".to_owned();
+            let why = "it was let go of, and not taken again: it may be another host's".to_owned();
+            return Err(GuestError::Unsupported { what, why });
+        }
         self.ask("resuming", Request::Resume)
     }
 
@@ -246,31 +254,35 @@ impl Guest for Machine {
     }
 
     fn release(&self) -> Result<(), GuestError> {
-        // It holds nothing, so two threads need not meet while it stands.
+        // It holds nothing but the right to run, so two threads need not meet while it stands.
         if self.config.devices.is_empty() {
-            return self.stands("release");
+            self.stands("release")?;
+            self.released.store(true, Ordering::SeqCst);
+            return Ok(());
         }
         self.ask("releasing devices", Request::Release)
     }
 
     fn detach(&self) -> Result<Vec<u8>, GuestError> {
-        // Nobody reaches it.
+        // Nobody reaches it. One that was stopped meanwhile is not handed over.
         if self.config.devices.is_empty() {
-            return Ok(Vec::new());
+            return self.stands("detach").map(|()| Vec::new());
         }
         self.ask("detaching devices", Request::Detach)
     }
 
     fn attach(&self, late: &[u8]) -> Result<(), GuestError> {
         if self.config.devices.is_empty() && late.is_empty() {
-            return Ok(());
+            return self.stands("attach");
         }
         self.ask("attaching devices", |reply| Request::Attach(late.to_vec(), reply))
     }
 
     fn acquire(&self) -> Result<(), GuestError> {
         if self.config.devices.is_empty() {
-            return self.stands("acquire");
+            self.stands("acquire")?;
+            self.released.store(false, Ordering::SeqCst);
+            return Ok(());
         }
         self.ask("acquiring devices", Request::Acquire)
     }

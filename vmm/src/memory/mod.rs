@@ -231,7 +231,7 @@ impl Memory {
         for slice in self.ram.get_slices(start, len).map_while(Result::ok) {
             let address = slice.ptr_guard_mut().as_ptr() as usize;
             if let Err(e) = backing::populate_piece(address, slice.len()) {
-                tracing::trace!("{run:?} is not populated beforehand: {e}");
+                tracing::warn!("{run:?} is not populated beforehand: {e}");
             }
         }
     }

@@ -55,6 +55,31 @@ fn a_stopped_guest_says_who_stopped_it() {
 }
 
 #[test]
+fn a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again() {
+    if !kvm_or_skip("a_guest_that_was_let_go_of_runs_no_more_until_it_is_taken_again") {
+        return;
+    }
+    let machine = launch(payload("payload,ws=1M"), &Console::new());
+    machine.resume().unwrap();
+    assert!(machine.release().is_err(), "it runs");
+    assert!(machine.detach().is_err(), "it runs");
+    machine.pause().unwrap();
+    machine.release().unwrap();
+    let e = machine.resume().unwrap_err().to_string();
+    assert!(e.contains("let go of"), "{e}");
+    assert!(machine.detach().unwrap().is_empty());
+    machine.acquire().unwrap();
+    machine.resume().unwrap();
+    machine.pause().unwrap();
+    // Between letting go and the hand-over the operator ends it: then it is nobody's.
+    machine.release().unwrap();
+    machine.stop("the operator has ended it");
+    let e = machine.detach().unwrap_err().to_string();
+    assert!(e.contains("detach"), "{e}");
+    assert!(machine.attach(&[]).is_err() && machine.acquire().is_err());
+}
+
+#[test]
 fn nothing_is_left_of_fifty_machines() {
     if !kvm_or_skip("nothing_is_left_of_fifty_machines") {
         return;

@@ -67,19 +67,22 @@ impl Feed {
         if std::mem::replace(&mut self.asked, true) {
             tokio::time::sleep(interval).await;
         }
+        match self.post().await {
+            Err(ClientError::Fault(_)) => match self.client.get("/info").await? {
+                InfoPage::Arriving(info) => Ok(Err(info)),
+                // It may have come in between.
+                InfoPage::Guest(_) => self.post().await.map(Ok),
+            },
+            begun => begun.map(Ok),
+        }
+    }
+
+    async fn post(&mut self) -> Result<u64, ClientError> {
         let request = WatchRequest { bins: Some(MAX_BINS) };
         let begun = self.client.call(Method::POST, "/dirty/watch", Some(&request)).await;
-        match begun {
-            Ok(WatchBegun { watch }) => {
-                self.watch = Some(watch);
-                Ok(Ok(watch))
-            }
-            Err(refused @ ClientError::Fault(_)) => match self.client.get("/info").await? {
-                InfoPage::Arriving(info) => Ok(Err(info)),
-                InfoPage::Guest(_) => Err(refused),
-            },
-            Err(e) => Err(e),
-        }
+        let WatchBegun { watch } = begun?;
+        self.watch = Some(watch);
+        Ok(watch)
     }
 
     fn silent(&self, long: Duration) -> ClientError {

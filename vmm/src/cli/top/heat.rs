@@ -80,6 +80,8 @@ pub(super) struct Cells {
     pub(super) bytes: u64,
     /// Bytes a second that were written in each.
     pub(super) rates: Vec<u64>,
+    /// What was looked at, in seconds: a frame counts once in it, however often it was written.
+    pub(super) window_s: f64,
 }
 
 impl Cells {
@@ -91,12 +93,15 @@ impl Cells {
         Self {
             bytes: page.bin_bytes.saturating_mul(together as u64),
             rates: page.bin_frames.chunks(together).map(rate).collect(),
+            window_s: page.window_ms / 1e3,
         }
     }
 
-    /// The rates from which a cell is of the first level, and of the last: one frame a second, and all of them.
+    /// The rates from which a cell is of the first level, and of the last: one frame in a second, and all of them; in the window, if
+    /// that is longer, because no cell can be hotter than all of it in each.
     fn scale(&self) -> (f64, f64) {
-        (4096.0, (self.bytes as f64).max(4096.0))
+        let window_s = self.window_s.max(1.0);
+        (4096.0 / window_s, (self.bytes as f64).max(4096.0) / window_s)
     }
 
     /// How hot a cell with this rate is: 0, if nothing was written, or from 1 to 9, each level so many times the one before.
@@ -198,7 +203,7 @@ mod tests {
 
     #[test]
     fn levels_are_steps_of_a_logarithm_from_a_frame_to_the_whole_cell() {
-        let cells = Cells { bytes: 1 << 20, rates: Vec::new() };
+        let cells = Cells { bytes: 1 << 20, rates: Vec::new(), window_s: 0.5 };
         assert_eq!([0, 1, 4095, 4096].map(|rate| cells.level(rate)), [0, 1, 1, 1]);
         // Eight steps from 4 KiB to 1 MiB: each is twice the one before.
         for step in 0..8u32 {
@@ -207,7 +212,10 @@ mod tests {
             assert_eq!(cells.level(rate * 7 / 4), 1 + step as usize, "{rate} and most of as much");
         }
         assert_eq!([1 << 20, 1 << 30, u64::MAX].map(|rate| cells.level(rate)), [9; 3]);
-        let one_frame = Cells { bytes: 4096, rates: Vec::new() };
+        let one_frame = Cells { bytes: 4096, rates: Vec::new(), window_s: 1.0 };
         assert_eq!([0, 1, 4096].map(|rate| one_frame.level(rate)), [0, 9, 9]);
+        // Written without a rest, and looked at every ten seconds.
+        let long = Cells { bytes: 1 << 20, rates: Vec::new(), window_s: 10.0 };
+        assert_eq!([409, (1 << 20) / 20, (1 << 20) / 10].map(|rate| long.level(rate)), [1, 8, 9]);
     }
 }

@@ -20,19 +20,18 @@ use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::widgets::Widget;
 use vmm::api::dirty_watch::WatchPage;
-use vmm::api::model::GuestState;
 use vmm::api::{Client, ClientError};
 
 use super::args::QueryArgs;
 use super::client::block_on;
 use super::end;
 use super::failure::Failure;
-use super::output::{print, print_json, say};
+use super::output::{print_on, say};
 use super::values;
 use feed::{Feed, Update};
 use heat::Palette;
 use screen::Screen;
-use view::{Now, View};
+use view::View;
 
 /// What the terminal is taken to be where that cannot be asked.
 const USUAL_SIZE: (u16, u16) = (80, 24);
@@ -77,46 +76,44 @@ pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints one look, or one after another until the guest's end; the page that told it.
+/// Prints one look, or one after another until the guest's end or that of whoever reads; the page that told the guest's.
 async fn printed(client: Client, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
     let mut feed = Feed::new(client);
-    let mut view = View::new(args.interval, Palette::Signs);
-    let result = loop {
-        let update = tokio::select! {
-            update = feed.next(args.interval) => update.map_err(|e| lost(&view, &e))?,
-            _ = tokio::signal::ctrl_c() => break Ok(None),
-        };
-        let ended = match update {
-            Update::Page(page) if page.end.is_some() => Some(page),
-            update => {
-                match (&update, args.query.json) {
-                    (Update::Page(page), true) => print_json(page)?,
-                    (Update::Arriving(info), true) => print_json(info)?,
-                    (_, false) => {}
-                }
-                view.take(update);
-                None
-            }
-        };
-        if let Some(page) = ended {
-            break Ok(Some(page));
-        }
-        if !args.query.json {
-            print(plain(&view) + if args.once { "" } else { "\n" })?;
-        }
-        if args.once {
-            break Ok(None);
-        }
-    };
+    let result = print_looks(&mut feed, args).await;
     feed.end().await;
     result
+}
+
+async fn print_looks(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<WatchPage>>, Failure> {
+    let mut view = View::new(args.interval, Palette::Signs);
+    loop {
+        let update = tokio::select! {
+            update = feed.next(args.interval) => update.map_err(|e| lost(&view, &e))?,
+            _ = tokio::signal::ctrl_c() => return Ok(None),
+        };
+        let text = match &update {
+            Update::Page(page) if page.end.is_some() => None,
+            Update::Page(page) if args.query.json => Some(serde_json::to_string(page)?),
+            Update::Arriving(info) if args.query.json => Some(serde_json::to_string(info)?),
+            _ => None,
+        };
+        if let Some(page) = view.take(update) {
+            return Ok(Some(page));
+        }
+        let text = text.unwrap_or_else(|| plain(&view) + if args.once { "" } else { "\n" });
+        // Who has gone away has seen enough.
+        if !print_on(text)? || args.once {
+            return Ok(None);
+        }
+    }
 }
 
 /// The screen as lines of text, with nothing behind their ends.
 fn plain(view: &View) -> String {
     let (width, height) = ratatui::crossterm::terminal::size()
         .ok()
-        .filter(|_| io::stdout().is_terminal())
+        // A serial line may say that it has none.
+        .filter(|(width, height)| io::stdout().is_terminal() && *width > 0 && *height > 0)
         .unwrap_or(USUAL_SIZE);
     text_of(view, width, height)
 }
@@ -134,10 +131,9 @@ fn text_of(view: &View, width: u16, height: u16) -> String {
 
 /// Why there are no more answers; the last one tells what may have become of the guest.
 fn lost(view: &View, e: &ClientError) -> Failure {
-    let Some(Now::Page(page)) = &view.now else { return Failure::error(e) };
-    let to = page.migration.as_ref().filter(|_| page.info.state != GuestState::Running);
-    let to = to.map(|migration| format!(", to {}", migration.to)).unwrap_or_default();
-    Failure::error(format!("{e}; when last seen the guest was {}{to}", page.info.state.name()))
+    let Some((state, to)) = &view.last else { return Failure::error(e) };
+    let to = to.as_ref().map(|to| format!(", to {to}")).unwrap_or_default();
+    Failure::error(format!("{e}; when last seen the guest was {}{to}", state.name()))
 }
 
 /// What became of the guest.

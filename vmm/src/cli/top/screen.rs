@@ -18,7 +18,7 @@ use crate::cli::progress::receiving_line;
 
 /// What watching costs.
 const PRICE: &str =
-    "watching costs the guest a fault for each frame it writes first in an interval";
+    "watching costs the guest what it would in a migration, however seldom you look";
 /// Lines that the map has at least, with its legend, before others get more.
 const LEAST_MAP: u16 = 6;
 /// Columns of a vCPU's figures, before its curve.

@@ -47,14 +47,16 @@ pub(super) async fn live(
 /// Asks for one window after another until nobody wants them any more.
 async fn follow(
     mut feed: Feed,
-    interval: watch::Receiver<Duration>,
+    mut interval: watch::Receiver<Duration>,
     tell: mpsc::Sender<Result<Update, ClientError>>,
     mut quitting: watch::Receiver<()>,
 ) {
     loop {
-        let every = *interval.borrow();
+        let every = *interval.borrow_and_update();
         let update = tokio::select! {
             update = feed.next(every) => update,
+            // Asked anew; the window goes on.
+            Ok(()) = interval.changed() => continue,
             _ = quitting.changed() => break,
         };
         let over = update.is_err() || matches!(&update, Ok(Update::Page(p)) if p.end.is_some());
@@ -78,10 +80,8 @@ async fn show(
     let mut heard = Instant::now();
     let mut next = Some(first);
     loop {
-        match next.take() {
-            Some(Update::Page(page)) if page.end.is_some() => return Ok(Some(page)),
-            Some(update) => view.take(update),
-            None => {}
+        if let Some(page) = next.take().and_then(|update| view.take(update)) {
+            return Ok(Some(page));
         }
         view.silent = Some(heard.elapsed()).filter(|long| *long > view.interval + LATE);
         taken.0.draw(|frame| frame.render_widget(Screen { view, keys: true }, frame.area()))?;
@@ -98,7 +98,10 @@ async fn show(
                     if !press(view, &key) {
                         return Ok(None);
                     }
-                    every.send_replace(view.interval);
+                    let interval = view.interval;
+                    if every.send_if_modified(|every| std::mem::replace(every, interval) != interval) {
+                        heard = Instant::now();
+                    }
                 }
                 // Of another size: it is drawn anew.
                 _ => {}
@@ -142,6 +145,11 @@ struct Taken(ratatui::DefaultTerminal);
 
 impl Taken {
     fn new() -> Result<Self, Failure> {
+        if matches!(ratatui::crossterm::terminal::size(), Ok((0, _) | (_, 0))) {
+            return Err(Failure::error(
+                "this terminal says that it has no room (0 rows or columns): set that (stty rows 24 columns 80), or use --once",
+            ));
+        }
         ratatui::try_init().map(Self).map_err(|e| {
             ratatui::restore();
             Failure::error(format!("this terminal cannot be drawn on ({e}): use --once"))

@@ -9,6 +9,7 @@ use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::Color;
+use vmm::api::ClientError;
 use vmm::api::dirty_watch::{CheckpointGlance, MemoryRange, VcpuWindow, WatchPage};
 use vmm::api::model::{
     ArrivingInfo, EpochLine, EpochOutcome, GuestState, GuestWhere, Info, MigrationFailure,
@@ -162,7 +163,7 @@ fn figures_stand_where_they_are_looked_for() {
         }
     }
     assert!(one(&lines, "no migration").contains("no checkpoints"));
-    assert!(one(&lines, "watching costs the guest a fault for each frame").ends_with("interval"));
+    assert!(one(&lines, "watching costs the guest what it would in a migration").ends_with("look"));
     assert!(one(&lines, "q quits").ends_with("(every 1 s)"), "{lines:#?}");
     // As text for a pipe it is the same without keys.
     let text = text_of(&view, 80, 24);
@@ -407,4 +408,26 @@ fn the_last_words_say_where_the_guest_is() {
     seen.moved_to = None;
     seen.end = Some(EndReason::PowerOff);
     assert_eq!(last_words(&seen), "the guest powered itself off");
+}
+
+#[test]
+fn of_a_driftline_that_is_lost_the_latest_is_said_and_nothing_of_old_migrations() {
+    let lost = |view: &View| {
+        let why = "it has gone".to_owned();
+        super::lost(view, &ClientError::Broken { socket: "s".into(), why }).message().to_owned()
+    };
+    let mut seen = page(vec![vcpu(1)]);
+    seen.migration = Some(migrating(MigrationState::Failed, Phase::Precopy));
+    seen.info.state = GuestState::Paused;
+    let mut view = view(seen);
+    let said = lost(&view);
+    assert!(said.ends_with("when last seen the guest was paused"), "{said}");
+    // What is not shown any more is known all the same.
+    view.paused = true;
+    let mut doubtful = page(vec![vcpu(1)]);
+    doubtful.migration = Some(migrating(MigrationState::InDoubt, Phase::InDoubt));
+    doubtful.info.state = GuestState::InDoubt;
+    assert!(view.take(Update::Page(Box::new(doubtful))).is_none());
+    let said = lost(&view);
+    assert!(said.ends_with("the guest was in-doubt, to 10.0.0.2:7000"), "{said}");
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use vmm::api::dirty_watch::WatchPage;
-use vmm::api::model::ArrivingInfo;
+use vmm::api::model::{ArrivingInfo, GuestState};
 
 use super::feed::Update;
 use super::heat::Palette;
@@ -24,6 +24,8 @@ pub(super) enum Now {
 /// See the module.
 pub(super) struct View {
     pub(super) now: Option<Now>,
+    /// The guest's state in the last answer, shown or not, and where it is going, if it is.
+    pub(super) last: Option<(GuestState, Option<String>)>,
     /// Frames a second of each vCPU, the oldest first.
     pub(super) rates: Vec<VecDeque<u64>>,
     /// Nothing that comes is shown.
@@ -36,14 +38,34 @@ pub(super) struct View {
 
 impl View {
     pub(super) fn new(interval: Duration, palette: Palette) -> Self {
-        Self { now: None, rates: Vec::new(), paused: false, interval, palette, silent: None }
+        Self {
+            now: None,
+            last: None,
+            rates: Vec::new(),
+            paused: false,
+            interval,
+            palette,
+            silent: None,
+        }
     }
 
-    /// Takes an answer in, unless nothing new is to be shown.
-    pub(super) fn take(&mut self, update: Update) {
-        if self.paused {
-            return;
+    /// Takes an answer in, and gives back one that tells the guest's end. Nothing new is shown while the view is paused.
+    pub(super) fn take(&mut self, update: Update) -> Option<Box<WatchPage>> {
+        if let Update::Page(page) = &update {
+            let state = page.info.state;
+            let moving = matches!(state, GuestState::Migrating | GuestState::InDoubt);
+            let to = page.migration.as_ref().filter(|_| moving).map(|job| job.to.clone());
+            self.last = Some((state, to));
         }
+        match update {
+            Update::Page(page) if page.end.is_some() => return Some(page),
+            update if !self.paused => self.show(update),
+            _ => {}
+        }
+        None
+    }
+
+    fn show(&mut self, update: Update) {
         self.now = Some(match update {
             Update::Arriving(info) => Now::Arriving(info),
             Update::Page(page) => {
