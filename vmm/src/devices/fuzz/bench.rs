@@ -59,6 +59,8 @@ pub(super) struct Bench<'s> {
     queues: Vec<Queue>,
     /// Since memory was last looked at, the device was in a state in which it may write.
     may_write: bool,
+    /// It has gone on from a state that no device had.
+    damaged: bool,
 }
 
 impl<'s> Bench<'s> {
@@ -67,7 +69,8 @@ impl<'s> Bench<'s> {
         let device = Inline::new("fuzz", subject.make(), guest.memory().ram().clone()).unwrap();
         device.acquire().unwrap();
         device.resume();
-        let mut bench = Self { subject, guest, device, queues: Vec::new(), may_write: false };
+        let (queues, may_write, damaged) = (Vec::new(), false, false);
+        let mut bench = Self { subject, guest, device, queues, may_write, damaged };
         bench.queues = vec![Queue::default(); bench.queue_count()];
         bench
     }
@@ -108,7 +111,7 @@ impl<'s> Bench<'s> {
     pub(super) fn run_state(&mut self, bytes: &[u8]) {
         let Ok(state) = postcard::from_bytes::<VirtioState>(bytes) else { return };
         self.device.quiesce().unwrap();
-        self.move_with(state);
+        self.damaged |= self.move_with(state).is_none();
         for queue in 0..self.queues.len() as u32 {
             self.set(VIRTIO_MMIO_QUEUE_NOTIFY, queue);
         }
@@ -396,8 +399,14 @@ impl<'s> Bench<'s> {
         let state = self.device.save().unwrap();
         let mut bytes = postcard::to_stdvec(&state).unwrap();
         if !damaged {
-            let refused = self.move_with(state.clone());
-            assert_eq!(refused, None, "its own state is taken: {state:?}");
+            if let Some(why) = self.move_with(state.clone()) {
+                // The guest's disk, as a damaged state had it, is no good, and stays with the guest that does not know yet.
+                assert!(
+                    self.damaged && why.contains("could not be made durable"),
+                    "{why}: {state:?}"
+                );
+                return self.step(false, Inline::resume);
+            }
             assert_eq!(self.last_saved(), bytes, "what is saved again is the same");
             return self.step(false, Inline::resume);
         }
@@ -406,7 +415,7 @@ impl<'s> Bench<'s> {
             bytes[at] = from.u8();
         }
         if let Ok(state) = postcard::from_bytes(&bytes) {
-            self.move_with(state);
+            self.damaged |= self.move_with(state).is_none();
         }
         // As what came late, too, which hardly any device takes.
         if let Err(why) = self.device.attach(&bytes) {
@@ -427,7 +436,10 @@ impl<'s> Bench<'s> {
             assert!(!why.is_empty());
             return Some(why);
         }
-        self.device.release().unwrap();
+        if let Err(why) = self.device.release() {
+            self.device.acquire().unwrap();
+            return Some(why);
+        }
         let late = self.device.detach(4096);
         assert!(late.len() <= 4096);
         if let Err(why) = new.attach(&late) {
