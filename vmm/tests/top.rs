@@ -238,13 +238,13 @@ fn a_terminal_is_as_it_was_after_every_way_out() {
     let vmm = guest(&place, "guest");
     for keys in ["q", "\u{3}", "\u{1b}"] {
         let mut top = OnTerminal::start(&vmm, &[]);
-        top.await_drawn("interval");
+        top.await_drawn("seldom");
         top.press(keys);
         let seen = top.ends_well();
         assert!(seen.contains("\u{1b}[") && seen.contains("48;5;"), "in colours: {seen:?}");
     }
     let mut top = OnTerminal::start(&vmm, &[("NO_COLOR", "1")]);
-    top.await_drawn("interval");
+    top.await_drawn("seldom");
     top.press("p");
     top.await_drawn("paused");
     kill_process(Pid::from_child(&top.child), Signal::TERM).unwrap();
@@ -258,7 +258,7 @@ fn the_end_of_the_guest_is_said_and_is_no_error() {
     let place = Place::new();
     let mut vmm = guest(&place, "guest");
     let mut top = OnTerminal::start(&vmm, &[]);
-    top.await_drawn("interval");
+    top.await_drawn("seldom");
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0));
     let mut out = top.ends_well();
