@@ -214,6 +214,20 @@ fn an_empty_store_and_an_epoch_that_is_not_there_are_said() {
     assert!(e(None).ends_with("has no epoch"), "{}", e(None));
     assert!(e(Some(3)).ends_with("has no epoch 3"), "{}", e(Some(3)));
     assert!(Store::open(&dir.path().join("nowhere")).is_err());
+    assert_eq!(store.owner().unwrap(), None);
+}
+
+#[test]
+fn whose_a_store_is_is_said_by_its_manifest() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = busy();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    Checkpointer::new(guest.clone(), store).unwrap().take().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    assert_eq!(store.owner().unwrap(), Some(guest.vm_id()));
+    std::fs::write(dir.path().join("manifest"), "no manifest").unwrap();
+    let e = store.owner().unwrap_err();
+    assert!(matches!(e, StoreError::Damaged { .. }) && e.to_string().contains("manifest"), "{e}");
 }
 
 fn every(ms: u64, count: Option<u64>) -> Cadence {

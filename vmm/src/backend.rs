@@ -1,12 +1,12 @@
 //! Owns the choice of what runs a guest: the KVM machine or the threads backend, by its configuration.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use checkpoint::{DriveHead, GuestError, GuestFactory, VmId, WithCopies};
 
 use crate::config::{Backend, HostConfig, MachineConfig};
 use crate::devices::{make_copies, open_drives};
-use crate::machine::{Machine, MachineError};
+use crate::machine::{EarlyVm, Machine, MachineError};
 use crate::threads::ThreadMachine;
 use crate::vm::{SharedVm, Vm};
 
@@ -40,12 +40,35 @@ pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<SharedVm, Laun
 /// Builds guests of either backend from their stored or sent configuration.
 pub struct Factory {
     host: HostConfig,
+    /// For the first guest.
+    early: Mutex<Option<EarlyVm>>,
 }
 
 impl Factory {
     /// A factory for this host.
     pub fn new(host: HostConfig) -> Self {
-        Self { host }
+        Self { host, early: Mutex::default() }
+    }
+
+    /// Builds its first guest in a VM that was begun before it was known what guest it is for; one of the threads backend has no use for it.
+    pub fn with_early(mut self, early: EarlyVm) -> Self {
+        self.early = Mutex::new(Some(early));
+        self
+    }
+
+    /// A guest that waits for its memory and state.
+    fn empty(
+        &self,
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+    ) -> Result<SharedVm, GuestError> {
+        let early = self.early.lock().unwrap_or_else(PoisonError::into_inner).take();
+        Ok(match (config.backend, early) {
+            (Backend::Kvm, Some(early)) => Machine::empty_in(early, vm_id, config, host)?,
+            (Backend::Kvm, None) => Machine::empty(vm_id, config, host)?,
+            (Backend::Threads, _) => ThreadMachine::new(vm_id, config, host)?,
+        })
     }
 }
 
@@ -65,7 +88,7 @@ impl GuestFactory for Factory {
         let host = self.host.with_copies_of(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let copies = make_copies(vm_id, &config, drives)?;
-        Ok((empty(vm_id, config, &host)?, copies))
+        Ok((self.empty(vm_id, config, &host)?, copies))
     }
 
     fn create_with_drives(
@@ -77,14 +100,6 @@ impl GuestFactory for Factory {
         let host = self.host.writing_over(drives);
         let config = MachineConfig::decode(config)?.on_host(&host)?;
         let drives = open_drives(vm_id, &config, drives, &host)?;
-        Ok((empty(vm_id, config, &host)?, drives))
+        Ok((self.empty(vm_id, config, &host)?, drives))
     }
-}
-
-/// A guest that waits for its memory and state.
-fn empty(vm_id: VmId, config: MachineConfig, host: &HostConfig) -> Result<SharedVm, GuestError> {
-    Ok(match config.backend {
-        Backend::Kvm => Machine::empty(vm_id, config, host)?,
-        Backend::Threads => ThreadMachine::new(vm_id, config, host)?,
-    })
 }

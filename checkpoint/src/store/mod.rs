@@ -258,6 +258,11 @@ impl Store {
         self.backend.location()
     }
 
+    /// Whose epochs it is for; `None` if none was ever begun there. Reads its manifest only, of a hundred bytes.
+    pub fn owner(&self) -> Result<Option<VmId>, StoreError> {
+        Ok(self.manifest()?.map(|manifest| manifest.vm_id))
+    }
+
     /// The epochs that are kept, ascending; an error if the log is damaged. Reads the log; contents of frames are only checked
     /// by [`verify`](Self::verify) and [`restore`](crate::restore()).
     pub fn epochs(&self) -> Result<Vec<EpochInfo>, StoreError> {

@@ -19,6 +19,7 @@ use vmm::config::{
 };
 use vmm::devices::probe_disk;
 use vmm::jobs::{Jobs, ShadowError, ShadowMode};
+use vmm::machine::EarlyVm;
 use vmm::memory::MemoryOptions;
 use vmm::sandbox;
 use vmm::socket::ListeningSocket;
@@ -62,6 +63,8 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     named.read.push(args.store.clone());
     let socket = prepare(&args.host, named)?;
+    // Beside the reading of the store, which says what guest it is for.
+    let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;
     stored.check(args.epoch, args.lazy)?;
     if let Some(vm_id) = stored.owner()? {
@@ -69,7 +72,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     }
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
-    let inner = Factory::new(HostConfig { disks_are_copies: true, ..host });
+    let inner = Factory::new(HostConfig { disks_are_copies: true, ..host }).with_early(early);
     let factory = super::pending::Settled { inner, state_dir: args.host.state_dir.clone() };
     let restored = stored.restore(args.epoch, args.lazy, &factory);
     let (vm, report) = restored.map_err(restore_failure)?;

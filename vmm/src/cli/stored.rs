@@ -50,9 +50,12 @@ impl Stored {
         }
     }
 
-    /// Whose the latest epoch is, if there is one.
+    /// Whose guest is in it, as far as that is known without reading all of it.
     pub(super) fn owner(&self) -> Result<Option<VmId>, StoreError> {
-        Ok(self.list()?.epochs.last().map(|latest| latest.vm_id))
+        match self {
+            Self::Store(store) => store.owner(),
+            Self::Archive(archive) => Ok(Some(archive.info().vm_id)),
+        }
     }
 
     pub(super) fn verify(

@@ -10,27 +10,22 @@ use std::time::Instant;
 use checkpoint::VmId;
 use dirty_tracker::{DirtySource, RingFull, TrackingMode};
 use kvm_bindings::*;
-use kvm_ioctls::{Kvm, VcpuFd};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
+use super::early::{Blank, EarlyVm, Slots};
 use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
 use super::{Machine, MachineError};
 use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{Brake, Collector, Message};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use crate::devices::{Bus, Com1, DeviceError, DeviceSet, InputThread, open_sink, placement};
-use crate::kvm::{self, Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
-use crate::memory::{HOLE_START, Memory};
+use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
+use crate::memory::Memory;
 use crate::sandbox::{self, Class};
 use crate::sources::{
     BitmapSource, Diverted, ManualSource, RingSource, SharedSink, UserfaultWpSource,
 };
 use crate::vcpu::{Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
-
-/// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
-/// place of a firmware.
-const IDENTITY_MAP: u64 = 0xfffb_c000;
-const TSS: u64 = IDENTITY_MAP + 0x1000;
-const _: () = assert!(IDENTITY_MAP > HOLE_START && TSS + 0x3000 <= 1 << 32);
 
 /// A collection of this many frames, or a quarter of a ring, calls for another one soon.
 const MANY_FRAMES: u64 = 4096;
@@ -47,10 +42,20 @@ pub(crate) struct Special {
     pub(crate) sparse: bool,
 }
 
+/// What a machine is made of, beside its configuration.
+#[derive(Default)]
+struct Around {
+    /// A new guest is to be loaded.
+    load: bool,
+    /// A VM that was begun before.
+    early: Option<EarlyVm>,
+    special: Special,
+}
+
 impl Machine {
     /// Boots what `config` says; the machine stands at the guest's first instruction.
     pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<Arc<Self>, MachineError> {
-        Self::build(VmId::random(), config, host, true)
+        Self::build(VmId::random(), config, host, Around { load: true, ..Around::default() })
     }
 
     /// A machine with zeroed memory, for a state to be put into: what [`MachineFactory`] builds,
@@ -62,21 +67,33 @@ impl Machine {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::build(vm_id, config, host, false)
+        Self::build(vm_id, config, host, Around::default())
+    }
+
+    /// As [`empty`](Self::empty), of a VM that was begun before the configuration was known.
+    pub fn empty_in(
+        early: EarlyVm,
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+    ) -> Result<Arc<Self>, MachineError> {
+        Self::build(vm_id, config, host, Around { early: Some(early), ..Around::default() })
     }
 
     fn build(
         vm_id: VmId,
         config: MachineConfig,
         host: &HostConfig,
-        load: bool,
+        around: Around,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::build_around(vm_id, config, host, load, |config, memory, guest, acquire| {
+        let devices = |config: &MachineConfig, memory: &Memory, guest: VmId, acquire: bool| {
             DeviceSet::build(config, memory, guest, acquire, &host.copied)
-        })
+        };
+        Self::assemble(vm_id, config, host, devices, around)
     }
 
     /// As [`build`](Self::build), with what `devices` makes for it.
+    #[cfg(test)]
     pub(super) fn build_around(
         vm_id: VmId,
         config: MachineConfig,
@@ -84,7 +101,7 @@ impl Machine {
         load: bool,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
     ) -> Result<Arc<Self>, MachineError> {
-        Self::assemble(vm_id, config, host, load, devices, Special::default())
+        Self::assemble(vm_id, config, host, devices, Around { load, ..Around::default() })
     }
 
     /// Boots what `config` says, for a comparison of ways to track.
@@ -93,23 +110,20 @@ impl Machine {
         host: &HostConfig,
         special: Special,
     ) -> Result<Arc<Self>, MachineError> {
-        let devices = |config: &MachineConfig, memory: &Memory, guest: VmId, acquire: bool| {
-            DeviceSet::build(config, memory, guest, acquire, &host.copied)
-        };
-        Self::assemble(VmId::random(), config, host, true, devices, special)
+        let around = Around { load: true, special, ..Around::default() };
+        Self::build(VmId::random(), config, host, around)
     }
 
     fn assemble(
         vm_id: VmId,
         mut config: MachineConfig,
         host: &HostConfig,
-        load: bool,
         devices: impl FnOnce(&MachineConfig, &Memory, VmId, bool) -> Result<DeviceSet, DeviceError>,
-        special: Special,
+        Around { load, early, special }: Around,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
-        let (kvm, capabilities) = kvm::open()?;
-        let supported = supported_cpuid(&kvm)?;
+        let Blank { kvm, capabilities, supported, fd } =
+            early.map_or_else(Blank::new, EarlyVm::wait)?;
         let offered = offered_cpuid(&kvm, &supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         let memory = match special.sparse {
@@ -117,6 +131,10 @@ impl Machine {
             false => Memory::new(config.mem_bytes, &host.memory)?,
         };
         let memory = Arc::new(memory);
+        let vm = Arc::new(with_tracking(fd, &capabilities, &memory, &config)?);
+        // Beside all that follows, up to where something needs it.
+        let slots =
+            Slots::give(&vm).map_err(MachineError::system("giving the guest its memory"))?;
         let entry =
             if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
@@ -127,8 +145,7 @@ impl Machine {
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
-        let vm = Arc::new(create_vm(&kvm, &capabilities, &memory, &config)?);
-        let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
+        let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config)?;
         if let Some((fd, cpuid)) = vcpus.first() {
             match load {
                 true => note_what_is_shown(&mut config.cpu, fd, cpuid)?,
@@ -143,6 +160,15 @@ impl Machine {
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
         let bus = Arc::new(Bus::new(com1, devices));
+        let slots = match entry {
+            Some(entry) => {
+                slots.wait()?;
+                set_first_state(&vcpus, entry)?;
+                None
+            }
+            // Nobody asks anything of its threads before it is put together.
+            None => Some(slots),
+        };
 
         let collector_channel = mpsc::channel();
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new()));
@@ -183,6 +209,7 @@ impl Machine {
         };
         machine.collector =
             start_collector(&vm, source, &machine.config, brakes, collector_channel)?;
+        slots.map_or(Ok(()), Slots::wait)?;
         Ok(Arc::new(machine))
     }
 }
@@ -201,24 +228,14 @@ fn check(config: &MachineConfig) -> Result<(), String> {
     }
 }
 
-/// The VM with its memory, interrupt controllers and timer.
-fn create_vm(
-    kvm: &Kvm,
+/// The VM with the way to track that it has to know before it has vCPUs. It does not have its memory yet.
+fn with_tracking(
+    fd: VmFd,
     capabilities: &Capabilities,
     memory: &Arc<Memory>,
     config: &MachineConfig,
 ) -> Result<KvmVm, MachineError> {
-    let fd = kvm.create_vm().map_err(MachineError::system("KVM_CREATE_VM"))?;
-    if capabilities.has(KVM_CAP_SET_IDENTITY_MAP_ADDR) {
-        let set = fd.set_identity_map_address(IDENTITY_MAP);
-        set.map_err(MachineError::system("KVM_SET_IDENTITY_MAP_ADDR"))?;
-    }
-    fd.set_tss_address(TSS as usize).map_err(MachineError::system("KVM_SET_TSS_ADDR"))?;
-    fd.create_irq_chip().map_err(MachineError::system("KVM_CREATE_IRQCHIP"))?;
-    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
-    fd.create_pit2(pit).map_err(MachineError::system("KVM_CREATE_PIT2"))?;
     let vm = KvmVm::new(fd, memory.clone());
-    let vm = vm.map_err(MachineError::system("giving the guest its memory"))?;
     match config.tracking {
         TrackingMode::DirtyRing => enable_rings(&vm, capabilities, config.ring_entries)?,
         TrackingMode::DirtyBitmapManual => enable_manual(&vm, capabilities)?,
@@ -251,14 +268,13 @@ fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), Mac
     })
 }
 
-/// The vCPUs, in their order; the first one at `entry`, the others waiting to be woken by it.
+/// The vCPUs, in their order.
 fn create_vcpus(
     kvm: &Kvm,
     capabilities: &Capabilities,
     offered: &CpuId,
     vm: &KvmVm,
     config: &MachineConfig,
-    entry: Option<Entry>,
 ) -> Result<Vec<(VcpuFd, CpuId)>, MachineError> {
     let most = kvm.get_max_vcpus();
     if usize::from(config.vcpus) > most {
@@ -284,8 +300,12 @@ fn create_vcpus(
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
         vcpus.push((fd, cpuid));
     }
-    let Some(entry) = entry else { return Ok(vcpus) };
-    for (fd, cpuid) in &vcpus {
+    Ok(vcpus)
+}
+
+/// The first vCPU stands at `entry`, the others wait to be woken by it.
+fn set_first_state(vcpus: &[(VcpuFd, CpuId)], entry: Entry) -> Result<(), MachineError> {
+    for (fd, cpuid) in vcpus {
         msrs::set_first_values(fd, cpuid.as_slice())
             .map_err(|e| MachineError::system("setting the first MSRs")(io::Error::other(e)))?;
     }
@@ -293,12 +313,7 @@ fn create_vcpus(
         let set = boot::set_registers(first, entry);
         set.map_err(MachineError::system("setting the first registers"))?;
     }
-    Ok(vcpus)
-}
-
-fn supported_cpuid(kvm: &Kvm) -> Result<CpuId, MachineError> {
-    kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(MachineError::system("KVM_GET_SUPPORTED_CPUID"))
+    Ok(())
 }
 
 /// Of what KVM supports, what the guest is to see; refused where it would miss what it has seen

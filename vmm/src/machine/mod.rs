@@ -14,6 +14,7 @@
 //! and devices wait for nobody here. So nothing here can deadlock, and no backend can hold up a request.
 
 mod build;
+mod early;
 mod error;
 mod factory;
 #[cfg(any(test, fuzzing))]
@@ -45,6 +46,7 @@ use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
 
 pub(crate) use build::Special;
+pub use early::EarlyVm;
 pub use error::MachineError;
 pub use factory::MachineFactory;
 pub(crate) use state::registers;
