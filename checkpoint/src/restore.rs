@@ -273,7 +273,7 @@ impl Whole {
     fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
         let mut map = FrameMap::default();
         let epochs = pinned.read_map(&mut map)?;
-        Ok(Self { frames: map.iter().collect(), pinned, epochs })
+        Ok(Self { frames: map.to_vec(), pinned, epochs })
     }
 
     fn fill<G: Guest + ?Sized>(

@@ -56,8 +56,14 @@ impl Chunk {
         None
     }
 
-    fn iter(&self) -> impl Iterator<Item = (u64, Cell)> {
-        (0..CHUNK).filter(|at| self.has(*at)).zip(self.cells.iter().copied())
+    fn iter(&self) -> impl Iterator<Item = (u64, Cell)> + Clone {
+        let mut left = self.mask;
+        let places = std::iter::from_fn(move || {
+            let at = (left != 0).then(|| u64::from(left.trailing_zeros()));
+            left &= left.wrapping_sub(1);
+            at
+        });
+        places.zip(self.cells.iter().copied())
     }
 }
 
@@ -118,6 +124,14 @@ impl FrameMap {
         self.range(MEMORY)
     }
 
+    /// As [`iter`](Self::iter), in memory that is taken once.
+    pub(crate) fn to_vec(&self) -> Vec<(Gfn, Cell)> {
+        let chunks = self.chunks.range(MEMORY.start / CHUNK..MEMORY.end / CHUNK);
+        let mut cells = Vec::with_capacity(chunks.map(|(_, chunk)| chunk.cells.len()).sum());
+        cells.extend(self.iter());
+        cells
+    }
+
     /// All frames that are not zeros, those of drives included, ascending.
     pub(crate) fn all(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
         self.range(0..u64::MAX)
@@ -130,13 +144,11 @@ impl FrameMap {
 
     /// Those of `frames`, which begin and end with a chunk.
     fn range(&self, frames: std::ops::Range<u64>) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
-        let cells = |(number, chunk): (&u64, &Chunk)| {
+        let chunks = self.chunks.range(frames.start / CHUNK..frames.end / CHUNK);
+        chunks.flat_map(|(number, chunk)| {
             let first = number * CHUNK;
-            let cells: Vec<(Gfn, Cell)> =
-                chunk.iter().map(|(at, cell)| (Gfn(first + at), cell)).collect();
-            cells
-        };
-        self.chunks.range(frames.start / CHUNK..frames.end / CHUNK).flat_map(cells)
+            chunk.iter().map(move |(at, cell)| (Gfn(first + at), cell))
+        })
     }
 
     /// Where a frame is, if it is not zeros.
@@ -202,6 +214,7 @@ mod tests {
             }
             assert_eq!(heard, expected);
             if round % 16 == 0 {
+                assert_eq!(map.to_vec(), map.iter().collect::<Vec<_>>());
                 assert!(map.iter().eq(model.iter().map(|(gfn, cell)| (*gfn, *cell))));
                 assert_eq!(map.get(frames.start), model.get(&frames.start).copied());
                 let chunks = model

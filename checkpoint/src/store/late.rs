@@ -31,7 +31,7 @@ impl LateFrames {
             .ok();
         let mut map = FrameMap::default();
         let epochs = pinned.read_map(&mut map)?;
-        let cells: Vec<(Gfn, Cell)> = map.iter().collect();
+        let cells = map.to_vec();
         let frames: FrameSet = runs_of_cells(&cells).collect();
         Ok((Self { pinned, epoch, frames, cells, touched }, epochs))
     }

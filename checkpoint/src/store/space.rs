@@ -92,7 +92,7 @@ impl Space {
             return Ok(map);
         }
         for index in log.base_of(first)..count {
-            let Applied { superseded, new } = apply(log, index, &mut map)?;
+            let Applied { superseded, new } = apply_noting(log, index, &mut map)?;
             if index == first {
                 on_epoch(log, index, &map.slots())?;
             } else if index > first {
@@ -182,28 +182,47 @@ pub(crate) struct Applied {
 }
 
 /// Makes of the map of the epoch before it that of group number `index`.
-pub(crate) fn apply(
+pub(crate) fn apply(log: &mut LogFile, index: usize, map: &mut FrameMap) -> Result<(), StoreError> {
+    apply_telling(log, index, map, |_| {}, |_| {})
+}
+
+/// As [`apply`], and says what became of slots.
+fn apply_noting(
     log: &mut LogFile,
     index: usize,
     map: &mut FrameMap,
 ) -> Result<Applied, StoreError> {
     let (mut old, mut new) = (Vec::new(), Vec::new());
+    if log.groups[index].front.is_whole() {
+        old.extend(map.all().map(|(_, cell)| cell.slot));
+    }
+    apply_telling(log, index, map, |slot| old.push(slot), |run| new.push(run))?;
+    // Frames ascend in an epoch, slots need not.
+    new.sort_unstable();
+    Ok(Applied { superseded: runs_of(old), new })
+}
+
+/// Tells of each slot that a frame was in before and is not any more, unless the epoch is whole, and of those that it is in now.
+fn apply_telling(
+    log: &mut LogFile,
+    index: usize,
+    map: &mut FrameMap,
+    mut on_old: impl FnMut(u32),
+    mut on_new: impl FnMut(SlotRun),
+) -> Result<(), StoreError> {
     let mut group = log.group(index)?;
     if group.front.is_whole() {
-        old.extend(map.all().map(|(_, cell)| cell.slot));
         map.clear();
     }
     while let Some(record) = group.next()? {
         match record {
             Record::Frames(runs, crcs) => {
-                map.put(runs, crcs, |slot| old.push(slot));
-                new.extend(runs.iter().map(Placed::slots));
+                map.put(runs, crcs, &mut on_old);
+                runs.iter().map(Placed::slots).for_each(&mut on_new);
             }
-            Record::Zeros(runs) => map.clear_frames(runs, |slot| old.push(slot)),
+            Record::Zeros(runs) => map.clear_frames(runs, &mut on_old),
             Record::Section(_) => {}
         }
     }
-    // Frames ascend in an epoch, slots need not.
-    new.sort_unstable();
-    Ok(Applied { superseded: runs_of(old), new })
+    Ok(())
 }

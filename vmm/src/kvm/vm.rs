@@ -25,15 +25,11 @@ pub struct KvmVm {
 }
 
 impl KvmVm {
-    /// The VM does not have `memory` yet: [`give_memory`](Self::give_memory).
-    pub fn new(fd: VmFd, memory: Arc<Memory>) -> Self {
-        Self { fd, memory }
-    }
-
-    /// Gives the VM its memory, without dirty logging: before anybody switches that on, or it would be off again. Where the
-    /// kernel shadows page tables it makes tables of 8 bytes a frame and more.
-    pub fn give_memory(&self) -> io::Result<()> {
-        self.set_dirty_logging(false)
+    /// Gives `memory` to the VM, without dirty logging.
+    pub fn new(fd: VmFd, memory: Arc<Memory>) -> io::Result<Self> {
+        let vm = Self { fd, memory };
+        vm.set_dirty_logging(false)?;
+        Ok(vm)
     }
 
     /// The file descriptor, for what kvm-ioctls wraps.

@@ -10,9 +10,9 @@ use std::time::Instant;
 use checkpoint::VmId;
 use dirty_tracker::{DirtySource, RingFull, TrackingMode};
 use kvm_bindings::*;
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use kvm_ioctls::{Kvm, VcpuFd};
 
-use super::early::{Blank, EarlyVm, Slots};
+use super::early::{Blank, EarlyVm};
 use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
 use super::{Machine, MachineError};
 use crate::boot::{self, Entry, MmioSlot};
@@ -122,19 +122,14 @@ impl Machine {
         Around { load, early, special }: Around,
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
-        let Blank { kvm, capabilities, supported, fd } =
-            early.map_or_else(Blank::new, EarlyVm::wait)?;
-        let offered = offered_cpuid(&kvm, &supported, &config.cpu)?;
+        let blank = early.map_or_else(Blank::new, EarlyVm::wait)?;
+        let offered = offered_cpuid(&blank.kvm, &blank.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
         let memory = match special.sparse {
             true => Memory::sparse(config.mem_bytes, &host.memory)?,
             false => Memory::new(config.mem_bytes, &host.memory)?,
         };
         let memory = Arc::new(memory);
-        let vm = Arc::new(with_tracking(fd, &capabilities, &memory, &config)?);
-        // Beside all that follows, up to where something needs it.
-        let slots =
-            Slots::give(&vm).map_err(MachineError::system("giving the guest its memory"))?;
         let entry =
             if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
@@ -145,7 +140,14 @@ impl Machine {
         let (drives, sources) = (devices.drives().to_vec(), devices.sources().to_vec());
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
-        let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config)?;
+        let (vm, kvm, capabilities, supported) = blank.furnish(&memory)?;
+        match config.tracking {
+            TrackingMode::DirtyRing => enable_rings(&vm, &capabilities, config.ring_entries)?,
+            TrackingMode::DirtyBitmapManual => enable_manual(&vm, &capabilities)?,
+            _ => {}
+        }
+        let vm = Arc::new(vm);
+        let vcpus = create_vcpus(&kvm, &capabilities, &offered, &vm, &config, entry)?;
         if let Some((fd, cpuid)) = vcpus.first() {
             match load {
                 true => note_what_is_shown(&mut config.cpu, fd, cpuid)?,
@@ -160,15 +162,6 @@ impl Machine {
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
         let bus = Arc::new(Bus::new(com1, devices));
-        let slots = match entry {
-            Some(entry) => {
-                slots.wait()?;
-                set_first_state(&vcpus, entry)?;
-                None
-            }
-            // Nobody asks anything of its threads before it is put together.
-            None => Some(slots),
-        };
 
         let collector_channel = mpsc::channel();
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new()));
@@ -209,7 +202,6 @@ impl Machine {
         };
         machine.collector =
             start_collector(&vm, source, &machine.config, brakes, collector_channel)?;
-        slots.map_or(Ok(()), Slots::wait)?;
         Ok(Arc::new(machine))
     }
 }
@@ -226,22 +218,6 @@ fn check(config: &MachineConfig) -> Result<(), String> {
         Backend::Kvm => config.check(),
         other => Err(format!("its backend is {other}, not {}", Backend::Kvm)),
     }
-}
-
-/// The VM with the way to track that it has to know before it has vCPUs. It does not have its memory yet.
-fn with_tracking(
-    fd: VmFd,
-    capabilities: &Capabilities,
-    memory: &Arc<Memory>,
-    config: &MachineConfig,
-) -> Result<KvmVm, MachineError> {
-    let vm = KvmVm::new(fd, memory.clone());
-    match config.tracking {
-        TrackingMode::DirtyRing => enable_rings(&vm, capabilities, config.ring_entries)?,
-        TrackingMode::DirtyBitmapManual => enable_manual(&vm, capabilities)?,
-        _ => {}
-    }
-    Ok(vm)
 }
 
 fn enable_manual(vm: &KvmVm, caps: &Capabilities) -> Result<(), MachineError> {
@@ -268,13 +244,14 @@ fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), Mac
     })
 }
 
-/// The vCPUs, in their order.
+/// The vCPUs, in their order; the first one at `entry`, the others waiting to be woken by it.
 fn create_vcpus(
     kvm: &Kvm,
     capabilities: &Capabilities,
     offered: &CpuId,
     vm: &KvmVm,
     config: &MachineConfig,
+    entry: Option<Entry>,
 ) -> Result<Vec<(VcpuFd, CpuId)>, MachineError> {
     let most = kvm.get_max_vcpus();
     if usize::from(config.vcpus) > most {
@@ -300,12 +277,8 @@ fn create_vcpus(
         fd.set_cpuid2(&cpuid).map_err(MachineError::system("KVM_SET_CPUID2"))?;
         vcpus.push((fd, cpuid));
     }
-    Ok(vcpus)
-}
-
-/// The first vCPU stands at `entry`, the others wait to be woken by it.
-fn set_first_state(vcpus: &[(VcpuFd, CpuId)], entry: Entry) -> Result<(), MachineError> {
-    for (fd, cpuid) in vcpus {
+    let Some(entry) = entry else { return Ok(vcpus) };
+    for (fd, cpuid) in &vcpus {
         msrs::set_first_values(fd, cpuid.as_slice())
             .map_err(|e| MachineError::system("setting the first MSRs")(io::Error::other(e)))?;
     }
@@ -313,7 +286,7 @@ fn set_first_state(vcpus: &[(VcpuFd, CpuId)], entry: Entry) -> Result<(), Machin
         let set = boot::set_registers(first, entry);
         set.map_err(MachineError::system("setting the first registers"))?;
     }
-    Ok(())
+    Ok(vcpus)
 }
 
 /// Of what KVM supports, what the guest is to see; refused where it would miss what it has seen

@@ -1,10 +1,10 @@
-//! What of a VM can be made before, or beside, the rest of its machine: the VM itself, which depends on no configuration, by a
-//! thread of its own ([`EarlyVm`]); and its memory slots ([`Slots`]). Where the kernel shadows page tables it fills tables of
-//! 8 bytes a frame and more for those: milliseconds for a GiB, on a host whose memory is slow to come.
+//! The VM before it has processors: made by a thread of its own while others find out what guest it is for ([`EarlyVm`]), then
+//! given its memory, and only then its interrupt controllers ([`Blank::furnish`]).
 //!
-//! Both threads have what main may do, and end before the guest runs. They touch nothing of its.
+//! That order is worth milliseconds. Whoever gives a VM memory waits for a grace period of its readers (SRCU), which KVM asks for in a hurry
+//! and has at once, unless one is under way that nobody was in a hurry for: that one waits for the next tick of the kernel's clock, and
+//! what registers the controllers begins some.
 
-use std::io;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 
@@ -13,7 +13,7 @@ use kvm_ioctls::{Kvm, VmFd};
 
 use super::MachineError;
 use crate::kvm::{self, Capabilities, KvmVm, block_signals};
-use crate::memory::HOLE_START;
+use crate::memory::{HOLE_START, Memory};
 
 /// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
 /// place of a firmware.
@@ -21,12 +21,12 @@ const IDENTITY_MAP: u64 = 0xfffb_c000;
 const TSS: u64 = IDENTITY_MAP + 0x1000;
 const _: () = assert!(IDENTITY_MAP > HOLE_START && TSS + 0x3000 <= 1 << 32);
 
-/// KVM, what it can do, and a VM with interrupt controllers and timer, but without memory and processors.
+/// KVM, what it can do, and a VM that has nothing.
 pub(super) struct Blank {
     pub(super) kvm: Kvm,
     pub(super) capabilities: Capabilities,
     pub(super) supported: CpuId,
-    pub(super) fd: VmFd,
+    fd: VmFd,
 }
 
 impl Blank {
@@ -41,6 +41,18 @@ impl Blank {
                 made => break made.map_err(MachineError::system("KVM_CREATE_VM"))?,
             }
         };
+        Ok(Self { kvm, capabilities, supported, fd })
+    }
+
+    /// The VM with its memory, interrupt controllers and timer, in the order that takes least, and what is left.
+    pub(super) fn furnish(
+        self,
+        memory: &Arc<Memory>,
+    ) -> Result<(KvmVm, Kvm, Capabilities, CpuId), MachineError> {
+        let Self { kvm, capabilities, supported, fd } = self;
+        let vm = KvmVm::new(fd, memory.clone());
+        let vm = vm.map_err(MachineError::system("giving the guest its memory"))?;
+        let fd = vm.fd();
         if capabilities.has(KVM_CAP_SET_IDENTITY_MAP_ADDR) {
             let set = fd.set_identity_map_address(IDENTITY_MAP);
             set.map_err(MachineError::system("KVM_SET_IDENTITY_MAP_ADDR"))?;
@@ -49,11 +61,12 @@ impl Blank {
         fd.create_irq_chip().map_err(MachineError::system("KVM_CREATE_IRQCHIP"))?;
         let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
         fd.create_pit2(pit).map_err(MachineError::system("KVM_CREATE_PIT2"))?;
-        Ok(Self { kvm, capabilities, supported, fd })
+        Ok((vm, kvm, capabilities, supported))
     }
 }
 
-/// A VM that another thread makes, while this one finds out what guest it is for.
+/// A VM that another thread makes, while this one finds out what guest it is for. That thread has what main may do, ends before the
+/// guest runs, and touches nothing of its.
 ///
 /// ```
 /// # use vmm::machine::EarlyVm;
@@ -80,44 +93,6 @@ impl EarlyVm {
             Some(Ok(made)) => made,
             // There was no thread for it, or none is left.
             Some(Err(_)) | None => Blank::new(),
-        }
-    }
-}
-
-/// Memory that is being given to a VM by another thread. Dropping it waits for that, too: what is built no further leaves nothing behind.
-#[must_use = "nothing may use the VM's memory before this has ended"]
-pub(super) struct Slots(Option<JoinHandle<io::Result<()>>>);
-
-impl Slots {
-    /// Begins to give `vm` its memory.
-    pub(super) fn give(vm: &Arc<KvmVm>) -> io::Result<Self> {
-        let to = vm.clone();
-        let thread = Builder::new().name("memory-slots".into());
-        let giving = move || {
-            block_signals();
-            to.give_memory()
-        };
-        match thread.spawn(giving) {
-            Ok(giving) => Ok(Self(Some(giving))),
-            Err(_) => vm.give_memory().map(|()| Self(None)),
-        }
-    }
-
-    /// Returns once it has all.
-    pub(super) fn wait(mut self) -> Result<(), MachineError> {
-        self.join().map_err(MachineError::system("giving the guest its memory"))
-    }
-
-    fn join(&mut self) -> io::Result<()> {
-        let Some(giving) = self.0.take() else { return Ok(()) };
-        giving.join().unwrap_or_else(|_| Err(io::Error::other("its thread panicked")))
-    }
-}
-
-impl Drop for Slots {
-    fn drop(&mut self) {
-        if let Err(e) = self.join() {
-            tracing::debug!("a machine that is not built was not given its memory either: {e}");
         }
     }
 }

@@ -4,7 +4,7 @@
 //!
 //! | thread | system calls | files by name, TCP |
 //! | --- | --- | --- |
-//! | main, `early-vm`, `memory-slots`, `control`, `opener`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
+//! | main, `early-vm`, `control`, `opener`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
 //! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU, a timer of its own | none |
 //! | `collector`, `supervisor` | the same with their own ioctls of KVM; the collector of `userfault-wp` those by which userfaultfd follows writes | none |
 //! | `serial`, workers of the threads backend | memory, waiting, what is open | none |

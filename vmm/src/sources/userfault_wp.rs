@@ -89,8 +89,7 @@ mod tests {
         }
         let memory = Arc::new(Memory::new(64 << 20, &MemoryOptions::default()).unwrap());
         let (kvm, _) = crate::kvm::open().unwrap();
-        let vm = Arc::new(KvmVm::new(kvm.create_vm().unwrap(), memory.clone()));
-        vm.give_memory().unwrap();
+        let vm = Arc::new(KvmVm::new(kvm.create_vm().unwrap(), memory.clone()).unwrap());
         let mut source = match UserfaultWpSource::new(vm) {
             Ok(source) => source,
             Err(e) => return crate::testing::skip(TEST, &e.to_string()),
