@@ -3,14 +3,14 @@
 
 mod common;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, Op};
 use checkpoint::{Guest, RunState};
 use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 use dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
-use migrate::{Cause, Compression, MAX_CONNECTIONS, SendOptions};
+use migrate::{Cause, Compression, MAX_CONNECTIONS, SendControl, SendOptions};
 use vm_memory::{Bytes, GuestAddress};
 
 const FRAMES: u64 = 16 << 10;
@@ -94,19 +94,39 @@ fn memory_comes_whole_over_several_connections_however_it_is_packed() {
 #[test]
 fn each_connection_brings_a_share() {
     let host = Host::new();
-    let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
-    fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
+    // Several times what a connection's buffers take before the others have begun.
+    let frames = 12 << 10;
+    let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames }];
+    let guest = host.start(MemoryConfig { slots, writers: 0, working_set: 0, ..large() });
+    for gfn in 0..frames {
+        let page = [gfn as u8 | 1; PAGE_SIZE as usize];
+        guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+    }
     let there = host.receiver();
-    // The first one is slow, so the others have to.
-    let nap = || std::thread::sleep(Duration::from_millis(20));
-    let plan = Plan::default().before_from_source(tag("FRAMES"), nap);
+    // The first one stands until an eighth is left, so the others have to.
+    let control = Arc::new(OnceLock::<Arc<SendControl>>::new());
+    let (mut held, watched) = (false, control.clone());
+    let hold = move || {
+        let left = || watched.get().map_or(frames, |c| c.progress().remaining_frames);
+        if !std::mem::replace(&mut held, true) {
+            within(Duration::from_secs(10), "the others go on", || left() <= frames / 8);
+        }
+    };
+    let plan = Plan::default().before_from_source(tag("FRAMES"), hold);
     let proxy = Proxy::start(&there.to, plan);
     let options = with(&host, |o| o.connections = 3);
-    let report = Sender::start(&guest, &proxy.to, &options).result().unwrap();
+    let sender = Sender::start(&guest, &proxy.to, &options);
+    control.set(sender.control.clone()).unwrap();
+    let report = sender.result().unwrap();
     let first = proxy.from_source.lock().unwrap();
     let over_first = first.iter().filter(|t| **t == tag("FRAMES")).count() as u64;
     assert!(over_first * 256 < report.passes[0].frames / 2, "{over_first}: {report:?}");
-    same(&*guest, &*there.guest().guest, "three connections");
+    let arrived = there.guest().guest;
+    for gfn in 0..frames {
+        let mut page = [0; PAGE_SIZE as usize];
+        arrived.ram().read_slice(&mut page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+        assert_eq!(page, [gfn as u8 | 1; PAGE_SIZE as usize], "frame {gfn:#x}");
+    }
 }
 
 #[test]
