@@ -30,11 +30,6 @@ use crate::staging::{Staging, StagingLimits};
 use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
 use crate::{DriveHead, Guest, GuestError};
 
-/// Of so many changed frames on they are copied behind the guest's back: those that take about a millisecond to copy. From 256 on
-/// that makes a single pause shorter (`tests/bench/pause.rs`), but at a hundred epochs a second of 1,000 frames it takes a guest that
-/// keeps all processors busy more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
-pub(crate) const BEHIND_FROM: u64 = 1280;
-
 /// Takes epochs of one guest into one store.
 ///
 /// The first is full, later ones build on the one before. Made again for a store that has epochs
@@ -161,7 +156,7 @@ impl Checkpointer {
             lock_lost: false,
             shield,
             patience: Patience::default(),
-            ways: Ways::new(BEHIND_FROM),
+            ways: Ways::default(),
             cost: CopyCost::default(),
             ahead: AheadCost::default(),
         })
@@ -171,7 +166,7 @@ impl Checkpointer {
     /// are meanwhile ([`Guest::shield`]); with fewer, in the pause, which then costs less than to protect and copy
     /// them. `u64::MAX` has all copied in the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
-        self.ways.behind_from = frames;
+        self.ways = Ways::new(frames);
     }
 
     /// Leaves the guest's drives to somebody else, who has to keep each as it is in the pause of an epoch. At first epochs have all those that
@@ -452,7 +447,8 @@ impl Checkpointer {
         changed.append(&mut ahead.passes);
         let (shield, patient) = (shield.ask(guest), patience.ask());
         let file_of = &mut file;
-        let means = Means { guest, drives, patient, shield, ways, staging, file: file_of };
+        let calm = store.calm();
+        let means = Means { guest, calm, drives, patient, shield, ways, staging, file: file_of };
         let mut taken = instant::take(means, subscription)?;
         changed.append(&mut taken.changed);
         crew.commit(file.finish(), *bounds);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpointer::BEHIND_FROM;
+use crate::copied::BEHIND_FROM;
 
 /// A pause in which nothing is copied.
 const LEAST_PAUSE: Duration = Duration::from_micros(500);

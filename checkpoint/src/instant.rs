@@ -20,8 +20,9 @@ use std::time::{Duration, Instant};
 
 use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
+use crate::calm::Calm;
 use crate::checkpointer::step;
-use crate::copied::{Copied, Ways};
+use crate::copied::{Copied, Way, Ways};
 use crate::cost::stood_since;
 use crate::followed::{self, Followed, Stood};
 use crate::pieces::{Pieces, in_slots, spans};
@@ -48,6 +49,8 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 /// What an epoch is taken with.
 pub(crate) struct Means<'m> {
     pub(crate) guest: &'m dyn Guest,
+    /// Held in the pause.
+    pub(crate) calm: &'m Calm,
     pub(crate) drives: &'m mut [Followed],
     /// Who writes to one waits for room; else what may have none is copied in the pause.
     pub(crate) patient: bool,
@@ -90,10 +93,11 @@ pub(crate) fn take(
     means: Means<'_>,
     subscription: &mut Subscription,
 ) -> Result<Taken, (Phase, Cause)> {
-    let Means { guest, drives, patient, shield, ways, staging, file } = means;
+    let Means { guest, calm, drives, patient, shield, ways, staging, file } = means;
     let before = guest.stood();
     let (staging_of, file_of) = (&mut *staging, &mut *file);
-    let means = Means { staging: staging_of, file: file_of, guest, drives, patient, shield, ways };
+    let means =
+        Means { staging: staging_of, file: file_of, guest, calm, drives, patient, shield, ways };
     let (mut taken, blocks) = take_one(means, subscription)?;
     // By now they have gone on; there may be another pause while drives are copied.
     if let Some(stood) = stood_since(guest, &before) {
@@ -116,20 +120,15 @@ fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Apart, 
     step(Phase::Drain, || means.guest.collect())?;
     let early = subscription.drain();
     let room = means.staging.frames();
-    if let Some(shield) = means.shield
-        && room > 1
-        && early.frames() >= means.ways.behind_from.max(1)
-    {
-        return behind(means, shield, early, subscription);
-    }
-    let early = match means.ways.before_pause(early.frames(), room) {
-        true => Some(early),
-        false => {
+    let way = means.ways.of_next(early.frames(), room, means.shield.is_some());
+    match (way, means.shield) {
+        (Way::Behind, Some(shield)) => behind(means, shield, early, subscription),
+        (Way::Before, _) => in_the_pause(means, Some(early), subscription),
+        _ => {
             early.give_back();
-            None
+            in_the_pause(means, None, subscription)
         }
-    };
-    in_the_pause(means, early, subscription)
+    }
 }
 
 /// What a pause brought.
@@ -144,11 +143,13 @@ struct Pause<T> {
 /// The pause: saves the state and learns what changed. Ends when that has been dealt with by `deal`.
 fn pause<T>(
     guest: &dyn Guest,
+    calm: &Calm,
     (drives, patient): (&mut [Followed], bool),
     subscription: &mut Subscription,
     file: &mut EpochWriter,
     deal: impl FnOnce(&Epoch, &mut EpochWriter) -> Result<T, (Phase, Cause)>,
 ) -> Result<Pause<T>, (Phase, Cause)> {
+    let _held = calm.hold();
     let since = Instant::now();
     let paused = step(Phase::Pause, || Paused::new(guest))?;
     // Before the drain: saving may make the host write into guest memory.
@@ -166,13 +167,13 @@ fn in_the_pause(
     early: Option<Epoch>,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
-    let Means { guest, drives, patient, staging, ways, file, .. } = means;
+    let Means { guest, calm, drives, patient, staging, ways, file, .. } = means;
     let mut copied = match &early {
         Some(early) => step(Phase::CopyLive, || Copied::before_pause(guest, staging, early))?,
         None => Copied::default(),
     };
     let Pause { changed, mut blocks, sections, dealt: (), time } =
-        pause(guest, (drives, patient), subscription, file, |changed, file| {
+        pause(guest, calm, (drives, patient), subscription, file, |changed, file| {
             step(Phase::Copy, || copied.in_pause(guest, staging, file, changed.runs()))
         })?;
     let resumed = Instant::now();
@@ -206,7 +207,7 @@ fn behind(
     early: Epoch,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
-    let Means { guest, drives, patient, staging, file, .. } = means;
+    let Means { guest, calm, drives, patient, staging, file, .. } = means;
     let drives = (drives, patient);
     let shield = &OfEpoch::new(shield);
     // The saver has one of its own: if it ends early, nothing is protected after.
@@ -236,7 +237,8 @@ fn behind(
             .name("checkpoint-copy".into())
             .spawn_scoped(scope, move || saver.run())
             .map_err(|e| (Phase::Protect, system("starting a thread that copies", e)))?;
-        let taker = Taker { guest, shield, before: &before, late_room, file, go, full, to_guest };
+        let before = &before;
+        let taker = Taker { guest, calm, shield, before, late_room, file, go, full, to_guest };
         let taken = taker.take(early, drives, subscription);
         // Its channels are closed: the saver ends if it has not.
         let saved = saving.join().unwrap_or_else(|_| {
@@ -267,6 +269,7 @@ struct Full<'b> {
 /// What the thread has that takes the epoch.
 struct Taker<'m, 'b> {
     guest: &'m dyn Guest,
+    calm: &'m Calm,
     shield: &'m OfEpoch<'m>,
     before: &'m Before,
     late_room: &'b mut [u8],
@@ -283,12 +286,12 @@ impl Taker<'_, '_> {
         drives: (&mut [Followed], bool),
         subscription: &mut Subscription,
     ) -> Result<Apart, (Phase, Cause)> {
-        let Self { guest, shield, before, late_room, file, go, full, to_guest } = self;
+        let Self { guest, calm, shield, before, late_room, file, go, full, to_guest } = self;
         let layout = guest.layout();
         let mut frames: FrameSet = early.runs().collect();
         step(Phase::Protect, || shield.protect(&spans(layout, &frames)))?;
         let Pause { changed, mut blocks, sections, dealt: late, time } =
-            pause(guest, drives, subscription, file, |changed, _| {
+            pause(guest, calm, drives, subscription, file, |changed, _| {
                 let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let mut late: FrameSet =
                     changed.runs().chain(released.unwrap_or_default()).collect();

@@ -19,6 +19,7 @@
 
 mod backlog;
 mod cadence;
+mod calm;
 mod chain;
 mod checkpointer;
 mod copied;

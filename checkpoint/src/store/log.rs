@@ -61,7 +61,7 @@ impl LogFile {
     pub(crate) fn open(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = log_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let mut sectors = Sectors::new(file, store.path(&name))?;
+        let mut sectors = Sectors::new(file, store.path(&name), store.calm().clone())?;
         let data = match sectors.data(0, Kind::Other) {
             Ok(data) => data,
             Err(Stop::Wrong(e)) => return Err(e),

@@ -71,6 +71,7 @@ pub(crate) use writer::{EpochWriter, Written};
 use self::log::{Tail, is_not_found};
 use self::manifest::Manifest;
 use crate::VmId;
+use crate::calm::Calm;
 
 /// Names of files, beside [`LOCK_FILE`].
 const MANIFEST: &str = "manifest";
@@ -180,6 +181,7 @@ pub struct Listing {
 pub struct Store {
     backend: Box<dyn Backend>,
     writable: bool,
+    calm: Calm,
 }
 
 impl Store {
@@ -211,7 +213,7 @@ impl Store {
 
     /// A store on something other than a directory.
     pub fn with_backend(backend: Box<dyn Backend>, writable: bool) -> Result<Self, StoreError> {
-        let store = Self { backend, writable };
+        let store = Self { backend, writable, calm: Calm::default() };
         if writable {
             store.lock()?;
         }
@@ -344,6 +346,11 @@ impl Store {
 
     pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.backend
+    }
+
+    /// Held while the guest stands whose epochs go through this one: work on the store that can wait does.
+    pub(crate) fn calm(&self) -> &Calm {
+        &self.calm
     }
 
     pub(crate) fn is_writable(&self) -> bool {

@@ -21,6 +21,9 @@ use super::space::apply;
 use super::{Cell, FrameMap, LogFile, Record, Store, StoreError, log_name, pages_name};
 use dirty_tracker::{FrameRun, Gfn};
 
+/// After so many entries, some dozen microseconds of work, it is time to stand aside.
+const BREATH: u32 = 1024;
+
 /// What [`Store::compact`] has done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct CompactReport {
@@ -105,7 +108,13 @@ fn copy_log(
         if rebased {
             let entry =
                 |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
-            builder.entries(&layout, map.all().map(entry), no_zeros()).map_err(writing)?;
+            let all = (0..).zip(map.all().map(entry)).map(|(n, entry)| {
+                if n % BREATH == 0 {
+                    store.calm().stand_aside();
+                }
+                entry
+            });
+            builder.entries(&layout, all, no_zeros()).map_err(writing)?;
             map.clear();
         }
         while let Some(record) = group.next()? {

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use super::backend::StoreFile;
 use super::{Damage, StoreError};
+use crate::calm::Calm;
 use crate::format::FormatError;
 use crate::is_zero;
 
@@ -173,11 +174,17 @@ pub(crate) struct Sectors {
     buffer: Vec<u8>,
     /// The number of the first sector in `buffer`.
     buffered: u64,
+    calm: Calm,
 }
 
 impl Sectors {
-    pub(crate) fn new(file: Box<dyn StoreFile>, path: PathBuf) -> Result<Self, StoreError> {
-        let mut new = Self { file, path, len: 0, buffer: Vec::new(), buffered: 0 };
+    /// Of the log in `file`; who reads it stands aside for `calm`.
+    pub(crate) fn new(
+        file: Box<dyn StoreFile>,
+        path: PathBuf,
+        calm: Calm,
+    ) -> Result<Self, StoreError> {
+        let mut new = Self { file, path, len: 0, buffer: Vec::new(), buffered: 0, calm };
         new.look_again()?;
         Ok(new)
     }
@@ -211,6 +218,7 @@ impl Sectors {
     fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
+            self.calm.stand_aside();
             let count = READ.min(self.count().saturating_sub(number)).max(1);
             self.buffer.resize(count as usize * SECTOR, 0);
             self.buffered = number;
