@@ -151,9 +151,9 @@ fn pause<T>(
 ) -> Result<Pause<T>, (Phase, Cause)> {
     let _held = calm.hold();
     let since = Instant::now();
-    let paused = step(Phase::Pause, || Paused::new(guest))?;
-    // Before the drain: saving may make the host write into guest memory.
-    let sections = step(Phase::Save, || paused.save_state())?;
+    // Saved before the drain: saving may make the host write into guest memory.
+    let (paused, saved) = step(Phase::Pause, || Paused::saving(guest))?;
+    let sections = step(Phase::Save, || saved)?;
     let changed = step(Phase::Drain, || paused.drain(subscription))?;
     let blocks = step(Phase::Drain, || followed::stand(drives, patient, file))?;
     let dealt = deal(&changed, file)?;

@@ -55,8 +55,8 @@ pub use checkpointer::Checkpointer;
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout, data_runs};
 pub use forecast::{BEARABLE, CadenceForecast, cadence_forecast};
 pub use guest::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, VcpuPauses,
-    VcpuWrites, VmId, WithCopies,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, Saved,
+    VcpuPauses, VcpuWrites, VmId, WithCopies,
 };
 pub use keeper::{KeepError, Keeper, Keeping};
 pub use report::{Cause, CheckpointError, EpochReport, Phase};

@@ -7,6 +7,7 @@ use kvm_ioctls::Kvm;
 use serde::Serialize;
 
 use crate::kvm::{Capabilities, Need, Unusable, open_device};
+use crate::latency;
 use crate::memory::{Userfault, meminfo_bytes};
 use crate::vcpu::baseline;
 
@@ -55,6 +56,7 @@ pub fn diagnose() -> Diagnosis {
         userfaultfd(),
         userfault_wp(),
         clock_source(),
+        awake(),
         seccomp(),
         landlock(),
     ]);
@@ -184,6 +186,20 @@ fn clock_source() -> Finding {
             let cost = "guests' kvmclock needs a host clock on the TSC to be cheap and exact";
             present("clock source", source, cost)
         }
+    }
+}
+
+fn awake() -> Finding {
+    match latency::open() {
+        Ok(()) => present("processors kept awake", latency::DEVICE.into(), ""),
+        Err(e) => missing(
+            "processors kept awake",
+            &format!(
+                "{}: {e}: they may sleep during a hand-over, which takes some tenths of a millisecond longer; it wants root, or \
+                 that file's permission",
+                latency::DEVICE
+            ),
+        ),
     }
 }
 

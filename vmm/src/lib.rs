@@ -19,6 +19,7 @@ pub mod fuzzing;
 #[cfg(feature = "api")]
 pub mod jobs;
 pub mod kvm;
+pub mod latency;
 pub mod limits;
 pub mod machine;
 pub mod memory;

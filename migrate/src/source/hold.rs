@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use checkpoint::{Guest, GuestError, Paused, Section};
+use checkpoint::{Guest, GuestError, Paused, Saved};
 use dirty_tracker::{Epoch, Subscription};
 use uuid::Uuid;
 
@@ -88,10 +88,11 @@ fn remove(records: &Records, token: Token) {
 }
 
 impl<'g, G: Guest + ?Sized> Held<'g, G> {
-    /// Pauses the guest.
-    pub(super) fn new(guest: &'g G) -> Result<Self, GuestError> {
+    /// Pauses the guest and saves its state.
+    pub(super) fn saving(guest: &'g G) -> Result<(Self, Saved), GuestError> {
         let since = Instant::now();
-        Ok(Self { guest, paused: Some(Paused::new(guest)?), released: false, since })
+        let (paused, saved) = Paused::saving(guest)?;
+        Ok((Self { guest, paused: Some(paused), released: false, since }, saved))
     }
 
     /// When the pause was asked for.
@@ -107,10 +108,6 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
     pub(super) fn drain(&self, writes: &mut Subscription) -> Result<Epoch, GuestError> {
         self.guest.collect()?;
         Ok(writes.drain())
-    }
-
-    pub(super) fn save_state(&self) -> Result<Vec<Section>, GuestError> {
-        self.guest.save_state()
     }
 
     /// Lets go of what only one host may hold.

@@ -27,7 +27,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     ) -> Result<Ready<'a, G>, Failed> {
         // Goes after what holds the guest.
         let mut recorded = copied.recorded.take();
-        let mut held = Held::new(self.guest)?;
+        // State first: saving it may make the host write into guest memory.
+        let (mut held, saved) = Held::saving(self.guest)?;
         let mut limit = self.options.pause_limit(&copied.tale.reason);
         if copied.verifier.is_some() {
             limit = limit.saturating_add(allowance(self.guest.layout().frames()));
@@ -38,7 +39,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let Peer { wire, sender, records, staged, features, .. } = peer;
         let sender = sender.as_mut().ok_or_else(no_record)?;
         let rest = on_time(wire, until, |wire| {
-            self.send_rest((wire, sender, *features), &mut held, copied, until, || {
+            let sections = saved?;
+            self.send_rest((wire, sender, *features), (&mut held, sections), copied, until, || {
                 recorded = Some(Recorded::place(records, staged)?);
                 Ok(())
             })
@@ -60,7 +62,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn send_rest(
         &self,
         (wire, sender, features): (&mut Wire<Link>, &mut Passes<'a>, u64),
-        held: &mut Held<'a, G>,
+        (held, sections): (&mut Held<'a, G>, Vec<Section>),
         copied: Copied<'a, G>,
         until: Limit<'_>,
         record: impl FnOnce() -> Result<(), Cause>,
@@ -68,12 +70,10 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let Copied { mut writes, verifier, mut drives, throttled, mut tale, .. } = copied;
         // Should the guest go on here after all, it does so at full speed.
         drop(throttled);
-        // State first: saving it may make the host write into guest memory. The destination restores it while the rest
-        // comes; where digests are compared only afterwards, because restoring may write into memory, too.
         let mut laps = Laps::begin(held.since());
-        laps.end("paused");
-        let sections = held.save_state()?;
         laps.end("saved");
+        // The destination restores the state while the rest comes; where digests are compared only afterwards, because
+        // restoring may write into memory, too.
         let early = verifier.is_none() && features & EARLY_STATE != 0;
         if early {
             send_sections(wire, &sections)?;

@@ -19,6 +19,7 @@ use vmm::config::{
 };
 use vmm::devices::probe_disk;
 use vmm::jobs::{Jobs, ShadowError, ShadowMode};
+use vmm::latency;
 use vmm::machine::EarlyVm;
 use vmm::memory::MemoryOptions;
 use vmm::sandbox;
@@ -204,6 +205,9 @@ fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Fai
         rustix::process::set_parent_process_death_signal(kill)?;
     }
     let socket = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
+    if let Err(e) = latency::open() {
+        tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
+    }
     sandbox::start(&restrictions(host, named)?).map_err(sandbox_failure)?;
     Ok(socket)
 }

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield,
-    VcpuPauses, VcpuWrites, VmId,
+    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Saved, Section,
+    Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
@@ -34,6 +34,17 @@ struct State {
 }
 
 impl State {
+    /// What the new holder is told: whether the guest ran, and it has to end its hold.
+    fn add_holder(&mut self, role: Role) -> RunState {
+        if role == Role::Migration && self.wanted == RunState::Paused {
+            // Told that it was paused, the migration will not resume it; nor can the operator now.
+            return RunState::Paused;
+        }
+        self.holders += 1;
+        self.migration_holds |= role == Role::Migration;
+        RunState::Running
+    }
+
     /// A checkpoint that copies at this moment keeps its hold, and leaves the guest paused at its end.
     fn drop_migrations_hold(&mut self) {
         if std::mem::take(&mut self.migration_holds) {
@@ -143,13 +154,20 @@ impl Holds {
         if state.holders == 0 {
             state.wanted = self.vm.pause()?;
         }
-        if role == Role::Migration && state.wanted == RunState::Paused {
-            // Told that it was paused, the migration will not resume it; nor can the operator now.
-            return Ok(RunState::Paused);
-        }
-        state.holders += 1;
-        state.migration_holds |= role == Role::Migration;
-        Ok(RunState::Running)
+        Ok(state.add_holder(role))
+    }
+
+    fn hold_and_save(&self, role: Role) -> Result<(RunState, Saved), GuestError> {
+        let mut state = self.lock();
+        let saved = match state.holders {
+            0 => {
+                let (before, saved) = self.vm.pause_and_save()?;
+                state.wanted = before;
+                saved
+            }
+            _ => self.vm.save_state(),
+        };
+        Ok((state.add_holder(role), saved))
     }
 
     fn let_go(&self, role: Role) -> Result<(), GuestError> {
@@ -252,15 +270,23 @@ impl Guest for View {
         self.holds.vm.run_state()
     }
 
+    fn stay_awake(&self) {
+        self.holds.vm.stay_awake();
+    }
+
     fn pause(&self) -> Result<RunState, GuestError> {
         self.holds.hold(self.role)
+    }
+
+    fn pause_and_save(&self) -> Result<(RunState, Saved), GuestError> {
+        self.holds.hold_and_save(self.role)
     }
 
     fn resume(&self) -> Result<(), GuestError> {
         self.holds.let_go(self.role)
     }
 
-    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+    fn save_state(&self) -> Saved {
         self.holds.vm.save_state()
     }
 

@@ -433,10 +433,12 @@ fn start_vcpus(
         let immediate_exit = Arc::new(immediate_exit);
         let counters = Arc::new(Counters::default());
         let (inbox, commands) = mpsc::channel();
+        let tsc_khz = fd.get_tsc_khz().ok();
         let vcpu = Vcpu {
             id,
             fd,
             cpuid,
+            tsc_khz,
             immediate_exit: immediate_exit.clone(),
             bus: bus.clone(),
             counters: counters.clone(),

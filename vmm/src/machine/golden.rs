@@ -10,7 +10,7 @@ use std::path::Path;
 use checkpoint::{Section, section_tags as tags};
 use serde::de::DeserializeOwned;
 
-use super::state::{Saved, SavedPlatform, SavedVm, decode, encode};
+use super::state::{SavedMachine, SavedPlatform, SavedVm, decode, encode};
 use crate::devices::{PowerState, SerialPortState, VirtioState};
 use crate::vcpu::SavedVcpu;
 
@@ -21,8 +21,8 @@ pub(crate) fn pattern<T: DeserializeOwned>(first: u8) -> T {
     postcard::from_bytes(&bytes).unwrap()
 }
 
-fn example() -> Saved {
-    Saved {
+fn example() -> SavedMachine {
+    SavedMachine {
         vm: SavedVm::example(),
         vcpus: vec![SavedVcpu::example()],
         com1: SerialPortState::example(),

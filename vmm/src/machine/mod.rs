@@ -33,8 +33,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Section, Shield,
-    VcpuPauses, VcpuWrites, VmId,
+    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Saved, Section,
+    Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
 
@@ -228,6 +228,11 @@ impl Guest for Machine {
         self.status.state()
     }
 
+    fn stay_awake(&self) {
+        // A supervisor that has ended has nothing to hurry for.
+        let _ = self.requests.send(Request::StayAwake);
+    }
+
     fn pause(&self) -> Result<RunState, GuestError> {
         self.ask("pausing", Request::Pause)
     }
@@ -241,8 +246,12 @@ impl Guest for Machine {
         self.ask("resuming", Request::Resume)
     }
 
-    fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+    fn save_state(&self) -> Saved {
         self.ask("saving state", Request::Save)
+    }
+
+    fn pause_and_save(&self) -> Result<(RunState, Saved), GuestError> {
+        self.ask("pausing", Request::PauseAndSave)
     }
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {

@@ -21,7 +21,7 @@ const CHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQC
 
 /// A machine's state.
 #[derive(Debug)]
-pub(super) struct Saved {
+pub(super) struct SavedMachine {
     pub(super) vm: SavedVm,
     pub(super) vcpus: Vec<SavedVcpu>,
     pub(super) com1: SerialPortState,
@@ -147,7 +147,7 @@ fn clock_now(
 }
 
 /// The sections of `saved`.
-pub(super) fn encode(saved: &Saved) -> Result<Vec<Section>, GuestError> {
+pub(super) fn encode(saved: &SavedMachine) -> Result<Vec<Section>, GuestError> {
     let mut sections = vec![section(tags::KVM_VM, 0, &saved.vm)?];
     for (vcpu, i) in saved.vcpus.iter().zip(0u16..) {
         sections.push(section(tags::KVM_VCPU, i, vcpu)?);
@@ -175,7 +175,11 @@ pub(super) fn section<T: Serialize>(
 
 /// Reads the sections of a machine with `vcpus` vCPUs and `devices` virtio devices: each once, none missing, none unknown that
 /// must be understood.
-pub(super) fn decode(sections: &[Section], vcpus: u8, devices: usize) -> Result<Saved, GuestError> {
+pub(super) fn decode(
+    sections: &[Section],
+    vcpus: u8,
+    devices: usize,
+) -> Result<SavedMachine, GuestError> {
     for s in sections {
         let known = match s.tag {
             tags::KVM_VM | tags::SERIAL | tags::PLATFORM => s.instance == 0,
@@ -196,7 +200,7 @@ pub(super) fn decode(sections: &[Section], vcpus: u8, devices: usize) -> Result<
     }
     let each = (0..u16::from(vcpus)).map(|i| read(sections, tags::KVM_VCPU, i));
     let virtio = (0..devices as u16).map(|i| read(sections, tags::VIRTIO, i));
-    Ok(Saved {
+    Ok(SavedMachine {
         vm: read(sections, tags::KVM_VM, 0)?,
         vcpus: each.collect::<Result<_, GuestError>>()?,
         com1: read(sections, tags::SERIAL, 0)?,

@@ -6,13 +6,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, GuestError, RunState, Section};
+use checkpoint::{Clock, GuestError, RunState, Saved};
 
 use super::MachineError;
-use super::state::{self, Saved};
+use super::state::{self, SavedMachine};
 use crate::collector::{self, Brake};
 use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm, kick};
+use crate::latency::{self, Awake};
 use crate::sandbox::{self, Class};
 use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood};
 use crate::vm::EndReason;
@@ -21,12 +22,19 @@ use crate::vm::EndReason;
 /// defect takes this long.
 const HALT_LIMIT: Duration = Duration::from_secs(10);
 
+/// For how long processors stay awake: a hand-over takes some milliseconds, and no longer than this shall all of a host's pay for
+/// one that does not end.
+const AWAKE: Duration = Duration::from_millis(20);
+
 /// What the supervisor is told.
 pub(super) enum Request {
     Pause(Sender<Result<RunState, GuestError>>),
     Resume(Sender<Result<(), GuestError>>),
-    Save(Sender<Result<Vec<Section>, GuestError>>),
-    Restore(Box<Saved>, Clock, Sender<Result<(), GuestError>>),
+    Save(Sender<Saved>),
+    PauseAndSave(Sender<Result<(RunState, Saved), GuestError>>),
+    /// For the moments of a hand-over.
+    StayAwake,
+    Restore(Box<SavedMachine>, Clock, Sender<Result<(), GuestError>>),
     Release(Sender<Result<(), GuestError>>),
     Detach(Sender<Result<Vec<u8>, GuestError>>),
     Attach(Vec<u8>, Sender<Result<(), GuestError>>),
@@ -168,6 +176,8 @@ pub(super) struct Supervisor {
     half_restored: bool,
     /// It has what only one host may hold.
     holds: bool,
+    /// Until when this host's processors stay awake.
+    awake: Option<(Awake, Instant)>,
 }
 
 impl Supervisor {
@@ -190,18 +200,25 @@ impl Supervisor {
             has_run: false,
             half_restored: false,
             holds,
+            awake: None,
         };
         sandbox::spawn(Class::Supervisor, "supervisor", move || supervisor.run())
             .map_err(MachineError::system("starting the supervisor"))
     }
 
     fn run(mut self) {
-        while let Ok(request) = self.requests.recv() {
+        while let Some(request) = self.next() {
             match request {
                 Request::Pause(reply) => answer(&reply, self.pause()),
                 Request::Resume(reply) => answer(&reply, self.resume()),
                 Request::Save(reply) => answer(&reply, self.save()),
+                Request::PauseAndSave(reply) => {
+                    let before = self.pause();
+                    answer(&reply, before.map(|before| (before, self.save())));
+                }
+                Request::StayAwake => self.stay_awake(),
                 Request::Restore(saved, clock, reply) => {
+                    self.stay_awake();
                     answer(&reply, self.restore(*saved, clock));
                 }
                 Request::Release(reply) => answer(&reply, self.release()),
@@ -231,6 +248,22 @@ impl Supervisor {
                 None => tracing::error!("a vCPU thread is left behind: it hears nothing"),
             }
         }
+    }
+
+    /// The next request, while there may be one. Waiting for it this host's processors sleep again.
+    fn next(&mut self) -> Option<Request> {
+        if let Some((_, until)) = &self.awake {
+            match self.requests.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(request) => return Some(request),
+                Err(RecvTimeoutError::Disconnected) => return None,
+                Err(RecvTimeoutError::Timeout) => self.awake = None,
+            }
+        }
+        self.requests.recv().ok()
+    }
+
+    fn stay_awake(&mut self) {
+        self.awake = latency::stay_awake().map(|awake| (awake, Instant::now() + AWAKE));
     }
 
     /// Refuses `request` unless the machine is in state `needed`.
@@ -353,7 +386,7 @@ impl Supervisor {
         self.status.end(why);
     }
 
-    fn save(&self) -> Result<Vec<Section>, GuestError> {
+    fn save(&self) -> Saved {
         self.require("save", RunState::Paused)?;
         let mut waiting = Vec::new();
         for vcpu in &self.vcpus {
@@ -365,7 +398,7 @@ impl Supervisor {
         for saved in waiting {
             vcpus.push(*saved.recv().map_err(|_| gone())??);
         }
-        state::encode(&Saved {
+        state::encode(&SavedMachine {
             vm: state::save_vm(&self.vm, &self.context)?,
             vcpus,
             com1: self.bus.com1().state(),
@@ -408,7 +441,7 @@ impl Supervisor {
 
     /// vCPUs before interrupt controllers: an interrupt that those pass on would be overwritten
     /// with the local APIC. The clock last: it counts from the TSCs.
-    fn restore(&mut self, saved: Saved, clock: Clock) -> Result<(), GuestError> {
+    fn restore(&mut self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
         self.require("restore", RunState::Paused)?;
         if self.has_run {
             let what = "a state".to_owned();
@@ -421,7 +454,7 @@ impl Supervisor {
         Ok(())
     }
 
-    fn restore_parts(&self, saved: Saved, clock: Clock) -> Result<(), GuestError> {
+    fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
         let mut waiting = Vec::new();
         for (vcpu, state) in self.vcpus.iter().zip(saved.vcpus) {
             let (reply, restored) = mpsc::channel();
@@ -469,13 +502,14 @@ fn refuse(request: Request) {
         Request::Pause(reply) => answer(&reply, Err(stopped("pause"))),
         Request::Resume(reply) => answer(&reply, Err(stopped("resume"))),
         Request::Save(reply) => answer(&reply, Err(stopped("save"))),
+        Request::PauseAndSave(reply) => answer(&reply, Err(stopped("pause"))),
         Request::Restore(_, _, reply) => answer(&reply, Err(stopped("restore"))),
         Request::Release(reply) => answer(&reply, Err(stopped("release"))),
         Request::Detach(reply) => answer(&reply, Err(stopped("detach"))),
         Request::Attach(_, reply) => answer(&reply, Err(stopped("attach"))),
         Request::Acquire(reply) => answer(&reply, Err(stopped("acquire"))),
         Request::Stop(_, reply) => answer(&reply, Ok(())),
-        Request::Ended(_) | Request::Quit => {}
+        Request::StayAwake | Request::Ended(_) | Request::Quit => {}
     }
 }
 

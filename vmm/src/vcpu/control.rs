@@ -52,6 +52,15 @@ pub(super) fn foreign_cr4(sregs: &kvm_sregs, cpuid: &[kvm_cpuid_entry2]) -> Opti
     check_register("CR4", sregs.cr4 >> CR4_FIRST << CR4_FIRST, CR4, cpuid).err()
 }
 
+/// Whether page directory pointers belong to these special registers: under PAE paging, of 32-bit kernels, they are a part
+/// of the processor that its memory need not tell.
+pub(super) fn has_pdptrs(sregs: &kvm_sregs) -> bool {
+    const CR0_PG: u64 = 1 << 31;
+    const CR4_PAE: u64 = 1 << 5;
+    const EFER_LMA: u64 = 1 << 10;
+    sregs.cr0 & CR0_PG != 0 && sregs.cr4 & CR4_PAE != 0 && sregs.efer & EFER_LMA == 0
+}
+
 fn check_register(
     name: &str,
     value: u64,
@@ -89,6 +98,17 @@ mod tests {
         for (_, any) in EFER.iter().chain(CR4) {
             assert!(any.iter().all(|f| features::find(f).is_some()), "{any:?}");
         }
+    }
+
+    #[test]
+    fn only_pae_paging_has_pdptrs() {
+        let of = |cr0, cr4, efer| has_pdptrs(&kvm_sregs { cr0, cr4, efer, ..Default::default() });
+        // Without paging; 32-bit tables of two levels; of three; 64-bit.
+        assert!(!of(0x11, 0x20, 0));
+        assert!(!of(0x8000_0011, 0, 0));
+        assert!(of(0x8000_0011, 0x20, 0));
+        assert!(of(0x8000_0011, 0x20, 1 << 11));
+        assert!(!of(0x8000_0011, 0x20, 0xd01));
     }
 
     #[test]

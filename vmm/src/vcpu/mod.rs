@@ -160,6 +160,8 @@ pub(crate) struct Vcpu<P: Peers> {
     pub(crate) fd: VcpuFd,
     /// What CPUID was told to answer. KVM's own account of it has bits that follow the guest.
     pub(crate) cpuid: CpuId,
+    /// The rate of its time stamp counter, where KVM tells: asked for once, because each question costs a pause ten microseconds.
+    pub(crate) tsc_khz: Option<u32>,
     pub(crate) immediate_exit: Arc<ImmediateExit>,
     pub(crate) bus: Arc<Bus>,
     pub(crate) counters: Arc<Counters>,

@@ -137,16 +137,20 @@ impl<P: Peers> Vcpu<P> {
         let extended = ctx.has(KVM_CAP_XSAVE2);
         let bytes = ctx.capabilities.xsave_bytes();
         let xsave = || got("KVM_GET_XSAVE2", get_xsave(fd, bytes, extended));
+        let regs = got("KVM_GET_REGS", fd.get_regs())?;
+        let sregs = got("KVM_GET_SREGS", fd.get_sregs())?;
+        // Only then there are any, and each question costs the pause ten microseconds.
+        let pdptrs = match ctx.has(KVM_CAP_SREGS2) && control::has_pdptrs(&sregs) {
+            true => got("KVM_GET_SREGS2", get_pdptrs(fd))?,
+            false => None,
+        };
         Ok(Box::new(SavedVcpu {
             cpuid: self.cpuid.as_slice().to_vec(),
-            tsc_khz: ctx.has(KVM_CAP_GET_TSC_KHZ).then(|| fd.get_tsc_khz().ok()).flatten(),
+            tsc_khz: self.tsc_khz.filter(|_| ctx.has(KVM_CAP_GET_TSC_KHZ)),
             mp_state,
-            regs: got("KVM_GET_REGS", fd.get_regs())?,
-            sregs: got("KVM_GET_SREGS", fd.get_sregs())?,
-            pdptrs: match ctx.has(KVM_CAP_SREGS2) {
-                true => got("KVM_GET_SREGS2", get_pdptrs(fd))?,
-                false => None,
-            },
+            regs,
+            sregs,
+            pdptrs,
             xsave: ctx.has(KVM_CAP_XSAVE).then(xsave).transpose()?,
             xcrs: optional(ctx, KVM_CAP_XCRS, || got("KVM_GET_XCRS", fd.get_xcrs()))?,
             debug: optional(ctx, KVM_CAP_DEBUGREGS, || {
@@ -167,11 +171,11 @@ impl<P: Peers> Vcpu<P> {
     /// needs the APIC, and pending events come after all that could raise or clear them.
     pub(super) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
         self.restore_cpuid(&saved.cpuid)?;
+        self.restore_tsc_khz(saved)?;
         let (fd, ctx) = (&self.fd, &self.context);
         let put = |what: &str, r: Result<(), std::io::Error>| {
             r.map_err(|e| self.unsupported(what, e.to_string()))
         };
-        self.restore_tsc_khz(saved)?;
         control::check_efer(&saved.sregs, &saved.cpuid)
             .map_err(|why| self.unsupported("special registers", why))?;
         put("general registers", fd.set_regs(&saved.regs).map_err(io))?;
@@ -229,8 +233,8 @@ impl<P: Peers> Vcpu<P> {
 
     /// Where frequencies differ the guest is given its own. Without hardware for that, it goes on
     /// only if it was not promised a constant rate: it then keeps time by kvmclock, which knows.
-    fn restore_tsc_khz(&self, saved: &SavedVcpu) -> Result<(), GuestError> {
-        let (Some(want), Ok(have)) = (saved.tsc_khz, self.fd.get_tsc_khz()) else { return Ok(()) };
+    fn restore_tsc_khz(&mut self, saved: &SavedVcpu) -> Result<(), GuestError> {
+        let (Some(want), Some(have)) = (saved.tsc_khz, self.tsc_khz) else { return Ok(()) };
         if tsc::is_near(want, have) {
             return Ok(());
         }
@@ -240,11 +244,14 @@ impl<P: Peers> Vcpu<P> {
         {
             return Err(self.unsupported("processor", format!("this host lacks {lacks}")));
         }
-        if let Err(e) = self.fd.set_tsc_khz(want) {
-            let id = self.id;
-            tracing::warn!(
-                "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: {e}"
-            );
+        match self.fd.set_tsc_khz(want) {
+            Ok(()) => self.tsc_khz = self.fd.get_tsc_khz().ok(),
+            Err(e) => {
+                let id = self.id;
+                tracing::warn!(
+                    "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: {e}"
+                );
+            }
         }
         Ok(())
     }
