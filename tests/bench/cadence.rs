@@ -3,7 +3,8 @@
 //! `cargo bench -p tests --bench cadence [-- SECONDS]`, 5 unless given; issue 6 asks for a minute. A guest of 2 vCPUs and 1 GiB
 //! writes a thousand frames in each 10 ms, going over 64 MiB: first by itself, then with its writes followed and nothing
 //! stored, then with a checkpoint every 10 ms, of which 20 are kept. `DRIFTLINE_BENCH_STORE` names a folder for the store: a
-//! thousand frames in 10 ms are 410 MB a second, which not every disk takes; a memory file system does. What a fault of tracking
+//! thousand frames in 10 ms are 410 MB a second, which not every disk takes; a memory file system does. With `DRIFTLINE_BENCH_DIRECT`
+//! set they go past the page cache, as with `checkpoint --direct-io`. What a fault of tracking
 //! costs drifts with a machine's neighbours: the guest is followed without checkpoints before and after each row.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
@@ -81,7 +82,11 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     let place = std::env::var_os("DRIFTLINE_BENCH_STORE").map(tempfile::tempdir_in);
     let place = place.map(|place| place.expect("a folder for the store"));
     let dir = place.as_ref().map_or(guest.dir.path(), |place| place.path()).join(way);
-    let store = Store::create_or_open(&dir).unwrap();
+    let open = match std::env::var_os("DRIFTLINE_BENCH_DIRECT") {
+        Some(_) => Store::create_or_open_direct,
+        None => Store::create_or_open,
+    };
+    let store = open(&dir).unwrap();
     let mut checkpointer = Checkpointer::new(guest.machine.clone(), store).unwrap();
     if let Some(frames) = behind_from {
         checkpointer.copy_behind_from(frames);
