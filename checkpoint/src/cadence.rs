@@ -137,7 +137,7 @@ impl Checkpointer {
     /// and the next is due one interval later. A failed epoch is handed over like a stored one.
     ///
     /// With a longest pause it looks now and then at what has changed, and takes an epoch early when that nears what fits
-    /// into the staging area or, where frames are copied in the pause, into that pause, judged by those before. What will change while drives
+    /// into the staging area or, where none can be copied behind the guest's back, into that pause, judged by those before. What will change while drives
     /// are copied ahead of the pause counts.
     pub fn run(
         &mut self,

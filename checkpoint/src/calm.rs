@@ -1,4 +1,4 @@
-//! Work on the store that can wait stands aside while the guest stands: else it may have the processor that a vCPU needs to hear
+//! Work on the store that can wait stands aside while the guest stands for an epoch: else it may have the processor that a vCPU needs to hear
 //! that it is to stop, and hosts take a processor away from who has it only at a tick, which may be 4 ms.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

@@ -163,8 +163,9 @@ impl Checkpointer {
     }
 
     /// From so many changed frames on an epoch is copied behind the running guest, where that can keep its frames as they
-    /// are meanwhile ([`Guest::shield`]); with fewer, in the pause, which then costs less than to protect and copy
-    /// them. `u64::MAX` has all copied in the pause.
+    /// are meanwhile ([`Guest::shield`]); with fewer, before the pause or in it, which then costs less than to protect and copy
+    /// them. `u64::MAX` has none copied behind. If this is not called, that begins with 1,280 frames, and with 5,120 where
+    /// by the epoch before little would be left for the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
         self.ways = Ways::new(frames);
     }
@@ -201,7 +202,7 @@ impl Checkpointer {
     ///
     /// The guest stands still while its state is saved. What changed is copied, and written, behind the running guest: who
     /// writes to a frame that has not been copied waits for that. If it is little, or the guest offers no
-    /// [shield](Guest::shield), it is copied in the pause and written behind. Then frames beyond the staging area's size
+    /// [shield](Guest::shield), it is copied before the pause or in it and written behind. Then frames beyond the staging area's size
     /// are written in the pause, which is as slow as the disk's cache; the area has grown, within its limit, by
     /// the next epoch. A full epoch first copies populated memory while the guest runs, and, a few
     /// times, what changed meanwhile.

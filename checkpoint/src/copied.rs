@@ -20,14 +20,14 @@ use crate::{Guest, GuestRam};
 /// that makes a single pause shorter (`tests/bench/pause.rs`), but at a hundred epochs a second of 1,000 frames it takes a guest that
 /// keeps all processors busy more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
 pub(crate) const BEHIND_FROM: u64 = 1280;
-/// So it is of those that take some milliseconds to copy before the pause, while that leaves little for it: an epoch that comes
-/// late has more than its share, and is not to cost the guest more than the others for that.
+/// So it is of those that take some milliseconds to copy before the pause, where by what the last epoch left for it that leaves
+/// little: an epoch that comes late has more than its share, and is not to cost the guest more than the others for that.
 const BEHIND_FROM_IF_FEW_LEFT: u64 = 5120;
 /// So many left for the pause are few: a third of a millisecond's.
 const FEW: u64 = 512;
 /// Fewer take no time in a pause.
 const LEAST: u64 = 64;
-/// After an epoch most of which was written again, so many are copied in their pauses before it is tried again.
+/// After an epoch most of which was written again, so many that could be copied before their pauses are not.
 const REST: u32 = 16;
 
 /// When the frames of an epoch are copied.
@@ -35,8 +35,9 @@ const REST: u32 = 16;
 pub(crate) enum Way {
     /// Behind the guest's back.
     Behind,
-    /// Before the pause, while the guest runs.
+    /// Before the pause, while the guest runs, and what is written again in it.
     Before,
+    /// In the pause, all of them.
     InPause,
 }
 
@@ -45,12 +46,12 @@ pub(crate) enum Way {
 pub(crate) struct Ways {
     /// Of so many on they are copied behind the guest's back, where it can be shielded.
     behind_from: u64,
-    /// The same while few are left for the pause by copying before it.
+    /// The same where copying before the pause would leave few for it.
     behind_from_if_few_left: u64,
     /// Epochs that are not copied before their pauses.
     rest: u32,
-    /// Frames that copying before the pause has left for it.
-    left: u64,
+    /// Frames that the last one copied before its pause left for it, and those that it had copied.
+    left: Option<(u64, u64)>,
 }
 
 impl Default for Ways {
@@ -62,7 +63,7 @@ impl Default for Ways {
 impl Ways {
     /// Of `behind_from` frames on behind the guest's back.
     pub(crate) fn new(behind_from: u64) -> Self {
-        Self { behind_from, behind_from_if_few_left: behind_from, rest: 0, left: 0 }
+        Self { behind_from, behind_from_if_few_left: behind_from, rest: 0, left: None }
     }
 
     /// The way for an epoch of so many frames of a guest that is `shielded` or not, where there is room for so many.
@@ -72,11 +73,13 @@ impl Ways {
         if may {
             self.rest = self.rest.saturating_sub(1);
         }
-        let few_left = before && self.left <= FEW;
-        let from = if few_left { self.behind_from_if_few_left } else { self.behind_from };
+        // Of one that has more, as large a part will be left.
+        let few_left = |(left, of): (u64, u64)| left.saturating_mul(frames) / of.max(1) <= FEW;
+        let from = match before && self.left.is_some_and(few_left) {
+            true => self.behind_from_if_few_left,
+            false => self.behind_from,
+        };
         if shielded && room > 1 && frames >= from.max(1) {
-            // What one epoch left is not believed for ever.
-            self.left -= self.left / 8;
             Way::Behind
         } else if before {
             Way::Before
@@ -87,7 +90,7 @@ impl Ways {
 
     /// What came of copying before the pause.
     pub(crate) fn note(&mut self, copied: &Copied) {
-        self.left = copied.copied_in_pause();
+        self.left = Some((copied.copied_in_pause(), copied.early_frames));
         if copied.again > copied.early_frames / 2 {
             self.rest = REST;
         }
@@ -296,28 +299,38 @@ mod tests {
         ways.note(&Copied { early_frames: 1000, again: 500, ..Copied::default() });
         assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
         // Of few and of many frames, shielded or not.
-        for (frames, shielded, meanwhile) in
-            [(1000, true, Way::InPause), (2000, false, Way::InPause), (2000, true, Way::Behind)]
-        {
+        for (frames, shielded, meanwhile, then) in [
+            (1000, true, Way::InPause, Way::Before),
+            (2000, false, Way::InPause, Way::Before),
+            // What one left that had few says that these would leave many.
+            (2000, true, Way::Behind, Way::Behind),
+        ] {
             ways.note(&Copied { early_frames: 1000, again: 501, ..Copied::default() });
             for _ in 0..REST {
                 assert_eq!(ways.of_next(frames, 1 << 20, shielded), meanwhile);
             }
-            assert_eq!(ways.of_next(frames, 1 << 20, shielded), Way::Before);
+            assert_eq!(ways.of_next(frames, 1 << 20, shielded), then);
         }
     }
 
     #[test]
     fn many_are_copied_before_the_pause_only_while_that_leaves_few_for_it() {
-        let (mut ways, room) = (Ways::default(), 1 << 20);
-        assert_eq!(ways.of_next(BEHIND_FROM_IF_FEW_LEFT - 1, room, true), Way::Before);
-        assert_eq!(ways.of_next(BEHIND_FROM_IF_FEW_LEFT, room, true), Way::Behind);
+        let (mut ways, room, most) = (Ways::default(), 1 << 20, BEHIND_FROM_IF_FEW_LEFT - 1);
+        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Behind, "nothing is known");
+        let left =
+            |early_frames, late_frames| Copied { early_frames, late_frames, ..Copied::default() };
+        ways.note(&left(1000, 80));
+        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
+        assert_eq!(ways.of_next(most, room, true), Way::Before);
+        assert_eq!(ways.of_next(most + 1, room, true), Way::Behind);
         assert_eq!(ways.of_next(BEHIND_FROM, 2 * BEHIND_FROM - 1, true), Way::Behind, "no room");
-        let most = BEHIND_FROM_IF_FEW_LEFT - 1;
-        ways.note(&Copied { early_frames: most, late_frames: 2 * FEW, ..Copied::default() });
+        // One that had few, of which it left a fifth, says nothing good of one that has many.
+        ways.note(&left(100, 20));
+        assert_eq!(ways.of_next(most, room, true), Way::Behind);
+        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
+        ways.note(&left(most, 2 * FEW));
         assert_eq!(ways.of_next(BEHIND_FROM - 1, room, true), Way::Before);
-        let again = (0..100).take_while(|_| ways.of_next(most, room, true) == Way::Behind).count();
-        assert!((2..20).contains(&again), "{again}: tried again, but not at once");
+        (0..100).for_each(|_| assert_eq!(ways.of_next(most, room, true), Way::Behind));
         let mut asked = Ways::new(64);
         assert_eq!(asked.of_next(64, room, true), Way::Behind, "as it was asked for");
         assert_eq!(Ways::new(u64::MAX).of_next(1 << 18, room, true), Way::Before);

@@ -230,7 +230,7 @@ pub trait Guest: Send + Sync {
     /// [`pause`](Self::pause) and then [`save_state`](Self::save_state), for whoever wants both: a guest that does them
     /// at one request stands for less. Where only saving fails, that is the inner error, and the guest is paused. Prefer
     /// [`Paused::saving`], which resumes by itself.
-    fn pause_and_save(&self) -> Result<(RunState, Saved), GuestError> {
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
         let before = self.pause()?;
         Ok((before, self.save_state()))
     }
@@ -239,7 +239,7 @@ pub trait Guest: Send + Sync {
     fn resume(&self) -> Result<(), GuestError>;
 
     /// The whole state besides memory, of a paused guest.
-    fn save_state(&self) -> Result<Vec<Section>, GuestError>;
+    fn save_state(&self) -> SavedState;
 
     /// Puts a saved state into a guest that is paused and has never run. Sections are hostile
     /// input. Unknown ones that must be understood are refused by name.
@@ -272,8 +272,8 @@ pub trait Guest: Send + Sync {
     fn stop(&self, why: &str);
 }
 
-/// The state of a guest that was paused for it, or why there is none.
-pub type Saved = Result<Vec<Section>, GuestError>;
+/// A paused guest's state besides memory, or why it could not be saved.
+pub type SavedState = Result<Vec<Section>, GuestError>;
 
 /// A guest, and its drives, or copies of them, that are being filled.
 pub type WithCopies<G> = (Arc<G>, Vec<Box<dyn DriveCopy>>);
@@ -340,7 +340,7 @@ impl<'g, G: Guest + ?Sized> Paused<'g, G> {
     }
 
     /// Pauses `guest` and saves its state, in less time than one after the other takes.
-    pub fn saving(guest: &'g G) -> Result<(Self, Saved), GuestError> {
+    pub fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
         let (before, saved) = guest.pause_and_save()?;
         Ok((Self { guest, resume: before == RunState::Running }, saved))
     }
@@ -359,7 +359,7 @@ impl<'g, G: Guest + ?Sized> Paused<'g, G> {
     }
 
     /// The guest's state besides memory.
-    pub fn save_state(&self) -> Result<Vec<Section>, GuestError> {
+    pub fn save_state(&self) -> SavedState {
         self.guest.save_state()
     }
 

@@ -55,7 +55,7 @@ pub use checkpointer::Checkpointer;
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout, data_runs};
 pub use forecast::{BEARABLE, CadenceForecast, cadence_forecast};
 pub use guest::{
-    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, Saved,
+    Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, SavedState,
     VcpuPauses, VcpuWrites, VmId, WithCopies,
 };
 pub use keeper::{KeepError, Keeper, Keeping};

@@ -191,7 +191,7 @@ fn clock_source() -> Finding {
 
 fn awake() -> Finding {
     match latency::open() {
-        Ok(()) => present("processors kept awake", latency::DEVICE.into(), ""),
+        Ok(_) => present("processors kept awake", latency::DEVICE.into(), ""),
         Err(e) => missing(
             "processors kept awake",
             &format!(

@@ -348,7 +348,7 @@ impl Store {
         &*self.backend
     }
 
-    /// Held while the guest stands whose epochs go through this one: work on the store that can wait does.
+    /// Held while the guest stands for an epoch that goes through this one: work on the store that can wait does.
     pub(crate) fn calm(&self) -> &Calm {
         &self.calm
     }

@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use checkpoint::{Guest, GuestError, Paused, Saved};
+use checkpoint::{Guest, GuestError, Paused, SavedState};
 use dirty_tracker::{Epoch, Subscription};
 use uuid::Uuid;
 
@@ -89,7 +89,7 @@ fn remove(records: &Records, token: Token) {
 
 impl<'g, G: Guest + ?Sized> Held<'g, G> {
     /// Pauses the guest and saves its state.
-    pub(super) fn saving(guest: &'g G) -> Result<(Self, Saved), GuestError> {
+    pub(super) fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
         let since = Instant::now();
         let (paused, saved) = Paused::saving(guest)?;
         Ok((Self { guest, paused: Some(paused), released: false, since }, saved))

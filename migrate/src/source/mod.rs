@@ -285,7 +285,6 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 if settlings == 1 {
                     self.flush_disks(FLUSH_LIMIT);
                 }
-                self.guest.stay_awake();
                 // Nor does the pause wait for the record's disk. Where digests are compared it is made only after that: it takes
                 // long, and a record is in an operator's way.
                 if verifier.is_none() {

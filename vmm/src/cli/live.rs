@@ -205,10 +205,11 @@ fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Fai
         rustix::process::set_parent_process_death_signal(kill)?;
     }
     let socket = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
-    if let Err(e) = latency::open() {
+    let awake = latency::open();
+    sandbox::start(&restrictions(host, named)?).map_err(sandbox_failure)?;
+    if let Err(e) = awake.and_then(latency::start) {
         tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
     }
-    sandbox::start(&restrictions(host, named)?).map_err(sandbox_failure)?;
     Ok(socket)
 }
 

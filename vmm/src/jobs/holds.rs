@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Saved, Section,
-    Shield, VcpuPauses, VcpuWrites, VmId,
+    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
+    Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
@@ -157,7 +157,7 @@ impl Holds {
         Ok(state.add_holder(role))
     }
 
-    fn hold_and_save(&self, role: Role) -> Result<(RunState, Saved), GuestError> {
+    fn hold_and_save(&self, role: Role) -> Result<(RunState, SavedState), GuestError> {
         let mut state = self.lock();
         let saved = match state.holders {
             0 => {
@@ -278,7 +278,7 @@ impl Guest for View {
         self.holds.hold(self.role)
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, Saved), GuestError> {
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
         self.holds.hold_and_save(self.role)
     }
 
@@ -286,7 +286,7 @@ impl Guest for View {
         self.holds.let_go(self.role)
     }
 
-    fn save_state(&self) -> Saved {
+    fn save_state(&self) -> SavedState {
         self.holds.vm.save_state()
     }
 
@@ -412,6 +412,37 @@ mod tests {
         holds.end_migration();
         holds.operator_resume().unwrap();
         assert_eq!(vm.run_state(), Running);
+    }
+
+    #[test]
+    fn who_pauses_and_saves_holds_the_guest_like_any_other() {
+        let (vm, holds) = running();
+        let (checkpoint, migration) = (holds.view(Role::Checkpoint), holds.view(Role::Migration));
+        let (before, saved) = checkpoint.pause_and_save().unwrap();
+        assert_eq!(before, Running);
+        // When they were saved is in them.
+        let tags = |saved: SavedState| saved.unwrap().iter().map(|s| s.tag).collect::<Vec<_>>();
+        let alone = tags(saved);
+        assert!(!alone.is_empty());
+        let (before, saved) = migration.pause_and_save().unwrap();
+        assert_eq!(before, Running, "it ran before anyone held it");
+        assert_eq!(tags(saved), alone, "it stands already");
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Paused, "the migration still holds it");
+        migration.resume().unwrap();
+        assert_eq!(vm.run_state(), Running);
+        holds.operator_pause().unwrap();
+        let (before, saved) = migration.pause_and_save().unwrap();
+        assert_eq!(before, Paused, "it is to stay paused over there");
+        saved.unwrap();
+        let (before, _) = checkpoint.pause_and_save().unwrap();
+        assert_eq!(before, Running, "a checkpoint ends each hold that it begins");
+        checkpoint.resume().unwrap();
+        assert_eq!(vm.run_state(), Paused, "the operator paused it");
+        holds.operator_resume().unwrap();
+        vm.stop("the test has seen enough");
+        assert!(matches!(checkpoint.pause_and_save(), Err(GuestError::State { .. })));
+        assert_eq!(holds.lock().holders, 0, "who got nothing holds nothing");
     }
 
     #[test]

@@ -33,14 +33,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, Saved, Section,
-    Shield, VcpuPauses, VcpuWrites, VmId,
+    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
+    Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
 use crate::devices::{BalloonControl, Drive, DriveSource, InputThread, Meter, SinkThread};
+use crate::latency;
 use crate::memory::{self, Memory};
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
@@ -229,8 +230,7 @@ impl Guest for Machine {
     }
 
     fn stay_awake(&self) {
-        // A supervisor that has ended has nothing to hurry for.
-        let _ = self.requests.send(Request::StayAwake);
+        latency::stay_awake();
     }
 
     fn pause(&self) -> Result<RunState, GuestError> {
@@ -246,15 +246,19 @@ impl Guest for Machine {
         self.ask("resuming", Request::Resume)
     }
 
-    fn save_state(&self) -> Saved {
+    fn save_state(&self) -> SavedState {
         self.ask("saving state", Request::Save)
     }
 
-    fn pause_and_save(&self) -> Result<(RunState, Saved), GuestError> {
+    fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
         self.ask("pausing", Request::PauseAndSave)
     }
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
+        if clock == Clock::Advance {
+            // Handed over: it stands on its old host meanwhile.
+            self.stay_awake();
+        }
         let saved = state::decode(sections, self.config.vcpus, self.config.devices.len())?;
         self.ask("restoring state", |reply| Request::Restore(Box::new(saved), clock, reply))
     }

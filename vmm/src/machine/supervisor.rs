@@ -6,14 +6,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, GuestError, RunState, Saved};
+use checkpoint::{Clock, GuestError, RunState, SavedState};
 
 use super::MachineError;
 use super::state::{self, SavedMachine};
 use crate::collector::{self, Brake};
 use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm, kick};
-use crate::latency::{self, Awake};
 use crate::sandbox::{self, Class};
 use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood};
 use crate::vm::EndReason;
@@ -22,18 +21,12 @@ use crate::vm::EndReason;
 /// defect takes this long.
 const HALT_LIMIT: Duration = Duration::from_secs(10);
 
-/// For how long processors stay awake: a hand-over takes some milliseconds, and no longer than this shall all of a host's pay for
-/// one that does not end.
-const AWAKE: Duration = Duration::from_millis(20);
-
 /// What the supervisor is told.
 pub(super) enum Request {
     Pause(Sender<Result<RunState, GuestError>>),
     Resume(Sender<Result<(), GuestError>>),
-    Save(Sender<Saved>),
-    PauseAndSave(Sender<Result<(RunState, Saved), GuestError>>),
-    /// For the moments of a hand-over.
-    StayAwake,
+    Save(Sender<SavedState>),
+    PauseAndSave(Sender<Result<(RunState, SavedState), GuestError>>),
     Restore(Box<SavedMachine>, Clock, Sender<Result<(), GuestError>>),
     Release(Sender<Result<(), GuestError>>),
     Detach(Sender<Result<Vec<u8>, GuestError>>),
@@ -176,8 +169,6 @@ pub(super) struct Supervisor {
     half_restored: bool,
     /// It has what only one host may hold.
     holds: bool,
-    /// Until when this host's processors stay awake.
-    awake: Option<(Awake, Instant)>,
 }
 
 impl Supervisor {
@@ -200,14 +191,13 @@ impl Supervisor {
             has_run: false,
             half_restored: false,
             holds,
-            awake: None,
         };
         sandbox::spawn(Class::Supervisor, "supervisor", move || supervisor.run())
             .map_err(MachineError::system("starting the supervisor"))
     }
 
     fn run(mut self) {
-        while let Some(request) = self.next() {
+        while let Ok(request) = self.requests.recv() {
             match request {
                 Request::Pause(reply) => answer(&reply, self.pause()),
                 Request::Resume(reply) => answer(&reply, self.resume()),
@@ -216,9 +206,7 @@ impl Supervisor {
                     let before = self.pause();
                     answer(&reply, before.map(|before| (before, self.save())));
                 }
-                Request::StayAwake => self.stay_awake(),
                 Request::Restore(saved, clock, reply) => {
-                    self.stay_awake();
                     answer(&reply, self.restore(*saved, clock));
                 }
                 Request::Release(reply) => answer(&reply, self.release()),
@@ -248,22 +236,6 @@ impl Supervisor {
                 None => tracing::error!("a vCPU thread is left behind: it hears nothing"),
             }
         }
-    }
-
-    /// The next request, while there may be one. Waiting for it this host's processors sleep again.
-    fn next(&mut self) -> Option<Request> {
-        if let Some((_, until)) = &self.awake {
-            match self.requests.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(request) => return Some(request),
-                Err(RecvTimeoutError::Disconnected) => return None,
-                Err(RecvTimeoutError::Timeout) => self.awake = None,
-            }
-        }
-        self.requests.recv().ok()
-    }
-
-    fn stay_awake(&mut self) {
-        self.awake = latency::stay_awake().map(|awake| (awake, Instant::now() + AWAKE));
     }
 
     /// Refuses `request` unless the machine is in state `needed`.
@@ -386,7 +358,7 @@ impl Supervisor {
         self.status.end(why);
     }
 
-    fn save(&self) -> Saved {
+    fn save(&self) -> SavedState {
         self.require("save", RunState::Paused)?;
         let mut waiting = Vec::new();
         for vcpu in &self.vcpus {
@@ -509,7 +481,7 @@ fn refuse(request: Request) {
         Request::Attach(_, reply) => answer(&reply, Err(stopped("attach"))),
         Request::Acquire(reply) => answer(&reply, Err(stopped("acquire"))),
         Request::Stop(_, reply) => answer(&reply, Ok(())),
-        Request::StayAwake | Request::Ended(_) | Request::Quit => {}
+        Request::Ended(_) | Request::Quit => {}
     }
 }
 

@@ -244,15 +244,14 @@ impl<P: Peers> Vcpu<P> {
         {
             return Err(self.unsupported("processor", format!("this host lacks {lacks}")));
         }
-        match self.fd.set_tsc_khz(want) {
-            Ok(()) => self.tsc_khz = self.fd.get_tsc_khz().ok(),
-            Err(e) => {
-                let id = self.id;
-                tracing::warn!(
-                    "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: {e}"
-                );
-            }
+        if let Err(e) = self.fd.set_tsc_khz(want) {
+            let id = self.id;
+            tracing::warn!(
+                "vCPU {id}: its time stamp counter ran at {want} kHz and now runs at {have} kHz: {e}"
+            );
         }
+        // Also then it has changed: KVM remembers what was asked for.
+        self.tsc_khz = self.fd.get_tsc_khz().ok();
         Ok(())
     }
 
