@@ -49,6 +49,7 @@ mod digest;
 mod error;
 pub mod forecast;
 mod handover;
+mod heap;
 mod link;
 mod message;
 mod records;

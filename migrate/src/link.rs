@@ -155,10 +155,17 @@ impl Link {
         peeked.map_or_else(|e| !waits(&e), |_| true)
     }
 
+    /// Has the kernel keep small writes back until this is taken back: they go together. It does so for 200 ms at most,
+    /// and that it cannot only costs packets.
+    pub(crate) fn set_cork(&self, corked: bool) {
+        let _ = SockRef::from(&self.stream).set_tcp_cork(corked);
+    }
+
     /// From now on a stop request is no reason to fail, and everything ends after [`LAST_WORDS`].
     pub(crate) fn begin_last_words(&mut self) {
         self.stop = Arc::default();
         self.bundle = None;
+        self.set_cork(false);
         self.deadline = Some(Instant::now() + LAST_WORDS);
     }
 

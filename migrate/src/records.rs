@@ -8,9 +8,12 @@
 //! - *decision* `TOKEN.destination.json`: `committed` or `discarded`, made once: the file appears
 //!   whole, and only if no other process has made one (a link that does not replace). So two
 //!   processes that share the site can never decide differently.
+//! - *prepared record* `TOKEN.prepared.json`: the destination's vote in the sense of two-phase commit, durable before it says
+//!   PREPARED: the guest may run here from now on. It names the host's boot. Where it is of another one, the decision may
+//!   have been lost with that boot, and nobody may say any more that the guest did not run.
 //!
-//! Everything is written to a temporary file, synced, linked into place, and the directory synced. What is written in a
-//! pause is *staged* before: of the two syncs one is done then.
+//! Everything is written to a temporary file, synced, linked into place, and the directory synced; of a decision that a prepared
+//! record stands for, the directory is synced behind the guest's back. What is written in a pause is *staged* before.
 
 use std::fs;
 use std::io::{self, Write};
@@ -29,8 +32,14 @@ use crate::message::Token;
 /// The version of the records that this program writes.
 const VERSION: u32 = 1;
 
+/// Where Linux names the host's boot.
+const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+
 /// The end of a source record's name, behind its token.
 const SOURCE_SUFFIX: &str = ".source.json";
+
+/// The end of a prepared record's name, behind its token.
+const PREPARED_SUFFIX: &str = ".prepared.json";
 
 /// The beginning of the name of a file that is no record yet.
 const STAGED: &str = ".staged-";
@@ -94,11 +103,22 @@ struct DestinationRecord {
     time_unix_ms: u64,
 }
 
+#[derive(Serialize, Deserialize)]
+struct PreparedRecord {
+    version: u32,
+    token: Token,
+    vm_id: VmId,
+    boot: Uuid,
+    time_unix_ms: u64,
+}
+
 /// The directory of one host's hand-over records.
 #[derive(Debug, Clone)]
 pub struct Records {
     dir: PathBuf,
     site: Uuid,
+    /// The host's boot, where it can be told.
+    boot: Option<Uuid>,
 }
 
 impl Records {
@@ -123,7 +143,10 @@ impl Records {
         let text = text.map_err(failed("read", &path))?;
         let site = Uuid::parse_str(text.trim())
             .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
-        Ok(Self { dir, site })
+        let boot = fs::read_to_string(BOOT).ok().and_then(|id| Uuid::parse_str(id.trim()).ok());
+        let records = Self { dir, site, boot };
+        records.sweep_prepared();
+        Ok(records)
     }
 
     /// The directory's name for peers.
@@ -215,19 +238,111 @@ impl Records {
 
     /// As [`decide`](Self::decide), with what was staged for it.
     pub(crate) fn decide_by(&self, staged: StagedDecision) -> Result<Decision, RecordsError> {
-        let StagedDecision { file, token, decision } = staged;
+        let (path, decision) = (self.decision_path(staged.token), staged.decision);
+        if let Some(stands) = self.link(staged)? {
+            return Ok(stands);
+        }
+        self.keep(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
+    }
+
+    /// As [`decide_by`](Self::decide_by), but where the decision is the staged one it holds among the host's processes alone
+    /// until [`sync`](Self::sync). Only for a guest whose prepared record stands: that one outlives the host's crash.
+    pub(crate) fn decide_prepared(
+        &self,
+        staged: StagedDecision,
+        _prepared: &PreparedMark,
+    ) -> Result<Decision, RecordsError> {
+        let decision = staged.decision;
+        Ok(self.link(staged)?.unwrap_or(decision))
+    }
+
+    /// Gives a decision its name, or returns the one that has it, durable.
+    fn link(&self, staged: StagedDecision) -> Result<Option<Decision>, RecordsError> {
+        let StagedDecision { file, token, decision: _ } = staged;
         let path = self.decision_path(token);
         match file.persist_noclobber(&path).map_err(|e| e.error) {
-            Ok(_) => {}
+            Ok(_) => Ok(None),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 // The other's file may not be durable yet; an answer that rests on it must be.
                 sync_dir(&self.dir).map_err(failed("read", &path))?;
                 let stands = self.decision(token)?;
-                return stands.ok_or_else(|| failed("read", &path)(io::ErrorKind::NotFound.into()));
+                stands
+                    .ok_or_else(|| failed("read", &path)(io::ErrorKind::NotFound.into()))
+                    .map(Some)
             }
-            Err(e) => return Err(failed("write", &path)(e)),
+            Err(e) => Err(failed("write", &path)(e)),
         }
-        self.keep(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
+    }
+
+    /// Makes durable what was decided.
+    pub(crate) fn sync(&self, token: Token) -> Result<(), RecordsError> {
+        sync_dir(&self.dir).map_err(failed("write", &self.decision_path(token)))
+    }
+
+    /// Makes the prepared record of a guest durable; None where this host cannot tell its boots apart.
+    pub(crate) fn prepare(
+        &self,
+        token: Token,
+        vm_id: VmId,
+    ) -> Result<Option<PreparedMark>, RecordsError> {
+        let Some(boot) = self.boot else { return Ok(None) };
+        let path = self.prepared_path(token);
+        let time_unix_ms = now_unix_ms();
+        let record = PreparedRecord { version: VERSION, token, vm_id, boot, time_unix_ms };
+        let file = json(&record).and_then(|bytes| {
+            let file = temporary(&self.dir, &bytes)?;
+            // Goes with this process, however that ends.
+            file.as_file().try_lock()?;
+            let file = file.persist_noclobber(&path).map_err(|e| e.error)?;
+            sync_dir(&self.dir).inspect_err(|_| {
+                // It may stand, and nobody would remove it.
+                let _ = fs::remove_file(&path);
+            })?;
+            Ok(file)
+        });
+        Ok(Some(PreparedMark(file.map_err(failed("write", &path))?)))
+    }
+
+    /// Removes prepared records of processes of this boot that have died and had decided nothing: their guests never ran.
+    /// Whatever fails is tried again next time.
+    fn sweep_prepared(&self) {
+        for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let stem = name.to_str().and_then(|name| name.strip_suffix(PREPARED_SUFFIX));
+            let Some(Ok(token)) = stem.map(|stem| Uuid::parse_str(stem).map(Token)) else {
+                continue;
+            };
+            let path = entry.path();
+            let of_this_boot = matches!(
+                read::<PreparedRecord>(&path, token),
+                Ok(Some(record)) if Some(record.boot) == self.boot
+            );
+            let has_died = || fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
+            // In this order: a process decides before it dies.
+            if of_this_boot && has_died() && matches!(self.decision(token), Ok(None)) {
+                let _ = fs::remove_file(&path);
+            }
+        }
+    }
+
+    /// Removes the prepared record of a guest for which COMMIT cannot come any more. It need not be durable: nobody will ask.
+    pub(crate) fn withdraw(&self, token: Token, _prepared: PreparedMark) {
+        let path = self.prepared_path(token);
+        if let Err(e) = fs::remove_file(&path) {
+            tracing::warn!(%token, "{}", failed("remove", &path)(e));
+        }
+    }
+
+    /// Decides about a token that the calling process does not know, durably: against running its guest, unless that was
+    /// decided for, or may have been and is forgotten: the host has crashed since the guest was prepared.
+    pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
+        if self.decision(token)?.is_none() {
+            let prepared: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
+            if prepared.is_some_and(|record| Some(record.boot) != self.boot) {
+                return Ok(Decision::Committed);
+            }
+        }
+        self.decide(token, None, Decision::Discarded)
     }
 
     /// What becomes of a decision that has its name, `synced` or not.
@@ -255,10 +370,17 @@ impl Records {
             .map_err(failed("write", &path))
     }
 
-    /// Forgets a decision that nobody will ask for again.
+    /// Forgets a decision that nobody will ask for again, and that its guest was prepared.
     pub(crate) fn forget_decision(&self, token: Token) -> Result<(), RecordsError> {
-        let path = self.decision_path(token);
-        remove(&self.dir, &path).map_err(failed("remove", &path))
+        for path in [self.prepared_path(token), self.decision_path(token)] {
+            match fs::remove_file(&path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    return Err(failed("remove", &path)(e));
+                }
+                _ => {}
+            }
+        }
+        sync_dir(&self.dir).map_err(failed("remove", &self.decision_path(token)))
     }
 
     fn source_path(&self, token: Token) -> PathBuf {
@@ -267,6 +389,10 @@ impl Records {
 
     fn decision_path(&self, token: Token) -> PathBuf {
         self.dir.join(format!("{token}.destination.json"))
+    }
+
+    fn prepared_path(&self, token: Token) -> PathBuf {
+        self.dir.join(format!("{token}{PREPARED_SUFFIX}"))
     }
 }
 
@@ -291,6 +417,11 @@ pub(crate) struct StagedDecision {
     token: Token,
     decision: Decision,
 }
+
+/// Proof that a prepared record is durable. Only with it may a guest run before the decision to run it is. It is locked, as
+/// a sign that its process lives.
+#[derive(Debug)]
+pub(crate) struct PreparedMark(#[expect(dead_code, reason = "its lock is held")] fs::File);
 
 /// Proof that a source record is durable. Only with it can a held guest be sealed.
 #[derive(Debug)]
@@ -415,6 +546,69 @@ mod tests {
         assert_eq!(a.decision(token).unwrap(), Some(Decision::Discarded));
         b.forget_decision(token).unwrap();
         assert_eq!(a.decision(token).unwrap(), None);
+    }
+
+    #[test]
+    fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        assert!(records.boot.is_some(), "this host tells its boots apart");
+        let later = Records { boot: Some(Uuid::new_v4()), ..records.clone() };
+        let untold = Records { boot: None, ..records.clone() };
+        let vm = VmId::random();
+        let token = Token::random();
+        let prepared = records.prepare(token, vm).unwrap().unwrap();
+        let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
+        let stands = records.decide_prepared(staged, &prepared).unwrap();
+        assert_eq!(stands, Decision::Committed);
+        assert_eq!(later.decide_unknown(token).unwrap(), Decision::Committed);
+        // It went with the boot.
+        fs::remove_file(records.decision_path(token)).unwrap();
+        for after in [&later, &untold] {
+            assert_eq!(after.decide_unknown(token).unwrap(), Decision::Committed);
+            assert_eq!(after.decision(token).unwrap(), None, "it may have run, or not");
+        }
+        // In the same boot nothing was lost: it did not run, and never will.
+        assert_eq!(records.decide_unknown(token).unwrap(), Decision::Discarded);
+        let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
+        let stands = records.decide_prepared(staged, &prepared).unwrap();
+        assert_eq!((stands, later.decide_unknown(token).unwrap()), (stands, Decision::Discarded));
+        assert_eq!(stands, Decision::Discarded);
+        records.forget_decision(token).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
+        // Of a migration that came to nothing.
+        let prepared = records.prepare(token, vm).unwrap().unwrap();
+        assert!(records.prepare(token, vm).is_err(), "there is one already");
+        assert!(records.prepared_path(token).exists(), "which is not touched");
+        records.withdraw(token, prepared);
+        assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
+        assert!(untold.prepare(token, vm).unwrap().is_none());
+    }
+
+    #[test]
+    fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::open(dir.path()).unwrap();
+        let earlier = Records { boot: Some(Uuid::new_v4()), ..records.clone() };
+        let [lives, died, decided, rebooted] = [(); 4].map(|()| Token::random());
+        let vm = VmId::random();
+        let held = records.prepare(lives, vm).unwrap();
+        for (token, records) in [(died, &records), (decided, &records), (rebooted, &earlier)] {
+            drop(records.prepare(token, vm).unwrap());
+        }
+        records.decide(decided, Some(vm), Decision::Committed).unwrap();
+        fs::write(records.prepared_path(Token::random()), "{").unwrap();
+        Records::open(dir.path()).unwrap();
+        let stands = |token| records.prepared_path(token).exists();
+        assert_eq!(
+            [lives, died, decided, rebooted].map(stands),
+            [true, false, true, true],
+            "of one who lives, one who died, one who had decided, and of another boot"
+        );
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 6, "nor what is no record");
+        drop(held);
+        Records::open(dir.path()).unwrap();
+        assert!(!stands(lives));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a finished migration reports, with the unit of every figure in its name.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use checkpoint::VmId;
 use serde::{Deserialize, Serialize};
@@ -57,9 +57,12 @@ pub struct SendReport {
     pub vm_id: VmId,
     /// From the call of `send` to RUNNING heard here, ms; what was the guest's here ends after that.
     pub total_time_ms: f64,
-    /// From the pause here to RUNNING heard here, ms: the destination's guest has run a little
-    /// less long than that says.
+    /// From the pause here to the guest's first instruction there, ms: to COMMIT by this host's clock, then what RUNNING
+    /// says, and half of what the way there and back took besides. In doubt, to the answer that settled it.
     pub downtime_ms: f64,
+    /// When the pause was asked for, by this host's clock, microseconds since 1970.
+    #[serde(default)]
+    pub paused_at_unix_us: u64,
     /// From the call of `send` to the first pass, ms.
     pub setup_time_ms: f64,
     /// Bytes sent, everything included.
@@ -97,6 +100,9 @@ pub struct ReceiveReport {
     pub total_time_ms: f64,
     /// From COMMIT heard to the guest taken over, ms.
     pub take_over_ms: f64,
+    /// When that was, by this host's clock, microseconds since 1970.
+    #[serde(default)]
+    pub taken_over_at_unix_us: u64,
     /// Bytes received, everything included.
     pub received_bytes: u64,
     /// Frames received as zeros, repetitions included.
@@ -113,6 +119,11 @@ pub struct ReceiveReport {
 /// A duration in ms with its fraction.
 pub(crate) fn ms(d: Duration) -> f64 {
     d.as_secs_f64() * 1e3
+}
+
+/// The clock's time, microseconds since 1970.
+pub(crate) fn unix_us(at: SystemTime) -> u64 {
+    at.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64)
 }
 
 /// A rate in bytes/s; 0 for no time at all.

@@ -23,6 +23,8 @@ const V1_LZ4: &[u8] = include_bytes!("golden/stream-v1-lz4.bin");
 const V1_ZSTD: &[u8] = include_bytes!("golden/stream-v1-zstd.bin");
 /// Of the same version, with STATE before the last pass.
 const V1_EARLY: &[u8] = include_bytes!("golden/stream-v1-early.bin");
+/// Of the same version, with STATE_WHOLE.
+const V1_WHOLE: &[u8] = include_bytes!("golden/stream-v1-whole.bin");
 /// Of the same version, with drives.
 const V1_DRIVES: &[u8] = include_bytes!("golden/stream-v1-drives.bin");
 
@@ -81,6 +83,7 @@ fn version_1_with_drives_is_read() {
 fn version_1_with_frames_early_state_and_packed_contents_is_read() {
     for (stream, counts, crc) in [
         (V1_EARLY, (2, 13, 3), 0xbd14_cbf7),
+        (V1_WHOLE, (2, 13, 3), 0xbd14_cbf7),
         (V1_FRAMES, (2, 15, 2), 0x04e8_f41e),
         (V1_LZ4, (2, 13, 3), 0x1874_169e),
         (V1_ZSTD, (2, 15, 2), 0x5969_95a9),
@@ -94,7 +97,7 @@ fn version_1_with_frames_early_state_and_packed_contents_is_read() {
 /// Of FRAMES, whose content has no checksum, by the summary alone.
 #[test]
 fn every_flipped_byte_is_noticed() {
-    [V1, V1_LATE, V1_EARLY, V1_FRAMES, V1_LZ4, V1_ZSTD, V1_DRIVES]
+    [V1, V1_LATE, V1_EARLY, V1_WHOLE, V1_FRAMES, V1_LZ4, V1_ZSTD, V1_DRIVES]
         .into_iter()
         .for_each(every_flip_of);
 }
@@ -159,7 +162,7 @@ fn record_a_stream_with_drives() {
 fn record_streams() {
     let wanted = std::env::var("GOLDEN").unwrap_or_default();
     for (name, compression, verify) in [
-        ("early", Compression::None, false),
+        ("whole", Compression::None, false),
         ("frames", Compression::None, true),
         ("lz4", Compression::Lz4, false),
         ("zstd", Compression::Zstd, false),

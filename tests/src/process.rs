@@ -128,10 +128,24 @@ impl Driftline {
 
     /// As [`receive`](Self::receive), staying `linger` after it threw a complete guest away.
     pub fn receive_and_linger(scratch: &Scratch, name: &str, linger: &str) -> (Self, String) {
-        let args = ["receive-migration", "tcp:127.0.0.1:0", "--linger", linger];
+        Self::receive_with(scratch, name, &["--linger", linger])
+    }
+
+    /// As [`receive`](Self::receive), with further `args`.
+    pub fn receive_with(scratch: &Scratch, name: &str, args: &[&str]) -> (Self, String) {
+        let args = [&["receive-migration", "tcp:127.0.0.1:0"], args].concat();
         let vm = Self::start(scratch, name, &args);
         let address = vm.listens_on();
         (vm, address)
+    }
+
+    /// What `receive-migration --json` says of its guest's arrival, between what the guest says.
+    pub fn arrival(&self) -> serde_json::Value {
+        wait_for("report of an arrival", SOON, || {
+            let said = fs::read_to_string(&self.console).ok()?;
+            let report = &said[said.find("{\"vm_id\":")?..];
+            serde_json::from_str(report.split_once('\n')?.0).ok()
+        })
     }
 
     /// `receive-migration` with further `args` in a network namespace, at an address of its own.

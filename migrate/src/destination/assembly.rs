@@ -113,6 +113,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
             }
             self.receive(scope, wire, reading, &placing, over)
         })
+        .map(|whole| Whole { written: Some(placing.into_written()), ..whole })
     }
 
     fn receive<'scope>(
@@ -233,6 +234,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                         drive_totals,
                         passes,
                         received_bytes,
+                        written: None,
                     });
                 }
             }

@@ -4,7 +4,7 @@
 //! to be thrown away, that happens first and is told afterwards.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use checkpoint::{DriveCopy, Guest, GuestError, GuestFactory};
 use dirty_tracker::PAGE_SIZE;
@@ -14,18 +14,18 @@ use crate::error::{Cause, WireError};
 use crate::handover::{DestinationEvent, DestinationOrder, MayRun};
 use crate::link::Link;
 use crate::message::{Message, PreparedSays, StateDigest, Tag, Token};
-use crate::report::{ReceiveReport, ms};
+use crate::report::{ReceiveReport, ms, unix_us};
 use crate::wire::{Wire, unexpected};
 
 /// How long a settled source may take to say so.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
 impl<F: GuestFactory + ?Sized> Host<'_, F> {
-    /// Offers the guest, waits for the decision, makes it durable, and takes the guest over.
+    /// Offers the guest, waits for the decision, makes it, and takes the guest over.
     pub(super) fn hand_over(
         &self,
         arrival: Arrival<F::Guest>,
-        whole: Whole,
+        mut whole: Whole,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
         let Arrival { mut wire, guest, drives: _, copies, token, came } = arrival;
         let (_say_prepared, _) = self.ledger.post(DestinationEvent::Restored);
@@ -61,18 +61,21 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             drop(guest);
             return Err(self.tell(&mut wire, token, e.into()));
         }
+        let (took, taken_over_at) = (committed.elapsed(), SystemTime::now());
         copies.into_iter().for_each(|copy| copy.keep());
         let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);
-        let took = committed.elapsed();
         // A source that does not hear it asks, and the door answers.
         if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
             tracing::warn!(%token, "RUNNING was not said: {e}");
         }
+        self.ledger.sync(token);
+        drop(whole.written.take());
         let report = ReceiveReport {
             vm_id: guest.vm_id(),
             running: whole.was_running,
             total_time_ms: ms(came.elapsed()),
             take_over_ms: ms(took),
+            taken_over_at_unix_us: unix_us(taken_over_at),
             received_bytes: wire.received_bytes() + whole.received_bytes,
             zero_frames: whole.totals.zero,
             normal_frames: whole.totals.normal,

@@ -7,8 +7,8 @@
 //!    +------ PASS_END ------+  +-+ content, ZERO          +-+ STATE
 //! A guest without state sections goes from Between to Complete. EXPECT and CONNECTIONS come Between, before pass 0,
 //! VERIFY once after one. Content is PAGES, PACKED and FRAMES, and what there is of drives.
-//! The state may come before the last pass: from State PASS_BEGIN leads to InPass, and PASS_END then to Last, where only
-//! STATE_END is left.
+//! The state may come before the last pass: from State STATE_WHOLE leads to Whole, and PASS_BEGIN from either to InPass;
+//! PASS_END then leads to Last, where only STATE_END is left.
 //! ```
 //!
 //! A connection that has joined knows Between and InPass alone: it brings shares of passes.
@@ -64,6 +64,8 @@ enum Stage {
         others: Counts,
     },
     State,
+    /// The state has come, and the last pass has not begun.
+    Whole,
     Last,
     Complete,
 }
@@ -91,7 +93,7 @@ pub(crate) enum Step<'a> {
     Drive(DriveStep<'a>),
     /// Everything of the pass is in place: say so.
     Ack { pass: u32, counts: Counts },
-    /// Restore this state: all of it has come, and the last pass, of so many frames, is to follow.
+    /// Restore this state: all of it has come, and the last pass, of so many frames or thereabouts, is to follow.
     Restore { sections: Arc<[Section]>, frames: u64 },
     /// Everything has come.
     Complete { sections: Arc<[Section]>, was_running: bool },
@@ -175,7 +177,11 @@ impl Inbound {
     pub(crate) fn on<'a>(&mut self, message: Message<'a>) -> Result<Step<'a>, WireError> {
         let shares = self.shares;
         match (&mut self.stage, message) {
-            (stage @ (Stage::Between | Stage::State), Message::PassBegin { pass, frames }) => {
+            (
+                stage @ (Stage::Between | Stage::State | Stage::Whole),
+                Message::PassBegin { pass, frames },
+            ) => {
+                // From a source that does not say STATE_WHOLE.
                 let early = matches!(stage, Stage::State);
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
@@ -192,9 +198,12 @@ impl Inbound {
                 if !early {
                     return Ok(Step::Noted);
                 }
-                let sections: Arc<[Section]> = std::mem::take(&mut self.sections).into();
-                self.early = Some(sections.clone());
-                Ok(Step::Restore { sections, frames })
+                Ok(self.restore(frames))
+            }
+            (Stage::State, Message::StateWhole { sections: said, frames }) => {
+                same("state sections", said.into(), self.sections.len() as u64)?;
+                self.stage = Stage::Whole;
+                Ok(self.restore(frames))
             }
             (Stage::Between, Message::Connections { joined }) if self.passes == 0 && !shares => {
                 at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
@@ -279,6 +288,13 @@ impl Inbound {
         }
     }
 
+    /// All of the state has come, before the last pass.
+    fn restore(&mut self, frames: u64) -> Step<'static> {
+        let sections: Arc<[Section]> = std::mem::take(&mut self.sections).into();
+        self.early = Some(sections.clone());
+        Step::Restore { sections, frames }
+    }
+
     /// Few passes may bring nothing.
     fn note_pass(&mut self, pieces: u64) -> Result<(), WireError> {
         self.empty_passes += u32::from(pieces == 0);
@@ -291,7 +307,8 @@ impl Stage {
         match self {
             Self::Between => "EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END",
             Self::InPass { .. } => "PAGES, PACKED, FRAMES, ZERO or PASS_END",
-            Self::State => "STATE, STATE_END or PASS_BEGIN",
+            Self::State => "STATE, STATE_WHOLE, STATE_END or PASS_BEGIN",
+            Self::Whole => "PASS_BEGIN",
             Self::Last => "STATE_END",
             Self::Complete => "COMMIT",
         }
@@ -427,6 +444,35 @@ mod tests {
             Message::StateEnd { sections, was_running: true, counts }
         };
         let step = inbound.on(end(1)).unwrap();
+        assert!(matches!(step, Step::Complete { sections, .. } if sections.len() == 1));
+    }
+
+    #[test]
+    fn a_state_that_is_whole_can_be_restored_before_the_last_pass_begins() {
+        let mut inbound = inbound();
+        pass(&mut inbound, 0, 2).unwrap();
+        let section = || Section::new(checkpoint::SectionTag(7), 0, vec![1]);
+        let whole = |sections| Message::StateWhole { sections, frames: 3 };
+        let e = inbound.on(whole(0)).unwrap_err().to_string();
+        assert!(e.contains("STATE_WHOLE came where"), "{e}");
+        inbound.on(Message::State(section())).unwrap();
+        let e = inbound.on(whole(2)).unwrap_err().to_string();
+        assert!(e.contains("2 by the peer's count and 1 by this side's"), "{e}");
+        let step = inbound.on(whole(1)).unwrap();
+        assert!(
+            matches!(step, Step::Restore { sections, frames: 3 } if sections[..] == [section()])
+        );
+        for more in [Message::State(section()), whole(1), Message::Verify] {
+            let e = inbound.on(more).unwrap_err().to_string();
+            assert!(e.contains("where PASS_BEGIN was expected"), "{e}");
+        }
+        let counts = Counts::default();
+        let begun = inbound.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
+        assert!(matches!(begun, Step::Noted), "it is restored once");
+        inbound.on(Message::PassEnd { pass: 1, counts }).unwrap();
+        let counts = Counts { normal: 0, zero: 2 };
+        let end = Message::StateEnd { sections: 1, was_running: true, counts };
+        let step = inbound.on(end).unwrap();
         assert!(matches!(step, Step::Complete { sections, .. } if sections.len() == 1));
     }
 

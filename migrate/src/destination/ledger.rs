@@ -1,8 +1,8 @@
 //! What this receiver has promised: who occupies it, and what became of the guest.
 //!
 //! Shared by the thread that receives and the threads that answer callers. Every change of the
-//! hand-over's state goes through [`Ledger::post`], under one lock, together with the durable
-//! decision that it needs; so an answer never runs ahead of the disk.
+//! hand-over's state goes through [`Ledger::post`], under one lock, together with the
+//! decision that it needs; so an answer never runs ahead of what other processes find on the disk.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::control::Stop;
 use crate::handover::{Destination, DestinationEvent, DestinationOrder};
 use crate::link::SLICE;
 use crate::message::{MAX_CONNECTIONS, Token, Verdict};
-use crate::records::{Decision, Records, RecordsError, StagedDecision};
+use crate::records::{Decision, PreparedMark, Records, RecordsError, StagedDecision};
 
 /// See the module.
 #[derive(Debug)]
@@ -37,6 +37,8 @@ struct Session {
     state: Destination,
     /// This process's `committed`, until it is made to stand.
     staged: Option<StagedDecision>,
+    /// Outlives a crash of the host, so that `committed` need not be durable before the guest runs.
+    prepared: Option<PreparedMark>,
     /// This process's `committed` stands on disk.
     placed: bool,
     /// A source has been told that the guest was discarded.
@@ -83,9 +85,31 @@ impl Ledger {
         let state = Destination::Assembling;
         // Not in the pause. Should it fail now, it is tried again then, and said.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
-        let (placed, told, fault) = (false, false, None);
-        let session = Session { token, vm_id, state, staged, placed, told, joined: 0, fault };
+        let (prepared, placed, told, fault) = (None, false, false, None);
+        let session =
+            Session { token, vm_id, state, staged, prepared, placed, told, joined: 0, fault };
         self.lock().session = Some(session);
+    }
+
+    /// Makes the prepared record durable. Where that fails, the decision will be before the guest runs.
+    pub(super) fn prepare(&self, token: Token, vm_id: VmId) {
+        let prepared = self.records.prepare(token, vm_id).unwrap_or_else(|e| {
+            tracing::warn!(%token, "the guest will stand still for longer: {e}");
+            None
+        });
+        if let Some(session) = self.lock().session.as_mut().filter(|s| s.token == token) {
+            session.prepared = prepared;
+        }
+    }
+
+    /// Makes durable what was decided: the guest runs already.
+    pub(super) fn sync(&self, token: Token) {
+        if let Err(e) = self.records.sync(token) {
+            tracing::error!(
+                %token,
+                "the guest runs here, and that this was decided may not outlive this process: {e}"
+            );
+        }
     }
 
     /// Lets one more connection take part in a migration whose guest is being received, or says why not.
@@ -134,7 +158,7 @@ impl Ledger {
         if site != self.records.site() {
             return Verdict::Unknown;
         }
-        match self.records.decide(token, None, Decision::Discarded) {
+        match self.records.decide_unknown(token) {
             Ok(Decision::Discarded) => Verdict::Discarded,
             Ok(Decision::Committed) => Verdict::Committed,
             Err(e) => {
@@ -204,6 +228,12 @@ impl Session {
             ) {
                 self.staged = None;
             }
+            // The source cannot have said COMMIT, and will not ask.
+            if next == Destination::Dropped
+                && let Some(prepared) = self.prepared.take()
+            {
+                records.withdraw(self.token, prepared);
+            }
             event = match order {
                 DestinationOrder::StoreCommitted => self.store(records, Decision::Committed),
                 DestinationOrder::StoreDiscarded => {
@@ -225,7 +255,10 @@ impl Session {
             (Decision::Discarded, true, _) => {
                 records.overturn(self.token, self.vm_id).map(|()| Decision::Discarded)
             }
-            (_, _, Some(staged)) => records.decide_by(staged),
+            (_, _, Some(staged)) => match &self.prepared {
+                Some(prepared) => records.decide_prepared(staged, prepared),
+                None => records.decide_by(staged),
+            },
             _ => records.decide(self.token, Some(self.vm_id), decision),
         };
         match stored {

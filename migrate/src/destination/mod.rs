@@ -22,11 +22,12 @@ use std::time::{Duration, Instant};
 
 use checkpoint::format::Header;
 use checkpoint::{Clock, DriveCopy, DriveHead, Guest, GuestFactory, Section, WithCopies};
-use dirty_tracker::Layout;
+use dirty_tracker::{Layout, Subscription};
 
 use crate::control::{Phase, ReceiveControl};
 use crate::error::{Cause, ReceiveError, WireError};
 use crate::handover::DestinationEvent;
+use crate::heap;
 use crate::link::{Link, SLICE};
 use crate::message::{Counts, Message, Tag, Token};
 use crate::records::Records;
@@ -173,6 +174,8 @@ struct Whole {
     passes: u32,
     /// Over connections that have joined.
     received_bytes: u64,
+    /// Goes when the guest runs: its memory takes time to be given back.
+    written: Option<Subscription>,
 }
 
 fn open<'a, F: GuestFactory + ?Sized>(
@@ -282,7 +285,11 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         )
         .and_then(|()| {
             self.ledger.begin(token, vm_id);
-            Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
+            wire.send(&Message::Ready { site: self.ledger.site() })?;
+            // Beside what the source does next.
+            self.ledger.prepare(token, vm_id);
+            heap::grow();
+            Ok(())
         });
         match ready {
             Ok(()) => Ok((guest, copies)),

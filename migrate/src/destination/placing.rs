@@ -46,6 +46,11 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
         self.ahead().expect(runs.iter());
     }
 
+    /// What it knew of which frames were written to, when all have come.
+    pub(super) fn into_written(self) -> Subscription {
+        self.written
+    }
+
     /// Nothing more is prepared beforehand.
     pub(super) fn end_expecting(&self) {
         self.ahead().end();

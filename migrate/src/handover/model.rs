@@ -3,7 +3,8 @@
 //! A [`World`] is two processes, the messages between them, the destination's disk, and whether a
 //! second process shares that disk. [`World::next`] lists every step that can happen: a message
 //! arrives or is lost, a side notices a failure, an order is performed or fails, a process dies, the
-//! source asks, the operator resolves. The test visits every world that can be reached.
+//! destination's host crashes and forgets what is not durable, the source asks, the operator resolves.
+//! The test visits every world that can be reached.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -59,6 +60,12 @@ struct World {
     /// The destination process's own `committed` stands on its disk.
     placed: bool,
     disk: Option<Decision>,
+    /// What the disk says of a decision outlives a crash of the host.
+    durable: bool,
+    /// The destination's prepared record is durable.
+    prepared: bool,
+    /// The destination's host has crashed and is up again.
+    rebooted: bool,
     to_source: Vec<Message>,
     to_destination: Vec<Message>,
     source_hung_up: bool,
@@ -96,6 +103,9 @@ impl World {
             destination_todo: ToDo::Nothing,
             placed: false,
             disk: None,
+            durable: true,
+            prepared: false,
+            rebooted: false,
             to_source: Vec::new(),
             to_destination: Vec::new(),
             source_hung_up: false,
@@ -167,6 +177,14 @@ impl World {
         }
         if self.destination_alive {
             self.destination_steps(&mut all);
+        }
+        // The destination's host crashes: once, whoever still lives there.
+        if !self.rebooted {
+            let w = Self { rebooted: true, durable: true, ..self.destination_dies() };
+            if !self.durable {
+                all.push((Kind::Bad, Self { disk: None, ..w.clone() }));
+            }
+            all.push((Kind::Bad, w));
         }
         // The network loses what is under way.
         for (lost, w) in [
@@ -283,8 +301,13 @@ impl World {
                 all.push((Kind::Good, answered(self.clone(), self.destination.verdict())));
             }
         }
+        if self.disk.is_none() && self.prepared && self.rebooted {
+            // As `Records::decide_unknown`.
+            all.push((Kind::Good, answered(self.clone(), Verdict::Committed)));
+            return;
+        }
         let (decision, kind) = (self.disk.unwrap_or(Decision::Discarded), Kind::Good);
-        let w = Self { disk: Some(decision), ..self.clone() };
+        let w = Self { disk: Some(decision), durable: true, ..self.clone() };
         let verdict = match decision {
             Decision::Discarded => Verdict::Discarded,
             Decision::Committed => Verdict::Committed,
@@ -298,26 +321,26 @@ impl World {
     fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
         let mut w = self.clone();
         if decision == Decision::Discarded && w.placed {
-            w.disk = Some(Decision::Discarded);
+            (w.disk, w.durable) = (Some(Decision::Discarded), true);
             return (w, DestinationEvent::Stands(Decision::Discarded));
         }
+        // A prepared guest's decision is made durable when it runs.
+        let waits = w.disk.is_some() || decision == Decision::Discarded || !w.prepared;
         let stands = *w.disk.get_or_insert(decision);
+        w.durable = waits;
         w.placed |= (decision, stands) == (Decision::Committed, Decision::Committed);
         (w, DestinationEvent::Stands(stands))
+    }
+
+    fn destination_dies(&self) -> Self {
+        let (destination_alive, destination_runs, destination_hung_up) = (false, false, true);
+        Self { destination_alive, destination_runs, destination_hung_up, ..self.clone() }
     }
 
     fn destination_steps(&self, all: &mut Vec<(Kind, Self)>) {
         use DestinationEvent as E;
         use Kind::{Bad, Good};
-        all.push((
-            Bad,
-            Self {
-                destination_alive: false,
-                destination_runs: false,
-                destination_hung_up: true,
-                ..self.clone()
-            },
-        ));
+        all.push((Bad, self.destination_dies()));
         if let Some((first, rest)) = self.to_destination.split_first() {
             let rest = Self { to_destination: rest.to_vec(), ..self.clone() };
             all.push((
@@ -330,6 +353,10 @@ impl World {
         }
         match self.destination {
             Destination::Assembling => {
+                // Or it cannot be made, and the decision is made durable before the guest runs.
+                if !self.prepared {
+                    all.push((Good, Self { prepared: true, ..self.clone() }));
+                }
                 if self.sent {
                     all.push((Good, self.destination_event(E::Restored)));
                 }
@@ -349,7 +376,13 @@ impl World {
         let settled =
             matches!(self.source, Source::Here | Source::Gone) && self.source_todo == ToDo::Nothing;
         if settled && self.disk.is_some() && self.destination.may_forget() {
-            all.push((Good, Self { disk: None, ..self.clone() }));
+            // One after the other: the host may crash in between.
+            let w = Self { prepared: false, ..self.clone() };
+            all.push((Good, Self { disk: None, ..w.clone() }));
+            all.push((Bad, w));
+        }
+        if !self.durable {
+            all.push((Good, Self { durable: true, ..self.clone() }));
         }
         match self.destination_todo {
             ToDo::SayPrepared => {
@@ -375,7 +408,7 @@ impl World {
             ToDo::SayDiscarded => {
                 all.push((Good, done.say_to_source(Message::Answer(Verdict::Discarded))));
             }
-            ToDo::Drop => all.push((Good, done)),
+            ToDo::Drop => all.push((Good, Self { prepared: false, ..done })),
             _ => {}
         }
     }

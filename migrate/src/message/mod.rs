@@ -54,13 +54,16 @@ pub(crate) const DIRECT_FRAMES: u64 = 8;
 pub(crate) const COPIES_DRIVES: u64 = 16;
 /// A feature bit of HELLO: the state may come before the last pass.
 pub(crate) const EARLY_STATE: u64 = 32;
+/// A feature bit of HELLO: STATE_WHOLE is understood.
+pub(crate) const WHOLE_STATE: u64 = 64;
 /// Feature bits of HELLO that this program offers.
 pub(crate) const FEATURES: u64 = SEVERAL_CONNECTIONS
     | PACKED_CONTENTS
     | MEMORY_DIGEST
     | DIRECT_FRAMES
     | COPIES_DRIVES
-    | EARLY_STATE;
+    | EARLY_STATE
+    | WHOLE_STATE;
 
 /// Why a connection was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -193,6 +196,11 @@ pub(crate) enum Message<'a> {
         counts: Counts,
     },
     State(Section),
+    StateWhole {
+        sections: u32,
+        /// That the last pass may have: a guess.
+        frames: u64,
+    },
     StateEnd {
         sections: u32,
         was_running: bool,
@@ -311,7 +319,7 @@ impl<'a> Message<'a> {
             Tag::Ready => Self::Ready { site: Uuid::from_bytes(*exactly::<[u8; 16]>(tag, bytes)?) },
             Tag::PassBegin => {
                 let raw = exactly::<RawPass>(tag, bytes)?;
-                Self::PassBegin { pass: raw.pass.get(), frames: raw.frames.get() }
+                Self::PassBegin { pass: raw.number.get(), frames: raw.frames.get() }
             }
             Tag::Pages => {
                 let (runs, contents) = Runs::parse(tag, bytes)?;
@@ -368,6 +376,10 @@ impl<'a> Message<'a> {
                     must_understand: raw.flags.get() & 1 != 0,
                     bytes: rest.to_vec(),
                 })
+            }
+            Tag::StateWhole => {
+                let raw = exactly::<RawPass>(tag, bytes)?;
+                Self::StateWhole { sections: raw.number.get(), frames: raw.frames.get() }
             }
             Tag::StateEnd => {
                 let raw = exactly::<RawCounts>(tag, bytes)?;
@@ -450,6 +462,7 @@ impl<'a> Message<'a> {
             Self::PassEnd { .. } => Tag::PassEnd,
             Self::PassAck { .. } => Tag::PassAck,
             Self::State(_) => Tag::State,
+            Self::StateWhole { .. } => Tag::StateWhole,
             Self::StateEnd { .. } => Tag::StateEnd,
             Self::Prepared(_) => Tag::Prepared,
             Self::Late(_) => Tag::Late,

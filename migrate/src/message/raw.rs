@@ -57,7 +57,8 @@ pub(super) struct RawSlot {
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(super) struct RawPass {
-    pub(super) pass: U32,
+    /// The pass, or in STATE_WHOLE the number of sections.
+    pub(super) number: U32,
     pub(super) zero: U32,
     pub(super) frames: U64,
 }
@@ -115,6 +116,12 @@ pub(super) struct RawTokenAnd {
     pub(super) value: U64,
 }
 
+impl RawPass {
+    fn new(number: u32, frames: u64) -> Self {
+        Self { number: number.into(), zero: 0.into(), frames: frames.into() }
+    }
+}
+
 impl RawCounts {
     pub(super) fn new(number: u32, flag: bool, c: &Counts) -> Self {
         let (normal, zero) = (c.normal.into(), c.zero.into());
@@ -145,11 +152,7 @@ impl Message<'_> {
             Self::Refused { reason } | Self::Abort { reason } => clip(reason).as_bytes().to_vec(),
             Self::Config { token, layout, config } => config_bytes(*token, layout, config),
             Self::Ready { site } => site.as_bytes().to_vec(),
-            Self::PassBegin { pass, frames } => {
-                let raw =
-                    RawPass { pass: (*pass).into(), zero: 0.into(), frames: (*frames).into() };
-                raw.as_bytes().to_vec()
-            }
+            Self::PassBegin { pass, frames } => RawPass::new(*pass, *frames).as_bytes().to_vec(),
             Self::Pages { runs, contents } => {
                 [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes(), contents].concat()
             }
@@ -161,6 +164,9 @@ impl Message<'_> {
                 counted(*pass, false, counts)
             }
             Self::State(section) => [&section_head(section)[..], &section.bytes].concat(),
+            Self::StateWhole { sections, frames } => {
+                RawPass::new(*sections, *frames).as_bytes().to_vec()
+            }
             Self::StateEnd { sections, was_running, counts } => {
                 counted(*sections, *was_running, counts)
             }

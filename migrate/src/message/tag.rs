@@ -72,10 +72,12 @@ pub enum Tag {
     Verify = 29,
     /// Destination: this, as a digest.
     Digest = 30,
+    /// Source: all of the state has come, and the last pass follows.
+    StateWhole = 31,
 }
 
 impl Tag {
-    const ALL: [Tag; 30] = [
+    const ALL: [Tag; 31] = [
         Tag::Hello,
         Tag::Refused,
         Tag::Abort,
@@ -106,6 +108,7 @@ impl Tag {
         Tag::Blocks,
         Tag::BlockZeros,
         Tag::BlocksEnd,
+        Tag::StateWhole,
     ];
 
     /// The tag with this number, if it is one of this version's.
@@ -146,6 +149,7 @@ impl Tag {
             Self::Blocks => "BLOCKS",
             Self::BlockZeros => "BLOCK_ZEROS",
             Self::BlocksEnd => "BLOCKS_END",
+            Self::StateWhole => "STATE_WHOLE",
         }
     }
 
@@ -156,7 +160,7 @@ impl Tag {
             Self::Refused | Self::Abort => MAX_TEXT as u32,
             Self::Config => 24 + MAX_SLOTS * 24 + MAX_CONFIG,
             Self::Ready => 16,
-            Self::PassBegin => 16,
+            Self::PassBegin | Self::StateWhole => 16,
             Self::Pages | Self::Packed | Self::Blocks => {
                 8 + MAX_PAGES as u32 * (16 + PAGE_SIZE as u32)
             }

@@ -2,10 +2,10 @@
 //!
 //! What to do is decided in `crate::handover::Source`; here it is done.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use checkpoint::Guest;
-use dirty_tracker::PAGE_SIZE;
+use dirty_tracker::{PAGE_SIZE, Subscription};
 
 use super::hold::Sealed;
 use super::{Failed, Job, Peer, Ready, Tale};
@@ -14,7 +14,7 @@ use crate::error::{Cause, WireError};
 use crate::handover::{Source, SourceEvent, SourceOrder};
 use crate::link::{Link, SLICE};
 use crate::message::{Message, Purpose, Tag, Verdict};
-use crate::report::{SendReport, SendStatus, ms, per_second};
+use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
 use crate::wire::{Wire, unexpected};
 
 /// How long the last words of a destination that gives up before COMMIT may take to arrive.
@@ -28,8 +28,9 @@ pub(super) struct Handed<'a, G: Guest + ?Sized> {
     sealed: Sealed<'a, G>,
     state: Source,
     order: SourceOrder,
-    paused_at: Instant,
+    paused_at: (Instant, SystemTime),
     tale: Tale,
+    writes: Subscription,
 }
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
@@ -39,7 +40,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         peer: &mut Peer,
         ready: Ready<'a, G>,
     ) -> Result<Handed<'a, G>, Failed> {
-        let Ready { held, recorded, tale } = ready;
+        let Ready { held, recorded, tale, writes } = ready;
         // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
         if let Some(cause) = gone(&mut peer.wire) {
             return Err(held.give_up(cause));
@@ -47,9 +48,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         if !self.control.stop.seal() {
             return Err(held.give_up(Cause::Cancelled));
         }
-        let paused_at = held.since();
+        let paused_at = (held.since(), held.since_by_clock());
         let (sealed, state, order) = held.seal(recorded)?;
-        Ok(Handed { sealed, state, order, paused_at, tale })
+        Ok(Handed { sealed, state, order, paused_at, tale, writes })
     }
 
     /// Says COMMIT and finds out whose the guest is, for as long as that takes.
@@ -58,7 +59,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         mut peer: Peer,
         handed: Handed<'a, G>,
     ) -> Result<SendReport, Failed> {
-        let Handed { sealed, mut state, mut order, paused_at, tale } = handed;
+        let Handed { sealed, mut state, mut order, paused_at, tale, writes: _until_settled } =
+            handed;
+        let mut ran_at = None;
         let mut sent = peer.wire.sent_bytes() + tale.shared_bytes;
         // Why the last question had no answer, or what the answer was.
         let mut doubt = None;
@@ -66,7 +69,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         loop {
             let event = match order {
                 SourceOrder::Commit => {
-                    let event = self.commit(&mut peer.wire, &mut doubt);
+                    let event = self.commit(&mut peer.wire, &mut doubt, &mut ran_at);
                     sent = peer.wire.sent_bytes() + tale.shared_bytes;
                     event
                 }
@@ -88,29 +91,43 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                     return Err(failed);
                 }
                 SourceOrder::End(permit) => {
-                    let (downtime, total) = (paused_at.elapsed(), self.begun.elapsed());
+                    let (now, (asked, _)) = (Instant::now(), paused_at);
+                    let downtime = ran_at.unwrap_or(now).saturating_duration_since(asked);
+                    let total = now.duration_since(self.begun);
                     sealed.end(permit, &format!("it has moved to {}", self.to));
                     self.forget(&mut peer);
                     let status = match resolved {
                         Some(_) => SendStatus::ResolvedDiscarded,
                         None => SendStatus::Completed,
                     };
-                    return Ok(self.report(status, (downtime, total), sent, tale));
+                    let paused_at = unix_us(paused_at.1);
+                    let report = self.report(status, (downtime, total), sent, tale);
+                    return Ok(SendReport { paused_at_unix_us: paused_at, ..report });
                 }
             };
             (state, order) = state.on(event);
         }
     }
 
-    /// Says COMMIT and waits for the answer to it.
-    fn commit(&self, wire: &mut Wire<Link>, doubt: &mut Option<String>) -> SourceEvent {
+    /// Says COMMIT and waits for the answer to it, which tells when the guest `ran` there.
+    fn commit(
+        &self,
+        wire: &mut Wire<Link>,
+        doubt: &mut Option<String>,
+        ran: &mut Option<Instant>,
+    ) -> SourceEvent {
         wire.stream_mut().set_deadline(Some(Instant::now() + self.options.settle_timeout));
         wire.stream_mut().set_patience(self.options.settle_timeout);
         let answer = (|| {
+            let said = Instant::now();
             wire.send(&Message::Commit { token: self.token })?;
             match wire.recv()? {
-                Message::Running { token, .. } => {
+                Message::Running { token, took_us } => {
                     self.own(Tag::Running, token)?;
+                    let (waited, took) = (said.elapsed(), Duration::from_micros(took_us));
+                    // A peer's word makes it no longer than it was.
+                    let ways = waited.saturating_sub(took);
+                    *ran = Some(said + waited - ways / 2);
                     Ok(SourceEvent::Running)
                 }
                 Message::Answer { token, verdict } => {
@@ -232,6 +249,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             vm_id: self.guest.vm_id(),
             total_time_ms: ms(total),
             downtime_ms: ms(downtime),
+            paused_at_unix_us: 0,
             setup_time_ms: ms(tale.setup),
             transferred_bytes,
             zero_frames: tale.totals.zero,

@@ -4,7 +4,7 @@
 //! needs a durable record and makes it [`Sealed`], which never lets the guest run without a permit
 //! of the state machine.
 
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use checkpoint::{Guest, GuestError, Paused, SavedState};
 use dirty_tracker::{Epoch, Subscription};
@@ -23,6 +23,7 @@ pub(super) struct Held<'g, G: Guest + ?Sized> {
     paused: Option<Paused<'g, G>>,
     released: bool,
     since: Instant,
+    clock: SystemTime,
 }
 
 /// Proof that the record is durable. Dropping it removes the record: the guest is this host's. Drop it after what holds
@@ -90,14 +91,19 @@ fn remove(records: &Records, token: Token) {
 impl<'g, G: Guest + ?Sized> Held<'g, G> {
     /// Pauses the guest and saves its state.
     pub(super) fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
-        let since = Instant::now();
+        let (since, clock) = (Instant::now(), SystemTime::now());
         let (paused, saved) = Paused::saving(guest)?;
-        Ok((Self { guest, paused: Some(paused), released: false, since }, saved))
+        Ok((Self { guest, paused: Some(paused), released: false, since, clock }, saved))
     }
 
     /// When the pause was asked for.
     pub(super) fn since(&self) -> Instant {
         self.since
+    }
+
+    /// The same, by the host's clock.
+    pub(super) fn since_by_clock(&self) -> SystemTime {
+        self.clock
     }
 
     pub(super) fn was_running(&self) -> bool {

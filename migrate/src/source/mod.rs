@@ -27,6 +27,7 @@ use crate::convergence::{
     Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, judge, link_rate,
 };
 use crate::error::{Cause, GuestPlace, SendError, WireError};
+use crate::heap;
 use crate::link::Link;
 use crate::message::{Counts, Tag, Token};
 use crate::records::{Records, StagedSource};
@@ -144,6 +145,8 @@ struct Copied<'a, G: Guest + ?Sized> {
     tale: Tale,
     /// The record, where it stands before the pause.
     recorded: Option<Recorded>,
+    /// Frames that were left for the last pass when the pause was decided on.
+    left: u64,
 }
 
 /// The destination has everything and is prepared; the guest here is held, and the record stands.
@@ -151,6 +154,8 @@ struct Ready<'a, G: Guest + ?Sized> {
     held: Held<'a, G>,
     recorded: Recorded,
     tale: Tale,
+    /// Goes when the guest has gone: its memory takes time to be given back.
+    writes: Subscription,
 }
 
 /// What the report will tell.
@@ -290,6 +295,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 if verifier.is_none() {
                     recorded = Some(Recorded::place(&peer.records, &mut peer.staged)?);
                 }
+                // The pause is near.
+                self.guest.stay_awake();
+                heap::grow();
                 // What the guest wrote to its memory meanwhile counts, unless disks are so slow that it always is too much.
                 if settlings <= SETTLINGS {
                     epoch.give_back();
@@ -313,6 +321,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 }
                 // What was drained goes back, and is drained again with what the guest still writes.
                 Judgement::SwitchOver(reason) => {
+                    let left = epoch.frames();
                     epoch.give_back();
                     drives.give_back();
                     let (totals, shared_bytes) = (sender.totals, sender.shared_bytes());
@@ -326,7 +335,15 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         drive_totals,
                         reason,
                     };
-                    return Ok(Copied { writes, verifier, drives, throttled, tale, recorded });
+                    return Ok(Copied {
+                        writes,
+                        verifier,
+                        drives,
+                        throttled,
+                        tale,
+                        recorded,
+                        left,
+                    });
                 }
             }
             self.control.update(|p| p.throttle = throttled.figures());

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use checkpoint::{Guest, MAX_LATE, Section};
+use dirty_tracker::Subscription;
 use uuid::Uuid;
 
 use super::connections::Passes;
@@ -14,7 +15,8 @@ use crate::digest::allowance;
 use crate::error::{Cause, MemoryDigests, WireError};
 use crate::link::Link;
 use crate::message::{
-    EARLY_STATE, MAX_SECTION, MAX_SECTIONS, MAX_STATE, Message, StateDigest, Tag, section_head,
+    EARLY_STATE, MAX_SECTION, MAX_SECTIONS, MAX_STATE, Message, StateDigest, Tag, WHOLE_STATE,
+    section_head,
 };
 use crate::wire::{Wire, unexpected};
 
@@ -46,7 +48,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 Ok(())
             })
         });
-        let (named, tale) = match rest {
+        let (named, tale, writes) = match rest {
             Ok(rest) => rest,
             Err(cause) => return Err(held.give_up(cause)),
         };
@@ -57,7 +59,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             let why = "PREPARED names another site than READY";
             return Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }));
         }
-        Ok(Ready { held, recorded, tale })
+        Ok(Ready { held, recorded, tale, writes })
     }
 
     fn send_rest(
@@ -67,17 +69,23 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         copied: Copied<'a, G>,
         until: Limit<'_>,
         record: impl FnOnce() -> Result<(), Cause>,
-    ) -> Result<(Uuid, Tale), Cause> {
-        let Copied { mut writes, verifier, mut drives, throttled, mut tale, .. } = copied;
+    ) -> Result<(Uuid, Tale, Subscription), Cause> {
+        let Copied { mut writes, verifier, mut drives, throttled, mut tale, left, .. } = copied;
         // Should the guest go on here after all, it does so at full speed.
         drop(throttled);
         let mut laps = Laps::begin(held.since());
         laps.end("saved");
         // The destination restores the state while the rest comes; where digests are compared only afterwards, because
         // restoring may write into memory, too.
-        let early = verifier.is_none() && features & EARLY_STATE != 0;
+        let early = verifier.is_none() && features & EARLY_STATE != 0 && !sections.is_empty();
         if early {
+            wire.stream().set_cork(true);
             send_sections(wire, &sections)?;
+            if features & WHOLE_STATE != 0 {
+                let sections = sections.len() as u32;
+                wire.send(&Message::StateWhole { sections, frames: left })?;
+            }
+            wire.stream().set_cork(false);
         }
         let epoch = held.drain(&mut writes)?;
         laps.end("drained");
@@ -88,6 +96,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         if let Some(verifier) = &verifier {
             verifier.sends(epoch.runs())?;
         }
+        // What is small goes together with the words around it, but nobody waits for what takes long.
+        wire.stream().set_cork(verifier.is_none());
         let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), &mut drives, until)?;
         (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());
         tale.drive_totals = drives.totals;
@@ -104,6 +114,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
         let (count, was_running) = (sections.len() as u32, held.was_running());
         wire.send(&Message::StateEnd { sections: count, was_running, counts: tale.totals })?;
+        wire.stream().set_cork(false);
         laps.end("sent");
         held.release()?;
         laps.end("released");
@@ -135,7 +146,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let late = held.detach()?;
         fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
         wire.send(&Message::Late(&late))?;
-        Ok((says.site, tale))
+        Ok((says.site, tale, writes))
     }
 
     /// Hears the destination's digest of all memory, which must be ours.

@@ -384,6 +384,9 @@ pub(crate) struct ReceiveArgs {
     /// How long to stay, after a complete guest was thrown away for want of COMMIT, to tell its source
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
     pub(crate) linger: Duration,
+    /// Once the guest has arrived, say what that took as JSON on standard output, beside what the guest says there
+    #[arg(long)]
+    pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) devices: DeviceArgs,
     #[command(flatten)]

@@ -28,7 +28,7 @@ use vmm::socket::ListeningSocket;
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
 use super::end::to_the_end;
 use super::failure::Failure;
-use super::output::say;
+use super::output::{bytes, print_json, say};
 use super::progress::{Receiving, receiving_line};
 use super::stored::Stored;
 
@@ -155,7 +155,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     app.provide(jobs.clone());
     drop(app);
     if report.disk_bytes > 0 {
-        say(format_args!("{} of its disks came along", super::output::bytes(report.disk_bytes)));
+        say(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
     }
     say(format_args!(
         "guest {} has arrived and {}: {} passes in {:.1} ms, taken over in {:.1} ms",
@@ -165,6 +165,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         report.total_time_ms,
         report.take_over_ms
     ));
+    if args.json {
+        print_json(&report)?;
+    }
     to_the_end(vm, jobs, server)
 }
 

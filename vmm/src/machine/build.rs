@@ -449,6 +449,7 @@ fn start_vcpus(
             peers: peer(id),
             awaited: 0,
             hold: Hold::default(),
+            reset: true,
             stands_since: None,
             _vm: vm.clone(),
         };

@@ -366,20 +366,19 @@ impl Supervisor {
             vcpu.tell(Command::Save(reply));
             waiting.push(saved);
         }
-        let mut vcpus = Vec::new();
+        // Beside the vCPUs, all of which stand.
+        let vm = state::save_vm(&self.vm, &self.context)?;
+        let com1 = self.bus.com1().state();
+        let platform = Some(state::SavedPlatform { power: self.bus.power().state() });
+        let virtio = self.bus.virtio().save().map_err(|why| GuestError::System {
+            what: "saving a virtio device",
+            cause: why.into(),
+        })?;
+        let mut vcpus = Vec::with_capacity(waiting.len());
         for saved in waiting {
             vcpus.push(*saved.recv().map_err(|_| gone())??);
         }
-        state::encode(&SavedMachine {
-            vm: state::save_vm(&self.vm, &self.context)?,
-            vcpus,
-            com1: self.bus.com1().state(),
-            platform: Some(state::SavedPlatform { power: self.bus.power().state() }),
-            virtio: self.bus.virtio().save().map_err(|why| GuestError::System {
-                what: "saving a virtio device",
-                cause: why.into(),
-            })?,
-        })
+        state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio })
     }
 
     /// Lets go of what only one host may hold.

@@ -20,6 +20,7 @@ pub mod features;
 mod hold;
 pub mod msrs;
 pub mod promises;
+mod reset;
 mod state;
 pub mod tsc;
 
@@ -176,6 +177,8 @@ pub(crate) struct Vcpu<P: Peers> {
     pub(crate) awaited: usize,
     /// While it is held back.
     pub(crate) hold: Hold,
+    /// No state was put into it yet: much of it is as a reset leaves it.
+    pub(crate) reset: bool,
     /// Since when it stands, if it ran before.
     pub(crate) stands_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.

@@ -10,7 +10,7 @@ use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{Peers, Vcpu, control, msrs, promises, tsc};
+use super::{LONG_STAND, Peers, Vcpu, control, msrs, promises, reset, tsc};
 use crate::export::Registers;
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 
@@ -170,6 +170,8 @@ impl<P: Peers> Vcpu<P> {
     /// rest may contain, the APIC's mode comes with the special registers, its timer's deadline
     /// needs the APIC, and pending events come after all that could raise or clear them.
     pub(super) fn restore(&mut self, saved: &SavedVcpu, adjust: Adjust) -> Result<(), GuestError> {
+        // What a reset leaves is there already, the first time: to set it costs the downtime ten microseconds each.
+        let reset = std::mem::take(&mut self.reset);
         self.restore_cpuid(&saved.cpuid)?;
         self.restore_tsc_khz(saved)?;
         let (fd, ctx) = (&self.fd, &self.context);
@@ -188,14 +190,14 @@ impl<P: Peers> Vcpu<P> {
             let why = why.map_or_else(String::new, |why| format!("; perhaps because {why}"));
             self.unsupported("special registers", format!("{e}{why}"))
         })?;
-        if let Some(xcrs) = &saved.xcrs {
+        if let Some(xcrs) = saved.xcrs.as_ref().filter(|xcrs| !(reset && reset::is_xcrs(xcrs))) {
             put("extended control registers", fd.set_xcrs(xcrs).map_err(io))?;
         }
         if let Some(xsave) = &saved.xsave {
             let bytes = ctx.capabilities.xsave_bytes();
             put("vector registers", set_xsave(fd, xsave, bytes))?;
         }
-        if let Some(debug) = &saved.debug {
+        if let Some(debug) = saved.debug.as_ref().filter(|regs| !(reset && reset::is_debug(regs))) {
             put("debug registers", fd.set_debug_regs(debug).map_err(io))?;
         }
         put("local APIC", fd.set_lapic(&saved.lapic).map_err(io))?;
@@ -203,8 +205,12 @@ impl<P: Peers> Vcpu<P> {
         if let Some(events) = &saved.events {
             put("pending events", fd.set_vcpu_events(events).map_err(io))?;
         }
-        put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
-        if ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
+        if !(reset && reset::is_mp_state(self.id, saved.mp_state)) {
+            put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
+        }
+        // Clocks that disagree look like a long time, too.
+        let long = wall_ns().abs_diff(saved.wall_ns) >= LONG_STAND.as_nanos() as u64;
+        if long && ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
             // Tells the guest's watchdogs of the gap; fails for a guest without kvmclock.
             let _ = fd.kvmclock_ctrl();
         }

@@ -1,0 +1,54 @@
+//! What the architecture's reset leaves in the parts of a vCPU's state that many guests never touch (Intel's manual, volume 3, table
+//! "IA-32 and Intel 64 Processor States Following Power-up, Reset, or INIT"), and KVM in a vCPU that was just made.
+
+use kvm_bindings::{
+    KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, kvm_debugregs, kvm_mp_state, kvm_xcrs,
+};
+
+const DR6: u64 = 0xffff_0ff0;
+const DR7: u64 = 0x400;
+/// XCR0: the x87 unit alone.
+const XCR0: u64 = 1;
+
+/// Whether these debug registers are those of a reset.
+pub(super) fn is_debug(regs: &kvm_debugregs) -> bool {
+    (regs.db, regs.dr6, regs.dr7, regs.flags) == ([0; 4], DR6, DR7, 0)
+}
+
+/// Whether these extended control registers are those of a reset.
+pub(super) fn is_xcrs(regs: &kvm_xcrs) -> bool {
+    let [xcr0, ..] = regs.xcrs;
+    (regs.nr_xcrs, regs.flags, xcr0.xcr, xcr0.value) == (1, 0, 0, XCR0)
+}
+
+/// Whether vCPU `id` is in this state when it was just made: the first one runs, the others wait to be started.
+pub(super) fn is_mp_state(id: u8, state: kvm_mp_state) -> bool {
+    let made = if id == 0 { KVM_MP_STATE_RUNNABLE } else { KVM_MP_STATE_UNINITIALIZED };
+    state.mp_state == made
+}
+
+#[cfg(test)]
+mod tests {
+    use kvm_ioctls::Kvm;
+
+    use super::*;
+
+    #[test]
+    fn a_vcpu_that_was_just_made_is_as_a_reset_leaves_it() {
+        if !crate::testing::kvm_or_skip("a_vcpu_that_was_just_made_is_as_a_reset_leaves_it") {
+            return;
+        }
+        let vm = Kvm::new().unwrap().create_vm().unwrap();
+        vm.create_irq_chip().unwrap();
+        for id in 0..2 {
+            let vcpu = vm.create_vcpu(id.into()).unwrap();
+            assert!(is_mp_state(id, vcpu.get_mp_state().unwrap()));
+            let (debug, xcrs) = (vcpu.get_debug_regs().unwrap(), vcpu.get_xcrs().unwrap());
+            assert!(is_debug(&debug), "{debug:x?}");
+            assert!(is_xcrs(&xcrs), "{xcrs:x?}");
+            let changed = kvm_debugregs { dr7: DR7 | 1, ..debug };
+            vcpu.set_debug_regs(&changed).unwrap();
+            assert!(!is_debug(&vcpu.get_debug_regs().unwrap()));
+        }
+    }
+}
