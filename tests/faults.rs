@@ -22,7 +22,7 @@ const GUEST: &str = "payload,ws=8M,rate=320M,pattern=random";
 const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];
 
 /// Every message of a migration up to COMMIT; ZERO has no fixed place, and `migrate` cuts there.
-const BEFORE_COMMIT: [(Direction, Tag); 12] = [
+const BEFORE_COMMIT: [(Direction, Tag); 13] = [
     (Direction::ToDestination, Tag::Hello),
     (Direction::ToSource, Tag::Hello),
     (Direction::ToDestination, Tag::Config),
@@ -32,6 +32,7 @@ const BEFORE_COMMIT: [(Direction, Tag); 12] = [
     (Direction::ToDestination, Tag::PassEnd),
     (Direction::ToSource, Tag::PassAck),
     (Direction::ToDestination, Tag::State),
+    (Direction::ToDestination, Tag::StateWhole),
     (Direction::ToDestination, Tag::StateEnd),
     (Direction::ToSource, Tag::Prepared),
     (Direction::ToDestination, Tag::Commit),

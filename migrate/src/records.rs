@@ -9,8 +9,8 @@
 //!   whole, and only if no other process has made one (a link that does not replace). So two
 //!   processes that share the site can never decide differently.
 //! - *prepared record* `TOKEN.prepared.json`: the destination's vote in the sense of two-phase commit, durable before it says
-//!   PREPARED: the guest may run here from now on. It names the host's boot. Where it is of another one, the decision may
-//!   have been lost with that boot, and nobody may say any more that the guest did not run.
+//!   PREPARED: the guest may run here from now on. It names the host's boot and the mount. Where it is of others, the decision may
+//!   have been lost with them, and nobody may say any more that the guest did not run.
 //!
 //! Everything is written to a temporary file, synced, linked into place, and the directory synced; of a decision that a prepared
 //! record stands for, the directory is synced behind the guest's back. What is written in a pause is *staged* before.
@@ -22,6 +22,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use checkpoint::VmId;
 use checkpoint::durable::{create_dir, sync_dir};
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
@@ -34,6 +35,9 @@ const VERSION: u32 = 1;
 
 /// Where Linux names the host's boot.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Has a file's mount told, by the number that is not used again: `STATX_MNT_ID_UNIQUE`.
+const MOUNT: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
 /// The end of a source record's name, behind its token.
 const SOURCE_SUFFIX: &str = ".source.json";
@@ -108,8 +112,29 @@ struct PreparedRecord {
     version: u32,
     token: Token,
     vm_id: VmId,
-    boot: Uuid,
+    #[serde(flatten)]
+    life: Life,
     time_unix_ms: u64,
+}
+
+/// The time in which every process finds in the directory what any of them has put there, durable or not.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+struct Life {
+    /// The host's boot.
+    boot: Uuid,
+    /// The mount that the directory is on, by a number that is not used again in that boot; of Linux before 6.8 it is not known.
+    mount: Option<u64>,
+}
+
+impl Life {
+    /// The present one of `dir`, where it can be told.
+    fn of(dir: &Path) -> Option<Self> {
+        let boot = fs::read_to_string(BOOT).ok()?;
+        let boot = Uuid::parse_str(boot.trim()).ok()?;
+        let stat = statx(CWD, dir, AtFlags::empty(), MOUNT).ok();
+        let told = stat.filter(|stat| stat.stx_mask & MOUNT.bits() != 0);
+        Some(Self { boot, mount: told.map(|stat| stat.stx_mnt_id) })
+    }
 }
 
 /// The directory of one host's hand-over records.
@@ -117,8 +142,7 @@ struct PreparedRecord {
 pub struct Records {
     dir: PathBuf,
     site: Uuid,
-    /// The host's boot, where it can be told.
-    boot: Option<Uuid>,
+    life: Option<Life>,
 }
 
 impl Records {
@@ -143,8 +167,8 @@ impl Records {
         let text = text.map_err(failed("read", &path))?;
         let site = Uuid::parse_str(text.trim())
             .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
-        let boot = fs::read_to_string(BOOT).ok().and_then(|id| Uuid::parse_str(id.trim()).ok());
-        let records = Self { dir, site, boot };
+        let life = Life::of(&dir);
+        let records = Self { dir, site, life };
         records.sweep_prepared();
         Ok(records)
     }
@@ -279,16 +303,16 @@ impl Records {
         sync_dir(&self.dir).map_err(failed("write", &self.decision_path(token)))
     }
 
-    /// Makes the prepared record of a guest durable; None where this host cannot tell its boots apart.
+    /// Makes the prepared record of a guest durable; `None` where this host cannot tell its boots apart.
     pub(crate) fn prepare(
         &self,
         token: Token,
         vm_id: VmId,
     ) -> Result<Option<PreparedMark>, RecordsError> {
-        let Some(boot) = self.boot else { return Ok(None) };
+        let Some(life) = self.life else { return Ok(None) };
         let path = self.prepared_path(token);
         let time_unix_ms = now_unix_ms();
-        let record = PreparedRecord { version: VERSION, token, vm_id, boot, time_unix_ms };
+        let record = PreparedRecord { version: VERSION, token, vm_id, life, time_unix_ms };
         let file = json(&record).and_then(|bytes| {
             let file = temporary(&self.dir, &bytes)?;
             // Goes with this process, however that ends.
@@ -303,7 +327,7 @@ impl Records {
         Ok(Some(PreparedMark(file.map_err(failed("write", &path))?)))
     }
 
-    /// Removes prepared records of processes of this boot that have died and had decided nothing: their guests never ran.
+    /// Removes prepared records of processes of this life that have died and had decided nothing: their guests never ran.
     /// Whatever fails is tried again next time.
     fn sweep_prepared(&self) {
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
@@ -313,13 +337,13 @@ impl Records {
                 continue;
             };
             let path = entry.path();
-            let of_this_boot = matches!(
+            let of_this_life = matches!(
                 read::<PreparedRecord>(&path, token),
-                Ok(Some(record)) if Some(record.boot) == self.boot
+                Ok(Some(record)) if Some(record.life) == self.life
             );
             let has_died = || fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
             // In this order: a process decides before it dies.
-            if of_this_boot && has_died() && matches!(self.decision(token), Ok(None)) {
+            if of_this_life && has_died() && matches!(self.decision(token), Ok(None)) {
                 let _ = fs::remove_file(&path);
             }
         }
@@ -334,11 +358,11 @@ impl Records {
     }
 
     /// Decides about a token that the calling process does not know, durably: against running its guest, unless that was
-    /// decided for, or may have been and is forgotten: the host has crashed since the guest was prepared.
+    /// decided for, or may have been and is forgotten: the host has crashed since the guest was prepared, or lost this directory.
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
         if self.decision(token)?.is_none() {
             let prepared: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
-            if prepared.is_some_and(|record| Some(record.boot) != self.boot) {
+            if prepared.is_some_and(|record| Some(record.life) != self.life) {
                 return Ok(Decision::Committed);
             }
         }
@@ -370,9 +394,14 @@ impl Records {
             .map_err(failed("write", &path))
     }
 
-    /// Forgets a decision that nobody will ask for again, and that its guest was prepared.
-    pub(crate) fn forget_decision(&self, token: Token) -> Result<(), RecordsError> {
-        for path in [self.prepared_path(token), self.decision_path(token)] {
+    /// Forgets a decision that nobody will ask for again, and first that its guest was `prepared` by this process.
+    pub(crate) fn forget_decision(
+        &self,
+        token: Token,
+        prepared: Option<PreparedMark>,
+    ) -> Result<(), RecordsError> {
+        let prepared = prepared.map(|_| self.prepared_path(token));
+        for path in prepared.into_iter().chain([self.decision_path(token)]) {
             match fs::remove_file(&path) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {
                     return Err(failed("remove", &path)(e));
@@ -544,7 +573,7 @@ mod tests {
         assert_eq!(a.decide(token, None, Decision::Discarded).unwrap(), Decision::Committed);
         b.overturn(token, vm).unwrap();
         assert_eq!(a.decision(token).unwrap(), Some(Decision::Discarded));
-        b.forget_decision(token).unwrap();
+        b.forget_decision(token, None).unwrap();
         assert_eq!(a.decision(token).unwrap(), None);
     }
 
@@ -552,9 +581,11 @@ mod tests {
     fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::open(dir.path()).unwrap();
-        assert!(records.boot.is_some(), "this host tells its boots apart");
-        let later = Records { boot: Some(Uuid::new_v4()), ..records.clone() };
-        let untold = Records { boot: None, ..records.clone() };
+        assert!(records.life.is_some(), "this host tells its boots apart");
+        let life = |life| Records { life, ..records.clone() };
+        let later = life(Some(Life { boot: Uuid::new_v4(), ..records.life.unwrap() }));
+        let remounted = life(Some(Life { mount: Some(u64::MAX), ..records.life.unwrap() }));
+        let untold = life(None);
         let vm = VmId::random();
         let token = Token::random();
         let prepared = records.prepare(token, vm).unwrap().unwrap();
@@ -564,7 +595,7 @@ mod tests {
         assert_eq!(later.decide_unknown(token).unwrap(), Decision::Committed);
         // It went with the boot.
         fs::remove_file(records.decision_path(token)).unwrap();
-        for after in [&later, &untold] {
+        for after in [&later, &remounted, &untold] {
             assert_eq!(after.decide_unknown(token).unwrap(), Decision::Committed);
             assert_eq!(after.decision(token).unwrap(), None, "it may have run, or not");
         }
@@ -572,9 +603,9 @@ mod tests {
         assert_eq!(records.decide_unknown(token).unwrap(), Decision::Discarded);
         let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
         let stands = records.decide_prepared(staged, &prepared).unwrap();
-        assert_eq!((stands, later.decide_unknown(token).unwrap()), (stands, Decision::Discarded));
         assert_eq!(stands, Decision::Discarded);
-        records.forget_decision(token).unwrap();
+        assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
+        records.forget_decision(token, Some(prepared)).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
         // Of a migration that came to nothing.
         let prepared = records.prepare(token, vm).unwrap().unwrap();
@@ -589,7 +620,8 @@ mod tests {
     fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::open(dir.path()).unwrap();
-        let earlier = Records { boot: Some(Uuid::new_v4()), ..records.clone() };
+        let earlier = records.life.map(|life| Life { boot: Uuid::new_v4(), ..life });
+        let earlier = Records { life: earlier, ..records.clone() };
         let [lives, died, decided, rebooted] = [(); 4].map(|()| Token::random());
         let vm = VmId::random();
         let held = records.prepare(lives, vm).unwrap();

@@ -112,6 +112,7 @@ fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
         ("PASS_BEGIN", Phase::Precopy),
         ("PASS_END", Phase::Precopy),
         ("STATE", Phase::SwitchOver),
+        ("STATE_WHOLE", Phase::SwitchOver),
         ("STATE_END", Phase::SwitchOver),
     ];
     for (at, phase) in phases {

@@ -14,8 +14,17 @@ use checkpoint::{Guest, RunState};
 use common::{Hooked, Host, Plan, Proxy, Sender, quick_send, tag, within};
 use migrate::{Cause, Phase, ReceiveControl, ReceiveOptions, receive};
 
-const FROM_SOURCE: [&str; 8] =
-    ["HELLO", "CONFIG", "PASS_BEGIN", "PAGES", "PASS_END", "STATE", "STATE_END", "COMMIT"];
+const FROM_SOURCE: [&str; 9] = [
+    "HELLO",
+    "CONFIG",
+    "PASS_BEGIN",
+    "PAGES",
+    "PASS_END",
+    "STATE",
+    "STATE_WHOLE",
+    "STATE_END",
+    "COMMIT",
+];
 
 fn options(host: &Host) -> migrate::SendOptions {
     let mut options = quick_send(host);

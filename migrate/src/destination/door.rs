@@ -351,6 +351,8 @@ pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError
 pub(super) fn await_end(mut wire: Wire<Link>, ledger: Arc<Ledger>, token: Token, limit: Duration) {
     wire.stream_mut().set_deadline(Some(Instant::now() + limit));
     let wait = move || {
+        // The guest runs, and its operator does not wait for a disk.
+        ledger.sync(token);
         if let Ok(Message::Ended { token: ended }) = wire.recv()
             && ended == token
         {

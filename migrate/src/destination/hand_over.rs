@@ -68,7 +68,6 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
             tracing::warn!(%token, "RUNNING was not said: {e}");
         }
-        self.ledger.sync(token);
         drop(whole.written.take());
         let report = ReceiveReport {
             vm_id: guest.vm_id(),

@@ -107,7 +107,7 @@ impl Ledger {
         if let Err(e) = self.records.sync(token) {
             tracing::error!(
                 %token,
-                "the guest runs here, and that this was decided may not outlive this process: {e}"
+                "the guest runs here, and that this was decided may not outlive a crash of this host, after which its source would be in doubt: {e}"
             );
         }
     }
@@ -179,12 +179,14 @@ impl Ledger {
     /// The source is settled and will not ask again. Only the process that had the guest, and will
     /// not decide about it any more, forgets: to another the decision is all that holds that one back.
     pub(super) fn forget(&self, token: Token) {
-        let session = |seat: &Seat| seat.session.as_ref().map(|s| (s.token, s.state));
-        let may = session(&self.lock()).is_some_and(|(t, state)| t == token && state.may_forget());
-        if !may {
+        let mut seat = self.lock();
+        let session = seat.session.as_mut().filter(|s| s.token == token && s.state.may_forget());
+        let Some(session) = session else {
             return tracing::debug!(%token, "the decision stays: this process never had the guest");
-        }
-        if let Err(e) = self.records.forget_decision(token) {
+        };
+        let prepared = session.prepared.take();
+        drop(seat);
+        if let Err(e) = self.records.forget_decision(token, prepared) {
             tracing::warn!(%token, "a settled migration leaves its record: {e}");
         }
     }
@@ -303,6 +305,50 @@ mod tests {
         // Now nobody has it.
         holder.forget(token);
         assert_eq!(holder.records.decision(token).unwrap(), None);
+    }
+
+    fn files(dir: &tempfile::TempDir, end: &str) -> Vec<std::path::PathBuf> {
+        let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+        entries.filter(|path| path.to_str().unwrap().ends_with(end)).collect()
+    }
+
+    #[test]
+    fn a_guest_that_may_have_run_is_not_said_to_be_discarded_whatever_the_host_has_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let (holder, token, vm) = (ledger(&dir), Token::random(), VmId::random());
+        holder.begin(token, vm);
+        holder.prepare(token, vm);
+        holder.post(DestinationEvent::Restored);
+        let (order, _) = holder.post(DestinationEvent::Commit);
+        assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
+        let decision = files(&dir, ".destination.json").pop().unwrap();
+        assert_eq!(ledger(&dir).answer(token, holder.site()), Verdict::Committed);
+        // The host crashes before it was durable, and is up again.
+        std::fs::remove_file(decision).unwrap();
+        let prepared = files(&dir, ".prepared.json").pop().unwrap();
+        let record = std::fs::read_to_string(&prepared).unwrap();
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+        let earlier = record.replace(boot.trim(), &Uuid::new_v4().to_string());
+        assert_ne!(record, earlier);
+        std::fs::write(&prepared, earlier).unwrap();
+        assert_eq!(ledger(&dir).answer(token, holder.site()), Verdict::Committed);
+        assert!(files(&dir, ".destination.json").is_empty(), "nobody has decided");
+        holder.post(DestinationEvent::Resumed);
+        holder.forget(token);
+        assert!(files(&dir, ".prepared.json").is_empty(), "its own");
+    }
+
+    #[test]
+    fn a_guest_that_was_dropped_leaves_no_record() {
+        for event in [DestinationEvent::Failed, DestinationEvent::Aborted] {
+            let dir = tempfile::tempdir().unwrap();
+            let (ledger, token, vm) = (ledger(&dir), Token::random(), VmId::random());
+            ledger.begin(token, vm);
+            ledger.prepare(token, vm);
+            assert_eq!(files(&dir, ".prepared.json").len(), 1);
+            ledger.post(event);
+            assert!(files(&dir, ".json").is_empty());
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The destination of a migration: `receive`, and the phases that it goes through.
 //!
 //! The caller's thread owns the connection and the guest being built. It lets the guest run only
-//! with the permit of the state machine (`handover`), which needs a durable decision.
+//! with the permit of the state machine (`handover`), which needs a decision that stands.
 
 mod ahead;
 mod assembly;
@@ -285,16 +285,15 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         )
         .and_then(|()| {
             self.ledger.begin(token, vm_id);
-            wire.send(&Message::Ready { site: self.ledger.site() })?;
-            // Beside what the source does next.
             self.ledger.prepare(token, vm_id);
             heap::grow();
-            Ok(())
+            Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
         });
         match ready {
             Ok(()) => Ok((guest, copies)),
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
+                let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
                 Err(cause)
             }
         }

@@ -11,17 +11,17 @@
 use crate::message::Verdict;
 use crate::records::Decision;
 
-/// Where the destination stands. The guest may run only in `Running`; only `Committed`, which needs
-/// a durable decision, leads there.
+/// Where the destination stands. The guest may run only in `Running`; only `Committed` leads there, which needs
+/// a decision that stands: found by every process of the host, and durable itself or by a prepared record.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Destination {
     /// Everything up to PREPARED.
     Assembling,
     /// Restored and paused, waiting for COMMIT.
     Prepared,
-    /// COMMIT has come; the decision is being made durable.
+    /// COMMIT has come; the decision is being made.
     Deciding,
-    /// The decision to run is durable.
+    /// The decision to run stands.
     Committed,
     /// The guest has been taken over. Final.
     Running,
@@ -44,9 +44,9 @@ pub(crate) enum DestinationEvent {
     Aborted,
     /// Anything failed: a cut, a deadline, a cancel, a wrong message.
     Failed,
-    /// A durable decision stands: ours, or another process's of this site.
+    /// A decision stands: ours, or another process's of this site.
     Stands(Decision),
-    /// The decision could not be made durable.
+    /// The decision could not be stored, or made durable where that has to be.
     NotStored,
     /// The guest was taken over.
     Resumed,
@@ -67,7 +67,7 @@ pub(crate) enum DestinationOrder {
     Wait,
     /// Say PREPARED and wait for COMMIT.
     SayPrepared,
-    /// Make the decision to run durable.
+    /// Store the decision to run; durably, unless a prepared record is.
     StoreCommitted,
     /// Take devices and let the guest run.
     TakeOver(MayRun),

@@ -64,7 +64,7 @@ struct World {
     durable: bool,
     /// The destination's prepared record is durable.
     prepared: bool,
-    /// The destination's host has crashed and is up again.
+    /// The destination's host has crashed and is up again, or has mounted its records anew: what was not durable may be gone.
     rebooted: bool,
     to_source: Vec<Message>,
     to_destination: Vec<Message>,
@@ -178,13 +178,20 @@ impl World {
         if self.destination_alive {
             self.destination_steps(&mut all);
         }
-        // The destination's host crashes: once, whoever still lives there.
+        // The destination's host crashes, or loses the file system of its records and mounts it anew: once.
         if !self.rebooted {
-            let w = Self { rebooted: true, durable: true, ..self.destination_dies() };
-            if !self.durable {
-                all.push((Kind::Bad, Self { disk: None, ..w.clone() }));
+            for survivor in [self.destination_dies(), self.clone()] {
+                let w = Self { rebooted: true, durable: true, ..survivor };
+                if !self.durable {
+                    all.push((Kind::Bad, Self { disk: None, ..w.clone() }));
+                }
+                all.push((Kind::Bad, w));
             }
-            all.push((Kind::Bad, w));
+        }
+        // The next process sweeps what one that died has left.
+        let undecided = self.disk.is_none() && !self.rebooted;
+        if !self.destination_alive && self.prepared && undecided {
+            all.push((Kind::Good, Self { prepared: false, ..self.clone() }));
         }
         // The network loses what is under way.
         for (lost, w) in [

@@ -96,7 +96,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         if let Some(verifier) = &verifier {
             verifier.sends(epoch.runs())?;
         }
-        // What is small goes together with the words around it, but nobody waits for what takes long.
+        // What is small goes together with the words around it. VERIFY is to be heard at once.
         wire.stream().set_cork(verifier.is_none());
         let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), &mut drives, until)?;
         (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());

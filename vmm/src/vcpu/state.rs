@@ -10,7 +10,7 @@ use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
-use super::{LONG_STAND, Peers, Vcpu, control, msrs, promises, reset, tsc};
+use super::{Peers, Vcpu, control, msrs, promises, reset, tsc};
 use crate::export::Registers;
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 
@@ -208,10 +208,9 @@ impl<P: Peers> Vcpu<P> {
         if !(reset && reset::is_mp_state(self.id, saved.mp_state)) {
             put("run state", fd.set_mp_state(saved.mp_state).map_err(io))?;
         }
-        // Clocks that disagree look like a long time, too.
-        let long = wall_ns().abs_diff(saved.wall_ns) >= LONG_STAND.as_nanos() as u64;
-        if long && ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
-            // Tells the guest's watchdogs of the gap; fails for a guest without kvmclock.
+        if ctx.has(KVM_CAP_KVMCLOCK_CTRL) {
+            // Tells the guest's watchdogs of the gap, however long it will have become when it runs, and of one before that. Fails for
+            // a guest without kvmclock.
             let _ = fd.kvmclock_ctrl();
         }
         Ok(())
