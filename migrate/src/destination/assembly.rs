@@ -22,6 +22,7 @@ use crate::compression::Unpacker;
 use crate::control::ReceiveControl;
 use crate::digest::allowance;
 use crate::error::{Cause, WireError};
+use crate::heap;
 use crate::link::Link;
 use crate::message::{Message, Tag};
 use crate::report::per_second;
@@ -206,6 +207,11 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     let received = wire.received_bytes() + self.shares.received_bytes();
                     let (bytes, time) = (received - before.0, before.1.elapsed());
                     before = (received, Instant::now());
+                    if !restored && restoring.is_none() {
+                        // The pause may be next.
+                        self.guest.stay_awake();
+                        heap::grow();
+                    }
                     moved_elsewhere = self.shares.moved_bytes();
                     let rate = per_second(bytes, time);
                     control.update(|p| p.link_rate_bytes_per_s = rate);

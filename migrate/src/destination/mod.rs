@@ -27,7 +27,6 @@ use dirty_tracker::{Layout, Subscription};
 use crate::control::{Phase, ReceiveControl};
 use crate::error::{Cause, ReceiveError, WireError};
 use crate::handover::DestinationEvent;
-use crate::heap;
 use crate::link::{Link, SLICE};
 use crate::message::{Counts, Message, Tag, Token};
 use crate::records::Records;
@@ -286,7 +285,6 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         .and_then(|()| {
             self.ledger.begin(token, vm_id);
             self.ledger.prepare(token, vm_id);
-            heap::grow();
             Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
         });
         match ready {

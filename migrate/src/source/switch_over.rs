@@ -29,7 +29,6 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     ) -> Result<Ready<'a, G>, Failed> {
         // Goes after what holds the guest.
         let mut recorded = copied.recorded.take();
-        self.guest.stay_awake();
         // State first: saving it may make the host write into guest memory.
         let (mut held, saved) = Held::saving(self.guest)?;
         let mut limit = self.options.pause_limit(&copied.tale.reason);

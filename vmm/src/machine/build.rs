@@ -450,6 +450,7 @@ fn start_vcpus(
             awaited: 0,
             hold: Hold::default(),
             reset: true,
+            midway: false,
             stands_since: None,
             _vm: vm.clone(),
         };

@@ -90,13 +90,10 @@ impl Machine {
         what: &'static str,
         request: impl FnOnce(Sender<Result<T, GuestError>>) -> Request,
     ) -> Result<T, GuestError> {
+        let gone = || GuestError::System { what, cause: "the supervisor has ended".into() };
         let (reply, answer) = mpsc::channel();
-        self.send(what, request(reply))?;
-        wait(what, &answer)
-    }
-
-    fn send(&self, what: &'static str, request: Request) -> Result<(), GuestError> {
-        self.requests.send(request).map_err(|_| gone(what))
+        self.requests.send(request(reply)).map_err(|_| gone())?;
+        answer.recv().map_err(|_| gone())?
     }
 
     /// Refuses `request` unless the guest is paused.
@@ -259,14 +256,7 @@ impl Guest for Machine {
 
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError> {
         let saved = state::decode(sections, self.config.vcpus, self.config.devices.len())?;
-        let (reply, answer) = mpsc::channel();
-        let restored =
-            self.send("restoring state", Request::Restore(Box::new(saved), clock, reply));
-        if clock == Clock::Advance {
-            // Handed over: it stands on its old host meanwhile. The supervisor first.
-            self.stay_awake();
-        }
-        restored.and_then(|()| wait("restoring state", &answer))
+        self.ask("restoring state", |reply| Request::Restore(Box::new(saved), clock, reply))
     }
 
     fn flush(&self, limit: Duration) -> Result<bool, GuestError> {
@@ -312,18 +302,6 @@ impl Guest for Machine {
         // Only a supervisor that has ended does not answer, and then the guest has too.
         let _ = self.ask("stopping", |reply| Request::Stop(why.to_owned(), reply));
     }
-}
-
-fn gone(what: &'static str) -> GuestError {
-    GuestError::System { what, cause: "the supervisor has ended".into() }
-}
-
-/// What the supervisor answers.
-fn wait<T>(
-    what: &'static str,
-    answer: &mpsc::Receiver<Result<T, GuestError>>,
-) -> Result<T, GuestError> {
-    answer.recv().map_err(|_| gone(what))?
 }
 
 /// Ends the guest if a frame of its memory is lost.

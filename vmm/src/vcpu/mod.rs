@@ -179,6 +179,8 @@ pub(crate) struct Vcpu<P: Peers> {
     pub(crate) hold: Hold,
     /// No state was put into it yet: much of it is as a reset leaves it.
     pub(crate) reset: bool,
+    /// It may be in the middle of an instruction.
+    pub(crate) midway: bool,
     /// Since when it stands, if it ran before.
     pub(crate) stands_since: Option<Instant>,
     /// Keeps guest memory mapped while the vCPU may write to it.
@@ -359,6 +361,10 @@ impl<P: Peers> Vcpu<P> {
     fn complete(&mut self) -> Option<EndReason> {
         self.immediate_exit.set();
         let ended = loop {
+            // To enter KVM for nothing costs a pause ten microseconds.
+            if !self.midway {
+                break None;
+            }
             match self.step() {
                 // A string instruction may exit again for its next part.
                 After::Run => {}
@@ -376,7 +382,10 @@ impl<P: Peers> Vcpu<P> {
         self.counters.exits.fetch_add(1, Ordering::Relaxed);
         let id = self.id;
         let crashed = |why: String| After::End(EndReason::Crashed(format!("vCPU {id}: {why}")));
-        match self.fd.run() {
+        let run = self.fd.run();
+        // An interrupted KVM_RUN has completed what the exit before it had begun, and nothing since.
+        self.midway = run.as_ref().err().is_none_or(|e| e.errno() != libc::EINTR);
+        match run {
             Ok(VcpuExit::IoOut(port, data)) => {
                 self.bus.write(port, data).map_or(After::Run, After::End)
             }
