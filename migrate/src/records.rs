@@ -142,7 +142,8 @@ impl Life {
 pub struct Records {
     dir: PathBuf,
     site: Uuid,
-    life: Option<Life>,
+    #[cfg(test)]
+    pretended: Option<Option<Life>>,
 }
 
 impl Records {
@@ -167,10 +168,23 @@ impl Records {
         let text = text.map_err(failed("read", &path))?;
         let site = Uuid::parse_str(text.trim())
             .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
-        let life = Life::of(&dir);
-        let records = Self { dir, site, life };
+        let records = Self {
+            dir,
+            site,
+            #[cfg(test)]
+            pretended: None,
+        };
         records.sweep_prepared();
         Ok(records)
+    }
+
+    /// The present life, looked at anew: a process outlives a mount.
+    fn life(&self) -> Option<Life> {
+        #[cfg(test)]
+        if let Some(life) = self.pretended {
+            return life;
+        }
+        Life::of(&self.dir)
     }
 
     /// The directory's name for peers.
@@ -309,7 +323,7 @@ impl Records {
         token: Token,
         vm_id: VmId,
     ) -> Result<Option<PreparedMark>, RecordsError> {
-        let Some(life) = self.life else { return Ok(None) };
+        let Some(life) = self.life() else { return Ok(None) };
         let path = self.prepared_path(token);
         let time_unix_ms = now_unix_ms();
         let record = PreparedRecord { version: VERSION, token, vm_id, life, time_unix_ms };
@@ -330,6 +344,7 @@ impl Records {
     /// Removes prepared records of processes of this life that have died and had decided nothing: their guests never ran.
     /// Whatever fails is tried again next time.
     fn sweep_prepared(&self) {
+        let life = self.life();
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let stem = name.to_str().and_then(|name| name.strip_suffix(PREPARED_SUFFIX));
@@ -339,7 +354,7 @@ impl Records {
             let path = entry.path();
             let of_this_life = matches!(
                 read::<PreparedRecord>(&path, token),
-                Ok(Some(record)) if Some(record.life) == self.life
+                Ok(Some(record)) if Some(record.life) == life
             );
             let has_died = || fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
             // In this order: a process decides before it dies.
@@ -362,7 +377,12 @@ impl Records {
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
         if self.decision(token)?.is_none() {
             let prepared: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
-            if prepared.is_some_and(|record| Some(record.life) != self.life) {
+            if prepared.is_some_and(|record| Some(record.life) != self.life()) {
+                tracing::warn!(
+                    %token,
+                    "its guest was prepared here in another boot, or on another mount of {}: it may have run, and its source stays in doubt until \
+                     the operator resolves that", self.dir.display()
+                );
                 return Ok(Decision::Committed);
             }
         }
@@ -581,10 +601,14 @@ mod tests {
     fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::open(dir.path()).unwrap();
-        assert!(records.life.is_some(), "this host tells its boots apart");
-        let life = |life| Records { life, ..records.clone() };
-        let later = life(Some(Life { boot: Uuid::new_v4(), ..records.life.unwrap() }));
-        let remounted = life(Some(Life { mount: Some(u64::MAX), ..records.life.unwrap() }));
+        let present = Life::of(dir.path()).expect("this host tells its boots apart");
+        let kernel = rustix::system::uname();
+        let mut version = kernel.release().to_str().unwrap().split('.').map(str::parse);
+        let version = (version.next().unwrap().unwrap(), version.next().unwrap().unwrap());
+        assert!(present.mount.is_some() || version < (6u32, 8u32), "and its mounts");
+        let life = |life| Records { pretended: Some(life), ..records.clone() };
+        let later = life(Some(Life { boot: Uuid::new_v4(), ..present }));
+        let remounted = life(Some(Life { mount: Some(u64::MAX), ..present }));
         let untold = life(None);
         let vm = VmId::random();
         let token = Token::random();
@@ -620,8 +644,8 @@ mod tests {
     fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::open(dir.path()).unwrap();
-        let earlier = records.life.map(|life| Life { boot: Uuid::new_v4(), ..life });
-        let earlier = Records { life: earlier, ..records.clone() };
+        let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
+        let earlier = Records { pretended: Some(earlier), ..records.clone() };
         let [lives, died, decided, rebooted] = [(); 4].map(|()| Token::random());
         let vm = VmId::random();
         let held = records.prepare(lives, vm).unwrap();

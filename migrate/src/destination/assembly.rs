@@ -34,6 +34,8 @@ const MIN_PROGRESS: u64 = 256 << 10;
 /// Frames of a last pass beside which the state is restored by another thread: to place fewer takes less time than to
 /// start one.
 const BESIDE: u64 = 512;
+/// For so long processors stay awake for sure when they were told to.
+const AWAKE: Duration = Duration::from_millis(10);
 
 /// Holds a source to a least pace: whenever it has moved enough, a new window begins.
 pub(super) struct Pace {
@@ -154,7 +156,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         // What had come, and when, at the end of the pass before.
         let mut before = (wire.received_bytes(), Instant::now());
         let mut moved_elsewhere = 0;
-        let (mut restored, mut restoring) = (false, None);
+        let (mut restored, mut restoring, mut awake) = (false, None, None);
         loop {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
@@ -210,6 +212,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     if !restored && restoring.is_none() {
                         // The pause may be next.
                         self.guest.stay_awake();
+                        awake = Some(Instant::now());
                         heap::grow();
                     }
                     moved_elsewhere = self.shares.moved_bytes();
@@ -217,11 +220,13 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     control.update(|p| p.link_rate_bytes_per_s = rate);
                 }
                 Step::Restore { sections, frames } if frames < BESIDE => {
+                    self.keep_awake(awake);
                     self.guest.restore_state(&sections, Clock::Advance)?;
                     restored = true;
                 }
                 Step::Restore { sections, .. } => {
                     restoring = Some(self.restore_beside(scope, sections)?);
+                    self.keep_awake(awake);
                 }
                 Step::Complete { sections, was_running } => {
                     wire.stream_mut().set_deadline(None);
@@ -252,6 +257,13 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                 let elsewhere = (self.shares.moved_bytes() - moved_elsewhere) / PAGE_SIZE;
                 (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
             });
+        }
+    }
+
+    /// The guest stands. Processors are told only if it is long ago that they were: it takes time itself.
+    fn keep_awake(&self, told: Option<Instant>) {
+        if told.is_none_or(|at| at.elapsed() > AWAKE) {
+            self.guest.stay_awake();
         }
     }
 

@@ -346,13 +346,14 @@ pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError
     turned_away(control, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
-/// Waits, in the background, for the source to say that its guest has ended; then the decision is
-/// not needed any more.
+/// In the background: makes the decision durable, and waits for the source to say that its guest has ended; then the
+/// decision is not needed any more.
 pub(super) fn await_end(mut wire: Wire<Link>, ledger: Arc<Ledger>, token: Token, limit: Duration) {
-    wire.stream_mut().set_deadline(Some(Instant::now() + limit));
+    let records = ledger.clone();
     let wait = move || {
         // The guest runs, and its operator does not wait for a disk.
         ledger.sync(token);
+        wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         if let Ok(Message::Ended { token: ended }) = wire.recv()
             && ended == token
         {
@@ -360,6 +361,7 @@ pub(super) fn await_end(mut wire: Wire<Link>, ledger: Arc<Ledger>, token: Token,
         }
     };
     if let Err(e) = std::thread::Builder::new().name("migrate-end".into()).spawn(wait) {
+        records.sync(token);
         tracing::warn!("a settled migration leaves its record: {e}");
     }
 }

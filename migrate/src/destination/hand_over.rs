@@ -36,7 +36,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         let permit = match self.ledger.post(DestinationEvent::Commit) {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
-                // Not durable, or decided otherwise by another process of this site.
+                // Not stored, or decided otherwise by another process of this site.
                 throw_away(
                     &*guest,
                     "it was not received: the decision to run it could not be made",

@@ -383,7 +383,7 @@ impl<P: Peers> Vcpu<P> {
         let id = self.id;
         let crashed = |why: String| After::End(EndReason::Crashed(format!("vCPU {id}: {why}")));
         let run = self.fd.run();
-        // An interrupted KVM_RUN has completed what the exit before it had begun, and nothing since.
+        // An interrupted KVM_RUN has completed what the exit before it had begun, and has begun nothing since.
         self.midway = run.as_ref().err().is_none_or(|e| e.errno() != libc::EINTR);
         match run {
             Ok(VcpuExit::IoOut(port, data)) => {
