@@ -1,0 +1,201 @@
+//! Records of hand-overs: who decides first, what outlives what, and what is swept.
+
+use super::*;
+
+#[test]
+fn the_first_decision_stands() {
+    let dir = tempfile::tempdir().unwrap();
+    let (a, b) = (Records::open(dir.path()).unwrap(), Records::open(dir.path()).unwrap());
+    assert_eq!(a.site(), b.site());
+    let (token, vm) = (Token::random(), VmId::random());
+    assert_eq!(a.decision(token).unwrap(), None);
+    assert_eq!(a.decide(token, None, Decision::Discarded).unwrap(), Decision::Discarded);
+    assert_eq!(b.decide(token, Some(vm), Decision::Committed).unwrap(), Decision::Discarded);
+
+    let token = Token::random();
+    assert_eq!(b.decide(token, Some(vm), Decision::Committed).unwrap(), Decision::Committed);
+    assert_eq!(a.decide(token, None, Decision::Discarded).unwrap(), Decision::Committed);
+    b.overturn(token, vm).unwrap();
+    assert_eq!(a.decision(token).unwrap(), Some(Decision::Discarded));
+    b.forget_decision(token, None).unwrap();
+    assert_eq!(a.decision(token).unwrap(), None);
+}
+
+#[test]
+fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let present = Life::of(dir.path()).expect("this host tells its boots apart");
+    let kernel = rustix::system::uname();
+    let mut version = kernel.release().to_str().unwrap().split('.').map(str::parse);
+    let version = (version.next().unwrap().unwrap(), version.next().unwrap().unwrap());
+    assert!(present.mount.is_some() || version < (6u32, 8u32), "and its mounts");
+    let life = |life| Records { pretended: Some(life), ..records.clone() };
+    let later = life(Some(Life { boot: Uuid::new_v4(), ..present }));
+    let remounted = life(Some(Life { mount: Some(u64::MAX), ..present }));
+    let untold = life(None);
+    let vm = VmId::random();
+    let token = Token::random();
+    let prepared = records.prepare(token, vm).unwrap().unwrap();
+    let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
+    let stands = records.decide_prepared(staged, &prepared).unwrap();
+    assert_eq!(stands, Decision::Committed);
+    assert_eq!(later.decide_unknown(token).unwrap(), Decision::Committed);
+    // It went with the boot.
+    fs::remove_file(records.decision_path(token)).unwrap();
+    for after in [&later, &remounted, &untold] {
+        assert_eq!(after.decide_unknown(token).unwrap(), Decision::Committed);
+        assert_eq!(after.decision(token).unwrap(), None, "it may have run, or not");
+    }
+    // In the same boot nothing was lost: it did not run, and never will.
+    assert_eq!(records.decide_unknown(token).unwrap(), Decision::Discarded);
+    let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
+    let stands = records.decide_prepared(staged, &prepared).unwrap();
+    assert_eq!(stands, Decision::Discarded);
+    assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
+    records.forget_decision(token, Some(prepared)).unwrap();
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
+    // Of a migration that came to nothing.
+    let prepared = records.prepare(token, vm).unwrap().unwrap();
+    assert!(records.prepare(token, vm).is_err(), "there is one already");
+    assert!(records.prepared_path(token).exists(), "which is not touched");
+    records.withdraw(token, prepared);
+    assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
+    assert!(untold.prepare(token, vm).unwrap().is_none());
+}
+
+#[test]
+fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
+    let earlier = Records { pretended: Some(earlier), ..records.clone() };
+    let [lives, died, decided, rebooted] = [(); 4].map(|()| Token::random());
+    let vm = VmId::random();
+    let held = records.prepare(lives, vm).unwrap();
+    for (token, records) in [(died, &records), (decided, &records), (rebooted, &earlier)] {
+        drop(records.prepare(token, vm).unwrap());
+    }
+    records.decide(decided, Some(vm), Decision::Committed).unwrap();
+    fs::write(records.prepared_path(Token::random()), "{").unwrap();
+    Records::open(dir.path()).unwrap();
+    let stands = |token| records.prepared_path(token).exists();
+    assert_eq!(
+        [lives, died, decided, rebooted].map(stands),
+        [true, false, true, true],
+        "of one who lives, one who died, one who had decided, and of another boot"
+    );
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 6, "nor what is no record");
+    drop(held);
+    Records::open(dir.path()).unwrap();
+    assert!(!stands(lives));
+}
+
+#[test]
+fn of_decisions_that_may_not_be_durable_only_discarded_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    for (decision, stays) in [(Decision::Committed, false), (Decision::Discarded, true)] {
+        let token = Token::random();
+        records.decide(token, None, decision).unwrap();
+        let path = records.decision_path(token);
+        let e = records.keep(&path, decision, Err(io::ErrorKind::Other.into())).unwrap_err();
+        assert_eq!(e.kind(), io::ErrorKind::Other);
+        let left = records.decision(token).unwrap();
+        assert_eq!(left, stays.then_some(decision));
+    }
+}
+
+#[test]
+fn what_was_staged_long_ago_is_swept_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let staged = records.stage(Token::random(), None, Decision::Discarded).unwrap();
+    let old = records.stage(Token::random(), None, Decision::Discarded).unwrap();
+    old.file.as_file().set_modified(UNIX_EPOCH).unwrap();
+    let decided = Token::random();
+    records.decide(decided, None, Decision::Discarded).unwrap();
+    let record = fs::File::options().write(true).open(records.decision_path(decided)).unwrap();
+    record.set_modified(UNIX_EPOCH).unwrap();
+    let again = Records::open(dir.path()).unwrap();
+    assert!(staged.file.path().exists() && !old.file.path().exists());
+    assert_eq!(again.decision(decided).unwrap(), Some(Decision::Discarded));
+}
+
+#[test]
+fn a_source_record_is_found_again_until_it_is_settled() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let (token, vm, site) = (Token::random(), VmId::random(), Uuid::new_v4());
+    let mark = records.stage_source(token, vm, "tcp:host:1", site).unwrap();
+    assert!(records.pending().unwrap().records.is_empty(), "it does not stand yet");
+    let mark = records.place_source(mark).unwrap();
+    let found = Records::open(dir.path()).unwrap().pending().unwrap();
+    assert_eq!(found.records, [mark.record().clone()]);
+    records.settle(token).unwrap();
+    assert!(records.pending().unwrap().records.is_empty());
+}
+
+#[test]
+fn missing_levels_are_made_and_a_file_in_their_place_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let deep = dir.path().join("a/b/c");
+    let site = Records::open(&deep).unwrap().site();
+    assert_eq!(Records::open(&deep).unwrap().site(), site);
+    fs::write(dir.path().join("file"), "").unwrap();
+    let e = Records::open(dir.path().join("file/b")).unwrap_err().to_string();
+    assert!(e.contains("file/b"), "{e}");
+}
+
+#[test]
+fn files_that_are_no_records_are_named_and_hide_no_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let token = Token::random();
+    let vm = VmId::random();
+    let good = records.stage_source(token, vm, "tcp:host:1", Uuid::new_v4()).unwrap();
+    let good = records.place_source(good).unwrap();
+    let path = |name: &str| dir.path().join(format!("{name}.source.json"));
+    let text = fs::read_to_string(path(&token.to_string())).unwrap();
+    // Another migration's name, a version to come, half a file, and a name that is none.
+    let names = [(); 3].map(|()| Token::random().to_string());
+    fs::write(path(&names[0]), &text).unwrap();
+    let later = text.replace("\"version\": 1", "\"version\": 2");
+    fs::write(path(&names[1]), later.replace(&token.to_string(), &names[1])).unwrap();
+    fs::write(path(&names[2]), &text[..20]).unwrap();
+    fs::write(path("mine"), &text).unwrap();
+    let found = records.pending().unwrap();
+    assert_eq!(found.records, [good.record().clone()]);
+    let mut said: Vec<String> = found.unreadable.iter().map(ToString::to_string).collect();
+    let mut because = |name: &str, why: &str| {
+        let at = said.iter().position(|s| s.contains(name)).expect(name);
+        let e = said.remove(at);
+        assert!(e.contains(why), "{e}");
+    };
+    because(&names[0], &format!("migration {token} is in it, not that of its name"));
+    because(&names[1], "its version is 2, and this program reads 1");
+    because(&names[2], "EOF while parsing");
+    because("mine", "its name is not that of a migration");
+    assert!(said.is_empty(), "{said:?}");
+}
+
+#[test]
+fn a_decision_of_another_migration_is_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let (token, other) = (Token::random(), Token::random());
+    records.decide(token, None, Decision::Committed).unwrap();
+    fs::copy(records.decision_path(token), records.decision_path(other)).unwrap();
+    let e = records.decision(other).unwrap_err().to_string();
+    assert!(e.contains(&other.to_string()) && e.contains("not that of its name"), "{e}");
+}
+
+#[test]
+fn a_record_that_is_no_record_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let token = Token::random();
+    fs::write(dir.path().join(format!("{token}.destination.json")), "{}").unwrap();
+    let e = records.decision(token).unwrap_err().to_string();
+    assert!(e.contains("destination.json") && e.contains("missing field"), "{e}");
+}
