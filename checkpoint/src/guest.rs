@@ -9,7 +9,7 @@ use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBit
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::{Backlog, DriveCopy, DriveHead, Fetching, GuestDrive, Section, Shield};
+use crate::{Backlog, DriveCopy, DriveHead, Fetching, Fill, GuestDrive, Section, Shield};
 
 /// Guest memory whose VMM-side writes mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
@@ -170,6 +170,12 @@ pub trait Guest: Send + Sync {
     /// a few pauses do, so it is kept for as long as epochs are taken; while nothing is protected it costs the guest nothing.
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         Ok(None)
+    }
+
+    /// What puts contents into the guest's memory, which nobody has touched, cheaper than a write does. `None`, the default, where that cannot
+    /// be had, or pages are such that a write is cheaper.
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        None
     }
 
     /// Has `backlog` come when it is touched, and behind that, into memory that nobody has touched; the guest may run meanwhile.

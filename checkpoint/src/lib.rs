@@ -8,6 +8,7 @@
 //! Checkpointer    takes epochs of one: a short pause, then copied and written behind the running guest
 //! Shield          what of a guest nobody writes to until it is copied
 //! Backlog         what of a restored guest has not come yet, while it runs already
+//! Fill            first contents of memory that nobody has touched
 //! Store           a directory of epochs, each stored whole or not at all (FORMAT.md)
 //! Archive         one epoch in a file, packed
 //! GuestDrive      a drive of a guest, to be copied; Keeper, what of it waits for that; DriveCopy, where its copy is being made
@@ -27,6 +28,7 @@ mod cost;
 mod crew;
 mod drive;
 pub mod durable;
+mod fill;
 mod followed;
 mod forecast;
 pub mod format;
@@ -53,6 +55,7 @@ pub use backlog::{Backlog, Fetching};
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
 pub use drive::{DriveCopy, DriveHead, GuestDrive, block_layout, data_runs};
+pub use fill::Fill;
 pub use forecast::{BEARABLE, CadenceForecast, cadence_forecast};
 pub use guest::{
     Clock, Guest, GuestError, GuestFactory, GuestRam, MAX_LATE, Paused, RunState, SavedState,

@@ -11,10 +11,10 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::restored_drives::{Blocks, RestoredDrives};
 use crate::store::{
-    Archive, Cell, EpochInfo, FrameMap, LateFrames, Pinned, Sink, State, Store, StoreError, fetch,
+    Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, fetch,
     place,
 };
-use crate::{Backlog, Clock, Guest, GuestError, GuestFactory, GuestRam, VmId, WithCopies};
+use crate::{Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, VmId, WithCopies};
 
 /// Frames that are read at once where none can come late: 1 MiB.
 const AT_ONCE: u64 = 256;
@@ -157,13 +157,13 @@ pub fn restore_lazily<F: GuestFactory>(
     restore_as(store, epoch, factory, clock, late, lazily)
 }
 
-/// `prepare` finds out where frames are, beside the building of the machine; `fill` then puts them into it, or has them come.
+/// `prepare` finds out where frames are, and what else is in the epoch, beside the building of the machine; `fill` then puts them into it, or has them come.
 fn restore_as<F: GuestFactory, P: Send>(
     store: &Store,
     epoch: Option<u64>,
     factory: &F,
     clock: Clock,
-    prepare: impl FnOnce(Pinned) -> Result<P, StoreError> + Send,
+    prepare: impl FnOnce(Pinned) -> Result<(P, Mapped), StoreError> + Send,
     fill: impl FnOnce(P, &F::Guest, &mut RestoreReport) -> Result<(), RestoreError>,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
     let since = Instant::now();
@@ -173,24 +173,25 @@ fn restore_as<F: GuestFactory, P: Send>(
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let state = pinned.read_state()?;
-    let blocks = match state.drives.is_empty() {
+    let machine = pinned.read_machine()?;
+    let blocks = match machine.drives.is_empty() {
         true => None,
         false => Some(Blocks::new(store.pin(Some(epoch))?)?),
     };
     let (prepared, guest) = thread::scope(|scope| {
         let beside = scope.spawn(|| prepare(pinned));
-        let guest = build(factory, info.vm_id, epoch, &state);
+        let guest = build(factory, info.vm_id, epoch, &machine);
         let prepared = beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         (prepared, guest)
     });
     let (guest, drives) = guest?;
-    let drives = RestoredDrives { epoch, heads: &state.drives, drives };
+    let drives = RestoredDrives { epoch, heads: &machine.drives, drives };
     let mut report =
         RestoreReport { drives: drives.heads.len() as u32, ..RestoreReport::new(&info) };
-    let filled = prepared.map_err(RestoreError::from).and_then(|prepared| {
+    let filled = prepared.map_err(RestoreError::from).and_then(|(prepared, mapped)| {
+        report.epochs = mapped.epochs;
         fill(prepared, &guest, &mut report)?;
-        let restored = guest.restore_state(&state.sections, clock);
+        let restored = guest.restore_state(&mapped.sections, clock);
         restored.map_err(|cause| lost(&*guest, epoch, cause))?;
         // What is in them cannot be had back: as late as can be.
         let Some(blocks) = blocks else { return Ok(()) };
@@ -210,13 +211,13 @@ pub fn restore_archive<F: GuestFactory>(
     clock: Clock,
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
     let since = Instant::now();
-    let (info, state) = (archive.info(), archive.state());
+    let (info, machine) = (archive.info(), archive.machine());
     let epoch = info.epoch;
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let (guest, drives) = build(factory, info.vm_id, epoch, state)?;
-    let drives = RestoredDrives { epoch, heads: &state.drives, drives };
+    let (guest, drives) = build(factory, info.vm_id, epoch, machine)?;
+    let drives = RestoredDrives { epoch, heads: &machine.drives, drives };
     let mut report = RestoreReport {
         epochs: 1,
         drives: info.drives,
@@ -224,9 +225,12 @@ pub fn restore_archive<F: GuestFactory>(
         ..RestoreReport::new(info)
     };
     let blocks = Mutex::default();
-    let first = First { memory: Memory { ram: guest.ram(), epoch }, blocks: &blocks };
-    let filled = archive.read(&first, 0).and_then(|()| {
-        let restored = guest.restore_state(&state.sections, clock);
+    let first = First { memory: Memory::of(&*guest, epoch), blocks: &blocks };
+    let read = archive.read(&first, 0);
+    // Its memory may be touched.
+    drop(first);
+    let filled = read.and_then(|()| {
+        let restored = guest.restore_state(archive.sections(), clock);
         restored.map_err(|cause| RestoreError::Guest { epoch, cause })?;
         let runs: Vec<FrameRun> =
             std::mem::take(&mut blocks.lock().unwrap_or_else(PoisonError::into_inner));
@@ -265,25 +269,22 @@ fn lost<G: Guest + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreE
 /// All frames of an epoch, to be put into place.
 struct Whole {
     pinned: Pinned,
-    epochs: u64,
     frames: Vec<(Gfn, Cell)>,
 }
 
 impl Whole {
-    fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
-        let mut map = FrameMap::default();
-        let epochs = pinned.read_map(&mut map)?;
-        Ok(Self { frames: map.to_vec(), pinned, epochs })
+    fn new(mut pinned: Pinned) -> Result<(Self, Mapped), StoreError> {
+        let (frames, mapped) = pinned.read_cells()?;
+        Ok((Self { pinned, frames }, mapped))
     }
 
     fn fill<G: Guest + ?Sized>(
-        mut self,
+        self,
         guest: &G,
         report: &mut RestoreReport,
     ) -> Result<(), RestoreError> {
-        let memory = Memory { ram: guest.ram(), epoch: report.epoch };
-        fetch(&self.pinned.pages, report.epoch, &mut self.frames, &memory)?;
-        report.epochs = self.epochs;
+        let memory = Memory::of(guest, report.epoch);
+        fetch(&self.pinned.pages, report.epoch, &self.frames, &memory)?;
         report.frames = self.frames.len() as u64;
         report.read_bytes = report.frames * PAGE_SIZE + self.pinned.log.bytes();
         Ok(())
@@ -292,12 +293,11 @@ impl Whole {
 
 /// Frames when they are touched, or all of them now where that cannot be had.
 fn lazily<G: Guest + ?Sized>(
-    (frames, epochs): (LateFrames, u64),
+    frames: LateFrames,
     guest: &G,
     report: &mut RestoreReport,
 ) -> Result<(), RestoreError> {
     let epoch = report.epoch;
-    report.epochs = epochs;
     report.frames = frames.frames().frames();
     report.read_bytes = frames.log_bytes();
     let begun = guest.fetch_late(Box::new(frames));
@@ -306,7 +306,7 @@ fn lazily<G: Guest + ?Sized>(
         return Ok(());
     };
     let mut buffer = vec![0; (AT_ONCE * PAGE_SIZE) as usize];
-    let memory = Memory { ram: guest.ram(), epoch };
+    let memory = Memory::of(guest, epoch);
     let frames = backlog.frames().clone();
     for run in frames.iter().flat_map(|run| run.chunks(AT_ONCE)) {
         let contents = &mut buffer[..run.bytes() as usize];
@@ -322,12 +322,12 @@ fn build<F: GuestFactory>(
     factory: &F,
     vm_id: VmId,
     epoch: u64,
-    state: &State,
+    machine: &Machine,
 ) -> Result<WithCopies<F::Guest>, RestoreError> {
-    let built = factory.create_with_drives(vm_id, &state.config, &state.drives);
+    let built = factory.create_with_drives(vm_id, &machine.config, &machine.drives);
     let (guest, drives) = built.map_err(|cause| RestoreError::Guest { epoch, cause })?;
-    if *guest.layout() != state.layout {
-        let (built, stored) = (guest.layout().hash(), state.layout.hash());
+    if *guest.layout() != machine.layout {
+        let (built, stored) = (guest.layout().hash(), machine.layout.hash());
         guest.stop("its memory is not the stored one");
         return Err(RestoreError::Layout { epoch, built, stored });
     }
@@ -359,7 +359,15 @@ impl Sink for First<'_> {
 /// Puts frames into a guest's memory, which is zeros where none are.
 struct Memory<'g> {
     ram: &'g GuestRam,
+    fill: Option<Box<dyn Fill>>,
     epoch: u64,
+}
+
+impl<'g> Memory<'g> {
+    /// Of a guest whose memory nobody touches until this is dropped.
+    fn of<G: Guest + ?Sized>(guest: &'g G, epoch: u64) -> Self {
+        Self { ram: guest.ram(), fill: guest.fill(), epoch }
+    }
 }
 
 impl Sink for Memory<'_> {
@@ -367,6 +375,10 @@ impl Sink for Memory<'_> {
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), RestoreError> {
         let epoch = self.epoch;
+        if let Some(fill) = &self.fill {
+            let filled = fill.fill(run, contents);
+            return filled.map_err(|cause| RestoreError::Guest { epoch, cause });
+        }
         let written = self.ram.write_slice(contents, GuestAddress(run.start.gpa()));
         written.map_err(|cause| RestoreError::Memory { epoch, cause })
     }

@@ -11,7 +11,7 @@ use std::sync::{Mutex, Once};
 
 use dirty_tracker::PAGE_SIZE;
 use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::fcntl::{FallocateFlags, FcntlArg, PosixFadviseAdvice, fallocate, fcntl, posix_fadvise};
 use nix::libc;
 
 use crate::durable::{create_dir, sync_dir};
@@ -97,6 +97,12 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
 
     /// Fills `buf` from byte `offset` on; `UnexpectedEof` where the file is shorter.
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// `len` bytes from byte `offset` on are about to be read. A hint; does nothing, the default, where there is nothing to be
+    /// gained.
+    fn will_read(&self, offset: u64, len: u64) {
+        let _ = (offset, len);
+    }
 
     /// Writes all of `bytes` at `offset`, growing the file if need be.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
@@ -251,6 +257,12 @@ impl StoreFile for File {
 
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         FileExt::read_exact_at(self, buf, offset)
+    }
+
+    fn will_read(&self, offset: u64, len: u64) {
+        let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+        // Where it cannot be had, reading waits.
+        _ = posix_fadvise(self, offset, len, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
     }
 
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {

@@ -8,7 +8,7 @@ use std::path::Path;
 use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use serde::Serialize;
 
-use super::{Cell, FrameMap, Sink, State, Store, StoreError, fetch};
+use super::{Cell, FrameMap, Sink, Store, StoreError, fetch};
 use crate::{Section, VmId};
 
 /// What an export has written.
@@ -85,12 +85,12 @@ impl Store {
         let io = |what, cause| StoreError::Io { what, path: path.to_owned(), cause };
         let mut pinned = self.pin(epoch)?;
         let mut map = FrameMap::default();
-        pinned.read_map(&mut map)?;
+        let sections = pinned.read_map(&mut map)?.sections;
         let info = pinned.log.groups[pinned.index].info;
-        let State { layout, sections, drives, .. } = pinned.read_state()?;
-        let place = begin(&layout, &sections).map_err(|e| io("beginning", e))?;
-        let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
-        fetch(&pinned.pages, info.epoch, &mut frames, &Placed { file, path, place })?;
+        let machine = pinned.read_machine()?;
+        let place = begin(&machine.layout, &sections).map_err(|e| io("beginning", e))?;
+        let frames: Vec<(Gfn, Cell)> = map.iter().collect();
+        fetch(&pinned.pages, info.epoch, &frames, &Placed { file, path, place })?;
         file.sync_all().map_err(|e| io("syncing", e))?;
         let bytes = file.metadata().map_err(|e| io("looking at", e))?.len();
         Ok(ExportReport {
@@ -99,7 +99,7 @@ impl Store {
             bytes,
             frames: frames.len() as u64,
             // There are 256 at most.
-            drives: drives.len() as u32,
+            drives: machine.drives.len() as u32,
         })
     }
 }

@@ -14,6 +14,10 @@ const PAGE: usize = PAGE_SIZE as usize;
 const AT_ONCE: usize = 256;
 /// Most threads that read.
 const THREADS: usize = 4;
+/// What the system is asked to read at once, in frames: 256 KiB, no more than it does for one call.
+const AHEAD: u32 = 64;
+/// Slots that are read ahead for nothing rather than asked for around.
+const GAP: u32 = 16;
 
 /// Where frames go to.
 pub(crate) trait Sink: Sync {
@@ -29,15 +33,15 @@ pub(crate) trait Sink: Sync {
     }
 }
 
-/// Reads `frames` of `epoch`, which it sorts by slot, and hands them to `sink`. The first error, as far as that can be said of
-/// several threads, ends it.
+/// Reads `frames` of `epoch`, ascending by frame, and hands them to `sink`, as many at once as follow one another there, wherever their slots are.
+/// What is not in the page cache is read ahead in the order of slots. The first error, as far as that can be said of several
+/// threads, ends it.
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,
-    frames: &mut [(Gfn, Cell)],
+    frames: &[(Gfn, Cell)],
     sink: &S,
 ) -> Result<(), S::Error> {
-    frames.sort_unstable_by_key(|(_, cell)| cell.slot);
     let pieces: Vec<&[(Gfn, Cell)]> = frames.chunks(AT_ONCE).collect();
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
     let work = || {
@@ -55,13 +59,17 @@ pub(crate) fn fetch<S: Sink>(
             }
         }
     };
+    let ahead = || read_ahead(pages, frames, || next.load(Ordering::Relaxed) >= pieces.len());
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let threads = cores.min(THREADS).min(pieces.len());
     thread::scope(|scope| {
+        // Where no thread can be had, those that are there do all of it.
+        let named = |name: &str| thread::Builder::new().name(name.into());
+        if pieces.len() > 1 {
+            _ = named("restore-ahead").spawn_scoped(scope, ahead);
+        }
         for _ in 1..threads {
-            // Where no thread can be had, those that are there do all of it.
-            let named = thread::Builder::new().name("restore".into());
-            if named.spawn_scoped(scope, work).is_err() {
+            if named("restore").spawn_scoped(scope, work).is_err() {
                 break;
             }
         }
@@ -71,6 +79,21 @@ pub(crate) fn fetch<S: Sink>(
     failed.map_or(Ok(()), |(_, e)| Err(e))
 }
 
+/// Has the system begin to read what is not in its cache: as a disk likes it, not as memory does. Until all is read, or it is `over`.
+fn read_ahead(pages: &PageReader, frames: &[(Gfn, Cell)], over: impl Fn() -> bool) {
+    let mut slots: Vec<u32> = frames.iter().map(|(_, cell)| cell.slot).collect();
+    slots.sort_unstable();
+    for near in slots.chunk_by(|a, b| b - a <= GAP) {
+        let (Some(first), Some(last)) = (near.first(), near.last()) else { continue };
+        for slot in (*first..=*last).step_by(AHEAD as usize) {
+            if over() {
+                return;
+            }
+            pages.will_read(slot, AHEAD.min(last - slot + 1));
+        }
+    }
+}
+
 fn read_piece<S: Sink>(
     pages: &PageReader,
     epoch: u64,
@@ -78,21 +101,28 @@ fn read_piece<S: Sink>(
     buffer: &mut [u8],
     sink: &S,
 ) -> Result<(), S::Error> {
+    // Those before `at` are read, and those before `done` are handed out.
+    let (mut at, mut done) = (0, 0);
     for run in piece.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
-        let bytes = &mut buffer[..run.len() * PAGE];
-        match pages.read(run[0].1.slot, bytes) {
-            Ok(()) => hand_out(pages, epoch, run, bytes, sink)?,
-            Err(StoreError::Damaged { .. }) if run.len() > 1 => {
-                // It ends within these: each by itself.
-                for one in run.chunks(1) {
-                    read_piece(pages, epoch, one, bytes, sink)?;
+        let end = at + run.len();
+        match pages.read(run[0].1.slot, &mut buffer[at * PAGE..end * PAGE]) {
+            Ok(()) => {}
+            Err(e @ StoreError::Damaged { .. }) => {
+                hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)?;
+                match run {
+                    [(gfn, _)] => sink.damaged(*gfn, e)?,
+                    // The file ends within these: each by itself.
+                    _ => run.chunks(1).try_for_each(|one| {
+                        read_piece(pages, epoch, one, &mut buffer[at * PAGE..], sink)
+                    })?,
                 }
+                done = end;
             }
-            Err(e @ StoreError::Damaged { .. }) => sink.damaged(run[0].0, e)?,
             Err(e) => return Err(e.into()),
         }
+        at = end;
     }
-    Ok(())
+    hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)
 }
 
 /// Checks frames that were read at once, and hands them on.

@@ -4,7 +4,7 @@ use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
 use super::pages::PageReader;
 use super::touched::Touched;
-use super::{Cell, Damage, EpochInfo, FrameMap, Pinned, Store, StoreError};
+use super::{Cell, Damage, EpochInfo, Mapped, Pinned, Store, StoreError};
 use crate::Backlog;
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -22,18 +22,16 @@ pub(crate) struct LateFrames {
 }
 
 impl LateFrames {
-    /// Of the epoch pinned in `store`. Beside it, from how many epochs' records that is known.
-    pub(crate) fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, u64), StoreError> {
+    /// Of the epoch pinned in `store`, and what else was learned of it.
+    pub(crate) fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, Mapped), StoreError> {
         let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
         let layout = pinned.log.group(pinned.index)?.layout;
         let touched = Touched::open(store, vm_id, epoch, &layout)
             .inspect_err(|e| tracing::debug!("which frames were touched first is not known: {e}"))
             .ok();
-        let mut map = FrameMap::default();
-        let epochs = pinned.read_map(&mut map)?;
-        let cells = map.to_vec();
+        let (cells, mapped) = pinned.read_cells()?;
         let frames: FrameSet = runs_of_cells(&cells).collect();
-        Ok((Self { pinned, epoch, frames, cells, touched }, epochs))
+        Ok((Self { pinned, epoch, frames, cells, touched }, mapped))
     }
 
     /// Bytes of the log that were read.

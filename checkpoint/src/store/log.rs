@@ -53,6 +53,8 @@ pub(crate) struct LogFile {
     pub(crate) groups: Vec<Group>,
     /// Behind the last of them.
     pub(crate) end: Place,
+    /// The sector before that as it was read with the last of them, in which its digest is.
+    sealed: Option<Vec<u8>>,
     pub(crate) tail: Tail,
 }
 
@@ -86,7 +88,7 @@ impl LogFile {
         let end = Place { sector: 1, sequence: 0, digest: Digest(header.checksum()) };
         let vm_id = header.vm_id();
         let (groups, tail) = (Vec::new(), Tail::Clean);
-        let mut log = Self { sectors, vm_id, groups, end, tail };
+        let mut log = Self { sectors, vm_id, groups, end, sealed: None, tail };
         log.go_on()?;
         Ok(log)
     }
@@ -111,8 +113,10 @@ impl LogFile {
     /// Looks through what was appended since. The last epoch may have failed after it was seen, and be gone.
     pub(crate) fn go_on(&mut self) -> Result<(), StoreError> {
         self.sectors.look_again()?;
-        if let Some(last) = self.groups.pop() {
-            self.end = last.place;
+        if !self.ends_as_before()
+            && let Some(last) = self.groups.pop()
+        {
+            (self.end, self.sealed) = (last.place, None);
         }
         self.tail = loop {
             if self.end.sector * SECTOR as u64 == self.sectors.len() {
@@ -122,12 +126,20 @@ impl LogFile {
                 Ok((group, end)) => {
                     self.groups.push(group);
                     self.end = end;
+                    self.sealed = self.sectors.raw(end.sector - 1).ok().map(<[u8]>::to_vec);
                 }
                 Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
                 Err(stop) => break self.tail_of(stop)?,
             }
         };
         Ok(())
+    }
+
+    /// Whether the last epoch is still there: another in its place would have another digest at its end.
+    fn ends_as_before(&mut self) -> bool {
+        let last = self.end.sector - 1;
+        let there = last < self.sectors.count();
+        there && self.sealed.as_deref().is_some_and(|was| self.sectors.raw(last).ok() == Some(was))
     }
 
     /// What it means that the log stops making sense within the group at its end.

@@ -60,7 +60,7 @@ pub(crate) use late::LateFrames;
 pub(crate) use log::LogFile;
 pub(crate) use object::{of_object, place};
 pub(crate) use pages::Pages;
-pub(crate) use pin::{Pinned, State};
+pub(crate) use pin::{Machine, Mapped, Pinned};
 pub(crate) use records::MAX_EPOCH;
 #[cfg(feature = "testing")]
 pub use reseal::{reseal_log, reseal_manifest, reseal_pages};

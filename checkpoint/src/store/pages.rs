@@ -100,6 +100,11 @@ impl PageReader {
         Ok(u32::try_from(len / PAGE_SIZE).unwrap_or(u32::MAX))
     }
 
+    /// `count` slots from `slot` on are about to be read.
+    pub(crate) fn will_read(&self, slot: u32, count: u32) {
+        self.file.will_read(u64::from(slot) * PAGE_SIZE, u64::from(count) * PAGE_SIZE);
+    }
+
     /// Fills `buf` with slots from `slot` on.
     pub(crate) fn read(&self, slot: u32, buf: &mut [u8]) -> Result<(), StoreError> {
         let offset = u64::from(slot) * PAGE_SIZE;

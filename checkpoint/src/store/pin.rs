@@ -8,13 +8,14 @@ use std::io::ErrorKind;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::Layout;
+use dirty_tracker::{Gfn, Layout};
 
 use super::log::{LogFile, is_not_found};
 use super::manifest::Manifest;
+use super::object::MEMORY;
 use super::pages::PageReader;
-use super::space::apply;
-use super::{FrameMap, RangeLock, Record, Store, StoreError, pages_name};
+use super::space::{apply, apply_last};
+use super::{Cell, FrameMap, RangeLock, Record, Store, StoreError, pages_name};
 use crate::{DriveHead, Section};
 
 /// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
@@ -31,37 +32,64 @@ pub(crate) struct Pinned {
     pub(crate) index: usize,
 }
 
-/// An epoch without its memory.
+/// What an epoch's machine is built from.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct Machine {
     pub(crate) layout: Layout,
     pub(crate) config: Vec<u8>,
     /// In their order; none if the epoch does not have them.
     pub(crate) drives: Vec<DriveHead>,
+}
+
+/// What is learned of an epoch on the way to where its frames are.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    /// From how many epochs' records it is known where they are.
+    pub(crate) epochs: u64,
+    /// The state of its machine.
     pub(crate) sections: Vec<Section>,
 }
 
 impl Pinned {
-    /// All of the epoch but its memory.
-    pub(crate) fn read_state(&mut self) -> Result<State, StoreError> {
-        let mut group = self.log.group(self.index)?;
-        let mut sections = Vec::new();
-        while let Some(record) = group.next()? {
-            if let Record::Section(section) = record {
-                sections.push(section);
-            }
-        }
-        let (layout, config) = (group.layout.clone(), group.config.clone());
-        Ok(State { layout, config, drives: group.drives.clone(), sections })
+    /// What stands at the beginning of the epoch: reads no more of it.
+    pub(crate) fn read_machine(&mut self) -> Result<Machine, StoreError> {
+        let group = self.log.group(self.index)?;
+        Ok(Machine { layout: group.layout, config: group.config, drives: group.drives })
     }
 
-    /// Where all frames of the epoch are. Returns from how many epochs' records that is known.
-    pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<u64, StoreError> {
+    /// Where the frames of guest memory are that are not zeros, ascending, and, since the epoch is read to its end for that, its state.
+    pub(crate) fn read_cells(&mut self) -> Result<(Vec<(Gfn, Cell)>, Mapped), StoreError> {
+        if self.log.base_of(self.index) == self.index {
+            // It has each frame once, in their order: nothing is put together.
+            let mut group = self.log.group(self.index)?;
+            let (mut cells, mut sections) = (Vec::new(), Vec::new());
+            while let Some(record) = group.next()? {
+                match record {
+                    Record::Frames(runs, crcs) => {
+                        let runs = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
+                        let here = runs.zip(crcs).filter(|((gfn, _), _)| MEMORY.contains(&gfn.0));
+                        cells
+                            .extend(here.map(|((gfn, slot), crc)| (gfn, Cell { slot, crc: *crc })));
+                    }
+                    Record::Zeros(_) => {}
+                    Record::Section(section) => sections.push(section),
+                }
+            }
+            return Ok((cells, Mapped { epochs: 1, sections }));
+        }
+        let mut map = FrameMap::default();
+        let mapped = self.read_map(&mut map)?;
+        Ok((map.to_vec(), mapped))
+    }
+
+    /// Where all frames of the epoch are, drives' included, and its state, as above.
+    pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<Mapped, StoreError> {
         let base = self.log.base_of(self.index);
-        for index in base..=self.index {
+        for index in base..self.index {
             apply(&mut self.log, index, map)?;
         }
-        Ok((self.index - base) as u64 + 1)
+        let sections = apply_last(&mut self.log, self.index, map)?;
+        Ok(Mapped { epochs: (self.index - base) as u64 + 1, sections })
     }
 }
 

@@ -242,8 +242,7 @@ impl Store {
             }
             let sink =
                 Moved { store: self, file: &*file, name: &name, slots: &slots, entries: &entries };
-            let mut sorted = entries.clone();
-            fetch(pages, epoch, &mut sorted, &sink)?;
+            fetch(pages, epoch, &entries, &sink)?;
         }
         file.sync().map_err(|e| self.io("syncing", &name, e))?;
         Ok(slots)

@@ -215,7 +215,7 @@ impl Sectors {
     }
 
     /// The bytes of sector `number`, which is there.
-    fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
+    pub(crate) fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
             self.calm.stand_aside();

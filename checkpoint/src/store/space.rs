@@ -12,6 +12,7 @@ use super::frame_map::runs_of;
 use super::object::MEMORY;
 use super::records::{NO_SLOT, Placed};
 use super::{Damage, FrameMap, LogFile, Record, StoreError};
+use crate::Section;
 use crate::slots::{SlotRun, Slots};
 use dirty_tracker::Layout;
 
@@ -183,7 +184,18 @@ pub(crate) struct Applied {
 
 /// Makes of the map of the epoch before it that of group number `index`.
 pub(crate) fn apply(log: &mut LogFile, index: usize, map: &mut FrameMap) -> Result<(), StoreError> {
-    apply_telling(log, index, map, |_| {}, |_| {})
+    apply_telling(log, index, map, |_| {}, |_| {}, |_| {})
+}
+
+/// As [`apply`]. Returns the epoch's state.
+pub(crate) fn apply_last(
+    log: &mut LogFile,
+    index: usize,
+    map: &mut FrameMap,
+) -> Result<Vec<Section>, StoreError> {
+    let mut sections = Vec::new();
+    apply_telling(log, index, map, |_| {}, |_| {}, |section| sections.push(section))?;
+    Ok(sections)
 }
 
 /// As [`apply`], and says what became of slots.
@@ -196,19 +208,21 @@ fn apply_noting(
     if log.groups[index].front.is_whole() {
         old.extend(map.all().map(|(_, cell)| cell.slot));
     }
-    apply_telling(log, index, map, |slot| old.push(slot), |run| new.push(run))?;
+    apply_telling(log, index, map, |slot| old.push(slot), |run| new.push(run), |_| {})?;
     // Frames ascend in an epoch, slots need not.
     new.sort_unstable();
     Ok(Applied { superseded: runs_of(old), new })
 }
 
-/// Tells of each slot that a frame was in before and is not any more, unless the epoch is whole, and of those that it is in now.
+/// Tells of each slot that a frame was in before and is not any more, unless the epoch is whole, of those that it is in now, and of
+/// the epoch's state.
 fn apply_telling(
     log: &mut LogFile,
     index: usize,
     map: &mut FrameMap,
     mut on_old: impl FnMut(u32),
     mut on_new: impl FnMut(SlotRun),
+    mut on_section: impl FnMut(Section),
 ) -> Result<(), StoreError> {
     let mut group = log.group(index)?;
     if group.front.is_whole() {
@@ -221,7 +235,7 @@ fn apply_telling(
                 runs.iter().map(Placed::slots).for_each(&mut on_new);
             }
             Record::Zeros(runs) => map.clear_frames(runs, &mut on_old),
-            Record::Section(_) => {}
+            Record::Section(section) => on_section(section),
         }
     }
     Ok(())

@@ -33,7 +33,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
+    Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
     Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
@@ -181,6 +181,12 @@ impl Guest for Machine {
             return Ok(None);
         }
         self.memory.shield()
+    }
+
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        // Its descriptor is the one that a memory may have.
+        let is_followed = self.config.tracking == TrackingMode::UserfaultWp;
+        if is_followed { None } else { self.memory.fill() }
     }
 
     fn fetch_late(

@@ -104,6 +104,19 @@ impl MemoryOptions {
         self.huge_pages == Some(HugePages::Hugetlbfs)
     }
 
+    /// Whether the first write to memory gets a page of a frame's size, and no larger one.
+    pub(super) fn faults_are_small(&self) -> bool {
+        let always = || {
+            let chosen = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+            chosen.is_ok_and(|chosen| chosen.contains("[always]"))
+        };
+        match self.huge_pages {
+            Some(HugePages::None) => true,
+            Some(HugePages::Thp | HugePages::Hugetlbfs) => false,
+            None => !always(),
+        }
+    }
+
     /// Maps `len` zeroed bytes, whose writes through vm-memory `bitmap` is told.
     pub(super) fn map(
         &self,

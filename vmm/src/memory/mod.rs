@@ -3,6 +3,7 @@
 
 mod backing;
 mod discard;
+mod fill;
 mod late;
 #[cfg(test)]
 mod late_tests;
@@ -17,12 +18,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::{Backlog, Fetching, GuestError, GuestRam, Shield};
+use checkpoint::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
 use dirty_tracker::{FrameRun, FrameSet, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};
 pub(crate) use discard::Discarder;
+use fill::MemoryFill;
 use late::Late;
 pub(crate) use late::Owner;
 pub use map::{HOLE_END, HOLE_START, frames, layout};
@@ -83,6 +85,8 @@ pub struct Memory {
     kept: Arc<Kept>,
     /// All of it had host memory from the first.
     prefaulted: bool,
+    /// A first write gets a page of a frame's size.
+    small_pages: bool,
 }
 
 impl Memory {
@@ -138,7 +142,9 @@ impl Memory {
         }
         let preparing = options.huge_pages.is_none().then(Preparing::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        Ok(Self { ram, tracker, preparing, kept: Arc::default(), prefaulted: options.prefault })
+        let prefaulted = options.prefault;
+        let small_pages = !prefaulted && options.faults_are_small();
+        Ok(Self { ram, tracker, preparing, kept: Arc::default(), prefaulted, small_pages })
     }
 
     /// The mappings.
@@ -194,6 +200,17 @@ impl Memory {
                 Err(_) => Err(failed("it is fetched already".into())),
             },
         }
+    }
+
+    /// What puts first contents into memory that nobody has touched. `None` where the host does not allow that, or where a write
+    /// gets more than a frame's page: it then costs less.
+    pub(crate) fn fill(&self) -> Option<Box<dyn Fill>> {
+        if !self.small_pages {
+            return None;
+        }
+        let opened = MemoryFill::open(&self.ram);
+        let opened = opened.inspect_err(|e| tracing::debug!("memory is written, not filled: {e}"));
+        opened.ok().map(|fill| Box::new(fill) as Box<dyn Fill>)
     }
 
     /// How far the fetching is; `None` where nothing was to be fetched.

@@ -117,6 +117,11 @@ impl Userfault {
         Self::with(FEATURE_MISSING_SHMEM | FEATURE_POISON)
     }
 
+    /// As [`open`](Self::open), for contents of pages that are not there yet, of which nobody is told; the kernel has to be 4.11 or later.
+    pub(crate) fn open_for_filling() -> io::Result<Self> {
+        Self::with(FEATURE_MISSING_SHMEM)
+    }
+
     /// As [`open`](Self::open), of which writes do not wait: they take away the protection, and that is what
     /// tells of them. The kernel has to be 6.7 or later.
     pub(crate) fn open_async() -> io::Result<Self> {

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, Shield, VmId};
+use checkpoint::{Clock, Fill, Guest, GuestError, GuestRam, RunState, Section, Shield, VmId};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
 use images::PayloadSpec;
 use images::workload::{Placement, ready_line};
@@ -207,6 +207,10 @@ impl Guest for ThreadMachine {
             return Err(GuestError::NotTracked);
         }
         Ok(self.memory.tracker().subscribe(name))
+    }
+
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        self.memory.fill()
     }
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {

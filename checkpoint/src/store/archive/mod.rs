@@ -20,7 +20,7 @@ use self::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_conten
 use self::walk::{Place, Walk, reading};
 use super::object::{Objects, decode_drives};
 use super::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, decode_layout};
-use super::{Damage, EpochInfo, Sink, State, StoreError, StoreFile, VerifyReport};
+use super::{Damage, EpochInfo, Machine, Sink, StoreError, StoreFile, VerifyReport};
 use crate::format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
 use crate::{Section, SectionTag, section_tags};
 
@@ -46,7 +46,9 @@ pub struct Archive {
     file: Box<dyn StoreFile>,
     path: PathBuf,
     info: EpochInfo,
-    state: State,
+    machine: Machine,
+    /// The state of that machine.
+    sections: Vec<Section>,
     /// Where its memory begins.
     contents: Place,
 }
@@ -65,9 +67,9 @@ impl Archive {
         let begin = Place { at: 0, records: 0, digest: Digest(0) };
         let (header, begin) = Walk::new(&*file, path, begin)?.header()?;
         let mut walk = Walk::new(&*file, path, begin)?;
-        let (front, mut state) = read_front(&mut walk, &header)?;
-        let mut payload = Vec::new();
-        let (mut bytes, mut contents) = (state.config.len() as u64, None);
+        let (front, machine) = read_front(&mut walk, &header)?;
+        let (mut payload, mut sections) = (Vec::new(), Vec::new());
+        let (mut bytes, mut contents) = (machine.config.len() as u64, None);
         let end = loop {
             let before = walk.next();
             let (head, end) = walk.head(&mut payload)?;
@@ -79,7 +81,7 @@ impl Archive {
                 }
                 tag if tag > section_tags::CONFIG.0 && tag < TAG_STORE && contents.is_none() => {
                     bytes += u64::from(head.length);
-                    if state.sections.len() >= MAX_SECTIONS as usize - 1 || bytes > MAX_STATE {
+                    if sections.len() >= MAX_SECTIONS as usize - 1 || bytes > MAX_STATE {
                         let (what, expected) = ("the size of all state sections", MAX_STATE);
                         return Err(walk.damaged(Damage::Mismatch {
                             what,
@@ -88,7 +90,7 @@ impl Archive {
                         }));
                     }
                     walk.payload(&head, &mut payload)?;
-                    state.sections.push(section(&head, payload.clone()));
+                    sections.push(section(&head, payload.clone()));
                 }
                 tag => return Err(walk.damaged(Damage::Misplaced { tag })),
             }
@@ -107,11 +109,11 @@ impl Archive {
             full: front.parent.is_none(),
             frames: end.frames,
             zero_frames: 0,
-            drives: state.drives.len() as u32,
+            drives: machine.drives.len() as u32,
             bytes: walk.next().at,
             created_unix_ms: front.created_unix_ms,
         };
-        Ok(Self { path: path.to_owned(), info, state, contents, file })
+        Ok(Self { path: path.to_owned(), info, machine, sections, contents, file })
     }
 
     /// Which epoch it is: `frames` are all of its memory, and of its drives, that are not zeros, `bytes` is the file's length.
@@ -131,9 +133,14 @@ impl Archive {
         Ok(VerifyReport { epochs: 1, frames, read_bytes: bytes, ..VerifyReport::default() })
     }
 
-    /// What it has besides memory, and what is in drives.
-    pub(crate) fn state(&self) -> &State {
-        &self.state
+    /// What its machine is built from.
+    pub(crate) fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// The state of its machine.
+    pub(crate) fn sections(&self) -> &[Section] {
+        &self.sections
     }
 
     /// Unpacks all frames of this object and those after it, on several threads, and hands them to `sink` once they are checked; of the others their records
@@ -165,7 +172,7 @@ impl Archive {
     }
 
     fn objects(&self) -> Objects<'_> {
-        Objects { layout: &self.state.layout, drives: &self.state.drives }
+        Objects { layout: &self.machine.layout, drives: &self.machine.drives }
     }
 
     fn damaged(&self, offset: u64, damage: Damage) -> StoreError {
@@ -196,7 +203,7 @@ impl Walk<'_> {
 }
 
 /// The records that come first.
-fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, State), StoreError> {
+fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
     let front = Front::decode(&walk.expect(TAG_EPOCH)?).map_err(|e| walk.damaged(e))?;
     let fields = [
         ("the epoch in the header", header.epoch(), front.epoch),
@@ -213,7 +220,7 @@ fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, State), St
         true => decode_drives(&walk.expect(TAG_DRIVES)?).map_err(|e| walk.damaged(e))?,
         false => Vec::new(),
     };
-    Ok((front, State { layout, config, drives, sections: Vec::new() }))
+    Ok((front, Machine { layout, config, drives }))
 }
 
 fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {

@@ -12,11 +12,11 @@ use super::super::late::{read_frames, runs_of_cells};
 use super::super::object::{encode_drives, place};
 use super::super::pages::PageReader;
 use super::super::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, encode_layout};
-use super::super::{Cell, ExportReport, FrameMap, State, Store, StoreError};
+use super::super::{Cell, ExportReport, FrameMap, Machine, Store, StoreError};
 use super::records::{End, MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, TAG_END, encode_contents};
 use super::{lock, side_by_side};
 use crate::format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
-use crate::section_tags;
+use crate::{Section, section_tags};
 
 /// zstd's own default: nobody waits for an archive as for a migration.
 const LEVEL: i32 = 3;
@@ -32,9 +32,9 @@ impl Store {
         path: &Path,
     ) -> Result<ExportReport, StoreError> {
         let mut pinned = self.pin(epoch)?;
-        let state = pinned.read_state()?;
+        let machine = pinned.read_machine()?;
         let mut map = FrameMap::default();
-        pinned.read_map(&mut map)?;
+        let sections = pinned.read_map(&mut map)?.sections;
         let group = &pinned.log.groups[pinned.index];
         let (info, front) = (group.info, group.front);
         // It builds on nothing any more, whatever it did in the store.
@@ -44,7 +44,7 @@ impl Store {
         let header = Header::new(MAGIC_ARCHIVE, info.vm_id, info.epoch, front.layout);
         let io = |cause| StoreError::Io { what: "writing", path: path.to_owned(), cause };
         let mut out = Out { file, digest: Digest(header.checksum()), records: 0, bytes: 0 };
-        out.begin(&header, &front, &state).map_err(io)?;
+        out.begin(&header, &front, &machine, &sections).map_err(io)?;
         let mut out = pack(&pinned.pages, info.epoch, &frames, out, path)?;
         let frames = frames.len() as u64;
         out.end(info.epoch, frames).map_err(io)?;
@@ -100,19 +100,25 @@ impl Out<'_> {
         self.write(payload)
     }
 
-    fn begin(&mut self, header: &Header, front: &Front, state: &State) -> io::Result<()> {
+    fn begin(
+        &mut self,
+        header: &Header,
+        front: &Front,
+        machine: &Machine,
+        sections: &[Section],
+    ) -> io::Result<()> {
         let mut bytes = Vec::with_capacity(HEADER_LEN);
         header.write_to(&mut bytes)?;
         self.write(&bytes)?;
         self.record(TAG_EPOCH, 0, true, &front.encode())?;
-        self.record(TAG_LAYOUT, 0, true, &encode_layout(&state.layout))?;
-        self.record(section_tags::CONFIG.0, 0, true, &state.config)?;
+        self.record(TAG_LAYOUT, 0, true, &encode_layout(&machine.layout))?;
+        self.record(section_tags::CONFIG.0, 0, true, &machine.config)?;
         if front.drives {
-            let list = encode_drives(&state.drives);
+            let list = encode_drives(&machine.drives);
             let list = list.ok_or_else(|| io::Error::other("a drive's name or size is none"))?;
             self.record(TAG_DRIVES, 0, true, &list)?;
         }
-        for section in &state.sections {
+        for section in sections {
             self.record(section.tag.0, section.instance, section.must_understand, &section.bytes)?;
         }
         Ok(())

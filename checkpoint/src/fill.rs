@@ -1,0 +1,12 @@
+//! The first contents of memory that nobody has touched: cheaper than writing to it, since no page is cleared only to be written over.
+
+use dirty_tracker::FrameRun;
+
+use crate::GuestError;
+
+/// Puts contents into memory that nobody has touched. As long as it is there nobody else may touch that memory: who does waits until
+/// it is dropped.
+pub trait Fill: Send + Sync {
+    /// Puts `contents`, whole frames, into `run`. Any thread may, as long as each has frames of its own.
+    fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError>;
+}
