@@ -9,4 +9,7 @@ use crate::GuestError;
 pub trait Fill: Send + Sync {
     /// Puts `contents`, whole frames, into `run`. Any thread may, as long as each has frames of its own.
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError>;
+
+    /// Bytes of memory that this host can still give, those of its page cache included.
+    fn available(&self) -> u64;
 }

@@ -172,8 +172,8 @@ pub trait Guest: Send + Sync {
         Ok(None)
     }
 
-    /// What puts contents into the guest's memory, which nobody has touched, cheaper than a write does. `None`, the default, where that cannot
-    /// be had, or pages are such that a write is cheaper.
+    /// What puts contents into the memory of a guest that is paused and has never run, which nobody has touched, cheaper than a write
+    /// does. `None`, the default, where that cannot be had, or pages are such that a write is cheaper.
     fn fill(&self) -> Option<Box<dyn Fill>> {
         None
     }

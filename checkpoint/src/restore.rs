@@ -279,12 +279,12 @@ impl Whole {
     }
 
     fn fill<G: Guest + ?Sized>(
-        self,
+        mut self,
         guest: &G,
         report: &mut RestoreReport,
     ) -> Result<(), RestoreError> {
         let memory = Memory::of(guest, report.epoch);
-        fetch(&self.pinned.pages, report.epoch, &self.frames, &memory)?;
+        fetch(&self.pinned.pages, report.epoch, &mut self.frames, &memory)?;
         report.frames = self.frames.len() as u64;
         report.read_bytes = report.frames * PAGE_SIZE + self.pinned.log.bytes();
         Ok(())
@@ -372,6 +372,13 @@ impl<'g> Memory<'g> {
 
 impl Sink for Memory<'_> {
     type Error = RestoreError;
+
+    /// As long as this host has room for them twice, in memory and in its page cache: what is read ahead should still be there when its
+    /// turn comes.
+    fn in_order(&self, frames: u64) -> bool {
+        let needed = frames.saturating_mul(2 * PAGE_SIZE);
+        self.fill.as_ref().is_some_and(|fill| needed <= fill.available())
+    }
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), RestoreError> {
         let epoch = self.epoch;

@@ -234,7 +234,7 @@ impl Committer {
     pub(super) fn read_log(&self) -> Result<LogFile, StoreError> {
         let mut log = LogFile::open(&self.store, self.files.log)?;
         let known = self.kept.back().map_or(0, |k| k.epoch);
-        log.groups.retain(|g| g.info.epoch <= known);
+        log.forget_after(known);
         let there = |k: &Kept| log.groups.binary_search_by_key(&k.epoch, |g| g.info.epoch).is_ok();
         if self.kept.iter().all(there) {
             return Ok(log);

@@ -89,8 +89,8 @@ impl Store {
         let info = pinned.log.groups[pinned.index].info;
         let machine = pinned.read_machine()?;
         let place = begin(&machine.layout, &sections).map_err(|e| io("beginning", e))?;
-        let frames: Vec<(Gfn, Cell)> = map.iter().collect();
-        fetch(&pinned.pages, info.epoch, &frames, &Placed { file, path, place })?;
+        let mut frames: Vec<(Gfn, Cell)> = map.iter().collect();
+        fetch(&pinned.pages, info.epoch, &mut frames, &Placed { file, path, place })?;
         file.sync_all().map_err(|e| io("syncing", e))?;
         let bytes = file.metadata().map_err(|e| io("looking at", e))?.len();
         Ok(ExportReport {

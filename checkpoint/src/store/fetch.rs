@@ -14,8 +14,8 @@ const PAGE: usize = PAGE_SIZE as usize;
 const AT_ONCE: usize = 256;
 /// Most threads that read.
 const THREADS: usize = 4;
-/// What the system is asked to read at once, in frames: 256 KiB, no more than it does for one call.
-const AHEAD: u32 = 64;
+/// What the system is asked to read at once, in frames: 128 KiB, its own default for reading ahead, beyond which it may do nothing.
+const AHEAD: u32 = 32;
 /// Slots that are read ahead for nothing rather than asked for around.
 const GAP: u32 = 16;
 
@@ -27,21 +27,32 @@ pub(crate) trait Sink: Sync {
     /// Frames that follow one another, and their contents. From any thread, in any order.
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), Self::Error>;
 
+    /// Whether so many frames are better read in their order, which is not that of slots.
+    fn in_order(&self, frames: u64) -> bool {
+        let _ = frames;
+        false
+    }
+
     /// A frame that is not what was stored.
     fn damaged(&self, _gfn: Gfn, damage: StoreError) -> Result<(), Self::Error> {
         Err(damage.into())
     }
 }
 
-/// Reads `frames` of `epoch`, ascending by frame, and hands them to `sink`, as many at once as follow one another there, wherever their slots are.
-/// What is not in the page cache is read ahead in the order of slots. The first error, as far as that can be said of several
-/// threads, ends it.
+/// Reads `frames` of `epoch`, ascending by frame, and hands them to `sink`, as many at once as follow one another. They are read, and
+/// sorted, by slot, which is how disks like it, unless `sink` wants them in their own order: then what is not in the page cache is read ahead
+/// by slot. The first error, as far as that can be said of several threads, ends it.
 pub(crate) fn fetch<S: Sink>(
     pages: &PageReader,
     epoch: u64,
-    frames: &[(Gfn, Cell)],
+    frames: &mut [(Gfn, Cell)],
     sink: &S,
 ) -> Result<(), S::Error> {
+    let in_order = sink.in_order(frames.len() as u64);
+    if !in_order {
+        frames.sort_unstable_by_key(|(_, cell)| cell.slot);
+    }
+    let frames: &[(Gfn, Cell)] = frames;
     let pieces: Vec<&[(Gfn, Cell)]> = frames.chunks(AT_ONCE).collect();
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
     let work = || {
@@ -65,7 +76,7 @@ pub(crate) fn fetch<S: Sink>(
     thread::scope(|scope| {
         // Where no thread can be had, those that are there do all of it.
         let named = |name: &str| thread::Builder::new().name(name.into());
-        if pieces.len() > 1 {
+        if in_order && pieces.len() > 1 {
             _ = named("restore-ahead").spawn_scoped(scope, ahead);
         }
         for _ in 1..threads {
@@ -157,4 +168,106 @@ fn hand_out<S: Sink>(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest};
+    use crate::{Backend, Checkpointer, Guest, Store, VmId};
+
+    /// What came of each frame: its first byte, or where it is damaged.
+    #[derive(Default)]
+    struct Seen {
+        in_order: bool,
+        frames: Mutex<BTreeMap<u64, Result<u8, u64>>>,
+        /// Frames that came at once.
+        runs: Mutex<Vec<u64>>,
+    }
+
+    impl Sink for Seen {
+        type Error = StoreError;
+
+        fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
+            self.runs.lock().unwrap().push(run.count);
+            let mut seen = self.frames.lock().unwrap();
+            for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE)) {
+                assert!(seen.insert(gfn.0, Ok(page[0])).is_none());
+            }
+            Ok(())
+        }
+
+        fn in_order(&self, _: u64) -> bool {
+            self.in_order
+        }
+
+        fn damaged(&self, gfn: Gfn, damage: StoreError) -> Result<(), StoreError> {
+            let StoreError::Damaged { offset, .. } = damage else { panic!("{damage}") };
+            assert!(self.frames.lock().unwrap().insert(gfn.0, Err(offset / PAGE_SIZE)).is_none());
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn each_frame_comes_once_or_is_named_with_its_place_whatever_the_order() {
+        const FRAMES: u64 = 40;
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let disk = MemoryDisk::default();
+        let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        for gfn in 0..FRAMES {
+            let page = [gfn as u8 + 1; PAGE];
+            guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+        }
+        let mut checkpointer = Checkpointer::new(guest, store).unwrap();
+        checkpointer.take().unwrap();
+        drop(checkpointer);
+        let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
+        let mut pinned = store.pin(None).unwrap();
+        let stored = pinned.read_cells().unwrap().0;
+        assert_eq!(stored.len() as u64, FRAMES);
+        // Frames that follow one another in slots that do not: each ten of them backwards.
+        let mut cells: Vec<Cell> = stored.iter().map(|(_, cell)| *cell).collect();
+        cells.chunks_mut(10).for_each(<[Cell]>::reverse);
+        let frames: Vec<(Gfn, Cell)> = (100..).map(Gfn).zip(cells).collect();
+        // The checksum of one is wrong, and the file ends within the last of the slots.
+        let mut wrong = frames.clone();
+        wrong[13].1.crc ^= 1;
+        let ends = frames.iter().map(|(_, cell)| cell.slot).max().unwrap() - 4;
+        for cut in [false, true] {
+            if cut {
+                let file = disk.open_for_writing("pages-1").unwrap();
+                file.cut(u64::from(ends) * PAGE_SIZE + 7).unwrap();
+            }
+            for in_order in [false, true] {
+                for frames in [&frames, &wrong] {
+                    let seen = Seen { in_order, ..Seen::default() };
+                    fetch(&pinned.pages, 1, &mut frames.clone(), &seen).unwrap();
+                    let expected = frames.iter().map(|(gfn, cell)| {
+                        let sound = stored.iter().find(|(_, c)| c == cell);
+                        let came = sound.filter(|_| !cut || cell.slot < ends);
+                        (gfn.0, came.map(|(gfn, _)| gfn.0 as u8 + 1).ok_or(u64::from(cell.slot)))
+                    });
+                    let mut expected: BTreeMap<_, _> = expected.collect();
+                    let mut found = seen.frames.into_inner().unwrap();
+                    // Nothing is handed out of frames that were read with one that is damaged.
+                    let is_sound = frames[13].1 != wrong[13].1;
+                    if !is_sound {
+                        expected.retain(|gfn, _| found.contains_key(gfn));
+                        assert_eq!(found.remove(&113), Some(Err(frames[13].1.slot.into())));
+                        expected.remove(&113);
+                    }
+                    assert_eq!(found, expected);
+                    let longest = seen.runs.into_inner().unwrap().into_iter().max();
+                    if is_sound && !cut {
+                        assert_eq!(longest, Some(if in_order { FRAMES } else { 1 }));
+                    }
+                }
+            }
+        }
+    }
 }

@@ -10,6 +10,9 @@ use super::{Damage, EpochInfo, Store, StoreError, log_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_LOG};
 use crate::{VmId, is_zero};
 
+/// Sectors in which the record that ends an epoch may be.
+const SEALED: u64 = 2;
+
 /// Where an epoch begins in a log, and what comes before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Place {
@@ -53,7 +56,7 @@ pub(crate) struct LogFile {
     pub(crate) groups: Vec<Group>,
     /// Behind the last of them.
     pub(crate) end: Place,
-    /// The sector before that as it was read with the last of them, in which its digest is.
+    /// The two sectors before that as they were read with the last of them, where that is known: its digest is in them.
     sealed: Option<Vec<u8>>,
     pub(crate) tail: Tail,
 }
@@ -126,7 +129,7 @@ impl LogFile {
                 Ok((group, end)) => {
                     self.groups.push(group);
                     self.end = end;
-                    self.sealed = self.sectors.raw(end.sector - 1).ok().map(<[u8]>::to_vec);
+                    self.sealed = self.sectors.buffered(end.sector - SEALED..end.sector);
                 }
                 Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
                 Err(stop) => break self.tail_of(stop)?,
@@ -137,9 +140,21 @@ impl LogFile {
 
     /// Whether the last epoch is still there: another in its place would have another digest at its end.
     fn ends_as_before(&mut self) -> bool {
-        let last = self.end.sector - 1;
-        let there = last < self.sectors.count();
-        there && self.sealed.as_deref().is_some_and(|was| self.sectors.raw(last).ok() == Some(was))
+        let Some(was) = &self.sealed else { return false };
+        let sealed = self.end.sector - SEALED..self.end.sector;
+        if sealed.end > self.sectors.count() || self.sectors.raw(sealed.start).is_err() {
+            return false;
+        }
+        self.sectors.buffered(sealed).as_ref() == Some(was)
+    }
+
+    /// Of epochs after `epoch` nothing is known any more.
+    pub(crate) fn forget_after(&mut self, epoch: u64) {
+        let known = self.groups.partition_point(|g| g.info.epoch <= epoch);
+        if let Some(first) = self.groups.get(known) {
+            (self.end, self.sealed) = (first.place, None);
+            self.groups.truncate(known);
+        }
     }
 
     /// What it means that the log stops making sense within the group at its end.
@@ -269,4 +284,100 @@ fn follows(front: &Front, drives: u32, before: Option<&Group>) -> Result<(), Dam
 /// An error of a read that cannot be one of the system.
 pub(crate) fn is_not_found(e: &StoreError) -> bool {
     matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::NotFound)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::Arc;
+
+    use dirty_tracker::PAGE_SIZE;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest};
+    use crate::{Backend, Checkpointer, Guest};
+
+    const LOG: &str = "log-1";
+
+    fn store(disk: &MemoryDisk, writable: bool) -> Store {
+        Store::with_backend(Box::new(disk.clone()), writable).unwrap()
+    }
+
+    /// Takes one more epoch, by a process of its own, in which so many frames are full of `byte`.
+    fn grow(disk: &MemoryDisk, guest: &Arc<MemoryGuest>, frames: u64, byte: u8) {
+        for n in 0..frames {
+            guest.ram().write_slice(&[byte; 4096], GuestAddress(n * PAGE_SIZE)).unwrap();
+        }
+        Checkpointer::new(guest.clone(), store(disk, true)).unwrap().take().unwrap();
+    }
+
+    /// What a reader knows who looks now.
+    fn known(log: &LogFile) -> (Vec<EpochInfo>, Place) {
+        (log.groups.iter().map(|group| group.info).collect(), log.end)
+    }
+
+    /// A reader of `before` who looks again when the log is `after` knows what one does who has not looked before.
+    fn check(disk: &MemoryDisk, before: &[u8], after: &[u8]) {
+        let file = disk.open_for_writing(LOG).unwrap();
+        let put = |bytes: &[u8]| {
+            file.cut(0).unwrap();
+            file.write_all_at(bytes, 0).unwrap();
+        };
+        put(before);
+        let store = store(disk, false);
+        let mut log = LogFile::open(&store, 1).unwrap();
+        put(after);
+        log.go_on().unwrap();
+        assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
+        assert!(log.take_damage().is_none());
+        // Once more, and with what was appended since.
+        log.go_on().unwrap();
+        assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
+    }
+
+    #[test]
+    fn who_looks_again_knows_what_is_there_now() {
+        let vm_id = VmId::random();
+        let guest = || MemoryGuest::new(vm_id, MemoryConfig::still()).unwrap();
+        // The last record ends anywhere in a sector, or at the beginning of the next.
+        for frames in 1..=140 {
+            let one = MemoryDisk::default();
+            grow(&one, &guest(), 1, 1);
+            let first = one.contents(LOG).unwrap();
+            let other = one.copy();
+            grow(&one, &guest(), frames, 2);
+            grow(&other, &guest(), frames, 3);
+            let [second, instead] = [&one, &other].map(|disk| disk.contents(LOG).unwrap());
+            assert_ne!(second, instead, "they were taken at other moments, at least");
+            grow(&other, &guest(), 1, 4);
+            let third = other.contents(LOG).unwrap();
+            for (before, after) in [
+                (&first, &second),
+                (&second, &second),
+                (&second, &first),
+                (&second, &instead),
+                (&second, &third),
+                (&instead, &third),
+            ] {
+                check(&other, before, after);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_forgotten_is_found_again() {
+        let disk = MemoryDisk::default();
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        (1..=3).for_each(|byte| grow(&disk, &guest, 2, byte));
+        let store = store(&disk, false);
+        let whole = known(&LogFile::open(&store, 1).unwrap());
+        for epoch in 0..=3 {
+            let mut log = LogFile::open(&store, 1).unwrap();
+            log.forget_after(epoch);
+            assert_eq!(log.groups.len() as u64, epoch);
+            log.go_on().unwrap();
+            assert_eq!(known(&log), whole);
+        }
+    }
 }

@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{Gfn, Layout};
+use dirty_tracker::{FrameRun, Gfn, Layout};
 
 use super::log::{LogFile, is_not_found};
 use super::manifest::Manifest;
@@ -41,6 +41,9 @@ pub(crate) struct Machine {
     pub(crate) drives: Vec<DriveHead>,
 }
 
+/// Frames that are not zeros, ascending.
+pub(crate) type Cells = Vec<(Gfn, Cell)>;
+
 /// What is learned of an epoch on the way to where its frames are.
 #[derive(Debug)]
 pub(crate) struct Mapped {
@@ -58,28 +61,42 @@ impl Pinned {
     }
 
     /// Where the frames of guest memory are that are not zeros, ascending, and, since the epoch is read to its end for that, its state.
-    pub(crate) fn read_cells(&mut self) -> Result<(Vec<(Gfn, Cell)>, Mapped), StoreError> {
-        if self.log.base_of(self.index) == self.index {
-            // It has each frame once, in their order: nothing is put together.
-            let mut group = self.log.group(self.index)?;
-            let (mut cells, mut sections) = (Vec::new(), Vec::new());
-            while let Some(record) = group.next()? {
-                match record {
-                    Record::Frames(runs, crcs) => {
-                        let runs = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
-                        let here = runs.zip(crcs).filter(|((gfn, _), _)| MEMORY.contains(&gfn.0));
-                        cells
-                            .extend(here.map(|((gfn, slot), crc)| (gfn, Cell { slot, crc: *crc })));
-                    }
-                    Record::Zeros(_) => {}
-                    Record::Section(section) => sections.push(section),
-                }
-            }
-            return Ok((cells, Mapped { epochs: 1, sections }));
+    pub(crate) fn read_cells(&mut self) -> Result<(Cells, Mapped), StoreError> {
+        if self.log.base_of(self.index) == self.index
+            && let Some(read) = self.read_one()?
+        {
+            return Ok(read);
         }
         let mut map = FrameMap::default();
         let mapped = self.read_map(&mut map)?;
         Ok((map.to_vec(), mapped))
+    }
+
+    /// As [`read_cells`](Self::read_cells), of an epoch that builds on none: its frames are in their order already. `None` if one of
+    /// them is among the zeros, too, which then counts.
+    fn read_one(&mut self) -> Result<Option<(Cells, Mapped)>, StoreError> {
+        let mut group = self.log.group(self.index)?;
+        let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
+        while let Some(record) = group.next()? {
+            match record {
+                Record::Frames(runs, crcs) => {
+                    let runs = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
+                    let here = runs.zip(crcs).filter(|((gfn, _), _)| MEMORY.contains(&gfn.0));
+                    cells.extend(here.map(|((gfn, slot), crc)| (gfn, Cell { slot, crc: *crc })));
+                }
+                Record::Zeros(runs) => {
+                    let has = |run: &FrameRun| {
+                        let at = cells.partition_point(|(gfn, _)| *gfn < run.start);
+                        cells.get(at).is_some_and(|(gfn, _)| *gfn < run.end())
+                    };
+                    if runs.iter().any(has) {
+                        return Ok(None);
+                    }
+                }
+                Record::Section(section) => sections.push(section),
+            }
+        }
+        Ok(Some((cells, Mapped { epochs: 1, sections })))
     }
 
     /// Where all frames of the epoch are, drives' included, and its state, as above.
@@ -176,7 +193,7 @@ impl Store {
                 }
             };
             let Some((epoch, durable)) = pinned else { continue };
-            log.groups.retain(|g| g.info.epoch <= durable.max(epoch));
+            log.forget_after(durable.max(epoch));
             if let Ok(index) = log.groups.binary_search_by_key(&epoch, |g| g.info.epoch) {
                 return Ok(Pinned { log, pages, index });
             }
@@ -207,5 +224,88 @@ fn last_durable(
     match epochs.next() {
         Some(last) if lock(last, RangeLock::Shared)? => Ok(last),
         _ => Ok(epochs.next().unwrap_or(0)),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest, TestDisk, reseal_log};
+    use crate::{Checkpointer, Guest, VmId};
+
+    fn put_together(pinned: &mut Pinned) -> Cells {
+        let mut map = FrameMap::default();
+        pinned.read_map(&mut map).unwrap();
+        map.to_vec()
+    }
+
+    #[test]
+    fn an_epoch_that_builds_on_none_is_read_as_one_that_is_put_together() {
+        let drive = TestDisk::new("d", 8 * 4096).unwrap();
+        let config = MemoryConfig { writers: 1, working_set: 1, ..MemoryConfig::still() };
+        let guest = MemoryGuest::with_disks(VmId::random(), config, vec![drive.clone()]).unwrap();
+        let disk = MemoryDisk::default();
+        let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        for _ in 0..2 {
+            // By a process of its own, each time: the first of each is a full one.
+            let mut checkpointer = Checkpointer::new(guest.clone(), store()).unwrap();
+            for (gfn, byte) in [(1, 7), (2, 0), (5, 9), (1, 0)] {
+                guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * 4096)).unwrap();
+                drive.write(gfn * 4096, &[byte; 4096]).unwrap();
+                checkpointer.take().unwrap();
+            }
+        }
+        let mut full = 0;
+        for epoch in 1..=8 {
+            let mut pinned = store().pin(Some(epoch)).unwrap();
+            let (cells, mapped) = pinned.read_cells().unwrap();
+            assert_eq!(cells, put_together(&mut pinned), "epoch {epoch}");
+            assert!(!mapped.sections.is_empty());
+            full += u64::from(mapped.epochs == 1);
+        }
+        assert_eq!(full, 2);
+    }
+
+    #[test]
+    fn a_frame_that_is_among_the_zeros_too_is_zeros() {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let disk = MemoryDisk::default();
+        let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        let mut checkpointer = Checkpointer::new(guest.clone(), store()).unwrap();
+        for (one, two) in [(7, 5), (8, 0)] {
+            for (gfn, byte) in [(1, one), (2, two)] {
+                guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * 4096)).unwrap();
+            }
+            checkpointer.take().unwrap();
+        }
+        drop(checkpointer);
+        let found = || {
+            let mut pinned = store().pin(None).unwrap();
+            let (cells, mapped) = pinned.read_cells().unwrap();
+            assert_eq!(cells, put_together(&mut pinned));
+            (cells.iter().map(|(gfn, _)| gfn.0).collect::<Vec<_>>(), mapped.epochs)
+        };
+        assert_eq!(found(), (vec![1], 2));
+        let mut log = disk.contents("log-1").unwrap();
+        let last = |log: &[u8], tag: u8| {
+            let head = [tag, 0x80, 1, 0, 0, 0, 0, 0];
+            log.windows(8).rposition(|w| w == head).expect("such a record")
+        };
+        // The second epoch without a parent.
+        let front = last(&log, 0x11) + 24;
+        log[front + 8..front + 16].fill(0);
+        reseal_log(&mut log);
+        disk.put("log-1", log.clone());
+        assert_eq!(found(), (vec![1], 1));
+        // Its table of zeros says frame 1 instead of 2.
+        let run = last(&log, 0x14) + 24 + 8;
+        assert_eq!(log[run], 2);
+        log[run] = 1;
+        reseal_log(&mut log);
+        disk.put("log-1", log);
+        assert_eq!(found(), (vec![], 1));
     }
 }

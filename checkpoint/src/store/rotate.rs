@@ -242,7 +242,8 @@ impl Store {
             }
             let sink =
                 Moved { store: self, file: &*file, name: &name, slots: &slots, entries: &entries };
-            fetch(pages, epoch, &entries, &sink)?;
+            let mut sorted = entries.clone();
+            fetch(pages, epoch, &mut sorted, &sink)?;
         }
         file.sync().map_err(|e| self.io("syncing", &name, e))?;
         Ok(slots)

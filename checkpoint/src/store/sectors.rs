@@ -11,6 +11,7 @@
 //! checksum is not that of zeros. Anything else that does not fit its checksum is damage.
 
 use std::io;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -215,7 +216,7 @@ impl Sectors {
     }
 
     /// The bytes of sector `number`, which is there.
-    pub(crate) fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
+    pub(super) fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
             self.calm.stand_aside();
@@ -229,6 +230,13 @@ impl Sectors {
         }
         let at = (number - self.buffered) as usize * SECTOR;
         Ok(&self.buffer[at..at + SECTOR])
+    }
+
+    /// The bytes of these sectors, if all of them were read last, at once.
+    pub(crate) fn buffered(&self, sectors: Range<u64>) -> Option<Vec<u8>> {
+        let at = |number: u64| usize::try_from(number.checked_sub(self.buffered)?).ok();
+        let (from, to) = (at(sectors.start)? * SECTOR, at(sectors.end)? * SECTOR);
+        self.buffer.get(from..to).map(<[u8]>::to_vec)
     }
 
     /// The data of sector `number`, which must be of that kind, checked.

@@ -96,7 +96,7 @@ fn verify_epochs(
             let mut damaged = damaged.0.lock().unwrap_or_else(PoisonError::into_inner);
             damaged.retain(|gfn, damage| map.get(*gfn).is_some_and(|cell| is_of(damage, cell)));
         }
-        fetch(&pages, info.epoch, &new, &damaged)?;
+        fetch(&pages, info.epoch, &mut new, &damaged)?;
         report.read_bytes += new.len() as u64 * PAGE_SIZE;
         let damaged = damaged.0.lock().unwrap_or_else(PoisonError::into_inner);
         match damaged.first_key_value() {

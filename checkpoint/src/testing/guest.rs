@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -14,12 +14,13 @@ use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 use super::config::MemoryConfig;
 use super::drives::{Shown, TestDisk};
 use super::faults::{Drive, Faults, Op};
+use super::filling::Filling;
 use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
 use crate::{
-    Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, RunState,
-    Section, Shield, VcpuWrites, VmId, WithCopies, section_tags,
+    Clock, DriveCopy, DriveHead, Fill, Guest, GuestDrive, GuestError, GuestFactory, GuestRam,
+    RunState, Section, Shield, VcpuWrites, VmId, WithCopies, section_tags,
 };
 
 /// Wrong frames that are listed one by one.
@@ -45,6 +46,7 @@ pub struct MemoryGuest {
     /// Frames that were to be prepared.
     prepared: AtomicU64,
     protected: Arc<Protected>,
+    filling: Arc<AtomicBool>,
 }
 
 impl fmt::Debug for MemoryGuest {
@@ -113,6 +115,7 @@ impl MemoryGuest {
             serial: SERIAL.fetch_add(1, SeqCst),
             prepared: AtomicU64::new(0),
             protected: Arc::default(),
+            filling: Arc::default(),
             config,
         };
         let of = u64::from(guest.config.writers);
@@ -379,7 +382,12 @@ impl Guest for MemoryGuest {
         Ok(self.writers.iter().map(section).collect())
     }
 
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        Some(Box::new(Filling::begin(self.ram.clone(), self.filling.clone())))
+    }
+
     fn restore_state(&self, sections: &[Section], _clock: Clock) -> Result<(), GuestError> {
+        assert!(!self.filling.load(SeqCst), "its memory would not answer");
         self.must_be_paused("restore")?;
         self.faults.check(Op::Restore, "restoring the state")?;
         let malformed = |why: String| GuestError::Malformed { what: "the state".into(), why };
@@ -446,6 +454,7 @@ impl Guest for MemoryGuest {
     }
 
     fn stop(&self, why: &str) {
+        assert!(!self.filling.load(SeqCst), "its memory would not answer");
         tracing::debug!(vm = %self.vm_id, why, "stopped");
         if self.gate.set(RunState::Stopped) == RunState::Running {
             self.drive.stands();

@@ -23,6 +23,7 @@ mod config;
 mod disk;
 mod drives;
 mod faults;
+mod filling;
 mod guest;
 mod inode;
 mod pages;

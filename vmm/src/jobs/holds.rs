@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
+    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
     Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
@@ -233,10 +233,6 @@ impl Guest for View {
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         self.holds.vm.shield()
-    }
-
-    fn fill(&self) -> Option<Box<dyn Fill>> {
-        self.holds.vm.fill()
     }
 
     fn fetch_late(

@@ -186,7 +186,8 @@ impl Guest for Machine {
     fn fill(&self) -> Option<Box<dyn Fill>> {
         // Its descriptor is the one that a memory may have.
         let is_followed = self.config.tracking == TrackingMode::UserfaultWp;
-        if is_followed { None } else { self.memory.fill() }
+        let is_paused = self.run_state() == RunState::Paused;
+        if is_paused && !is_followed { self.memory.fill() } else { None }
     }
 
     fn fetch_late(

@@ -7,6 +7,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use rayon::prelude::*;
@@ -24,6 +25,25 @@ pub enum Backing {
     Anon,
     /// A sealed memory file, which can be shared with another process by its descriptor.
     Memfd,
+}
+
+impl Backing {
+    /// Whether the administrator has set that such memory gets pages larger than a frame, of whatever size, though nobody asks for them.
+    fn is_huge_unasked(self) -> bool {
+        let dir = Path::new("/sys/kernel/mm/transparent_hugepage");
+        let (all, each) = match self {
+            Self::Anon => ("enabled", "enabled"),
+            Self::Memfd => ("shmem_enabled", "shmem_enabled"),
+        };
+        let chosen = |file: PathBuf| std::fs::read_to_string(file).unwrap_or_default();
+        let is_on = |said: String| {
+            ["[always]", "[within_size]", "[force]"].iter().any(|w| said.contains(w))
+        };
+        let sizes =
+            std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+        let sizes = sizes.filter(|path| path.is_dir());
+        is_on(chosen(dir.join(all))) || sizes.map(|size| chosen(size.join(each))).any(is_on)
+    }
 }
 
 impl fmt::Display for Backing {
@@ -106,14 +126,10 @@ impl MemoryOptions {
 
     /// Whether the first write to memory gets a page of a frame's size, and no larger one.
     pub(super) fn faults_are_small(&self) -> bool {
-        let always = || {
-            let chosen = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
-            chosen.is_ok_and(|chosen| chosen.contains("[always]"))
-        };
         match self.huge_pages {
             Some(HugePages::None) => true,
             Some(HugePages::Thp | HugePages::Hugetlbfs) => false,
-            None => !always(),
+            None => !self.backing.is_huge_unasked(),
         }
     }
 

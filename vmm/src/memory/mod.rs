@@ -83,10 +83,7 @@ pub struct Memory {
     preparing: Option<Preparing>,
     /// Frames that nobody may change now.
     kept: Arc<Kept>,
-    /// All of it had host memory from the first.
-    prefaulted: bool,
-    /// A first write gets a page of a frame's size.
-    small_pages: bool,
+    options: MemoryOptions,
 }
 
 impl Memory {
@@ -142,9 +139,7 @@ impl Memory {
         }
         let preparing = options.huge_pages.is_none().then(Preparing::default);
         let ram = GuestRam::from_regions(regions).map_err(|e| does_not_fit(e.to_string()))?;
-        let prefaulted = options.prefault;
-        let small_pages = !prefaulted && options.faults_are_small();
-        Ok(Self { ram, tracker, preparing, kept: Arc::default(), prefaulted, small_pages })
+        Ok(Self { ram, tracker, preparing, kept: Arc::default(), options: *options })
     }
 
     /// The mappings.
@@ -187,7 +182,7 @@ impl Memory {
         owner: Box<dyn Owner>,
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
         let failed = |cause| GuestError::System { what: "fetching memory late", cause };
-        if self.prefaulted {
+        if self.options.prefault {
             tracing::info!(
                 "memory that is populated beforehand is not fetched late: all frames come first"
             );
@@ -205,7 +200,7 @@ impl Memory {
     /// What puts first contents into memory that nobody has touched. `None` where the host does not allow that, or where a write
     /// gets more than a frame's page: it then costs less.
     pub(crate) fn fill(&self) -> Option<Box<dyn Fill>> {
-        if !self.small_pages {
+        if self.options.prefault || self.kept.late().is_some() || !self.options.faults_are_small() {
             return None;
         }
         let opened = MemoryFill::open(&self.ram);

@@ -210,7 +210,7 @@ impl Guest for ThreadMachine {
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {
-        self.memory.fill()
+        if self.run_state() == RunState::Paused { self.memory.fill() } else { None }
     }
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {

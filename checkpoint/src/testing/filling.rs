@@ -1,0 +1,39 @@
+//! Memory of a test's guest that is being filled: the guest says so if somebody asks it for something meanwhile.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+use dirty_tracker::FrameRun;
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::{Fill, GuestError, GuestRam};
+
+/// Memory that is being filled: nobody else may touch it.
+pub(super) struct Filling {
+    ram: GuestRam,
+    filling: Arc<AtomicBool>,
+}
+
+impl Filling {
+    pub(super) fn begin(ram: GuestRam, filling: Arc<AtomicBool>) -> Self {
+        filling.store(true, SeqCst);
+        Self { ram, filling }
+    }
+}
+
+impl Fill for Filling {
+    fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError> {
+        let written = self.ram.write_slice(contents, GuestAddress(run.start.gpa()));
+        written.map_err(|e| GuestError::System { what: "filling memory", cause: e.into() })
+    }
+
+    fn available(&self) -> u64 {
+        u64::MAX
+    }
+}
+
+impl Drop for Filling {
+    fn drop(&mut self) {
+        self.filling.store(false, SeqCst);
+    }
+}
