@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Guest, Paused};
+use checkpoint::{Clock, Guest, Paused, RunState};
 use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
 use images::Message;
 use vm_memory::{Bytes, GuestAddress};
@@ -98,7 +98,9 @@ fn harvest_at_random(
 ) -> (Vec<u64>, u64) {
     let (mut chance, mut copied) = (Chance(seed), Copied::new(machine.clone()));
     let begun = Instant::now();
-    machine.resume().unwrap();
+    if machine.run_state() == RunState::Paused {
+        machine.resume().unwrap();
+    }
     for harvest in 0..harvests {
         if begun.elapsed() > limit {
             println!("given up after {harvest} harvests");
@@ -147,6 +149,9 @@ fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
     }
 }
 
+/// Fewer would show little.
+const LEAST_REPORTED: u64 = 1000;
+
 /// One source: of whatever rings and memory make a difference to it. Ring 0 overruns the smallest ring, where it is emulated; what else
 /// has room for all is to lose nothing of the same guest.
 fn loses_no_frame(test: &str, mode: TrackingMode) {
@@ -170,13 +175,18 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
             let config = MachineConfig { tracking: mode, ring_entries, vcpus: 2, ..payload(&spec) };
             let machine = Machine::launch(config, &on(&console, memory)).unwrap();
             let begun = Instant::now();
-            let (lost, reported) =
-                harvest_at_random(machine.clone(), 42, (harvests, Duration::MAX), looks);
-            let overruns = machine.info().ring_overruns;
             let what = format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
-            assert!(lost.is_empty(), "{what}: lost {} frames: {lost:x?}", lost.len());
+            let mut reported = 0;
+            // On a busy host a guest whose ring 0 is emulated writes little in the time of so many harvests.
+            while reported <= LEAST_REPORTED && begun.elapsed() < Duration::from_secs(60) {
+                let (lost, more) =
+                    harvest_at_random(machine.clone(), 42, (harvests, Duration::MAX), looks);
+                assert!(lost.is_empty(), "{what}: lost {} frames: {lost:x?}", lost.len());
+                reported += more;
+            }
+            let overruns = machine.info().ring_overruns;
             println!("{what}: {reported} frames, {overruns} overruns, {:?}", begun.elapsed());
-            assert!(reported > 1000, "{what}: only {reported} frames were reported");
+            assert!(reported > LEAST_REPORTED, "{what}: only {reported} frames were reported");
             if (mode, ring) == (TrackingMode::DirtyRing, 0) && overruns == 0 {
                 let why = "of overruns: this host has none, its KVM runs ring 0 itself";
                 vmm::testing::skip(test, why);
