@@ -33,7 +33,7 @@ fn main() {
     // What stands beside it needs no minute.
     let short = time.min(Duration::from_secs(10));
     idle_shield(short / 2);
-    let guest = BenchGuest::start(SPEC);
+    let guest = BenchGuest::start(SPEC, 2);
     let alone = rate(&guest, || std::thread::sleep(short));
     let followed = followed(&guest, short);
     println!(
@@ -65,7 +65,7 @@ fn followed(guest: &BenchGuest, time: Duration) -> f64 {
 
 /// What it costs a guest that it could be shielded, while nothing is protected: as fast as it can, in turns.
 fn idle_shield(time: Duration) {
-    let guest = BenchGuest::start("payload,ws=64M,rate=max,pattern=random");
+    let guest = BenchGuest::start("payload,ws=64M,rate=max,pattern=random", 2);
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         without.push(rate(&guest, || std::thread::sleep(time)) / 1e3);

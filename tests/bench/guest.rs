@@ -20,14 +20,14 @@ pub struct BenchGuest {
 }
 
 impl BenchGuest {
-    /// Runs `spec` until each vCPU has been over its share once.
-    pub fn start(spec: &str) -> Self {
+    /// Runs `spec` on so many vCPUs until each has been over its share once.
+    pub fn start(spec: &str, vcpus: u8) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let serial = dir.path().join("serial");
         let host = HostConfig { serial: SerialSink::File(serial.clone()), ..HostConfig::default() };
         let config = MachineConfig {
             mem_bytes: 1 << 30,
-            vcpus: 2,
+            vcpus,
             tracking: TrackingMode::DirtyRing,
             ring_entries: DEFAULT_RING_ENTRIES,
             backend: Backend::Kvm,
@@ -39,7 +39,8 @@ impl BenchGuest {
         machine.resume().expect("it runs");
         let guest = Self { machine, dir, serial };
         let start = Instant::now();
-        while (0..2).any(|vcpu| !guest.reports().any(|r| r.vcpu == vcpu && r.passes > 0)) {
+        while (0..vcpus.into()).any(|vcpu| !guest.reports().any(|r| r.vcpu == vcpu && r.passes > 0))
+        {
             assert!(start.elapsed() < Duration::from_secs(60), "the guest gets nowhere");
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -1,6 +1,6 @@
 //! How long a guest stands still for an epoch, and what it loses behind it, over the number of frames that changed.
 //!
-//! `cargo bench -p tests --bench pause [-- EPOCHS]`. A guest of 2 vCPUs and 1 GiB writes a working set of that many frames as
+//! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`. A guest of 2 vCPUs, unless so many are given, and 1 GiB writes a working set of that many frames as
 //! fast as it can, so that all of it changes in each epoch. Three ways: all copied in the pause; all copied behind the
 //! guest's back; and what is built in, which takes the one or the other. Firecracker is no part of the table: its binary is not
 //! fetched here. Issue 6 has what its diff snapshots took (26-33 ms at 64 MiB, 1.1 s the full one).
@@ -22,8 +22,9 @@ fn main() {
         println!("not measured: {why}");
         return;
     }
-    let asked = std::env::args().skip(1).find_map(|a| a.parse().ok());
-    let epochs: usize = asked.unwrap_or(40);
+    let mut asked = std::env::args().skip(1).filter_map(|a| a.parse::<u8>().ok());
+    let epochs = usize::from(asked.next().unwrap_or(40));
+    let vcpus = asked.next().unwrap_or(2);
     println!(
         "| frames written | way | frames | pause p50, ms | pause p99, ms | durable p50, ms | MiB/epoch | behind p50 | \
          waits p50 | gap p50, ms | gap max, ms | full: pause, ms |"
@@ -31,15 +32,16 @@ fn main() {
     println!("|{}", " ---: |".repeat(12));
     for frames in FRAMES {
         for (way, behind_from) in WAYS {
-            row(frames, way, behind_from, epochs);
+            row(frames, way, behind_from, epochs, vcpus);
         }
     }
 }
 
-fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize) {
+fn row(frames: u64, way: &str, behind_from: Option<u64>, epochs: usize, vcpus: u8) {
     // As good as none: a guest that has nothing to write does not say that it runs.
     let (set, rate) = if frames == 0 { (2, "rate=8K") } else { (frames.max(2), "rate=max") };
-    let guest = BenchGuest::start(&format!("payload,ws={}K,{rate},pattern=random", set * 4));
+    let spec = format!("payload,ws={}K,{rate},pattern=random", set * 4);
+    let guest = BenchGuest::start(&spec, vcpus);
     let store = Store::create_or_open(&guest.dir.path().join("store")).unwrap();
     let mut checkpointer = Checkpointer::new(guest.machine.clone(), store).unwrap();
     if let Some(frames) = behind_from {
