@@ -241,7 +241,8 @@ pub trait Guest: Send + Sync {
         Ok((before, self.save_state()))
     }
 
-    /// Lets a paused guest run.
+    /// Lets a paused guest run. Returns when its vCPUs have gone on, where they know: whatever the caller does next keeps no
+    /// processor from one that was woken for it.
     fn resume(&self) -> Result<(), GuestError>;
 
     /// The whole state besides memory, of a paused guest.

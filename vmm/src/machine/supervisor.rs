@@ -14,7 +14,7 @@ use crate::collector::{self, Brake};
 use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm, kick};
 use crate::sandbox::{self, Class};
-use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood};
+use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood, Wave};
 use crate::vm::EndReason;
 
 /// How long vCPUs have to come to a stand. They wait for nothing that does not hear commands, so only a
@@ -314,11 +314,11 @@ impl Supervisor {
         halted
     }
 
-    /// Lets input in and all vCPUs run.
+    /// Lets input in and all vCPUs run, of which some may not stand.
     fn go_on(&self) {
         self.bus.com1().take_input(true);
         for vcpu in &self.vcpus {
-            vcpu.tell(Command::Resume);
+            vcpu.tell(Command::Resume(Wave::alone()));
         }
     }
 
@@ -337,7 +337,10 @@ impl Supervisor {
         self.has_run = true;
         self.status.set(RunState::Running);
         self.bus.virtio().resume();
-        self.go_on();
+        self.bus.com1().take_input(true);
+        let all = self.vcpus.iter().map(|vcpu| vcpu.commands.clone()).collect();
+        // They stand, so they hear it; until all have, none may be told to stand again.
+        let _ = Wave::begin(all).recv();
         Ok(())
     }
 

@@ -136,8 +136,8 @@ mod tests {
         let (mut hold, counters) = (Hold::default(), Counters::default());
         assert!(matches!(hold.next(&commands, &counters), Err(TryRecvError::Empty)));
         hold.begin(Instant::now() + FAR, SLICE, &counters);
-        sender.send(Command::Resume).unwrap();
-        assert!(matches!(hold.next(&commands, &counters), Ok(Command::Resume)));
+        sender.send(Command::RingsDrained).unwrap();
+        assert!(matches!(hold.next(&commands, &counters), Ok(Command::RingsDrained)));
         assert!(hold.is_on() && counters.holds() == 0);
         // Another one takes its place, and is over by itself.
         hold.begin(Instant::now() + 2 * SLICE, SLICE, &counters);

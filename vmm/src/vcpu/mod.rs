@@ -23,6 +23,7 @@ pub mod promises;
 mod reset;
 mod state;
 pub mod tsc;
+mod wave;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,6 +42,7 @@ use crate::vm::{EndReason, VcpuInfo};
 pub(crate) use hold::Hold;
 pub use state::{Adjust, SavedVcpu, StateContext};
 pub(crate) use state::{away_ns, wall_ns};
+pub(crate) use wave::Wave;
 
 /// Guests' watchdogs wait much longer than this.
 const LONG_STAND: Duration = Duration::from_secs(1);
@@ -49,8 +51,8 @@ const LONG_STAND: Duration = Duration::from_secs(1);
 /// `DeviceDone`, which it waits for.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// Run from where it stands.
-    Resume,
+    /// Run from where it stands, and have others do so.
+    Resume(Wave),
     /// Stand still between two instructions, and say so.
     Pause(Sender<Stood>),
     /// The rings have room again: go on after a ring-full exit.
@@ -219,12 +221,15 @@ impl<P: Peers> Vcpu<P> {
     /// Obeys one command while standing.
     fn stand(&mut self, state: State) -> State {
         match self.commands.recv() {
-            Ok(Command::Resume) if state == State::Paused => {
-                self.tell_of_gap();
-                return State::Running;
+            Ok(Command::Resume(wave)) => {
+                wave.pass_on(self.id);
+                if state == State::Paused {
+                    self.tell_of_gap();
+                    return State::Running;
+                }
             }
             Ok(Command::DeviceDone) => self.device_done(),
-            Ok(Command::Resume | Command::RingsDrained | Command::EndHold) => {}
+            Ok(Command::RingsDrained | Command::EndHold) => {}
             // It is not entering the guest.
             Ok(Command::Hold(..)) => self.counters.count_hold(Duration::ZERO),
             Ok(Command::Pause(reply)) => answer(&reply, stood(state)),
@@ -293,7 +298,11 @@ impl<P: Peers> Vcpu<P> {
                 self.device_done();
                 State::Running
             }
-            Command::Resume | Command::RingsDrained => State::Running,
+            Command::Resume(wave) => {
+                wave.pass_on(self.id);
+                State::Running
+            }
+            Command::RingsDrained => State::Running,
             Command::Hold(until, slice) => {
                 self.hold.begin(until, slice, &self.counters);
                 State::Running
