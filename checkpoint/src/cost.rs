@@ -2,18 +2,6 @@
 
 use std::time::Duration;
 
-use crate::{Guest, VcpuPauses};
-
-/// How long the vCPU stood that stood longest in the one pause since then; `None` if one of them has not gone on yet, has stood more
-/// often, or does not know. Who asks for a pause is told of its end by a thread that has to get a processor first, which the guest
-/// may have again.
-pub(crate) fn stood_since(guest: &dyn Guest, before: &[VcpuPauses]) -> Option<Duration> {
-    let now = guest.stood();
-    let once = |(now, before): (&VcpuPauses, &VcpuPauses)| now.pauses == before.pauses + 1;
-    let all = now.len() == before.len() && now.iter().zip(before).all(once);
-    if all { now.iter().map(|stood| stood.last).max() } else { None }
-}
-
 /// What pauses have cost in which frames were copied.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct CopyCost {

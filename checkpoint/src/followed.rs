@@ -11,10 +11,10 @@ use std::sync::Arc;
 use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::drive::{data_within, read_blocks};
-use crate::instant::PATIENCE;
 use crate::keeper::{Keeping, ROOM, Waits};
 use crate::live::batches;
 use crate::report::{Cause, Phase};
+use crate::saver::PATIENCE;
 use crate::staging::{Staging, window};
 use crate::store::{EpochWriter, StoreError, of_object};
 use crate::{DriveHead, Guest, GuestError, KeepError, Keeper, data_runs};

@@ -2,49 +2,48 @@
 //! What changed is copied in that pause, or, where it is much and the guest can [shield](Shield) it, behind its back:
 //!
 //! ```text
-//! this thread    collect, drain   protect   PAUSE: save, drain again, copy that   write ............  publish
-//! the saver              let go of what is written to .......................   copy, let go ...
-//! the guest      runs ........................................................  runs; writes wait for what is not copied
+//! this thread    collect, drain, protect; the same again   PAUSE: save, drain, copy that   write ............  publish
+//! the saver              let go of what is written to ...                                  copy, let go ...
+//! the guest      runs ..................................                                   runs; writes wait for what is not copied
 //! ```
 //!
-//! So the pause depends on what changes while much is protected, which is little, and not on what changed before. Frames are
-//! protected before the pause; one that is written to in between is let go of at once, is dirty again, and is copied in
-//! the pause. From the pause on a frame is let go of when it has been copied: those that somebody waits for first, the
+//! So the pause depends on what changes while little is protected, and not on what changed before. Frames are
+//! protected before the pause, and so is what changes while that takes long; one that is written to in between is let go of at once,
+//! is dirty again, and is copied in the pause. From the pause on a frame is let go of when it has been copied: those that somebody waits for first, the
 //! others in order. Copies wait in the staging area for the file; where that is slow, writers wait for room in it.
 
 use std::io;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
+use dirty_tracker::{Epoch, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::calm::Calm;
 use crate::checkpointer::step;
 use crate::copied::{Copied, Way, Ways};
-use crate::cost::stood_since;
 use crate::followed::{self, Followed, Stood};
-use crate::pieces::{Pieces, in_slots, spans};
+use crate::pause::{Pause, pause, stood_since};
+use crate::pieces::{in_slots, spans};
 use crate::report::{Cause, Phase};
+use crate::saver::{Before, Full, Saver};
 use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
-use crate::{Guest, GuestError, Paused, Section, Shield};
+use crate::{Guest, GuestError, Shield};
 
 /// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a writer for longer.
 const PIECE_FRAMES: u64 = 64;
 /// What changes while much is protected is copied in the pause if it is at most so many frames, else protected, too.
 const LATE_FRAMES: u64 = 512;
+/// What changed while much was protected is protected, too, before the pause, if it is more than so many frames. That takes less
+/// long than what was protected before it, so that less changes meanwhile.
+const AGAIN_FRAMES: u64 = LATE_FRAMES / 2;
+/// At most so often; then the guest writes faster than it can be protected from.
+const AGAIN_TIMES: u32 = 2;
 /// Frames that are written at a time where blocks of drives may be set aside meanwhile.
 const AT_ONCE: u64 = 1024;
-/// How often the saver looks whether the pause has come.
-const BEFORE_LOOK: Duration = Duration::from_micros(500);
-/// How often the saver looks whether somebody waits while there is no room for a copy.
-const ROOM_LOOK: Duration = Duration::from_millis(1);
-/// How long somebody may have waited to write, all in all in an epoch, when there is no room for a copy. Less than a pause
-/// waits for vCPUs and devices, which may be among those that wait.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What an epoch is taken with.
 pub(crate) struct Means<'m> {
@@ -129,36 +128,6 @@ fn take_one(means: Means<'_>, subscription: &mut Subscription) -> Result<Apart, 
             in_the_pause(means, None, subscription)
         }
     }
-}
-
-/// What a pause brought.
-struct Pause<T> {
-    changed: Epoch,
-    blocks: Vec<Stood>,
-    sections: Vec<Section>,
-    dealt: T,
-    time: Duration,
-}
-
-/// The pause: saves the state and learns what changed. Ends when that has been dealt with by `deal`.
-fn pause<T>(
-    guest: &dyn Guest,
-    calm: &Calm,
-    (drives, patient): (&mut [Followed], bool),
-    subscription: &mut Subscription,
-    file: &mut EpochWriter,
-    deal: impl FnOnce(&Epoch, &mut EpochWriter) -> Result<T, (Phase, Cause)>,
-) -> Result<Pause<T>, (Phase, Cause)> {
-    let _held = calm.hold();
-    let since = Instant::now();
-    // Saved before the drain: saving may make the host write into guest memory.
-    let (paused, saved) = step(Phase::Pause, || Paused::saving(guest))?;
-    let sections = step(Phase::Save, || saved)?;
-    let changed = step(Phase::Drain, || paused.drain(subscription))?;
-    let blocks = step(Phase::Drain, || followed::stand(drives, patient, file))?;
-    let dealt = deal(&changed, file)?;
-    step(Phase::Resume, || paused.resume())?;
-    Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })
 }
 
 /// Takes an epoch of which `early` is drained already, if anything is.
@@ -256,16 +225,6 @@ fn system(what: &'static str, e: io::Error) -> Cause {
     GuestError::System { what, cause: e.into() }.into()
 }
 
-/// What was let go of before the pause; `None` once that is no longer done. Under one lock, so that nothing is let go of
-/// unknown to the pause: who waited may have been stopped before it wrote, and writes after.
-type Before = Mutex<Option<Vec<FrameRun>>>;
-
-/// A piece on its way to the file.
-struct Full<'b> {
-    runs: Vec<FrameRun>,
-    buffer: &'b mut [u8],
-}
-
 /// What the thread has that takes the epoch.
 struct Taker<'m, 'b> {
     guest: &'m dyn Guest,
@@ -288,13 +247,14 @@ impl Taker<'_, '_> {
     ) -> Result<Apart, (Phase, Cause)> {
         let Self { guest, calm, shield, before, late_room, file, go, full, to_guest } = self;
         let layout = guest.layout();
-        let mut frames: FrameSet = early.runs().collect();
-        step(Phase::Protect, || shield.protect(&spans(layout, &frames)))?;
+        let Ahead { mut frames, left, mut epochs } =
+            protect_ahead(guest, shield, before, early, subscription)?;
         let Pause { changed, mut blocks, sections, dealt: late, time } =
             pause(guest, calm, drives, subscription, file, |changed, _| {
                 let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let released = released.into_iter().flatten();
                 let mut late: FrameSet =
-                    changed.runs().chain(released.unwrap_or_default()).collect();
+                    changed.runs().chain(left.iter()).chain(released).collect();
                 if late.frames() * PAGE_SIZE <= late_room.len() as u64 {
                     step(Phase::Copy, || copy(late_room, guest.ram(), in_slots(layout, &late)))?;
                 } else {
@@ -302,12 +262,12 @@ impl Taker<'_, '_> {
                     frames.insert_all(late.as_slice());
                     late.clear();
                 }
-                // While it stands: from here on nothing is let go of that is not copied. A saver that has ended says why
-                // when it is joined.
-                let _ = go.send((std::mem::take(&mut frames), late.clone()));
                 Ok(late)
             })?;
         let resumed = Instant::now();
+        // From when `released` was taken nothing has been let go of that is not copied. A saver that has ended says why
+        // when it is joined.
+        let _ = go.send((frames, late.clone()));
         step::<_, Cause>(Phase::Write, || {
             let mut aside = Vec::new();
             for Full { runs, buffer } in full {
@@ -320,176 +280,137 @@ impl Taker<'_, '_> {
             file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;
             Ok(sections.iter().try_for_each(|section| file.section(section))?)
         })?;
-        Ok((Taken::new(vec![early, changed], 0, &blocks, (time, resumed)), blocks))
+        epochs.push(changed);
+        Ok((Taken::new(epochs, 0, &blocks, (time, resumed)), blocks))
     }
 }
 
-/// Copies what is protected and lets go of it.
-struct Saver<'m, 'b> {
-    guest: &'m dyn Guest,
-    shield: &'m OfEpoch<'m>,
-    before: &'m Before,
-    /// What is to be copied, and what not of that, told while the guest stands; closed if nothing is.
-    gone: Receiver<(FrameSet, FrameSet)>,
-    empty: Receiver<&'b mut [u8]>,
-    to_file: Sender<Full<'b>>,
-    piece_frames: u64,
-    waits: Waits,
+/// What was done before a pause so that little is left for it.
+struct Ahead {
+    /// Were protected; some may have been let go of since.
+    frames: FrameSet,
+    /// Changed since, and were not protected.
+    left: FrameSet,
+    /// All of that.
+    epochs: Vec<Epoch>,
 }
 
-/// What a saver did.
-#[derive(Debug, Default)]
-struct Saved {
-    frames: u64,
-    waits: u64,
-    waited: Duration,
-}
-
-impl<'b> Saver<'_, 'b> {
-    fn run(mut self) -> Result<Saved, Cause> {
-        let _released = Released(self.shield);
-        let frames = match self.until_the_pause()? {
-            Some((frames, late)) => self.save(&frames, &late)?,
-            None => 0,
-        };
-        Ok(Saved { frames, waits: self.waits.times, waited: self.waits.all() })
-    }
-
-    /// Copies `frames` without `late`. How many; fewer if the file has failed, which is the better reason.
-    fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, Cause> {
-        let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
-        let mut pieces = Pieces::new(self.guest.layout(), &frames, self.piece_frames);
-        let mut saved = 0;
-        while let Some(next) = pieces.next() {
-            // Before it is chosen what to copy: somebody may begin to wait meanwhile.
-            let Some(buffer) = self.room(&pieces)? else { return Ok(saved) };
-            let piece = self.wanted(&pieces)?.unwrap_or(next);
-            let runs = pieces.runs(piece).to_vec();
-            copy(buffer, self.guest.ram(), runs.iter().copied())?;
-            pieces.spans(piece).try_for_each(|span| self.shield.release(span))?;
-            self.waits.over();
-            pieces.done(piece);
-            saved += runs.iter().map(|run| run.count).sum::<u64>();
-            if self.to_file.send(Full { runs, buffer }).is_err() {
-                return Ok(saved);
-            }
+/// Protects what is in `early`, and what changes meanwhile while that is much.
+fn protect_ahead(
+    guest: &dyn Guest,
+    shield: &OfEpoch<'_>,
+    before: &Before,
+    early: Epoch,
+    subscription: &mut Subscription,
+) -> Result<Ahead, (Phase, Cause)> {
+    let layout = guest.layout();
+    let mut next: FrameSet = early.runs().collect();
+    let (mut frames, mut epochs) = (FrameSet::new(), vec![early]);
+    for again in 0.. {
+        step(Phase::Protect, || shield.protect(&spans(layout, &next)))?;
+        frames.insert_all(next.as_slice());
+        step(Phase::Drain, || guest.collect())?;
+        let since = subscription.drain();
+        next = since.runs().collect();
+        epochs.push(since);
+        if next.frames() <= AGAIN_FRAMES || again == AGAIN_TIMES {
+            break;
         }
-        Ok(saved)
-    }
-
-    /// The piece that somebody waits for, if it is to be copied. What is not is let go of.
-    fn wanted(&mut self, pieces: &Pieces) -> Result<Option<usize>, GuestError> {
-        loop {
-            self.waits.look(self.shield, Duration::ZERO)?;
-            let Some(FrameRun { start, .. }) = self.waits.awaited else { return Ok(None) };
-            if let Some(piece) = pieces.with(start) {
-                return Ok(Some(piece));
-            }
-            // It is free already, or was copied in the pause.
-            self.shield.release(FrameRun { start, count: 1 })?;
-            self.waits.over();
+        // Protected again with the others, so they are not late. What is let go of from now on and written is in the next drain.
+        if let Some(released) = &mut *before.lock().unwrap_or_else(PoisonError::into_inner) {
+            next.insert_all(&std::mem::take(released));
         }
     }
-
-    /// Lets go of what is written to, until it is said what is to be copied. `None` if nothing is.
-    fn until_the_pause(&mut self) -> Result<Option<(FrameSet, FrameSet)>, Cause> {
-        loop {
-            match self.gone.try_recv() {
-                Ok(sets) => return Ok(Some(sets)),
-                Err(TryRecvError::Disconnected) => return Ok(None),
-                Err(TryRecvError::Empty) => {}
-            }
-            self.waits.look(self.shield, BEFORE_LOOK)?;
-            let Some(frames) = self.waits.awaited else { continue };
-            let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(released) = &mut *before else {
-                drop(before);
-                // The guest stands, or has stood.
-                let sets = self.gone.recv().ok();
-                // A pause is not the store's doing.
-                self.waits.since = Some(Instant::now());
-                return Ok(sets);
-            };
-            self.shield.release(frames)?;
-            released.push(frames);
-            self.waits.over();
-        }
-    }
-
-    /// Room for a piece; `None` if the file has failed. Fails if somebody has waited for too long.
-    fn room(&mut self, pieces: &Pieces) -> Result<Option<&'b mut [u8]>, Cause> {
-        let mut limit = Duration::ZERO;
-        loop {
-            match self.empty.recv_timeout(limit) {
-                Ok(buffer) => return Ok(Some(buffer)),
-                Err(RecvTimeoutError::Disconnected) => return Ok(None),
-                Err(RecvTimeoutError::Timeout) => limit = ROOM_LOOK,
-            }
-            if self.wanted(pieces)?.is_some() && self.waits.all() >= PATIENCE {
-                return Err(Cause::Stalled(PATIENCE));
-            }
-        }
-    }
+    Ok(Ahead { frames, left: next, epochs })
 }
 
 #[cfg(all(test, feature = "testing"))]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+    use dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
+    use proptest::prelude::*;
+
     use super::*;
     use crate::VmId;
     use crate::testing::{MemoryConfig, MemoryGuest};
-    use dirty_tracker::Gfn;
 
-    /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long the saver put up with that.
-    fn stalled(every: Option<Duration>) -> Duration {
-        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
-        let opened = guest.shield().unwrap().unwrap();
-        let shield = &OfEpoch::new(&*opened);
-        let frames = FrameRun { start: Gfn(3), count: 40 };
-        shield.protect(&[frames]).unwrap();
-        let mut buffer = vec![0; PAGE_SIZE as usize];
-        let ((go, gone), (to_file, full)) = (mpsc::channel(), mpsc::channel());
-        let (to_guest, empty) = mpsc::channel();
-        go.send((FrameSet::from_iter([frames]), FrameSet::new())).unwrap();
-        if every.is_some() {
-            to_guest.send(&mut buffer[..]).unwrap();
+    const FIRST: FrameRun = FrameRun { start: Gfn(0), count: 1000 };
+
+    /// Protects nothing. While it does, others write to frames that follow each other.
+    struct Busy {
+        guest: Arc<MemoryGuest>,
+        /// How many, each time.
+        writes: Vec<u64>,
+        times: AtomicU64,
+        protected: Mutex<Vec<FrameSet>>,
+    }
+
+    impl Busy {
+        fn written(&self, time: usize) -> FrameRun {
+            let start = FIRST.end().0 + self.writes[..time].iter().sum::<u64>();
+            FrameRun { start: Gfn(start), count: self.writes[time] }
         }
-        let writer = guest.clone();
-        // Against the order of the pieces.
-        let writer =
-            thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
-        let (guest_dyn, before) = (&*guest as &dyn Guest, &Mutex::new(None));
-        let (waits, piece_frames) = (Waits::default(), 1);
-        let saver =
-            Saver { guest: guest_dyn, shield, before, gone, empty, to_file, piece_frames, waits };
-        let since = Instant::now();
-        thread::scope(|scope| {
-            scope.spawn(move || {
-                for Full { buffer, .. } in full {
-                    thread::sleep(every.unwrap_or(PATIENCE));
-                    let _ = to_guest.send(buffer);
-                }
-            });
-            let saved = saver.run();
-            assert!(matches!(saved, Err(Cause::Stalled(_))), "{saved:?}");
-        });
-        let took = since.elapsed();
-        writer.join().unwrap().unwrap();
-        assert_eq!(guest.protected(), 0);
-        shield.protect(&[frames]).unwrap_err();
-        assert_eq!(guest.protected(), 0, "nobody would serve who waits");
-        took
     }
 
-    #[test]
-    fn a_store_that_takes_nothing_does_not_hold_the_guest_for_ever() {
-        assert!(stalled(None) >= PATIENCE);
+    impl Shield for Busy {
+        fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
+            self.protected.lock().unwrap().push(frames.iter().copied().collect());
+            let written = self.written(self.times.fetch_add(1, SeqCst) as usize);
+            (written.start.0..written.end().0).try_for_each(|gfn| self.guest.write(Gfn(gfn), &[1]))
+        }
+
+        fn release(&self, _: FrameRun) -> Result<(), GuestError> {
+            Ok(())
+        }
+
+        fn release_all(&self) {}
+
+        fn awaited(&self, _: Duration) -> Result<Option<FrameRun>, GuestError> {
+            Ok(None)
+        }
     }
 
-    #[test]
-    fn nor_does_one_that_takes_little_each_time() {
-        // 40 frames would take 10 s.
-        let took = stalled(Some(Duration::from_millis(250)));
-        assert!((PATIENCE..2 * PATIENCE).contains(&took), "{took:?}");
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Until it is little, or has been done so often that it does not become less.
+        #[test]
+        fn what_changes_while_much_is_protected_is_protected_too(
+            writes in prop::collection::vec(prop_oneof![1..=AGAIN_FRAMES, AGAIN_FRAMES + 1..1000], 3),
+        ) {
+            let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 4000 };
+            let config = MemoryConfig { slots: vec![slot], ..MemoryConfig::still() };
+            let guest = MemoryGuest::new(VmId::random(), config).unwrap();
+            let mut subscription = guest.subscribe("test").unwrap();
+            subscription.drain().commit();
+            (FIRST.start.0..FIRST.end().0).for_each(|gfn| guest.write(Gfn(gfn), &[1]).unwrap());
+            let early = subscription.drain();
+            let (times, protected) = (AtomicU64::new(0), Mutex::default());
+            let busy = Busy { guest: guest.clone(), writes: writes.clone(), times, protected };
+            let let_go = FrameRun { start: Gfn(7), count: 3 };
+            let before = Mutex::new(Some(vec![let_go]));
+            let shield = OfEpoch::new(&busy);
+            let ahead = protect_ahead(&*guest, &shield, &before, early, &mut subscription).unwrap();
+
+            let last = writes.iter().position(|n| *n <= AGAIN_FRAMES).unwrap_or(2);
+            let mut wants = vec![FrameSet::from_iter([FIRST])];
+            wants.extend((0..last).map(|time| FrameSet::from_iter([busy.written(time)])));
+            if let Some(again) = wants.get_mut(1) {
+                again.insert(let_go);
+            }
+            prop_assert_eq!(&*busy.protected.lock().unwrap(), &wants);
+            let union = wants.iter().flat_map(FrameSet::iter).collect::<FrameSet>();
+            prop_assert_eq!(ahead.frames, union);
+            prop_assert_eq!(ahead.left.frames(), writes[last]);
+            prop_assert!(ahead.left.contains_run(busy.written(last)));
+            // What is protected once more is not late; else it is.
+            let late = if last > 0 { vec![] } else { vec![let_go] };
+            prop_assert_eq!(before.into_inner().unwrap(), Some(late));
+            let drained = ahead.epochs.iter().map(Epoch::frames).sum::<u64>();
+            prop_assert_eq!(drained, 1000 + writes[..=last].iter().sum::<u64>());
+        }
     }
 }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
 use crate::drive::read_blocks;
-use crate::instant::PATIENCE;
+use crate::saver::PATIENCE;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Blocks that can be set aside at a time: 4 MiB.

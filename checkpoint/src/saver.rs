@@ -1,0 +1,205 @@
+//! Copying behind the guest's back: the thread that copies what is protected and lets go of it, first what somebody waits for.
+//! Before the pause it lets go of what is written to without a copy.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use dirty_tracker::{FrameRun, FrameSet};
+
+use crate::pieces::Pieces;
+use crate::report::Cause;
+use crate::shield::{OfEpoch, Released, Waits};
+use crate::staging::copy;
+use crate::{Guest, GuestError};
+
+/// How often the saver looks whether the pause has come.
+const BEFORE_LOOK: Duration = Duration::from_micros(500);
+/// How often the saver looks whether somebody waits while there is no room for a copy.
+const ROOM_LOOK: Duration = Duration::from_millis(1);
+/// How long somebody may have waited to write, all in all in an epoch, when there is no room for a copy. Less than a pause
+/// waits for vCPUs and devices, which may be among those that wait.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What was let go of before the pause; `None` once that is no longer done. Under one lock, so that nothing is let go of
+/// unknown to the pause: who waited may have been stopped before it wrote, and writes after.
+pub(crate) type Before = Mutex<Option<Vec<FrameRun>>>;
+
+/// A piece on its way to the file.
+pub(crate) struct Full<'b> {
+    pub(crate) runs: Vec<FrameRun>,
+    pub(crate) buffer: &'b mut [u8],
+}
+
+/// Copies what is protected and lets go of it.
+pub(crate) struct Saver<'m, 'b> {
+    pub(crate) guest: &'m dyn Guest,
+    pub(crate) shield: &'m OfEpoch<'m>,
+    pub(crate) before: &'m Before,
+    /// What is to be copied, and what not of that, told when the guest goes on; closed if nothing is.
+    pub(crate) gone: Receiver<(FrameSet, FrameSet)>,
+    pub(crate) empty: Receiver<&'b mut [u8]>,
+    pub(crate) to_file: Sender<Full<'b>>,
+    pub(crate) piece_frames: u64,
+    pub(crate) waits: Waits,
+}
+
+/// What a saver did.
+#[derive(Debug, Default)]
+pub(crate) struct Saved {
+    pub(crate) frames: u64,
+    pub(crate) waits: u64,
+    pub(crate) waited: Duration,
+}
+
+impl<'b> Saver<'_, 'b> {
+    pub(crate) fn run(mut self) -> Result<Saved, Cause> {
+        let _released = Released(self.shield);
+        let frames = match self.until_the_pause()? {
+            Some((frames, late)) => self.save(&frames, &late)?,
+            None => 0,
+        };
+        Ok(Saved { frames, waits: self.waits.times, waited: self.waits.all() })
+    }
+
+    /// Copies `frames` without `late`. How many; fewer if the file has failed, which is the better reason.
+    fn save(&mut self, frames: &FrameSet, late: &FrameSet) -> Result<u64, Cause> {
+        let frames: FrameSet = frames.iter().flat_map(|run| late.gaps(run)).collect();
+        let mut pieces = Pieces::new(self.guest.layout(), &frames, self.piece_frames);
+        let mut saved = 0;
+        while let Some(next) = pieces.next() {
+            // Before it is chosen what to copy: somebody may begin to wait meanwhile.
+            let Some(buffer) = self.room(&pieces)? else { return Ok(saved) };
+            let piece = self.wanted(&pieces)?.unwrap_or(next);
+            let runs = pieces.runs(piece).to_vec();
+            copy(buffer, self.guest.ram(), runs.iter().copied())?;
+            pieces.spans(piece).try_for_each(|span| self.shield.release(span))?;
+            self.waits.over();
+            pieces.done(piece);
+            saved += runs.iter().map(|run| run.count).sum::<u64>();
+            if self.to_file.send(Full { runs, buffer }).is_err() {
+                return Ok(saved);
+            }
+        }
+        Ok(saved)
+    }
+
+    /// The piece that somebody waits for, if it is to be copied. What is not is let go of.
+    fn wanted(&mut self, pieces: &Pieces) -> Result<Option<usize>, GuestError> {
+        loop {
+            self.waits.look(self.shield, Duration::ZERO)?;
+            let Some(FrameRun { start, .. }) = self.waits.awaited else { return Ok(None) };
+            if let Some(piece) = pieces.with(start) {
+                return Ok(Some(piece));
+            }
+            // It is free already, or was copied in the pause.
+            self.shield.release(FrameRun { start, count: 1 })?;
+            self.waits.over();
+        }
+    }
+
+    /// Lets go of what is written to, until it is said what is to be copied. `None` if nothing is.
+    fn until_the_pause(&mut self) -> Result<Option<(FrameSet, FrameSet)>, Cause> {
+        loop {
+            match self.gone.try_recv() {
+                Ok(sets) => return Ok(Some(sets)),
+                Err(TryRecvError::Disconnected) => return Ok(None),
+                Err(TryRecvError::Empty) => {}
+            }
+            self.waits.look(self.shield, BEFORE_LOOK)?;
+            let Some(frames) = self.waits.awaited else { continue };
+            let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(released) = &mut *before else {
+                drop(before);
+                // The guest stands, or has stood.
+                let sets = self.gone.recv().ok();
+                // A pause is not the store's doing.
+                self.waits.since = Some(Instant::now());
+                return Ok(sets);
+            };
+            self.shield.release(frames)?;
+            released.push(frames);
+            self.waits.over();
+        }
+    }
+
+    /// Room for a piece; `None` if the file has failed. Fails if somebody has waited for too long.
+    fn room(&mut self, pieces: &Pieces) -> Result<Option<&'b mut [u8]>, Cause> {
+        let mut limit = Duration::ZERO;
+        loop {
+            match self.empty.recv_timeout(limit) {
+                Ok(buffer) => return Ok(Some(buffer)),
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(RecvTimeoutError::Timeout) => limit = ROOM_LOOK,
+            }
+            if self.wanted(pieces)?.is_some() && self.waits.all() >= PATIENCE {
+                return Err(Cause::Stalled(PATIENCE));
+            }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "testing"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+    use crate::VmId;
+    use crate::testing::{MemoryConfig, MemoryGuest};
+    use dirty_tracker::{Gfn, PAGE_SIZE};
+
+    /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long the saver put up with that.
+    fn stalled(every: Option<Duration>) -> Duration {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let opened = guest.shield().unwrap().unwrap();
+        let shield = &OfEpoch::new(&*opened);
+        let frames = FrameRun { start: Gfn(3), count: 40 };
+        shield.protect(&[frames]).unwrap();
+        let mut buffer = vec![0; PAGE_SIZE as usize];
+        let ((go, gone), (to_file, full)) = (mpsc::channel(), mpsc::channel());
+        let (to_guest, empty) = mpsc::channel();
+        go.send((FrameSet::from_iter([frames]), FrameSet::new())).unwrap();
+        if every.is_some() {
+            to_guest.send(&mut buffer[..]).unwrap();
+        }
+        let writer = guest.clone();
+        // Against the order of the pieces.
+        let writer =
+            thread::spawn(move || (3..43).rev().try_for_each(|gfn| writer.write(Gfn(gfn), &[1])));
+        let (guest_dyn, before) = (&*guest as &dyn Guest, &Mutex::new(None));
+        let (waits, piece_frames) = (Waits::default(), 1);
+        let saver =
+            Saver { guest: guest_dyn, shield, before, gone, empty, to_file, piece_frames, waits };
+        let since = Instant::now();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                for Full { buffer, .. } in full {
+                    thread::sleep(every.unwrap_or(PATIENCE));
+                    let _ = to_guest.send(buffer);
+                }
+            });
+            let saved = saver.run();
+            assert!(matches!(saved, Err(Cause::Stalled(_))), "{saved:?}");
+        });
+        let took = since.elapsed();
+        writer.join().unwrap().unwrap();
+        assert_eq!(guest.protected(), 0);
+        shield.protect(&[frames]).unwrap_err();
+        assert_eq!(guest.protected(), 0, "nobody would serve who waits");
+        took
+    }
+
+    #[test]
+    fn a_store_that_takes_nothing_does_not_hold_the_guest_for_ever() {
+        assert!(stalled(None) >= PATIENCE);
+    }
+
+    #[test]
+    fn nor_does_one_that_takes_little_each_time() {
+        // 40 frames would take 10 s.
+        let took = stalled(Some(Duration::from_millis(250)));
+        assert!((PATIENCE..2 * PATIENCE).contains(&took), "{took:?}");
+    }
+}
