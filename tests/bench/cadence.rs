@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Cadence, Checkpointer, Guest, Spread, Store, Tally};
 use guest::BenchGuest;
+use tests::Stolen;
 
 const EVERY: Duration = Duration::from_millis(10);
 /// How long a guest is followed before each row, and after it.
@@ -104,7 +105,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     let before = followed(guest, time.min(BESIDE));
     // What has changed by now, or a full one, is not what this is about.
     checkpointer.take().unwrap();
-    let begun = Instant::now();
+    let (begun, stolen) = (Instant::now(), Stolen::begin());
     let writes = rate(guest, || {
         checkpointer.run(&cadence, &AtomicBool::new(false), |taken| {
             tally.add(&taken);
@@ -117,6 +118,7 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
             if begun.elapsed() < time { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
     });
+    let stolen = stolen.percent();
     drop(checkpointer);
     let after = followed(guest, time.min(BESIDE));
     let a = tally.achieved();
@@ -130,7 +132,8 @@ fn checkpointed(guest: &BenchGuest, way: &str, behind_from: Option<u64>, time: D
     let of = |sum: u64| sum as f64 / a.epochs.max(1) as f64;
     println!(
         "\n{} epochs of {:.0} frames, {:.0} of them behind, with {:.1} waits of {:.0} us in all, {} early, {} left out; the store has {} MiB, and had {} half-way; \
-         {writes:.0} page writes a second ({:.1} % of those of a guest that is followed: {before:.0} before, {after:.0} after)",
+         {writes:.0} page writes a second ({:.1} % of those of a guest that is followed: {before:.0} before, {after:.0} after); \
+         {stolen:.1} % of the processors were stolen",
         a.epochs,
         of(frames),
         of(behind),
