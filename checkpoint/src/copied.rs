@@ -66,6 +66,11 @@ impl Ways {
         Self { behind_from, behind_from_if_few_left: behind_from, rest: 0, left: None }
     }
 
+    /// Fewer frames are not worth being protected.
+    pub(crate) fn behind_from(&self) -> u64 {
+        self.behind_from
+    }
+
     /// The way for an epoch of so many frames of a guest that is `shielded` or not, where there is room for so many.
     pub(crate) fn of_next(&mut self, frames: u64, room: u64, shielded: bool) -> Way {
         let may = frames >= LEAST && frames <= room / 2;

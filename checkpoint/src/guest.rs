@@ -242,7 +242,8 @@ pub trait Guest: Send + Sync {
     }
 
     /// Lets a paused guest run. Returns when its vCPUs have gone on, where they know: whatever the caller does next keeps no
-    /// processor from one that was woken for it.
+    /// processor from one that was woken for it. Waits for nobody's write to guest memory, and makes none: frames that are
+    /// [shielded](Self::shield) are let go of only when it has returned.
     fn resume(&self) -> Result<(), GuestError>;
 
     /// The whole state besides memory, of a paused guest.

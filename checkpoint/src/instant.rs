@@ -37,8 +37,8 @@ use crate::{Guest, GuestError, Shield};
 const PIECE_FRAMES: u64 = 64;
 /// What changes while much is protected is copied in the pause if it is at most so many frames, else protected, too.
 const LATE_FRAMES: u64 = 512;
-/// What changed while much was protected is protected, too, before the pause, if it is more than so many frames. That takes less
-/// long than what was protected before it, so that less changes meanwhile.
+/// What changed while much was protected is protected, too, before the pause, if it is more than so many frames, or than are worth it
+/// at all. That takes less long than what was protected before it, so that less changes meanwhile.
 const AGAIN_FRAMES: u64 = LATE_FRAMES / 2;
 /// At most so often; then the guest writes faster than it can be protected from.
 const AGAIN_TIMES: u32 = 2;
@@ -176,7 +176,7 @@ fn behind(
     early: Epoch,
     subscription: &mut Subscription,
 ) -> Result<Apart, (Phase, Cause)> {
-    let Means { guest, calm, drives, patient, staging, file, .. } = means;
+    let Means { guest, calm, drives, patient, ways, staging, file, .. } = means;
     let drives = (drives, patient);
     let shield = &OfEpoch::new(shield);
     // The saver has one of its own: if it ends early, nothing is protected after.
@@ -207,7 +207,9 @@ fn behind(
             .spawn_scoped(scope, move || saver.run())
             .map_err(|e| (Phase::Protect, system("starting a thread that copies", e)))?;
         let before = &before;
-        let taker = Taker { guest, calm, shield, before, late_room, file, go, full, to_guest };
+        let again_over = AGAIN_FRAMES.min(ways.behind_from());
+        let taker =
+            Taker { guest, calm, shield, before, again_over, late_room, file, go, full, to_guest };
         let taken = taker.take(early, drives, subscription);
         // Its channels are closed: the saver ends if it has not.
         let saved = saving.join().unwrap_or_else(|_| {
@@ -231,6 +233,8 @@ struct Taker<'m, 'b> {
     calm: &'m Calm,
     shield: &'m OfEpoch<'m>,
     before: &'m Before,
+    /// More that changed meanwhile is protected before the pause, too.
+    again_over: u64,
     late_room: &'b mut [u8],
     file: &'m mut EpochWriter,
     go: Sender<(FrameSet, FrameSet)>,
@@ -245,10 +249,11 @@ impl Taker<'_, '_> {
         drives: (&mut [Followed], bool),
         subscription: &mut Subscription,
     ) -> Result<Apart, (Phase, Cause)> {
-        let Self { guest, calm, shield, before, late_room, file, go, full, to_guest } = self;
+        let Self { guest, calm, shield, before, again_over, .. } = self;
+        let Self { late_room, file, go, full, to_guest, .. } = self;
         let layout = guest.layout();
         let Ahead { mut frames, left, mut epochs } =
-            protect_ahead(guest, shield, before, early, subscription)?;
+            protect_ahead(guest, shield, before, (early, again_over), subscription)?;
         let Pause { changed, mut blocks, sections, dealt: late, time } =
             pause(guest, calm, drives, subscription, file, |changed, _| {
                 let released = before.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -295,12 +300,12 @@ struct Ahead {
     epochs: Vec<Epoch>,
 }
 
-/// Protects what is in `early`, and what changes meanwhile while that is much.
+/// Protects what is in `early`, and what changes meanwhile while that is more than `again_over` frames.
 fn protect_ahead(
     guest: &dyn Guest,
     shield: &OfEpoch<'_>,
     before: &Before,
-    early: Epoch,
+    (early, again_over): (Epoch, u64),
     subscription: &mut Subscription,
 ) -> Result<Ahead, (Phase, Cause)> {
     let layout = guest.layout();
@@ -313,7 +318,7 @@ fn protect_ahead(
         let since = subscription.drain();
         next = since.runs().collect();
         epochs.push(since);
-        if next.frames() <= AGAIN_FRAMES || again == AGAIN_TIMES {
+        if next.frames() <= again_over || again == AGAIN_TIMES {
             break;
         }
         // Protected again with the others, so they are not late. What is let go of from now on and written is in the next drain.
@@ -393,6 +398,7 @@ mod tests {
             let let_go = FrameRun { start: Gfn(7), count: 3 };
             let before = Mutex::new(Some(vec![let_go]));
             let shield = OfEpoch::new(&busy);
+            let early = (early, AGAIN_FRAMES);
             let ahead = protect_ahead(&*guest, &shield, &before, early, &mut subscription).unwrap();
 
             let last = writes.iter().position(|n| *n <= AGAIN_FRAMES).unwrap_or(2);

@@ -181,18 +181,22 @@ impl MemoryShield {
 impl Shield for MemoryShield {
     fn protect(&self, frames: &[FrameRun]) -> Result<(), GuestError> {
         self.whole()?;
-        // First, so that whatever becomes of it is let go of with the rest.
+        // First, so that whoever asks waits.
         self.kept.add(frames);
         let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
+        // What was let go of meanwhile may have been protected after that. Whatever became of it, it is let go of with the rest.
+        self.kept.add(frames);
         protected.map_err(|e| failed("protecting frames", e))
     }
 
     fn release(&self, frames: FrameRun) -> Result<(), GuestError> {
         self.whole()?;
-        let released = self.each(frames, Userfault::release);
-        released.map_err(|e| failed("letting go of frames", e))?;
+        // First: what is protected again meanwhile is added after that.
         self.kept.remove(frames);
-        Ok(())
+        self.each(frames, Userfault::release).map_err(|e| {
+            self.kept.add(&[frames]);
+            failed("letting go of frames", e)
+        })
     }
 
     fn release_all(&self) {
@@ -369,6 +373,50 @@ mod tests {
             hears.recv_timeout(SOON).unwrap();
             hears.recv_timeout(SOON).unwrap();
             assert_eq!((byte(ram, 70), memory.kept().lock().protected.frames()), (6, 0));
+        }
+    }
+
+    #[test]
+    fn what_is_let_go_of_while_it_is_protected_again_is_let_go_of_with_the_rest() {
+        const RUNS: u64 = 2000;
+        for options in ways() {
+            let name = "what_is_let_go_of_while_it_is_protected_again_is_let_go_of_with_the_rest";
+            let Some((memory, shield)) = shielded(name, &options) else { return };
+            let (ram, shield) = (memory.ram(), &*shield);
+            let runs = (0..RUNS).map(|n| run(256 + 32 * n, 1)).collect::<Vec<_>>();
+            runs.iter().for_each(|run| write(ram, run.start.0, 1));
+            for _ in 0..10 {
+                let writes = AtomicBool::new(true);
+                let all_written = AtomicBool::new(false);
+                thread::scope(|scope| {
+                    scope.spawn(|| {
+                        while writes.load(Ordering::Relaxed) {
+                            runs.iter().rev().take(200).for_each(|run| write(ram, run.start.0, 2));
+                        }
+                        all_written.store(true, Ordering::Relaxed);
+                    });
+                    scope.spawn(|| {
+                        while !all_written.load(Ordering::Relaxed) {
+                            if let Some(run) = shield.awaited(Duration::from_millis(1)).unwrap() {
+                                shield.release(run).unwrap();
+                            }
+                        }
+                    });
+                    (0..4).for_each(|_| shield.protect(&runs).unwrap());
+                    writes.store(false, Ordering::Relaxed);
+                });
+                shield.release_all();
+                let (told, hears) = mpsc::channel();
+                let (theirs, to_write) = (ram.clone(), runs.clone());
+                thread::spawn(move || {
+                    to_write.iter().for_each(|run| write(&theirs, run.start.0, 3));
+                    told.send(()).unwrap();
+                });
+                hears.recv_timeout(SOON).unwrap_or_else(|_| {
+                    let waits = shield.awaited(Duration::ZERO).unwrap();
+                    panic!("{waits:?} is protected, and nobody knows: {options:?}")
+                });
+            }
         }
     }
 
