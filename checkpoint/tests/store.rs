@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use checkpoint::{
-    Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits,
-    Store, StoreError, Taken, Tally, restore,
+    Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreError, RestoreReport, RunState,
+    StagingLimits, Store, StoreError, Taken, Tally, restore,
 };
 
 fn busy() -> Arc<MemoryGuest> {
@@ -163,6 +163,24 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
             Store::open(dir.path()).unwrap().verify(|_, _| ()).unwrap();
         }
     }
+}
+
+#[test]
+fn memory_that_cannot_be_filled_ends_the_restored_guest_and_says_of_which_epoch() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let epoch = Checkpointer::new(busy(), store).unwrap().take().unwrap().epoch;
+    let store = Store::open(dir.path()).unwrap();
+    let factory = MemoryGuestFactory::default();
+    factory.faults.fail_next(Op::Fill, 1);
+    let failed = restore(&store, None, &factory, Clock::Continue).unwrap_err();
+    let said = failed.to_string();
+    assert!(matches!(failed, RestoreError::Guest { epoch: of, .. } if of == epoch), "{said}");
+    let cause = std::error::Error::source(&failed).map(ToString::to_string).unwrap_or_default();
+    assert!((said + &cause).contains("filling memory"), "{cause}");
+    assert!(!factory.drive.is_held());
+    let (copy, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
+    copy.verify().unwrap();
 }
 
 #[test]

@@ -43,9 +43,11 @@ pub enum Op {
     Unprotect,
     /// `Shield::awaited`
     Awaited,
+    /// `Fill::fill`
+    Fill,
 }
 
-const OPS: usize = Op::Awaited as usize + 1;
+const OPS: usize = Op::Fill as usize + 1;
 
 /// How many of the next calls of each operation fail. Share it behind an `Arc`.
 #[derive(Debug, Default)]

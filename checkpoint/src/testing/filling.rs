@@ -6,23 +6,26 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use dirty_tracker::FrameRun;
 use vm_memory::{Bytes, GuestAddress};
 
+use super::faults::{Faults, Op};
 use crate::{Fill, GuestError, GuestRam};
 
 /// Memory that is being filled: nobody else may touch it.
 pub(super) struct Filling {
     ram: GuestRam,
     filling: Arc<AtomicBool>,
+    faults: Arc<Faults>,
 }
 
 impl Filling {
-    pub(super) fn begin(ram: GuestRam, filling: Arc<AtomicBool>) -> Self {
+    pub(super) fn begin(ram: GuestRam, filling: Arc<AtomicBool>, faults: Arc<Faults>) -> Self {
         filling.store(true, SeqCst);
-        Self { ram, filling }
+        Self { ram, filling, faults }
     }
 }
 
 impl Fill for Filling {
     fn fill(&self, run: FrameRun, contents: &[u8]) -> Result<(), GuestError> {
+        self.faults.check(Op::Fill, "filling memory")?;
         let written = self.ram.write_slice(contents, GuestAddress(run.start.gpa()));
         written.map_err(|e| GuestError::System { what: "filling memory", cause: e.into() })
     }

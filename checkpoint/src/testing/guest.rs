@@ -383,7 +383,8 @@ impl Guest for MemoryGuest {
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {
-        Some(Box::new(Filling::begin(self.ram.clone(), self.filling.clone())))
+        let (filling, faults) = (self.filling.clone(), self.faults.clone());
+        Some(Box::new(Filling::begin(self.ram.clone(), filling, faults)))
     }
 
     fn restore_state(&self, sections: &[Section], _clock: Clock) -> Result<(), GuestError> {
