@@ -38,7 +38,7 @@ const PIECE_FRAMES: u64 = 64;
 /// What changes while much is protected is copied in the pause if it is at most so many frames, else protected, too.
 const LATE_FRAMES: u64 = 512;
 /// What changed while much was protected is protected, too, before the pause, if it is more than so many frames, or than are worth it
-/// at all. That takes less long than what was protected before it, so that less changes meanwhile.
+/// at all. Mostly that is less than what was protected before it, takes less long, and less changes meanwhile.
 const AGAIN_FRAMES: u64 = LATE_FRAMES / 2;
 /// At most so often; then the guest writes faster than it can be protected from.
 const AGAIN_TIMES: u32 = 2;

@@ -166,7 +166,7 @@ fn a_failure_in_any_phase_gives_the_epoch_back_and_the_guest_runs_on() {
 }
 
 #[test]
-fn memory_that_cannot_be_filled_ends_the_restored_guest_and_says_of_which_epoch() {
+fn memory_that_cannot_be_filled_fails_the_restore_and_it_says_of_which_epoch() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::create_or_open(dir.path()).unwrap();
     let epoch = Checkpointer::new(busy(), store).unwrap().take().unwrap().epoch;
@@ -178,7 +178,6 @@ fn memory_that_cannot_be_filled_ends_the_restored_guest_and_says_of_which_epoch(
     assert!(matches!(failed, RestoreError::Guest { epoch: of, .. } if of == epoch), "{said}");
     let cause = std::error::Error::source(&failed).map(ToString::to_string).unwrap_or_default();
     assert!((said + &cause).contains("filling memory"), "{cause}");
-    assert!(!factory.drive.is_held());
     let (copy, _) = restore(&store, None, &factory, Clock::Continue).unwrap();
     copy.verify().unwrap();
 }

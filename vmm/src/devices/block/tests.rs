@@ -345,7 +345,7 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     let error = DiskFile::open(&disk.config, VmId::random()).unwrap_err();
     assert!(error.to_string().contains("is in use by another"), "{error}");
     drop(b);
-    a.acquire().unwrap();
+    lock::tests::eventually(|| a.acquire().is_ok());
     a.release().unwrap();
     let readonly = Disk { config: DiskConfig { readonly: true, ..disk.config.clone() }, ..disk };
     let (mut c, mut d) = (readonly.block(With::Plain), readonly.block(With::Plain));
