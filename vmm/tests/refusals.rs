@@ -68,6 +68,11 @@ fn a_kernel_or_ram_disk_that_cannot_be_booted_is_refused_by_what_is_wrong() {
     std::fs::write(&kernel, "#!/bin/sh\nexit 0\n# long enough for a header\n").unwrap();
     let said = refused(1, &["--kernel", &kernel]);
     assert!(said.contains("is neither an ELF file nor a bzImage"), "{said}");
+    for program in ["/bin/ls", env!("CARGO_BIN_EXE_driftline")] {
+        let said = refused(1, &["--kernel", program]);
+        let is = "is a user-space program (dynamic ELF), not a kernel";
+        assert!(said.starts_with(&format!("driftline: kernel \"{program}\" {is}")), "{said}");
+    }
     let said = refused(1, &["--kernel", &place.text("none")]);
     assert!(said.contains("cannot be read: No such file or directory"), "{said}");
 }

@@ -244,8 +244,8 @@ pub struct FaultMessage {
 pub struct CheckpointRequest {
     /// The store's directory, absolute: the server has its own working directory.
     pub store: PathBuf,
-    /// Time from the beginning of one checkpoint to the next; without it there is one.
-    pub every_ms: Option<u64>,
+    /// Time from the beginning of one checkpoint to the next, at least 1; without it there is one.
+    pub every_ms: Option<NonZeroU64>,
     /// How many; without it, until told to stop.
     pub count: Option<u64>,
     /// How long the guest may stand still for one; one that nears that comes early.

@@ -23,6 +23,8 @@ const HEADER_AT: usize = 0x1f1;
 /// The distance of the jump over the header, which says where it ends.
 const JUMP_AT: usize = 0x201;
 const SECTOR: u64 = 512;
+/// The unit of `syssize`, in bytes.
+const PARAGRAPH: u64 = 16;
 
 const OLDEST: u16 = 0x020c;
 /// Versions count within a major one; another one would be another protocol.
@@ -112,10 +114,12 @@ impl Place {
             n => u64::from(n),
         };
         let setup_bytes = (sectors + 1) * SECTOR;
-        let (syssize, init_size) = (u64::from(header.syssize) * 16, u64::from(header.init_size));
+        let syssize = u64::from(header.syssize) * PARAGRAPH;
+        let init_size = u64::from(header.init_size);
         let bytes = file_bytes.saturating_sub(setup_bytes);
-        // Whatever the header says, there is an instruction at the entry.
-        let needed = syssize.max(ENTRY_64 + 1);
+        // Whatever the header says, there is an instruction at the entry. The header counts paragraphs,
+        // and some files end within their last: what is missing is zero in memory.
+        let needed = syssize.saturating_sub(PARAGRAPH - 1).max(ENTRY_64 + 1);
         if bytes < needed {
             return Err(bad(format!(
                 "it is cut short: it has {file_bytes} bytes, and needs {}",
@@ -224,7 +228,7 @@ mod tests {
             ),
             (|h| h.xloadflags = 0x7e, "it has no 64-bit entry (xloadflags 0x7e)"),
             (|h| h.loadflags = 0x80, "it wants to be loaded below 1 MiB (loadflags 0x80)"),
-            (|h| h.syssize = 257, "it is cut short: it has 5120 bytes, and needs 5136"),
+            (|h| h.syssize = 257, "it is cut short: it has 5120 bytes, and needs 5121"),
             (|h| h.kernel_alignment = 3 << 20, "its alignment 0x300000 is no power of two"),
             (|h| h.pref_address = 0x8000, "its preferred address 0x8000 lies below 1 MiB"),
         ];
@@ -242,6 +246,17 @@ mod tests {
         );
         assert!(refused(|h| h.pref_address = u64::MAX - 1).contains("does not fit"));
         assert!(refused(|h| h.setup_sects = 255).contains("cut short"));
+    }
+
+    #[test]
+    fn the_last_paragraph_may_be_cut() {
+        let mut bytes = file(&good());
+        bytes.truncate(1024 + 4096 - 15);
+        let loaded = load_it(&bytes).unwrap();
+        assert_eq!(loaded.segments[0], (0x100_0000, 0x100_1000 - 15));
+        bytes.truncate(1024 + 4096 - 16);
+        let why = load_it(&bytes).unwrap_err();
+        assert!(why.ends_with("it is cut short: it has 5104 bytes, and needs 5105"), "{why}");
     }
 
     #[test]

@@ -9,20 +9,32 @@ use std::io::{ErrorKind, Read, Seek, SeekFrom};
 
 use dirty_tracker::{FrameRun, Gfn};
 use linux_loader::elf::{
-    EI_CLASS, EI_DATA, ELFDATA2LSB, ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, PT_LOAD, PT_NOTE,
+    EI_CLASS, EI_DATA, ELFDATA2LSB, ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, PT_GNU_STACK, PT_INTERP,
+    PT_LOAD, PT_NOTE,
 };
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
 use super::kernel::{Loaded, Start};
-use super::{BootError, Taken, zero_page};
+use super::{BootError, Taken, map, zero_page};
 use crate::memory::Memory;
 
 const CLASS_32: u8 = 1;
 const CLASS_64: u8 = 2;
 const MACHINE_386: u16 = 3;
 const MACHINE_X86_64: u16 = 62;
+/// `e_type` of an object file: a kernel module, or what a compiler leaves for the linker.
+const TYPE_REL: u16 = 1;
+/// `e_type` of a shared library or a position-independent program.
+const TYPE_DYN: u16 = 3;
+/// `e_type` of a core dump.
+const TYPE_CORE: u16 = 4;
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
 const NOTE_PHYS32_ENTRY: u32 = 18;
+/// `NT_GNU_ABI_TAG`: the system on which a program runs. The C library's start-up code has it, and no
+/// kernel is linked with that.
+const NOTE_ABI_TAG: u32 = 1;
+/// Where GNU's linker puts a program that is not position-independent, its headers first.
+const PROGRAM_BASE: u64 = 0x40_0000;
 /// No kernel has more note bytes than this, in all its segments together.
 const MAX_NOTE_BYTES: u64 = 1 << 20;
 /// Nor more program headers: Linux has about five.
@@ -36,6 +48,15 @@ struct Segment {
     paddr: u64,
     file_bytes: u64,
     mem_bytes: u64,
+}
+
+/// What the file header and the program headers say.
+struct Headers {
+    /// `e_type`.
+    kind: u16,
+    segments: Vec<Segment>,
+    /// Where a 64-bit file says that it begins.
+    entry_64: Option<u64>,
 }
 
 /// Reads the ELF file `from`, called `what` in errors, into `memory`.
@@ -55,8 +76,14 @@ struct Reader<'a, F> {
 
 impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
     fn load(mut self, memory: &Memory) -> Result<Loaded, BootError> {
-        let (segments, entry_64) = self.headers()?;
-        let (kind, rip, start) = match (self.pvh_entry(&segments)?, entry_64) {
+        let Headers { kind, segments, entry_64 } = self.headers()?;
+        let notes = self.notes(&segments)?;
+        if notes.pvh_entry.is_none()
+            && let Some(is) = no_kernel(kind, &segments, notes.abi_tag)
+        {
+            return Err(BootError::Program { what: self.what.to_owned(), is });
+        }
+        let (kind, rip, start) = match (notes.pvh_entry, entry_64) {
             (Some(rip), _) => ("PVH entry", rip, Start::Pvh { rip }),
             (None, Some(rip)) => {
                 let header = Box::new(zero_page::header_of_an_elf());
@@ -123,8 +150,7 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
         }
     }
 
-    /// The program headers, and where a 64-bit file says that it begins.
-    fn headers(&mut self) -> Result<(Vec<Segment>, Option<u64>), BootError> {
+    fn headers(&mut self) -> Result<Headers, BootError> {
         let mut ident = [0; 64];
         let got = self.read_up_to(&mut ident)?;
         let magic = [ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3];
@@ -158,19 +184,21 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
             return Err(self.damaged(why));
         }
         self.seek(table)?;
-        let mut headers = Vec::new();
+        let mut segments = Vec::new();
         let mut one = vec![0; usize::from(size)];
         for i in 0..count {
             if self.read_up_to(&mut one)? < one.len() {
                 return Err(self.damaged(format!("program header {i} of {count} is cut short")));
             }
-            headers.push(if wide { segment_64(&one) } else { segment_32(&one) });
+            segments.push(if wide { segment_64(&one) } else { segment_32(&one) });
         }
-        Ok((headers, wide.then(|| u64_at(&ident, 24))))
+        let entry_64 = wide.then(|| u64_at(&ident, 24));
+        Ok(Headers { kind: u16_at(&ident, 16), segments, entry_64 })
     }
 
-    /// The entry of the first Xen PHYS32_ENTRY note in any note segment, if there is one.
-    fn pvh_entry(&mut self, segments: &[Segment]) -> Result<Option<u64>, BootError> {
+    /// Reads the note segments, up to the first PVH entry.
+    fn notes(&mut self, segments: &[Segment]) -> Result<Notes, BootError> {
+        let mut found = Notes::default();
         let mut total = 0u64;
         for s in segments.iter().filter(|s| s.kind == PT_NOTE) {
             total = total.saturating_add(s.file_bytes);
@@ -183,11 +211,12 @@ impl<F: Read + Seek + ReadVolatile> Reader<'_, F> {
             if self.read_up_to(&mut notes)? < notes.len() {
                 return Err(self.damaged("its notes are cut short"));
             }
-            if let Some(entry) = find_note(&notes) {
-                return Ok(Some(entry));
+            found.read(&notes);
+            if found.pvh_entry.is_some() {
+                break;
             }
         }
-        Ok(None)
+        Ok(found)
     }
 
     fn seek(&mut self, offset: u64) -> Result<(), BootError> {
@@ -245,21 +274,76 @@ fn segment_32(b: &[u8]) -> Segment {
     }
 }
 
-/// Walks the notes: name size, descriptor size, type, then both padded to four bytes.
-fn find_note(mut notes: &[u8]) -> Option<u64> {
-    let padded = |len: u32| (len as usize).checked_next_multiple_of(4);
-    while notes.len() >= 12 {
-        let (name_len, desc_len, kind) = (u32_at(notes, 0), u32_at(notes, 4), u32_at(notes, 8));
-        let desc_at = padded(name_len)?.checked_add(12)?;
-        let next = desc_at.checked_add(padded(desc_len)?)?;
-        let name = notes.get(12..12 + name_len as usize)?;
-        let desc = notes.get(desc_at..desc_at.checked_add(desc_len as usize)?)?;
-        if kind == NOTE_PHYS32_ENTRY && name == b"Xen\0" && desc.len() >= 4 {
-            return Some(u64::from(u32_at(desc, 0)));
+/// What a file without a PVH note is, if it surely is no kernel.
+///
+/// Linux and other kernels name their own physical addresses, have no interpreter and no C library.
+/// Some do map their ELF header or ask for an unexecutable stack: only all marks of a linker's
+/// default layout together count.
+fn no_kernel(kind: u16, segments: &[Segment], abi_tag: bool) -> Option<&'static str> {
+    let loads = || segments.iter().filter(|s| s.kind == PT_LOAD && s.mem_bytes > 0);
+    let has = |kind| segments.iter().any(|s| s.kind == kind);
+    let lowest = loads().min_by_key(|s| s.paddr);
+    match (kind, lowest) {
+        (TYPE_REL, _) => Some("an object file or kernel module"),
+        (TYPE_CORE, _) => Some("a core dump"),
+        _ if has(PT_INTERP) => Some("a user-space program (dynamic ELF)"),
+        (TYPE_DYN, Some(s)) if s.paddr < map::ONE_MIB => {
+            Some("a user-space program or library (position-independent ELF)")
         }
-        notes = notes.get(next..)?;
+        _ if abi_tag => Some("a user-space program (static ELF)"),
+        (_, Some(s)) if s.paddr == PROGRAM_BASE && s.offset == 0 && has(PT_GNU_STACK) => {
+            Some("a user-space program (static ELF)")
+        }
+        _ => None,
     }
-    None
+}
+
+/// What is looked for in the notes.
+#[derive(Default)]
+struct Notes {
+    /// The entry of the first Xen PHYS32_ENTRY note.
+    pvh_entry: Option<u64>,
+    /// Whether there is an [`NOTE_ABI_TAG`].
+    abi_tag: bool,
+}
+
+impl Notes {
+    /// Walks the notes: name size, descriptor size, type, then both padded to four bytes.
+    fn read(&mut self, mut notes: &[u8]) {
+        while self.pvh_entry.is_none()
+            && let Some((Note { name, kind, desc }, rest)) = first_note(notes)
+        {
+            match (kind, name) {
+                (NOTE_PHYS32_ENTRY, b"Xen\0") if desc.len() >= 4 => {
+                    self.pvh_entry = Some(u64::from(u32_at(desc, 0)));
+                }
+                (NOTE_ABI_TAG, b"GNU\0") => self.abi_tag = true,
+                _ => {}
+            }
+            notes = rest;
+        }
+    }
+}
+
+/// One note.
+struct Note<'a> {
+    name: &'a [u8],
+    kind: u32,
+    desc: &'a [u8],
+}
+
+/// The first note, and those that follow it.
+fn first_note(notes: &[u8]) -> Option<(Note<'_>, &[u8])> {
+    let padded = |len: u32| (len as usize).checked_next_multiple_of(4);
+    if notes.len() < 12 {
+        return None;
+    }
+    let (name_len, desc_len, kind) = (u32_at(notes, 0), u32_at(notes, 4), u32_at(notes, 8));
+    let desc_at = padded(name_len)?.checked_add(12)?;
+    let next = desc_at.checked_add(padded(desc_len)?)?;
+    let name = notes.get(12..12 + name_len as usize)?;
+    let desc = notes.get(desc_at..desc_at.checked_add(desc_len as usize)?)?;
+    Some((Note { name, kind, desc }, notes.get(next..).unwrap_or_default()))
 }
 
 // Callers have checked the length.
@@ -308,6 +392,17 @@ mod tests {
         out
     }
 
+    /// A 64-bit file of type `kind` without a PVH note, whose entry is that of its first segment.
+    fn without_pvh(kind: u16, headers: &[(u32, u64, u64, u64)]) -> Vec<u8> {
+        let mut bytes = file(headers, 0);
+        bytes[16..18].copy_from_slice(&kind.to_le_bytes());
+        let entry = headers.iter().find(|h| h.0 == PT_LOAD).map_or(0, |h| h.1);
+        bytes[24..32].copy_from_slice(&entry.to_le_bytes());
+        // The note is of another kind.
+        bytes[NOTES_AT as usize + 8] = 0x7f;
+        bytes
+    }
+
     fn load_it(bytes: Vec<u8>) -> Result<Loaded, String> {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
         load("it", &mut Cursor::new(&bytes[..]), &memory).map_err(|e| e.to_string())
@@ -342,6 +437,57 @@ mod tests {
             at((4 << 30) + 8, low).unwrap_err(),
             "it cannot be booted: its entry 0x100000008 lies at or above 0x100000000, which is not mapped yet"
         );
+    }
+
+    const EXEC: u16 = 2;
+    const STACK: (u32, u64, u64, u64) = (PT_GNU_STACK, 0, 0, 0);
+    const NOTES: (u32, u64, u64, u64) = (PT_NOTE, 0, 20, 20);
+
+    #[test]
+    fn user_space_programs_are_refused_as_such() {
+        let at = |paddr| (PT_LOAD, paddr, 16, 4096);
+        let interpreter = (PT_INTERP, 0x318, 28, 28);
+        let dynamic = "a user-space program (dynamic ELF)";
+        let position_independent = "a user-space program or library (position-independent ELF)";
+        let fixed = "a user-space program (static ELF)";
+        let mut tagged = without_pvh(EXEC, &[at(0x20_0000), NOTES]);
+        tagged[NOTES_AT as usize + 8] = 1;
+        tagged[NOTES_AT as usize + 12..][..4].copy_from_slice(b"GNU\0");
+        let cases = [
+            (without_pvh(TYPE_DYN, &[interpreter, at(0), STACK]), dynamic),
+            (without_pvh(EXEC, &[interpreter, at(0x40_0000), STACK]), dynamic),
+            (without_pvh(TYPE_DYN, &[at(0), STACK]), position_independent),
+            (without_pvh(EXEC, &[at(0x40_0000), STACK]), fixed),
+            (tagged, fixed),
+            (without_pvh(TYPE_REL, &[]), "an object file or kernel module"),
+            (without_pvh(TYPE_CORE, &[at(0)]), "a core dump"),
+        ];
+        for (bytes, is) in cases {
+            let all = format!(
+                "it is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF \
+                 file, or a bzImage"
+            );
+            assert_eq!(load_it(bytes).unwrap_err(), all);
+        }
+    }
+
+    #[test]
+    fn kernels_that_resemble_programs_boot() {
+        let at = |paddr| (PT_LOAD, paddr, 16, 4096);
+        let interpreter = (PT_INTERP, 0x318, 28, 28);
+        // FreeBSD's kernel has an interpreter, by name "/red/herring", and a PVH note.
+        let mut herring = without_pvh(EXEC, &[at(1 << 20), interpreter, NOTES, STACK]);
+        herring[NOTES_AT as usize + 8] = NOTE_PHYS32_ENTRY as u8;
+        for bytes in [
+            herring,
+            without_pvh(EXEC, &[at(1 << 20), NOTES]),
+            without_pvh(EXEC, &[at(1 << 20), STACK]),
+            without_pvh(EXEC, &[at(0x20_0000), STACK]),
+            without_pvh(EXEC, &[at(0x40_0000), NOTES]),
+            without_pvh(TYPE_DYN, &[at(0x20_0000), STACK]),
+        ] {
+            load_it(bytes).unwrap();
+        }
     }
 
     #[test]

@@ -60,6 +60,16 @@ pub enum BootError {
     /// The file is no kernel.
     #[error("{0} is neither an ELF file nor a bzImage")]
     NoKernel(String),
+    /// The file is an ELF file of another purpose.
+    #[error(
+        "{what} is {is}, not a kernel: --kernel takes a vmlinux, another kernel as a static ELF file, or a bzImage"
+    )]
+    Program {
+        /// The file, as the user knows it.
+        what: String,
+        /// What it is instead.
+        is: &'static str,
+    },
     /// The kernel is for another processor.
     #[error("{what} is an ELF file for another architecture (machine {machine}), not for x86")]
     WrongArchitecture {

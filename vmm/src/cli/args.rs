@@ -274,7 +274,7 @@ pub(crate) struct CheckpointArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
     /// Take one at this interval until --count or Ctrl-C; without it, take one
-    #[arg(long, value_name = "TIME", value_parser = values::duration)]
+    #[arg(long, value_name = "TIME", value_parser = values::interval)]
     pub(crate) every: Option<Duration>,
     /// How long the guest may stand still for one: when so much has changed that the next would take longer, or would not
     /// fit into the memory kept for copies, it is taken early

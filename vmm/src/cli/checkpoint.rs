@@ -1,5 +1,6 @@
 //! Owns `driftline checkpoint`: starts a run of checkpoints over the API and follows it.
 
+use std::num::NonZeroU64;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -30,7 +31,7 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     let client = Client::new(&args.api.api_sock);
     let request = CheckpointRequest {
         store: std::path::absolute(&args.store)?,
-        every_ms: args.every.map(millis),
+        every_ms: args.every.and_then(|every| NonZeroU64::new(millis(every))),
         count: args.count,
         max_pause_ms: args.max_pause.map(millis),
         keep: args.keep,

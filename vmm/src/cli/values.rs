@@ -35,6 +35,14 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
     parsed.ok_or_else(|| "a duration is digits and ms or s, such as 100ms".to_owned())
 }
 
+/// The time from one checkpoint to the next.
+pub(super) fn interval(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err("an interval is at least 1ms".to_owned()),
+        every => Ok(every),
+    }
+}
+
 /// A downtime target in milliseconds.
 pub(super) fn downtime_ms(text: &str) -> Result<u64, String> {
     at_most(text, vmm::api::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
@@ -115,6 +123,8 @@ mod tests {
         assert_eq!(duration("100ms"), Ok(Duration::from_millis(100)));
         assert_eq!(duration("3s"), Ok(Duration::from_secs(3)));
         assert!(duration("3").is_err() && duration("ms").is_err() && duration("1m").is_err());
+        assert!(interval("0ms").is_err() && interval("0s").is_err());
+        assert_eq!(interval("1ms"), Ok(Duration::from_millis(1)));
         assert_eq!(timeout_s("3600"), Ok(3600));
         assert!(timeout_s("18446744073709551615").unwrap_err().contains("from 0 to 2592000"));
         assert!(downtime_ms("3600001").is_err());

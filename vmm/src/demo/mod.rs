@@ -7,6 +7,7 @@ mod figures;
 
 use std::fmt::Display;
 use std::io::IsTerminal;
+use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -34,7 +35,7 @@ type StepError = String;
 const VCPUS: usize = 2;
 const GUEST: &str = "payload,ws=64M,rate=160M";
 const CHECKPOINTS: u64 = 10;
-const CHECKPOINT_EVERY_MS: u64 = 100;
+const CHECKPOINT_EVERY_MS: NonZeroU64 = NonZeroU64::new(100).unwrap();
 /// How long the guest runs on after its migration.
 const RUN_ON: Duration = Duration::from_secs(2);
 

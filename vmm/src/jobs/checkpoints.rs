@@ -71,7 +71,7 @@ impl CheckpointJob {
             news: watch::Sender::new((0, false)),
         });
         let cadence = Cadence {
-            every: Duration::from_millis(request.every_ms.unwrap_or(0)),
+            every: Duration::from_millis(request.every_ms.map_or(0, NonZeroU64::get)),
             count: request.count.or(request.every_ms.is_none().then_some(1)),
             max_pause: request.max_pause_ms.map(Duration::from_millis),
         };
