@@ -1,19 +1,19 @@
-//! The atomics and locks that everything here uses, in one place, so that model checkers can run
-//! the real code: `--cfg driftline_shuttle` for the tree, `--cfg driftline_loom` for the ring (see `tests/model.rs`).
+//! The atomics, fences and locks of this crate, in one place, so that model checkers can run the
+//! real code: `--cfg driftline_shuttle` or `--cfg driftline_loom` (see `tests/model/main.rs`).
 
 #[cfg(driftline_loom)]
 mod imp {
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-    pub(crate) use std::sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-        TryLockError,
+    pub(crate) use loom::sync::atomic::{
+        AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
     };
+    pub(crate) use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use std::sync::{Arc, PoisonError, TryLockError};
 }
 
 #[cfg(driftline_shuttle)]
 mod imp {
     pub(crate) use shuttle::sync::atomic::{
-        AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+        AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
     };
     pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
     pub(crate) use std::sync::{Arc, PoisonError, TryLockError};
@@ -21,7 +21,9 @@ mod imp {
 
 #[cfg(not(any(driftline_loom, driftline_shuttle)))]
 mod imp {
-    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::atomic::{
+        AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+    };
     pub(crate) use std::sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         TryLockError,

@@ -141,6 +141,8 @@ impl Tracker {
         *homes = homes.iter().chain([&home]).cloned().collect();
         self.active.store(homes.len(), Ordering::SeqCst);
         drop(homes);
+        // Before the caller's reads of memory: pairs with the fence of `mark_bits`.
+        sync::fence(Ordering::SeqCst);
         Subscription { home, tracker: self.clone(), slices: Slices::default() }
     }
 
@@ -219,10 +221,9 @@ impl Tracker {
     }
 
     fn mark_bits(&self, first: u64, count: u64) {
-        // What the caller wrote must be visible before we look whether anyone subscribes, or has
-        // the bit already: pairs with `subscribe` and with the drain's swaps. Rings need none
-        // (see `Marking`): the kernel's reprotect has ordered the guest's writes.
-        std::sync::atomic::fence(Ordering::SeqCst);
+        // Orders the caller's writes before the look at who subscribes: pairs with the fence of
+        // `subscribe`. `Marking` needs none, since it takes the lock that `subscribe` takes.
+        sync::fence(Ordering::SeqCst);
         if self.active.load(Ordering::SeqCst) == 0 {
             return;
         }

@@ -16,6 +16,14 @@
 //! down after its clear, sees the leaf. Summaries are looked at even when the bit was already there:
 //! the other inserter may not have got to them yet (I1).
 //!
+//! The frames themselves are plain memory beside the tree. A caller writes to a frame, then marks
+//! it; a drainer takes the mark, then reads the frame. A mark that finds its bit set stores nothing
+//! that the drainer could acquire, so each side has a fence: a mark fences, then looks at the bit
+//! (`fence_prior_writes`); every kind of drain fences after its last exchange
+//! (`fence_later_reads`). Either the mark sees the bit cleared and sets it again, or the drainer's
+//! reads see the write. SeqCst on the exchange alone does not order a later plain read: AArch64 may
+//! do that read before the store of the exchange.
+//!
 //! Source: Radim Krcmar, KVM list, 5 May 2016, with bytes as nodes; here with 64-bit words.
 
 mod cursor;
@@ -223,7 +231,7 @@ impl Tree {
             return;
         }
         // Leaves with whole-word masks, then each summary level over the words below it.
-        written_before();
+        fence_prior_writes();
         for &(start, _) in &self.levels {
             self.set_bits(start, lo, hi);
             (lo, hi) = (lo >> SHIFT, hi >> SHIFT);
@@ -272,7 +280,7 @@ impl Tree {
         let mut there = leaf.load(SeqCst);
         if there & bits == bits {
             // Nothing to change, if it is still there for one who sees what the caller has written.
-            written_before();
+            fence_prior_writes();
             there = leaf.load(SeqCst);
         }
         if there & bits != bits {
@@ -427,6 +435,7 @@ impl Tree {
                 self.kernel.run(Walk { words, levels: &self.levels, roots: &[0], pending, sink })
             }
         }
+        fence_later_reads();
     }
 
     /// Lends the scratch to `f`; of two drains at once the second makes its own.
@@ -464,10 +473,16 @@ impl Tree {
     }
 }
 
-/// Orders what the caller has written before a look at the tree that may find its bits set and change
-/// nothing: whoever takes those bits afterwards sees it. An exchange needs no such fence.
-fn written_before() {
-    std::sync::atomic::fence(SeqCst);
+/// Orders the caller's writes to frames before a look at the tree that may find their bits set and
+/// change nothing. Pairs with [`fence_later_reads`]. An exchange that sets a bit needs no such fence.
+fn fence_prior_writes() {
+    sync::fence(SeqCst);
+}
+
+/// Orders the exchanges of a drain, by all of its threads, before the caller's reads of the frames
+/// that it took. Pairs with [`fence_prior_writes`]; see Ordering above.
+fn fence_later_reads() {
+    sync::fence(SeqCst);
 }
 
 /// The words that hold bits `lo..=hi`, each with the mask of those bits.

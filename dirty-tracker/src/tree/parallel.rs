@@ -7,7 +7,7 @@ use super::runs::RunLists;
 use super::share::{Split, share_out, sum};
 use super::sink::Runs;
 use super::walk::{Listed, PENDING, Shared, Walk};
-use super::{SHIFT, Scratch, Tree, nonzero, ones, written_before};
+use super::{SHIFT, Scratch, Tree, fence_later_reads, fence_prior_writes, nonzero, ones};
 use crate::sync::Ordering::SeqCst;
 use crate::{Layout, OutOfSlot, SlotId};
 
@@ -71,7 +71,7 @@ impl Tree {
     /// As [`absorb_bitmap`](Self::absorb_bitmap), of words that were checked and go to the leaves
     /// from `first` on.
     pub(crate) fn absorb(&self, first: usize, bitmap: &[u64]) -> u64 {
-        written_before();
+        fence_prior_writes();
         let split = Split::of_leaves(bitmap.len(), self.share);
         let pieces = aligned(first..first + bitmap.len(), split.piece);
         let frames = sum(split.helpers, |counts| {
@@ -126,6 +126,12 @@ impl Tree {
     /// ```
     pub fn drain_parallel(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
         self.belongs(layout);
+        let frames = self.drain_to_lists(layout, runs);
+        fence_later_reads();
+        frames
+    }
+
+    fn drain_to_lists(&self, layout: &Layout, runs: &mut RunLists) -> u64 {
         if let Some(mut list) = self.recent.complete() {
             self.with_scratch(|pending, stages| {
                 runs.begin(1)[0].piece(0, |runs| {

@@ -3,7 +3,7 @@
 use super::recent::BOUND;
 use super::sink::Runs;
 use super::walk::{Listed, Shared};
-use super::{SHIFT, Tree};
+use super::{SHIFT, Tree, fence_later_reads};
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Layout};
 
@@ -89,6 +89,7 @@ impl Tree {
                 self.kernel.run(Listed { words, list, pending: &mut pending[0], sink });
             });
         }
+        fence_later_reads();
         // One look further, so that no empty slice has to say that the round is over.
         at.over = at.over || matches!(self.search(next, &mut 1), Found::Nothing);
         at.next = next;

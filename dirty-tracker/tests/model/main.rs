@@ -3,14 +3,19 @@
 //! ```text
 //! RUSTFLAGS="--cfg driftline_shuttle" cargo test -p dirty-tracker --target-dir target/shuttle --test model
 //! RUSTFLAGS="--cfg driftline_loom"    cargo test -p dirty-tracker --target-dir target/loom    --test model
+//! MIRIFLAGS=-Zmiri-many-seeds=0..16   cargo +nightly miri test -p dirty-tracker --test model
 //! ```
 //!
 //! Each runs for seconds. Shuttle tries random orders of the tree's operations, which are all
 //! sequentially consistent, as shuttle's are, and of rings that are overrun while they are
 //! harvested; `MODEL_ITERATIONS=1000000` looks longer. Loom tries all orders, and all values that
-//! acquire and release allow, of one ring's consumer and producer. Without either flag this file
-//! is empty.
+//! acquire, release and fences allow, of one ring's consumer and producer and of a frame that is
+//! written, marked, drained and read; miri draws executions of the latter. Without any of them this
+//! file is empty.
 #![allow(clippy::unwrap_used, reason = "tests")]
+
+#[cfg(any(driftline_loom, miri))]
+mod memory;
 
 /// The kernel's side of a ring, as `virt/kvm/dirty_ring.c` has it.
 #[cfg(any(driftline_loom, driftline_shuttle))]
