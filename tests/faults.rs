@@ -261,7 +261,7 @@ fn over_a_long_and_thin_line_a_guest_arrives_whole() {
     });
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(0), "{said}\n{}", destination.log());
-    assert!(destination.log().contains("of the pass to come"), "{}", destination.log());
+    assert!(destination.log().contains("left in this pass"), "{}", destination.log());
     let report = json_of(&sent);
     let figure = |name: &str| report[name].as_f64().expect("a figure");
     // The line was as long and thin as it should be: the state, PREPARED and COMMIT have their ways in the pause.

@@ -32,7 +32,7 @@ pub enum SocketError {
     #[error("{} is in use: another process listens there", .0.display())]
     InUse(PathBuf),
     /// Something else has that name.
-    #[error("{} exists and is no socket", .0.display())]
+    #[error("cannot listen on {}: it exists and is not a socket", .0.display())]
     NotASocket(PathBuf),
     /// The system refused.
     #[error("cannot listen on {}: {cause}{}", path.display(), hint(path, cause))]

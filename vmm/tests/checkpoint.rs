@@ -71,7 +71,7 @@ fn a_killed_guest_is_restored_and_runs_on_without_errors() {
 
     let mut third = Vmm::start(&place, "third", &["restore", "--store", &store, "--epoch", "4"]);
     third.await_api();
-    assert!(third.said().contains("runs on from epoch 4: 4 epochs"), "{}", third.said());
+    assert!(third.said().contains("resumed from checkpoint 4 after "), "{}", third.said());
     third.await_progress(2, &before);
     third.tell(&["stop"]);
     assert_eq!(third.wait(), Some(0));
@@ -198,7 +198,7 @@ fn a_store_keeps_what_it_is_told_to_and_is_compacted_and_exported() {
     assert_eq!((&exported["epoch"], path.metadata().unwrap().len()), (&11.into(), 64 << 20));
     assert!(exported["frames"].as_u64() >= Some(16 << 8), "{exported}");
     let said = fail(1, &export);
-    assert!(said.contains("it exists; --force writes over it"), "{said}");
+    assert!(said.contains("it exists; --force overwrites it"), "{said}");
     succeed(&[&export[..], &["--force"]].concat());
     let said = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &place.text("no")]);
     assert!(said.contains("has no epoch 2") && !place.path("no").exists(), "{said}");

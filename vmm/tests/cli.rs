@@ -105,7 +105,7 @@ fn wrong_usage_is_2_and_says_what_is_right() {
     }
     for wrong in ["0", "33"] {
         let said = fail(2, &["run", "--guest", "payload", "--vcpus", wrong]);
-        assert!(said.contains(&format!("'{wrong}'")) && said.contains("1..=32"), "{said}");
+        assert!(said.contains(&format!("'{wrong}'")) && said.contains("1 to 32 vCPUs"), "{said}");
     }
     for (cpu, why) in [
         ("max", "there is no processor \"max\"; there are host and baseline"),
@@ -127,7 +127,7 @@ fn a_missing_or_dead_socket_is_a_sentence() {
     let place = Place::new();
     let socket = place.text("none.sock");
     let said = fail(1, &["info", "--api-sock", &socket]);
-    assert!(said.starts_with("driftline: no running driftline answers on "), "{said}");
+    assert!(said.contains("does not exist: is the guest running"), "{said}");
 
     let mut first = Vmm::run(&place, "a", &payload("payload,ws=1M"));
     let said =
@@ -215,7 +215,7 @@ fn the_api_speaks_firecrackers_json() {
     for (method, path, body, fault) in [
         ("PATCH", "/vm", r#"{"state":"Sideways"}"#, "unknown variant"),
         ("PATCH", "/vm", r#"{"state":"Paused","hard":true}"#, "unknown field"),
-        ("PATCH", "/vm", "", "the body is not what this request takes"),
+        ("PATCH", "/vm", "", "the request body is empty; expected JSON"),
         ("GET", "/nowhere", "", "there is no request GET /nowhere"),
         ("GET", "/drives/root", "", "the guest has no disk \\\"root\\\""),
         ("GET", "/network-interfaces/e", "", "the guest has no network interface"),

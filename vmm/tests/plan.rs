@@ -85,5 +85,5 @@ fn a_guest_that_cannot_be_watched_is_refused_in_words() {
     let said = fail(2, &["plan", "--api-sock", &socket, "--bandwidth", "10"]);
     assert!(said.contains("a bandwidth is at least"), "{said}");
     let said = fail(1, &["plan", "--api-sock", &place.text("nobody.sock")]);
-    assert!(said.contains("no running driftline answers"), "{said}");
+    assert!(said.contains("does not exist: is the guest running"), "{said}");
 }

@@ -22,7 +22,7 @@ const ANSWER_LIMIT: usize = 16 << 20;
 #[non_exhaustive]
 pub enum ClientError {
     /// Nobody listens there.
-    #[error("no running driftline answers on {}: {cause}", socket.display())]
+    #[error("{}", unreachable(socket, cause))]
     Connect {
         /// The socket's path.
         socket: PathBuf,
@@ -30,7 +30,7 @@ pub enum ClientError {
         cause: io::Error,
     },
     /// The connection ended, or what came is no answer.
-    #[error("the driftline on {} ended the conversation: {why}", socket.display())]
+    #[error("the VMM on {} has ended, or closed the connection: {why}", socket.display())]
     Broken {
         /// The socket's path.
         socket: PathBuf,
@@ -40,6 +40,23 @@ pub enum ClientError {
     /// The request was refused, in the server's words.
     #[error("{0}")]
     Fault(String),
+}
+
+/// Why a socket cannot be connected to, and what to look at.
+fn unreachable(socket: &Path, cause: &io::Error) -> String {
+    let path = socket.display();
+    match cause.kind() {
+        io::ErrorKind::NotFound => format!(
+            "{path} does not exist: is the guest running, and was it started with --api-sock {path}?"
+        ),
+        io::ErrorKind::ConnectionRefused => {
+            format!("nothing listens on {path}: it is no socket, or that of a VMM that has died")
+        }
+        io::ErrorKind::PermissionDenied => {
+            format!("cannot connect to {path}: {cause}; the VMM runs as another user")
+        }
+        _ => format!("cannot connect to {path}: {cause}"),
+    }
 }
 
 /// A client of one API socket.

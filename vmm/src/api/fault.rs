@@ -55,8 +55,11 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Input<T> {
                 status: StatusCode::PAYLOAD_TOO_LARGE,
                 message: format!("the body cannot be read within {BODY_LIMIT} bytes: {e}"),
             })?;
+        if bytes.is_empty() {
+            return Err(Fault::new("the request body is empty; expected JSON"));
+        }
         serde_json::from_slice(&bytes)
             .map(Self)
-            .map_err(|e| Fault::new(format!("the body is not what this request takes: {e}")))
+            .map_err(|e| Fault::new(format!("the request body is not what was expected: {e}")))
     }
 }

@@ -10,8 +10,8 @@ use dirty_tracker::TrackingMode;
 use migrate::{Compression, CopyDrives, TimeoutStrategy};
 use vmm::api::model::DisksPolicy;
 use vmm::config::{
-    Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, MAX_VCPUS, NetSpec,
-    SerialSink, VsockSpec,
+    Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, NetSpec, SerialSink,
+    VsockSpec,
 };
 use vmm::jobs::ShadowMode;
 use vmm::memory::{Backing, HugePages};
@@ -181,8 +181,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = values::memory)]
     pub(crate) mem: u64,
     /// Number of vCPUs
-    #[arg(long, value_name = "N", default_value_t = 1,
-          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::vcpus)]
     pub(crate) vcpus: u8,
     /// The guest's processor: host, or baseline, with which it can move to unlike hosts of one
     /// vendor; less features by name, such as host,-cx16
@@ -283,7 +282,7 @@ pub(crate) struct CheckpointArgs {
     /// Keep so many, and drop older ones: the store stays as large as it is with them. Without it all are kept
     ///
     /// One that is being restored or read in another way is dropped later.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = values::at_least_one)]
     pub(crate) keep: Option<NonZeroU64>,
     /// Write memory past the host's page cache (O_DIRECT): less of the processor's time, and what others have in that cache stays
     #[arg(long)]
@@ -309,7 +308,7 @@ pub(crate) struct RestoreArgs {
     #[arg(long, value_name = "PATH")]
     pub(crate) store: PathBuf,
     /// The checkpoint's number; the latest by default
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = values::checkpoint)]
     pub(crate) epoch: Option<u64>,
     /// Let the guest run at once: its memory comes as it is touched, and behind that. Not with an archive
     #[arg(long)]
@@ -342,7 +341,7 @@ pub(crate) struct ExportArgs {
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = ExportFormat::Raw)]
     pub(crate) format: ExportFormat,
     /// The checkpoint's number; the latest by default
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = values::checkpoint)]
     pub(crate) epoch: Option<u64>,
     /// The file to write
     #[arg(long, value_name = "FILE")]

@@ -71,9 +71,9 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     }
     match (failed, args.count) {
         (Some(why), _) => Err(verdict(&client, &why).await),
-        (None, Some(count)) if guest_ended && since < count => {
-            Err(Failure::error(format_args!("the guest has ended after {since} of {count} epochs")))
-        }
+        (None, Some(count)) if guest_ended && since < count => Err(Failure::error(format_args!(
+            "the guest has ended after {since} of {count} checkpoints"
+        ))),
         (None, _) => Ok(ExitCode::SUCCESS),
     }
 }
@@ -89,7 +89,7 @@ async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPa
                     // Without the handler Ctrl-C ends this process, and the run goes on without it.
                     return client.get(&path).await;
                 }
-                say("stopping after the current epoch");
+                say("stopping after the current checkpoint");
                 let stop = format!("/checkpoint?job={job}");
                 match client.call::<()>(Method::DELETE, &stop, None::<&()>).await {
                     // It may have ended in this moment by itself.
@@ -106,9 +106,9 @@ async fn verdict(client: &Client, why: &str) -> Failure {
     let standing = Standing::ask(client).await;
     let state = match &standing {
         Standing::Here(state) => {
-            format!("not every epoch was stored (the guest is {})", state.name())
+            format!("not every checkpoint was stored (the guest is {})", state.name())
         }
-        Standing::InDoubt { .. } => "not every epoch was stored".to_owned(),
+        Standing::InDoubt { .. } => "not every checkpoint was stored".to_owned(),
         Standing::Gone => "the guest is gone".to_owned(),
     };
     standing.failure(format_args!("{state}; the last failure: {why}"))
@@ -121,16 +121,17 @@ fn describe(line: &EpochLine) -> String {
     };
     let behind = match line.behind_frames {
         0 => String::new(),
-        frames => format!(" ({frames} copied behind it)"),
+        pages => format!(" ({pages} copied after it)"),
     };
     let late = match (line.late_ms, line.skipped) {
         _ if line.early => ", early".to_owned(),
         (0..10, 0) => String::new(),
-        (late, 0) => format!(", {late} ms late"),
-        (late, skipped) => format!(", {late} ms late, {skipped} left out"),
+        (late, 0) => format!(", started {late} ms late"),
+        (late, 1) => format!(", started {late} ms late; 1 interval skipped"),
+        (late, skipped) => format!(", started {late} ms late; {skipped} intervals skipped"),
     };
     format!(
-        "epoch {}: {} frames{disks}, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
+        "checkpoint {}: {} pages{disks}, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
         line.epoch,
         line.frames,
         line.pause_us as f64 / 1e3,
@@ -150,7 +151,9 @@ fn summary(achieved: &Achieved) -> String {
         )
     };
     let lines = [line("pause", pause), line("interval", interval), line("durable", write)].concat();
-    format!("{epochs} checkpoints, {failed} failed, {early} early, {skipped} left out{lines}")
+    format!(
+        "{epochs} checkpoints, {failed} failed, {early} early, {skipped} intervals skipped{lines}"
+    )
 }
 
 fn millis(d: Duration) -> u64 {

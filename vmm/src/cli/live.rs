@@ -10,7 +10,7 @@ use std::time::Instant;
 use checkpoint::durable::create_dir;
 use checkpoint::{GuestError, RestoreError, RestoreReport};
 use dirty_tracker::TrackingMode;
-use migrate::{Cause, ReceiveControl, ReceiveError, ReceiveOptions, Received};
+use migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
@@ -39,6 +39,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     let socket = prepare(&args.host, named)?;
     let host = host_config(&args.host, DeviceArgs::default())?;
     let state_dir = args.host.state_dir.clone();
+    warn_of_state_dir(&args.host);
     let shadow = args.shadow;
     check_shadow(shadow, args.tracking)?;
     let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
@@ -58,7 +59,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
 pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
     if args.devices.disks.iter().any(|disk| disk.copy) {
         return Err(Failure::error(
-            "copy of --disk is for a guest that comes with its disks over a wire: a restore writes to a file that is there",
+            "'copy' of --disk is only for receive-migration; restore writes a disk's content to a file that exists",
         ));
     }
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
@@ -87,8 +88,8 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         vmm::config::disks(&vm.machine_config().devices).filter(|d| left_alone && !d.readonly)
     {
         tracing::warn!(
-            "disk \"{}\" is {} as it is now; if it has been written to since epoch {}, give its copy of then \
-             (--disk path=COPY), or the guest will damage it",
+            "disk \"{}\" is used as {} is now; if that was written to after checkpoint {}, give a copy from \
+             then (--disk path=COPY), or the guest will damage it",
             disk.id,
             disk.path.display(),
             report.epoch
@@ -107,23 +108,24 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         return Err(after_restore(&report, failure));
     }
     tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
-    let frames = match report.late_frames {
-        0 => format!("{} frames read", report.frames),
-        late => format!("{late} frames to come"),
+    let pages = match report.late_frames {
+        0 => format!("{} pages read", report.frames),
+        late => format!("{late} pages follow on demand"),
     };
     let disks = match (report.drives, report.disk_blocks) {
         (0, _) => String::new(),
         (drives, blocks) => format!(", {blocks} blocks written to {drives} of its disks"),
     };
     say(format_args!(
-        "guest {} runs on from epoch {}: {} epochs, {frames}{disks} in {:.1} ms",
-        report.vm_id, report.epoch, report.epochs, report.time_ms
+        "guest {} resumed from checkpoint {} after {:.1} ms; {pages}{disks}",
+        report.vm_id, report.epoch, report.time_ms
     ));
     to_the_end(vm, jobs, server)
 }
 
 /// `driftline receive-migration`.
 pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
+    check_state_dir(&args.host)?;
     let named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     let socket = prepare(&args.host, named)?;
     let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
@@ -131,11 +133,11 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
     let control = ReceiveControl::new();
     let give_up = control.clone();
-    let (at, watched) = (format!("on tcp:{address}"), control.clone());
-    say(format_args!("waiting for a migration {at}"));
+    let watched = control.clone();
+    say(format_args!("waiting for a migration on tcp:{address}"));
     let arriving = move || {
         let progress = watched.progress();
-        Arriving { words: format!("{} {at}", receiving_line(&progress)), progress }
+        Arriving { words: receiving_line(&progress), progress }
     };
     let app = App::waiting(arriving, move || {
         if let Err(e) = give_up.cancel() {
@@ -160,7 +162,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     say(format_args!(
         "guest {} has arrived and {}: {} passes in {:.1} ms, taken over in {:.1} ms",
         report.vm_id,
-        if report.running { "runs on" } else { "stays paused, as it was" },
+        if report.running { "runs" } else { "is paused, as it was" },
         report.passes,
         report.total_time_ms,
         report.take_over_ms
@@ -214,6 +216,25 @@ fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Fai
         tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
     }
     Ok(socket)
+}
+
+/// Creates the state directory, if need be, and a file in it for a moment.
+fn check_state_dir(host: &HostArgs) -> Result<(), Failure> {
+    let dir = &host.state_dir;
+    let usable = create_dir(dir).and_then(|()| tempfile::tempfile_in(dir).map(drop));
+    usable.map_err(|e| {
+        Failure::error(format_args!(
+            "cannot write to the state directory {}: {e}; name another with --state-dir",
+            dir.display()
+        ))
+    })
+}
+
+/// As [`check_state_dir`], for a guest that needs it only if it is migrated.
+fn warn_of_state_dir(host: &HostArgs) {
+    if let Err(e) = check_state_dir(host) {
+        tracing::warn!("{}; until then this guest cannot be migrated", e.message());
+    }
 }
 
 /// What the process is to be restricted to.
@@ -338,7 +359,7 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
     if any_identity || copy {
         let what = if copy { "copy" } else { "identity=any" };
         return Err(Failure::error(format_args!(
-            "{what} of --disk is for a guest that comes from another host: a new one has no disk yet"
+            "'{what}' of --disk is only for receive-migration, where a guest arrives with its disks"
         )));
     }
     let (bytes, block_bytes) = probe_disk(&path, readonly).map_err(Failure::error)?;
@@ -386,6 +407,9 @@ fn launch_failure(e: LaunchError) -> Failure {
 
 fn receive_failure(e: ReceiveError) -> Failure {
     match e.cause {
+        Cause::Cancelled if matches!(e.phase, Phase::Waiting) => {
+            Failure::error("the receiver was stopped before a guest arrived")
+        }
         Cause::Guest(GuestError::Unsupported { .. }) => Failure::host_lacks(e),
         _ => Failure::error(e),
     }
@@ -404,7 +428,7 @@ fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
     match report.drives {
         0 => why.behind("nothing was started: "),
         _ => why.behind(format_args!(
-            "the guest does not run, but its disks were written over and are as they were at epoch {epoch}: "
+            "the guest does not run, but its disks were overwritten with their content at checkpoint {epoch}: "
         )),
     }
 }

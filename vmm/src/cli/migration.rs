@@ -6,8 +6,8 @@ use hyper::Method;
 use migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
 use serde_json::json;
 use vmm::api::model::{
-    GuestWhere, JobBegun, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
-    ResolveRequest,
+    GuestState, GuestWhere, InfoPage, JobBegun, MigrationFailure, MigrationPage, MigrationRequest,
+    MigrationState, ResolveRequest,
 };
 use vmm::api::{Client, ClientError};
 
@@ -185,10 +185,11 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
         // clap has one of them required.
         (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),
     };
-    let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
-    if page.state != MigrationState::InDoubt {
-        return Err(Failure::error("there is nothing to resolve: no migration is in doubt"));
+    let info: InfoPage = ask(&api, Method::GET, "/info", None::<&()>)?;
+    if !matches!(&info, InfoPage::Guest(info) if info.state == GuestState::InDoubt) {
+        return Err(Failure::error("no migration is in doubt"));
     }
+    let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
     let action = if args.action.run {
         say(format_args!(
             "run: the guest goes on here. You assert that {} does not run it and never will; if it \

@@ -73,6 +73,12 @@ impl<F: GuestFactory> GuestFactory for Settled<F> {
 
 /// `driftline resolve --state-dir`.
 pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failure> {
+    if dir.try_exists().is_ok_and(|exists| !exists) {
+        return Err(Failure::error(format_args!(
+            "the state directory {} does not exist: give the --state-dir that the guest's VMM had",
+            dir.display()
+        )));
+    }
     let (records, Pending { records: mut found, unreadable }) = pending(dir)?;
     for e in &unreadable {
         say(e);
@@ -85,7 +91,7 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
     let first = found.first().map(|record| record.vm_id);
     let (Some(records), Some(vm_id)) = (records, first) else {
         return Err(Failure::error(format_args!(
-            "there is nothing to resolve: {} has no record of {}",
+            "no migration is in doubt: {} has no record of {}",
             dir.display(),
             args.vm
                 .as_deref()

@@ -102,7 +102,7 @@ pub(super) fn receiving_line(p: &Progress) -> String {
         Phase::Precopy => {
             let left = output::bytes(p.remaining_frames.saturating_mul(PAGE_SIZE));
             let line = format!(
-                "receiving a guest: pass {}, {received} received, {left} of the pass to come",
+                "receiving a guest: pass {}, {received} received, {left} left in this pass",
                 p.pass
             );
             match p.link_rate_bytes_per_s {

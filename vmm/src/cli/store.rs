@@ -53,11 +53,15 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let refused = |e: io::Error| {
         let why = match e.kind() {
-            io::ErrorKind::AlreadyExists => "it exists; --force writes over it".to_owned(),
+            io::ErrorKind::AlreadyExists => "it exists; --force overwrites it".to_owned(),
+            io::ErrorKind::NotFound => format!("the directory {} does not exist", dir.display()),
             _ => e.to_string(),
         };
         Failure::error(format_args!("cannot write {}: {why}", path.display()))
     };
+    if path.is_dir() {
+        return Err(refused(io::ErrorKind::IsADirectory.into()));
+    }
     if !args.force && path.exists() {
         return Err(refused(io::ErrorKind::AlreadyExists.into()));
     }

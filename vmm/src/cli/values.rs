@@ -1,8 +1,11 @@
 //! Owns the reading of values on the command line: sizes, durations, addresses.
 
 use std::env;
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
+
+use vmm::config::DEFAULT_RING_ENTRIES;
 
 /// A size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
 pub(super) fn size(text: &str) -> Result<u64, String> {
@@ -15,14 +18,45 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
 pub(super) fn memory(text: &str) -> Result<u64, String> {
     use vmm::config::{MAX_MEM_BYTES, MIN_MEM_BYTES};
     match size(text)? {
-        bytes if !bytes.is_multiple_of(4096) => Err("memory comes in frames of 4K".to_owned()),
+        bytes if !bytes.is_multiple_of(4096) => {
+            let unit = if bytes == 1 { "byte" } else { "bytes" };
+            Err(format!("{bytes} {unit} is not a multiple of 4K{}", unit_hint(text)))
+        }
         bytes if !(MIN_MEM_BYTES..=MAX_MEM_BYTES).contains(&bytes) => Err(format!(
-            "a guest has from {}M to {}G of memory",
+            "a guest has from {}M to {}G of memory{}",
             MIN_MEM_BYTES >> 20,
-            MAX_MEM_BYTES >> 30
+            MAX_MEM_BYTES >> 30,
+            unit_hint(text)
         )),
         bytes => Ok(bytes),
     }
+}
+
+/// The size that was probably meant by a small number without a unit.
+fn unit_hint(text: &str) -> String {
+    match text.parse() {
+        Ok(1..16) => format!("; did you mean {text}G?"),
+        Ok(16..65_536) => format!("; did you mean {text}M?"),
+        _ => String::new(),
+    }
+}
+
+/// The number of vCPUs.
+pub(super) fn vcpus(text: &str) -> Result<u8, String> {
+    let most = vmm::config::MAX_VCPUS;
+    let parsed = text.parse().ok().filter(|n| (1..=most).contains(n));
+    parsed.ok_or_else(|| format!("a guest has 1 to {most} vCPUs"))
+}
+
+/// The number of a checkpoint.
+pub(super) fn checkpoint(text: &str) -> Result<u64, String> {
+    let parsed = text.parse().ok();
+    parsed.ok_or_else(|| "a checkpoint has a number; `driftline store ls` lists them".to_owned())
+}
+
+/// A number of checkpoints.
+pub(super) fn at_least_one(text: &str) -> Result<NonZeroU64, String> {
+    text.parse().map_err(|_| "it must be a number of at least 1".to_owned())
 }
 
 /// A duration: digits and `ms` or `s`.
@@ -76,8 +110,11 @@ fn at_most(text: &str, limit: u64, what: &str, unit: &str) -> Result<u64, String
 
 /// Entries of a dirty ring.
 pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
-    let entries = text.parse().ok().filter(|n: &u32| n.is_power_of_two());
-    entries.ok_or_else(|| "a dirty ring has a power of two of entries".to_owned())
+    let asked = text.parse().ok();
+    asked.filter(|n: &u32| n.is_power_of_two()).ok_or_else(|| {
+        let near = asked.filter(|n| (1..1 << 20).contains(n)).map(u32::next_power_of_two);
+        format!("it must be a power of two, such as {}", near.unwrap_or(DEFAULT_RING_ENTRIES))
+    })
 }
 
 /// An address as `HOST:PORT`, given as `tcp:HOST:PORT`.
@@ -119,7 +156,12 @@ mod tests {
         assert!(size("64MB").is_err() && size("").is_err() && size("-1").is_err());
         assert_eq!(memory("1G"), Ok(1 << 30));
         assert!(memory("1M").unwrap_err().contains("from 16M"));
-        assert!(memory("16777217").unwrap_err().contains("frames of 4K"));
+        assert!(memory("16777217").unwrap_err().contains("not a multiple of 4K"));
+        assert!(memory("1").unwrap_err().ends_with("did you mean 1G?"));
+        assert!(memory("512").unwrap_err().ends_with("did you mean 512M?"));
+        assert!(ring_entries("1000").unwrap_err().ends_with("such as 1024"));
+        assert_eq!((vcpus("32"), at_least_one("0").is_err()), (Ok(32), true));
+        assert!(vcpus("33").is_err() && vcpus("0").is_err() && checkpoint("foo").is_err());
         assert_eq!(duration("100ms"), Ok(Duration::from_millis(100)));
         assert_eq!(duration("3s"), Ok(Duration::from_secs(3)));
         assert!(duration("3").is_err() && duration("ms").is_err() && duration("1m").is_err());

@@ -214,7 +214,7 @@ impl MachineConfig {
         if self.backend != Backend::Kvm && !self.devices.is_empty() {
             let (backend, count) = (self.backend, self.devices.len());
             return Err(format!(
-                "its backend is {backend}, which has no devices, and it has {count}"
+                "the {backend} backend has no devices, and {count} are given: they need --backend kvm"
             ));
         }
         if let Some(path) = devices::paths(&self.devices).find(|p| p.to_str().is_none()) {

@@ -95,6 +95,9 @@ impl FromStr for DiskSpec {
         let (mut any_identity, mut copy) = (false, false);
         for option in s.split(',') {
             match option.split_once('=') {
+                None if path.is_none() && option.contains(['.', '/']) => {
+                    return Err(format!("a disk wants path=FILE, so: --disk path={s}"));
+                }
                 Some(("path", value)) if !value.is_empty() => path = Some(PathBuf::from(value)),
                 Some(("id", value)) => id = Some(check_id(value)?),
                 Some(("serial", value)) => serial = Some(check_serial(value)?),
@@ -103,7 +106,8 @@ impl FromStr for DiskSpec {
                 Some(("identity", "any")) => any_identity = true,
                 _ => {
                     return Err(format!(
-                        "\"{option}\" is no option of a disk: they are path=FILE, readonly, id=NAME, serial=TEXT, identity=any and copy"
+                        "\"{option}\" is not an option of a disk: they are path=FILE, readonly, id=NAME and serial=TEXT; \
+                         receive-migration also takes identity=any and copy"
                     ));
                 }
             }
@@ -272,9 +276,12 @@ fn replace_each<P, S>(
     let unnamed: Vec<_> = with.iter().filter(|(name, _)| name.is_none()).collect();
     if unnamed.len() > rest.len() {
         let (given, has) = (unnamed.len(), rest.len());
-        return Err(ReplaceError(format!(
-            "{given} {kind}s are given by their {part} alone, and the guest has {has} for them"
-        )));
+        return Err(ReplaceError(match found.len() + has {
+            0 => format!("a {kind} is given ({part}=), but the guest has no {kind}"),
+            _ => format!(
+                "{given} {kind}s are given without id=, but only {has} of the guest's are left for them"
+            ),
+        }));
     }
     for (place, (_, spec)) in rest.into_iter().zip(unnamed) {
         replace(place, spec)?;

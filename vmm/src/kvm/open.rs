@@ -18,12 +18,24 @@ pub struct Unusable {
 /// Opens KVM, whatever it can do.
 pub fn open_device() -> Result<Kvm, Unusable> {
     let lacks = |why: String| Unusable { what: "a usable /dev/kvm".to_owned(), why };
-    let kvm = Kvm::new().map_err(|e| lacks(e.to_string()))?;
+    let kvm = Kvm::new().map_err(|e| lacks(format!("{e}{}", advice(e.errno()))))?;
     let version = kvm.get_api_version();
     if version != KVM_API_VERSION as i32 {
         return Err(lacks(format!("its API version is {version}, not {KVM_API_VERSION}")));
     }
     Ok(kvm)
+}
+
+/// What to do about a /dev/kvm that cannot be opened.
+fn advice(errno: i32) -> &'static str {
+    match errno {
+        libc::EACCES => ": add your user to group kvm, or use --backend threads",
+        libc::ENOENT => {
+            ": load the module kvm_intel or kvm_amd, turn virtualization on in the firmware, or use \
+             --backend threads"
+        }
+        _ => "",
+    }
 }
 
 /// Opens KVM and asks what it can do; fails if anything is missing that every machine needs.

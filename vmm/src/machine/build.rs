@@ -239,7 +239,7 @@ fn enable_rings(vm: &KvmVm, caps: &Capabilities, entries: u32) -> Result<(), Mac
     vm.enable_dirty_ring(capability, entries).map_err(|e| MachineError::HostLacks {
         what: format!("dirty rings of {entries} entries"),
         why: format!(
-            "its kernel takes powers of two up to {most}, and from some hundreds on ({e})"
+            "its KVM takes powers of two up to {most} per vCPU (--ring-entries {most}): {e}"
         ),
     })
 }

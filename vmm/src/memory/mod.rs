@@ -43,7 +43,7 @@ pub enum MemoryError {
     #[error("guest memory of {0} bytes is not a whole number of frames between 16 MiB and 16 TiB")]
     Size(u64),
     /// The host has no room for it.
-    #[error("guest memory of {bytes} bytes does not fit this host: {cause}")]
+    #[error("{} of guest memory does not fit (--mem): {cause}", gib(*bytes))]
     DoesNotFit {
         /// Bytes asked for.
         bytes: u64,
@@ -118,7 +118,7 @@ impl Memory {
         if options.is_pooled() {
             check_pool(bytes)?;
         } else if let Some(has) = most_bytes.filter(|has| *has < bytes) {
-            let cause = format!("it has {has} bytes of memory and swap");
+            let cause = format!("this host has {} of memory and swap", gib(has));
             return Err(does_not_fit(cause));
         }
         let mut regions = Vec::new();
@@ -289,6 +289,14 @@ fn check_pool(bytes: u64) -> Result<(), MemoryError> {
 }
 
 /// Memory and swap of the host; `None` if nobody knows, or any amount may be asked for.
+/// Bytes of memory for people.
+fn gib(bytes: u64) -> String {
+    match bytes.is_multiple_of(1 << 30) {
+        true => format!("{} GiB", bytes >> 30),
+        false => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
 fn most_bytes() -> Option<u64> {
     let overcommit = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()?;
     if overcommit.trim() == "1" {

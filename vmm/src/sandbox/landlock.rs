@@ -104,11 +104,19 @@ pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
     };
     for path in &options.allowed {
         PathFd::new(path)
-            .map_err(|e| StartError::Given { path: path.clone(), why: e.to_string() })?;
+            .map_err(|e| StartError::Given { path: path.clone(), why: given(path, &e) })?;
     }
     let status = rules().and_then(RulesetCreated::restrict_self).map_err(StartError::Landlock)?;
     tracing::debug!("landlock: {:?}, {:?}", status.ruleset, status.landlock);
     Ok(status.ruleset != RulesetStatus::NotEnforced)
+}
+
+/// Why an allowed directory is none.
+fn given(path: &Path, e: &impl ToString) -> String {
+    match path.try_exists() {
+        Ok(false) => "it does not exist".to_owned(),
+        _ => e.to_string(),
+    }
 }
 
 /// Takes all files and TCP ports from the calling thread; what is open stays open.

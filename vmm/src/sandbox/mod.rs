@@ -114,7 +114,7 @@ pub enum StartError {
     #[error("the files of this process cannot be restricted: {0}; --no-landlock runs without")]
     Landlock(::landlock::RulesetError),
     /// An allowed directory that is not there.
-    #[error("{} cannot be allowed: {why}", path.display())]
+    #[error("--allow-path {}: {why}", path.display())]
     Given {
         /// The directory.
         path: PathBuf,
@@ -212,10 +212,11 @@ pub fn check_allowed(path: &Path) -> Result<(), String> {
     if known.is_none_or(|p| allowed.iter().any(|a| p.starts_with(a))) {
         return Ok(());
     }
-    let places: Vec<String> = allowed.iter().map(|a| a.display().to_string()).collect();
+    let dirs = allowed.iter().filter(|a| a.is_dir() && !a.starts_with("/dev"));
+    let places: Vec<String> = dirs.map(|a| a.display().to_string()).collect();
     Err(format!(
-        "{} lies outside of where this driftline may write, which was settled at its start ({}): \
-         --allow-path says otherwise",
+        "the VMM's sandbox does not allow writes to {}: restart the guest with --allow-path, or use a \
+         directory under {}",
         path.display(),
         places.join(", ")
     ))
@@ -225,9 +226,8 @@ pub fn check_allowed(path: &Path) -> Result<(), String> {
 pub(crate) fn hint(path: &Path, cause: &io::Error) -> &'static str {
     match cause.kind() == io::ErrorKind::PermissionDenied && check_allowed(path).is_err() {
         true => {
-            "; unless its permissions are the reason, it is the sandbox, which was settled at the start of \
-             this driftline: the option that names it there (--disk, --vsock) lets it through, or \
-             --allow-path"
+            "; if its permissions do allow it, the VMM's sandbox does not: name the file when the VMM \
+             starts (--disk, --vsock), or start it with --allow-path"
         }
         false => "",
     }

@@ -76,7 +76,7 @@ impl ThreadMachine {
         config.check().map_err(unusable)?;
         let spec = payload_spec(&config)?;
         let memory = Memory::new(config.mem_bytes, &host.memory)
-            .map_err(|e| misfit(&config, e.to_string()))?;
+            .map_err(|e| GuestError::System { what: "building the guest", cause: e.into() })?;
         let slots = memory.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
         let placement = Placement::new(&spec, slots).map_err(|e| {
             let base = Placement::base(&spec);

@@ -65,10 +65,7 @@ pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
     } else if io::stdout().is_terminal() {
         block_on(terminal::live(client, args.interval))??
     } else {
-        return Err(Failure::error(
-            "stdout is not a terminal: `driftline top --once` prints one look at the guest, with --json as an object, and without \
-             --once one after another; `driftline info --json` has the guest's state",
-        ));
+        return Err(Failure::error("top needs a terminal; use top --once, or top --json"));
     };
     if let Some(page) = last {
         say(last_words(&page));
