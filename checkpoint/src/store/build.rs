@@ -35,7 +35,7 @@ pub(crate) fn begin_log(file: &dyn StoreFile, vm_id: VmId, generation: u64) -> i
     framer.push(&bytes);
     framer.pad();
     framer.write_to(file)?;
-    Ok(Place { sector: 1, sequence: 0, digest: Digest(header.checksum()) })
+    Ok(Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) })
 }
 
 /// Appends epochs to a log.
@@ -206,9 +206,15 @@ impl<'f> Builder<'f> {
         let head =
             RecordHead { tag, must_understand, instance, length, payload_crc, sequence }.to_bytes();
         if tag != TAG_COMMIT {
-            self.place.digest.add(&head);
+            self.add(&head);
         }
         head
+    }
+
+    fn add(&mut self, head: &[u8; RECORD_HEAD_LEN]) {
+        if let Some(digest) = &mut self.place.digest {
+            digest.add(head);
+        }
     }
 
     /// Bytes that the epoch will have in the log if it ends now.
@@ -220,10 +226,12 @@ impl<'f> Builder<'f> {
     /// Ends the epoch and writes all that is left of it. Returns where the next begins. `commit` lacks the number of records
     /// and the digest.
     pub(crate) fn commit(&mut self, commit: Commit) -> io::Result<Place> {
-        let (records, digest) = (self.records + 1, self.place.digest.0);
+        let digest =
+            self.place.digest.ok_or_else(|| io::Error::other("the log's digest is not known"))?;
+        let (records, digest) = (self.records + 1, digest.0);
         let payload = Commit { records, digest, ..commit }.encode();
         let head = self.head(TAG_COMMIT, 0, true, &payload);
-        self.place.digest.add(&head);
+        self.add(&head);
         self.framer.push(&head);
         self.framer.push(&payload);
         self.framer.pad();

@@ -34,6 +34,22 @@ pub enum StoreError {
         /// What is wrong there.
         damage: Damage,
     },
+    /// A checkpoint that is kept is damaged, or one that it builds on.
+    #[error(
+        "the store {} takes no new checkpoints, because {} is damaged: {cause}. Salvage the sound ones with: \
+         driftline store repair {}",
+        dir.display(),
+        epoch.map_or("a checkpoint".to_owned(), |epoch| format!("checkpoint {epoch}")),
+        dir.display()
+    )]
+    NeedsRepair {
+        /// The store.
+        dir: PathBuf,
+        /// The damaged checkpoint, if its number can be read.
+        epoch: Option<u64>,
+        /// Where the damage is.
+        cause: Box<StoreError>,
+    },
     /// A store of an older version, which had a file for each epoch.
     #[error("{} is a store of format 1, which this version does not read", dir.display())]
     Format1 {

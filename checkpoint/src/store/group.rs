@@ -23,7 +23,7 @@ pub(super) struct Cursor<'l> {
     /// In the sector's data.
     at: usize,
     sequence: u32,
-    digest: Digest,
+    digest: Option<Digest>,
     /// The byte of the file at which the record read last begins.
     record_at: u64,
     payload: Vec<u8>,
@@ -71,7 +71,7 @@ impl Cursor<'_> {
         head.check(&self.payload).map_err(|e| self.damaged(e))?;
         self.sequence = self.sequence.wrapping_add(1);
         if head.tag != TAG_COMMIT {
-            self.digest.add(&bytes);
+            self.add(&bytes);
         } else {
             self.check_commit(&bytes)?;
         }
@@ -81,13 +81,20 @@ impl Cursor<'_> {
     /// The digest is of what comes before its record; the record itself is in the next one.
     fn check_commit(&mut self, head: &[u8; RECORD_HEAD_LEN]) -> Result<(), Stop> {
         let commit = Commit::decode(&self.payload).map_err(|e| self.damaged(e))?;
-        if commit.digest != self.digest.0 {
+        let digest = *self.digest.get_or_insert(Digest(commit.digest));
+        if commit.digest != digest.0 {
             let (what, found) = ("the digest", commit.digest.into());
-            let expected = self.digest.0.into();
+            let expected = digest.0.into();
             return Err(self.damaged(Damage::Mismatch { what, found, expected }));
         }
-        self.digest.add(head);
+        self.add(head);
         Ok(())
+    }
+
+    fn add(&mut self, head: &[u8; RECORD_HEAD_LEN]) {
+        if let Some(digest) = &mut self.digest {
+            digest.add(head);
+        }
     }
 
     fn expect(&mut self, tag: u16) -> Result<(), Stop> {

@@ -19,7 +19,8 @@ pub(crate) struct Place {
     pub(crate) sector: u64,
     /// Of the next record.
     pub(crate) sequence: u32,
-    pub(crate) digest: Digest,
+    /// Of all records before it; `None` where some of those are damaged, and the next COMMIT says it.
+    pub(crate) digest: Option<Digest>,
 }
 
 /// An epoch in a log.
@@ -43,8 +44,20 @@ pub(crate) enum Tail {
     Clean,
     /// With an epoch that was never finished, from this byte on.
     Torn(u64),
-    /// With damage: what comes behind is not known.
-    Damaged(StoreError),
+    /// With damage that epochs which are kept need.
+    Damaged(StoreError, Option<u64>),
+}
+
+/// Damage with another epoch behind it. It does not count if a later, whole epoch is sound, and no older one is kept.
+#[derive(Debug)]
+struct Gap {
+    damage: StoreError,
+    /// The number of the damaged epoch, if that can be read.
+    epoch: Option<u64>,
+    /// What is in front of it.
+    groups: Vec<Group>,
+    end: Place,
+    sealed: Option<Vec<u8>>,
 }
 
 /// A log, open for reading.
@@ -52,13 +65,15 @@ pub(crate) enum Tail {
 pub(crate) struct LogFile {
     sectors: Sectors,
     pub(crate) vm_id: VmId,
-    /// Ascending, all that it has: also those that are not kept any more.
+    /// Ascending, all that it has behind [skipped](Self::skipped) damage: also those that are not kept any more.
     pub(crate) groups: Vec<Group>,
     /// Behind the last of them.
     pub(crate) end: Place,
     /// The two sectors before that as they were read with the last of them, where that is known: its digest is in them.
     sealed: Option<Vec<u8>>,
     pub(crate) tail: Tail,
+    /// Damage in front of `groups`, in epochs that no epoch needs which is kept.
+    pub(crate) skipped: Option<StoreError>,
 }
 
 impl LogFile {
@@ -88,10 +103,10 @@ impl LogFile {
                 return Err(sectors.damaged(0, Damage::Mismatch { what, found, expected }));
             }
         }
-        let end = Place { sector: 1, sequence: 0, digest: Digest(header.checksum()) };
+        let end = Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
         let vm_id = header.vm_id();
         let (groups, tail) = (Vec::new(), Tail::Clean);
-        let mut log = Self { sectors, vm_id, groups, end, sealed: None, tail };
+        let mut log = Self { sectors, vm_id, groups, end, sealed: None, tail, skipped: None };
         log.go_on()?;
         Ok(log)
     }
@@ -121,21 +136,48 @@ impl LogFile {
         {
             (self.end, self.sealed) = (last.place, None);
         }
+        let mut gap: Option<Gap> = None;
         self.tail = loop {
             if self.end.sector * SECTOR as u64 == self.sectors.len() {
                 break Tail::Clean;
             }
-            match self.next_group() {
+            let after = gap.as_ref().and_then(|gap| gap.groups.last()).map(|g| g.info.epoch);
+            match self.next_group(after) {
                 Ok((group, end)) => {
                     self.groups.push(group);
                     self.end = end;
                     self.sealed = self.sectors.buffered(end.sector - SEALED..end.sector);
+                    if group.oldest >= self.groups[0].info.epoch
+                        && let Some(gap) = gap.take()
+                    {
+                        self.skipped = Some(gap.damage);
+                    }
                 }
                 Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
-                Err(stop) => break self.tail_of(stop)?,
+                Err(stop) => match self.begins_later(self.end.sector + 1)? {
+                    None => break self.tail_of(stop)?,
+                    Some(later) => self.go_on_behind(stop, later, &mut gap),
+                },
             }
         };
+        if let Some(gap) = gap {
+            (self.groups, self.end, self.sealed) = (gap.groups, gap.end, gap.sealed);
+            self.tail = Tail::Damaged(gap.damage, gap.epoch);
+        }
         Ok(())
+    }
+
+    /// Leaves the damage that `stop` found in the epoch at the end behind. Another epoch begins at `later`.
+    fn go_on_behind(&mut self, stop: Stop, later: Place, gap: &mut Option<Gap>) {
+        let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
+        let (groups, sealed) = (std::mem::take(&mut self.groups), self.sealed.take());
+        // What was found behind an earlier gap is of no use without what comes here.
+        gap.get_or_insert_with(|| Gap { damage: stop.into(), epoch, groups, end, sealed });
+    }
+
+    /// The number of the epoch that begins at `place`, if that much of it is sound.
+    fn front_epoch(&mut self, place: Place) -> Option<u64> {
+        GroupReader::open(&mut self.sectors, place).ok().map(|reader| reader.front.epoch)
     }
 
     /// Whether the last epoch is still there: another in its place would have another digest at its end.
@@ -157,42 +199,44 @@ impl LogFile {
         }
     }
 
-    /// What it means that the log stops making sense within the group at its end.
+    /// What it means that the log stops making sense within the last epoch that begins in it.
     fn tail_of(&mut self, stop: Stop) -> Result<Tail, StoreError> {
-        let begin = self.end.sector;
-        let later = self.begins_later(begin + 1)?;
+        let torn = Tail::Torn(self.end.sector * SECTOR as u64);
         Ok(match stop {
-            stop @ Stop::Unwritten(..) if later => Tail::Damaged(stop.into()),
-            Stop::Unwritten(..) => Tail::Torn(begin * SECTOR as u64),
+            Stop::Unwritten(..) => torn,
             Stop::Wrong(StoreError::Damaged { offset, .. })
-                if !later && self.sectors.has_settled(offset / SECTOR as u64) =>
+                if self.sectors.has_settled(offset / SECTOR as u64) =>
             {
-                Tail::Torn(begin * SECTOR as u64)
+                torn
             }
-            Stop::Wrong(e) => Tail::Damaged(e),
+            Stop::Wrong(e) => Tail::Damaged(e, self.front_epoch(self.end)),
         })
     }
 
-    /// Whether an epoch begins in sector `from` or a later one: what is before it was durable then.
-    fn begins_later(&mut self, from: u64) -> Result<bool, StoreError> {
+    /// Where the next epoch begins in sector `from` or a later one: what is before it was durable then.
+    fn begins_later(&mut self, from: u64) -> Result<Option<Place>, StoreError> {
         for sector in from..self.sectors.count() {
             match self.sectors.data(sector, Kind::First) {
-                Ok(_) => return Ok(true),
+                Ok(data) => {
+                    let sequence = sequence_of(data);
+                    return Ok(Some(Place { sector, sequence, digest: None }));
+                }
                 Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
                 Err(_) => {}
             }
         }
-        Ok(false)
+        Ok(None)
     }
 
-    fn next_group(&mut self) -> Result<(Group, Place), Stop> {
+    /// Reads the epoch at the end. `after` is the last one that is known in front of a gap.
+    fn next_group(&mut self, after: Option<u64>) -> Result<(Group, Place), Stop> {
         let (place, before) = (self.end, self.groups.last().copied());
         let vm_id = self.vm_id;
         let mut reader = GroupReader::open(&mut self.sectors, place)?;
         let Front { epoch, parent, created_unix_ms, .. } = reader.front;
         // None of no drives: the list has a length.
         let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
-        if let Err(damage) = follows(&reader.front, drives, before.as_ref()) {
+        if let Err(damage) = follows(&reader.front, drives, before.as_ref(), after) {
             return Err(reader.cursor.damaged(damage));
         }
         while reader.next()?.is_some() {}
@@ -202,7 +246,12 @@ impl LogFile {
         let oldest = before.map_or(commit.oldest, |before| before.oldest);
         let known =
             |n: u64| n == epoch || self.groups.binary_search_by_key(&n, |g| g.info.epoch).is_ok();
-        if commit.oldest < oldest || !known(commit.oldest) {
+        // Behind a gap the oldest may be one in front of it.
+        let is_behind =
+            place.digest.is_none() || self.groups.first().is_some_and(|g| g.place.digest.is_none());
+        let beyond =
+            is_behind && self.groups.first().map_or(epoch, |g| g.info.epoch) > commit.oldest;
+        if commit.oldest < oldest || !(known(commit.oldest) || beyond) {
             let (what, found) = ("the oldest epoch that is kept", commit.oldest);
             let at = reader_offset(place);
             let e = self.sectors.damaged(at, Damage::Mismatch { what, found, expected: oldest });
@@ -240,13 +289,32 @@ impl LogFile {
         self.groups[..=index].iter().rposition(whole).unwrap_or(0)
     }
 
+    /// Refuses a log with damage that epochs which are kept need.
+    pub(crate) fn check_sound(&mut self, store: &Store) -> Result<(), StoreError> {
+        match std::mem::replace(&mut self.tail, Tail::Clean) {
+            Tail::Damaged(e, epoch) => {
+                let (dir, cause) = (store.dir(), Box::new(e));
+                Err(StoreError::NeedsRepair { dir, epoch, cause })
+            }
+            tail => {
+                self.tail = tail;
+                Ok(())
+            }
+        }
+    }
+
     /// The damage with which the log ends, if it does, to be said.
     pub(crate) fn take_damage(&mut self) -> Option<StoreError> {
         match std::mem::replace(&mut self.tail, Tail::Clean) {
-            Tail::Damaged(e) => Some(e),
+            Tail::Damaged(e, _) => Some(e),
             Tail::Clean | Tail::Torn(_) => None,
         }
     }
+}
+
+/// The sequence number in the record's head at the beginning of a sector's data.
+fn sequence_of(data: &[u8]) -> u32 {
+    data[16..20].iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte))
 }
 
 fn reader_offset(place: Place) -> u64 {
@@ -254,8 +322,17 @@ fn reader_offset(place: Place) -> u64 {
 }
 
 /// Refuses an epoch that cannot stand behind `before`.
-fn follows(front: &Front, drives: u32, before: Option<&Group>) -> Result<(), Damage> {
+fn follows(
+    front: &Front,
+    drives: u32,
+    before: Option<&Group>,
+    after: Option<u64>,
+) -> Result<(), Damage> {
     let Some(before) = before else {
+        if let Some(last) = after.filter(|last| front.epoch <= *last) {
+            let (what, found) = ("an epoch's number", front.epoch);
+            return Err(Damage::Mismatch { what, found, expected: last.saturating_add(1) });
+        }
         // Nothing is known of what it builds on.
         let Some(parent) = front.parent.filter(|_| !front.is_whole()) else { return Ok(()) };
         let what = "the parent of the first epoch in a log";

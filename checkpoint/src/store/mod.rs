@@ -305,7 +305,7 @@ impl Store {
                         .unfinished
                         .push(format!("{} from byte {at} on", log_name(manifest.files.log)));
                 }
-                Tail::Damaged(e) => listing.damaged.push(e),
+                Tail::Damaged(e, _) => listing.damaged.push(e),
             }
         }
         listing.unfinished.sort_unstable();

@@ -43,9 +43,7 @@ impl Committer {
     /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished in the log is cut off.
     pub(crate) fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
         let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
-        if let Some(e) = log.take_damage() {
-            return Err(e);
-        }
+        log.check_sound(store)?;
         let vm_id = guest.vm_id();
         if manifest.vm_id != vm_id {
             if log.groups.is_empty() {
@@ -74,11 +72,16 @@ impl Committer {
         let kept = log.kept().iter().map(|g| Kept { epoch: g.info.epoch, sectors: g.sectors });
         let kept: VecDeque<Kept> = kept.collect();
         let pages = Arc::new(Pages::new(held, slots));
-        Ok(Some(Self {
+        let mut new = Self {
             last: kept.back().map(|k| k.epoch),
             kept,
             ..Self::new(store, vm_id, manifest.files, (file, log.end), pages, space)
-        }))
+        };
+        if let Some(e) = log.skipped {
+            tracing::warn!("leaving out damage that no checkpoint needs which is kept: {e}");
+            new.shorten();
+        }
+        Ok(Some(new))
     }
 
     /// Makes the store's files for `guest`, or others in their place if those have no epoch.

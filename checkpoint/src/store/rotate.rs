@@ -157,9 +157,7 @@ impl Store {
         let Some((pages, manifest, mut old)) = self.hold()? else {
             return Err(self.no_epoch(None));
         };
-        if let Some(e) = old.take_damage() {
-            return Err(e);
-        }
+        old.check_sound(self)?;
         let Manifest { vm_id, files } = manifest;
         let new = Files { log: files.log + 1, pages: files.pages + 1 };
         let before_bytes = self.bytes_of(files)?;
