@@ -73,6 +73,64 @@ fn a_lazy_guest_ends_at_a_damaged_frame_and_says_which() {
     assert!(last.contains("cannot be restored: ") && last.contains("pages-1, byte "), "{said}");
 }
 
+/// Damages one slot of the page file, verifies the store, and restores its latest checkpoint lazily:
+/// that has to end as it should. Whether the checkpoint has a page there.
+fn ends_at_damage(scratch: &Scratch, store: &str, slot: u64) -> bool {
+    let pages = scratch.path("store").join("pages-1");
+    let pages = std::fs::File::options().read(true).write(true).open(pages).expect("a page file");
+    let flip = || {
+        let mut byte = [0];
+        pages.read_exact_at(&mut byte, slot * 4096 + 9).expect("a byte");
+        pages.write_all_at(&[byte[0] ^ 1], slot * 4096 + 9).expect("a byte");
+    };
+    flip();
+    let verified = tests::run_cli(&["store", "verify", store]);
+    let verified = String::from_utf8_lossy(&verified.stderr).into_owned();
+    let damage = verified.lines().find_map(|line| line.split_once("epoch 2 is damaged: "));
+    let Some((_, damage)) = damage else {
+        flip();
+        return false;
+    };
+    let mut vm = Driftline::start(scratch, "after", &["restore", "--store", store, "--lazy"]);
+    let code = vm.wait_exit(SOON);
+    flip();
+    let said = vm.log();
+    assert_eq!(code, 1, "slot {slot}: {said}");
+    let names = |line: &str| {
+        line.contains("page 0x") && line.contains("checkpoint 2 ") && line.contains(damage)
+    };
+    assert!(said.lines().any(names), "slot {slot}: {said}; verified: {damage}");
+    assert!(!std::path::Path::new(vm.socket()).exists(), "slot {slot}: its socket is left");
+    true
+}
+
+/// A store with two checkpoints of a guest of 2 vCPUs with little memory; the guest is killed.
+fn two_small_checkpoints(scratch: &Scratch) -> String {
+    let args = ["--vcpus", "2", "--mem", "32M"];
+    let mut vm = Driftline::run(scratch, "before", "payload,ws=1M,rate=1M", &args);
+    vm.console().wait_reports(2, 1, SOON);
+    let store = scratch.path("store").to_str().expect("UTF-8").to_owned();
+    let taken = vm.cli("checkpoint", &["--store", &store, "--every", "20ms", "--count", "2"]);
+    assert_eq!(taken.status.code(), Some(0), "{}", String::from_utf8_lossy(&taken.stderr));
+    vm.kill();
+    store
+}
+
+#[test]
+fn lazy_restore_ends_whichever_page_is_damaged() {
+    if !vmm::testing::kvm_or_skip("lazy_restore_ends_whichever_page_is_damaged") {
+        return;
+    }
+    let _alone = tests::one_at_a_time();
+    let scratch = Scratch::new();
+    let store = two_small_checkpoints(&scratch);
+    let pages = std::fs::metadata(scratch.path("store").join("pages-1")).expect("a page file");
+    let slots = 1..pages.len() / 4096;
+    let tried = slots.filter(|slot| ends_at_damage(&scratch, &store, *slot)).count();
+    println!("{tried} pages were damaged in turn");
+    assert!(tried > 256, "{tried} pages are not all of the guest's");
+}
+
 #[test]
 fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
     if !vmm::testing::kvm_or_skip("a_guest_that_has_not_all_of_its_memory_yet_can_move") {

@@ -8,6 +8,9 @@ use crate::StoreError;
 
 /// What is still to come, and where from. One thread reads.
 pub trait Backlog: Send {
+    /// The checkpoint that they are of.
+    fn epoch(&self) -> u64;
+
     /// Frames that have content. All others of the guest are zeros.
     fn frames(&self) -> &FrameSet;
 

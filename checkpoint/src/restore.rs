@@ -284,7 +284,12 @@ impl Whole {
         report: &mut RestoreReport,
     ) -> Result<(), RestoreError> {
         let memory = Memory::of(guest, report.epoch);
-        fetch(&self.pinned.pages, report.epoch, &mut self.frames, &memory)?;
+        fetch(&self.pinned.pages, report.epoch, &mut self.frames, &memory).map_err(
+            |e: RestoreError| match e {
+                RestoreError::Store(e) => self.pinned.name_origin(e).into(),
+                other => other,
+            },
+        )?;
         report.frames = self.frames.len() as u64;
         report.read_bytes = report.frames * PAGE_SIZE + self.pinned.log.bytes();
         Ok(())

@@ -12,6 +12,7 @@ pub mod compare;
 pub mod config;
 pub mod devices;
 pub mod doctor;
+pub mod exit;
 pub mod export;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
@@ -26,6 +27,7 @@ pub mod memory;
 pub mod sandbox;
 pub mod socket;
 mod sources;
+mod terminal;
 pub mod testing;
 pub mod threads;
 mod vcpu;

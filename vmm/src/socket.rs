@@ -1,7 +1,7 @@
 //! Owns the file of a unix socket at which this process listens, the API's and the socket device's: who
 //! may connect to it, what is done about one that is already there, and its removal.
 
-use std::fs::{self, Metadata};
+use std::fs;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use crate::exit::{self, SocketFile};
 use crate::sandbox::hint;
 
 /// Connections that may wait to be accepted.
@@ -19,9 +20,7 @@ const BACKLOG: i32 = 16;
 #[derive(Debug)]
 pub struct ListeningSocket {
     listener: UnixListener,
-    path: PathBuf,
-    /// Device and inode of our file, so that a successor's is left alone.
-    file: (u64, u64),
+    file: SocketFile,
 }
 
 /// Why there is no socket.
@@ -57,8 +56,12 @@ impl ListeningSocket {
         };
         let listener = listener.map_err(system)?;
         listener.set_nonblocking(true).map_err(system)?;
-        let file = identity(&fs::symlink_metadata(path).map_err(system)?);
-        Ok(Self { listener, path: path.to_owned(), file })
+        let metadata = fs::symlink_metadata(path).map_err(system)?;
+        // Absolute, because it is removed by whatever thread ends the process.
+        let absolute = std::path::absolute(path).map_err(system)?;
+        let file = SocketFile { path: absolute, identity: (metadata.dev(), metadata.ino()) };
+        exit::add(file.clone());
+        Ok(Self { listener, file })
     }
 
     /// The listener, for whoever accepts; it does not block.
@@ -69,17 +72,11 @@ impl ListeningSocket {
 
 impl Drop for ListeningSocket {
     fn drop(&mut self) {
-        let ours = |m: &Metadata| identity(m) == self.file;
-        if fs::symlink_metadata(&self.path).as_ref().is_ok_and(ours)
-            && let Err(e) = fs::remove_file(&self.path)
-        {
-            tracing::warn!("cannot remove {}: {e}", self.path.display());
+        exit::forget(&self.file);
+        if let Err(e) = self.file.remove() {
+            tracing::warn!("cannot remove {}: {e}", self.file.path.display());
         }
     }
-}
-
-fn identity(metadata: &Metadata) -> (u64, u64) {
-    (metadata.dev(), metadata.ino())
 }
 
 fn listen(path: &Path) -> io::Result<UnixListener> {

@@ -41,6 +41,10 @@ impl LateFrames {
 }
 
 impl Backlog for LateFrames {
+    fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
     fn frames(&self) -> &FrameSet {
         &self.frames
     }
@@ -59,7 +63,8 @@ impl Backlog for LateFrames {
         let from = self.cells.partition_point(|(gfn, _)| *gfn < run.start);
         let wanted = self.cells[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
         let wanted: &[(Gfn, Cell)] = &self.cells[from..from + wanted.count()];
-        read_frames(&self.pinned.pages, self.epoch, wanted, contents)
+        let read = read_frames(&self.pinned.pages, self.epoch, wanted, contents);
+        read.map_err(|e| self.pinned.name_origin(e))
     }
 }
 

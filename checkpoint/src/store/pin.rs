@@ -8,14 +8,14 @@ use std::io::ErrorKind;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{FrameRun, Gfn, Layout};
+use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 
 use super::log::{LogFile, is_not_found};
 use super::manifest::Manifest;
 use super::object::MEMORY;
 use super::pages::PageReader;
 use super::space::{apply, apply_last};
-use super::{Cell, FrameMap, RangeLock, Record, Store, StoreError, pages_name};
+use super::{Cell, Damage, FrameMap, RangeLock, Record, Store, StoreError, pages_name};
 use crate::{DriveHead, Section};
 
 /// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
@@ -97,6 +97,38 @@ impl Pinned {
             }
         }
         Ok(Some((cells, Mapped { epochs: 1, sections })))
+    }
+
+    /// The damage of a frame of this epoch, naming the epoch that stored the frame: the oldest that is
+    /// kept and has it in the same slot. [`Store::verify`] names that one.
+    pub(crate) fn name_origin(&mut self, mut damaged: StoreError) -> StoreError {
+        if let StoreError::Damaged { damage: Damage::Frame { gfn, epoch, .. }, offset, .. } =
+            &mut damaged
+        {
+            // A log that cannot be read any more leaves the epoch that was asked for.
+            if let Ok(Some(origin)) = self.origin(*gfn, *offset) {
+                *epoch = origin;
+            }
+        }
+        damaged
+    }
+
+    fn origin(&mut self, gfn: Gfn, offset: u64) -> Result<Option<u64>, StoreError> {
+        let oldest = self.log.oldest().unwrap_or(0);
+        let kept = self.log.groups.partition_point(|g| g.info.epoch < oldest).min(self.index);
+        let (mut map, mut origin) = (FrameMap::default(), None);
+        for index in self.log.base_of(kept)..=self.index {
+            apply(&mut self.log, index, &mut map)?;
+            let here = map.get(gfn).is_some_and(|c| u64::from(c.slot) * PAGE_SIZE == offset);
+            match here {
+                true if index >= kept => {
+                    origin = origin.or(Some(self.log.groups[index].info.epoch))
+                }
+                true => {}
+                false => origin = None,
+            }
+        }
+        Ok(origin)
     }
 
     /// Where all frames of the epoch are, drives' included, and its state, as above.

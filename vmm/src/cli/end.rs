@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmm::api::Server;
 use vmm::jobs::{Jobs, ShadowReport};
@@ -40,6 +41,24 @@ fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
             Ok(())
         }
         None => Err(Failure::error("the guest's end was not told")),
+    }
+}
+
+/// How long a guest whose memory is lost has to end in good order: a thread that waits for a lost page
+/// hears nothing.
+const LOST_LIMIT: Duration = Duration::from_millis(300);
+
+/// Ends the process, which cannot go on without a page of its guest's memory, even where its own end
+/// does not come about.
+pub(super) fn when_memory_is_lost(why: &str) {
+    let failure = Failure::error(format_args!("the guest crashed: {why}"));
+    let end = move || {
+        std::thread::sleep(LOST_LIMIT);
+        failure.report();
+        vmm::exit::now(1)
+    };
+    if std::thread::Builder::new().name("lost-memory".into()).spawn(end).is_err() {
+        say(format_args!("{why}, and no thread can be started to end this process"));
     }
 }
 

@@ -26,7 +26,7 @@ use vmm::sandbox;
 use vmm::socket::ListeningSocket;
 
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
-use super::end::to_the_end;
+use super::end::{to_the_end, when_memory_is_lost};
 use super::failure::Failure;
 use super::output::{bytes, print_json, say};
 use super::progress::{Receiving, receiving_line};
@@ -65,6 +65,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     named.read.push(args.store.clone());
     let socket = prepare(&args.host, named)?;
+    vmm::exit::set_lost_memory(when_memory_is_lost);
     // Beside the reading of the store, which says what guest it is for.
     let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;

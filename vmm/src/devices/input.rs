@@ -13,16 +13,18 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{FileType, fstat};
 use rustix::process::{Signal, getpgrp, getpid, kill_process};
-use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetpgrp, tcsetattr};
+use rustix::termios::{isatty, tcgetpgrp};
 
 use super::Bus;
 use crate::sandbox::{self, Class};
+use crate::terminal::RawTerminal;
 
 /// Bytes that wait for a guest.
 const ROOM: usize = 4096;
@@ -30,6 +32,14 @@ const ROOM: usize = 4096;
 const RETRY: Duration = Duration::from_millis(50);
 
 const CTRL_A: u8 = 0x01;
+
+/// The SIGTERM that comes next is the user's Ctrl-A x.
+static CTRL_A_X: AtomicBool = AtomicBool::new(false);
+
+/// Whether the SIGTERM that has just come stands for Ctrl-A x.
+pub(crate) fn was_ctrl_a_x() -> bool {
+    CTRL_A_X.swap(false, Ordering::AcqRel)
+}
 
 /// Rings until it is silenced, for whoever polls it.
 #[derive(Debug)]
@@ -68,31 +78,6 @@ fn source(stdin: BorrowedFd) -> Option<Source> {
     match FileType::from_raw_mode(mode) {
         FileType::Fifo | FileType::Socket | FileType::RegularFile => Some(Source::Stream),
         _ => None,
-    }
-}
-
-/// The terminal's settings from before; dropping this brings them back.
-#[derive(Debug)]
-struct RawTerminal(Termios);
-
-impl RawTerminal {
-    fn new() -> io::Result<Self> {
-        let stdin = io::stdin();
-        let before = tcgetattr(&stdin)?;
-        let mut raw = before.clone();
-        raw.make_raw();
-        // Our own lines, on the same terminal, end as they always do.
-        raw.output_modes = before.output_modes;
-        tcsetattr(&stdin, OptionalActions::Now, &raw)?;
-        Ok(Self(before))
-    }
-}
-
-impl Drop for RawTerminal {
-    fn drop(&mut self) {
-        if let Err(e) = tcsetattr(io::stdin(), OptionalActions::Now, &self.0) {
-            tracing::warn!("the terminal's settings cannot be restored: {e}");
-        }
     }
 }
 
@@ -195,6 +180,7 @@ impl Reader {
         let leave = self.keys.pass(read, &mut self.waiting);
         self.waiting.truncate(ROOM);
         if leave {
+            CTRL_A_X.store(true, Ordering::Release);
             // As from any other place: a migration under way has a say in it.
             kill_process(getpid(), Signal::TERM)?;
         }

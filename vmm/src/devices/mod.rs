@@ -36,6 +36,8 @@ pub(crate) use block::{DriveSource, make_copies, open_drives};
 pub use figures::DeviceFigures;
 pub(crate) use figures::Meter;
 pub(crate) use input::InputThread;
+#[cfg(feature = "api")]
+pub(crate) use input::was_ctrl_a_x;
 pub use net::TapError;
 pub use placement::{Placement, placement};
 pub use power::{PowerManagement, PowerState};

@@ -41,6 +41,7 @@ use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, Trackin
 use crate::collector::Collector;
 use crate::config::MachineConfig;
 use crate::devices::{BalloonControl, Drive, DriveSource, InputThread, Meter, SinkThread};
+use crate::exit;
 use crate::latency;
 use crate::memory::{self, Memory};
 use crate::vcpu::Counters;
@@ -320,12 +321,18 @@ struct LateOwner {
 impl memory::Owner for LateOwner {
     fn lost(&self, why: String) {
         let why = format!("its memory cannot be restored: {why}");
+        self.status.lose(&why);
+        exit::lost_memory(&why);
         // A supervisor that has gone has no guest any more.
         let _ = self.supervisor.send(Request::Ended(EndReason::Crashed(why)));
     }
 
     fn has_ended(&self) -> bool {
         self.status.state() == RunState::Stopped
+    }
+
+    fn takes_state(&self) -> bool {
+        self.status.takes_state()
     }
 
     fn runs(&self) -> bool {

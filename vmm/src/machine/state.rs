@@ -126,16 +126,16 @@ pub(super) fn renew_generation(vm: &KvmVm, saved: &SavedVm) -> Result<(), GuestE
     Ok(())
 }
 
-/// The clock to set, for one that read `then` at `wall_ns`.
+/// The clock to set, for one that read `then` at `saved_ns`.
 fn clock_now(
     context: &StateContext,
     then: &kvm_clock_data,
-    wall_ns: u64,
+    saved_ns: u64,
     clock: Clock,
 ) -> kvm_clock_data {
     let now = kvm_clock_data { clock: then.clock, ..Default::default() };
     let away = match clock {
-        Clock::Advance => away_ns(wall_ns),
+        Clock::Advance => away_ns(saved_ns, wall_ns()),
         Clock::Continue => 0,
     };
     // The kernel, given the wall clock at which it read, adds what has passed until the very moment.

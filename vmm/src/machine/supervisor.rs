@@ -1,8 +1,9 @@
 //! The supervisor: the one thread that decides whether a machine runs. It owns the vCPU threads,
 //! obeys one request at a time, and is told by a vCPU when the guest ends.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,9 @@ use crate::collector::{self, Brake};
 use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm, kick};
 use crate::sandbox::{self, Class};
-use crate::vcpu::{Adjust, Command, Counters, Peers, StateContext, Stood, Wave};
+use crate::vcpu::{
+    Adjust, Command, Counters, Peers, SavedVcpu, StateContext, Stood, Wave, wall_ns,
+};
 use crate::vm::EndReason;
 
 /// How long vCPUs have to come to a stand. They wait for nothing that does not hear commands, so only a
@@ -44,11 +47,28 @@ pub(super) enum Request {
 pub(super) struct Status {
     now: Mutex<(RunState, Option<EndReason>)>,
     changed: Condvar,
+    /// The vCPUs are taking over a state.
+    takes_state: AtomicBool,
+    /// Why a page of memory cannot be had: the guest ends, or never runs.
+    lost: OnceLock<String>,
 }
 
 impl Status {
     pub(super) fn new() -> Self {
-        Self { now: Mutex::new((RunState::Paused, None)), changed: Condvar::new() }
+        Self {
+            now: Mutex::new((RunState::Paused, None)),
+            changed: Condvar::new(),
+            takes_state: AtomicBool::new(false),
+            lost: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn takes_state(&self) -> bool {
+        self.takes_state.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn lose(&self, why: &str) {
+        let _ = self.lost.set(why.to_owned());
     }
 
     fn lock(&self) -> MutexGuard<'_, (RunState, Option<EndReason>)> {
@@ -428,16 +448,28 @@ impl Supervisor {
         Ok(())
     }
 
-    fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
+    fn restore_vcpus(&self, states: Vec<SavedVcpu>, adjust: Adjust) -> Result<(), GuestError> {
         let mut waiting = Vec::new();
-        for (vcpu, state) in self.vcpus.iter().zip(saved.vcpus) {
+        for (vcpu, state) in self.vcpus.iter().zip(states) {
             let (reply, restored) = mpsc::channel();
-            vcpu.tell(Command::Restore(Box::new(state), Adjust { clock }, reply));
+            vcpu.tell(Command::Restore(Box::new(state), adjust, reply));
             waiting.push(restored);
         }
-        for restored in waiting {
-            restored.recv().map_err(|_| gone())??;
+        // For all of them, whatever the first one says.
+        let restored = waiting.into_iter().map(|restored| restored.recv().map_err(|_| gone())?);
+        restored.collect::<Vec<_>>().into_iter().collect()
+    }
+
+    fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
+        // KVM reads and writes pages that vCPUs share with the guest, and waits for those to come.
+        self.status.takes_state.store(true, Ordering::SeqCst);
+        let taken = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
+        self.status.takes_state.store(false, Ordering::SeqCst);
+        if let Some(why) = self.status.lost.get() {
+            let why = why.clone().into();
+            return Err(GuestError::System { what: "restoring the guest", cause: why });
         }
+        taken?;
         let malformed = |why| GuestError::Malformed { what: "the serial port's state".into(), why };
         self.bus.com1().restore(saved.com1).map_err(malformed)?;
         self.bus.virtio().restore(saved.virtio).map_err(|(i, why)| GuestError::Malformed {

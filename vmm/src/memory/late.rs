@@ -27,6 +27,9 @@ const AROUND: u64 = 16;
 const HEAD_START: Duration = Duration::from_millis(100);
 /// How often it is looked whether it runs.
 const LOOK: Duration = Duration::from_micros(500);
+/// How long after the guest's end a lost page kills the thread that waits for it, and the process with
+/// it: by then a process that has one guest has ended in good order.
+const LAST_RESORT: Duration = Duration::from_secs(1);
 /// How many places where the guest touched frames first are kept.
 const MOST_TOUCHED: usize = 1 << 16;
 
@@ -37,6 +40,10 @@ pub(crate) trait Owner: Send {
 
     /// Whether it has ended: its vCPUs stand, and its devices as far as they can.
     fn has_ended(&self) -> bool;
+
+    /// Whether its vCPUs are taking over their state: KVM alone touches guest memory, and no thread of
+    /// this process does, which a lost page would kill.
+    fn takes_state(&self) -> bool;
 
     /// Whether it runs.
     fn runs(&self) -> bool;
@@ -109,6 +116,7 @@ impl Late {
             owner,
             is_lost: false,
             lost: Vec::new(),
+            ended: None,
         };
         let thread = std::thread::Builder::new().name("late-frames".into());
         let thread = Some(thread.spawn(move || fetcher.run())?);
@@ -199,6 +207,8 @@ struct Fetcher {
     is_lost: bool,
     /// Addresses of frames that cannot be had.
     lost: Vec<u64>,
+    /// When the guest was first seen to have ended, with frames lost.
+    ended: Option<Instant>,
 }
 
 impl Drop for Fetcher {
@@ -227,6 +237,7 @@ impl Fetcher {
                 faults.drain(..).for_each(|address| self.touched(address));
                 continue;
             }
+            self.poison_lost();
             if awaited {
                 if first.len() == 0 {
                     continue;
@@ -239,7 +250,7 @@ impl Fetcher {
                 if self.lost.is_empty() {
                     break;
                 }
-                self.wait_for_the_end();
+                std::thread::sleep(Duration::from_millis(1));
                 continue;
             };
             match first.next() {
@@ -274,11 +285,19 @@ impl Fetcher {
         self.backlog.finish(&touched);
     }
 
-    /// What cannot be had is poison once the guest has ended: vCPUs that waited for it stand by then. Of the host's threads one that
-    /// still waits, with nothing to go on with, ends the process by SIGBUS.
-    fn wait_for_the_end(&mut self) {
-        if !self.owner.has_ended() {
-            return std::thread::sleep(Duration::from_millis(1));
+    /// Poisons lost pages, so that whoever waits for one does not wait for ever: KVM's calls fail, and a
+    /// thread of this process ends it by SIGBUS, which therefore is the last resort.
+    fn poison_lost(&mut self) {
+        if self.lost.is_empty() {
+            return;
+        }
+        if !self.owner.takes_state() {
+            if !self.owner.has_ended() {
+                return;
+            }
+            if self.ended.get_or_insert_with(Instant::now).elapsed() < LAST_RESORT {
+                return;
+            }
         }
         let userfault = &self.shared.userfault;
         self.lost.retain(|address| match userfault.poison(*address, PAGE_SIZE) {
@@ -289,7 +308,8 @@ impl Fetcher {
             }
         });
         if !self.lost.is_empty() {
-            std::thread::sleep(Duration::from_secs(1));
+            // Not at once again.
+            self.ended = Some(Instant::now());
         }
     }
 
@@ -355,7 +375,8 @@ impl Fetcher {
             }
             Err(why) => {
                 self.lost.push(address);
-                self.lose(why);
+                let epoch = self.backlog.epoch();
+                self.lose(format!("page {:#x} of checkpoint {epoch} is lost: {why}", run.start.0));
             }
         }
     }

@@ -51,6 +51,10 @@ impl Stored {
 }
 
 impl Backlog for Stored {
+    fn epoch(&self) -> u64 {
+        7
+    }
+
     fn frames(&self) -> &FrameSet {
         &self.frames
     }
@@ -91,6 +95,10 @@ impl Owner for Told {
 
     fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Relaxed)
+    }
+
+    fn takes_state(&self) -> bool {
+        false
     }
 
     fn runs(&self) -> bool {

@@ -87,6 +87,9 @@ impl Table {
         self.allow_values(tgkill, 0, [own])?;
         self.allow_values(kill, 0, [own])?;
         self.allow_values(prlimit64, 2, [0])?;
+        // The handler of a forbidden call restores the terminal that standard input is.
+        let terminal = [(0, libc::STDIN_FILENO as u64), (1, u64::from(crate::terminal::SET))];
+        self.allow_both(ioctl, terminal)?;
         let names = [libc::PR_GET_NAME, libc::PR_SET_NAME, libc::PR_SET_VMA];
         self.allow_values(prctl, 0, names.map(|n| n as u64))
     }
@@ -162,7 +165,21 @@ impl Table {
     ) -> Result<(), BackendError> {
         let low = value & u64::from(u32::MAX);
         let condition = SeccompCondition::new(index, SeccompCmpArgLen::Dword, op, low)?;
-        let rule = SeccompRule::new(vec![condition])?;
+        self.allow_rule(call, SeccompRule::new(vec![condition])?);
+        Ok(())
+    }
+
+    /// `call`, if both arguments, each an index and 32 bits, are these.
+    fn allow_both(&mut self, call: Sysno, arguments: [(u8, u64); 2]) -> Result<(), BackendError> {
+        let is = |(index, value)| {
+            SeccompCondition::new(index, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
+        };
+        let conditions: Result<Vec<_>, _> = arguments.into_iter().map(is).collect();
+        self.allow_rule(call, SeccompRule::new(conditions?)?);
+        Ok(())
+    }
+
+    fn allow_rule(&mut self, call: Sysno, rule: SeccompRule) {
         match self.0.entry(call.id().into()) {
             std::collections::btree_map::Entry::Vacant(new) => {
                 new.insert(vec![rule]);
@@ -174,7 +191,6 @@ impl Table {
                 }
             }
         }
-        Ok(())
     }
 }
 

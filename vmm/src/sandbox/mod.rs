@@ -190,7 +190,7 @@ fn enter(class: Class) {
     let Some(started) = STARTED.get() else { return };
     let failed = |why: String| {
         tracing::error!("a thread of class {class:?} cannot be restricted: {why}");
-        std::process::exit(1);
+        crate::exit::now(1);
     };
     if started.landlock
         && let Err(e) = landlock::enter_nowhere()

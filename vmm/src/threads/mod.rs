@@ -276,7 +276,9 @@ impl Guest for ThreadMachine {
         }
         let saved = state::decode(sections, &self.spec, self.vcpus())?;
         let away_ns = match (clock, saved.first()) {
-            (Clock::Advance, Some(first)) => crate::vcpu::away_ns(first.wall_ns),
+            (Clock::Advance, Some(first)) => {
+                crate::vcpu::away_ns(first.wall_ns, crate::vcpu::wall_ns())
+            }
             _ => 0,
         };
         if let Some(first) = saved.first() {

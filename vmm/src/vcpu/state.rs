@@ -54,6 +54,9 @@ impl StateContext {
 pub struct Adjust {
     /// What the guest's clocks do over the time in which it did not run.
     pub clock: Clock,
+    /// The host's wall clock, read once for all vCPUs, so that their counters stay as far apart as they
+    /// were.
+    pub now_ns: u64,
 }
 
 /// A vCPU's state, as it is in a section.
@@ -113,9 +116,9 @@ pub(crate) fn wall_ns() -> u64 {
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How long a guest saved at `saved_ns` has been away: 0 for times that cannot be.
-pub(crate) fn away_ns(saved_ns: u64) -> u64 {
-    let away = wall_ns().saturating_sub(saved_ns);
+/// How long a guest saved at `saved_ns` has been away at `now_ns`: 0 for times that cannot be.
+pub(crate) fn away_ns(saved_ns: u64, now_ns: u64) -> u64 {
+    let away = now_ns.saturating_sub(saved_ns);
     if u128::from(away) > LONGEST_AWAY.as_nanos() {
         tracing::warn!("the clocks of both hosts disagree: the guest's clock does not advance");
         return 0;
@@ -279,7 +282,8 @@ impl<P: Peers> Vcpu<P> {
     /// The TSC as it is to be now: never behind what the guest has seen.
     fn adjusted(&self, mut tsc: kvm_msr_entry, saved: &SavedVcpu, adjust: Adjust) -> kvm_msr_entry {
         if let (Clock::Advance, Some(khz)) = (adjust.clock, saved.tsc_khz) {
-            let cycles = u128::from(away_ns(saved.wall_ns)) * u128::from(khz) / 1_000_000;
+            let cycles =
+                u128::from(away_ns(saved.wall_ns, adjust.now_ns)) * u128::from(khz) / 1_000_000;
             tsc.data = tsc.data.saturating_add(u64::try_from(cycles).unwrap_or(0));
         }
         tsc

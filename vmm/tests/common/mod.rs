@@ -1,6 +1,9 @@
 //! What the tests of the binary share: a process that does not outlive its test, and its guest's lines.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::fs::DirEntry;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -251,4 +254,45 @@ fn last_reports(serial: &Path) -> Vec<Report> {
     }
     last.sort_by_key(|r| r.vcpu);
     last
+}
+
+/// Passes bytes on to `to` until a hand-over record appears in `state`: COMMIT, which comes after it,
+/// never arrives, and the connection stays open.
+pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap());
+    let to = to.trim_start_matches("tcp:").to_owned();
+    std::thread::spawn(move || {
+        let (mut source, _) = listener.accept().unwrap();
+        let mut destination = TcpStream::connect(to).unwrap();
+        let (mut back, mut answers) =
+            (source.try_clone().unwrap(), destination.try_clone().unwrap());
+        std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
+        let mut piece = vec![0; 1 << 16];
+        while let Ok(n @ 1..) = source.read(&mut piece) {
+            // The record stands earlier, while the destination restores.
+            if ends_with_commit(&piece[..n]) {
+                assert!(record_in(&state));
+                // Kept open until the source ends.
+                while matches!(source.read(&mut piece), Ok(1..)) {}
+                return;
+            }
+            if destination.write_all(&piece[..n]).is_err() {
+                return;
+            }
+        }
+    });
+    address
+}
+
+/// Whether these bytes of a stream end with a COMMIT: nothing follows it before its answer.
+fn ends_with_commit(bytes: &[u8]) -> bool {
+    let (commit, head, payload) = (14u16.to_le_bytes(), 24, 16u32.to_le_bytes());
+    let Some(at) = bytes.len().checked_sub(head + 16) else { return false };
+    bytes[at..at + 2] == commit && bytes[at + 8..at + 12] == payload
+}
+
+fn record_in(state: &Path) -> bool {
+    let is_record = |e: DirEntry| e.file_name().to_string_lossy().ends_with(".source.json");
+    state.read_dir().is_ok_and(|entries| entries.flatten().any(is_record))
 }
