@@ -10,7 +10,9 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use dirty_tracker::{FrameRun, Gfn, Layout, LayoutError, PAGE_SIZE, Slot, SlotId, Subscription};
+use dirty_tracker::{
+    FrameRun, Gfn, Layout, LayoutError, NoMemory, PAGE_SIZE, Slot, SlotId, Subscription,
+};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
@@ -67,7 +69,10 @@ pub trait GuestDrive: Send + Sync {
 
     /// Begins to follow writes, by blocks; `None` for a drive that its guest cannot write to. Costs a bit of memory
     /// for each block until it is dropped.
-    fn subscribe(&self, name: &str) -> Option<Subscription>;
+    ///
+    /// # Errors
+    /// There is no address space for that.
+    fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory>;
 
     /// Its content, for reading: an open file of the caller's own, at least as long as the drive.
     fn open(&self) -> io::Result<File>;

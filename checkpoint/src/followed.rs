@@ -95,7 +95,10 @@ pub(crate) fn follow(guest: &dyn Guest, drives: &[DriveHead]) -> Result<Vec<Foll
         let keeper = keeper.ok_or_else(|| unsupported("its blocks cannot be kept as they are"))?;
         keeper.reserve();
         let file = drive.open().map_err(failed(&head.id))?;
-        let writes = drive.subscribe("checkpoint");
+        let writes = drive.subscribe("checkpoint").map_err(|e| GuestError::System {
+            what: "following a drive's writes",
+            cause: e.into(),
+        })?;
         let writes = writes.ok_or_else(|| unsupported("its writes are not followed"))?;
         let (head, file) = (head.clone(), Arc::new(file));
         followed.push(Followed { object, head, file, keeper, writes });

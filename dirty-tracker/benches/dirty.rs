@@ -223,7 +223,7 @@ fn table_12_tib(c: &mut Criterion) {
     let table = "12 TiB, drained to runs";
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
     let start = Instant::now();
-    let tree = Tree::new(&layout);
+    let tree = Tree::new(&layout).unwrap();
     note(table, "build", "tree, ns", start.elapsed().as_nanos() as f64);
     drop(tree);
     let mut random = Random(12);
@@ -242,7 +242,7 @@ fn table_12_tib(c: &mut Criterion) {
             (0..count).for_each(|_| word((random.next() % (FRAMES - length)) / length * length));
         };
         let before = resident_mib();
-        let mut tree = Tree::new(&layout);
+        let mut tree = Tree::new(&layout).unwrap();
         mark(&mut |f| tree.mark(&layout, FrameRun { start: Gfn(f), count: length }).unwrap());
         note(table, row, "tree, resident MiB", resident_mib() - before);
         for (name, shared) in [("tree", false), ("tree, shared", true)] {
@@ -290,7 +290,7 @@ fn table_threads(_: &mut Criterion) {
     // So many frames for each thread that nearly all inserts are new ones.
     const FRAMES: u64 = 1 << 23;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 2 * FRAMES }]).unwrap();
-    let tree = Tree::new(&layout);
+    let tree = Tree::new(&layout).unwrap();
     for (row, threads, same, drainer) in [
         ("1 thread", 1, true, false),
         ("2 threads, same words", 2, true, false),
@@ -337,7 +337,7 @@ fn table_threads(_: &mut Criterion) {
 fn table_ranges(c: &mut Criterion) {
     const FRAMES: u64 = 1 << 20;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }]).unwrap();
-    let mut tree = Tree::new(&layout);
+    let mut tree = Tree::new(&layout).unwrap();
     let flat = AtomicBitmap::new(FRAMES as usize * 4096, NonZeroUsize::new(4096).unwrap());
     let mut group = quick(c, "ranges");
     for count in [1, 16, 256, 4096] {
@@ -374,7 +374,7 @@ fn table_ranges(c: &mut Criterion) {
         measure("tree", &mut |s| own.borrow_mut().mark_mut(&layout, run(s)).unwrap(), &mut clear);
         // What a `TrackedBitmap` does: all subscribers, counted, and ordered with the write before it.
         let tracker = Arc::new(Tracker::new(layout.clone()));
-        let mut subscription = tracker.subscribe("bench");
+        let mut subscription = tracker.subscribe("bench").unwrap();
         measure("tracker", &mut |s| tracker.mark(run(s)).unwrap(), &mut || {
             subscription.drain().commit();
         });
@@ -388,7 +388,7 @@ fn table_ring(c: &mut Criterion) {
     const SIZE: usize = 65_536;
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 };
     let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
-    let mut subscription = tracker.subscribe("bench");
+    let mut subscription = tracker.subscribe("bench").unwrap();
     let ring: Vec<RingEntry> = (0..SIZE).map(|_| RingEntry::default()).collect();
     let mut harvester = Harvester::new(1, SIZE);
     let (mut published, mut random) = (0usize, Random(7));

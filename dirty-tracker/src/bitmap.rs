@@ -9,8 +9,8 @@ use crate::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 /// The dirty bitmap of one guest memory region: byte offsets in it become frames of a [`Tracker`].
 ///
 /// `mark_dirty` marks every subscriber's tree. Bytes outside the layout (a region larger than its
-/// slot) are a programming error: refused in debug builds, and in release all memory is marked, so
-/// that nothing is ever lost. Cloning and slicing cost a reference count; marking costs as
+/// slot) are a mistake in the VMM: all memory is marked, so that nothing is lost, the first such mark
+/// is logged, and [`TrackerStats::marks_outside`](crate::TrackerStats::marks_outside) counts them. Cloning and slicing cost a reference count; marking costs as
 /// [`Tracker::mark`] does: a load while nobody subscribes.
 ///
 /// ```
@@ -20,7 +20,7 @@ use crate::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 ///
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1024 }])?;
 /// # let tracker = Arc::new(Tracker::new(layout));
-/// let devices = tracker.subscribe("devices");
+/// let devices = tracker.subscribe("devices")?;
 /// // What `GuestRegionMmap<TrackedBitmap>` calls when a device writes 8 bytes at offset 0x1ffc.
 /// let bitmap = TrackedBitmap::new(tracker.clone(), Gfn(0x100));
 /// bitmap.mark_dirty(0x1ffc, 8);
@@ -57,9 +57,13 @@ impl Bitmap for TrackedBitmap {
         let last = first.saturating_add(len as u64 - 1);
         let start = Gfn::containing(first);
         let count = (last >> PAGE_SHIFT) - start.0 + 1;
-        if let Err(e) = self.tracker.mark(FrameRun { start, count }) {
-            debug_assert!(false, "a write of the VMM lies outside guest memory: {e}");
-            self.tracker.mark_all();
+        if let Err(e) = self.tracker.mark(FrameRun { start, count })
+            && self.tracker.mark_outside() == 0
+        {
+            tracing::error!(
+                "the VMM wrote outside guest memory: {e}; every page counts as written, now and \
+                 whenever that happens again; please report this as a bug"
+            );
         }
     }
 
@@ -70,5 +74,27 @@ impl Bitmap for TrackedBitmap {
 
     fn slice_at(&self, offset: usize) -> Self {
         Self { tracker: self.tracker.clone(), gpa: self.gpa.saturating_add(offset as u64) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Layout, Slot, SlotId};
+
+    #[test]
+    fn mark_outside_the_layout_counts_and_marks_all() {
+        let slot = Slot { id: SlotId(0), base: Gfn(0x100), frames: 1024 };
+        let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
+        let mut subscription = tracker.subscribe("test").unwrap();
+        let bitmap = TrackedBitmap::new(tracker.clone(), Gfn(0x100));
+        bitmap.mark_dirty(1023 << PAGE_SHIFT, 4096);
+        assert_eq!((subscription.drain().frames(), tracker.stats().marks_outside), (1, 0));
+        for offset in [1024 << PAGE_SHIFT, usize::MAX] {
+            bitmap.mark_dirty(offset, 8);
+            assert_eq!(subscription.drain().frames(), 1024);
+        }
+        let stats = tracker.stats();
+        assert_eq!((stats.marks_outside, stats.marked_all), (2, 2));
     }
 }

@@ -14,7 +14,7 @@ use crate::{FrameRun, Layout};
 /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1024 }])?;
 /// # let tracker = Arc::new(Tracker::new(layout));
-/// # let mut subscription = tracker.subscribe("doc");
+/// # let mut subscription = tracker.subscribe("doc")?;
 /// # let send = |run: FrameRun| if run.start.0 < 100 { Ok(()) } else { Err("no route to host") };
 /// tracker.mark(FrameRun { start: Gfn(5), count: 2 })?;
 /// tracker.mark(FrameRun { start: Gfn(500), count: 1 })?;

@@ -11,7 +11,7 @@ use crate::{SlotId, Tracker};
 /// # use dirty_tracker::*;
 /// # use std::sync::atomic::Ordering;
 /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
-/// # let subscription = tracker.subscribe("doc");
+/// # let subscription = tracker.subscribe("doc")?;
 /// # let rings = vec![(0..8).map(|_| RingEntry::default()).collect::<Vec<_>>()];
 /// # rings[0][0].offset.store(5, Ordering::Relaxed);
 /// # rings[0][0].flags.store(ENTRY_DIRTY, Ordering::Release);
@@ -73,7 +73,7 @@ impl Harvester {
     /// #     rings.iter().flatten().for_each(|e| e.flags.store(0, Ordering::Release));
     /// #     harvest.reprotected(count).absorb(&tracker)
     /// # };
-    /// let mut subscription = tracker.subscribe("doc");
+    /// let mut subscription = tracker.subscribe("doc")?;
     /// wrote(0, 0, 5);
     /// wrote(0, 1, 6);
     /// wrote(1, 0, 5); // vCPU 0 was there before
@@ -84,7 +84,7 @@ impl Harvester {
     /// assert_eq!((harvester.dirtied(), subscription.drain().frames()), (&[2, 0][..], 2));
     /// assert!(subscription.is_marked(Gfn(5)) && subscription.is_marked(Gfn(6))); // nobody committed that epoch
     ///
-    /// let onlooker = tracker.subscribe("live view");
+    /// let onlooker = tracker.subscribe("live view")?;
     /// wrote(0, 3, 5);
     /// collect(&mut harvester);
     /// assert_eq!(harvester.dirtied(), [3, 0]); // new to the onlooker

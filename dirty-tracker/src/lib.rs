@@ -19,7 +19,7 @@
 //!
 //! let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 262_144 }])?; // 1 GiB
 //! let tracker = Arc::new(Tracker::new(layout));
-//! let mut checkpoints = tracker.subscribe("checkpoints");
+//! let mut checkpoints = tracker.subscribe("checkpoints")?;
 //! tracker.mark(FrameRun { start: Gfn(4096), count: 512 })?;
 //! let epoch = checkpoints.drain();
 //! assert_eq!(epoch.runs().collect::<Vec<_>>(), [FrameRun { start: Gfn(4096), count: 512 }]);
@@ -68,7 +68,7 @@
 //!     Slot { id: SlotId(0), base: Gfn(0), frames: 100 },
 //!     Slot { id: SlotId(1), base: Gfn(0x100000), frames: 5_000 },
 //! ])?;
-//! let mut tree = Tree::new(&layout);
+//! let mut tree = Tree::new(&layout)?;
 //! assert_eq!(tree.reserved_bytes(), 8 * (81 + 2 + 1));
 //! tree.mark(&layout, FrameRun { start: Gfn(0x100000 + 4_000), count: 1 })?;
 //! assert_eq!(tree.bitmap(&layout, SlotId(1))?[64 - 2], 1 << 32);
@@ -159,4 +159,4 @@ pub use list::{DirtyFrame, DirtyList};
 pub use ring::{ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingFull, RingHarvest};
 pub use source::{Collected, DirtySource, SourceError, TrackingMode, UnknownMode};
 pub use tracker::{Subscription, Tracker, TrackerStats};
-pub use tree::{Cursor, MissingSummary, RunLists, Slices, Tree};
+pub use tree::{Cursor, MissingSummary, NoMemory, RunLists, Slices, Tree};

@@ -152,7 +152,7 @@ pub struct Collected {
 ///     }
 /// }
 /// # let tracker = Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
-/// # let mut subscription = tracker.subscribe("doc");
+/// # let mut subscription = tracker.subscribe("doc")?;
 /// # let (guest, reports) = channel();
 /// # let mut source = Reports(reports);
 /// source.start()?;

@@ -7,7 +7,9 @@ use crate::layout::Placed;
 use crate::sync::{
     self, Arc, AtomicBool, AtomicU64, AtomicUsize, Mutex, Ordering, RwLock, RwLockReadGuard,
 };
-use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, Slices, SlotId, Tree};
+use crate::{
+    Epoch, FrameRun, Gfn, Layout, MissingSummary, NoMemory, OutOfSlot, Slices, SlotId, Tree,
+};
 
 /// Every subscriber's tree, and the way to mark them all, from any number of threads.
 ///
@@ -21,7 +23,7 @@ use crate::{Epoch, FrameRun, Gfn, Layout, MissingSummary, OutOfSlot, Slices, Slo
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1000 }])?;
 /// let tracker = Arc::new(Tracker::new(layout));
 /// tracker.mark_offset(SlotId(0), 1)?; // nobody subscribes yet: forgotten
-/// let mut migration = tracker.subscribe("migration");
+/// let mut migration = tracker.subscribe("migration")?;
 /// tracker.mark_offset(SlotId(0), 2)?;
 /// tracker.mark(FrameRun { start: Gfn(0x110), count: 4 })?;
 /// assert_eq!(tracker.absorb_bitmap(SlotId(0), &[0b101])?, 2);
@@ -91,6 +93,7 @@ impl Home {
 struct Counters {
     marked_frames: AtomicU64,
     marked_all: AtomicU64,
+    outside: AtomicU64,
 }
 
 /// What a tracker has counted since it was made. Example at [`Tracker`].
@@ -104,6 +107,10 @@ pub struct TrackerStats {
     pub marked_frames: u64,
     /// How often all memory was marked at once: overruns and requests.
     pub marked_all: u64,
+    /// Marks by the VMM of addresses outside the layout, each of which marked all memory instead. Any
+    /// is a mistake in the VMM.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub marks_outside: u64,
     /// Bytes reserved for trees, see [`Tree::reserved_bytes`].
     pub tree_bytes: u64,
 }
@@ -128,11 +135,14 @@ impl Tracker {
     ///
     /// Its first epoch holds what is marked from now on; the source must already be catching
     /// writes when the caller begins to read memory. Costs a [`Tree::new`].
-    pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Subscription {
+    ///
+    /// # Errors
+    /// As [`Tree::new`]. The other subscribers are unaffected.
+    pub fn subscribe(self: &Arc<Self>, name: impl Into<String>) -> Result<Subscription, NoMemory> {
         let home = Arc::new(Home {
             name: name.into(),
             layout: self.layout.clone(),
-            tree: Tree::new(&self.layout),
+            tree: Tree::new(&self.layout)?,
             epochs: AtomicU64::new(0),
             looks_on: AtomicBool::new(false),
             spare: Mutex::new(Vec::with_capacity(SPARE_BUFFERS)),
@@ -143,7 +153,7 @@ impl Tracker {
         drop(homes);
         // Before the caller's reads of memory: pairs with the fence of `mark_bits`.
         sync::fence(Ordering::SeqCst);
-        Subscription { home, tracker: self.clone(), slices: Slices::default() }
+        Ok(Subscription { home, tracker: self.clone(), slices: Slices::default() })
     }
 
     /// How many subscribers there are. One load.
@@ -179,6 +189,14 @@ impl Tracker {
         }
     }
 
+    /// Marks every frame in place of one that the layout does not have. Returns how often that was
+    /// done before.
+    #[cfg(feature = "vm-memory")]
+    pub(crate) fn mark_outside(&self) -> u64 {
+        self.mark_all();
+        self.stats.outside.fetch_add(1, Ordering::Relaxed)
+    }
+
     /// Marks what a KVM dirty bitmap of `slot` says: bit `i` of word `w` is frame `64 * w + i`.
     /// Bits past the slot's end are an error and nothing is marked. Returns the frames marked.
     /// Several threads share the work on a large bitmap (see [`Tree::absorb_bitmap`]).
@@ -210,6 +228,7 @@ impl Tracker {
             subscribers: homes.len() as u64,
             marked_frames: self.stats.marked_frames.load(Ordering::Relaxed),
             marked_all: self.stats.marked_all.load(Ordering::Relaxed),
+            marks_outside: self.stats.outside.load(Ordering::Relaxed),
             tree_bytes: homes.iter().map(|h| h.tree.reserved_bytes()).sum(),
         }
     }
@@ -319,7 +338,7 @@ impl Drop for Marking<'_> {
 /// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1000 }])?;
 /// # let tracker = Arc::new(Tracker::new(layout));
-/// let mut checkpoints = tracker.subscribe("checkpoints");
+/// let mut checkpoints = tracker.subscribe("checkpoints")?;
 /// tracker.mark(FrameRun { start: Gfn(62), count: 3 })?;
 /// assert!(checkpoints.is_marked(Gfn(64)) && !checkpoints.is_marked(Gfn(65)));
 /// assert_eq!(checkpoints.bitmap(SlotId(0)).unwrap()[..2], [0b11 << 62, 1]);

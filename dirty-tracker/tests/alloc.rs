@@ -58,7 +58,8 @@ fn harvest_absorb_drain_commit_allocates_nothing() {
     let words: u64 = if cfg!(miri) { 1 << 11 } else { 1 << 14 };
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * words };
     let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
-    let mut subscriptions = [tracker.subscribe("checkpoint"), tracker.subscribe("migration")];
+    let mut subscriptions =
+        [tracker.subscribe("checkpoint").unwrap(), tracker.subscribe("migration").unwrap()];
     let rings = [KernelRing::new(SIZE, 64, 0), KernelRing::new(SIZE, 64, 0)];
     let mut harvester = Harvester::new(rings.len(), SIZE);
 
@@ -94,7 +95,8 @@ fn absorbing_a_bitmap_and_draining_it_allocates_nothing() {
     let words: u64 = if cfg!(miri) { 1 << 11 } else { 1 << 14 };
     let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * words };
     let tracker = Arc::new(Tracker::new(Layout::new([slot]).unwrap()));
-    let mut subscriptions = [tracker.subscribe("checkpoint"), tracker.subscribe("migration")];
+    let mut subscriptions =
+        [tracker.subscribe("checkpoint").unwrap(), tracker.subscribe("migration").unwrap()];
     let bitmap: Vec<u64> = (0..words).map(|word| u64::from(word % 7 == 0) << (word % 64)).collect();
     let mut round = || {
         assert!(tracker.absorb_bitmap(SlotId(0), &bitmap).unwrap() > words / 8);

@@ -75,7 +75,7 @@ fn leaves(subscription: &Subscription) -> BTreeSet<Gfn> {
 
 fn tracker(layout: &Layout) -> (Arc<Tracker>, Subscription) {
     let tracker = Arc::new(Tracker::new(layout.clone()));
-    let subscription = tracker.subscribe("laws");
+    let subscription = tracker.subscribe("laws").unwrap();
     (tracker, subscription)
 }
 
@@ -223,7 +223,7 @@ proptest! {
     #[test]
     fn two_subscribers_are_independent(layout in layout(), ops in picks(20), who in any::<u32>()) {
         let (tracker, one) = tracker(&layout);
-        let mut pair = [one, tracker.subscribe("second")];
+        let mut pair = [one, tracker.subscribe("second").unwrap()];
         let mut models = [BTreeSet::new(), BTreeSet::new()];
         for (i, (slot, at, count)) in ops.into_iter().enumerate() {
             let run = pick(&layout, slot, at, count);
@@ -290,7 +290,7 @@ proptest! {
 
     #[test]
     fn a_tree_owned_or_shared_drained_to_runs_or_frames_is_the_same_set(layout in layout(), picks in picks(30)) {
-        let mut trees: Vec<Tree> = (0..4).map(|_| Tree::new(&layout)).collect();
+        let mut trees: Vec<Tree> = (0..4).map(|_| Tree::new(&layout).unwrap()).collect();
         // Twice: a drained tree is as good as a new one.
         for round in 0..2 {
             let mut model = BTreeSet::new();
@@ -320,7 +320,7 @@ proptest! {
 
     #[test]
     fn a_run_outside_its_slot_is_no_mark(layout in layout()) {
-        let mut tree = Tree::new(&layout);
+        let mut tree = Tree::new(&layout).unwrap();
         for slot in layout.slots() {
             let run = FrameRun { start: slot.base, count: slot.frames + 1 };
             prop_assert_eq!(tree.mark(&layout, run), Err(OutOfSlot::NoMemory { run }));
@@ -342,7 +342,7 @@ fn summaries_cost_at_most_two_percent_of_the_leaves() {
     let sizes = if cfg!(miri) { vec![1 << 18] } else { vec![1 << 22, 1 << 30, 3 << 30] };
     let large = sizes.iter().flat_map(|size| [size - 1, *size, size + 1]).map(|n| slots(1, n));
     for layout in small.chain(large).chain([slots(4096, 1)]) {
-        let (all, leaves) = (Tree::new(&layout).reserved_bytes(), layout.leaf_words() * 8);
+        let (all, leaves) = (Tree::new(&layout).unwrap().reserved_bytes(), layout.leaf_words() * 8);
         let summaries = all - leaves;
         assert!(summaries * 100 <= 2 * leaves, "{summaries} bytes over {leaves} bytes of leaves");
         assert!(summaries * 64 >= leaves, "a bit for each word");

@@ -74,7 +74,7 @@ fn cases() -> impl Strategy<Value = (Layout, [Bitmaps; 2], usize)> {
 }
 
 fn tree(layout: &Layout, share: usize) -> Tree {
-    let mut tree = Tree::new(layout);
+    let mut tree = Tree::new(layout).unwrap();
     tree.set_share(share);
     tree
 }
@@ -255,7 +255,7 @@ proptest! {
 #[test]
 fn a_slot_that_does_not_exist_is_named() {
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 70 }]).unwrap();
-    let mut tree = Tree::new(&layout);
+    let mut tree = Tree::new(&layout).unwrap();
     let error = OutOfSlot::NoSlot { slot: SlotId(1), offset: 0 };
     assert_eq!(tree.absorb_bitmap(&layout, SlotId(1), &[1]), Err(error));
     assert_eq!(tree.absorb_bitmap_mut(&layout, SlotId(1), &[1]), Err(error));
@@ -270,7 +270,7 @@ fn a_slot_that_does_not_exist_is_named() {
 fn a_writer_of_leaves_that_panics_leaves_the_tree_in_order() {
     let frames = if cfg!(miri) { 4_501 } else { 300_001 };
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
-    let mut tree = Tree::new(&layout);
+    let mut tree = Tree::new(&layout).unwrap();
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         let _ = tree.write_leaves(&layout, SlotId(0), |leaves| {
             leaves.fill(u64::MAX);

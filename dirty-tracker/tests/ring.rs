@@ -39,7 +39,7 @@ impl Vmm {
             kernel: Kernel::new(vcpus, size, reserve, FRAMES as usize),
             full: (0..vcpus).map(|v| harvester.ring_full(v).unwrap()).collect(),
             harvester,
-            subscription: tracker.subscribe("copy"),
+            subscription: tracker.subscribe("copy").unwrap(),
             tracker,
             copy: vec![0; FRAMES as usize],
         }

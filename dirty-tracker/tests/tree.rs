@@ -87,7 +87,7 @@ proptest! {
     #[test]
     fn any_sequence_of_operations_is_that_of_a_set(ops in prop::collection::vec(op(), 1..MOST)) {
         let layout = layout();
-        let mut tree = Tree::new(&layout);
+        let mut tree = Tree::new(&layout).unwrap();
         let mut set: BTreeSet<u64> = BTreeSet::new();
         for op in ops {
             match op {
@@ -172,7 +172,7 @@ proptest! {
     #[test]
     fn a_roaring_and_a_flat_bitmap_say_the_same(marks in prop::collection::vec((0..20_000u64, 1..300u64), 0..MARKS)) {
         let layout = layout();
-        let tree = Tree::new(&layout);
+        let tree = Tree::new(&layout).unwrap();
         let mut roaring = RoaringTreemap::new();
         let mut flat = vec![0u64; 20_000 / 64 + 1];
         for (offset, count) in marks {
@@ -193,7 +193,7 @@ proptest! {
 #[test]
 fn what_is_marked_during_a_round_of_slices_is_in_it_or_in_the_next() {
     let layout = layout();
-    let tree = Tree::new(&layout);
+    let tree = Tree::new(&layout).unwrap();
     let mark = |frame| tree.mark(&layout, FrameRun { start: Gfn(frame), count: 1 }).unwrap();
     [0, 1_000, 10_000, 20_000].into_iter().for_each(mark);
     let (mut at, mut runs) = (Slices::default(), Vec::new());
@@ -215,7 +215,7 @@ fn what_is_marked_during_a_round_of_slices_is_in_it_or_in_the_next() {
 fn marks_too_far_apart_for_32_bits_are_drained_as_they_are() {
     let frames = 3 << 32;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(7), frames }]).unwrap();
-    let mut tree = Tree::new(&layout);
+    let mut tree = Tree::new(&layout).unwrap();
     let marks = [0, 5, u64::from(u32::MAX), 1 << 32, (1 << 33) + 77, frames - 2]
         .map(|offset| FrameRun { start: Gfn(7 + offset), count: 1 });
     let expected = [(0, 1), (5, 1), (u64::from(u32::MAX), 2), ((1 << 33) + 77, 1), (frames - 2, 1)]
@@ -243,5 +243,5 @@ fn marks_too_far_apart_for_32_bits_are_drained_as_they_are() {
 #[should_panic(expected = "words of this layout's leaves")]
 fn a_layout_of_another_size_is_a_mistake_that_shows() {
     let other = Layout::new([Slot { id: SlotId(0), base: Gfn(5000), frames: 100 }]).unwrap();
-    Tree::new(&layout()).drain(&other, &mut Vec::new());
+    Tree::new(&layout()).unwrap().drain(&other, &mut Vec::new());
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
+use dirty_tracker::{FrameRun, Gfn, NoMemory, Subscription, Tracker};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
 use crate::{DriveCopy, DriveHead, GuestDrive, Keeper, block_layout};
@@ -125,8 +125,8 @@ impl GuestDrive for Shown {
         self.0.head.clone()
     }
 
-    fn subscribe(&self, name: &str) -> Option<Subscription> {
-        Some(self.0.tracker.subscribe(name))
+    fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory> {
+        self.0.tracker.subscribe(name).map(Some)
     }
 
     fn open(&self) -> io::Result<File> {

@@ -305,7 +305,10 @@ impl Guest for MemoryGuest {
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError> {
         self.faults.check(Op::Subscribe, "following writes")?;
         // Held, so that no write is under way that saw no subscriber and is not yet in memory.
-        Ok(self.gate.held(|| self.tracker.subscribe(name)))
+        self.gate.held(|| self.tracker.subscribe(name)).map_err(|e| GuestError::System {
+            what: "following the guest's writes",
+            cause: e.into(),
+        })
     }
 
     /// Keeps out its writers and those who [`write`](MemoryGuest::write); not who writes to its memory otherwise.

@@ -28,7 +28,7 @@ impl Ours {
     pub fn new(frames: u64, shared: bool) -> Self {
         let slot = Slot { id: SlotId(0), base: Gfn(0), frames };
         let layout = Layout::new([slot]).expect("a layout");
-        Self { tree: Tree::new(&layout), layout, shared, frames: Vec::new() }
+        Self { tree: Tree::new(&layout).unwrap(), layout, shared, frames: Vec::new() }
     }
 
     /// As `drain`, to our own kind of frames.

@@ -42,7 +42,7 @@ pub fn tests(_: &mut Criterion) {
     for gib in [1u64, 16, 256, 4096, 12288] {
         let frames = gib << 18;
         let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
-        let tree = Tree::new(&layout);
+        let tree = Tree::new(&layout).unwrap();
         let pages = Pages::new(frames);
         let mut random = Random(gib);
         let count = 2_000_000 / gib.max(16);

@@ -92,7 +92,7 @@ pub fn parallel(_: &mut Criterion) {
     let uneven = random_bitmap(WORDS / 16, 0.01);
     bandwidth(&pools, &random);
 
-    let mut state = (Tree::new(&layout), RunLists::default());
+    let mut state = (Tree::new(&layout).unwrap(), RunLists::default());
     let drain = |state: &mut (Tree, RunLists)| {
         state.0.drain_parallel(&layout, &mut state.1);
     };

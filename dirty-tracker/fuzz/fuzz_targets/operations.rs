@@ -413,7 +413,7 @@ fuzz_target!(|input: Input| {
     let guest = Guest::new(input.small);
     on_a_tracker(&guest, input.tracker);
     let layout = guest.layout();
-    let (tree, lists) = (Tree::new(&layout), RunLists::default());
+    let (tree, lists) = (Tree::new(&layout).unwrap(), RunLists::default());
     let mut alone = Alone { guest: &guest, layout, tree, model: Model::new(), lists };
     for op in input.tree {
         alone.run(op);

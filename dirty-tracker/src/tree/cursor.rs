@@ -15,7 +15,7 @@ use crate::{FrameRun, Gfn, Layout, OutOfSlot};
 /// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 5000 }])?;
-/// let tree = Tree::new(&layout);
+/// let tree = Tree::new(&layout)?;
 /// tree.mark(&layout, FrameRun { start: Gfn(0x180), count: 100 })?;
 /// let mut cursor = tree.cursor(&layout);
 /// assert!(cursor.test(Gfn(0x181))? && !cursor.test(Gfn(0x17f))?);
@@ -137,7 +137,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// # let tree = Tree::new(&layout);
+    /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
     /// for _ in 0..2 {
     ///     assert_eq!(tree.runs(&layout).next(), Some(FrameRun { start: Gfn(9), count: 2 }));

@@ -17,7 +17,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(3), base: Gfn(0x100), frames: 130 }])?;
-    /// # let mut tree = Tree::new(&layout);
+    /// # let mut tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
     /// assert_eq!(tree.bitmap(&layout, SlotId(3))?, [1 << 63, 1, 0]);
     /// assert_eq!(tree.bitmap(&layout, SlotId(4)).unwrap_err().to_string(), "there is no slot 4 (frame offset 0x0)");
@@ -39,7 +39,7 @@ impl Tree {
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// # fn kvm_get_dirty_log(slot: SlotId, bitmap: &mut [u64]) -> std::io::Result<()> { Ok(bitmap[1] = 1) }
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 262_144 }])?;
-    /// let mut tree = Tree::new(&layout);
+    /// let mut tree = Tree::new(&layout)?;
     /// tree.write_leaves(&layout, SlotId(0), |bitmap| kvm_get_dirty_log(SlotId(0), bitmap))??;
     /// let mut runs = Vec::new();
     /// tree.drain_mut(&layout, &mut runs);
@@ -70,7 +70,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1000 }])?;
-    /// # let mut tree = Tree::new(&layout);
+    /// # let mut tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0), count: 1000 })?;
     /// assert_eq!(tree.adopt_bitmap(&layout, SlotId(0), &[0b110])?, 2);
     /// assert_eq!(tree.absorb_bitmap_mut(&layout, SlotId(0), &[0b011])?, 2);
@@ -131,7 +131,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// # let mut tree = Tree::new(&layout);
+    /// # let mut tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
     /// tree.rebuild();
     /// assert_eq!((tree.count(), tree.check()), (2, Ok(())));

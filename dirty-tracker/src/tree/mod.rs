@@ -68,6 +68,19 @@ pub struct MissingSummary {
     pub index: usize,
 }
 
+/// The system refused the address space of a tree: see [`Tree::new`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the system refuses {bytes} bytes of address space for the dirty bits of {frames} pages: raise \
+     the limit of the process (ulimit -v), or set vm.overcommit_memory to 1"
+)]
+pub struct NoMemory {
+    /// The frames of the layout.
+    pub frames: u64,
+    /// What [`Tree::reserved_bytes`] would have been.
+    pub bytes: u64,
+}
+
 /// A set of the frames of a [`Layout`], as one allocation of packed levels: see the
 /// [first page](crate#the-structure). Each call must get the layout that the tree was made for.
 ///
@@ -82,7 +95,7 @@ pub struct MissingSummary {
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
 /// let run = |start, count| FrameRun { start: Gfn(start), count };
-/// let mut tree = Tree::new(&layout);
+/// let mut tree = Tree::new(&layout)?;
 /// assert!(tree.mark(&layout, run(5, 1 << 20)).is_err(), "past the slot's end");
 /// std::thread::scope(|threads| {
 ///     threads.spawn(|| tree.mark(&layout, run(600, 100)).unwrap());
@@ -123,9 +136,12 @@ impl Scratch {
 }
 
 impl Tree {
-    /// An empty tree over `layout`. One zeroed allocation, backed by memory as frames get dirty, and
-    /// some 40 KiB for walks. Panics if the system refuses the addresses.
-    pub fn new(layout: &Layout) -> Self {
+    /// Returns an empty tree over `layout`. One zeroed allocation, backed by memory as frames get
+    /// dirty, and some 40 KiB for walks.
+    ///
+    /// # Errors
+    /// The system refuses the address space.
+    pub fn new(layout: &Layout) -> Result<Self, NoMemory> {
         let mut levels = Vec::with_capacity(MAX_LEVELS);
         let mut len = layout.leaf_words() as usize;
         let mut total = 0;
@@ -137,11 +153,11 @@ impl Tree {
             }
             len = len.div_ceil(64);
         }
-        let words = sync::zeroed_words(total).unwrap_or_default();
-        assert_eq!(words.len(), total, "no memory for a dirty tree of {total} words");
+        let words = sync::zeroed_words(total)
+            .ok_or(NoMemory { frames: layout.frames(), bytes: total as u64 * 8 })?;
         let scratch = Mutex::new(Scratch::new(levels.len()));
         let (kernel, recent) = (Choice::best(), Recent::new());
-        Self { words, levels, kernel, scratch, recent, share: share::SHARE }
+        Ok(Self { words, levels, kernel, scratch, recent, share: share::SHARE })
     }
 
     /// Bytes reserved for the levels: the leaves and at most 2 % more, from 4,096 leaf words (1 GiB of
@@ -150,9 +166,9 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }])?; // 12 TiB
-    /// let bytes = Tree::new(&layout).reserved_bytes(); // takes no time, and no memory
+    /// let bytes = Tree::new(&layout)?.reserved_bytes(); // takes no time, and no memory
     /// assert_eq!((layout.leaf_words() * 8, bytes), (402_653_184, 409_044_512));
-    /// # Ok::<(), dirty_tracker::LayoutError>(())
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn reserved_bytes(&self) -> u64 {
         self.words.len() as u64 * 8
@@ -359,7 +375,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// let (mut tree, mut runs) = (Tree::new(&layout), Vec::new());
+    /// let (mut tree, mut runs) = (Tree::new(&layout)?, Vec::new());
     /// tree.mark_mut(&layout, FrameRun { start: Gfn(9), count: 2 })?;
     /// assert_eq!(tree.drain_mut(&layout, &mut runs), 2);
     /// assert_eq!(runs, [FrameRun { start: Gfn(9), count: 2 }]);
@@ -381,7 +397,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// # let mut tree = Tree::new(&layout);
+    /// # let mut tree = Tree::new(&layout)?;
     /// let mut frames = vec![Gfn(1)]; // stays
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
     /// tree.drain_frames(&layout, &mut frames);
@@ -413,7 +429,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// # let tree = Tree::new(&layout);
+    /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
     /// tree.clear();
     /// assert_eq!(tree.count(), 0);
@@ -458,7 +474,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 130 }])?;
-    /// # let tree = Tree::new(&layout);
+    /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
     /// assert_eq!(tree.leaves(&layout, SlotId(0))?.collect::<Vec<_>>(), [1 << 63, 1, 0]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -30,7 +30,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
-    /// let mut tree = Tree::new(&layout);
+    /// let mut tree = Tree::new(&layout)?;
     /// tree.set_share(4096); // a thread for each GiB, as the pool has them
     /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[u64::MAX; 1 << 14])?, 1 << 20);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -49,7 +49,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 100 }])?;
-    /// let tree = Tree::new(&layout);
+    /// let tree = Tree::new(&layout)?;
     /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[0b101, 1])?, 3);
     /// let past_the_end = tree.absorb_bitmap(&layout, SlotId(0), &[0, 1 << 36]).unwrap_err();
     /// assert_eq!(past_the_end.to_string(), "frames 0x64..0x65 lie outside slot 0, which has 0x64 frames");
@@ -117,7 +117,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 30 }])?; // 4 TiB
-    /// let tree = Tree::new(&layout);
+    /// let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(1 << 20), count: 1 << 24 })?;
     /// let mut runs = RunLists::default();
     /// assert_eq!(tree.drain_parallel(&layout, &mut runs), 1 << 24);
@@ -177,7 +177,7 @@ impl Tree {
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// # let tree = Tree::new(&layout);
+    /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 500 })?;
     /// assert_eq!(tree.count(), 500);
     /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -8,7 +8,7 @@ use crate::{FrameRun, Layout};
 /// ```
 /// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-/// # let tree = Tree::new(&layout);
+/// # let tree = Tree::new(&layout)?;
 /// let mut lists = RunLists::default();
 /// for _ in 0..2 {
 ///     tree.mark(&layout, FrameRun { start: Gfn(9), count: 500 })?;

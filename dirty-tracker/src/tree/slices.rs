@@ -43,7 +43,7 @@ impl Tree {
     /// use dirty_tracker::{FrameRun, Gfn, Layout, Slices, Slot, SlotId, Tree};
     ///
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
-    /// let tree = Tree::new(&layout);
+    /// let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0), count: 1000 })?;
     /// let (mut at, mut runs) = (Slices::default(), Vec::new());
     /// assert_eq!(tree.drain_slice(&layout, &mut at, 10, &mut runs), 640);

@@ -58,7 +58,7 @@ fn every_kernel_drains_what_was_marked_sparse_or_dense_listed_or_walked() {
         &[(1, 1), (30, 1), (300, 3), (5_000, 1), (60_000, 1), (400_000, 1), (20, 9_000), (900, 130)]
     };
     for kernel in Choice::all() {
-        let mut tree = Tree::new(&layout);
+        let mut tree = Tree::new(&layout).unwrap();
         tree.kernel = kernel;
         for &(count, longest) in shapes {
             for way in 0..6 {
@@ -102,7 +102,7 @@ fn what_lists_leave_behind_is_bounded_and_swept_by_a_walk() {
     // Far more leaf words than lists may leave behind.
     let frames = 4 * 64 * recent::MAX_SPURIOUS as u64;
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
-    let tree = Tree::new(&layout);
+    let tree = Tree::new(&layout).unwrap();
     let above = tree.levels[1];
     let summaries = |tree: &Tree| {
         let words = &tree.words[above.0..above.0 + above.1];
@@ -130,7 +130,7 @@ fn what_lists_leave_behind_is_bounded_and_swept_by_a_walk() {
 #[test]
 fn slices_leave_no_summaries_that_say_too_much() {
     let layout = layout();
-    let tree = Tree::new(&layout);
+    let tree = Tree::new(&layout).unwrap();
     for slot in layout.slots() {
         tree.mark(&layout, slot.run()).unwrap();
     }

@@ -118,7 +118,7 @@ mod shuttle_orders {
     fn an_insert_is_in_a_drain_or_still_in_the_tree() {
         check(|| {
             let tracker = tracker(64 * 64 * 3);
-            let mut subscription = tracker.subscribe("model");
+            let mut subscription = tracker.subscribe("model").unwrap();
             let inserters = [[0, 1, 64], [1, 4096, 0]].map(|frames: [u64; 3]| {
                 let tracker = tracker.clone();
                 thread::spawn(move || {
@@ -146,7 +146,7 @@ mod shuttle_orders {
     fn a_drain_has_every_insert_before_it() {
         check(|| {
             let tracker = tracker(64 * 64 * 3);
-            let mut subscription = tracker.subscribe("model");
+            let mut subscription = tracker.subscribe("model").unwrap();
             let done = Arc::new(AtomicU32::new(0));
             let bit = |frame: u64| 1 << (frame % 61);
             let inserters = [[64, 4096], [64, 4097]].map(|frames: [u64; 2]| {
@@ -176,7 +176,7 @@ mod shuttle_orders {
     fn ranges_and_epochs_given_back_are_never_lost() {
         check(|| {
             let tracker = tracker(64 * 64 * 2);
-            let mut subscription = tracker.subscribe("model");
+            let mut subscription = tracker.subscribe("model").unwrap();
             tracker.mark(FrameRun { start: Gfn(60), count: 10 }).unwrap();
             let first = subscription.drain();
             let other = tracker.clone();
@@ -202,7 +202,7 @@ mod shuttle_orders {
         check(|| {
             let slot = Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 64 * 2 };
             let layout = Layout::new([slot]).unwrap();
-            let mut tree = Tree::new(&layout);
+            let mut tree = Tree::new(&layout).unwrap();
             tree.set_share(64);
             let (tree, layout) = (Arc::new(tree), Arc::new(layout));
             let run = |frame| FrameRun { start: Gfn(frame), count: 1 };
@@ -254,7 +254,7 @@ mod shuttle_orders {
             let ring: Arc<Vec<RingEntry>> =
                 Arc::new((0..SIZE).map(|_| RingEntry::default()).collect());
             let tracker = tracker(64);
-            let subscription = tracker.subscribe("model");
+            let subscription = tracker.subscribe("model").unwrap();
             let mut harvester = Harvester::new(1, SIZE as usize);
             let published = Arc::new(AtomicU32::new(0));
             let kernel = {
@@ -314,7 +314,7 @@ mod shuttle_orders {
     /// that was inserted is drained once or still in the tree, whose summaries are right.
     fn two_drainers(kinds: [Kind; 2], runs: bool) {
         let layout = Arc::new(layout(64 * 64 * 3));
-        let tree = Arc::new(Tree::new(&layout));
+        let tree = Arc::new(Tree::new(&layout).unwrap());
         if runs {
             tree.mark(&layout, FrameRun { start: Gfn(60), count: 64 * 6 }).unwrap();
         }
@@ -400,7 +400,7 @@ mod shuttle_orders {
     fn a_round_of_slices_has_every_insert_before_it() {
         check(|| {
             let layout = Arc::new(layout(64 * 64 * 3));
-            let tree = Arc::new(Tree::new(&layout));
+            let tree = Arc::new(Tree::new(&layout).unwrap());
             let done = Arc::new(AtomicU32::new(0));
             let bit = |frame: u64| 1 << (frame % 29);
             let inserters = [[1, 64, 4096], [64, 8200, 1]].map(|frames: [u64; 3]| {

@@ -46,7 +46,7 @@ fn no_write_is_lost(mark: fn(&Tree, &Layout), drain: fn(&Tree, &Layout) -> u64) 
     for listed in [true, false] {
         explore(move || {
             let layout = Arc::new(layout());
-            let tree = Arc::new(Tree::new(&layout));
+            let tree = Arc::new(Tree::new(&layout).unwrap());
             if listed {
                 tree.mark(&layout, RUN).unwrap();
             } else {
@@ -136,7 +136,7 @@ fn subscriber_reads_what_marks_announced() {
                 tracker.mark(RUN).unwrap();
             })
         };
-        let subscription = tracker.subscribe("model");
+        let subscription = tracker.subscribe("model").unwrap();
         let copied = page.load(Relaxed);
         writer.join().unwrap();
         let marked = subscription.is_marked(Gfn(FRAME));

@@ -107,7 +107,10 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         let (ahead, preparer) = ahead::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
-        let placing = Placing::new(guest, ahead);
+        let placing = Placing::new(guest, ahead).map_err(|e| Cause::System {
+            what: "noting what is received",
+            cause: std::io::Error::other(e),
+        })?;
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("migrate-prepare".into());
             // Without it each frame gets its memory when it comes.

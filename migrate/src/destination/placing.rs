@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use checkpoint::{Guest, GuestRam};
-use dirty_tracker::{FrameRun, PAGE_SIZE, Subscription, Tracker};
+use dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::ahead::Ahead;
@@ -31,10 +31,10 @@ pub(super) struct Placing<'g, G: Guest + ?Sized> {
 }
 
 impl<'g, G: Guest + ?Sized> Placing<'g, G> {
-    pub(super) fn new(guest: &'g G, ahead: Ahead) -> Self {
+    pub(super) fn new(guest: &'g G, ahead: Ahead) -> Result<Self, NoMemory> {
         let marks = Arc::new(Tracker::new(guest.layout().clone()));
-        let written = marks.subscribe("received");
-        Self { guest, ram: guest.ram(), written, marks, ahead: Mutex::new(ahead) }
+        let written = marks.subscribe("received")?;
+        Ok(Self { guest, ram: guest.ram(), written, marks, ahead: Mutex::new(ahead) })
     }
 
     fn ahead(&self) -> MutexGuard<'_, Ahead> {

@@ -145,7 +145,8 @@ impl Moving {
         block_layout(head.bytes).map_err(|e| failed("following it", io::Error::other(e)))?;
         // First the subscription, then the look at what there is: what is written between the two is in the first
         // epoch.
-        let writes = drive.subscribe("migrate");
+        let writes =
+            drive.subscribe("migrate").map_err(|e| failed("following it", io::Error::other(e)))?;
         let file = drive.open().map_err(|e| failed("opening it", e))?;
         let runs = data_runs(&file, head.bytes).map_err(|e| failed("looking for its data", e))?;
         Ok(Self { file, writes, next: Next::First(runs), head })

@@ -26,10 +26,13 @@ struct Marked {
 }
 
 impl Marked {
-    fn new<G: Guest + ?Sized>(guest: &G) -> Self {
+    fn new<G: Guest + ?Sized>(guest: &G) -> Result<Self, Cause> {
         let tracker = Arc::new(Tracker::new(guest.layout().clone()));
-        let marks = tracker.subscribe("verify");
-        Self { tracker, marks }
+        let marks = tracker.subscribe("verify").map_err(|e| Cause::System {
+            what: "preparing --verify",
+            cause: std::io::Error::other(e),
+        })?;
+        Ok(Self { tracker, marks })
     }
 
     fn add(&self, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
@@ -43,7 +46,7 @@ impl Marked {
 impl Verifier {
     /// Before pass 0, which will bring `populated`.
     pub(super) fn new<G: Guest + ?Sized>(guest: &G, populated: &[FrameRun]) -> Result<Self, Cause> {
-        let (had, sent) = (Marked::new(guest), Marked::new(guest));
+        let (had, sent) = (Marked::new(guest)?, Marked::new(guest)?);
         had.add(guest.resident()?)?;
         sent.add(populated.iter().copied())?;
         Ok(Self { had, sent })

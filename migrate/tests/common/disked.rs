@@ -15,7 +15,7 @@ use checkpoint::{
     Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, RunState,
     Section, VmId, WithCopies, block_layout,
 };
-use dirty_tracker::{Collected, FrameRun, Gfn, Layout, Subscription, Tracker};
+use dirty_tracker::{Collected, FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 
 const SECTOR: u64 = 512;
 
@@ -57,8 +57,8 @@ impl GuestDrive for Shown {
     fn head(&self) -> DriveHead {
         self.0.head.clone()
     }
-    fn subscribe(&self, name: &str) -> Option<Subscription> {
-        self.0.tracker.as_ref().map(|tracker| tracker.subscribe(name))
+    fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory> {
+        self.0.tracker.as_ref().map(|tracker| tracker.subscribe(name)).transpose()
     }
     fn open(&self) -> io::Result<File> {
         File::open(&self.0.path)

@@ -70,7 +70,7 @@ mod tests {
             id
         };
         renew_generation_id(&memory).unwrap();
-        let (first, mut subscription) = (read(), memory.tracker().subscribe("test"));
+        let (first, mut subscription) = (read(), memory.tracker().subscribe("test").unwrap());
         renew_generation_id(&memory).unwrap();
         assert_ne!(read(), first);
         let frames: Vec<FrameRun> = subscription.drain().runs().collect();

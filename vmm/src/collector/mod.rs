@@ -17,7 +17,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::GuestError;
-use dirty_tracker::{Collected, DirtySource, SourceError, Subscription, Tracker, TrackingMode};
+use dirty_tracker::{
+    Collected, DirtySource, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
+};
 
 use crate::sandbox::{self, Class};
 use crate::vcpu::Command;
@@ -218,7 +220,7 @@ impl Work {
             self.period = PERIOD_LEAST;
         }
         // Writes are caught already: nothing falls between the two.
-        Ok(self.tracker.subscribe(name))
+        self.tracker.subscribe(name).map_err(no_tree)
     }
 
     /// One collection, added to what is unreported.
@@ -287,6 +289,10 @@ impl Work {
             Err(e) => tracing::warn!("dirty frames stay where they are for now: {e}"),
         }
     }
+}
+
+fn no_tree(e: NoMemory) -> GuestError {
+    GuestError::System { what: "following the guest's writes", cause: e.into() }
 }
 
 fn failed(e: SourceError) -> GuestError {
@@ -360,8 +366,12 @@ mod tests {
     }
 
     fn collector(slots: Slots) -> (Collector, Arc<Mutex<Slots>>) {
+        collector_of(slots, vec![slot(0), slot(1)])
+    }
+
+    fn collector_of(slots: Slots, layout: Vec<Slot>) -> (Collector, Arc<Mutex<Slots>>) {
         let slots = Arc::new(Mutex::new(slots));
-        let tracker = Arc::new(Tracker::new(Layout::new(vec![slot(0), slot(1)]).unwrap()));
+        let tracker = Arc::new(Tracker::new(Layout::new(layout).unwrap()));
         let source = Box::new(Fake(slots.clone()));
         let collector = Collector::spawn(source, tracker, 1000, Vec::new(), mpsc::channel());
         (collector.unwrap(), slots)
@@ -402,5 +412,35 @@ mod tests {
         // Once, and once more for each collection of its own until then.
         let frames = collector.collect().unwrap().frames;
         assert!(frames >= 2 && frames.is_multiple_of(2), "{frames}");
+    }
+
+    /// In a process of its own, since the limit on the address space is the process's.
+    #[test]
+    fn subscriber_without_address_space_is_refused_and_undone() {
+        const LIMITED: &str = "ADDRESS_SPACE_LIMITED";
+        if std::env::var_os(LIMITED).is_none() {
+            let name = std::thread::current().name().unwrap().to_owned();
+            let out = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", &name, "--nocapture"])
+                .env(LIMITED, "1")
+                .output()
+                .unwrap();
+            assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+            assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
+            return;
+        }
+        let limit = rustix::process::Rlimit { current: Some(8 << 30), maximum: Some(8 << 30) };
+        rustix::process::setrlimit(rustix::process::Resource::As, limit).unwrap();
+        // The largest guest: its dirty bits take 128 GiB.
+        let all = Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 40 };
+        let (collector, slots) = collector_of(Slots::default(), vec![all]);
+        for _ in 0..2 {
+            let error = collector.subscribe("migration").unwrap_err().to_string();
+            assert!(error.contains("following the guest's writes failed"), "{error}");
+            assert!(error.contains("ulimit -v"), "{error}");
+            // The source stops again, and the collector goes on.
+            wait(&slots, |s| s.starts == s.stops && s.logging == [false, false]);
+            collector.collect().unwrap();
+        }
     }
 }

@@ -383,6 +383,7 @@ where
 
 /// For the tests of the tests.
 #[cfg(all(feature = "broken-source", debug_assertions))]
+#[allow(clippy::panic, reason = "tests")]
 fn broken(
     source: Box<dyn DirtySource>,
     memory: &Memory,
@@ -390,7 +391,10 @@ fn broken(
 ) -> Box<dyn DirtySource> {
     use crate::sources::BrokenSource;
     match host.loses_one_in {
-        Some(one_in) => Box::new(BrokenSource::new(source, memory.tracker(), one_in)),
+        Some(one_in) => match BrokenSource::new(source, memory.tracker(), one_in) {
+            Ok(broken) => Box::new(broken),
+            Err(e) => panic!("a source that loses writes: {e}"),
+        },
         None => source,
     }
 }

@@ -133,7 +133,7 @@ mod tests {
             let huge_pages = Some(HugePages::None);
             let options = MemoryOptions { backing, huge_pages, prefault: false };
             let memory = Memory::new(64 << 20, &options).unwrap();
-            let mut writes = memory.tracker().subscribe("test");
+            let mut writes = memory.tracker().subscribe("test").unwrap();
             let (mut discarder, full) = (Discarder::default(), run(FIRST, 64));
             fill(&memory, full);
             writes.drain().commit();

@@ -235,7 +235,7 @@ fn a_frame_that_is_given_back_before_it_has_come_never_comes() {
     for options in ways().filter(|o| o.huge_pages == Some(HugePages::None)) {
         let name = "a_frame_that_is_given_back_before_it_has_come_never_comes";
         let Some((memory, open, _lost)) = coming(name, &options, &FRAMES, None) else { return };
-        let mut writes = memory.tracker().subscribe("test");
+        let mut writes = memory.tracker().subscribe("test").unwrap();
         let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
         // What is on its way is elsewhere.
         assert_eq!(discarder.discard(memory.ram(), run(5290, 5)).unwrap(), 5);

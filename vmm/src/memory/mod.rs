@@ -379,7 +379,7 @@ mod tests {
         let small = |o: &MemoryOptions| o.huge_pages != Some(HugePages::Thp);
         for options in ways().filter(small) {
             let memory = Memory::new(64 << 20, &options).unwrap();
-            let mut writes = memory.tracker().subscribe("test");
+            let mut writes = memory.tracker().subscribe("test").unwrap();
             memory.ram().write_obj(7u8, GuestAddress(Gfn(101).gpa())).unwrap();
             writes.drain().commit();
             let run = FrameRun { start: Gfn(100), count: 5 };
@@ -430,7 +430,7 @@ mod tests {
     #[test]
     fn the_vmms_own_writes_mark_the_tree() {
         let memory = Memory::new(64 << 20, &MemoryOptions::default()).unwrap();
-        let mut subscription = memory.tracker().subscribe("test");
+        let mut subscription = memory.tracker().subscribe("test").unwrap();
         memory.ram().write_slice(&[1; 100], GuestAddress(0x1ff0)).unwrap();
         let epoch = subscription.drain();
         assert_eq!(epoch.runs().collect::<Vec<_>>(), [FrameRun { start: Gfn(1), count: 2 }]);

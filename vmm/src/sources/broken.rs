@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dirty_tracker::{
-    Collected, DirtySource, FrameRun, SourceError, Subscription, Tracker, TrackingMode,
+    Collected, DirtySource, FrameRun, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
 };
 
 /// Frames that sources of this kind were told of, in all machines: a guest that moves from one to the next so often that none lives
@@ -24,10 +24,14 @@ pub struct BrokenSource {
 
 impl BrokenSource {
     /// Loses one in `one_in` of the frames that `inner` reports to `tracker`.
-    pub fn new(inner: Box<dyn DirtySource>, tracker: &Tracker, one_in: NonZeroU64) -> Self {
+    pub fn new(
+        inner: Box<dyn DirtySource>,
+        tracker: &Tracker,
+        one_in: NonZeroU64,
+    ) -> Result<Self, NoMemory> {
         let seen = Arc::new(Tracker::new(tracker.layout().clone()));
-        let subscription = seen.subscribe("broken source");
-        Self { inner, seen, subscription, one_in }
+        let subscription = seen.subscribe("broken source")?;
+        Ok(Self { inner, seen, subscription, one_in })
     }
 }
 

@@ -97,7 +97,7 @@ mod tests {
         let write = |gfn: u64| memory.ram().write_obj(1u8, GuestAddress(Gfn(gfn).gpa())).unwrap();
         // Of its own, so that it hears of the source alone.
         let tracker = Arc::new(Tracker::new(memory.layout().clone()));
-        let mut subscription = tracker.subscribe("test");
+        let mut subscription = tracker.subscribe("test").unwrap();
         write(70);
         source.start().unwrap();
         write(70);

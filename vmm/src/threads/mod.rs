@@ -206,7 +206,10 @@ impl Guest for ThreadMachine {
         if self.config.tracking == TrackingMode::None {
             return Err(GuestError::NotTracked);
         }
-        Ok(self.memory.tracker().subscribe(name))
+        self.memory.tracker().subscribe(name).map_err(|e| GuestError::System {
+            what: "following the guest's writes",
+            cause: e.into(),
+        })
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {

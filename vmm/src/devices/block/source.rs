@@ -6,7 +6,7 @@ use std::io;
 use std::sync::Arc;
 
 use checkpoint::{DriveHead, GuestDrive, Keeper};
-use dirty_tracker::{Subscription, Tracker};
+use dirty_tracker::{NoMemory, Subscription, Tracker};
 
 use super::flusher::open_again;
 
@@ -34,8 +34,8 @@ impl GuestDrive for DriveSource {
         self.head.clone()
     }
 
-    fn subscribe(&self, name: &str) -> Option<Subscription> {
-        self.tracker.as_ref().map(|tracker| tracker.subscribe(name))
+    fn subscribe(&self, name: &str) -> Result<Option<Subscription>, NoMemory> {
+        self.tracker.as_ref().map(|tracker| tracker.subscribe(name)).transpose()
     }
 
     fn open(&self) -> io::Result<File> {
@@ -66,7 +66,7 @@ mod tests {
     /// What one epoch after the other holds, read from the disk behind its device's back, until it `stands`; and then
     /// the rest.
     fn copy_on(source: &DriveSource, stands: &AtomicBool) -> (Vec<u8>, u64) {
-        let mut writes = source.subscribe("copy").unwrap();
+        let mut writes = source.subscribe("copy").unwrap().unwrap();
         let file = source.open().unwrap();
         let mut copy = vec![0; source.head().bytes as usize];
         file.read_exact_at(&mut copy, 0).unwrap();
@@ -121,7 +121,7 @@ mod tests {
             let (source, bytes) = (block.source(), disk.config.bytes);
             let mut driver = Driver::started(Box::new(block));
             let (file, keeper) = (Arc::new(source.open().unwrap()), source.keeper().unwrap());
-            let mut writes = source.subscribe("epochs").unwrap();
+            let mut writes = source.subscribe("epochs").unwrap().unwrap();
             let mut copy = vec![0; bytes as usize];
             let (mut round, mut late) = (0, 0);
             for _ in 0..8 {

@@ -51,7 +51,7 @@ impl Disk {
 
     pub(super) fn driver(&self, with: With) -> (Driver, Option<Subscription>) {
         let block = self.block(with);
-        let writes = block.tracker().map(|tracker| tracker.subscribe("test"));
+        let writes = block.tracker().map(|tracker| tracker.subscribe("test").unwrap());
         (Driver::started(Box::new(block)), writes)
     }
 

@@ -63,7 +63,7 @@ impl Guest {
             Backing::Memfd => MEMFD.with(Arc::clone),
         };
         let before = SLOTS.iter().map(|(base, bytes)| clear(&memory, *base, *bytes)).collect();
-        let writes = memory.tracker().subscribe("fuzz");
+        let writes = memory.tracker().subscribe("fuzz").unwrap();
         Self { memory, before, writes, marked: Vec::new(), checks: 0 }
     }
 

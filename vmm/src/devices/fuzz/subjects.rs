@@ -132,7 +132,7 @@ impl Subject for Disk {
             false => Block::open_plain(&self.config, 2, self.guest),
         };
         let block = block.unwrap();
-        self.writes.extend(block.tracker().map(|tracker| tracker.subscribe("fuzz")));
+        self.writes.extend(block.tracker().map(|tracker| tracker.subscribe("fuzz").unwrap()));
         Box::new(block)
     }
 

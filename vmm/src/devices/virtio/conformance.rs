@@ -115,7 +115,7 @@ pub(crate) fn writes_are_marked(
     driver: &mut Driver,
     ask: impl FnOnce(&mut Driver) -> Vec<(usize, u16)>,
 ) -> Vec<u64> {
-    let mut writes = driver.memory.tracker().subscribe("conformance");
+    let mut writes = driver.memory.tracker().subscribe("conformance").unwrap();
     // A standing device does not see the requests before the driver's own writes, which are not
     // what this is about, are out of the tree.
     driver.quiesce();

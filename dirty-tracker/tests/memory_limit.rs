@@ -1,0 +1,33 @@
+//! A process whose address space is limited. In a binary of its own, since the limit is the process's.
+#![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::Arc;
+
+use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker, Tree};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+#[test]
+fn tree_without_address_space_is_an_error() {
+    const LIMIT: Option<u64> = Some(8 << 30);
+    setrlimit(Resource::As, Rlimit { current: LIMIT, ..getrlimit(Resource::As) }).unwrap();
+    if getrlimit(Resource::As).current != LIMIT {
+        eprintln!("SKIPPED: this system does not limit the address space (qemu-user does not)");
+        return;
+    }
+    // The largest guest: its dirty bits take 128 GiB.
+    let layout = |frames| Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap();
+    let (small, large) = (layout(1000), layout(1 << 40));
+    let error = Tree::new(&large).unwrap_err();
+    assert_eq!(error.frames, 1 << 40);
+    assert!(error.bytes >= 1 << 37, "{error}");
+    assert!(error.to_string().contains("ulimit -v"), "{error}");
+
+    let tracker = Arc::new(Tracker::new(large));
+    assert_eq!(tracker.subscribe("migration").unwrap_err(), error);
+    assert_eq!((tracker.subscribers(), tracker.stats().tree_bytes), (0, 0));
+    tracker.mark(FrameRun { start: Gfn(5), count: 1 }).unwrap();
+
+    let tracker = Arc::new(Tracker::new(small));
+    assert!(tracker.subscribe("migration").is_ok(), "a smaller guest's can be had");
+}
