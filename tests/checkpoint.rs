@@ -14,7 +14,7 @@ use vmm::testing::kvm_or_skip;
 /// Restores `epoch`, or the latest, and has the guest check its memory for a while.
 fn restores_whole(scratch: &Scratch, store: &str, epoch: Option<u64>) {
     let number = epoch.map(|epoch| epoch.to_string());
-    let mut args = vec!["restore", "--store", store];
+    let mut args = vec!["restore", "--same-id", "--store", store];
     if let Some(number) = &number {
         args.extend(["--epoch", number]);
     }

@@ -165,7 +165,8 @@ impl<'t> Story<'t> {
         self.here.kill();
         let name = self.next_name();
         let disk = format!("path={}", text(&self.disk));
-        let args = ["restore", "--store", text(store), "--disk", &disk, "--net", "tap=tap0"];
+        let args =
+            ["restore", "--same-id", "--store", text(store), "--disk", &disk, "--net", "tap=tap0"];
         let host = &self.network.hosts[self.at];
         self.here = Driftline::start_at(host, self.scratch, &name, &args);
         self.here.wait_state("running");
@@ -402,7 +403,7 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let begun = Instant::now();
     let restore = |i: usize| {
         let net = format!("tap=tap{i}");
-        let args = ["restore", "--store", store, "--net", &net];
+        let args = ["restore", "--same-id", "--store", store, "--net", &net];
         let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
         // There when the guest first runs: the shell, which waits for it, is among the first to run.
         ask.iter().for_each(|line| clone.type_line(line));

@@ -39,7 +39,7 @@ fn killed_at_any_moment_what_was_durable_restores() {
         let _ = reports.wait();
         let durable = epochs().lines().filter_map(epoch_of).max().expect("one was durable");
         let name = format!("restored{round}");
-        let back = Driftline::start(&scratch, &name, &["restore", "--store", store]);
+        let back = Driftline::start(&scratch, &name, &["restore", "--same-id", "--store", store]);
         back.console().wait_reports(2, 1, SOON);
         let latest = listed(store).into_iter().max().expect("an epoch is listed");
         assert!(latest >= durable, "epoch {durable} was durable; the store's latest is {latest}");

@@ -372,7 +372,7 @@ impl Checkpointer {
     /// epochs there: nothing is built on what was there before.
     fn lock_again(&mut self) -> Result<(), StoreError> {
         // First, so that another guest's store is not kept from its own writer.
-        self.store.check_owner(self.guest.vm_id())?;
+        self.store.check_line(&*self.guest)?;
         // A directory that came back still has our lock, which would keep ourselves out.
         if self.store.check_lock().is_err() {
             self.store.lock()?;

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,9 @@ use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBit
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::{Backlog, DriveCopy, DriveHead, Fetching, Fill, GuestDrive, Section, Shield};
+use crate::{
+    Backlog, DriveCopy, DriveHead, Fetching, Fill, GuestDrive, Line, Origin, Section, Shield,
+};
 
 /// Guest memory whose VMM-side writes mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
@@ -22,6 +25,18 @@ impl VmId {
     /// A new, random identity.
     pub fn random() -> Self {
         Self(Uuid::new_v4())
+    }
+}
+
+impl FromStr for VmId {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match Uuid::parse_str(s) {
+            Ok(id) if id.is_nil() => Err("the nil UUID is no guest's id".to_owned()),
+            Ok(id) => Ok(Self(id)),
+            Err(e) => Err(format!("\"{s}\" is no UUID: {e}")),
+        }
     }
 }
 
@@ -133,6 +148,9 @@ pub struct VcpuPauses {
 pub trait Guest: Send + Sync {
     /// The guest's identity.
     fn vm_id(&self) -> VmId;
+
+    /// Its line: which checkpoints its own may follow in a store. It moves with the guest.
+    fn line(&self) -> Line;
 
     /// What a [`GuestFactory`] needs to build the same machine elsewhere: opaque, versioned by the
     /// implementation, a few hundred bytes.
@@ -310,18 +328,18 @@ pub trait GuestFactory: Send + Sync {
         Err(GuestError::Unsupported { what: drive.to_string(), why })
     }
 
-    /// As [`create`](Self::create), for a guest whose `drives`, hostile input too, are about to be written over: beside it, each of them
-    /// in their order, which nobody else has until it is yielded. A drive that is not there, is another one than said, cannot be written
+    /// As [`create`](Self::create), for a guest that is restored from the checkpoint `from`; the factory decides whether it is the guest that this is of,
+    /// or a new one. Its `drives`, hostile input too, are about to be written over: beside it, each of them in their order, which nobody else has until it is yielded. A drive that is not there, is another one than said, cannot be written
     /// to or is somebody else's is refused by its name; nothing has been written to any by then. A factory whose guests have no drives
     /// refuses.
     fn create_with_drives(
         &self,
-        vm_id: VmId,
+        from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<Self::Guest>, GuestError> {
         let Some(drive) = drives.first() else {
-            return Ok((self.create(vm_id, config)?, Vec::new()));
+            return Ok((self.create(from.vm_id, config)?, Vec::new()));
         };
         let why = "guests have no drives here".to_owned();
         Err(GuestError::Unsupported { what: drive.to_string(), why })

@@ -35,6 +35,7 @@ pub mod format;
 mod guest;
 mod instant;
 mod keeper;
+mod line;
 mod live;
 mod pause;
 mod pieces;
@@ -64,6 +65,7 @@ pub use guest::{
     VcpuPauses, VcpuWrites, VmId, WithCopies,
 };
 pub use keeper::{KeepError, Keeper, Keeping};
+pub use line::{Line, LineId, Origin};
 pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
 pub use section::{Section, SectionTag, section_tags};

@@ -14,7 +14,9 @@ use crate::store::{
     Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, fetch,
     place,
 };
-use crate::{Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, VmId, WithCopies};
+use crate::{
+    Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, Origin, VmId, WithCopies,
+};
 
 /// Frames that are read at once where none can come late: 1 MiB.
 const AT_ONCE: u64 = 256;
@@ -84,7 +86,7 @@ pub enum RestoreError {
 pub struct RestoreReport {
     /// The epoch restored.
     pub epoch: u64,
-    /// Whose it is.
+    /// The guest that the checkpoint is of.
     pub vm_id: VmId,
     /// When it was taken: milliseconds since 1970, by that host's clock.
     pub created_unix_ms: u64,
@@ -180,7 +182,7 @@ fn restore_as<F: GuestFactory, P: Send>(
     };
     let (prepared, guest) = thread::scope(|scope| {
         let beside = scope.spawn(|| prepare(pinned));
-        let guest = build(factory, info.vm_id, epoch, &machine);
+        let guest = build(factory, &info.origin(), &machine);
         let prepared = beside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         (prepared, guest)
     });
@@ -216,7 +218,7 @@ pub fn restore_archive<F: GuestFactory>(
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
     tracing::debug!("begin");
-    let (guest, drives) = build(factory, info.vm_id, epoch, machine)?;
+    let (guest, drives) = build(factory, &info.origin(), machine)?;
     let drives = RestoredDrives { epoch, heads: &machine.drives, drives };
     let mut report = RestoreReport {
         epochs: 1,
@@ -325,11 +327,11 @@ fn lazily<G: Guest + ?Sized>(
 /// A guest with zeroed memory, as the epoch's configuration says, and its drives as they are, if the epoch has them.
 fn build<F: GuestFactory>(
     factory: &F,
-    vm_id: VmId,
-    epoch: u64,
+    from: &Origin,
     machine: &Machine,
 ) -> Result<WithCopies<F::Guest>, RestoreError> {
-    let built = factory.create_with_drives(vm_id, &machine.config, &machine.drives);
+    let epoch = from.epoch;
+    let built = factory.create_with_drives(from, &machine.config, &machine.drives);
     let (guest, drives) = built.map_err(|cause| RestoreError::Guest { epoch, cause })?;
     if *guest.layout() != machine.layout {
         let (built, stored) = (guest.layout().hash(), machine.layout.hash());

@@ -317,7 +317,7 @@ fn a_read_error_does_not_let_another_guest_in() {
     disk.fail(DiskOp::Read, libc::EIO, 0);
     assert!(refused().contains("Input/output error"), "{}", refused());
     disk.heal();
-    assert!(refused().contains("holds epochs of VM"), "{}", refused());
+    assert!(refused().contains("holds checkpoints of guest"), "{}", refused());
     checkpointer(&guest, &disk).take().unwrap();
 }
 

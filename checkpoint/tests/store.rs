@@ -394,7 +394,7 @@ fn a_lost_lock_that_another_writer_has_is_its_own_until_it_ends() {
     Checkpointer::new(other, store).unwrap().take().unwrap();
     checkpointer.take().unwrap_err();
     let e = checkpointer.take().unwrap_err().to_string();
-    assert!(e.contains("holds epochs of VM"), "{e}");
+    assert!(e.contains("holds checkpoints of guest"), "{e}");
     assert_eq!(Store::open(dir.path()).unwrap().epochs().unwrap().len(), 1);
 }
 

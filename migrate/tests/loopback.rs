@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest};
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use common::{Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 use dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
 use migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
@@ -168,6 +168,9 @@ const LATE: u64 = 7;
 impl Guest for WritesWhenSaved {
     fn vm_id(&self) -> VmId {
         self.0.vm_id()
+    }
+    fn line(&self) -> Line {
+        self.0.line()
     }
     fn config(&self) -> Vec<u8> {
         self.0.config()

@@ -26,6 +26,7 @@ impl BenchGuest {
         let serial = dir.path().join("serial");
         let host = HostConfig { serial: SerialSink::File(serial.clone()), ..HostConfig::default() };
         let config = MachineConfig {
+            identity: Default::default(),
             mem_bytes: 1 << 30,
             vcpus,
             tracking: TrackingMode::DirtyRing,

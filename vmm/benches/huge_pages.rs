@@ -77,6 +77,7 @@ fn measure(huge_pages: HugePages, tracking: TrackingMode) -> Result<Vec<f64>, St
     let host =
         HostConfig { serial: SerialSink::File(serial.clone()), memory, ..Default::default() };
     let config = MachineConfig {
+        identity: Default::default(),
         mem_bytes: 1 << 30,
         vcpus: 1,
         tracking,

@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use checkpoint::{DriveHead, GuestError, GuestFactory, VmId, WithCopies};
+use checkpoint::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
-use crate::config::{Backend, HostConfig, MachineConfig};
+use crate::config::{Backend, HostConfig, MachineConfig, guest_span};
 use crate::devices::{make_copies, open_drives};
 use crate::machine::{EarlyVm, Machine, MachineError};
 use crate::threads::ThreadMachine;
@@ -31,9 +31,19 @@ impl LaunchError {
 
 /// Starts a new guest: paused, its boot image loaded.
 pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<SharedVm, LaunchError> {
+    launch_as(VmId::random(), config, host)
+}
+
+/// As [`launch`], with this id.
+pub fn launch_as(
+    vm_id: VmId,
+    config: MachineConfig,
+    host: &HostConfig,
+) -> Result<SharedVm, LaunchError> {
+    let _logged = guest_span(vm_id, &config.identity).entered();
     Ok(match config.backend {
-        Backend::Kvm => Machine::launch(config, host)?,
-        Backend::Threads => ThreadMachine::new(VmId::random(), config, host)?,
+        Backend::Kvm => Machine::launch_as(vm_id, config, host)?,
+        Backend::Threads => ThreadMachine::new(vm_id, config, host)?,
     })
 }
 
@@ -63,6 +73,7 @@ impl Factory {
         config: MachineConfig,
         host: &HostConfig,
     ) -> Result<SharedVm, GuestError> {
+        let _logged = guest_span(vm_id, &config.identity).entered();
         let early = self.early.lock().unwrap_or_else(PoisonError::into_inner).take();
         Ok(match (config.backend, early) {
             (Backend::Kvm, Some(early)) => Machine::empty_in(early, vm_id, config, host)?,
@@ -93,12 +104,12 @@ impl GuestFactory for Factory {
 
     fn create_with_drives(
         &self,
-        vm_id: VmId,
+        from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
         let host = self.host.writing_over(drives);
-        let config = MachineConfig::decode(config)?.on_host(&host)?;
+        let (vm_id, config) = MachineConfig::decode(config)?.on_host(&host)?.restored(from, &host);
         let drives = open_drives(vm_id, &config, drives, &host)?;
         Ok((self.empty(vm_id, config, &host)?, drives))
     }

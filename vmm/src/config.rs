@@ -6,13 +6,14 @@ mod codec;
 mod cpu;
 mod devices;
 mod identity;
+mod lineage;
 mod net;
 
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use checkpoint::DriveHead;
+use checkpoint::{DriveHead, Origin, VmId};
 use dirty_tracker::TrackingMode;
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +26,7 @@ pub use devices::{
     ReplaceError, disks,
 };
 pub use identity::DiskIdentity;
+pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 
 /// Least guest memory: 16 MiB.
@@ -111,6 +113,8 @@ pub struct MachineConfig {
     pub cpu: CpuConfig,
     /// Its virtio devices, in the order of their places.
     pub devices: Vec<DeviceConfig>,
+    /// Who it is, beside its id.
+    pub identity: Identity,
 }
 
 impl HostConfig {
@@ -133,6 +137,13 @@ impl HostConfig {
 }
 
 impl MachineConfig {
+    /// The id and the machine of the guest that is restored from `from` on this host.
+    pub(crate) fn restored(mut self, from: &Origin, host: &HostConfig) -> (VmId, Self) {
+        let (vm_id, identity) = host.restored.of(from, self.identity);
+        self.identity = identity;
+        (vm_id, self)
+    }
+
     /// The same machine with this host's files, taps and sockets; the error is a sentence. Its disks keep their
     /// identities where they are to be the same ones.
     pub fn on_host(mut self, host: &HostConfig) -> Result<Self, ReplaceError> {
@@ -196,6 +207,8 @@ pub struct HostConfig {
     pub copied: Vec<String>,
     /// Of a guest that is restored: the names of the disks that are written over with what is in its epoch.
     pub written_over: Vec<String>,
+    /// Of a guest that is restored: who it is then.
+    pub restored: Restored,
     /// For the tests of the tests: of so many frames that the guest writes one is not reported.
     #[cfg(all(feature = "broken-source", debug_assertions))]
     pub loses_one_in: Option<std::num::NonZeroU64>,

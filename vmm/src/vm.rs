@@ -6,7 +6,7 @@ use std::time::Duration;
 use checkpoint::{Guest, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
-use crate::config::MachineConfig;
+use crate::config::{GuestName, Lineage, MachineConfig};
 use crate::devices::{BalloonControl, DeviceFigures};
 
 /// Why a guest ended.
@@ -45,6 +45,10 @@ pub struct VcpuInfo {
 pub struct VmInfo {
     /// The guest's identity.
     pub vm_id: VmId,
+    /// The name that its operator gave it.
+    pub name: Option<GuestName>,
+    /// Which guest's checkpoint it began as, if it did.
+    pub lineage: Option<Lineage>,
     /// Whether it runs.
     pub state: RunState,
     /// Number of vCPUs.

@@ -60,7 +60,7 @@ fn a_killed_guest_is_restored_and_runs_on_without_errors() {
     let sound = succeed(&["store", "verify", &store]);
     assert!(sound.starts_with("10 epochs are sound"), "{sound}");
 
-    let mut second = Vmm::start(&place, "second", &["restore", "--store", &store]);
+    let mut second = Vmm::start(&place, "second", &["restore", "--same-id", "--store", &store]);
     second.await_api();
     assert_eq!(second.info().unwrap()["vcpus"], 2);
     second.await_progress(2, &before);
@@ -69,7 +69,8 @@ fn a_killed_guest_is_restored_and_runs_on_without_errors() {
     assert_eq!(lines(&json)[0]["epoch"], 11);
     second.kill();
 
-    let mut third = Vmm::start(&place, "third", &["restore", "--store", &store, "--epoch", "4"]);
+    let mut third =
+        Vmm::start(&place, "third", &["restore", "--same-id", "--store", &store, "--epoch", "4"]);
     third.await_api();
     assert!(third.said().contains("resumed from checkpoint 4 after "), "{}", third.said());
     third.await_progress(2, &before);

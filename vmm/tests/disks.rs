@@ -314,6 +314,7 @@ fn launch(place: &Place) -> std::sync::Arc<Machine> {
     disk(place, "disk", 1 << 20);
     let disk = vmm::testing::disk("disk0", &place.path("disk"), 1 << 20);
     let config = MachineConfig {
+        identity: Default::default(),
         mem_bytes: 32 << 20,
         vcpus: 1,
         tracking: Default::default(),

@@ -88,7 +88,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
     let before = first.await_progress(2, &[]);
     first.tell(&["checkpoint", "--store", &store, "--every", "50ms", "--count", "5"]);
     first.kill();
-    let restore = [&["restore", "--store", &store], how].concat();
+    let restore = [&["restore", "--same-id", "--store", &store], how].concat();
     let mut second = Vmm::start(&place, "second", &restore);
     second.await_api();
     // One memory, one descriptor: all frames come first.
@@ -241,7 +241,7 @@ fn a_source_that_crashes_after_its_record_leaves_a_guest_that_only_the_operator_
         "{said}"
     );
     std::fs::remove_file(broken).unwrap();
-    let mut third = Vmm::start(&place, "third", &["restore", "--store", &store]);
+    let mut third = Vmm::start(&place, "third", &["restore", "--same-id", "--store", &store]);
     third.await_api();
     third.tell(&["stop"]);
     assert_eq!(third.wait(), Some(0), "{}", third.said());

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VmId};
+use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use common::{Place, Tap, Vmm, fail, receiver};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 use vmm::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
@@ -86,6 +86,10 @@ struct Pretender {
 impl Guest for Pretender {
     fn vm_id(&self) -> VmId {
         self.machine.vm_id()
+    }
+
+    fn line(&self) -> Line {
+        self.machine.line()
     }
 
     fn config(&self) -> Vec<u8> {
@@ -170,6 +174,7 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
     let place = Place::new();
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let config = MachineConfig {
+        identity: Default::default(),
         mem_bytes: 32 << 20,
         vcpus: 1,
         tracking: Default::default(),

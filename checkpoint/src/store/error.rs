@@ -119,7 +119,11 @@ pub enum StoreError {
         dir: PathBuf,
     },
     /// The store has another guest's epochs.
-    #[error("the store {} holds epochs of VM {stored}, not of VM {asked}", dir.display())]
+    #[error(
+        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}, whose checkpoints have no place among those: \
+         name another directory (--new-store makes a store there)",
+        dir.display()
+    )]
     OtherVm {
         /// The store.
         dir: PathBuf,
@@ -127,6 +131,23 @@ pub enum StoreError {
         stored: VmId,
         /// Whose were to be added.
         asked: VmId,
+    },
+    /// The store has epochs of the same guest that this one was not restored from.
+    #[error(
+        "the store {} holds checkpoints of guest {asked} up to {last}, and this one {}: its line has moved on without it; name another \
+         directory (--new-store makes a store there)",
+        dir.display(),
+        from.map_or("did not begin there".to_owned(), |from| format!("went on from checkpoint {from} of another line or before that"))
+    )]
+    OtherLine {
+        /// The store.
+        dir: PathBuf,
+        /// The guest.
+        asked: VmId,
+        /// The last epoch there.
+        last: u64,
+        /// The epoch that the guest goes on from, if it was restored.
+        from: Option<u64>,
     },
     /// A number is used once, and the highest there are have been.
     #[error(

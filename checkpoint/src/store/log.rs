@@ -233,7 +233,7 @@ impl LogFile {
         let (place, before) = (self.end, self.groups.last().copied());
         let vm_id = self.vm_id;
         let mut reader = GroupReader::open(&mut self.sectors, place)?;
-        let Front { epoch, parent, created_unix_ms, .. } = reader.front;
+        let Front { epoch, parent, created_unix_ms, line, .. } = reader.front;
         // None of no drives: the list has a length.
         let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
         if let Err(damage) = follows(&reader.front, drives, before.as_ref(), after) {
@@ -267,6 +267,7 @@ impl LogFile {
             bytes: commit.bytes,
             drives: reader.drives.len() as u32,
             created_unix_ms,
+            line,
         };
         let (front, sectors) = (reader.front, end.sector - place.sector);
         Ok((Group { info, front, drives, oldest: commit.oldest, place, sectors }, end))

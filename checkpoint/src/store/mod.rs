@@ -70,8 +70,8 @@ pub(crate) use writer::{EpochWriter, Written};
 
 use self::log::{Tail, is_not_found};
 use self::manifest::Manifest;
-use crate::VmId;
 use crate::calm::Calm;
+use crate::{Guest, LineId, Origin, VmId};
 
 /// Names of files, beside [`LOCK_FILE`].
 const MANIFEST: &str = "manifest";
@@ -151,6 +151,16 @@ pub struct EpochInfo {
     pub drives: u32,
     /// When it was begun: milliseconds since 1970, by the host's clock.
     pub created_unix_ms: u64,
+    /// The line of the guest that took it.
+    pub line: LineId,
+}
+
+impl EpochInfo {
+    /// What tells it from all others.
+    pub fn origin(&self) -> Origin {
+        let Self { vm_id, epoch, created_unix_ms, line, .. } = *self;
+        Origin { vm_id, epoch, created_unix_ms, line }
+    }
 }
 
 /// What is in a store's directory.
@@ -263,6 +273,11 @@ impl Store {
     /// Whose epochs it is for; `None` if none was ever begun there. Reads its manifest only, of a hundred bytes.
     pub fn owner(&self) -> Result<Option<VmId>, StoreError> {
         Ok(self.manifest()?.map(|manifest| manifest.vm_id))
+    }
+
+    /// The configuration of the guest ([`Guest::config`]) in the latest epoch.
+    pub fn config(&self) -> Result<Vec<u8>, StoreError> {
+        Ok(self.pin(None)?.read_machine()?.config)
     }
 
     /// The epochs that are kept, ascending; an error if the log is damaged. Reads the log; contents of frames are only checked
@@ -384,16 +399,23 @@ impl Store {
         }
     }
 
-    /// Refuses a store that has another guest's epochs.
-    pub(crate) fn check_owner(&self, asked: VmId) -> Result<(), StoreError> {
-        match self.open_log()? {
-            Some((Manifest { vm_id: stored, .. }, log))
-                if stored != asked && !log.groups.is_empty() =>
-            {
-                Err(StoreError::OtherVm { dir: self.dir(), stored, asked })
-            }
-            _ => Ok(()),
+    /// Refuses a store that `guest` may not continue: one with another guest's epochs, or whose last one is of another line.
+    pub(crate) fn check_line(&self, guest: &dyn Guest) -> Result<(), StoreError> {
+        let last = self.open_log()?.and_then(|(_, log)| log.groups.last().map(|g| g.info));
+        last.map_or(Ok(()), |last| self.check_follows(&last.origin(), guest))
+    }
+
+    /// Refuses to put an epoch of `guest` right behind `last`.
+    pub(crate) fn check_follows(&self, last: &Origin, guest: &dyn Guest) -> Result<(), StoreError> {
+        let (dir, asked, line) = (self.dir(), guest.vm_id(), guest.line());
+        if last.vm_id != asked {
+            return Err(StoreError::OtherVm { dir, stored: last.vm_id, asked });
         }
+        if !line.follows(last) {
+            let (last, from) = (last.epoch, line.from.map(|from| from.epoch));
+            return Err(StoreError::OtherLine { dir, asked, last, from });
+        }
+        Ok(())
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

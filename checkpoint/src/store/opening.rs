@@ -45,12 +45,10 @@ impl Committer {
         let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
         log.check_sound(store)?;
         let vm_id = guest.vm_id();
-        if manifest.vm_id != vm_id {
-            if log.groups.is_empty() {
-                return Ok(None);
-            }
-            let (dir, stored, asked) = (store.dir(), manifest.vm_id, vm_id);
-            return Err(StoreError::OtherVm { dir, stored, asked });
+        match log.groups.last() {
+            Some(last) => store.check_follows(&last.info.origin(), guest)?,
+            None if manifest.vm_id != vm_id => return Ok(None),
+            None => {}
         }
         held.check_header(manifest.files.pages, vm_id)?;
         let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;

@@ -1,6 +1,7 @@
 //! The payloads of a store's own records, and the bounds of all of them. Bytes: FORMAT.md.
 
 use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
+use uuid::Uuid;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -9,8 +10,8 @@ use super::object::{MAX_DRIVES_LEN, Objects, place};
 use crate::format::{
     MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
 };
-use crate::section_tags;
 use crate::slots::SlotRun;
+use crate::{LineId, section_tags};
 
 /// First tag of the store's own records; tags below are state sections.
 pub(crate) const TAG_STORE: u16 = 0x8000;
@@ -118,6 +119,7 @@ struct RawFront {
     created_unix_ms: U64,
     layout: U32,
     flags: U32,
+    line: [u8; 16],
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -162,6 +164,8 @@ pub(crate) struct Front {
     pub(crate) epoch: u64,
     pub(crate) parent: Option<u64>,
     pub(crate) created_unix_ms: u64,
+    /// Of the guest that took it.
+    pub(crate) line: LineId,
     /// `Layout::hash` of its memory.
     pub(crate) layout: u32,
     /// Its frames are all of memory, whatever it built on when it was taken.
@@ -188,6 +192,7 @@ impl Front {
             layout: self.layout.into(),
             flags: (if self.rebased { REBASED } else { 0 } | if self.drives { DRIVES } else { 0 })
                 .into(),
+            line: self.line.0.into_bytes(),
         };
         raw.as_bytes().to_vec()
     }
@@ -216,6 +221,7 @@ impl Front {
             epoch,
             parent: (parent > 0).then_some(parent),
             created_unix_ms: raw.created_unix_ms.get(),
+            line: LineId(Uuid::from_bytes(raw.line)),
             layout: raw.layout.get(),
             rebased: raw.flags.get() & REBASED != 0,
             drives: raw.flags.get() & DRIVES != 0,

@@ -58,6 +58,7 @@ impl EpochWriter {
             epoch,
             parent,
             created_unix_ms: unix_ms(),
+            line: guest.line().own,
             layout: layout.hash(),
             rebased: false,
             drives: !drives.is_empty(),

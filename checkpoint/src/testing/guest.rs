@@ -19,8 +19,8 @@ use super::pages::{PAGE, Sweep, WrongFrame, WrongMemory, fill, nth_frame};
 use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
 use crate::{
-    Clock, DriveCopy, DriveHead, Fill, Guest, GuestDrive, GuestError, GuestFactory, GuestRam,
-    RunState, Section, Shield, VcpuWrites, VmId, WithCopies, section_tags,
+    Clock, DriveCopy, DriveHead, Fill, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, Line,
+    LineId, Origin, RunState, Section, Shield, VcpuWrites, VmId, WithCopies, section_tags,
 };
 
 /// Wrong frames that are listed one by one.
@@ -29,6 +29,7 @@ const LISTED: usize = 8;
 /// A guest of host threads on guest-shaped memory. See the [module](super).
 pub struct MemoryGuest {
     vm_id: VmId,
+    line: Line,
     config: MemoryConfig,
     layout: Arc<Layout>,
     tracker: Arc<Tracker>,
@@ -80,6 +81,15 @@ impl MemoryGuest {
         Self::build(vm_id, config, Arc::default(), Arc::default(), disks)
     }
 
+    /// A paused guest of another line, that has never run.
+    pub fn of_line(vm_id: VmId, line: Line, config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
+        let mut guest = Self::new(vm_id, config)?;
+        if let Some(new) = Arc::get_mut(&mut guest) {
+            new.line = line;
+        }
+        Ok(guest)
+    }
+
     /// A running guest with a random identity, which holds its own [`Drive`].
     pub fn start(config: MemoryConfig) -> Result<Arc<Self>, GuestError> {
         let guest = Self::new(VmId::random(), config)?;
@@ -102,6 +112,8 @@ impl MemoryGuest {
         let (layout, gate) = (Arc::new(layout), Arc::new(Gate::new(config.writers.into())));
         let mut guest = Self {
             vm_id,
+            // One for all with this id, unless a test says otherwise.
+            line: Line { own: LineId(vm_id.0), from: None },
             layout,
             tracker,
             ram,
@@ -261,6 +273,10 @@ fn map(layout: &Layout, tracker: &Arc<Tracker>) -> Result<GuestRam, GuestError> 
 impl Guest for MemoryGuest {
     fn vm_id(&self) -> VmId {
         self.vm_id
+    }
+
+    fn line(&self) -> Line {
+        self.line
     }
 
     fn config(&self) -> Vec<u8> {
@@ -502,7 +518,7 @@ impl GuestFactory for MemoryGuestFactory {
 
     fn create_with_drives(
         &self,
-        vm_id: VmId,
+        from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<MemoryGuest>, GuestError> {
@@ -513,6 +529,6 @@ impl GuestFactory for MemoryGuestFactory {
             let disk = disk.ok_or(GuestError::Unsupported { what: head.to_string(), why })?;
             found.push(Box::new(Shown(disk.clone())));
         }
-        Ok((self.create(vm_id, config)?, found))
+        Ok((self.create(from.vm_id, config)?, found))
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::testing::MemoryGuest;
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, Shield, VmId};
+use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId};
 use dirty_tracker::{Collected, FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -206,6 +206,7 @@ macro_rules! delegated {
 impl Guest for Handle {
     delegated! {
         vm_id(&self) -> VmId;
+        line(&self) -> Line;
         config(&self) -> Vec<u8>;
         prepare(&self, frames: FrameRun) -> ();
         populated(&self) -> Result<Vec<FrameRun>, GuestError>;

@@ -12,8 +12,8 @@ use std::time::Duration;
 use super::Host;
 use checkpoint::testing::{MemoryGuest, MemoryGuestFactory};
 use checkpoint::{
-    Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, RunState,
-    Section, VmId, WithCopies, block_layout,
+    Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, Line,
+    RunState, Section, VmId, WithCopies, block_layout,
 };
 use dirty_tracker::{Collected, FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 
@@ -172,6 +172,9 @@ impl Drop for Disked {
 impl Guest for Disked {
     fn vm_id(&self) -> VmId {
         self.guest.vm_id()
+    }
+    fn line(&self) -> Line {
+        self.guest.line()
     }
     fn config(&self) -> Vec<u8> {
         self.guest.config()

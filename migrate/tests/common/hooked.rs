@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::testing::MemoryGuest;
-use checkpoint::{Clock, Guest, GuestError, GuestRam, RunState, Section, VcpuWrites, VmId};
+use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VcpuWrites, VmId};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 pub struct Hooked {
@@ -25,6 +25,9 @@ impl Hooked {
 impl Guest for Hooked {
     fn vm_id(&self) -> VmId {
         self.guest.vm_id()
+    }
+    fn line(&self) -> Line {
+        self.guest.line()
     }
     fn config(&self) -> Vec<u8> {
         self.guest.config()

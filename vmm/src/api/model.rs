@@ -14,7 +14,7 @@ use migrate::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::config::Backend;
+use crate::config::{Backend, GuestName, Lineage};
 use crate::devices::DeviceFigures;
 use crate::vm::{VcpuInfo, VmInfo};
 
@@ -62,8 +62,14 @@ impl GuestState {
 pub struct Info {
     /// What the guest is doing.
     pub state: GuestState,
-    /// Its identity.
+    /// Its id.
     pub vm_id: VmId,
+    /// The name that its operator gave it.
+    #[serde(default)]
+    pub name: Option<GuestName>,
+    /// Which guest's checkpoint it began as; none of a guest that was booted.
+    #[serde(default)]
+    pub lineage: Option<Lineage>,
     /// Number of vCPUs.
     pub vcpus: u8,
     /// Guest memory.
@@ -130,6 +136,8 @@ impl Info {
         Self {
             state,
             vm_id: vm.vm_id,
+            name: vm.name,
+            lineage: vm.lineage,
             vcpus: vm.vcpus,
             mem_bytes: vm.mem_bytes,
             tracking: vm.tracking,
@@ -257,6 +265,9 @@ pub struct CheckpointRequest {
     /// Memory is written past the host's page cache.
     #[serde(default)]
     pub direct_io: bool,
+    /// There must be no store yet: the directory does not exist, or is empty.
+    #[serde(default)]
+    pub new_store: bool,
     /// What becomes of disks that the guest can write to; without it, or with null, they are in the epochs.
     #[serde(default)]
     pub disks: Option<DisksPolicy>,

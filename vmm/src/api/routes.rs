@@ -24,7 +24,7 @@ use super::model::{
     VmRequest, VmTarget,
 };
 use super::plan;
-use crate::config::{Boot, MachineConfig};
+use crate::config::{Boot, Lineage, MachineConfig};
 use crate::jobs::Jobs;
 
 pub(super) type Shared = State<Arc<App>>;
@@ -269,11 +269,14 @@ async fn dirty(State(app): Shared) -> Answer<TrackerStats> {
 async fn metrics(State(app): Shared) -> Result<String, Fault> {
     let info = current_info(app).await?;
     let mut out = String::new();
+    // No name has anything that would have to be escaped.
+    let name = info.name.as_ref().map_or(String::new(), ToString::to_string);
+    let labels = format!("{{vm_id=\"{}\",name=\"{name}\"}}", info.vm_id);
     let mut gauge = |name: &str, help: &str, kind: &str, value: u64| {
         // Writing to a string cannot fail.
         let _ = write!(
             out,
-            "# HELP driftline_{name} {help}\n# TYPE driftline_{name} {kind}\ndriftline_{name} {value}\n"
+            "# HELP driftline_{name} {help}\n# TYPE driftline_{name} {kind}\ndriftline_{name}{labels} {value}\n"
         );
     };
     let running = u64::from(info.state == GuestState::Running);
@@ -293,5 +296,13 @@ async fn metrics(State(app): Shared) -> Result<String, Fault> {
     gauge("dirty_marked_frames_total", "Frames marked dirty.", "counter", d.marked_frames);
     gauge("dirty_marked_all_total", "How often all was marked dirty.", "counter", d.marked_all);
     gauge("dirty_tree_bytes", "Bytes reserved for dirty trees.", "gauge", d.tree_bytes);
+    if let Some(Lineage { parent, checkpoint }) = info.lineage {
+        let _ = write!(
+            out,
+            "# HELP driftline_lineage The checkpoint that the guest began as.\n# TYPE driftline_lineage gauge\n\
+             driftline_lineage{{vm_id=\"{}\",name=\"{name}\",parent=\"{parent}\",checkpoint=\"{checkpoint}\"}} 1\n",
+            info.vm_id
+        );
+    }
     Ok(out)
 }

@@ -53,6 +53,7 @@ fn contents(memory: &Memory, loaded: &Loaded) -> Vec<Vec<u8>> {
 
 fn config() -> MachineConfig {
     MachineConfig {
+        identity: Default::default(),
         mem_bytes: MEM_BYTES,
         vcpus: 2,
         tracking: TrackingMode::None,

@@ -5,13 +5,14 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use checkpoint::VmId;
 use clap::{ArgAction, ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use dirty_tracker::TrackingMode;
 use migrate::{Compression, CopyDrives, TimeoutStrategy};
 use vmm::api::model::DisksPolicy;
 use vmm::config::{
-    Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, NetSpec, SerialSink,
-    VsockSpec,
+    Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
+    SerialSink, VsockSpec,
 };
 use vmm::jobs::ShadowMode;
 use vmm::memory::{Backing, HugePages};
@@ -228,6 +229,12 @@ pub(crate) struct RunArgs {
     /// What runs the vCPUs: kvm, or threads for hosts without it (payload only)
     #[arg(long, value_name = "NAME", default_value_t = Backend::Kvm)]
     pub(crate) backend: Backend,
+    /// The guest's id, a UUID; by default a random one
+    #[arg(long, value_name = "UUID")]
+    pub(crate) id: Option<VmId>,
+    /// The guest's name: 1 to 64 letters, digits, '-', '_' and '.'
+    #[arg(long, value_name = "NAME")]
+    pub(crate) name: Option<GuestName>,
     #[command(flatten)]
     pub(crate) host: HostArgs,
 }
@@ -272,6 +279,9 @@ pub(crate) struct CheckpointArgs {
     /// The store's directory, created if need be
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    /// Make the store: its directory does not exist yet, or is empty. A clone needs one of its own, beside its parent's
+    #[arg(long)]
+    pub(crate) new_store: bool,
     /// Take one at this interval until --count or Ctrl-C; without it, take one
     #[arg(long, value_name = "TIME", value_parser = values::interval)]
     pub(crate) every: Option<Duration>,
@@ -313,6 +323,20 @@ pub(crate) struct RestoreArgs {
     /// Let the guest run at once: its memory comes as it is touched, and behind that. Not with an archive
     #[arg(long)]
     pub(crate) lazy: bool,
+    /// The guest is the one that the checkpoint is of, and goes on as that: for recovery, when no other host or process has it
+    ///
+    /// It keeps its id and name. From the latest checkpoint of a store it may go on with checkpoints there. Without this option the guest is a new one
+    /// with an id of its own, which has its checkpoints elsewhere (checkpoint --new-store).
+    #[arg(long)]
+    pub(crate) same_id: bool,
+    /// The guest is a new one, with an id of its own, also while a hand-over of the one that the checkpoint is of is in doubt
+    ///
+    /// It is a new one by default, but refused then. Give it other disks (--disk) than that guest's.
+    #[arg(long, conflicts_with = "same_id")]
+    pub(crate) new_id: bool,
+    /// The guest's name: 1 to 64 letters, digits, '-', '_' and '.'; with --same-id by default the one that it had
+    #[arg(long, value_name = "NAME")]
+    pub(crate) name: Option<GuestName>,
     #[command(flatten)]
     pub(crate) devices: DeviceArgs,
     #[command(flatten)]

@@ -36,6 +36,7 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
         max_pause_ms: args.max_pause.map(millis),
         keep: args.keep,
         direct_io: args.direct_io,
+        new_store: args.new_store,
         disks: Some(args.disks),
     };
     if args.disks == DisksPolicy::External {

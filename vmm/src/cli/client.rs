@@ -37,6 +37,8 @@ fn info_table(info: &Info) -> String {
     let mut lines = vec![
         ("state", info.state.name().to_owned()),
         ("guest", info.vm_id.to_string()),
+        ("name", info.name.as_ref().map_or("none".to_owned(), ToString::to_string)),
+        ("began as", info.lineage.map_or("booted".to_owned(), |lineage| lineage.to_string())),
         ("vcpus", info.vcpus.to_string()),
         ("memory", output::bytes(info.mem_bytes)),
         ("tracking", info.tracking.to_string()),

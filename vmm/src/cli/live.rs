@@ -8,14 +8,15 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use checkpoint::durable::create_dir;
-use checkpoint::{GuestError, RestoreError, RestoreReport};
+use checkpoint::{GuestError, RestoreError, RestoreReport, VmId};
 use dirty_tracker::TrackingMode;
 use migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
-    Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, MAX_SERIAL_BYTES, MacAddr,
-    MachineConfig, NetConfig, NetSpec, SerialSink, VsockConfig, VsockSpec,
+    Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, Identity, MAX_SERIAL_BYTES,
+    MacAddr, MachineConfig, NetConfig, NetSpec, Restored, SerialSink, VsockConfig, VsockSpec,
+    guest_span,
 };
 use vmm::devices::probe_disk;
 use vmm::jobs::{Jobs, ShadowError, ShadowMode};
@@ -29,6 +30,7 @@ use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs
 use super::end::{to_the_end, when_memory_is_lost};
 use super::failure::Failure;
 use super::output::{bytes, print_json, say};
+use super::pending::{Settled, Unsettled};
 use super::progress::{Receiving, receiving_line};
 use super::stored::Stored;
 
@@ -42,7 +44,10 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     warn_of_state_dir(&args.host);
     let shadow = args.shadow;
     check_shadow(shadow, args.tracking)?;
-    let vm = backend::launch(machine_config(args)?, &host).map_err(launch_failure)?;
+    let vm_id = args.id.unwrap_or_else(VmId::random);
+    let config = machine_config(args)?;
+    let _logged = guest_span(vm_id, &config.identity).entered();
+    let vm = backend::launch_as(vm_id, config, &host).map_err(launch_failure)?;
     let jobs = Jobs::new(vm.clone(), state_dir);
     if let Some(mode) = shadow {
         jobs.start_shadow(mode).map_err(shadow_failure)?;
@@ -70,17 +75,20 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;
     stored.check(args.epoch, args.lazy)?;
+    let unsettled = Unsettled { state_dir: args.host.state_dir.clone(), passed: args.new_id };
     if let Some(vm_id) = stored.owner()? {
-        super::pending::refuse_if_pending(&args.host.state_dir, vm_id)?;
+        unsettled.refuse(vm_id)?;
     }
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
-    let inner = Factory::new(HostConfig { disks_are_copies: true, ..host }).with_early(early);
-    let factory = super::pending::Settled { inner, state_dir: args.host.state_dir.clone() };
+    let restored = Restored { same: args.same_id, name: args.name };
+    let host = HostConfig { disks_are_copies: true, restored, ..host };
+    let factory = Settled { inner: Factory::new(host).with_early(early), unsettled };
     let restored = stored.restore(args.epoch, args.lazy, &factory);
     let (vm, report) = restored.map_err(restore_failure)?;
+    let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     // Filling it took a while, in which its record may have come.
-    if let Err(e) = super::pending::refuse_if_pending(&args.host.state_dir, report.vm_id) {
+    if let Err(e) = factory.unsettled.refuse(report.vm_id) {
         vm.stop("it may be running elsewhere");
         return Err(after_restore(&report, e));
     }
@@ -117,9 +125,15 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         (0, _) => String::new(),
         (drives, blocks) => format!(", {blocks} blocks written to {drives} of its disks"),
     };
+    let of = match args.same_id {
+        true => String::new(),
+        false => format!(" of {}", report.vm_id),
+    };
     say(format_args!(
-        "guest {} resumed from checkpoint {} after {:.1} ms; {pages}{disks}",
-        report.vm_id, report.epoch, report.time_ms
+        "guest {} resumed from checkpoint {}{of} after {:.1} ms; {pages}{disks}",
+        vm.vm_id(),
+        report.epoch,
+        report.time_ms
     ));
     to_the_end(vm, jobs, server)
 }
@@ -153,6 +167,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let received = migrate::receive(listener, &factory, &options, &control);
     drop(showing);
     let Received { guest: vm, report, responder } = received.map_err(receive_failure)?;
+    let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     let jobs = Jobs::new(vm.clone(), args.host.state_dir);
     jobs.keep_responder(responder);
     app.provide(jobs.clone());
@@ -294,6 +309,7 @@ fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<HostConfig> {
         vsock,
         copied,
         written_over,
+        restored: Restored::default(),
         #[cfg(all(feature = "broken-source", debug_assertions))]
         loses_one_in: loses_one_in(),
     })
@@ -343,6 +359,7 @@ fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
     }
     devices.extend(args.balloon.map(DeviceConfig::Balloon));
     Ok(MachineConfig {
+        identity: Identity::booted(args.name),
         mem_bytes: args.mem,
         vcpus: args.vcpus,
         tracking: args.tracking,

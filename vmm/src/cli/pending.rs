@@ -6,29 +6,43 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use checkpoint::{DriveHead, Guest, GuestError, GuestFactory, VmId, WithCopies};
+use checkpoint::{DriveHead, Guest, GuestError, GuestFactory, Origin, VmId, WithCopies};
 use migrate::{Pending, Records, SourceRecord};
 
 use super::args::ResolveArgs;
 use super::failure::Failure;
 use super::output::say;
 
-/// Refuses a guest that may be running at the peer of an unsettled hand-over.
-pub(super) fn refuse_if_pending(dir: &Path, vm_id: VmId) -> Result<(), Failure> {
-    let (_, Pending { records, unreadable }) = pending(dir)?;
-    if let Some(record) = records.into_iter().find(|record| record.vm_id == vm_id) {
-        return Err(Failure::error(format_args!(
-            "{}; settle it with `driftline resolve --state-dir {} --vm {vm_id} --run` or `--discard`",
-            tale(&record),
-            dir.display()
-        )));
-    }
-    match unreadable.into_iter().next() {
-        None => Ok(()),
-        Some(e) => Err(Failure::error(format_args!(
-            "{e}; it may say that guest {vm_id} runs elsewhere: mend it, or remove it if you know that \
-             no other host runs this guest"
-        ))),
+/// The hand-overs of this host that nobody has settled.
+pub(super) struct Unsettled {
+    pub(super) state_dir: PathBuf,
+    /// The guest to be is another one than any of them is of.
+    pub(super) passed: bool,
+}
+
+impl Unsettled {
+    /// Refuses the guest `vm_id`, or one that begins as it was, if it may be running at the peer of a hand-over.
+    pub(super) fn refuse(&self, vm_id: VmId) -> Result<(), Failure> {
+        if self.passed {
+            return Ok(());
+        }
+        let dir = &self.state_dir;
+        let clone = "for a clone beside it, which has an id of its own, say --new-id";
+        let (_, Pending { records, unreadable }) = pending(dir)?;
+        if let Some(record) = records.into_iter().find(|record| record.vm_id == vm_id) {
+            return Err(Failure::error(format_args!(
+                "{}; settle it with `driftline resolve --state-dir {} --vm {vm_id} --run` or `--discard`; {clone}",
+                tale(&record),
+                dir.display()
+            )));
+        }
+        match unreadable.into_iter().next() {
+            None => Ok(()),
+            Some(e) => Err(Failure::error(format_args!(
+                "{e}; it may say that guest {vm_id} runs elsewhere: mend it, or remove it if you know that \
+                 no other host runs this guest; {clone}"
+            ))),
+        }
     }
 }
 
@@ -36,7 +50,7 @@ pub(super) fn refuse_if_pending(dir: &Path, vm_id: VmId) -> Result<(), Failure> 
 /// them: who held them before has let go of them, and wrote its record before that.
 pub(super) struct Settled<F> {
     pub(super) inner: F,
-    pub(super) state_dir: PathBuf,
+    pub(super) unsettled: Unsettled,
 }
 
 impl<F: GuestFactory> Settled<F> {
@@ -45,7 +59,7 @@ impl<F: GuestFactory> Settled<F> {
         vm_id: VmId,
         (guest, rest): (Arc<F::Guest>, T),
     ) -> Result<(Arc<F::Guest>, T), GuestError> {
-        if let Err(e) = refuse_if_pending(&self.state_dir, vm_id) {
+        if let Err(e) = self.unsettled.refuse(vm_id) {
             guest.stop("it may be running elsewhere");
             return Err(GuestError::System { what: "starting it here", cause: e.message().into() });
         }
@@ -63,11 +77,11 @@ impl<F: GuestFactory> GuestFactory for Settled<F> {
 
     fn create_with_drives(
         &self,
-        vm_id: VmId,
+        from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<F::Guest>, GuestError> {
-        self.require(vm_id, self.inner.create_with_drives(vm_id, config, drives)?)
+        self.require(from.vm_id, self.inner.create_with_drives(from, config, drives)?)
     }
 }
 
@@ -158,6 +172,7 @@ mod tests {
     fn no_guest_is_built_that_may_be_running_elsewhere() {
         let dir = tempfile::tempdir().unwrap();
         let config = MachineConfig {
+            identity: Default::default(),
             mem_bytes: 32 << 20,
             vcpus: 1,
             tracking: Default::default(),
@@ -169,11 +184,14 @@ mod tests {
         };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let state_dir = dir.path().join("state");
-        let factory = Settled { inner: Factory::new(host), state_dir: state_dir.clone() };
+        let unsettled = Unsettled { state_dir: state_dir.clone(), passed: false };
+        let factory = Settled { inner: Factory::new(host), unsettled };
         let (id, config) = (VmId::random(), config.encode());
         let said = || {
             let whole = factory.create(id, &config).map(drop);
-            let with_drives = factory.create_with_drives(id, &config, &[]).map(drop);
+            let line = checkpoint::LineId::random();
+            let from = Origin { vm_id: id, epoch: 1, created_unix_ms: 1, line };
+            let with_drives = factory.create_with_drives(&from, &config, &[]).map(drop);
             [whole, with_drives].map(|built| built.err().map(|e| e.to_string()))
         };
         assert_eq!(said(), [None, None]);

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use checkpoint::{EpochInfo, Listing, Store};
 use serde_json::json;
+use vmm::config::Identity;
 
 use super::args::{ExportArgs, ExportFormat, StoreArgs, StoreCommand};
 use super::failure::Failure;
@@ -97,17 +98,21 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
 }
 
 fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
-    let listing = Stored::open(&args.store)?.list()?;
+    let stored = Stored::open(&args.store)?;
+    let (listing, identity) = (stored.list()?, stored.identity());
     if args.json {
         let damaged: Vec<String> = listing.damaged.iter().map(ToString::to_string).collect();
         print_json(&json!({
+            "vm_id": listing.epochs.last().map(|last| last.vm_id),
+            "name": identity.as_ref().and_then(|identity| identity.name.as_ref()),
+            "lineage": identity.as_ref().and_then(|identity| identity.lineage),
             "epochs": listing.epochs,
             "damaged": damaged,
             "unfinished": listing.unfinished,
             "foreign": listing.foreign,
         }))?;
     } else {
-        print(listing_table(&args.store, &listing))?;
+        print(listing_table(&args.store, &listing, identity.as_ref()))?;
     }
     match listing.damaged.as_slice() {
         [] => Ok(ExitCode::SUCCESS),
@@ -115,11 +120,16 @@ fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
     }
 }
 
-fn listing_table(dir: &Path, listing: &Listing) -> String {
+fn listing_table(dir: &Path, listing: &Listing, identity: Option<&Identity>) -> String {
     let Some(first) = listing.epochs.first() else {
         return format!("{} holds no epochs", dir.display());
     };
-    let mut lines = vec![format!("{} holds epochs of guest {}", dir.display(), first.vm_id)];
+    let name = identity.and_then(|identity| identity.name.as_ref());
+    let name = name.map_or(String::new(), |name| format!(" \"{name}\""));
+    let lineage = identity.and_then(|identity| identity.lineage);
+    let lineage = lineage.map_or(String::new(), |lineage| format!(", which began as {lineage}"));
+    let mut lines =
+        vec![format!("{} holds epochs of guest {}{name}{lineage}", dir.display(), first.vm_id)];
     lines.push(format!(
         "{:>8}  {:>8}  {:>10}  {:>10}  {:>9}",
         "epoch", "parent", "frames", "zero", "size"

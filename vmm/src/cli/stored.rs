@@ -8,6 +8,8 @@ use checkpoint::{
     StoreError, VerifyReport, VmId,
 };
 
+use vmm::config::{Identity, MachineConfig};
+
 use super::failure::Failure;
 
 /// What a path leads to: a directory is a store, a file an archive.
@@ -48,6 +50,15 @@ impl Stored {
                 Ok(Listing { epochs: vec![*archive.info()], ..Listing::default() })
             }
         }
+    }
+
+    /// Who its guest was at the latest checkpoint; not of one that cannot be read.
+    pub(super) fn identity(&self) -> Option<Identity> {
+        let config = match self {
+            Self::Store(store) => MachineConfig::decode(&store.config().ok()?),
+            Self::Archive(archive) => MachineConfig::decode(archive.config()),
+        };
+        config.ok().map(|config| config.identity)
     }
 
     /// Whose guest is in it, as far as that is known without reading all of it.

@@ -126,6 +126,7 @@ impl Bench {
             },
         };
         let config = MachineConfig {
+            identity: Default::default(),
             mem_bytes: cell.mem_bytes,
             vcpus: settings.vcpus,
             tracking: cell.way.source(),

@@ -1,148 +1,15 @@
 //! Owns the bytes of a configuration on wires and in stores: a version, then postcard. They come
-//! from strangers: nothing in them is believed before it is checked.
-//!
-//! | version | fields |
-//! | --- | --- |
-//! | 1 | memory, vCPUs, tracking, ring entries, backend, boot |
-//! | 2 | those, of which a kernel's boot has `bare` at its end; then the processor, then the virtio devices |
-//! | 3 | those; the processor has its registers of features and its TSC's frequency at its end |
-//! | 4 | those; a disk has its block and its identity at its end |
-//! | 5 | those; written only of a guest that is tracked by `dirty-bitmap-manual` or `userfault-wp`, which older ones do not know |
-
-use std::path::PathBuf;
+//! from strangers: nothing in them is believed before it is checked. `FORMAT.md` has the fields.
 
 use checkpoint::GuestError;
-use dirty_tracker::{PAGE_SIZE, TrackingMode};
-use serde::Deserialize;
+use dirty_tracker::PAGE_SIZE;
 use serde::de::DeserializeOwned;
 
-use super::{
-    Backend, BalloonConfig, Boot, CpuConfig, CpuModel, CpuidWord, DeviceConfig, DiskConfig,
-    MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, NetConfig, VsockConfig, devices,
-};
+use super::{Backend, Boot, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, devices};
 
-/// The newest that is written; older ones are read.
-const VERSION: u16 = 5;
-/// Written where it says the same.
-const BEFORE_NEW_MODES: u16 = 4;
+/// The only one, until there is a release.
+const VERSION: u16 = 1;
 const WHAT: &str = "the guest's configuration";
-
-/// Version 1.
-#[derive(Deserialize)]
-struct V1 {
-    mem_bytes: u64,
-    vcpus: u8,
-    tracking: TrackingMode,
-    ring_entries: u32,
-    backend: Backend,
-    boot: BootV1,
-}
-
-#[derive(Deserialize)]
-enum BootV1 {
-    Payload(String),
-    Kernel { kernel: PathBuf, initrd: Option<PathBuf>, cmdline: String },
-}
-
-impl From<V1> for MachineConfig {
-    fn from(v1: V1) -> Self {
-        let V1 { mem_bytes, vcpus, tracking, ring_entries, backend, boot } = v1;
-        let boot = match boot {
-            BootV1::Payload(spec) => Boot::Payload(spec),
-            // Nothing was ever added.
-            BootV1::Kernel { kernel, initrd, cmdline } => {
-                Boot::Kernel { kernel, initrd, cmdline, bare: true }
-            }
-        };
-        let (cpu, devices) = (CpuConfig::default(), Vec::new());
-        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices }
-    }
-}
-
-/// Version 2.
-#[derive(Deserialize)]
-struct V2 {
-    mem_bytes: u64,
-    vcpus: u8,
-    tracking: TrackingMode,
-    ring_entries: u32,
-    backend: Backend,
-    boot: Boot,
-    cpu: CpuV2,
-    devices: Vec<DeviceV3>,
-}
-
-#[derive(Deserialize)]
-struct CpuV2 {
-    model: CpuModel,
-    without: Vec<String>,
-    shown: Vec<CpuidWord>,
-}
-
-impl From<V2> for MachineConfig {
-    fn from(v2: V2) -> Self {
-        let V2 { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices } = v2;
-        let CpuV2 { model, without, shown } = cpu;
-        let cpu = CpuConfig { model, without, shown, ..CpuConfig::default() };
-        let devices = devices.into_iter().map(DeviceConfig::from).collect();
-        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices }
-    }
-}
-
-/// Version 3.
-#[derive(Deserialize)]
-struct V3 {
-    mem_bytes: u64,
-    vcpus: u8,
-    tracking: TrackingMode,
-    ring_entries: u32,
-    backend: Backend,
-    boot: Boot,
-    cpu: CpuConfig,
-    devices: Vec<DeviceV3>,
-}
-
-/// Of versions 2 and 3.
-#[derive(Deserialize)]
-enum DeviceV3 {
-    Disk(DiskV3),
-    Rng,
-    Net(NetConfig),
-    Vsock(VsockConfig),
-    Balloon(BalloonConfig),
-}
-
-#[derive(Deserialize)]
-struct DiskV3 {
-    id: String,
-    path: PathBuf,
-    readonly: bool,
-    serial: String,
-    bytes: u64,
-}
-
-impl From<DeviceV3> for DeviceConfig {
-    fn from(v3: DeviceV3) -> Self {
-        match v3 {
-            DeviceV3::Disk(DiskV3 { id, path, readonly, serial, bytes }) => {
-                let (block_bytes, identity) = (512, None);
-                Self::Disk(DiskConfig { id, path, readonly, serial, bytes, block_bytes, identity })
-            }
-            DeviceV3::Rng => Self::Rng,
-            DeviceV3::Net(net) => Self::Net(net),
-            DeviceV3::Vsock(vsock) => Self::Vsock(vsock),
-            DeviceV3::Balloon(balloon) => Self::Balloon(balloon),
-        }
-    }
-}
-
-impl From<V3> for MachineConfig {
-    fn from(v3: V3) -> Self {
-        let V3 { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices } = v3;
-        let devices = devices.into_iter().map(DeviceConfig::from).collect();
-        Self { mem_bytes, vcpus, tracking, ring_entries, backend, boot, cpu, devices }
-    }
-}
 
 /// Reads all of `bytes`, or says what is wrong.
 fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
@@ -156,14 +23,8 @@ fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 impl MachineConfig {
     /// The configuration as `Guest::config` hands it out. It must have passed [`Self::check`].
     pub fn encode(&self) -> Vec<u8> {
-        let version = match self.tracking {
-            TrackingMode::DirtyRing | TrackingMode::DirtyBitmap | TrackingMode::None => {
-                BEFORE_NEW_MODES
-            }
-            _ => VERSION,
-        };
         // Only a path that is not UTF-8 can fail here, and no guest is started with one.
-        postcard::to_stdvec(&(version, self)).unwrap_or_default()
+        postcard::to_stdvec(&(VERSION, self)).unwrap_or_default()
     }
 
     /// Reads what [`Self::encode`] wrote, here or elsewhere, and checks it.
@@ -171,18 +32,12 @@ impl MachineConfig {
         let malformed = |why: String| GuestError::Malformed { what: WHAT.to_owned(), why };
         let (version, rest) =
             postcard::take_from_bytes::<u16>(bytes).map_err(|e| malformed(e.to_string()))?;
-        let config = match version {
-            1 => whole::<V1>(rest).map(Self::from),
-            2 => whole::<V2>(rest).map(Self::from),
-            3 => whole::<V3>(rest).map(Self::from),
-            BEFORE_NEW_MODES | VERSION => whole(rest),
-            _ => {
-                let why =
-                    format!("it has version {version}, and this is written for version {VERSION}");
-                return Err(GuestError::Unsupported { what: WHAT.to_owned(), why });
-            }
-        };
-        let config = config.map_err(malformed)?;
+        if version != VERSION {
+            let why =
+                format!("it has version {version}, and this is written for version {VERSION}");
+            return Err(GuestError::Unsupported { what: WHAT.to_owned(), why });
+        }
+        let config: Self = whole(rest).map_err(malformed)?;
         config.check().map_err(malformed)?;
         Ok(config)
     }
@@ -211,6 +66,7 @@ impl MachineConfig {
             return Err(format!("its file {path:?} has a name that is not UTF-8"));
         }
         self.cpu.check()?;
+        self.identity.name.as_ref().map_or(Ok(()), |name| name.check())?;
         if self.backend != Backend::Kvm && !self.devices.is_empty() {
             let (backend, count) = (self.backend, self.devices.len());
             return Err(format!(
@@ -226,15 +82,20 @@ impl MachineConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::super::MsrWord;
+    use super::super::{
+        CpuConfig, CpuModel, CpuidWord, DeviceConfig, DiskConfig, MsrWord, NetConfig, VsockConfig,
+    };
     use super::*;
-    use crate::config::{DiskIdentity, MAX_DEVICES, MacAddr};
+    use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr};
+    use checkpoint::{Line, LineId, Origin, VmId};
+    use dirty_tracker::TrackingMode;
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
 
     fn payload() -> MachineConfig {
         MachineConfig {
+            identity: Default::default(),
             mem_bytes: 64 << 20,
             vcpus: 2,
             tracking: TrackingMode::DirtyRing,
@@ -274,119 +135,101 @@ mod tests {
         MachineConfig { backend, tracking, boot, ..payload() }
     }
 
-    /// The bytes of version 1, for ever: version, memory, vCPUs, tracking, ring, backend, boot.
-    #[test]
-    fn the_bytes_of_version_1_stay_as_they_are() {
-        let golden: &[(MachineConfig, &[u8])] = &[
-            (payload(), b"\x01\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload"),
-            (
-                kernel(OsStr::new("/k")),
-                b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet",
-            ),
-        ];
-        for (config, bytes) in golden {
-            assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
+    /// Of a guest that goes on from a checkpoint.
+    fn identity() -> Identity {
+        let uuid = |n| uuid::Uuid::from_bytes([n; 16]);
+        let (parent, own) = (VmId(uuid(0xa0)), LineId(uuid(0xb0)));
+        let from = Origin {
+            vm_id: VmId(uuid(0xc0)),
+            epoch: 300,
+            created_unix_ms: 5,
+            line: LineId(uuid(0xd0)),
+        };
+        Identity {
+            name: Some("web-1".parse().unwrap()),
+            lineage: Some(Lineage { parent, checkpoint: 7 }),
+            line: Line { own, from: Some(from) },
         }
     }
 
-    /// The bytes of version 2, for ever: those of version 1, `bare`, model, what it is without, and
-    /// what it has shown; then the devices.
+    /// What the bytes of a configuration are: each is one with a part of its own.
     #[test]
-    fn the_bytes_of_version_2_stay_as_they_are() {
-        let without = vec!["cx16".to_owned()];
-        let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
-        let cpu = CpuConfig { model: CpuModel::Baseline, without, shown, ..CpuConfig::default() };
-        let devices = vec![DeviceConfig::Rng, disk("a")];
-        let golden: &[(MachineConfig, &[u8])] = &[
-            (
-                MachineConfig { devices, ..payload() },
-                b"\x02\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\
-                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40",
-            ),
-            (
-                MachineConfig { cpu, ..kernel(OsStr::new("/k")) },
-                b"\x02\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\
-                  \x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\x00",
-            ),
-            (
-                MachineConfig { devices: vec![net("t0", 2), vsock(300)], ..payload() },
-                b"\x02\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\
-                  \x02\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02\x03\xac\x02\x02/v",
-            ),
-        ];
-        for (config, bytes) in golden {
-            assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
-        }
-    }
-
-    /// The bytes of version 3, for ever: those of version 2, with registers of features and the
-    /// TSC's frequency behind what the processor has shown.
-    #[test]
-    fn the_bytes_of_version_3_stay_as_they_are() {
-        let without = vec!["cx16".to_owned()];
-        let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
-        let shown_msrs = vec![MsrWord { index: 0x10a, value: 0x8b }];
-        let tsc_khz = Some(2_000_000);
-        let cpu = CpuConfig { model: CpuModel::Baseline, without, shown, shown_msrs, tsc_khz };
-        let devices = vec![DeviceConfig::Rng, disk("a")];
-        let golden: &[(MachineConfig, &[u8])] = &[
-            (
-                MachineConfig { devices, ..payload() },
-                b"\x03\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\
-                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40",
-            ),
-            (
-                MachineConfig { cpu, ..kernel(OsStr::new("/k")) },
-                b"\x03\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\
-                  \x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\xff\xff\xff\xff\x0f\
-                  \x01\x8a\x02\x8b\x01\x01\x80\x89\x7a\x00",
-            ),
-        ];
-        for (config, bytes) in golden {
-            assert_eq!(MachineConfig::decode(bytes).unwrap(), *config);
-        }
-    }
-
-    /// The bytes of version 4, for ever: those of version 3, with a disk's block and identity behind its size.
-    #[test]
-    fn the_bytes_of_version_4_stay_as_they_are() {
+    fn a_configuration_has_its_bytes() {
+        let uuid = |n: u8| [&[16][..], &[n; 16]].concat();
+        let plain = Identity {
+            name: None,
+            lineage: None,
+            line: Line { own: LineId(uuid::Uuid::from_bytes([0xb0; 16])), from: None },
+        };
+        let payload = || MachineConfig { identity: plain.clone(), ..payload() };
+        let none = [b"\x00\x00".to_vec(), uuid(0xb0), b"\x00".to_vec()].concat();
         let known = |identity| match disk("a") {
             DeviceConfig::Disk(d) => DeviceConfig::Disk(DiskConfig { identity, ..d }),
             other => other,
         };
-        let file = |born_ns| known(Some(DiskIdentity::File { inode: 300, born_ns }));
-        let device = known(Some(DiskIdentity::Device("naa.1".to_owned())));
-        let golden: &[(DeviceConfig, &[u8])] = &[
-            (known(None), b"\x00"),
-            (file(None), b"\x01\x00\xac\x02\x00"),
-            (file(Some(42)), b"\x01\x00\xac\x02\x01\x2a"),
-            (device, b"\x01\x01\x05naa.1"),
+        let file = |born_ns| Some(DiskIdentity::File { inode: 300, born_ns });
+        let with = |device: DeviceConfig| MachineConfig { devices: vec![device], ..payload() };
+        let without = vec!["cx16".to_owned()];
+        let shown = vec![CpuidWord { function: 7, index: 1, registers: [0x80, 1, 0, u32::MAX] }];
+        let shown_msrs = vec![MsrWord { index: 0x10a, value: 0x8b }];
+        let cpu = CpuConfig {
+            model: CpuModel::Baseline,
+            without,
+            shown,
+            shown_msrs,
+            tsc_khz: Some(2_000_000),
+        };
+        let head = |tracking: u8| {
+            [
+                b"\x01\x80\x80\x80\x20\x02",
+                &[tracking][..],
+                b"\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00",
+            ]
+            .concat()
+        };
+        let disk_head = b"\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
+        let golden: Vec<(MachineConfig, Vec<u8>)> = vec![
+            (payload(), [head(0), b"\x00".to_vec()].concat()),
+            (MachineConfig { tracking: TrackingMode::DirtyBitmapManual, ..payload() }, [head(3), b"\x00".to_vec()].concat()),
+            (MachineConfig { tracking: TrackingMode::UserfaultWp, ..payload() }, [head(4), b"\x00".to_vec()].concat()),
+            (with(DeviceConfig::Rng), [head(0), b"\x01\x01".to_vec()].concat()),
+            (with(net("t0", 2)), [head(0), b"\x01\x02\x01n\x02t0\x02\x00\x00\x00\x00\x09\x02".to_vec()].concat()),
+            (with(vsock(300)), [head(0), b"\x01\x03\xac\x02\x02/v".to_vec()].concat()),
+            (with(known(None)), [&head(0)[..], disk_head, b"\x00"].concat()),
+            (with(known(file(None))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x00"].concat()),
+            (with(known(file(Some(42)))), [&head(0)[..], disk_head, b"\x01\x00\xac\x02\x01\x2a"].concat()),
+            (with(known(Some(DiskIdentity::Device("naa.1".to_owned())))), [&head(0)[..], disk_head, b"\x01\x01\x05naa.1"].concat()),
+            (
+                MachineConfig { cpu, identity: plain.clone(), ..kernel(OsStr::new("/k")) },
+                b"\x01\x80\x80\x80\x20\x02\x02\x80\x80\x01\x01\x01\x02/k\x00\x05quiet\x01\x01\x01\x04cx16\x01\x07\x01\x80\x01\x01\x00\
+                  \xff\xff\xff\xff\x0f\x01\x8a\x02\x8b\x01\x01\x80\x89\x7a\x00".to_vec(),
+            ),
         ];
-        for (disk, identity) in golden {
-            let config =
-                MachineConfig { devices: vec![DeviceConfig::Rng, disk.clone()], ..payload() };
-            let before =
-                b"\x04\x80\x80\x80\x20\x02\x00\x80\x80\x01\x00\x00\x07payload\x00\x00\x00\x00\x00\
-                  \x02\x01\x00\x01a\x02/d\x01\x02s1\x80\x80\x40\x80\x04";
-            let bytes = [before, *identity].concat();
-            assert_eq!(config.encode(), bytes);
+        for (config, bytes) in golden {
+            let bytes = [bytes, none.clone()].concat();
+            assert_eq!(config.encode(), bytes, "{config:?}");
             assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
         }
-    }
-
-    /// The bytes of version 5, for ever: those of version 4, with modes that it lacks.
-    #[test]
-    fn the_bytes_of_version_5_stay_as_they_are() {
-        for (tracking, byte) in
-            [(TrackingMode::DirtyBitmapManual, 3), (TrackingMode::UserfaultWp, 4)]
-        {
-            let config = MachineConfig { tracking, ..payload() };
-            let mut bytes = payload().encode();
-            assert_eq!(bytes[..7], *b"\x04\x80\x80\x80\x20\x02\x00");
-            (bytes[0], bytes[6]) = (5, byte);
-            assert_eq!(config.encode(), bytes);
-            assert_eq!(MachineConfig::decode(&bytes).unwrap(), config);
-        }
+        let config = MachineConfig { identity: identity(), ..payload() };
+        let whole = [
+            head(0),
+            b"\x00\x01\x05web-1\x01".to_vec(),
+            uuid(0xa0),
+            b"\x07".to_vec(),
+            uuid(0xb0),
+            b"\x01".to_vec(),
+            uuid(0xc0),
+            b"\xac\x02\x05".to_vec(),
+            uuid(0xd0),
+        ]
+        .concat();
+        assert_eq!(config.encode(), whole);
+        assert_eq!(MachineConfig::decode(&whole).unwrap(), config);
+        let mut refused = whole.clone();
+        let at = refused.windows(5).position(|w| w == b"web-1").unwrap();
+        refused[at] = b' ';
+        let said = MachineConfig::decode(&refused).unwrap_err().to_string();
+        assert!(said.contains("the name of a guest"), "{said}");
     }
 
     #[test]
@@ -446,7 +289,7 @@ mod tests {
         bytes.extend([0; 3]);
         assert!(refused(&bytes).contains("3 bytes follow its end"));
         bytes[0] = 6;
-        assert!(refused(&bytes).contains("it has version 6, and this is written for version 5"));
+        assert!(refused(&bytes).contains("it has version 6, and this is written for version 1"));
         assert!(refused(&[]).contains("configuration"));
         assert!(refused(&payload().encode()[..10]).contains("configuration"));
     }

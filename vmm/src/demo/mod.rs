@@ -168,6 +168,7 @@ impl Demo<'_> {
 
     fn take_checkpoints(&mut self, vmm: &Vmm) -> Result<(), StepError> {
         let request = CheckpointRequest {
+            new_store: false,
             store: self.dir.join("store"),
             every_ms: Some(CHECKPOINT_EVERY_MS),
             count: Some(CHECKPOINTS),
@@ -206,7 +207,7 @@ impl Demo<'_> {
         let begun = Instant::now();
         let store = self.dir.join("store");
         let store = store.display().to_string();
-        let args = ["restore", "--store", &store];
+        let args = ["restore", "--same-id", "--store", &store];
         let mut vmm = Vmm::start(self.dir, "second", &args)?;
         vmm.await_running()?;
         self.figures.restore_ms = begun.elapsed().as_secs_f64() * 1e3;

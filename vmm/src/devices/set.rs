@@ -443,6 +443,7 @@ mod tests {
 
     fn with_disks<const N: usize>(disks: [&DiskConfig; N], memory: &Memory) -> DeviceSet {
         let config = MachineConfig {
+            identity: Default::default(),
             mem_bytes: 16 << 20,
             vcpus: 1,
             tracking: TrackingMode::None,

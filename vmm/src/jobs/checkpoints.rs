@@ -1,9 +1,10 @@
 //! Owns one run of checkpoints: its thread, and the reports that its readers have not seen yet.
 
 use std::collections::VecDeque;
+use std::io;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -52,6 +53,9 @@ impl CheckpointJob {
         request: &CheckpointRequest,
     ) -> Result<Arc<Self>, String> {
         check_allowed(&request.store)?;
+        if request.new_store {
+            check_new(&request.store)?;
+        }
         let open = match request.direct_io {
             true => Store::create_or_open_direct,
             false => Store::create_or_open,
@@ -165,6 +169,19 @@ impl CheckpointJob {
 
     fn log(&self) -> MutexGuard<'_, Log> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Refuses a directory that has anything in it.
+fn check_new(store: &Path) -> Result<(), String> {
+    let said = |why: String| format!("there can be no new store in {}: {why}", store.display());
+    match std::fs::read_dir(store).map(|mut entries| entries.next()) {
+        Ok(None) => Ok(()),
+        Ok(Some(_)) => {
+            Err(said("it is not empty; name a directory that is, or does not exist yet".to_owned()))
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(said(e.to_string())),
     }
 }
 

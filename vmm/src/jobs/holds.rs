@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
+    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, Line, RunState, SavedState,
     Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
@@ -203,6 +203,10 @@ impl Guest for View {
         self.holds.vm.vm_id()
     }
 
+    fn line(&self) -> Line {
+        self.holds.vm.line()
+    }
+
     fn config(&self) -> Vec<u8> {
         self.holds.vm.config()
     }
@@ -336,6 +340,7 @@ mod tests {
 
     fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<Holds>) {
         let config = MachineConfig {
+            identity: Default::default(),
             mem_bytes: 32 << 20,
             vcpus: 1,
             tracking: TrackingMode::DirtyRing,

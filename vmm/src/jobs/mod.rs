@@ -284,6 +284,7 @@ fn paused_guest() -> (SharedVm, Arc<Jobs>) {
         Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
     };
     let config = MachineConfig {
+        identity: Default::default(),
         mem_bytes: 32 << 20,
         vcpus: 1,
         tracking: dirty_tracker::TrackingMode::DirtyRing,

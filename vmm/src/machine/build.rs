@@ -55,7 +55,16 @@ struct Around {
 impl Machine {
     /// Boots what `config` says; the machine stands at the guest's first instruction.
     pub fn launch(config: MachineConfig, host: &HostConfig) -> Result<Arc<Self>, MachineError> {
-        Self::build(VmId::random(), config, host, Around { load: true, ..Around::default() })
+        Self::launch_as(VmId::random(), config, host)
+    }
+
+    /// As [`launch`](Self::launch), with this id.
+    pub fn launch_as(
+        vm_id: VmId,
+        config: MachineConfig,
+        host: &HostConfig,
+    ) -> Result<Arc<Self>, MachineError> {
+        Self::build(vm_id, config, host, Around { load: true, ..Around::default() })
     }
 
     /// A machine with zeroed memory, for a state to be put into: what [`MachineFactory`] builds,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use checkpoint::{DriveHead, GuestError, GuestFactory, VmId, WithCopies};
+use checkpoint::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
 use super::Machine;
 use crate::config::{HostConfig, MachineConfig};
@@ -36,12 +36,12 @@ impl GuestFactory for MachineFactory {
 
     fn create_with_drives(
         &self,
-        vm_id: VmId,
+        from: &Origin,
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<Machine>, GuestError> {
         let host = self.host.writing_over(drives);
-        let config = MachineConfig::decode(config)?.on_host(&host)?;
+        let (vm_id, config) = MachineConfig::decode(config)?.on_host(&host)?.restored(from, &host);
         let drives = open_drives(vm_id, &config, drives, &host)?;
         Ok((Machine::empty(vm_id, config, &host)?, drives))
     }

@@ -33,8 +33,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, RunState, SavedState,
-    Section, Shield, VcpuPauses, VcpuWrites, VmId,
+    Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, Line, RunState,
+    SavedState, Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
 
@@ -135,6 +135,10 @@ impl Machine {
 impl Guest for Machine {
     fn vm_id(&self) -> VmId {
         self.vm_id
+    }
+
+    fn line(&self) -> Line {
+        self.config.identity.line
     }
 
     fn config(&self) -> Vec<u8> {
@@ -352,6 +356,8 @@ impl Vm for Machine {
         }
         VmInfo {
             vm_id: self.vm_id,
+            name: self.config.identity.name.clone(),
+            lineage: self.config.identity.lineage,
             state: self.run_state(),
             vcpus: self.config.vcpus,
             mem_bytes: self.config.mem_bytes,

@@ -34,6 +34,7 @@ impl World {
         let kernel = dir.path().join("kernel");
         std::fs::write(&kernel, elf::Elf::new(code).bytes()).unwrap();
         let config = MachineConfig {
+            identity: Default::default(),
             mem_bytes: 16 << 20,
             vcpus: 1,
             tracking: TrackingMode::None,

@@ -175,7 +175,10 @@ pub fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    // Whose guest it serves, for its log.
+    let logged = tracing::Span::current();
     Builder::new().name(name.into()).spawn(move || {
+        let _logged = logged.entered();
         block_signals();
         enter(class);
         work()

@@ -311,6 +311,7 @@ fn devices() {
         devices.push(DeviceConfig::Net(NetConfig { id, tap, mac, queues: 1 }));
     }
     let config = MachineConfig {
+        identity: Default::default(),
         mem_bytes: 64 << 20,
         vcpus: 2,
         tracking: dirty_tracker::TrackingMode::None,

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Fill, Guest, GuestError, GuestRam, RunState, Section, Shield, VmId};
+use checkpoint::{Clock, Fill, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId};
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
 use images::PayloadSpec;
 use images::workload::{Placement, ready_line};
@@ -178,6 +178,10 @@ impl Control {
 impl Guest for ThreadMachine {
     fn vm_id(&self) -> VmId {
         self.vm_id
+    }
+
+    fn line(&self) -> Line {
+        self.config.identity.line
     }
 
     fn config(&self) -> Vec<u8> {
@@ -342,6 +346,8 @@ impl Vm for ThreadMachine {
     fn info(&self) -> VmInfo {
         VmInfo {
             vm_id: self.vm_id,
+            name: self.config.identity.name.clone(),
+            lineage: self.config.identity.lineage,
             state: self.run_state(),
             vcpus: self.config.vcpus,
             mem_bytes: self.config.mem_bytes,

@@ -13,6 +13,7 @@ use crate::config::{Backend, CpuConfig, DEFAULT_RING_ENTRIES, SerialSink};
 
 fn config(spec: &str, vcpus: u8) -> MachineConfig {
     MachineConfig {
+        identity: Default::default(),
         mem_bytes: 64 << 20,
         vcpus,
         tracking: TrackingMode::DirtyRing,

@@ -17,6 +17,7 @@ fn the_payload_boots_in_every_shape_of_memory() {
         let console = Console::new();
         let machine = launch(
             MachineConfig {
+                identity: Default::default(),
                 mem_bytes: mem_mib * MIB,
                 vcpus,
                 ..payload("payload,ws=16M,rate=max,passes=3")

@@ -20,6 +20,7 @@ pub const LONG: Duration = Duration::from_secs(120);
 
 pub fn payload(spec: &str) -> MachineConfig {
     MachineConfig {
+        identity: Default::default(),
         mem_bytes: 64 * MIB,
         vcpus: 1,
         tracking: TrackingMode::DirtyRing,

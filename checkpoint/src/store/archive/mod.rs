@@ -112,6 +112,7 @@ impl Archive {
             drives: machine.drives.len() as u32,
             bytes: walk.next().at,
             created_unix_ms: front.created_unix_ms,
+            line: front.line,
         };
         Ok(Self { path: path.to_owned(), info, machine, sections, contents, file })
     }
@@ -119,6 +120,11 @@ impl Archive {
     /// Which epoch it is: `frames` are all of its memory, and of its drives, that are not zeros, `bytes` is the file's length.
     pub fn info(&self) -> &EpochInfo {
         &self.info
+    }
+
+    /// The configuration of its guest.
+    pub fn config(&self) -> &[u8] {
+        &self.machine.config
     }
 
     /// Where it is.

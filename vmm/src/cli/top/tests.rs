@@ -37,6 +37,8 @@ fn page(vcpu: Vec<VcpuWindow>) -> WatchPage {
         info: Info {
             state: GuestState::Running,
             vm_id: serde_json::from_str("\"7a0c1e5c-3f51-4fd2-8d1b-0a9d6f0c2b11\"").unwrap(),
+            name: None,
+            lineage: None,
             vcpus: vcpu.len() as u8,
             mem_bytes: 1 << 30,
             tracking: TrackingMode::DirtyRing,

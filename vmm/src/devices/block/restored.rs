@@ -175,6 +175,7 @@ mod tests {
 
     fn machine(devices: Vec<DeviceConfig>) -> MachineConfig {
         MachineConfig {
+            identity: Default::default(),
             mem_bytes: 32 << 20,
             vcpus: 1,
             tracking: Default::default(),

@@ -1,0 +1,48 @@
+//! Which guest's checkpoints may follow which in a store.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+
+use checkpoint::testing::{MemoryConfig, MemoryGuest};
+use checkpoint::{Checkpointer, Line, Origin, Store, StoreError, VmId};
+
+struct Place {
+    dir: tempfile::TempDir,
+    vm_id: VmId,
+}
+
+impl Place {
+    fn guest(&self, line: Line) -> Arc<MemoryGuest> {
+        MemoryGuest::of_line(self.vm_id, line, MemoryConfig::still()).unwrap()
+    }
+
+    /// Takes one epoch of a guest of this line.
+    fn take(&self, line: Line) -> Result<Origin, StoreError> {
+        let store = Store::create_or_open(self.dir.path())?;
+        Checkpointer::new(self.guest(line), store)?.take().unwrap();
+        Ok(Store::open(self.dir.path())?.epochs()?.last().unwrap().origin())
+    }
+}
+
+#[test]
+fn a_store_takes_one_line_only() {
+    let place = Place { dir: tempfile::tempdir().unwrap(), vm_id: VmId::random() };
+    let line = Line::begin();
+    let first = place.take(line).unwrap();
+    let second = place.take(line).unwrap();
+    assert_eq!((first.epoch, second.epoch, second.line), (1, 2, line.own));
+    let refused = |line| match place.take(line) {
+        Err(StoreError::OtherLine { last, from, .. }) => (last, from),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(Line::begin()), (2, None));
+    assert_eq!(refused(Line::after(first)), (2, Some(1)));
+    // One of the same number from another store.
+    let other = Origin { created_unix_ms: second.created_unix_ms + 1, ..second };
+    assert_eq!(refused(Line::after(other)), (2, Some(2)));
+    let (on, late) = (Line::after(second), Line::after(second));
+    assert_eq!(place.take(on).unwrap().epoch, 3);
+    assert_eq!(place.take(on).unwrap().epoch, 4);
+    assert_eq!(refused(late), (4, Some(2)));
+    assert_eq!(refused(line), (4, None));
+}

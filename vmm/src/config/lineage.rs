@@ -1,0 +1,153 @@
+//! Owns who a guest is, beside its id: its operator's name for it, where it comes from, and its line.
+
+use std::fmt;
+use std::str::FromStr;
+
+use checkpoint::{Line, Origin, VmId};
+use serde::{Deserialize, Serialize};
+
+/// Longest name, in bytes: as long as Firecracker's ids.
+const MAX_NAME: usize = 64;
+
+/// A name that an operator gave to a guest.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct GuestName(String);
+
+impl GuestName {
+    /// Refuses what is no name, in a sentence.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let Self(name) = self;
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if name.is_empty() || name.len() > MAX_NAME {
+            return Err(format!(
+                "the name of a guest has 1 to {MAX_NAME} characters, not {}",
+                name.len()
+            ));
+        }
+        match name.chars().find(|c| !plain(*c)) {
+            None if name.starts_with(|c: char| c.is_ascii_alphanumeric()) => Ok(()),
+            None => Err(format!(
+                "the name of a guest begins with a letter or a digit, and not as \"{name}\""
+            )),
+            Some(c) => Err(format!(
+                "the name of a guest has letters, digits, '-', '_' and '.' of ASCII, and not {c:?}"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for GuestName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl FromStr for GuestName {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let name = Self(s.to_owned());
+        name.check().map(|()| name)
+    }
+}
+
+/// The checkpoint that a guest began as.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Lineage {
+    /// The guest that the checkpoint is of.
+    pub parent: VmId,
+    /// The checkpoint's number.
+    pub checkpoint: u64,
+}
+
+impl fmt::Display for Lineage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "checkpoint {} of {}", self.checkpoint, self.parent)
+    }
+}
+
+/// Who a guest is, beside its id.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Identity {
+    /// Its operator's name for it.
+    pub name: Option<GuestName>,
+    /// Where it comes from; none of a guest that was booted.
+    pub lineage: Option<Lineage>,
+    /// Which checkpoints its own may follow.
+    pub line: Line,
+}
+
+impl Identity {
+    /// Of a guest that is booted.
+    pub fn booted(name: Option<GuestName>) -> Self {
+        Self { name, lineage: None, line: Line::begin() }
+    }
+}
+
+impl Default for Identity {
+    /// Of a guest that is booted and has no name.
+    fn default() -> Self {
+        Self::booted(None)
+    }
+}
+
+/// Who a guest is that is restored.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Restored {
+    /// The guest that its checkpoint is of, which goes on; else a new one.
+    pub same: bool,
+    /// Its name, if it is given one.
+    pub name: Option<GuestName>,
+}
+
+impl Restored {
+    /// The id and the identity of the guest that is restored from `from`, which was `before` then.
+    pub(crate) fn of(&self, from: &Origin, before: Identity) -> (VmId, Identity) {
+        let name = self.name.clone();
+        if self.same {
+            let name = name.or(before.name);
+            return (from.vm_id, Identity { name, line: Line::after(*from), ..before });
+        }
+        let lineage = Some(Lineage { parent: from.vm_id, checkpoint: from.epoch });
+        (VmId::random(), Identity { lineage, ..Identity::booted(name) })
+    }
+}
+
+/// The span of all that is logged for a guest, by its id and name.
+pub fn guest_span(vm_id: VmId, identity: &Identity) -> tracing::Span {
+    let name = identity.name.as_ref().map(tracing::field::display);
+    // As an error, so that no filter that lets an event through leaves the guest's id out.
+    tracing::error_span!("guest", id = %vm_id, name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_bounded_and_plain() {
+        for name in ["a", "web-1.prod_2", "7", &"a".repeat(64)] {
+            assert_eq!(name.parse::<GuestName>().unwrap().to_string(), name);
+        }
+        for name in ["", "-a", ".", "a b", "a\n", "\u{e4}", &"a".repeat(65), "a\"}"] {
+            assert!(name.parse::<GuestName>().is_err(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn a_restored_guest_is_new_unless_said() {
+        let name = |name: &str| Some(name.parse().unwrap());
+        let line = Line::begin();
+        let from = Origin { vm_id: VmId::random(), epoch: 7, created_unix_ms: 1, line: line.own };
+        let before = Identity { name: name("a"), lineage: None, line };
+        let (id, new) = Restored::default().of(&from, before.clone());
+        assert!(id != from.vm_id && new.name.is_none() && !new.line.follows(&from));
+        assert_eq!(new.lineage, Some(Lineage { parent: from.vm_id, checkpoint: 7 }));
+        let same = Restored { same: true, name: None };
+        let (id, on) = same.of(&from, before.clone());
+        assert!(id == from.vm_id && on.name == before.name && on.lineage.is_none());
+        assert!(on.line.follows(&from) && on.line.own != line.own);
+        let renamed = Restored { same: true, name: name("b") }.of(&from, before).1;
+        assert_eq!(renamed.name, name("b"));
+    }
+}

@@ -1,0 +1,169 @@
+//! Who a guest is: ids, names, lineages, and whose checkpoints a store takes.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Place, Vmm, fail, receiver, succeed, wait_for};
+use serde_json::{Value, json};
+
+const ID: &str = "3f2504e0-4f89-41d3-9a0c-0305e82c3301";
+const THREADS: [&str; 6] = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+
+fn run<'p>(place: &'p Place, name: &'static str, more: &[&str]) -> Vmm<'p> {
+    let mut vmm = Vmm::run(place, name, &[&THREADS[..], more].concat());
+    vmm.await_api();
+    vmm
+}
+
+fn restore<'p>(place: &'p Place, name: &'static str, store: &str, more: &[&str]) -> Vmm<'p> {
+    let args = [&["restore", "--store", store], more].concat();
+    let mut vmm = Vmm::start(place, name, &args);
+    vmm.await_api();
+    vmm
+}
+
+fn listing(store: &str) -> Value {
+    serde_json::from_str(&succeed(&["store", "ls", "--json", store])).unwrap()
+}
+
+fn epochs(store: &str) -> Vec<u64> {
+    let listing = listing(store);
+    listing["epochs"].as_array().unwrap().iter().map(|e| e["epoch"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn clones_keep_out_of_their_parents_store() {
+    let place = Place::new();
+    let (store, other) = (place.text("store"), place.text("other"));
+    let parent = run(&place, "parent", &["--id", ID, "--name", "web-1"]);
+    parent.tell(&["checkpoint", "--store", &store]);
+    let info = parent.info().unwrap();
+    assert_eq!((&info["vm_id"], &info["name"]), (&json!(ID), &json!("web-1")));
+    assert_eq!(info["lineage"], Value::Null);
+    let mut clones = [
+        restore(&place, "one", &store, &["--name", "two"]),
+        restore(&place, "another", &store, &["--lazy"]),
+    ];
+    let ids = clones.each_ref().map(|clone| clone.info().unwrap()["vm_id"].clone());
+    assert!(ids[0] != ids[1] && !ids.contains(&json!(ID)), "{ids:?}");
+    assert_eq!(clones[0].info().unwrap()["name"], "two");
+    assert_eq!(clones[1].info().unwrap()["name"], Value::Null);
+    for clone in &clones {
+        assert_eq!(clone.info().unwrap()["lineage"], json!({ "parent": ID, "checkpoint": 1 }));
+        let said = clone.refuse(4, &["checkpoint", "--store", &store]);
+        assert!(said.contains(&format!("holds checkpoints of guest {ID}")), "{said}");
+        assert!(said.contains("--new-store"), "{said}");
+    }
+    let said = clones[0].refuse(4, &["checkpoint", "--store", &store, "--new-store"]);
+    assert!(said.contains("it is not empty"), "{said}");
+    clones[0].tell(&["checkpoint", "--store", &other, "--new-store"]);
+    clones[0].tell(&["checkpoint", "--store", &other]);
+    parent.tell(&["checkpoint", "--store", &store]);
+    assert_eq!((epochs(&store), epochs(&other)), (vec![1, 2], vec![1, 2]));
+    let listed = listing(&other);
+    assert_eq!((&listed["vm_id"], &listed["name"]), (&ids[0], &json!("two")));
+    assert_eq!(listed["lineage"], json!({ "parent": ID, "checkpoint": 1 }));
+    let text = succeed(&["store", "ls", &other]);
+    assert!(text.contains(&format!("\"two\", which began as checkpoint 1 of {ID}")), "{text}");
+    assert!(clones[0].tell(&["info"]).contains(&format!("checkpoint 1 of {ID}")));
+    // A name, an id and a lineage go along to another host.
+    let (mut there, to) = receiver(&place, "there", &[]);
+    clones[0].tell(&["send-migration", &to]);
+    assert_eq!(clones[0].wait(), Some(0));
+    there.await_api();
+    let info = wait_for("the guest", || there.info().filter(|info| info["vm_id"] == ids[0]));
+    assert_eq!(info["name"], "two");
+    assert_eq!(info["lineage"], json!({ "parent": ID, "checkpoint": 1 }));
+    // It is the same line, and has its store.
+    there.tell(&["checkpoint", "--store", &other]);
+    assert_eq!(epochs(&other), [1, 2, 3]);
+    there.kill();
+}
+
+#[test]
+fn only_the_line_that_went_on_continues() {
+    let place = Place::new();
+    let store = place.text("store");
+    let mut first = run(&place, "first", &["--id", ID, "--name", "a"]);
+    first.tell(&["checkpoint", "--store", &store]);
+    first.tell(&["checkpoint", "--store", &store]);
+    let older = restore(&place, "older", &store, &["--same-id", "--epoch", "1"]);
+    let latest = restore(&place, "latest", &store, &["--same-id"]);
+    let stale = restore(&place, "stale", &store, &["--same-id"]);
+    for vmm in [&older, &latest, &stale] {
+        let info = vmm.info().unwrap();
+        assert_eq!((&info["vm_id"], &info["name"]), (&json!(ID), &json!("a")));
+    }
+    let said = older.refuse(4, &["checkpoint", "--store", &store]);
+    assert!(said.contains("went on from checkpoint 1") && said.contains("--new-store"), "{said}");
+    latest.tell(&["checkpoint", "--store", &store]);
+    latest.tell(&["checkpoint", "--store", &store]);
+    // The store has gone on without them.
+    let said = stale.refuse(4, &["checkpoint", "--store", &store]);
+    assert!(said.contains("up to 4"), "{said}");
+    let said = first.refuse(4, &["checkpoint", "--store", &store]);
+    assert!(said.contains("its line has moved on without it"), "{said}");
+    assert_eq!(epochs(&store), [1, 2, 3, 4]);
+    first.kill();
+}
+
+#[test]
+fn a_clone_in_doubt_blocks_no_sibling() {
+    let place = Place::new();
+    let (store, state) = (place.text("store"), place.text("state"));
+    let parent = run(&place, "parent", &["--id", ID]);
+    parent.tell(&["checkpoint", "--store", &store]);
+    std::fs::create_dir_all(place.path("state")).unwrap();
+    let clone = "aaaaaaaa-0000-4000-8000-000000000001";
+    let pending = |vm: &str| {
+        let token = "bbbbbbbb-0000-4000-8000-000000000002";
+        let record = json!({ "version": 1, "token": token, "vm_id": vm, "peer": "tcp:b:1", "site": token, "time_unix_ms": 1 });
+        std::fs::write(
+            place.path("state").join(format!("{token}.source.json")),
+            record.to_string(),
+        )
+        .unwrap();
+    };
+    pending(clone);
+    restore(&place, "sibling", &store, &[]);
+    restore(&place, "recovered", &store, &["--same-id"]);
+    pending(ID);
+    let args = ["restore", "--store", &store, "--state-dir", &state];
+    for more in [&[][..], &["--same-id"]] {
+        let said = fail(1, &[&args[..], more].concat());
+        assert!(said.contains(&format!("guest {ID} may be running at tcp:b:1")), "{said}");
+        assert!(said.contains("driftline resolve") && said.contains("--new-id"), "{said}");
+    }
+    let new = restore(&place, "new", &store, &["--new-id"]);
+    assert_ne!(new.info().unwrap()["vm_id"], ID);
+}
+
+#[test]
+fn an_id_and_a_name_are_checked() {
+    let run = |more: &[&str]| fail(2, &[&["run"], &THREADS[..], more].concat());
+    assert!(run(&["--id", "a"]).contains("is no UUID"));
+    assert!(run(&["--name", "a b"]).contains("the name of a guest"));
+    assert!(run(&["--name", &"a".repeat(65)]).contains("1 to 64 characters"));
+    assert!(fail(2, &["restore", "--store", "s", "--same-id", "--new-id"]).contains("--new-id"));
+}
+
+#[test]
+fn logs_and_metrics_say_whose_they_are() {
+    let place = Place::new();
+    let vmm = run(&place, "a", &["--id", ID, "--name", "web-1", "-v"]);
+    wait_for("the log", || vmm.said().contains("the guest runs").then_some(()));
+    let said = vmm.said();
+    assert!(said.contains(ID) && said.contains("web-1"), "{said}");
+    let labels = format!("driftline_running{{vm_id=\"{ID}\",name=\"web-1\"}} 1");
+    let socket = vmm.socket();
+    assert!(metrics(&socket).contains(&labels));
+}
+
+fn metrics(socket: &str) -> String {
+    use std::io::{Read, Write};
+    let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: l\r\nconnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
