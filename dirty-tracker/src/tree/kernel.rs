@@ -249,6 +249,8 @@ impl Kernel for Portable {
             // SAFETY: a hint about a word that exists; every x86-64 has the instruction.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(word).cast()) };
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = word;
     }
 }
 
