@@ -95,7 +95,8 @@ fn a_second_run_is_refused_and_an_operators_pause_respected() {
     wait_for("the run to begin", || (vmm.info()?["checkpointing"] == true).then_some(()));
     let other = place.text("other");
     let said = vmm.refuse(4, &["checkpoint", "--store", &other]);
-    assert!(said.contains("checkpoints are being taken already"), "{said}");
+    assert!(said.contains("a checkpoint run (job 1, every 10 ms, into "), "{said}");
+    assert!(said.contains("driftline checkpoint --stop --api-sock "), "{said}");
     for _ in 0..5 {
         vmm.tell(&["pause"]);
         assert_eq!(vmm.state(), "paused");
@@ -203,4 +204,34 @@ fn a_store_keeps_what_it_is_told_to_and_is_compacted_and_exported() {
     succeed(&[&export[..], &["--force"]].concat());
     let said = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &place.text("no")]);
     assert!(said.contains("has no epoch 2") && !place.path("no").exists(), "{said}");
+}
+
+#[test]
+fn a_run_ends_with_its_client_unless_detached() {
+    let place = Place::new();
+    let store = place.text("store");
+    let vmm = Vmm::run(&place, "a", GUEST);
+    let socket = vmm.socket();
+    let run = ["checkpoint", "--api-sock", &socket, "--store", &store, "--every", "20ms"];
+    let mut client = common::driftline(&run).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let active = || vmm.info().unwrap()["checkpointing"] == true;
+    let status = || -> Value {
+        serde_json::from_str(&vmm.tell(&["checkpoint", "--status", "--json"])).unwrap()
+    };
+    wait_for("checkpoints", || active().then(status).filter(|s| s["last"]["stored"].is_object()));
+    client.kill().unwrap();
+    client.wait().unwrap();
+    wait_for("the end of the run", || (!active()).then_some(()));
+    let over = status();
+    assert_eq!((&over["running"], &over["every_ms"]), (&false.into(), &20.into()));
+    vmm.refuse(1, &["checkpoint", "--stop"]);
+    vmm.tell(&["checkpoint", "--store", &store, "--every", "20ms", "--keep", "3", "--detach"]);
+    let before = status();
+    assert_eq!((&before["attached"], &before["keep"]), (&false.into(), &3.into()));
+    wait_for("more checkpoints", || {
+        (status()["achieved"]["epochs"].as_u64() > Some(3)).then_some(())
+    });
+    assert!(vmm.tell(&["checkpoint", "--status"]).contains("active, detached"));
+    vmm.tell(&["checkpoint", "--stop"]);
+    assert!(!active());
 }

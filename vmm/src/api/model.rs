@@ -265,6 +265,9 @@ pub struct CheckpointRequest {
     /// Memory is written past the host's page cache.
     #[serde(default)]
     pub direct_io: bool,
+    /// The run ends when nobody holds it (`GET /checkpoint/hold`) any more.
+    #[serde(default)]
+    pub attached: bool,
     /// There must be no store yet: the directory does not exist, or is empty.
     #[serde(default)]
     pub new_store: bool,
@@ -321,6 +324,14 @@ pub struct CheckpointPage {
     pub epochs: Vec<EpochOutcome>,
     /// What the run has come to so far.
     pub achieved: Achieved,
+    /// The interval that was asked for; none of a single one.
+    pub every_ms: Option<NonZeroU64>,
+    /// How many are kept; none if all are.
+    pub keep: Option<NonZeroU64>,
+    /// It ends when its client does.
+    pub attached: bool,
+    /// What became of the last one tried.
+    pub last: Option<EpochOutcome>,
 }
 
 /// What became of an epoch.

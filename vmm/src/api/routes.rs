@@ -41,6 +41,7 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/info", get(info))
         .route("/stop", post(stop))
         .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
+        .route("/checkpoint/hold", get(hold_checkpoints))
         .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
         .route("/migration/plan", post(plan::plan))
         .route("/migration/resolve", post(resolve_migration))
@@ -181,8 +182,24 @@ async fn begin_checkpoints(
         return Err(Fault::new(format!("the store {store} is not an absolute path")));
     }
     let begin = move |jobs: &Arc<Jobs>| jobs.start_checkpoints(&request).map_err(Fault::new);
-    let job = blocking(app, begin).await?;
+    let job = blocking(app.clone(), begin).await?;
+    tokio::spawn(async move {
+        if let Ok(jobs) = app.jobs() {
+            jobs.expect_client(job).await;
+        }
+    });
     Ok(Json(JobBegun { job }))
+}
+
+/// Answers when the run is over; a run that is attached ends when the connection does.
+async fn hold_checkpoints(
+    State(app): Shared,
+    asked: Result<Query<Asked>, QueryRejection>,
+) -> Result<StatusCode, Fault> {
+    let Query(Asked { job, .. }) = asked.map_err(|e| Fault::new(e.body_text()))?;
+    let jobs = app.jobs().map_err(Fault::new)?;
+    jobs.hold_checkpoints(job).await.map_err(Fault::new)?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 /// Which job is meant, what a reader has seen of it, and how long it would wait for more.

@@ -277,8 +277,17 @@ pub(crate) struct CheckpointArgs {
     #[command(flatten)]
     pub(crate) api: ApiArgs,
     /// The store's directory, created if need be
-    #[arg(long, value_name = "DIR")]
-    pub(crate) store: PathBuf,
+    #[arg(long, value_name = "DIR", required_unless_present_any = ["stop", "status"])]
+    pub(crate) store: Option<PathBuf>,
+    /// End the checkpoint run that is active, after the checkpoint under way
+    #[arg(long, conflicts_with_all = ["store", "status", "every", "count", "detach"])]
+    pub(crate) stop: bool,
+    /// Show the checkpoint run that is active, or was last
+    #[arg(long, conflicts_with_all = ["store", "every", "count", "detach"])]
+    pub(crate) status: bool,
+    /// Leave the run to itself: it goes on until --count, --stop or the guest's end. Without it a run ends with this command
+    #[arg(long, requires = "every")]
+    pub(crate) detach: bool,
     /// Make the store: its directory does not exist yet, or is empty. A clone needs one of its own, beside its parent's
     #[arg(long)]
     pub(crate) new_store: bool,

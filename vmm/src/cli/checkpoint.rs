@@ -1,6 +1,7 @@
 //! Owns `driftline checkpoint`: starts a run of checkpoints over the API and follows it.
 
 use std::num::NonZeroU64;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -24,18 +25,75 @@ const EXTERNAL: &str = "disks are yours to keep: each checkpoint can only be res
 
 /// `driftline checkpoint`.
 pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
-    block_on(start_and_follow(args))?
+    match &args.store {
+        Some(store) => block_on(start_and_follow(args, store))?,
+        None if args.stop => block_on(stop(args))?,
+        None => block_on(status(args))?,
+    }
 }
 
-async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
+/// Without any report: only what the run is and has come to.
+async fn page_of(client: &Client) -> Result<CheckpointPage, ClientError> {
+    client.get(&format!("/checkpoint?since={}", u64::MAX)).await
+}
+
+async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
+    let client = Client::new(&args.api.api_sock);
+    let job = page_of(&client).await?.job;
+    client.call::<()>(Method::DELETE, &format!("/checkpoint?job={job}"), None::<&()>).await?;
+    // Until the checkpoint under way is durable, or is not, and the store is free.
+    client.get::<()>(&format!("/checkpoint/hold?job={job}")).await?;
+    say(format_args!("the checkpoint run (job {job}) has ended"));
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn status(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
+    let page = page_of(&Client::new(&args.api.api_sock)).await?;
+    if args.json {
+        print_json(&page)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let interval = page.achieved.interval;
+    let ms = |us: u64| us as f64 / 1e3;
+    let state = match (page.running, page.attached) {
+        (false, _) => "over",
+        (true, true) => "active, ends with its client",
+        (true, false) => "active, detached",
+    };
+    let last = match &page.last {
+        None => "none yet".to_owned(),
+        Some(EpochOutcome::Stored(line)) => line.epoch.to_string(),
+        Some(EpochOutcome::Failed(why)) => format!("failed: {why}"),
+    };
+    print(output::table(&[
+        ("state", state.to_owned()),
+        ("job", page.job.to_string()),
+        ("store", page.store.display().to_string()),
+        (
+            "interval",
+            page.every_ms.map_or("one checkpoint".to_owned(), |every| format!("{every} ms")),
+        ),
+        (
+            "achieved",
+            format!("{:.1} ms p50, {:.1} ms max", ms(interval.p50_us), ms(interval.max_us)),
+        ),
+        ("keep", page.keep.map_or("all".to_owned(), |keep| keep.to_string())),
+        ("checkpoints", format!("{}, {} failed", page.achieved.epochs, page.achieved.failed)),
+        ("last", last),
+    ]))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCode, Failure> {
     let client = Client::new(&args.api.api_sock);
     let request = CheckpointRequest {
-        store: std::path::absolute(&args.store)?,
+        store: std::path::absolute(store)?,
         every_ms: args.every.and_then(|every| NonZeroU64::new(millis(every))),
         count: args.count,
         max_pause_ms: args.max_pause.map(millis),
         keep: args.keep,
         direct_io: args.direct_io,
+        attached: !args.detach,
         new_store: args.new_store,
         disks: Some(args.disks),
     };
@@ -44,8 +102,28 @@ async fn start_and_follow(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
     }
     let JobBegun { job } = match client.call(Method::POST, "/checkpoint", Some(&request)).await {
         Ok(begun) => begun,
+        Err(ClientError::Fault(why)) => {
+            let active = page_of(&client).await.is_ok_and(|page| page.running);
+            let how = match active {
+                true => format!(
+                    "; end it with: driftline checkpoint --stop --api-sock {}",
+                    args.api.api_sock.display()
+                ),
+                false => String::new(),
+            };
+            return Err(not_begun(&client, ClientError::Fault(why + &how)).await);
+        }
         Err(e) => return Err(not_begun(&client, e).await),
     };
+    if args.detach {
+        say(format_args!("the checkpoint run (job {job}) goes on by itself"));
+        return Ok(ExitCode::SUCCESS);
+    }
+    // As long as this process is there, whatever it waits for.
+    let holding = client.clone();
+    tokio::spawn(async move {
+        let _ = holding.get::<()>(&format!("/checkpoint/hold?job={job}")).await;
+    });
     let (mut since, mut failed) = (0, None);
     let (guest_ended, achieved) = loop {
         let page = next_page(&client, job, since).await?;

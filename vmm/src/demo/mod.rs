@@ -168,6 +168,7 @@ impl Demo<'_> {
 
     fn take_checkpoints(&mut self, vmm: &Vmm) -> Result<(), StepError> {
         let request = CheckpointRequest {
+            attached: false,
             new_store: false,
             store: self.dir.join("store"),
             every_ms: Some(CHECKPOINT_EVERY_MS),

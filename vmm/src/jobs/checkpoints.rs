@@ -5,7 +5,7 @@ use std::io;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -20,6 +20,9 @@ use crate::sandbox::check_allowed;
 
 /// Reports kept for a reader that comes late: hours of them.
 const KEPT_REPORTS: usize = 65_536;
+/// How long a client that has begun a run is waited for, to hold it: 100 waits of 100 ms.
+const CLIENT_WAITS: u32 = 100;
+const CLIENT_WAIT: Duration = Duration::from_millis(100);
 /// The most reports in one answer.
 const PAGE: usize = 4_096;
 
@@ -27,6 +30,14 @@ const PAGE: usize = 4_096;
 pub(super) struct CheckpointJob {
     number: u64,
     store: PathBuf,
+    every_ms: Option<NonZeroU64>,
+    keep: Option<NonZeroU64>,
+    /// It ends with its client.
+    attached: bool,
+    /// Its client has had hold of it.
+    was_held: AtomicBool,
+    /// Clients that have hold of it now.
+    holders: AtomicU64,
     cancel: AtomicBool,
     log: Mutex<Log>,
     /// Reports made so far and whether it is over, for those who wait for more.
@@ -70,6 +81,11 @@ impl CheckpointJob {
         let job = Arc::new(Self {
             number,
             store: request.store.clone(),
+            every_ms: request.every_ms,
+            keep: request.keep,
+            attached: request.attached,
+            was_held: AtomicBool::new(false),
+            holders: AtomicU64::new(0),
             cancel: AtomicBool::new(false),
             log: Mutex::default(),
             news: watch::Sender::new((0, false)),
@@ -124,6 +140,45 @@ impl CheckpointJob {
         self.cancel.store(true, Ordering::Relaxed);
     }
 
+    /// Has hold of the run until it is over. An attached run ends when the last of these is dropped: with the
+    /// connection of its client, however that ends.
+    pub(super) async fn hold(&self) {
+        self.holders.fetch_add(1, Ordering::SeqCst);
+        self.was_held.store(true, Ordering::SeqCst);
+        let _held = Held(self);
+        self.news_since(u64::MAX).await;
+    }
+
+    /// Ends an attached run whose client never came to hold it. Counts its own waits, not time, in which this process may have
+    /// been stopped.
+    pub(super) async fn expect_client(&self) {
+        for _ in 0..CLIENT_WAITS {
+            if !self.attached || self.was_held.load(Ordering::SeqCst) || self.is_over() {
+                return;
+            }
+            tokio::time::sleep(CLIENT_WAIT).await;
+        }
+        self.client_is_gone();
+    }
+
+    fn client_is_gone(&self) {
+        if self.attached && !self.is_over() {
+            tracing::warn!(job = self.number, "checkpoints end: their client has");
+            self.cancel();
+        }
+    }
+
+    /// What it is, in the words of a refusal.
+    pub(super) fn describe(&self) -> String {
+        let every =
+            self.every_ms.map_or("one checkpoint".to_owned(), |ms| format!("every {ms} ms"));
+        format!(
+            "a checkpoint run (job {}, {every}, into {}) is active",
+            self.number,
+            self.store.display()
+        )
+    }
+
     pub(super) fn is_over(&self) -> bool {
         self.news.borrow().1
     }
@@ -151,7 +206,21 @@ impl CheckpointJob {
         let guest_ended = log.guest_ended && !running;
         let (job, store) = (self.number, self.store.clone());
         let achieved = log.tally.achieved();
-        CheckpointPage { job, running, guest_ended, store, next, epochs, achieved }
+        let Self { every_ms, keep, attached, .. } = *self;
+        let last = log.kept.back().cloned();
+        CheckpointPage {
+            job,
+            running,
+            guest_ended,
+            store,
+            next,
+            epochs,
+            achieved,
+            every_ms,
+            keep,
+            attached,
+            last,
+        }
     }
 
     /// What the run has come to, for somebody who only looks on: no reader of it is told any less.
@@ -169,6 +238,17 @@ impl CheckpointJob {
 
     fn log(&self) -> MutexGuard<'_, Log> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A client's hold of a run.
+struct Held<'j>(&'j CheckpointJob);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if self.0.holders.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.client_is_gone();
+        }
     }
 }
 

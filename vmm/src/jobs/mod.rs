@@ -127,8 +127,8 @@ impl Jobs {
     pub fn start_checkpoints(&self, request: &CheckpointRequest) -> Result<u64, String> {
         // Opening a store may take its time: only those who begin something wait for it.
         let _beginning = lock(&self.beginning);
-        if self.checkpoint_job().is_some_and(|job| !job.is_over()) {
-            return Err("checkpoints are being taken already; stop them first".to_owned());
+        if let Some(job) = self.checkpoint_job().filter(|job| !job.is_over()) {
+            return Err(job.describe());
         }
         let number = self.next_number();
         let job = CheckpointJob::start(number, &self.holds, request)?;
@@ -141,6 +141,19 @@ impl Jobs {
         let job = asked(&self.checkpoint, number)?.filter(|job| !job.is_over());
         job.ok_or("no checkpoints are being taken")?.cancel();
         Ok(())
+    }
+
+    /// Has hold of run `number` until it is over.
+    pub async fn hold_checkpoints(&self, number: Option<u64>) -> Result<(), String> {
+        asked(&self.checkpoint, number)?.ok_or("no checkpoints have been taken")?.hold().await;
+        Ok(())
+    }
+
+    /// Ends run `number` if its client does not come to hold it.
+    pub async fn expect_client(&self, number: u64) {
+        if let Some(job) = self.checkpoint.find(number) {
+            job.expect_client().await;
+        }
     }
 
     /// The reports of run `number`, or of the latest, from number `since` on: at once if there are
