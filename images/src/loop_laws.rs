@@ -14,7 +14,7 @@ const MIB: u64 = 1 << 20;
 proptest! {
     #[test]
     fn the_pace_is_exact_over_time(rate in 4096u64..1 << 34, ticks in prop::collection::vec(1u64..90_000_000, 1..200)) {
-        let mut pacer = Pacer::new(Rate::BytesPerSecond(rate), 1, 0);
+        let mut pacer = Pacer::new(&paced(rate), 1, 0);
         let (mut now, mut pages) = (0, 0);
         for tick in ticks {
             now += tick;
@@ -28,13 +28,13 @@ proptest! {
 
     #[test]
     fn a_long_stop_is_not_made_up_for(rate in 4096u64..1 << 36, stop in SECOND..SECOND * 1_000_000) {
-        let mut pacer = Pacer::new(Rate::BytesPerSecond(rate), 1, 0);
+        let mut pacer = Pacer::new(&paced(rate), 1, 0);
         prop_assert!(pacer.due(stop) <= rate / 10 / PAGE_SIZE + 1);
     }
 
     #[test]
     fn a_sleep_ends_when_pages_are_due_or_soon_anyway(rate in 4096u64..1 << 34, start in 0u64..1 << 60) {
-        let mut pacer = Pacer::new(Rate::BytesPerSecond(rate), 1, start);
+        let mut pacer = Pacer::new(&paced(rate), 1, start);
         let mut now = start;
         for _ in 0..100 {
             let due = pacer.due(now);
@@ -48,7 +48,7 @@ proptest! {
     #[test]
     fn vcpus_share_the_rate(vcpus in 1u32..=32) {
         let pages: u64 = (0..vcpus)
-            .map(|_| Pacer::new(Rate::BytesPerSecond(320 << 20), vcpus, 0).due(SECOND / 10))
+            .map(|_| Pacer::new(&paced(320 << 20), vcpus, 0).due(SECOND / 10))
             .sum();
         prop_assert!(pages.abs_diff(8192) <= u64::from(vcpus));
     }
@@ -99,6 +99,10 @@ fn a_stop_shows_as_a_gap_even_in_the_middle_of_a_sleep() {
     gap.sleep_until(42_500_000);
     gap.tick(42_000_000);
     assert_eq!((gap.max_us(), gap.take_us()), (39_500, 0));
+}
+
+fn paced(rate: u64) -> PayloadSpec {
+    PayloadSpec { rate: Rate::BytesPerSecond(rate), ..PayloadSpec::default() }
 }
 
 /// Memory with an error in every page that is read back, or none.
@@ -191,6 +195,52 @@ fn a_tick_is_at_most_one_batch() {
     let mut runner = Runner::new(&spec, 1, 0, 0);
     assert_eq!(runner.tick(SECOND / 2, &mut memory, &mut [], &mut |_| ()), Next::Go);
     assert_eq!(runner.workload().pages(), BATCH);
+}
+
+#[test]
+fn bare_visits_are_checked_once_at_the_end() {
+    for pattern in ["seq", "random", "zipf", "stride:4", "once"] {
+        let spec = format!("payload,ws=1M,rate=max,pattern={pattern},passes=3,check=end");
+        let last = *reports(&run(&spec, false, 1_000)).last().unwrap();
+        assert!(last.done && last.passes >= 3 && last.errors == 0, "{pattern}: {last:?}");
+        let last = *reports(&run(&spec, true, 1_000)).last().unwrap();
+        assert!(last.done && last.errors > 0, "{pattern}: {last:?}");
+    }
+}
+
+#[test]
+fn bare_visits_store_one_word() {
+    let spec: PayloadSpec = "payload,ws=1M,rate=max,check=end".parse().unwrap();
+    let mut memory = Bare { words: vec![0; 512 * 256], broken: false };
+    let mut runner = Runner::new(&spec, 1, 0, 0);
+    while runner.workload().passes() < 1 {
+        runner.tick(1, &mut memory, &mut [], &mut |_| ());
+    }
+    let before = memory.words.clone();
+    while runner.workload().passes() < 2 {
+        runner.tick(1, &mut memory, &mut [], &mut |_| ());
+    }
+    let changed = memory.words.iter().zip(&before).filter(|(now, was)| now != was).count();
+    assert_eq!(changed, 256);
+}
+
+#[test]
+fn an_idle_spinner_never_sleeps_and_keeps_its_rate() {
+    let spec: PayloadSpec = "payload,ws=1M,rate=32M,burst=64,idle=spin".parse().unwrap();
+    let mut memory = Bare { words: vec![0; 512 * 256], broken: false };
+    let mut runner = Runner::new(&spec, 1, 0, 0);
+    let (mut now, mut bursts, mut before) = (0, Vec::new(), 0);
+    while now < SECOND {
+        now += 10_000;
+        assert_eq!(runner.tick(now, &mut memory, &mut [], &mut |_| ()), Next::Go);
+        let pages = runner.workload().pages();
+        if pages > before && bursts.last().is_none_or(|at| now - at > 1_000_000) {
+            bursts.push(now);
+        }
+        before = pages;
+    }
+    assert!(before.abs_diff(32 * 256) <= 128, "{before}");
+    assert!(bursts.len().abs_diff(128) <= 3, "64 pages each 7.8 ms, so {}", bursts.len());
 }
 
 #[test]

@@ -21,7 +21,7 @@ impl FromStr for PayloadSpec {
     type Err = SpecError;
 
     /// Reads `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N][,ring=0|3]
-    /// [,fill=zero|random][,seconds=N][,passes=N][,writers=N]`.
+    /// [,fill=zero|random][,seconds=N][,passes=N][,writers=N][,idle=halt|spin][,burst=N][,check=always|end]`.
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut items = text.split(',');
         if items.next() != Some("payload") {
@@ -79,7 +79,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::workload::{Fill, Pattern, Rate, Ring};
+    use crate::workload::{Check, Fill, Idle, Pattern, Rate, Ring};
 
     fn any_spec() -> impl Strategy<Value = PayloadSpec> {
         let rate =
@@ -94,17 +94,26 @@ mod tests {
         let ring = prop_oneof![Just(Ring::Zero), Just(Ring::Three)];
         let fill = prop_oneof![Just(Fill::Zero), Just(Fill::Random)];
         let end = || option::of(1u64..=0xffff_ffff);
-        (1u64..1 << 26, rate, pattern, any::<u64>(), ring, fill, (end(), end(), end())).prop_map(
-            |(pages, rate, pattern, seed, ring, fill, (seconds, passes, writers))| PayloadSpec {
-                ws_bytes: pages * 4096,
-                rate,
-                pattern,
-                seed,
-                ring,
-                fill,
-                seconds,
-                passes,
-                writers,
+        let idle = prop_oneof![Just(Idle::Halt), Just(Idle::Spin)];
+        let check = prop_oneof![Just(Check::Always), Just(Check::AtEnd)];
+        let loops = (end(), end(), end(), idle, 1u64..=65_536, check);
+        (1u64..1 << 26, rate, pattern, any::<u64>(), ring, fill, loops).prop_map(
+            |(pages, rate, pattern, seed, ring, fill, loops)| {
+                let (seconds, passes, writers, idle, burst, check) = loops;
+                PayloadSpec {
+                    ws_bytes: pages * 4096,
+                    rate,
+                    pattern,
+                    seed,
+                    ring,
+                    fill,
+                    seconds,
+                    passes,
+                    writers,
+                    idle,
+                    burst,
+                    check,
+                }
             },
         )
     }
@@ -174,6 +183,9 @@ mod tests {
             ("payload,seconds=0", "is not a number from 1"),
             ("payload,passes=x", "is not a number from 1"),
             ("payload,writers=0", "is not a number from 1"),
+            ("payload,idle=sleep", "is not a way to be idle (halt or spin)"),
+            ("payload,burst=0", "is not a number of pages from 1 to 65536"),
+            ("payload,check=never", "is not a way to check (always or end)"),
             (
                 "payload,colour=red",
                 "\"colour=red\" in \"payload,colour=red\" is not a setting of the payload",

@@ -12,7 +12,7 @@
 //! let the guest run; of QEMU between the events STOP, of the source, when vCPUs stand already, and RESUME, of the destination, before they
 //! run. The ratio is of those.
 //!
-//! Medians of five pairs. An argument chooses rows whose name contains it.
+//! Medians of five pairs. A word as an argument chooses the rows whose name contains it, a number says how many pairs.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 mod copy;
@@ -26,6 +26,7 @@ use images::PayloadSpec;
 use qemu::Qemu;
 use tests::{Console, Driftline, SOON, Scratch, json_of};
 
+/// Pairs of migrations, where no argument says how many.
 const PAIRS: usize = 5;
 const DOWNTIME_MS: u64 = 300;
 
@@ -37,7 +38,7 @@ struct Load {
     vcpus: u32,
 }
 
-const LOADS: [Load; 4] = [
+const LOADS: [Load; 6] = [
     Load {
         name: "1 GiB, 64 MiB at 320 MB/s",
         spec: "payload,ws=64M,rate=320M",
@@ -55,6 +56,18 @@ const LOADS: [Load; 4] = [
         name: "1 GiB, 256 MiB as fast as it can",
         spec: "payload,ws=256M,rate=max",
         mem: "1G",
+        vcpus: 1,
+    },
+    Load {
+        name: "1 GiB, 256 MiB, one word a page, never idle",
+        spec: "payload,ws=256M,rate=max,check=end",
+        mem: "1G",
+        vcpus: 1,
+    },
+    Load {
+        name: "4 GiB, 64 pages each 8 ms, spins between",
+        spec: "payload,ws=4M,rate=32M,burst=64,idle=spin",
+        mem: "4G",
         vcpus: 1,
     },
 ];
@@ -88,7 +101,9 @@ fn main() {
         println!("not measured: {why}");
         return;
     }
-    let wanted = std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let wanted = args.iter().find(|a| a.parse::<usize>().is_err()).cloned().unwrap_or_default();
+    let count = args.iter().find_map(|a| a.parse().ok()).unwrap_or(PAIRS);
     let qemu = qemu::version();
     match &qemu {
         Some(version) => println!("{version}"),
@@ -97,20 +112,21 @@ fn main() {
     let loads: Vec<&Load> = LOADS.iter().filter(|load| load.name.contains(&wanted)).collect();
     if !loads.is_empty() {
         println!(
-            "\n| migration, ms | total | QEMU | ratio | says of its downtime | QEMU | nobody ran | QEMU | ratio | longest gap | QEMU |"
+            "\n| migration, ms | total | QEMU | ratio | reported downtime | QEMU | downtime p50 | p90 | QEMU p50 | p90 | ratio of p50 | longest gap | QEMU |"
         );
-        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
+        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
     }
     for load in loads {
-        let (ours, theirs) = pairs(load, qemu.is_some());
+        let (ours, theirs) = pairs(load, qemu.is_some(), count);
         let cell = |of: fn(&Sample) -> f64| {
             let (a, b) = (median(&ours, of), median(&theirs, of));
             (a, b, a / b)
         };
         let (total, stood) = (cell(|s| s.total_ms), cell(|s| s.stood_ms));
         let (said, gap) = (cell(|s| s.downtime_ms), cell(|s| s.gap_ms));
+        let p90 = |samples: &[Sample]| quantile(samples, 0.9, |s| s.stood_ms);
         println!(
-            "| {} | {:.0} | {:.0} | {:.2} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.1} | {:.1} |",
+            "| {} | {:.0} | {:.0} | {:.2} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.1} | {:.1} |",
             load.name,
             total.0,
             total.1,
@@ -118,22 +134,24 @@ fn main() {
             said.0,
             said.1,
             stood.0,
+            p90(&ours),
             stood.1,
+            p90(&theirs),
             stood.2,
             gap.0,
             gap.1
         );
     }
     if BULK.name.contains(&wanted) {
-        throughput(qemu.is_some());
+        throughput(qemu.is_some(), count);
     }
 }
 
-fn throughput(qemu: bool) {
-    let (ours, theirs) = pairs(&BULK, qemu);
-    let mut copies: Vec<f64> = (0..PAIRS).map(|_| copy::bytes_per_second(BULK_BYTES)).collect();
+fn throughput(qemu: bool, count: usize) {
+    let (ours, theirs) = pairs(&BULK, qemu, count);
+    let mut copies: Vec<f64> = (0..count).map(|_| copy::bytes_per_second(BULK_BYTES)).collect();
     copies.sort_by(f64::total_cmp);
-    let copy = copies[PAIRS / 2];
+    let copy = copies[count / 2];
     let pass0 = median(&ours, |s| s.pass0.unwrap_or(f64::NAN));
     let gib = |s: &Sample| s.sent_bytes / f64::from(1u32 << 30);
     println!(
@@ -161,9 +179,9 @@ fn throughput(qemu: bool) {
 }
 
 /// Migrations of both programs, in turn.
-fn pairs(load: &Load, qemu: bool) -> (Vec<Sample>, Vec<Sample>) {
+fn pairs(load: &Load, qemu: bool, count: usize) -> (Vec<Sample>, Vec<Sample>) {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    for _ in 0..PAIRS {
+    for _ in 0..count {
         ours.push(driftline(load));
         if qemu {
             theirs.push(in_qemu(load));
@@ -290,7 +308,13 @@ fn cpu_s(pid: u32) -> f64 {
 }
 
 fn median(samples: &[Sample], of: impl Fn(&Sample) -> f64) -> f64 {
+    quantile(samples, 0.5, of)
+}
+
+/// The sample below which `part` of all lie.
+fn quantile(samples: &[Sample], part: f64, of: impl Fn(&Sample) -> f64) -> f64 {
     let mut values: Vec<f64> = samples.iter().map(of).collect();
     values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    let at = (values.len() as f64 * part) as usize;
+    values.get(at.min(values.len().saturating_sub(1))).copied().unwrap_or(f64::NAN)
 }

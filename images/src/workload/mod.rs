@@ -62,5 +62,5 @@ pub use page::{Head, Kind, Mismatch, PAGE_SIZE, PAGE_WORDS, PageMemory, STAMP_WO
 pub use pattern::{Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, generation_after};
 pub use place::{PlaceError, Placement, Segment, TABLE_BASE, WS_BASE};
 pub use runner::{BATCH, ERROR_LINES, Next, Runner, ready_line};
-pub use settings::{Fill, PayloadSpec, Rate, Reason, Ring, parse_number, parse_size};
+pub use settings::{Check, Fill, Idle, PayloadSpec, Rate, Reason, Ring, parse_number, parse_size};
 pub use share::{Share, Workload};

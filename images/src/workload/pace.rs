@@ -1,7 +1,7 @@
 //! Owns time: how many page writes a rate allows by now, until when to sleep, and the longest gap between two ticks.
 
 use super::page::PAGE_SIZE;
-use super::settings::Rate;
+use super::settings::{PayloadSpec, Rate};
 
 /// The vCPU sleeps in slices of this length when its rate allows it.
 pub const SLICE_NS: u64 = 1_000_000;
@@ -18,19 +18,21 @@ const PAGE_CREDIT: u64 = PAGE_SIZE * 1_000_000_000;
 pub struct Pacer {
     /// Bytes a second; 0 is without limit.
     rate: u64,
+    /// Pages that are written in one go.
+    burst: u64,
     credit: u64,
     last_ns: u64,
     slice_end_ns: u64,
 }
 
 impl Pacer {
-    /// A pacer for one of `vcpus` vCPUs, which share `rate` evenly.
-    pub fn new(rate: Rate, vcpus: u32, now_ns: u64) -> Self {
-        let rate = match rate {
+    /// A pacer for one of `vcpus` vCPUs, which share the rate evenly.
+    pub fn new(spec: &PayloadSpec, vcpus: u32, now_ns: u64) -> Self {
+        let rate = match spec.rate {
             Rate::Max => 0,
             Rate::BytesPerSecond(rate) => (rate / u64::from(vcpus.max(1))).max(1),
         };
-        Pacer { rate, credit: 0, last_ns: now_ns, slice_end_ns: now_ns }
+        Pacer { rate, burst: spec.burst, credit: 0, last_ns: now_ns, slice_end_ns: now_ns }
     }
 
     /// How many pages may be written now.
@@ -41,7 +43,7 @@ impl Pacer {
         }
         let elapsed = now_ns.saturating_sub(self.last_ns).min(LONGEST_DEBT_NS);
         self.last_ns = self.last_ns.max(now_ns);
-        let most = (self.rate * LONGEST_DEBT_NS).max(PAGE_CREDIT);
+        let most = (self.rate * LONGEST_DEBT_NS).max(self.burst * PAGE_CREDIT);
         // Rates stay below 2^36, so neither product nor sum can overflow.
         self.credit = (self.credit + elapsed * self.rate).min(most);
         self.credit / PAGE_CREDIT
@@ -55,9 +57,9 @@ impl Pacer {
         }
     }
 
-    /// When to wake, once nothing is due any more: at the end of the slice, or when a page is due.
+    /// When to wake, once nothing is due any more: at the end of the slice, or when a burst is due.
     pub fn wake_ns(&mut self, now_ns: u64) -> u64 {
-        let missing = PAGE_CREDIT.saturating_sub(self.credit);
+        let missing = (self.burst * PAGE_CREDIT).saturating_sub(self.credit);
         let due_ns = self.last_ns + missing.div_ceil(self.rate.max(1));
         let next = self.slice_end_ns + SLICE_NS;
         let slice_end = if next > now_ns { next } else { now_ns + SLICE_NS };

@@ -15,6 +15,8 @@ pub const PAGE_SIZE: u64 = 4096;
 pub const PAGE_WORDS: usize = 512;
 /// The word at the end of a page that must agree with its head.
 pub const STAMP_WORD: usize = PAGE_WORDS - 1;
+/// The word that counts how often the page has been written.
+pub(super) const GENERATION_WORD: usize = 1;
 /// The words between head and stamp.
 const BODY: Range<usize> = 4..STAMP_WORD;
 
@@ -169,7 +171,7 @@ impl Head {
     pub fn read<M: PageMemory>(memory: &M, page: u64) -> Head {
         Head {
             gfn: memory.read_u64(page, 0),
-            generation: memory.read_u64(page, 1),
+            generation: memory.read_u64(page, GENERATION_WORD),
             writer: memory.read_u64(page, 2),
             checksum: memory.read_u64(page, 3),
             stamp: memory.read_u64(page, STAMP_WORD),
@@ -180,7 +182,7 @@ impl Head {
     #[inline(always)]
     pub fn write<M: PageMemory>(&self, memory: &mut M, page: u64) {
         memory.write_u64(page, 0, self.gfn);
-        memory.write_u64(page, 1, self.generation);
+        memory.write_u64(page, GENERATION_WORD, self.generation);
         memory.write_u64(page, 2, self.writer);
         memory.write_u64(page, 3, self.checksum);
         memory.write_u64(page, STAMP_WORD, self.stamp);
@@ -234,7 +236,7 @@ impl Head {
         if self.gfn != found.gfn {
             (0, self.gfn, found.gfn)
         } else if self.generation != found.generation {
-            (1, self.generation, found.generation)
+            (GENERATION_WORD, self.generation, found.generation)
         } else if self.writer != found.writer {
             (2, self.writer, found.writer)
         } else if self.checksum != found.checksum {

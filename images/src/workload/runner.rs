@@ -3,11 +3,13 @@
 use super::line::Line;
 use super::pace::{Gap, Pacer};
 use super::page::{Mismatch, PageMemory};
-use super::settings::{PayloadSpec, Rate, write_pattern, write_size};
+use super::settings::{Check, Idle, PayloadSpec, Rate, write_pattern, write_size};
 use super::share::{Share, Workload};
 
 /// Pages visited between two looks at the clock.
 pub const BATCH: u64 = 16;
+/// The same for a loop that only stores: a look at the clock costs as much as some stores.
+const BARE_BATCH: u64 = 256;
 /// So many bad pages get a line of their own.
 pub const ERROR_LINES: u64 = 10;
 const REPORT_NS: u64 = 1_000_000_000;
@@ -30,6 +32,10 @@ pub struct Runner {
     workload: Workload,
     pacer: Pacer,
     gap: Gap,
+    batch: u64,
+    idle: Idle,
+    /// Spins until then.
+    spin_until_ns: u64,
     start_ns: u64,
     next_report_ns: u64,
     end_ns: u64,
@@ -44,8 +50,11 @@ impl Runner {
         let seconds = spec.seconds.map(|seconds| seconds.saturating_mul(1_000_000_000));
         Runner {
             workload: Workload::new(spec, Share::of(spec.ws_pages(), vcpus, vcpu)),
-            pacer: Pacer::new(spec.rate, vcpus, now_ns),
+            pacer: Pacer::new(spec, vcpus, now_ns),
             gap: Gap::new(now_ns),
+            batch: if spec.check == Check::AtEnd { BARE_BATCH } else { BATCH },
+            idle: spec.idle,
+            spin_until_ns: 0,
             start_ns: now_ns,
             next_report_ns: now_ns + REPORT_NS,
             end_ns: seconds.map_or(u64::MAX, |length| now_ns.saturating_add(length)),
@@ -60,7 +69,7 @@ impl Runner {
         &self.workload
     }
 
-    /// Visits what is due, at most [`BATCH`] pages. `table` is the workload's (see [`Workload::table_len`]), `print`
+    /// Visits what is due, at most [`BATCH`] pages (more where visits check nothing). `table` is the workload's (see [`Workload::table_len`]), `print`
     /// takes whole lines with their newline.
     #[inline(always)]
     pub fn tick<M: PageMemory>(
@@ -74,8 +83,11 @@ impl Runner {
             return Next::Done;
         }
         self.gap.tick(now_ns);
+        if now_ns < self.spin_until_ns {
+            return Next::Go;
+        }
         let due = self.pacer.due(now_ns);
-        let now_due = due.min(BATCH);
+        let now_due = due.min(self.batch);
         let vcpu = self.workload.share().vcpu;
         let error_lines = &mut self.error_lines;
         for _ in 0..now_due {
@@ -85,6 +97,9 @@ impl Runner {
         self.pacer.take(now_due);
         if now_ns >= self.end_ns || self.workload.passes() >= self.end_passes {
             self.done = true;
+            self.workload.check_at_end(memory, table, &mut |wrong| {
+                complain(vcpu, &mut self.error_lines, wrong, print);
+            });
             self.report(now_ns, print);
             return Next::Done;
         }
@@ -100,6 +115,10 @@ impl Runner {
         }
         let wake_ns = self.pacer.wake_ns(now_ns);
         if wake_ns <= now_ns {
+            return Next::Go;
+        }
+        if self.idle == Idle::Spin {
+            self.spin_until_ns = wake_ns;
             return Next::Go;
         }
         self.gap.sleep_until(wake_ns);

@@ -35,6 +35,26 @@ pub enum Fill {
     Random,
 }
 
+/// What a vCPU does while its rate has nothing due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub enum Idle {
+    /// Halts until its timer fires.
+    Halt,
+    /// Reads its clock in a loop and never leaves the guest.
+    Spin,
+}
+
+/// How much of its work the loop checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub enum Check {
+    /// Each visit checks the head of its page, and a sweep re-reads whole pages.
+    Always,
+    /// A visit stores one word and reads nothing. All pages are checked once, at the end.
+    AtEnd,
+}
+
 /// What the payload guest is to do. Every setting has a default, so `payload` alone is a whole specification.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -57,6 +77,12 @@ pub struct PayloadSpec {
     pub passes: Option<u64>,
     /// Only so many vCPUs, the first ones, write again and again; the others do what `once` does.
     pub writers: Option<u64>,
+    /// What a vCPU does while nothing is due.
+    pub idle: Idle,
+    /// Page writes that each vCPU saves up before it does them in one go.
+    pub burst: u64,
+    /// How much is checked.
+    pub check: Check,
 }
 
 impl Default for PayloadSpec {
@@ -71,6 +97,9 @@ impl Default for PayloadSpec {
             seconds: None,
             passes: None,
             writers: None,
+            idle: Idle::Halt,
+            burst: 1,
+            check: Check::Always,
         }
     }
 }
@@ -81,6 +110,8 @@ pub struct Reason(pub &'static str);
 
 const WS_MAX: u64 = 256 << 30;
 const RATE_MAX: u64 = 64 << 30;
+/// Pages in the largest burst: 256 MiB.
+const BURST_MAX: u64 = 1 << 16;
 
 impl PayloadSpec {
     /// The order in which `vcpu` visits its pages.
@@ -122,16 +153,38 @@ impl PayloadSpec {
             b"seconds" => self.seconds = Some(parse_end(value)?),
             b"passes" => self.passes = Some(parse_end(value)?),
             b"writers" => self.writers = Some(parse_end(value)?),
+            b"idle" => {
+                self.idle = match value {
+                    b"halt" => Idle::Halt,
+                    b"spin" => Idle::Spin,
+                    _ => return Err(Reason("is not a way to be idle (halt or spin)")),
+                }
+            }
+            b"burst" => {
+                self.burst = match parse_number(value) {
+                    Some(burst @ 1..=BURST_MAX) => burst,
+                    _ => return Err(Reason("is not a number of pages from 1 to 65536")),
+                }
+            }
+            b"check" => {
+                self.check = match value {
+                    b"always" => Check::Always,
+                    b"end" => Check::AtEnd,
+                    _ => return Err(Reason("is not a way to check (always or end)")),
+                }
+            }
             _ => {
                 return Err(Reason(
-                    "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, seconds, passes, writers)",
+                    "is not a setting of the payload (ws, rate, pattern, seed, ring, fill, seconds, passes, writers, \
+                     idle, burst, check)",
                 ));
             }
         }
         Ok(())
     }
 
-    /// Appends the settings as `key=value`, `separator` before each; those without an end are left out.
+    /// Appends the settings as `key=value`, `separator` before each. The later ones
+    /// appear only where they differ from their defaults.
     pub fn write(&self, line: &mut Line, separator: u8) {
         let size = |line: &mut Line, key: &str, bytes: u64| {
             line.byte(separator).text(key).byte(b'=');
@@ -162,6 +215,15 @@ impl PayloadSpec {
         }
         if let Some(writers) = self.writers {
             number(line, "writers", writers);
+        }
+        if self.idle == Idle::Spin {
+            line.byte(separator).text("idle=spin");
+        }
+        if self.burst != 1 {
+            number(line, "burst", self.burst);
+        }
+        if self.check == Check::AtEnd {
+            line.byte(separator).text("check=end");
         }
     }
 }

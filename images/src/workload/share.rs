@@ -1,10 +1,10 @@
 //! Owns one vCPU's part of the working set: which page comes next, what it must hold, and what to write there.
 
-use super::page::{Head, Kind, Mismatch, PageMemory, check_body, fill_body};
+use super::page::{GENERATION_WORD, Head, Kind, Mismatch, PageMemory, check_body, fill_body};
 use super::pattern::{
     Generator, Pattern, SWEEP_EVERY, SWEEP_EVERY_PACED, Zipf, generation_after, next_generation,
 };
-use super::settings::{Fill, PayloadSpec, Rate, Ring};
+use super::settings::{Check, Fill, PayloadSpec, Rate, Ring};
 
 /// How far ahead of its visit a page is announced to the memory.
 const LOOK_AHEAD: u64 = 8;
@@ -51,6 +51,7 @@ pub struct Workload {
     share: Share,
     pattern: Pattern,
     fill: Fill,
+    check: Check,
     seed: u64,
     generator: Generator,
     zipf: Zipf,
@@ -79,6 +80,7 @@ impl Workload {
             share,
             pattern,
             fill: spec.fill,
+            check: spec.check,
             seed: spec.seed,
             generator: Generator::new(spec.seed, u64::from(share.vcpu)),
             zipf: Zipf::new(share.pages),
@@ -145,6 +147,9 @@ impl Workload {
         };
         self.tell(wrong, complain);
         self.advance();
+        if self.check == Check::AtEnd {
+            return;
+        }
         self.until_sweep -= 1;
         if self.until_sweep == 0 {
             self.until_sweep = self.sweep_every;
@@ -201,6 +206,11 @@ impl Workload {
         memory: &mut M,
     ) -> Option<Mismatch> {
         let page = self.share.first + index;
+        if self.check == Check::AtEnd && was != 0 {
+            memory.write_u64(page, GENERATION_WORD, u64::from(is));
+            memory.wrote(page);
+            return None;
+        }
         let gfn = memory.gfn(page);
         let expected = Head::expected(self.seed, gfn, was, self.share.vcpu);
         let found = Head::read(memory, page);
@@ -229,6 +239,45 @@ impl Workload {
     fn sweep<M: PageMemory>(&mut self, memory: &M, table: &[u32]) -> Option<Mismatch> {
         let place = self.sweep_cursor;
         self.sweep_cursor = if place + 1 == self.reach { 0 } else { place + 1 };
+        let (index, generation) = self.generation_at(place, table);
+        // A page never written is left alone: reading it would make the host back it with memory.
+        if generation == 0 {
+            return None;
+        }
+        self.check_whole(index, generation, memory)
+    }
+
+    /// Checks the head of every page once, for a workload that does not check while it writes.
+    #[inline(never)]
+    pub fn check_at_end<M: PageMemory>(
+        &mut self,
+        memory: &M,
+        table: &[u32],
+        complain: &mut impl FnMut(&Mismatch),
+    ) {
+        if self.check != Check::AtEnd {
+            return;
+        }
+        for place in 0..self.reach {
+            let (index, generation) = self.generation_at(place, table);
+            // Visits after the first one changed only the word of the generation.
+            let page = self.share.first + index;
+            let gfn = memory.gfn(page);
+            let first = generation.min(1);
+            let expected = Head {
+                generation: u64::from(generation),
+                ..Head::expected(self.seed, gfn, first, self.share.vcpu)
+            };
+            let found = Head::read(memory, page);
+            self.swept += 1;
+            if !expected.matches(&found) {
+                self.tell(Some(expected.verdict(&found, self.seed, gfn)), complain);
+            }
+        }
+    }
+
+    /// The index and the present generation of the page that the pattern visits in this place of a pass.
+    fn generation_at(&self, place: u64, table: &[u32]) -> (u64, u32) {
         let index = match self.pattern {
             Pattern::Stride(step) => place * u64::from(step),
             _ => place,
@@ -238,11 +287,7 @@ impl Workload {
             Pattern::Once if self.passes > 0 => 1,
             _ => generation_after(self.passes + u64::from(place < self.cursor)),
         };
-        // A page never written is left alone: reading it would make the host back it with memory.
-        if generation == 0 {
-            return None;
-        }
-        self.check_whole(index, generation, memory)
+        (index, generation)
     }
 
     /// Compares all 512 words of a page with what they must be.
