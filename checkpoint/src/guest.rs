@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
 use serde::{Deserialize, Serialize};
@@ -131,13 +131,15 @@ pub struct VcpuWrites {
     pub held: Duration,
 }
 
-/// How often a vCPU has stood, and how long the last time: from when it stopped until it went on, by its own clock.
+/// A vCPU's own account of its pauses, by the host's clock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VcpuPauses {
     /// Pauses that are over for it.
     pub pauses: u64,
     /// The last of them.
     pub last: Duration,
+    /// When the vCPU last resumed; `None` if it has never run.
+    pub resumed: Option<SystemTime>,
 }
 
 /// A guest that can be tracked, paused, saved and restored.

@@ -25,6 +25,7 @@ pub mod limits;
 pub mod machine;
 pub mod memory;
 pub mod sandbox;
+pub mod schedule;
 pub mod socket;
 mod sources;
 mod terminal;

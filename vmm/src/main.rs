@@ -11,5 +11,6 @@ use std::time::Instant;
 fn main() -> ExitCode {
     let started = Instant::now();
     vmm::limits::raise_open_files();
+    vmm::schedule::short_slices();
     cli::main(started)
 }

@@ -32,7 +32,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &whole) {
             return Err(self.discard(&mut wire, &*guest, copies, token, cause));
         }
-        let committed = Instant::now();
+        let (committed, committed_at) = (Instant::now(), SystemTime::now());
         let permit = match self.ledger.post(DestinationEvent::Commit) {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
@@ -61,7 +61,12 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             drop(guest);
             return Err(self.tell(&mut wire, token, e.into()));
         }
-        let (took, taken_over_at) = (committed.elapsed(), SystemTime::now());
+        // The vCPUs' own account: this thread may wait for a processor that they have.
+        let resumed = guest.stood().iter().filter_map(|vcpu| vcpu.resumed).max();
+        let taken_over_at = resumed.unwrap_or_else(SystemTime::now);
+        // The clock may have been set meanwhile; it was no longer than this thread saw.
+        let took = taken_over_at.duration_since(committed_at).unwrap_or_default();
+        let took = took.min(committed.elapsed());
         copies.into_iter().for_each(|copy| copy.keep());
         let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);
         // A source that does not hear it asks, and the door answers.

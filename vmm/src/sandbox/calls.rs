@@ -80,7 +80,8 @@ pub(super) const PROCESS: &[Sysno] = &[
     dup2, bind, listen,
     // Signals and threads.
     rt_sigaction, rt_sigpending, rt_sigtimedwait, rt_sigsuspend, clone3, set_tid_address,
-    sched_setaffinity, sched_getparam, sched_getscheduler, sched_get_priority_max,
+    sched_setaffinity, sched_getparam, sched_getscheduler, sched_getattr, sched_setattr,
+    sched_get_priority_max,
     sched_get_priority_min, getppid, getpgrp, getpgid, getsid, getgroups, getresuid, getresgid,
     getrlimit, getpriority, times, capget,
     // Narrower domains for the threads to come.

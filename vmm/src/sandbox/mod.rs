@@ -33,6 +33,7 @@ use std::time::Instant;
 
 pub(crate) use self::landlock::offered as landlock_offered;
 use crate::kvm::block_signals;
+use crate::schedule;
 use seccomp::Filters;
 
 /// Kinds of threads that serve the guest.
@@ -180,6 +181,9 @@ pub fn spawn<T: Send + 'static>(
     Builder::new().name(name.into()).spawn(move || {
         let _logged = logged.entered();
         block_signals();
+        if matches!(class, Class::Vcpu | Class::Worker) {
+            schedule::default_slices();
+        }
         enter(class);
         work()
     })

@@ -28,7 +28,7 @@ mod wave;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use checkpoint::{GuestError, VcpuPauses};
 use dirty_tracker::RingFull;
@@ -108,6 +108,8 @@ pub(crate) struct Counters {
     pauses: AtomicU64,
     /// How long it stood in the last of them.
     stood_ns: AtomicU64,
+    /// When it last resumed, in microseconds of Unix time; 0 if it has never run.
+    resumed_us: AtomicU64,
 }
 
 impl Counters {
@@ -139,7 +141,12 @@ impl Counters {
     pub(crate) fn stood(&self) -> VcpuPauses {
         // Pairs with the store: the last is at least as new.
         let pauses = self.pauses.load(Ordering::Acquire);
-        VcpuPauses { pauses, last: Duration::from_nanos(self.stood_ns.load(Ordering::Relaxed)) }
+        let resumed_us = Some(self.resumed_us.load(Ordering::Relaxed)).filter(|us| *us != 0);
+        VcpuPauses {
+            pauses,
+            last: Duration::from_nanos(self.stood_ns.load(Ordering::Relaxed)),
+            resumed: resumed_us.map(|us| UNIX_EPOCH + Duration::from_micros(us)),
+        }
     }
 
     /// A pause is over.
@@ -147,6 +154,14 @@ impl Counters {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.stood_ns.store(ns, Ordering::Relaxed);
         self.pauses.fetch_add(1, Ordering::Release);
+    }
+
+    /// The vCPU enters the guest again. Whoever asked for that may learn of it later: on a busy host the guest has its
+    /// processor.
+    fn count_resume(&self) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
+        self.resumed_us.store(us, Ordering::Relaxed);
     }
 
     /// A hold is over.
@@ -225,6 +240,7 @@ impl<P: Peers> Vcpu<P> {
                 wave.pass_on(self.id);
                 if state == State::Paused {
                     self.tell_of_gap();
+                    self.counters.count_resume();
                     return State::Running;
                 }
             }
