@@ -7,7 +7,7 @@
 //! | no time: there are none | | switch over |
 //! | at most [`WORTH_A_PASS`] | | switch over: a pause costs about as much by itself |
 //! | at most the downtime target | the last pass left less than [`SHRINKS`] of what it sent | keep going: the pause becomes shorter |
-//! | at most the downtime target | it did not, or a limit is reached | switch over |
+//! | at most the downtime target | it did not, or a limit is reached | switch over; where vCPUs can be throttled and the pause would be long, only after passes under a tight throttle (the approach, see [`throttle`](crate::throttle)) |
 //! | longer | no limit is reached | keep going |
 //! | longer | passes or time have run out | as the strategy says: a long pause, or none |
 //!
@@ -237,6 +237,11 @@ pub(crate) fn shrinks(passes: &[Measured], pending: u64) -> bool {
     passes.last().is_some_and(|p| (pending as f64) < SHRINKS * p.frames as f64)
 }
 
+/// Whether neither passes nor time have run out.
+pub(crate) fn may_go_on(goals: &Goals, passes: &[Measured], elapsed: Duration) -> bool {
+    (passes.len() as u32) < goals.max_passes && elapsed < goals.timeout
+}
+
 /// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames wait;
 /// `elapsed` counts from the first pass's begin. Costs nothing, allocates nothing.
 ///
@@ -250,7 +255,7 @@ pub fn judge(goals: &Goals, passes: &[Measured], pending: u64, elapsed: Duration
     let link_rate = link_rate(passes).unwrap_or(0);
     let expected = expected_downtime(pending, link_rate);
     let done = passes.len() as u32;
-    let may_go_on = done < goals.max_passes && elapsed < goals.timeout;
+    let may_go_on = may_go_on(goals, passes, elapsed);
     if let Some(expected) = expected.filter(|e| *e <= goals.downtime) {
         if may_go_on && expected > WORTH_A_PASS && shrinks(passes, pending) {
             return Judgement::KeepGoing;

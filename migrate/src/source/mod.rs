@@ -24,7 +24,7 @@ use dirty_tracker::{PAGE_SIZE, Subscription};
 
 use crate::control::{Phase, SendControl};
 use crate::convergence::{
-    Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, judge, link_rate,
+    Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, link_rate,
 };
 use crate::error::{Cause, GuestPlace, SendError, WireError};
 use crate::heap;
@@ -284,7 +284,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             measured.push(done.measured(dirtied, drives.passed));
             throttled.measure(window);
             self.show(&measured, epoch.frames(), &drives, window);
-            let mut judgement = judge(&goals, &measured, dirtied, begun.elapsed());
+            let mut judgement = throttled.judge(&goals, &measured, dirtied, begun.elapsed());
             if matches!(judgement, Judgement::SwitchOver(_)) && settlings <= SETTLINGS {
                 settlings += 1;
                 if settlings == 1 {
@@ -305,7 +305,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                     epoch = writes.drain();
                     drives.drain();
                     dirtied = epoch.frames() + drives.pending();
-                    judgement = judge(&goals, &measured, dirtied, begun.elapsed());
+                    judgement = throttled.judge(&goals, &measured, dirtied, begun.elapsed());
                 }
                 if let Judgement::KeepGoing = judgement
                     && let Some(early) = recorded.take()
@@ -314,7 +314,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 }
             }
             match judgement {
-                Judgement::KeepGoing => throttled.adjust(&goals, &measured, dirtied),
+                Judgement::KeepGoing => throttled.adjust(),
                 Judgement::GiveUp(reason) => {
                     let cause = Cause::NotConverging { why: reason.to_string() };
                     return Err(throttled.explain(cause).into());

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use checkpoint::{Guest, VcpuWrites};
 use dirty_tracker::PAGE_SIZE;
 
-use crate::convergence::{Goals, Measured};
+use crate::convergence::{Goals, Judgement, Measured, judge};
 use crate::error::Cause;
 use crate::report::{VcpuThrottle, ms, per_second};
-use crate::throttle::{Throttle, throttle};
+use crate::throttle::{Throttle, judge_and_throttle};
 
 /// A guest whose vCPUs may be held.
 #[must_use = "dropping this takes the throttle away"]
@@ -19,6 +19,8 @@ pub(super) struct Throttled<'g, G: Guest + ?Sized> {
     /// The operator wants no holds.
     forbidden: bool,
     now: Throttle,
+    /// As of the last verdict.
+    next: Throttle,
     /// When the first one began.
     since: Option<Instant>,
     /// Before the migration, and at the end of the last pass.
@@ -38,6 +40,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
             guest,
             forbidden: !allowed,
             now: Throttle::Off,
+            next: Throttle::Off,
             since: None,
             last: first.clone(),
             dirtied: vec![0; first.len()],
@@ -75,13 +78,26 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 }
     }
 
-    /// Precopy goes on with `pending` frames: holds vCPUs if it must.
-    pub(super) fn adjust(&mut self, goals: &Goals, passes: &[Measured], pending: u64) {
+    /// The verdict after a pass, with `pending` frames left. [`Self::adjust`] then throttles as that wants it.
+    pub(super) fn judge(
+        &mut self,
+        goals: &Goals,
+        passes: &[Measured],
+        pending: u64,
+        elapsed: Duration,
+    ) -> Judgement {
         if self.forbidden {
-            return;
+            return judge(goals, passes, pending, elapsed);
         }
-        let writes = (&*self.dirtied, self.window);
-        let next = throttle(self.now, goals, passes, pending, writes);
+        let (left, writes) = ((pending, elapsed), (&*self.dirtied, self.window));
+        let (verdict, next) = judge_and_throttle(self.now, goals, passes, left, writes);
+        self.next = next;
+        verdict
+    }
+
+    /// Precopy goes on: throttles vCPUs as the last verdict wanted it.
+    pub(super) fn adjust(&mut self) {
+        let next = self.next;
         if next.rate() != self.now.rate() {
             let most = next.rate().map_or(0, |rate| rate.saturating_mul(PAGE_SIZE));
             tracing::info!(vm = %self.guest.vm_id(), ?next, most, "vCPUs are held");
