@@ -24,8 +24,8 @@ fn in_a_row(load: Load, times: usize) {
         here.wait_state("running");
         if life % 2 == 0 {
             // Said a moment after the guest runs.
-            wait_for("the frames to come", SOON, || {
-                here.log().contains(" frames to come ").then_some(())
+            wait_for("the pages that follow", SOON, || {
+                here.log().contains(" pages follow on demand").then_some(())
             });
         }
         here.console().wait_reports(2, 1, SOON);
@@ -143,9 +143,9 @@ fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
     let mut here = Driftline::start(&scratch, "here", &["restore", "--store", &store, "--lazy"]);
     here.wait_state("running");
     // How much of its 64 MiB it had written to by its checkpoint is for the host to say.
-    let to_come = wait_for("the frames to come", SOON, || {
+    let to_come = wait_for("the pages that follow", SOON, || {
         let log = here.log();
-        let (before, _) = log.split_once(" frames to come ")?;
+        let (before, _) = log.split_once(" pages follow on demand")?;
         before.rsplit(' ').next()?.parse::<u64>().ok()
     });
     let sent = here.cli("send-migration", &[&address, "--json"]);

@@ -114,7 +114,7 @@ fn what_both_sides_say_of_copies_must_fit() {
         vec!["restore", "--store", "none", "--disk", &made],
     ] {
         let said = common::fail(1, &args);
-        assert!(said.contains("copy of --disk is for a guest that comes"), "{said}");
+        assert!(said.contains("'copy' of --disk is only for receive-migration"), "{said}");
     }
     let first = Vmm::run(&place, "first", &[GUEST, &["--disk", &a]].concat());
     let mut before = first.await_progress(1, &[]);

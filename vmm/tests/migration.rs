@@ -92,7 +92,7 @@ fn killed_and_restored(mode: &str, how: &[&str]) {
     let mut second = Vmm::start(&place, "second", &restore);
     second.await_api();
     // One memory, one descriptor: all frames come first.
-    let late = second.said().contains("frames to come");
+    let late = second.said().contains("pages follow on demand");
     assert!(!late || (mode != "userfault-wp" && !how.is_empty()), "{mode}: {}", second.said());
     second.await_progress(2, &before);
     assert_eq!(second.info().unwrap()["tracking"], mode);
