@@ -193,7 +193,7 @@ impl fmt::Display for Reason {
 }
 
 /// A pass with less than this on the wire says little about the link.
-const TELLING_BYTES: u64 = 1 << 20;
+pub(crate) const TELLING_BYTES: u64 = 1 << 20;
 
 /// How fast the link is, or is let be, bytes/s: by the last pass that is large enough to tell, else by all
 /// together. `None` before anything was measured.

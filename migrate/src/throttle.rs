@@ -28,8 +28,8 @@ use std::time::Duration;
 #[cfg(doc)]
 use crate::convergence::SHRINKS;
 use crate::convergence::{
-    Goals, Judgement, Measured, Reason, expected_downtime, frame_rate, judge, link_rate, may_go_on,
-    shrinks,
+    Goals, Judgement, Measured, Reason, TELLING_BYTES, expected_downtime, frame_rate, judge,
+    link_rate, may_go_on, shrinks,
 };
 
 /// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that holds need not be exact.
@@ -128,6 +128,10 @@ pub fn judge_and_throttle(
 /// The throttle of the approach; `None` if it would slow nobody down, or is on already.
 fn approach(now: Throttle, passes: &[Measured], writes: (&[u64], Duration)) -> Option<Throttle> {
     if matches!(now, Throttle::On { share, .. } if share <= APPROACH_SHARE) {
+        return None;
+    }
+    // Before that much has been sent the link's rate is a guess.
+    if passes.iter().map(|p| p.bytes).sum::<u64>() < TELLING_BYTES {
         return None;
     }
     let next = with_share(now, APPROACH_SHARE, passes, writes);
@@ -343,7 +347,8 @@ mod tests {
             let goals = goals(Duration::from_millis(300));
             let with = migrate(&vcpus, link, &goals, true);
             let Judgement::SwitchOver(Reason::Fits { expected, .. }) = with.end else { return Ok(()) };
-            if expected > LONG_PAUSE {
+            let sent: u64 = with.passes.iter().map(|p| p.bytes).sum();
+            if expected > LONG_PAUSE && sent >= TELLING_BYTES {
                 let last = with.throttles.last().unwrap();
                 prop_assert!(matches!(last, Throttle::On { share, .. } if *share <= APPROACH_SHARE), "{last:?}: {expected:?}");
             }

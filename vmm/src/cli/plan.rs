@@ -211,7 +211,7 @@ mod tests {
         assert_eq!(plan.verdict, PlanVerdict::ConvergesThrottled);
         let text = told(&plan);
         assert!(
-            text.contains("held to 12 MiB/s each") || text.contains("held to 12.0 MiB/s each"),
+            text.contains("held to 3 MiB/s each") || text.contains("held to 3.0 MiB/s each"),
             "{text}"
         );
         assert!(text.contains("without throttle  does not converge"), "{text}");
