@@ -34,6 +34,12 @@ pub fn kvm_or_skip(test: &str) -> bool {
     }
 }
 
+/// A deadline that a test on a busy host does not reach.
+#[cfg(test)]
+pub(crate) fn soon() -> std::time::Instant {
+    std::time::Instant::now() + std::time::Duration::from_secs(20)
+}
+
 /// Whether tests that have a long form shall run that: with `DRIFTLINE_FULL=1`.
 pub fn full() -> bool {
     std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1")

@@ -18,6 +18,7 @@ pub(super) fn to_the_end(
     server: Server,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
+    end_in_bounded_time();
     let shadow = jobs.end_shadow();
     jobs.settle();
     drop(server);
@@ -28,6 +29,27 @@ pub(super) fn to_the_end(
     let judged = shadow.map_or(Ok(()), |shadow| judge(shadow.map_err(Failure::error)?));
     both(end, judged)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// How long the process may take to end once its guest has: what it waits for then has limits of its own, but closing
+/// a file on dead storage has none.
+const END_LIMIT: Duration = Duration::from_secs(20);
+
+/// Ends the process after [`END_LIMIT`], whatever it waits for.
+fn end_in_bounded_time() {
+    let end = || {
+        std::thread::sleep(END_LIMIT);
+        say(format_args!(
+            "storage or a reader of the serial port is stuck for {} s: ending without it; what the guest last wrote to its \
+             disks may not be durable",
+            END_LIMIT.as_secs()
+        ));
+        std::process::exit(1);
+    };
+    let thread = std::thread::Builder::new().name("end-limit".into()).spawn(end);
+    if let Err(e) = thread {
+        tracing::warn!("the end of this process has no limit: {e}");
+    }
 }
 
 /// Says how the guest ended, or fails with it.

@@ -45,6 +45,8 @@ pub use power::{PowerManagement, PowerState};
 pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
 pub(crate) use set::DeviceSet;
+#[cfg(test)]
+pub(crate) use set::Limits;
 pub use set::{DeviceError, Drive};
 pub use sink::{SinkError, SinkWriter};
 pub(crate) use sink::{SinkThread, open as open_sink};

@@ -93,7 +93,7 @@ impl Device for Rng {
         Ok(())
     }
 
-    fn release(&mut self) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), String> {
         Ok(())
     }
 }

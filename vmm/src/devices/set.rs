@@ -18,7 +18,7 @@ use super::net::{Net, TapError};
 use super::opener::Opener;
 use super::placement::{device_at, placement};
 use super::rng::Rng;
-use super::virtio::{Device, Done, Transport, VirtioState};
+use super::virtio::{Device, Done, GRACE, Transport, VirtioState};
 use super::vsock::{Vsock, VsockError};
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
 use crate::kvm::KvmVm;
@@ -26,8 +26,11 @@ use crate::memory::{Kept, Memory};
 
 /// How long a pause waits for requests that are under way in a device.
 const STALL_LIMIT: Duration = Duration::from_secs(10);
-/// How much longer than a device itself whoever asked it waits.
-const GRACE: Duration = Duration::from_secs(1);
+/// How long a device may take to make durable what the guest wrote, and to let go of its files. The guest is paused
+/// meanwhile: storage that needs longer is too slow to hand the guest over now.
+const RELEASE_LIMIT: Duration = Duration::from_secs(10);
+/// How long devices may take for any other request. They wait for nothing then, so only a stuck backend takes this long.
+const ASK_LIMIT: Duration = Duration::from_secs(5);
 /// Bytes that encode whose what came late is: number and length, and of all how many.
 const LATE_HEADS: usize = 8;
 /// Offset of `QueueNotify`, where ioeventfds listen.
@@ -92,8 +95,24 @@ pub(crate) struct DeviceSet {
     opener: Option<Opener>,
     /// Frames that no device may change now.
     kept: Arc<Kept>,
-    /// How long a pause waits for requests that are under way.
-    stall_limit: Duration,
+    limits: Limits,
+}
+
+/// How long devices may take, all of them together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// For requests that are under way at a pause.
+    pub(crate) stall: Duration,
+    /// See [`RELEASE_LIMIT`].
+    pub(crate) release: Duration,
+    /// See [`ASK_LIMIT`].
+    pub(crate) ask: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { stall: STALL_LIMIT, release: RELEASE_LIMIT, ask: ASK_LIMIT }
+    }
 }
 
 /// The file of a disk.
@@ -116,14 +135,16 @@ impl DeviceSet {
             balloon: None,
             opener: None,
             kept: Arc::default(),
-            stall_limit: STALL_LIMIT,
+            limits: Limits::default(),
         }
     }
 
-    /// Of these devices, with a limit for pauses of their own.
+    /// Of these devices, with limits of their own.
     #[cfg(test)]
-    pub(crate) fn of(devices: Vec<Transport>, stall_limit: Duration) -> Self {
-        Self { devices, stall_limit, ..Self::empty() }
+    pub(crate) fn of(devices: Vec<Transport>, limits: Limits) -> Self {
+        let mut set = Self::empty();
+        (set.devices, set.limits) = (devices, limits);
+        set
     }
 
     /// The devices of `config`, the configuration of `guest`, standing. With `acquire` they hold what only
@@ -136,7 +157,8 @@ impl DeviceSet {
         acquire: bool,
         made_here: &[String],
     ) -> Result<Self, DeviceError> {
-        let mut set = Self { kept: memory.kept().clone(), ..Self::empty() };
+        let mut set = Self::empty();
+        set.kept = memory.kept().clone();
         for device in &config.devices {
             let id = device.id();
             let mut built = set.create(device, config.vcpus, guest, made_here)?;
@@ -287,12 +309,12 @@ impl DeviceSet {
     /// Brings all devices to a stand, all at once, once no vCPU runs. If one cannot be, those that
     /// were go on, and the error says which and why.
     pub(crate) fn quiesce(&self) -> Result<(), String> {
-        let deadline = Instant::now() + self.stall_limit;
+        let deadline = Instant::now() + self.limits.stall;
         self.hurry(true);
         let waiting: Vec<_> = self.devices.iter().map(|d| (d, d.quiesce(deadline))).collect();
         let mut stands = Ok(());
         for (device, answer) in waiting {
-            if let Err(why) = wait(device, &answer, deadline, self.stall_limit) {
+            if let Err(why) = wait(device, &answer, deadline, self.limits.stall) {
                 stands = stands.and(Err(why));
             }
         }
@@ -309,17 +331,25 @@ impl DeviceSet {
         self.devices.iter().rev().for_each(Transport::resume);
     }
 
+    fn ask_deadline(&self) -> Instant {
+        Instant::now() + self.limits.ask
+    }
+
     /// Takes what only one host may hold. If one device cannot, those that did let go of it again.
     pub(crate) fn acquire(&self) -> Result<(), String> {
+        let deadline = self.ask_deadline();
         for (i, device) in self.devices.iter().enumerate() {
-            if let Err(why) = device.acquire() {
-                for earlier in &self.devices[..i] {
-                    if let Err(e) = earlier.release() {
-                        tracing::error!("{e}");
-                    }
+            if let Err(why) = device.acquire_by(deadline) {
+                if let Err(e) = self.release_these(&self.devices[..i]) {
+                    tracing::error!("{e}");
                 }
                 // Also those that were attached before they were acquired.
-                self.devices.iter().for_each(|device| drop(device.detach(0)));
+                let deadline = self.ask_deadline();
+                for device in &self.devices {
+                    if let Err(e) = device.detach_by(0, deadline) {
+                        tracing::warn!("{e}");
+                    }
+                }
                 return Err(why);
             }
         }
@@ -329,15 +359,23 @@ impl DeviceSet {
     /// Makes durable what the guest wrote and lets go of what only one host may hold. All devices
     /// are tried; if one fails, what the others let go of is to be acquired again.
     pub(crate) fn release(&self) -> Result<(), String> {
-        self.devices.iter().map(Transport::release).fold(Ok(()), Result::and)
+        self.release_these(&self.devices)
+    }
+
+    fn release_these(&self, devices: &[Transport]) -> Result<(), String> {
+        let deadline = Instant::now() + self.limits.release;
+        // Side by side: each may wait for its storage.
+        let asked: Vec<_> = devices.iter().map(|device| device.begin_release(deadline)).collect();
+        asked.into_iter().map(|asked| asked.wait()?).fold(Ok(()), Result::and)
     }
 
     /// Lets go of what peers reach the guest by; what came for it late, by device, encoded in at most [`MAX_LATE`] bytes.
     pub(crate) fn detach(&self) -> Result<Vec<u8>, String> {
+        let deadline = self.ask_deadline();
         let mut room = MAX_LATE - LATE_HEADS * self.devices.len();
         let mut late = BTreeMap::new();
         for (device, i) in self.devices.iter().zip(0u16..) {
-            let bytes = device.detach(room);
+            let bytes = device.detach_by(room, deadline)?;
             room = room.saturating_sub(bytes.len());
             if !bytes.is_empty() {
                 late.insert(i, bytes);
@@ -348,6 +386,7 @@ impl DeviceSet {
 
     /// Has peers reach the guest here. All devices are tried, also if there is no sense in what came late.
     pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
+        let deadline = self.ask_deadline();
         let decoded = match late.is_empty() {
             true => Ok((BTreeMap::new(), &[][..])),
             false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(late),
@@ -358,7 +397,7 @@ impl DeviceSet {
             Err(e) => (BTreeMap::new(), Err(e.to_string())),
         };
         for (device, i) in self.devices.iter().zip(0..) {
-            result = result.and(device.attach(late.remove(&i).unwrap_or_default()));
+            result = result.and(device.attach_by(late.remove(&i).unwrap_or_default(), deadline));
         }
         if let Some((device, _)) = late.first_key_value() {
             result = result.and(Err(format!("it is for device {device}, which does not exist")));
@@ -368,13 +407,15 @@ impl DeviceSet {
 
     /// The states of all devices, which stand.
     pub(crate) fn save(&self) -> Result<Vec<VirtioState>, String> {
-        self.devices.iter().map(Transport::save).collect()
+        let deadline = self.ask_deadline();
+        self.devices.iter().map(|device| device.save_by(deadline)).collect()
     }
 
     /// Puts saved states into devices that have never worked.
     pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, String)> {
+        let deadline = self.ask_deadline();
         for (i, (device, state)) in self.devices.iter().zip(states).enumerate() {
-            device.restore(state).map_err(|why| (i, why))?;
+            device.restore_by(state, deadline).map_err(|why| (i, why))?;
         }
         Ok(())
     }
@@ -391,6 +432,13 @@ impl DeviceSet {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for DeviceSet {
+    fn drop(&mut self) {
+        // All at once: the drops that follow wait for each, and several may be stuck.
+        self.devices.iter().for_each(Transport::quit);
     }
 }
 
@@ -529,7 +577,7 @@ mod tests {
             spawn("first", Box::new(Fake(script.clone())), &memory),
             spawn("a", Box::new(block), &memory),
         ];
-        let set = DeviceSet::of(devices, STALL_LIMIT);
+        let set = DeviceSet::of(devices, Limits::default());
         set.acquire().unwrap();
         Script::set(&script.refuses_release, true);
         assert_eq!(set.release().unwrap_err(), "it does not let go");
@@ -546,7 +594,8 @@ mod tests {
         let device =
             |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
         let devices = scripts.iter().zip(["done", "stuck"]).map(device).collect();
-        let set = DeviceSet::of(devices, Duration::from_millis(50));
+        let stall = Duration::from_millis(50);
+        let set = DeviceSet::of(devices, Limits { stall, ..Limits::default() });
         set.resume();
         Script::set(&scripts[1].busy, true);
         let why = set.quiesce().unwrap_err();
@@ -555,5 +604,55 @@ mod tests {
         Script::set(&scripts[1].busy, false);
         set.quiesce().unwrap();
         set.save().unwrap();
+    }
+
+    /// One device whose thread gets stuck, with short limits.
+    fn stuck_set(memory: &Memory) -> (DeviceSet, Arc<Script>) {
+        let script = Arc::new(Script::default());
+        let devices = vec![spawn("stuck", Box::new(Fake(script.clone())), memory)];
+        let limit = Duration::from_millis(50);
+        let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
+        Script::set(&script.stuck, true);
+        (set, script)
+    }
+
+    #[test]
+    fn stuck_device_is_named_by_every_request() {
+        let memory = memory();
+        type Request = fn(&DeviceSet) -> Result<(), String>;
+        let requests: [Request; 6] = [
+            |set| set.acquire(),
+            |set| set.release(),
+            |set| set.save().map(drop),
+            |set| {
+                let state = spawn("ok", Box::new(Fake(Arc::default())), &self::memory()).save()?;
+                set.restore(vec![state]).map_err(|(_, why)| why)
+            },
+            |set| set.detach().map(drop),
+            |set| set.attach(&[]),
+        ];
+        for request in requests {
+            let (set, script) = stuck_set(&memory);
+            let why = request(&set).unwrap_err();
+            assert!(why.contains("virtio-rng \"stuck\" did not "), "{why}");
+            assert!(why.contains("its backend is stuck"), "{why}");
+            // One that is asked next waits behind it, no longer than its own limit.
+            let why = set.quiesce().unwrap_err();
+            assert!(why.contains("virtio-rng \"stuck\""), "{why}");
+            Script::set(&script.stuck, false);
+        }
+    }
+
+    /// A guest whose hand-over has failed goes on, and its disk with it (I7).
+    #[test]
+    fn release_past_its_deadline_is_not_carried_out() {
+        let memory = memory();
+        let (set, script) = stuck_set(&memory);
+        set.attach(&[]).unwrap_err();
+        set.release().unwrap_err();
+        Script::set(&script.stuck, false);
+        // Behind both in the channel.
+        set.devices[0].acquire().unwrap();
+        assert!(!Script::is(&script.released));
     }
 }

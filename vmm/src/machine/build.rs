@@ -3,7 +3,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
@@ -173,7 +172,7 @@ impl Machine {
         let bus = Arc::new(Bus::new(com1, devices));
 
         let collector_channel = mpsc::channel();
-        let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new()));
+        let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new(holds)));
         let (requests, inbox) = mpsc::channel();
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
@@ -188,7 +187,7 @@ impl Machine {
         let shared_bus = bus.clone();
         // From here on the supervisor ends the threads if anything fails.
         let supervisor =
-            Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox, holds)?;
+            Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox)?;
         let mut machine = Self {
             vm_id,
             config,
@@ -198,7 +197,6 @@ impl Machine {
             meters,
             balloon,
             status,
-            released: AtomicBool::new(false),
             counters,
             started: Instant::now(),
             requests,

@@ -10,8 +10,9 @@
 //! ```
 //!
 //! Each arrow is a channel. The supervisor waits for vCPUs and devices, each for a limited time; vCPUs wait
-//! for the collector, and for a device whose registers they have written, both with their ears open; collector
-//! and devices wait for nobody here. So nothing here can deadlock, and no backend can hold up a request.
+//! for the collector, and for a device whose registers they have written, and serve their commands meanwhile; collector
+//! and devices wait for nobody here. So nothing here can deadlock, and a stuck backend makes a request fail by the
+//! device's name after that time, which holds for the next request and for the guest's end, too.
 
 mod build;
 mod early;
@@ -27,7 +28,6 @@ mod supervisor;
 mod tests;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -68,8 +68,6 @@ pub struct Machine {
     meters: Vec<Meter>,
     balloon: Option<BalloonControl>,
     status: Arc<Status>,
-    /// Without devices: it was let go of. With them the supervisor knows.
-    released: AtomicBool,
     counters: Vec<Arc<Counters>>,
     started: Instant,
     requests: Sender<Request>,
@@ -250,11 +248,6 @@ impl Guest for Machine {
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        if self.released.load(Ordering::SeqCst) {
-            let what = "the guest".to_owned();
-            let why = "it was let go of, and not taken again: it may be another host's".to_owned();
-            return Err(GuestError::Unsupported { what, why });
-        }
         self.ask("resuming", Request::Resume)
     }
 
@@ -279,9 +272,7 @@ impl Guest for Machine {
     fn release(&self) -> Result<(), GuestError> {
         // It holds nothing but the right to run, so two threads need not meet while it stands.
         if self.config.devices.is_empty() {
-            self.stands("release")?;
-            self.released.store(true, Ordering::SeqCst);
-            return Ok(());
+            return self.status.set_holds("release", false);
         }
         self.ask("releasing devices", Request::Release)
     }
@@ -303,9 +294,7 @@ impl Guest for Machine {
 
     fn acquire(&self) -> Result<(), GuestError> {
         if self.config.devices.is_empty() {
-            self.stands("acquire")?;
-            self.released.store(false, Ordering::SeqCst);
-            return Ok(());
+            return self.status.set_holds("acquire", true);
         }
         self.ask("acquiring devices", Request::Acquire)
     }

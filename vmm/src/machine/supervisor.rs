@@ -42,10 +42,10 @@ pub(super) enum Request {
     Quit,
 }
 
-/// Whether the machine runs: written by the supervisor, read by anyone.
+/// Whether the machine runs, and may run. The supervisor writes it; anyone reads it, and lets go of a guest without devices.
 #[derive(Debug)]
 pub(super) struct Status {
-    now: Mutex<(RunState, Option<EndReason>)>,
+    now: Mutex<Now>,
     changed: Condvar,
     /// The vCPUs are taking over a state.
     takes_state: AtomicBool,
@@ -53,10 +53,21 @@ pub(super) struct Status {
     lost: OnceLock<String>,
 }
 
+#[derive(Debug)]
+struct Now {
+    state: RunState,
+    end: Option<EndReason>,
+    /// The machine has what only one host may hold: of a guest without devices, the right to run alone. Looked at in one step
+    /// with what it allows, so that a guest that was let go of does not run (I7).
+    holds: bool,
+}
+
 impl Status {
-    pub(super) fn new() -> Self {
+    /// Paused.
+    pub(super) fn new(holds: bool) -> Self {
+        let now = Now { state: RunState::Paused, end: None, holds };
         Self {
-            now: Mutex::new((RunState::Paused, None)),
+            now: Mutex::new(now),
             changed: Condvar::new(),
             takes_state: AtomicBool::new(false),
             lost: OnceLock::new(),
@@ -71,27 +82,50 @@ impl Status {
         let _ = self.lost.set(why.to_owned());
     }
 
-    fn lock(&self) -> MutexGuard<'_, (RunState, Option<EndReason>)> {
+    fn lock(&self) -> MutexGuard<'_, Now> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn state(&self) -> RunState {
-        self.lock().0
+        self.lock().state
     }
 
     fn set(&self, state: RunState) {
-        self.lock().0 = state;
+        self.lock().state = state;
+    }
+
+    /// From now on the machine has what only one host may hold, or has not; refuses `request` unless the guest is paused.
+    pub(super) fn set_holds(&self, request: &'static str, holds: bool) -> Result<(), GuestError> {
+        let mut now = self.lock();
+        now.require(request, RunState::Paused)?;
+        now.holds = holds;
+        Ok(())
+    }
+
+    /// From now on the guest runs, if it is paused and here.
+    fn run(&self) -> Result<(), GuestError> {
+        let mut now = self.lock();
+        now.require("resume", RunState::Paused)?;
+        if !now.holds {
+            let what = "the guest".to_owned();
+            let why = "it was let go of, or not taken yet: it may be another host's".to_owned();
+            return Err(GuestError::Unsupported { what, why });
+        }
+        now.state = RunState::Running;
+        Ok(())
     }
 
     fn end(&self, why: EndReason) {
-        *self.lock() = (RunState::Stopped, Some(why));
+        let mut now = self.lock();
+        (now.state, now.end) = (RunState::Stopped, Some(why));
+        drop(now);
         self.changed.notify_all();
     }
 
     pub(super) fn wait_end(&self, timeout: Option<Duration>) -> Option<EndReason> {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         let mut now = self.lock();
-        while now.1.is_none() {
+        while now.end.is_none() {
             now = match deadline {
                 None => self.changed.wait(now).unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) => {
@@ -101,7 +135,14 @@ impl Status {
                 }
             };
         }
-        now.1.clone()
+        now.end.clone()
+    }
+}
+
+impl Now {
+    fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
+        let state = self.state;
+        if state == needed { Ok(()) } else { Err(GuestError::State { request, state }) }
     }
 }
 
@@ -187,8 +228,6 @@ pub(super) struct Supervisor {
     has_run: bool,
     /// A restore failed half-way, and none has succeeded since.
     half_restored: bool,
-    /// It has what only one host may hold.
-    holds: bool,
 }
 
 impl Supervisor {
@@ -199,7 +238,6 @@ impl Supervisor {
         vcpus: Vec<VcpuHandle>,
         status: Arc<Status>,
         requests: Receiver<Request>,
-        holds: bool,
     ) -> Result<JoinHandle<()>, MachineError> {
         let supervisor = Self {
             vm,
@@ -210,7 +248,6 @@ impl Supervisor {
             requests,
             has_run: false,
             half_restored: false,
-            holds,
         };
         sandbox::spawn(Class::Supervisor, "supervisor", move || supervisor.run())
             .map_err(MachineError::system("starting the supervisor"))
@@ -260,8 +297,7 @@ impl Supervisor {
 
     /// Refuses `request` unless the machine is in state `needed`.
     fn require(&self, request: &'static str, needed: RunState) -> Result<(), GuestError> {
-        let state = self.status.state();
-        if state == needed { Ok(()) } else { Err(GuestError::State { request, state }) }
+        self.status.lock().require(request, needed)
     }
 
     fn pause(&mut self) -> Result<RunState, GuestError> {
@@ -349,13 +385,8 @@ impl Supervisor {
             let why = "restoring it failed half-way, so it cannot run".to_owned();
             return Err(GuestError::Unsupported { what, why });
         }
-        if !self.holds {
-            let what = "the guest".to_owned();
-            let why = "it has not taken hold of its devices' files".to_owned();
-            return Err(GuestError::Unsupported { what, why });
-        }
+        self.status.run()?;
         self.has_run = true;
-        self.status.set(RunState::Running);
         self.bus.virtio().resume();
         self.bus.com1().take_input(true);
         let all = self.vcpus.iter().map(|vcpu| vcpu.commands.clone()).collect();
@@ -374,7 +405,9 @@ impl Supervisor {
             tracing::warn!("the guest has ended, and a processor has not: {why}");
         }
         if let Err(why) = self.bus.virtio().quiesce() {
-            tracing::warn!("the guest has ended, and a device has not: {why}");
+            tracing::warn!(
+                "the guest has ended, and a device has not: {why}; what the guest last wrote to it may not be durable"
+            );
         }
         self.bus.com1().settle();
         tracing::debug!("the guest has ended: {why:?}");
@@ -383,6 +416,7 @@ impl Supervisor {
 
     fn save(&self) -> SavedState {
         self.require("save", RunState::Paused)?;
+        let deadline = Instant::now() + HALT_LIMIT;
         let mut waiting = Vec::new();
         for vcpu in &self.vcpus {
             let (reply, saved) = mpsc::channel();
@@ -398,24 +432,23 @@ impl Supervisor {
             cause: why.into(),
         })?;
         let mut vcpus = Vec::with_capacity(waiting.len());
-        for saved in waiting {
-            vcpus.push(*saved.recv().map_err(|_| gone())??);
+        for (saved, id) in waiting.into_iter().zip(0..) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            vcpus.push(*saved.recv_timeout(left).map_err(|e| no_answer(id, e))??);
         }
         state::encode(&SavedMachine { vm, vcpus, com1, platform, virtio })
     }
 
     /// Lets go of what only one host may hold.
     fn release(&mut self) -> Result<(), GuestError> {
-        self.require("release", RunState::Paused)?;
         // Whatever fails, part of it may be gone.
-        self.holds = false;
+        self.status.set_holds("release", false)?;
         devices("releasing a device", self.bus.virtio().release())
     }
 
     /// Lets go of what peers reach the guest by, after `release`.
     fn detach(&mut self) -> Result<Vec<u8>, GuestError> {
-        self.require("detach", RunState::Paused)?;
-        self.holds = false;
+        self.status.set_holds("detach", false)?;
         devices("detaching a device", self.bus.virtio().detach())
     }
 
@@ -429,8 +462,7 @@ impl Supervisor {
     fn acquire(&mut self) -> Result<(), GuestError> {
         self.require("acquire", RunState::Paused)?;
         devices("acquiring a device", self.bus.virtio().acquire())?;
-        self.holds = true;
-        Ok(())
+        self.status.set_holds("acquire", true)
     }
 
     /// vCPUs before interrupt controllers: an interrupt that those pass on would be overwritten
@@ -499,6 +531,17 @@ fn devices<T>(what: &'static str, r: Result<T, String>) -> Result<T, GuestError>
 
 fn gone() -> GuestError {
     GuestError::System { what: "asking a vCPU", cause: "its thread has ended".into() }
+}
+
+/// vCPU `id` has not answered in [`HALT_LIMIT`].
+fn no_answer(id: u32, e: RecvTimeoutError) -> GuestError {
+    match e {
+        RecvTimeoutError::Disconnected => gone(),
+        RecvTimeoutError::Timeout => {
+            let cause = format!("vCPU {id} did not give its state in {} s", HALT_LIMIT.as_secs());
+            GuestError::System { what: "saving the state of a vCPU", cause: cause.into() }
+        }
+    }
 }
 
 /// Answers a request that came too late.

@@ -11,7 +11,7 @@ use super::Machine;
 use crate::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
-use crate::devices::{DeviceSet, fake};
+use crate::devices::{DeviceSet, Limits, fake};
 use crate::testing::kvm_or_skip;
 use crate::vm::{EndReason, Vm};
 
@@ -29,7 +29,7 @@ struct World {
 }
 
 impl World {
-    fn new(code: &[u8], stall_limit: Duration) -> Self {
+    fn new(code: &[u8], stall: Duration) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kernel = dir.path().join("kernel");
         std::fs::write(&kernel, elf::Elf::new(code).bytes()).unwrap();
@@ -51,7 +51,7 @@ impl World {
         let build =
             Machine::build_around(VmId::random(), config, &host, true, |_, memory, _, _| {
                 let fake = fake::spawn("fake", device, memory.ram().clone()).unwrap();
-                Ok(DeviceSet::of(vec![fake], stall_limit))
+                Ok(DeviceSet::of(vec![fake], Limits { stall, ..Limits::default() }))
             });
         Self { machine: build.unwrap(), script, dir }
     }
@@ -121,8 +121,8 @@ fn a_pause_that_a_device_does_not_allow_leaves_the_guest_and_its_console_as_they
 }
 
 /// A machine whose guest waits for the reset of its device, which waits for what is under way.
-fn in_a_reset(stall_limit: Duration) -> World {
-    let world = World::new(&RESET, stall_limit);
+fn in_a_reset(stall: Duration) -> World {
+    let world = World::new(&RESET, stall);
     fake::Script::set(&world.script.busy, true);
     world.machine.resume().unwrap();
     wait_until("a reset", || fake::Script::is(&world.script.resetting));
@@ -161,4 +161,68 @@ fn a_guest_that_waits_for_its_device_can_be_paused_and_stopped() {
     let end = EndReason::Stopped("it takes too long".to_owned());
     assert_eq!(world.machine.wait_end(None), Some(end));
     fake::Script::set(&world.script.busy, false);
+}
+
+#[test]
+fn stuck_device_holds_up_no_stop() {
+    if !kvm_or_skip("stuck_device_holds_up_no_stop") {
+        return;
+    }
+    let world = World::new(&ECHO, Duration::from_millis(100));
+    let machine = &world.machine;
+    machine.resume().unwrap();
+    machine.pause().unwrap();
+    fake::Script::set(&world.script.stuck, true);
+    let why = machine.save_state().unwrap_err().to_string();
+    assert!(why.contains("virtio-rng \"fake\" did not save its state"), "{why}");
+    let began = Instant::now();
+    machine.stop("it is stuck");
+    assert!(began.elapsed() < LONG, "{:?}", began.elapsed());
+    assert_eq!(machine.run_state(), RunState::Stopped);
+    fake::Script::set(&world.script.stuck, false);
+}
+
+/// Resumes it while it is let go of: whichever comes first, it does not run once it was let go of (I7).
+#[test]
+fn released_guest_never_runs() {
+    if !kvm_or_skip("released_guest_never_runs") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("kernel");
+    std::fs::write(&kernel, elf::Elf::new(&ECHO).bytes()).unwrap();
+    let config = MachineConfig {
+        mem_bytes: 16 << 20,
+        vcpus: 1,
+        tracking: TrackingMode::None,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Kvm,
+        boot: Boot::Kernel { kernel, initrd: None, cmdline: String::new(), bare: true },
+        cpu: CpuConfig::default(),
+        devices: Vec::new(),
+    };
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let machine = Machine::launch(config, &host).unwrap();
+    for round in 0..500 {
+        let both = std::sync::Barrier::new(2);
+        let released = std::thread::scope(|scope| {
+            let released = scope.spawn(|| {
+                both.wait();
+                // At another moment of the other's request each time.
+                (0..round * 20).for_each(|_| std::hint::spin_loop());
+                machine.release()
+            });
+            both.wait();
+            let _ = machine.resume();
+            released.join().unwrap()
+        });
+        if released.is_ok() {
+            assert_eq!(machine.run_state(), RunState::Paused, "round {round}");
+            machine.resume().unwrap_err();
+            machine.acquire().unwrap();
+        } else {
+            machine.pause().unwrap();
+        }
+    }
+    machine.stop("the test is over");
 }

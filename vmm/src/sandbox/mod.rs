@@ -189,6 +189,18 @@ pub fn spawn<T: Send + 'static>(
     })
 }
 
+/// As [`spawn`], of a thread that is restricted to `class` when it says so: it opens by name first, and serves no guest until then.
+pub fn spawn_late<T: Send + 'static>(
+    class: Class,
+    name: impl Into<String>,
+    work: impl FnOnce(&dyn Fn()) -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    Builder::new().name(name.into()).spawn(move || {
+        block_signals();
+        work(&|| enter(class))
+    })
+}
+
 /// Restricts the calling thread to `class`. A thread that cannot be restricted does not go on, nor
 /// does the process: half a sandbox is none.
 fn enter(class: Class) {

@@ -355,7 +355,7 @@ impl Device for Balloon {
         Ok(())
     }
 
-    fn release(&mut self) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), String> {
         Ok(())
     }
 }

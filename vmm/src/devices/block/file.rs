@@ -5,7 +5,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
 use checkpoint::VmId;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
@@ -117,6 +117,14 @@ pub enum DiskError {
         /// What stands against it.
         why: String,
     },
+    /// No thread makes it durable.
+    #[error("no thread can be started for disk \"{id}\": {cause}")]
+    Thread {
+        /// The disk's name.
+        id: String,
+        /// The system's answer.
+        cause: io::Error,
+    },
     /// Its writes cannot be followed.
     #[error("the writes to disk \"{id}\" cannot be followed: {cause}")]
     Untracked {
@@ -170,9 +178,14 @@ fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
     OpenOptions::new().read(true).write(!readonly).open(path).map_err(failed)
 }
 
-/// Bytes of a file or a block device, whose metadata has none.
+/// Bytes of a file, or of a block device, whose metadata has none. A file's are not looked for by seeking: that may wait for
+/// another process's flush of it.
 fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
+    let metadata = file.metadata().map_err(failed)?;
+    if metadata.is_file() {
+        return Ok(metadata.len());
+    }
     file.seek(SeekFrom::End(0)).map_err(failed)
 }
 
@@ -187,7 +200,7 @@ impl DiskFile {
             let (id, path, want) = (id.clone(), path.clone(), *bytes);
             return Err(DiskError::TooSmall { id, path, want, has });
         }
-        let flusher = Flusher::new(id, path, &file);
+        let flusher = Flusher::new(id, path, &file, *readonly)?;
         let file = Self { file, path: path.clone(), readonly: *readonly, holder, flusher };
         match lock::is_anothers(&file.file, file.kind_of_lock(), holder) {
             Ok(false) => file.require_identity(disk),
@@ -271,13 +284,18 @@ impl DiskFile {
     }
 
     /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not
-    /// know: elsewhere nobody would tell it. What was begun before is waited for within `limit`: the guest stands.
-    pub(super) fn flush_and_unlock(&self, limit: Duration) -> Result<(), String> {
+    /// know: elsewhere nobody would tell it.
+    ///
+    /// The lock is given up only once no flush of this host's is under way (I7): one that was begun may write blocks for as
+    /// long as it lasts, over those of the next host. A flush that is under way at `deadline` is an error, and goes on: its thread
+    /// has the open file, and so the lock, also if this disk is dropped meanwhile.
+    pub(super) fn flush_and_unlock(self: &Arc<Self>, deadline: Instant) -> Result<(), String> {
         if !self.readonly {
-            self.flusher.settle(limit)?;
-            if let Err(e) = self.file.sync_data() {
-                self.flusher.note_lost(&e);
-            }
+            let begun = Instant::now();
+            // What was begun while the guest ran comes first.
+            self.flusher.settle(begun, deadline)?;
+            self.flusher.begin_own(self)?;
+            self.flusher.settle(begun, deadline)?;
             self.flusher.lost().map_or(Ok(()), Err)?;
         }
         let failed = |e| format!("disk file \"{}\" cannot be unlocked: {e}", self.path.display());

@@ -1,10 +1,14 @@
 //! Makes a disk's file durable while its guest uses it, and remembers what was lost until the guest knows it.
 //!
 //! ```text
-//! the guest's FLUSH -> engine -> fdatasync on the disk's own open file ---+
-//! Guest::flush -> a thread -> fdatasync on a file opened for it ----+      |
-//!                                     failed: lost -----------------+--> answer: the guest's request fails
+//! the guest's FLUSH -> engine -> fdatasync on the disk's own open file --------+
+//! release -> the flush thread -> fdatasync on the disk's own open file ----+    |
+//! Guest::flush -> a thread -> fdatasync on a file opened for it -----------+    |
+//!                                            failed: lost -----------------+--> answer: the guest's request fails
 //! ```
+//!
+//! Storage may never answer. So no thread that others wait for makes a file durable: those that do are waited for until
+//! a deadline, one at a time for each disk, and have the file for as long as they last.
 //!
 //! Linux says once to each open file that data could not be written back. An error that the guest has not seen is kept:
 //! were it forgotten, the guest's next flush would succeed although data is lost. So that a flush of the guest's at the
@@ -16,9 +20,11 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::file::{DiskError, DiskFile};
 use crate::sandbox::{self, Class};
 
 /// See the module.
@@ -31,6 +37,9 @@ pub(in crate::devices) struct Flusher {
     which: Option<Arc<File>>,
     state: Mutex<State>,
     ended: Condvar,
+    /// To the flush thread, which ends with this; `None` for a disk that is only read. The device's thread starts none: its
+    /// sandbox forbids it.
+    orders: Option<Sender<Arc<DiskFile>>>,
 }
 
 #[derive(Debug, Default)]
@@ -39,6 +48,8 @@ struct State {
     under_way: bool,
     /// What the last such thread said.
     last: Option<i32>,
+    /// It made nothing durable: it had no file of its own to do it on.
+    skipped: bool,
     /// The error that the guest has not been told of.
     lost: Option<i32>,
     /// How often a flush of the guest's own has failed, and it knows.
@@ -68,13 +79,20 @@ pub(super) struct Answer {
 
 impl Flusher {
     /// For `file`, the file at `path` of the disk named `disk`.
-    pub(super) fn new(disk: &str, path: &Path, file: &File) -> Arc<Self> {
+    pub(super) fn new(
+        disk: &str,
+        path: &Path,
+        file: &File,
+        readonly: bool,
+    ) -> Result<Arc<Self>, DiskError> {
         let which = open_again(file, libc::O_PATH)
             .inspect_err(|e| tracing::warn!("disk \"{disk}\" is flushed in pauses only: {e}"));
+        let failed = |cause| DiskError::Thread { id: disk.to_owned(), cause };
+        let orders = if readonly { None } else { Some(start(disk).map_err(failed)?) };
         let (disk, path) = (disk.to_owned(), path.to_owned());
         let (state, ended) = (Mutex::default(), Condvar::new());
         let which = which.ok().map(Arc::new);
-        Arc::new(Self { disk, path, which, state, ended })
+        Ok(Arc::new(Self { disk, path, which, state, ended, orders }))
     }
 
     /// Says which file it is.
@@ -86,57 +104,81 @@ impl Flusher {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a thread make durable what was written, unless one is at it already. Whether one is: without a file of its
-    /// own to do it on, it is left to the guest and to the hand-over. By the sandbox, the operator's threads may ask.
-    pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<bool, String> {
+    /// Has a thread make durable what was written, unless one is at it already. By the sandbox, the operator's threads may ask.
+    pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<(), String> {
         let failures = {
             let mut state = self.lock();
             if std::mem::replace(&mut state.under_way, true) {
-                return Ok(true);
+                return Ok(());
             }
             // Before the file is opened: what fails in between is heard by both.
             state.failures
         };
-        let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF));
-        let file = match which.and_then(|which| open_again(which, 0)) {
-            Ok(file) => file,
-            Err(e) => {
-                self.give_up();
-                tracing::debug!("disk \"{}\" is not flushed before the pause: {e}", self.disk);
-                return Ok(false);
-            }
-        };
         let mine = self.clone();
-        let spawned = sandbox::spawn(Class::Block, format!("flush-{}", self.disk), move || {
-            mine.end(failures, file.sync_data());
-        });
+        // Opening may wait for the storage, too.
+        let spawned =
+            sandbox::spawn_late(Class::Block, format!("flush-{}", self.disk), move |narrow| {
+                match mine.open_another() {
+                    Ok(file) => {
+                        narrow();
+                        mine.end(Some(failures), file.sync_data());
+                    }
+                    Err(e) => {
+                        tracing::debug!(
+                            "disk \"{}\" is not flushed before the pause: {e}",
+                            mine.disk
+                        );
+                        mine.give_up();
+                    }
+                }
+            });
         let failed = |e| {
             self.give_up();
             format!("no thread flushes disk \"{}\": {e}", self.disk)
         };
-        spawned.map(|_| true).map_err(failed)
+        spawned.map(drop).map_err(failed)
+    }
+
+    /// Without a file of its own to do it on, it is left to the guest and to the hand-over.
+    fn open_another(&self) -> io::Result<File> {
+        let which = self.which.as_ref().ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))?;
+        open_again(which, 0)
+    }
+
+    /// Has the flush thread make `file`, the disk's own, durable. Nothing is under way.
+    pub(super) fn begin_own(&self, file: &Arc<DiskFile>) -> Result<(), String> {
+        self.lock().under_way = true;
+        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(file.clone()).is_ok());
+        if sent {
+            return Ok(());
+        }
+        self.give_up();
+        Err(format!("disk \"{}\": its flush thread has ended", self.disk))
     }
 
     fn give_up(&self) {
-        self.lock().under_way = false;
+        let mut state = self.lock();
+        (state.under_way, state.last, state.skipped) = (false, None, true);
         self.ended.notify_all();
     }
 
-    /// What was begun when the guest had heard of so many failures has ended.
-    fn end(&self, failures: u64, result: io::Result<()>) {
+    /// What was begun has ended: on another open file, when the guest had heard of so many `failures`; or on the disk's own,
+    /// where the guest hears nothing of what was said here.
+    fn end(&self, failures: Option<u64>, result: io::Result<()>) {
         let mut state = self.lock();
         // The guest's own flush has met it meanwhile; what came after it, its next one meets.
-        let known = state.failures != failures;
+        let known = failures.is_some_and(|failures| state.failures != failures);
         state.last = result.err().map(|e| errno(&e)).filter(|_| !known);
         state.lost = state.last.or(state.lost);
-        state.under_way = false;
+        (state.under_way, state.skipped) = (false, false);
         if let Some(errno) = state.last {
             tracing::error!("{}", self.sentence(errno));
         }
         self.ended.notify_all();
     }
 
-    /// Waits for the end of what was begun, until `deadline`; whether it has ended. The error is what it met.
+    /// Waits for the end of what was begun, until `deadline`; whether it has ended, and made durable what was written. The
+    /// error is what it met.
     pub(in crate::devices) fn wait(&self, deadline: Instant) -> Result<bool, String> {
         let mut state = self.lock();
         while state.under_way {
@@ -147,21 +189,23 @@ impl Flusher {
             let waited = self.ended.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.last.map_or(Ok(true), |errno| Err(self.sentence(errno)))
+        state.last.map_or(Ok(!state.skipped), |errno| Err(self.sentence(errno)))
     }
 
-    /// Waits for the end of what was begun, however it ends, for at most `limit`.
-    pub(super) fn settle(&self, limit: Duration) -> Result<(), String> {
-        match self.wait(Instant::now() + limit) {
-            // What it met is lost, or known.
-            Ok(true) | Err(_) => Ok(()),
-            Ok(false) => Err(format!(
-                "disk \"{}\": what the guest wrote is still being made durable in \"{}\" after {limit:?}: its storage is too \
-                 slow to hand it over now",
-                self.disk,
-                self.path.display()
-            )),
+    /// Waits until nothing is under way, however that ends, and at most until `deadline`; the caller waits since `begun`.
+    pub(super) fn settle(&self, begun: Instant, deadline: Instant) -> Result<(), String> {
+        // What it met is lost, or known.
+        let _ = self.wait(deadline);
+        if !self.lock().under_way {
+            return Ok(());
         }
+        Err(format!(
+            "disk \"{}\": what the guest wrote is still being made durable in \"{}\" after {:.1?}: its storage is too slow \
+             to hand it over now, or stuck",
+            self.disk,
+            self.path.display(),
+            begun.elapsed()
+        ))
     }
 
     /// The guest's data is lost, and it has not been told.
@@ -213,6 +257,21 @@ impl Flusher {
     }
 }
 
+/// Starts a disk's flush thread. Idle, it has no file: a disk that is dropped closes it at once.
+fn start(disk: &str) -> io::Result<Sender<Arc<DiskFile>>> {
+    let (orders, taken) = mpsc::channel::<Arc<DiskFile>>();
+    sandbox::spawn(Class::Block, format!("flush-{disk}"), move || {
+        while let Ok(disk) = taken.recv() {
+            let result = disk.file().sync_data();
+            let flusher = disk.flusher().clone();
+            // Before anyone hears of the end: whoever drops the disk then closes its file.
+            drop(disk);
+            flusher.end(None, result);
+        }
+    })?;
+    Ok(orders)
+}
+
 fn errno(e: &io::Error) -> i32 {
     e.raw_os_error().unwrap_or(libc::EIO)
 }
@@ -227,7 +286,7 @@ pub(in crate::devices) fn flush_all<'f>(
     let begun: Vec<_> = flushers.clone().map(Flusher::begin).collect();
     let mut all = Ok(true);
     for (flusher, begun) in flushers.zip(begun) {
-        match begun.and_then(|begun| if begun { flusher.wait(deadline) } else { Ok(false) }) {
+        match begun.and_then(|()| flusher.wait(deadline)) {
             Ok(ended) => all = all.map(|done| done && ended),
             Err(e) => all = all.and(Err(e)),
         }
@@ -251,7 +310,7 @@ mod tests {
 
     use super::super::file::DiskFile;
     use super::*;
-    use crate::testing::{disk as disk_config, fail_fdatasync};
+    use crate::testing::{disk as disk_config, fail_fdatasync, soon};
 
     fn disk() -> (Arc<DiskFile>, NamedTempFile) {
         let file = NamedTempFile::new().unwrap();
@@ -267,12 +326,8 @@ mod tests {
         answer.result
     }
 
-    fn hand_over(file: &DiskFile) -> Result<(), String> {
-        file.flush_and_unlock(Duration::from_secs(20))
-    }
-
-    fn soon() -> Instant {
-        Instant::now() + Duration::from_secs(20)
+    fn hand_over(file: &Arc<DiskFile>) -> Result<(), String> {
+        file.flush_and_unlock(soon())
     }
 
     /// On a thread on which data cannot be made durable.
@@ -314,12 +369,12 @@ mod tests {
 
     #[test]
     fn what_the_hand_over_could_not_make_durable_is_told_too() {
-        let (file, _temp) = disk();
+        // Its flush thread is started on that thread, and may no more than that.
+        let (file, _temp) = without_fdatasync(disk);
         file.lock().unwrap();
-        let why = without_fdatasync(|| hand_over(&file).unwrap_err());
+        let why = hand_over(&file).unwrap_err();
         assert!(why.starts_with("disk \"d\": what the guest wrote could not"), "{why}");
         eio(flush_of_guest(file.flusher(), Ok(())));
-        hand_over(&file).unwrap();
     }
 
     /// An error that the guest's own request met is what it is told, and the rest with it.
@@ -345,16 +400,15 @@ mod tests {
         assert_eq!(flush_all([flusher].into_iter(), limit), Ok(false));
         assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(10));
         thread::scope(|scope| {
-            let why = file.flush_and_unlock(limit).unwrap_err();
+            let why = file.flush_and_unlock(Instant::now() + limit).unwrap_err();
             assert!(why.starts_with("disk \"d\": ") && why.contains("durable in"), "{why}");
-            assert!(why.contains("after 50ms"), "{why}");
+            assert!(why.contains("after 5"), "{why}");
             let released = scope.spawn(|| hand_over(&file));
             thread::sleep(limit);
             assert!(!released.is_finished(), "it waits for what may fail");
-            flusher.end(0, Err(io::Error::from_raw_os_error(libc::EIO)));
+            flusher.end(Some(0), Err(io::Error::from_raw_os_error(libc::EIO)));
             released.join().unwrap().unwrap_err();
         });
-        flusher.wait(soon()).unwrap_err();
         eio(flush_of_guest(flusher, Ok(())));
     }
 
@@ -369,7 +423,7 @@ mod tests {
             let outcome = if own { eio_again() } else { Ok(()) };
             let answer = flusher.answer(Promise::Everything, outcome);
             flusher.told(&answer, heard);
-            flusher.end(before, eio_again());
+            flusher.end(Some(before), eio_again());
             assert_eq!(flusher.lost().is_some(), lost, "own {own}, heard {heard}");
             assert_eq!(flusher.wait(soon()).is_err(), lost);
             let _ = flush_of_guest(flusher, Ok(()));

@@ -68,8 +68,6 @@ const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
 const MOST_UNDER_WAY: u64 = 32 << 20;
 /// How long the device works on a queue before it listens to others.
 const TURN: Duration = Duration::from_millis(10);
-/// How long a guest that is to be handed over stands for the end of a flush that was begun while it ran.
-const SETTLE_LIMIT: Duration = Duration::from_secs(5);
 /// Where the engine's completions are announced.
 const COMPLETIONS: u32 = 0;
 
@@ -480,10 +478,10 @@ impl Device for Block {
         Ok(())
     }
 
-    fn release(&mut self) -> Result<(), String> {
+    fn release(&mut self, deadline: Instant) -> Result<(), String> {
         // Before another host can write to it: what an epoch has not read by now it cannot have.
         self.keeper.let_go();
-        let released = self.file.flush_and_unlock(SETTLE_LIMIT);
+        let released = self.file.flush_and_unlock(deadline);
         match &released {
             Ok(()) => self.held = false,
             Err(_) => self.keeper.hold(),

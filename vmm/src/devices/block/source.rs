@@ -173,7 +173,7 @@ mod tests {
         let mut keeping = keep().unwrap();
         let (mut runs, mut some) = (Vec::new(), vec![0; 4 * 4096]);
         assert_eq!(keeping.next(&mut runs, &mut some).unwrap(), 4);
-        block.release().unwrap();
+        block.release(crate::testing::soon()).unwrap();
         let said = keeping.next(&mut runs, &mut some).unwrap_err();
         assert!(matches!(said, KeepError::LetGo), "{said}");
         drop(keeping);

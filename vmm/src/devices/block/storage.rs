@@ -12,7 +12,7 @@ use super::*;
 use crate::devices::virtio::Transport;
 use crate::devices::virtio::driver::Driver;
 use crate::memory::Memory;
-use crate::testing::skip;
+use crate::testing::{skip, soon};
 
 /// Whether the host has any of the disk in its cache; asked without a read, which would fetch it. The error is a host that
 /// does not say.
@@ -50,7 +50,7 @@ fn what_was_cached_before_a_disk_is_taken_is_not_read() {
     let mut block = disk.block(With::Plain);
     block.acquire().unwrap();
     assert_eq!(is_cached(&disk), Ok(true));
-    block.release().unwrap();
+    block.release(soon()).unwrap();
     // One that has waited, on its own thread.
     let memory = Memory::new(16 << 20, &Default::default()).unwrap();
     let waits = Transport::spawn("d", Box::new(block), memory.ram().clone()).unwrap();
@@ -132,11 +132,11 @@ fn what_linux_says_of_lost_data_the_guest_hears_once() {
     flush_of_guest().unwrap_err();
     assert_eq!(early(), Ok(true), "it is known");
     flush_of_guest().unwrap();
-    block.release().unwrap();
+    block.release(soon()).unwrap();
     block.acquire().unwrap();
     // The hand-over does.
     lose(2);
-    block.release().unwrap_err();
+    block.release(soon()).unwrap_err();
     flush_of_guest().unwrap_err();
     assert_eq!(early(), Ok(true), "it is known");
     flush_of_guest().unwrap();
@@ -146,7 +146,7 @@ fn what_linux_says_of_lost_data_the_guest_hears_once() {
     flush_of_guest().unwrap_err();
     assert_eq!(early(), Ok(true), "it is known");
     flush_of_guest().unwrap();
-    block.release().unwrap();
+    block.release(soon()).unwrap();
 }
 
 impl Drop for Loop {

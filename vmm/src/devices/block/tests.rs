@@ -11,6 +11,7 @@ use super::*;
 use crate::devices::figures::{DeviceFigures, Meter};
 use crate::devices::virtio::conformance::{self, Subject};
 use crate::devices::virtio::driver::{Driver, Piece};
+use crate::testing::soon;
 
 const BYTES: u64 = 4 << 20;
 pub(super) const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -337,7 +338,7 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     let error = b.acquire().unwrap_err();
     assert!(error.contains(&format!("fuser -v {}", disk.config.path.display())));
     assert!(error.contains("in use") && error.contains(&*disk.config.path.to_string_lossy()));
-    a.release().unwrap();
+    a.release(soon()).unwrap();
     b.acquire().unwrap();
     assert!(a.acquire().is_err());
     // The same guest's, on the host that it comes from; another's is not even opened.
@@ -346,7 +347,7 @@ fn a_disk_in_use_is_not_acquired_by_another() {
     assert!(error.to_string().contains("is in use by another"), "{error}");
     drop(b);
     lock::tests::eventually(|| a.acquire().is_ok());
-    a.release().unwrap();
+    a.release(soon()).unwrap();
     let readonly = Disk { config: DiskConfig { readonly: true, ..disk.config.clone() }, ..disk };
     let (mut c, mut d) = (readonly.block(With::Plain), readonly.block(With::Plain));
     c.acquire().unwrap();

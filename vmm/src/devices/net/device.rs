@@ -153,7 +153,7 @@ impl Device for Net {
         })
     }
 
-    fn release(&mut self) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), String> {
         // What comes waits in the tap, for whoever has the guest then.
         Ok(())
     }

@@ -22,6 +22,10 @@ pub(crate) struct Script {
     pub(crate) refuses_acquire: AtomicBool,
     /// It cannot be let go of.
     pub(crate) refuses_release: AtomicBool,
+    /// Its thread is stuck in whatever it is asked for.
+    pub(crate) stuck: AtomicBool,
+    /// It was let go of.
+    pub(crate) released: AtomicBool,
 }
 
 impl Script {
@@ -31,6 +35,12 @@ impl Script {
 
     pub(crate) fn is(flag: &AtomicBool) -> bool {
         flag.load(Ordering::SeqCst)
+    }
+
+    fn get_stuck(&self) {
+        while Self::is(&self.stuck) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn settle(&self, deadline: Option<Instant>) -> bool {
@@ -98,14 +108,27 @@ impl Device for Fake {
     }
 
     fn save(&self) -> Result<Vec<u8>, String> {
+        self.0.get_stuck();
         Ok(Vec::new())
     }
 
     fn restore(&mut self, _: &[u8]) -> Result<(), String> {
+        self.0.get_stuck();
+        Ok(())
+    }
+
+    fn detach(&mut self, _: usize) -> Vec<u8> {
+        self.0.get_stuck();
+        Vec::new()
+    }
+
+    fn attach(&mut self, _: &[u8]) -> Result<(), String> {
+        self.0.get_stuck();
         Ok(())
     }
 
     fn acquire(&mut self) -> Result<(), String> {
+        self.0.get_stuck();
         if Script::is(&self.0.refuses_acquire) {
             Err("it is not to be had".to_owned())
         } else {
@@ -113,7 +136,9 @@ impl Device for Fake {
         }
     }
 
-    fn release(&mut self) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), String> {
+        self.0.get_stuck();
+        Script::set(&self.0.released, true);
         if Script::is(&self.0.refuses_release) {
             Err("it does not let go".to_owned())
         } else {

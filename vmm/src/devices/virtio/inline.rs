@@ -66,7 +66,7 @@ impl Inline {
     }
 
     pub(crate) fn release(&self) -> Result<(), String> {
-        self.worker.borrow_mut().release()
+        self.worker.borrow_mut().release(Instant::now() + LONG)
     }
 
     pub(crate) fn detach(&self, room: usize) -> Vec<u8> {

@@ -41,7 +41,7 @@ pub(crate) use done::Done;
 pub(crate) use ring::{Ring, Violation};
 pub(crate) use shared::Shared;
 pub(crate) use state::{VirtioState, decode_state, encode_state};
-pub(crate) use transport::Transport;
+pub(crate) use transport::{GRACE, Transport};
 pub(crate) use watcher::Watcher;
 
 /// Bytes of address space that a device's registers take.

@@ -6,7 +6,7 @@
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,12 +14,16 @@ use checkpoint::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;
-use super::worker::{Command, Worker, Written};
+use super::worker::{Command, Reply, Worker, Written};
 use super::{Device, Done, VirtioState};
 use crate::sandbox;
+#[cfg(test)]
+use crate::testing::soon;
 
 /// How long a machine that ends waits for a device whose backend is stuck.
-const FAREWELL: Duration = Duration::from_secs(10);
+const FAREWELL: Duration = Duration::from_secs(5);
+/// Added to a request's deadline by the caller: a thread that gives up at the deadline still says why.
+pub(crate) const GRACE: Duration = Duration::from_secs(1);
 
 /// See the module.
 #[derive(Debug)]
@@ -36,6 +40,8 @@ struct WorkerThread {
     wake: Arc<EventFd>,
     /// Behind a mutex only because the vCPUs share this; the drop alone uses it.
     ended: Mutex<Receiver<()>>,
+    /// When the thread was told to end.
+    quit_at: OnceLock<Instant>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -45,20 +51,58 @@ impl WorkerThread {
         let _ = self.commands.send(command);
         let _ = self.wake.write(1);
     }
+
+    /// Tells the thread to end; returns when it was told first.
+    fn quit(&self) -> Instant {
+        *self.quit_at.get_or_init(|| {
+            self.tell(Command::Quit);
+            Instant::now()
+        })
+    }
 }
 
 impl Drop for WorkerThread {
     fn drop(&mut self) {
-        self.tell(Command::Quit);
+        let deadline = self.quit() + FAREWELL;
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let ended = ended.recv_timeout(FAREWELL);
+        let ended = ended.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         match self.thread.take() {
             // Its last words are said, or it has panicked.
             Some(thread) if !matches!(ended, Err(RecvTimeoutError::Timeout)) => {
                 let _ = thread.join();
             }
-            _ => tracing::error!("{} is left behind: its backend is stuck", self.label),
+            _ => tracing::error!(
+                "{} is left behind: its backend is stuck, and what the guest last wrote to it may not be durable",
+                self.label
+            ),
         }
+    }
+}
+
+/// A request that a device's thread has been sent.
+#[must_use = "the answer says whether it was done"]
+pub(crate) struct Asked<T> {
+    label: String,
+    what: &'static str,
+    limit: Duration,
+    deadline: Instant,
+    answer: Receiver<T>,
+}
+
+impl<T> Asked<T> {
+    /// Waits for the answer until [`GRACE`] after the deadline; the error names the device.
+    ///
+    /// A thread that is stuck until the deadline does not carry the request out later. One that is already
+    /// carrying it out at the deadline may finish it unheard; a later request is behind it in the channel.
+    pub(crate) fn wait(self) -> Result<T, String> {
+        let left = (self.deadline + GRACE).saturating_duration_since(Instant::now());
+        let Self { label, what, limit, .. } = self;
+        self.answer.recv_timeout(left).map_err(|e| match e {
+            RecvTimeoutError::Timeout => format!(
+                "{label} did not {what} within {limit:?}: its backend is stuck; look at the storage or network behind it"
+            ),
+            RecvTimeoutError::Disconnected => format!("{label}'s thread has ended"),
+        })
     }
 }
 
@@ -82,6 +126,7 @@ impl Transport {
             commands,
             wake,
             ended: Mutex::new(ended),
+            quit_at: OnceLock::new(),
             thread: Some(thread),
         };
         Ok(Self { front, thread })
@@ -102,18 +147,23 @@ impl Transport {
         self.front.kicks.iter().map(|k| &**k)
     }
 
-    /// Asks the thread for something. `None` if it has ended, which is said once, by itself.
-    fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Option<T> {
-        let (reply, answer) = mpsc::channel();
-        self.thread.tell(command(reply));
-        answer.recv().ok()
+    /// Sends the thread a request, which it carries out unless `deadline` has passed when it comes to it.
+    fn ask<T>(
+        &self,
+        what: &'static str,
+        deadline: Instant,
+        command: impl FnOnce(Reply<T>) -> Command,
+    ) -> Asked<T> {
+        let (to, answer) = mpsc::channel();
+        let limit = deadline.saturating_duration_since(Instant::now());
+        self.thread.tell(command(Reply::new(to, deadline)));
+        let label = self.label().to_owned();
+        Asked { label, what, limit, deadline, answer }
     }
 
-    fn ask_result<T>(
-        &self,
-        command: impl FnOnce(Sender<Result<T, String>>) -> Command,
-    ) -> Result<T, String> {
-        self.ask(command).unwrap_or_else(|| Err(format!("{}'s thread has ended", self.label())))
+    /// Tells the thread to end, without waiting for that; dropping this does.
+    pub(crate) fn quit(&self) {
+        self.thread.quit();
     }
 
     /// A vCPU's read at `offset` of the device's registers.
@@ -157,39 +207,69 @@ impl Transport {
     }
 
     /// Takes what only one host may hold.
-    pub(crate) fn acquire(&self) -> Result<(), String> {
-        self.ask_result(Command::Acquire)
+    pub(crate) fn acquire_by(&self, deadline: Instant) -> Result<(), String> {
+        self.ask("take hold of its files", deadline, Command::Acquire).wait()?
     }
 
-    /// Makes durable what the guest wrote, and lets go of what only one host may hold.
-    pub(crate) fn release(&self) -> Result<(), String> {
-        self.ask_result(Command::Release)
+    /// Begins to make durable what the guest wrote, and to let go of what only one host may hold.
+    pub(crate) fn begin_release(&self, deadline: Instant) -> Asked<Result<(), String>> {
+        self.ask("let go of its files", deadline, Command::Release)
     }
 
     /// Lets go of what peers reach the guest by; what came for it late, in at most `room` bytes.
-    pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
-        self.ask(|reply| Command::Detach(room, reply)).unwrap_or_default()
+    pub(crate) fn detach_by(&self, room: usize, deadline: Instant) -> Result<Vec<u8>, String> {
+        self.ask("let go of its peers", deadline, |reply| Command::Detach(room, reply)).wait()
     }
 
-    /// Has peers reach the guest here, and takes what [`detach`](Self::detach) gave at its last host.
-    pub(crate) fn attach(&self, late: Vec<u8>) -> Result<(), String> {
-        self.ask_result(|reply| Command::Attach(late, reply))
+    /// Has peers reach the guest here, and takes what [`detach_by`](Self::detach_by) gave at its last host.
+    pub(crate) fn attach_by(&self, late: Vec<u8>, deadline: Instant) -> Result<(), String> {
+        self.ask("attach its peers", deadline, |reply| Command::Attach(late, reply)).wait()?
     }
 
     /// The state of a device that stands.
-    pub(crate) fn save(&self) -> Result<VirtioState, String> {
-        Ok(self.front.save(self.ask_result(Command::Save)?))
+    pub(crate) fn save_by(&self, deadline: Instant) -> Result<VirtioState, String> {
+        Ok(self.front.save(self.ask("save its state", deadline, Command::Save).wait()??))
     }
 
     /// Takes a saved state, which is hostile, into a device that has never worked.
-    pub(crate) fn restore(&self, state: VirtioState) -> Result<(), String> {
-        let restore = |worker| self.ask_result(|reply| Command::Restore(Box::new(worker), reply));
-        self.front.restore(state, restore)
+    pub(crate) fn restore_by(&self, state: VirtioState, deadline: Instant) -> Result<(), String> {
+        self.front.restore(state, |worker| {
+            let command = |reply| Command::Restore(Box::new(worker), reply);
+            self.ask("take its state", deadline, command).wait()?
+        })
     }
 
     /// Whether the driver has been told of something that it has not acknowledged: an interrupt may
     /// have been lost between the device and the interrupt controllers' saved state.
     pub(crate) fn interrupt_pending(&self) -> bool {
         self.front.shared.interrupt_status() != 0
+    }
+}
+
+/// The same, with time enough for a test.
+#[cfg(test)]
+impl Transport {
+    pub(crate) fn acquire(&self) -> Result<(), String> {
+        self.acquire_by(soon())
+    }
+
+    pub(crate) fn release(&self) -> Result<(), String> {
+        self.begin_release(soon()).wait()?
+    }
+
+    pub(crate) fn detach(&self, room: usize) -> Vec<u8> {
+        self.detach_by(room, soon()).unwrap()
+    }
+
+    pub(crate) fn attach(&self, late: Vec<u8>) -> Result<(), String> {
+        self.attach_by(late, soon())
+    }
+
+    pub(crate) fn save(&self) -> Result<VirtioState, String> {
+        self.save_by(soon())
+    }
+
+    pub(crate) fn restore(&self, state: VirtioState) -> Result<(), String> {
+        self.restore_by(state, soon())
     }
 }

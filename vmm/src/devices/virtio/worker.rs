@@ -35,14 +35,34 @@ pub(super) enum Command {
     /// Come to a stand, until this moment; the error says why not.
     Quiesce(Instant, Sender<Result<(), String>>),
     Resume,
-    Save(Sender<Result<SavedWorker, String>>),
-    Restore(Box<RestoredWorker>, Sender<Result<(), String>>),
-    Acquire(Sender<Result<(), String>>),
-    Release(Sender<Result<(), String>>),
+    Save(Reply<Result<SavedWorker, String>>),
+    Restore(Box<RestoredWorker>, Reply<Result<(), String>>),
+    Acquire(Reply<Result<(), String>>),
+    Release(Reply<Result<(), String>>),
     /// In so many bytes.
-    Detach(usize, Sender<Vec<u8>>),
-    Attach(Vec<u8>, Sender<Result<(), String>>),
+    Detach(usize, Reply<Vec<u8>>),
+    Attach(Vec<u8>, Reply<Result<(), String>>),
     Quit,
+}
+
+/// Where the answer to a request goes, and until when somebody waits for it.
+pub(super) struct Reply<T> {
+    to: Sender<T>,
+    deadline: Instant,
+}
+
+impl<T> Reply<T> {
+    pub(super) fn new(to: Sender<T>, deadline: Instant) -> Self {
+        Self { to, deadline }
+    }
+
+    /// Carries the request out and answers it. Not after the deadline: the caller has been told that it failed, and may
+    /// have had the guest go on, whose disk must not be given up then (I7).
+    fn with(self, act: impl FnOnce(Instant) -> T) {
+        if Instant::now() < self.deadline {
+            answer(&self.to, act(self.deadline));
+        }
+    }
 }
 
 /// What a driver's writes to registers mean for the thread.
@@ -227,12 +247,12 @@ impl Worker {
             }
             Command::Quiesce(deadline, reply) => answer(&reply, self.quiesce(deadline)),
             Command::Resume => self.resume(),
-            Command::Save(reply) => answer(&reply, self.save()),
-            Command::Restore(state, reply) => answer(&reply, self.restore(*state)),
-            Command::Acquire(reply) => answer(&reply, self.acquire()),
-            Command::Release(reply) => answer(&reply, self.release()),
-            Command::Detach(room, reply) => answer(&reply, self.detach(room)),
-            Command::Attach(late, reply) => answer(&reply, self.attach(&late)),
+            Command::Save(reply) => reply.with(|_| self.save()),
+            Command::Restore(state, reply) => reply.with(|_| self.restore(*state)),
+            Command::Acquire(reply) => reply.with(|_| self.acquire()),
+            Command::Release(reply) => reply.with(|deadline| self.release(deadline)),
+            Command::Detach(room, reply) => reply.with(|_| self.detach(room)),
+            Command::Attach(late, reply) => reply.with(|_| self.attach(&late)),
             Command::Quit => return false,
         }
         true
@@ -437,8 +457,8 @@ impl Worker {
         self.device.acquire()
     }
 
-    pub(super) fn release(&mut self) -> Result<(), String> {
-        self.device.release()
+    pub(super) fn release(&mut self, deadline: Instant) -> Result<(), String> {
+        self.device.release(deadline)
     }
 
     pub(super) fn detach(&mut self, room: usize) -> Vec<u8> {

@@ -489,7 +489,7 @@ impl Device for Vsock {
         Ok(())
     }
 
-    fn release(&mut self) -> Result<(), String> {
+    fn release(&mut self, _: Instant) -> Result<(), String> {
         // Connections stay: should the guest go on here, so do they.
         (self.door, self.door_retry) = (None, None);
         self.callers.clear();

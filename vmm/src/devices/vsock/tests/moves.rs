@@ -78,7 +78,7 @@ fn the_socket_is_one_devices_and_goes_with_it() {
     assert!(!place.uds().exists(), "looking leaves nothing behind");
     a.acquire().unwrap();
     assert!(b.acquire().unwrap_err().contains("in use"));
-    a.release().unwrap();
+    a.release(crate::testing::soon()).unwrap();
     assert!(!place.uds().exists());
     b.acquire().unwrap();
     let nowhere = VsockConfig { cid: 3, uds: "/nonexistent-dl/v".into() };
