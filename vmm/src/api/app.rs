@@ -1,12 +1,12 @@
 //! Owns what the API serves: at first nothing, then one guest with its jobs, to its end.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use migrate::Progress;
 
 use crate::jobs::Jobs;
 
-type Hook = Box<dyn FnOnce() + Send>;
+type Hook = Box<dyn Fn() -> Result<(), String> + Send + Sync>;
 
 /// The state behind every request.
 pub struct App {
@@ -14,7 +14,7 @@ pub struct App {
     /// How far a guest is that comes from another host.
     arriving: Box<dyn Fn() -> Arriving + Send + Sync>,
     /// Ends the wait for a guest.
-    give_up: Mutex<Option<Hook>>,
+    give_up: Hook,
 }
 
 /// Where a guest that is not here yet stands.
@@ -29,21 +29,21 @@ pub struct Arriving {
 impl App {
     /// Serves a guest that is already there.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
-        let app = Self::waiting(Arriving::default, || ());
+        let app = Self::waiting(Arriving::default, || Ok(()));
         app.provide(jobs);
         app
     }
 
     /// Will serve a guest later; until then requests are told how it is `arriving`. `give_up` is
-    /// called if the wait is interrupted.
+    /// called when the wait is to end; it refuses once the guest is this host's.
     pub fn waiting(
         arriving: impl Fn() -> Arriving + Send + Sync + 'static,
-        give_up: impl FnOnce() + Send + 'static,
+        give_up: impl Fn() -> Result<(), String> + Send + Sync + 'static,
     ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
             arriving: Box::new(arriving),
-            give_up: Mutex::new(Some(Box::new(give_up))),
+            give_up: Box::new(give_up),
         })
     }
 
@@ -68,10 +68,6 @@ impl App {
         if let Some(jobs) = self.jobs.get() {
             return jobs.stop(why);
         }
-        let hook = self.give_up.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(give_up) = hook {
-            give_up();
-        }
-        Ok(())
+        (self.give_up)()
     }
 }

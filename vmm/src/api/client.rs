@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
@@ -37,6 +38,20 @@ pub enum ClientError {
         /// What happened.
         why: String,
     },
+    /// No answer came in time.
+    #[error(
+        "the VMM on {} has not answered {request} in {limit:?}: its process may be stopped (`ps` shows it as T) or its host \
+         overloaded; --timeout waits longer",
+        socket.display()
+    )]
+    Silent {
+        /// The socket's path.
+        socket: PathBuf,
+        /// Method and path.
+        request: String,
+        /// How long was waited.
+        limit: Duration,
+    },
     /// The request was refused, in the server's words.
     #[error("{0}")]
     Fault(String),
@@ -63,12 +78,31 @@ fn unreachable(socket: &Path, cause: &io::Error) -> String {
 #[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
+    timeout: Duration,
 }
+
+/// How long a request waits for its answer unless said otherwise: more than twice what a VMM takes to refuse a pause
+/// because a device is stuck.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Client {
     /// A client of the API on `socket`. Nothing is opened yet.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into() }
+        Self { socket: socket.into(), timeout: TIMEOUT }
+    }
+
+    /// The same, with another limit for each request. One that asks the VMM to hold its answer back (`wait_ms` in its path)
+    /// has that time on top.
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    /// The number of the process that listens on the socket; `None` where the system does not tell.
+    pub async fn process(&self) -> Result<Option<i32>, ClientError> {
+        let connected = UnixStream::connect(&self.socket).await;
+        let peer = connected.and_then(|stream| stream.peer_cred());
+        let failed = |cause| ClientError::Connect { socket: self.socket.clone(), cause };
+        Ok(peer.map_err(failed)?.pid().filter(|pid| *pid > 0))
     }
 
     /// Where it connects to.
@@ -88,7 +122,11 @@ impl Client {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<T, ClientError> {
-        let (status, bytes) = self.exchange(method, path, body).await?;
+        let limit = self.timeout.saturating_add(wait_of(path));
+        let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
+        let exchange = tokio::time::timeout(limit, self.exchange(method, path, body)).await;
+        let silent = |_| ClientError::Silent { socket: self.socket.clone(), request, limit };
+        let (status, bytes) = exchange.map_err(silent)??;
         let json: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
         if status.is_success() {
             return serde_json::from_slice(json).map_err(|e| self.broken(e));
@@ -134,4 +172,11 @@ impl Client {
     fn broken(&self, why: impl ToString) -> ClientError {
         ClientError::Broken { socket: self.socket.clone(), why: why.to_string() }
     }
+}
+
+/// How long a request asks the VMM to hold its answer back.
+fn wait_of(path: &str) -> Duration {
+    let query = path.split_once('?').map_or("", |(_, query)| query);
+    let wait = query.split('&').find_map(|parameter| parameter.strip_prefix("wait_ms="));
+    Duration::from_millis(wait.and_then(|ms| ms.parse().ok()).unwrap_or(0))
 }

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Query, Request, State};
 use axum::http::{Method, StatusCode, Uri};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, patch, post, put};
 use axum::{Json, Router};
 use dirty_tracker::{TrackerStats, TrackingMode};
@@ -31,7 +33,7 @@ pub(super) type Shared = State<Arc<App>>;
 pub(super) type Answer<T> = Result<Json<T>, Fault>;
 
 pub(super) fn all(app: Arc<App>) -> Router {
-    Router::new()
+    let without_query = Router::new()
         .route("/", get(instance))
         .route("/version", get(version))
         .route("/machine-config", get(machine_config))
@@ -40,9 +42,6 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/actions", put(act))
         .route("/info", get(info))
         .route("/stop", post(stop))
-        .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
-        .route("/checkpoint/hold", get(hold_checkpoints))
-        .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
         .route("/migration/plan", post(plan::plan))
         .route("/migration/resolve", post(resolve_migration))
         .route("/drives/{id}", get(devices::drive))
@@ -50,14 +49,32 @@ pub(super) fn all(app: Arc<App>) -> Router {
         .route("/vsock", get(devices::vsock))
         .route("/balloon", get(balloon::show).patch(balloon::change))
         .route("/dirty", get(dirty))
+        .route("/metrics", get(metrics))
+        .route_layer(middleware::from_fn(refuse_query));
+    Router::new()
+        .route("/checkpoint", post(begin_checkpoints).get(checkpoints).delete(end_checkpoints))
+        .route("/checkpoint/hold", get(hold_checkpoints))
+        .route("/migration", post(begin_migration).get(migration).delete(cancel_migration))
         .route(
             "/dirty/watch",
             post(dirty_watch::begin).get(dirty_watch::look).delete(dirty_watch::end),
         )
-        .route("/metrics", get(metrics))
+        .merge(without_query)
         .fallback(unknown)
         .method_not_allowed_fallback(unknown)
         .with_state(app)
+}
+
+/// Refuses parameters of a request that takes none, as bodies refuse unknown fields.
+async fn refuse_query(request: Request, next: Next) -> Response {
+    match request.uri().query() {
+        None | Some("") => next.run(request).await,
+        Some(query) => {
+            let (method, path) = (request.method(), request.uri().path());
+            Fault::new(format!("{method} {path} takes no parameters, and was given \"{query}\""))
+                .into_response()
+        }
+    }
 }
 
 /// Runs `call` where it may block.
@@ -165,12 +182,12 @@ async fn act(
     }))
 }
 
+/// Also of a process that has no guest yet.
 async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
-    blocking(app, |jobs| {
-        jobs.stop("stopped over the API").map_err(Fault::new)?;
-        Ok(StatusCode::NO_CONTENT)
-    })
-    .await
+    let stopping = move || app.interrupt("stopped over the API").map_err(Fault::new);
+    let stopped = tokio::task::spawn_blocking(stopping).await;
+    stopped.unwrap_or_else(|e| Err(Fault::internal(format!("the request failed: {e}"))))?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 async fn begin_checkpoints(
@@ -204,6 +221,7 @@ async fn hold_checkpoints(
 
 /// Which job is meant, what a reader has seen of it, and how long it would wait for more.
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Asked {
     /// Without it, the latest.
     job: Option<u64>,

@@ -59,7 +59,7 @@ pub(crate) enum Command {
     /// Let a paused guest run
     Resume(ApiArgs),
     /// End a guest and its VMM
-    Stop(ApiArgs),
+    Stop(StopArgs),
     /// Take checkpoints of a running guest into a store
     Checkpoint(CheckpointArgs),
     /// Build a guest from a checkpoint and run it to its end
@@ -97,6 +97,27 @@ pub(crate) struct ApiArgs {
     /// The API socket of the driftline that has the guest
     #[arg(long, value_name = "FILE")]
     pub(crate) api_sock: PathBuf,
+    /// How long to wait for an answer: digits and ms or s
+    ///
+    /// For each request. What a command waits for on purpose (the end of a migration, checkpoints, the next look of top) has no limit.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
+    pub(crate) timeout: Duration,
+}
+
+impl ApiArgs {
+    /// A client of that driftline.
+    pub(crate) fn client(&self) -> vmm::api::Client {
+        vmm::api::Client::new(&self.api_sock).with_timeout(self.timeout)
+    }
+}
+
+#[derive(Args)]
+pub(crate) struct StopArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Wait until the process of the VMM has ended, in the time of --timeout
+    #[arg(long)]
+    pub(crate) wait: bool,
 }
 
 /// A question to a running driftline.
@@ -479,6 +500,9 @@ pub(crate) struct ResolveArgs {
     /// The API socket of the driftline that has the guest
     #[arg(long, value_name = "FILE", required_unless_present = "state_dir")]
     pub(crate) api_sock: Option<PathBuf>,
+    /// How long to wait for an answer of that driftline: digits and ms or s
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
+    pub(crate) timeout: Duration,
     /// Without a driftline that has the guest: settle the record that its crash left in this directory
     #[arg(long, value_name = "DIR", conflicts_with = "api_sock")]
     pub(crate) state_dir: Option<PathBuf>,

@@ -38,7 +38,7 @@ async fn page_of(client: &Client) -> Result<CheckpointPage, ClientError> {
 }
 
 async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
-    let client = Client::new(&args.api.api_sock);
+    let client = args.api.client();
     let job = page_of(&client).await?.job;
     client.call::<()>(Method::DELETE, &format!("/checkpoint?job={job}"), None::<&()>).await?;
     // Until the checkpoint under way is durable, or is not, and the store is free.
@@ -48,7 +48,7 @@ async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
 }
 
 async fn status(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
-    let page = page_of(&Client::new(&args.api.api_sock)).await?;
+    let page = page_of(&args.api.client()).await?;
     if args.json {
         print_json(&page)?;
         return Ok(ExitCode::SUCCESS);
@@ -85,7 +85,7 @@ async fn status(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
 }
 
 async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCode, Failure> {
-    let client = Client::new(&args.api.api_sock);
+    let client = args.api.client();
     let request = CheckpointRequest {
         store: std::path::absolute(store)?,
         every_ms: args.every.and_then(|every| NonZeroU64::new(millis(every))),
@@ -120,7 +120,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
         return Ok(ExitCode::SUCCESS);
     }
     // As long as this process is there, whatever it waits for.
-    let holding = client.clone();
+    let holding = client.clone().with_timeout(Duration::MAX);
     tokio::spawn(async move {
         let _ = holding.get::<()>(&format!("/checkpoint/hold?job={job}")).await;
     });

@@ -1,9 +1,13 @@
 //! Owns the short commands that ask a running driftline one thing.
 
 use std::fmt::Display;
+use std::os::fd::OwnedFd;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use hyper::Method;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
@@ -11,7 +15,7 @@ use vmm::api::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTa
 use vmm::api::{Client, ClientError};
 use vmm::devices::DeviceFigures;
 
-use super::args::{ApiArgs, QueryArgs};
+use super::args::{ApiArgs, QueryArgs, StopArgs};
 use super::failure::Failure;
 use super::output::{self, print, print_json};
 use super::progress::{progress_line, receiving_line};
@@ -98,9 +102,59 @@ fn change(args: &ApiArgs, state: VmTarget) -> Result<ExitCode, Failure> {
 }
 
 /// `driftline stop`.
-pub(super) fn stop(args: &ApiArgs) -> Result<ExitCode, Failure> {
-    ask::<()>(args, Method::POST, "/stop", None::<&()>)?;
+pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
+    let deadline = Instant::now() + args.api.timeout;
+    // Before it is told to end: its number is nobody else's yet.
+    let process = if args.wait { Some(Process::of(&args.api)?) } else { None };
+    ask::<()>(&args.api, Method::POST, "/stop", None::<&()>)?;
+    if let Some(process) = process {
+        process.await_end(deadline, &args.api)?;
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The process of a VMM.
+struct Process {
+    pid: Pid,
+    fd: OwnedFd,
+}
+
+impl Process {
+    fn of(api: &ApiArgs) -> Result<Self, Failure> {
+        let found = block_on(api.client().process())??;
+        let pid = found.and_then(Pid::from_raw).ok_or_else(|| {
+            Failure::error(format_args!(
+                "the process behind {} cannot be seen from here, so its end cannot be waited for: stop without --wait",
+                api.api_sock.display()
+            ))
+        })?;
+        let fd = pidfd_open(pid, PidfdFlags::empty())?;
+        Ok(Self { pid, fd })
+    }
+
+    fn await_end(&self, deadline: Instant, api: &ApiArgs) -> Result<(), Failure> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec {
+                tv_sec: left.as_secs().try_into()?,
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            match poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&left)) {
+                Ok(0) => {
+                    return Err(Failure::error(format_args!(
+                        "the VMM on {} was told to stop, and its process {} has not ended in {:?}: its storage may be stuck; \
+                         --timeout waits longer",
+                        api.api_sock.display(),
+                        self.pid,
+                        api.timeout
+                    )));
+                }
+                Ok(_) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
 }
 
 /// Where the guest of a driftline stands, after something failed there.
@@ -172,7 +226,7 @@ pub(super) fn ask<T: DeserializeOwned>(
     path: &str,
     body: Option<&impl Serialize>,
 ) -> Result<T, Failure> {
-    block_on(Client::new(&args.api_sock).call(method, path, body))?.map_err(Failure::from)
+    block_on(args.client().call(method, path, body))?.map_err(Failure::from)
 }
 
 /// Runs a conversation with a driftline to its end.

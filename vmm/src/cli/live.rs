@@ -154,10 +154,12 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         let progress = watched.progress();
         Arriving { words: receiving_line(&progress), progress }
     };
+    // Until COMMIT the guest can be refused, which is made durable first if the source has heard PREPARED; from COMMIT on it is
+    // this host's (I7).
     let app = App::waiting(arriving, move || {
-        if let Err(e) = give_up.cancel() {
-            say(e);
-        }
+        give_up.cancel().map_err(|_| {
+            "its source has handed the guest over to this process, which runs it from now on: stop it again then".to_owned()
+        })
     });
     let server = Server::start(socket, app.clone())?;
     let factory = Factory::new(host_config(&args.host, args.devices)?);

@@ -26,7 +26,7 @@ pub(super) fn send(args: &SendArgs) -> Result<ExitCode, Failure> {
 }
 
 async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
-    let client = Client::new(&args.query.api.api_sock);
+    let client = args.query.api.client();
     let request = MigrationRequest {
         to: args.address.clone(),
         downtime_ms: args.downtime_ms,
@@ -180,7 +180,7 @@ pub(super) fn cancel(args: &ApiArgs) -> Result<ExitCode, Failure> {
 pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     let (api, dir) = (args.api_sock.as_ref(), args.state_dir.as_ref());
     let api = match (api, dir) {
-        (Some(api_sock), _) => ApiArgs { api_sock: api_sock.clone() },
+        (Some(api_sock), _) => ApiArgs { api_sock: api_sock.clone(), timeout: args.timeout },
         (None, Some(dir)) => return super::pending::resolve(dir, args),
         // clap has one of them required.
         (None, None) => return Err(Failure::error("neither --api-sock nor --state-dir was given")),

@@ -75,6 +75,15 @@ impl<F: GuestFactory> GuestFactory for Settled<F> {
         self.require(vm_id, (built, ())).map(|(guest, ())| guest)
     }
 
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<WithCopies<F::Guest>, GuestError> {
+        self.require(vm_id, self.inner.create_with_copies(vm_id, config, drives)?)
+    }
+
     fn create_with_drives(
         &self,
         from: &Origin,

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use checkpoint::{
-    Backlog, Clock, Fetching, Guest, GuestDrive, GuestError, GuestRam, Line, RunState, SavedState,
-    Section, Shield, VcpuPauses, VcpuWrites, VmId,
+    Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, Line, RunState,
+    SavedState, Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
@@ -98,21 +98,20 @@ impl Holds {
         Ok(())
     }
 
-    /// The operator lets the guest run: now, or when the last holder lets go.
+    /// The operator lets the guest run: now, or when the last holder lets go. One that runs already does.
     pub(super) fn operator_resume(&self) -> Result<(), OperatorError> {
         let mut state = self.lock();
         if state.migrating {
             return Err(OperatorError::Migrating("resume"));
         }
         if state.holders == 0 {
-            if self.vm.run_state() == RunState::Paused {
+            match self.vm.run_state() {
+                RunState::Running => return Ok(()),
                 // A migration may have let go of the drives and failed to take them back.
-                self.vm.acquire()?;
+                RunState::Paused => self.vm.acquire()?,
+                RunState::Stopped => {}
             }
             self.vm.resume()?;
-        } else if state.wanted == RunState::Running {
-            let refused = GuestError::State { request: "resume", state: RunState::Running };
-            return Err(refused.into());
         }
         state.wanted = RunState::Running;
         Ok(())
@@ -237,6 +236,10 @@ impl Guest for View {
 
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         self.holds.vm.shield()
+    }
+
+    fn fill(&self) -> Option<Box<dyn Fill>> {
+        self.holds.vm.fill()
     }
 
     fn fetch_late(
@@ -380,10 +383,22 @@ mod tests {
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Paused, "the operator paused it meanwhile");
         checkpoint.pause().unwrap();
-        assert!(holds.operator_resume().is_ok() && holds.operator_resume().is_err());
+        (0..2).for_each(|_| holds.operator_resume().unwrap());
         assert_eq!(vm.run_state(), Paused, "the checkpoint still copies");
         checkpoint.resume().unwrap();
         assert_eq!(vm.run_state(), Running, "the operator resumed it meanwhile");
+    }
+
+    #[test]
+    fn pause_and_resume_may_be_repeated() {
+        let (vm, holds) = running();
+        (0..2).for_each(|_| holds.operator_resume().unwrap());
+        assert_eq!(vm.run_state(), Running);
+        (0..2).for_each(|_| holds.operator_pause().unwrap());
+        assert_eq!(vm.run_state(), Paused);
+        vm.stop("the test is over");
+        holds.operator_resume().unwrap_err();
+        holds.operator_pause().unwrap_err();
     }
 
     #[test]

@@ -9,8 +9,6 @@ use vmm::api::{Client, ClientError};
 
 /// How long the end of a watch may take to be told; it ends by itself, too.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// What an answer may take beyond its window.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What has been answered.
 pub(super) enum Update {
@@ -51,8 +49,7 @@ impl Feed {
 
     async fn ask(&mut self, watch: u64, interval: Duration) -> Result<Update, ClientError> {
         let path = format!("/dirty/watch?watch={watch}&wait_ms={}", interval.as_millis());
-        let page = tokio::time::timeout(interval + PATIENCE, self.client.get(&path)).await;
-        let page: WatchPage = page.unwrap_or_else(|_| Err(self.silent(interval + PATIENCE)))?;
+        let page: WatchPage = self.client.get(&path).await?;
         if page.end.is_some() {
             self.watch = None;
         }
@@ -83,11 +80,6 @@ impl Feed {
         let WatchBegun { watch } = begun?;
         self.watch = Some(watch);
         Ok(watch)
-    }
-
-    fn silent(&self, long: Duration) -> ClientError {
-        let why = format!("no answer in {} s", long.as_secs());
-        ClientError::Broken { socket: self.client.socket().to_owned(), why }
     }
 
     /// Nobody looks any more.

@@ -58,7 +58,7 @@ fn interval(text: &str) -> Result<Duration, String> {
 
 /// `driftline top`.
 pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {
-    let client = Client::new(&args.query.api.api_sock);
+    let client = args.query.api.client();
     let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
     let last = if args.once || args.query.json || (dumb && io::stdout().is_terminal()) {
         block_on(printed(client, args))??
