@@ -200,6 +200,7 @@ fn released_guest_never_runs() {
         boot: Boot::Kernel { kernel, initrd: None, cmdline: String::new(), bare: true },
         cpu: CpuConfig::default(),
         devices: Vec::new(),
+        identity: Default::default(),
     };
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let machine = Machine::launch(config, &host).unwrap();
