@@ -196,7 +196,7 @@ impl Driftline {
 
     /// The number behind the last `name` in that, such as `waits=` of one that [logs](Self::start_logging).
     pub fn figure(&self, name: &str) -> Option<f64> {
-        let plain = without_colours(&self.log());
+        let plain = self.log();
         let at = plain.rfind(name)? + name.len();
         plain[at..].split(|c: char| !c.is_ascii_digit() && c != '.').next()?.parse().ok()
     }
@@ -280,15 +280,4 @@ pub fn run_cli(args: &[&str]) -> Output {
 pub fn json_of(out: &Output) -> Value {
     let text = String::from_utf8_lossy(&out.stdout);
     serde_json::from_str(text.trim()).unwrap_or_else(|e| panic!("no JSON ({e}): {text}"))
-}
-
-/// Without a terminal's escape sequences, which stand between a figure's name and its number.
-fn without_colours(log: &str) -> String {
-    let mut plain = String::new();
-    let mut rest = log;
-    while let Some((before, after)) = rest.split_once('\u{1b}') {
-        plain.push_str(before);
-        rest = after.split_once('m').map_or("", |(_, after)| after);
-    }
-    plain + rest
 }

@@ -64,6 +64,8 @@ pub fn now(code: i32) -> ! {
         }
         std::thread::sleep(Duration::from_millis(1));
     }
+    // It says why.
+    crate::log::flush();
     std::process::exit(code)
 }
 

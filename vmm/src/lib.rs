@@ -22,6 +22,7 @@ pub mod jobs;
 pub mod kvm;
 pub mod latency;
 pub mod limits;
+pub mod log;
 pub mod machine;
 pub mod memory;
 pub mod sandbox;

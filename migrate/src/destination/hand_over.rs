@@ -143,7 +143,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     ) -> Failed {
         throw_away(guest, &format!("it was not received: {cause}"));
         drop(copies);
-        tracing::warn!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
+        tracing::info!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             self.ledger.post(DestinationEvent::Aborted);
             return Failed { cause, was_prepared: true };

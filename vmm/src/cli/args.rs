@@ -33,7 +33,7 @@ pub(crate) struct Cli {
     pub(crate) log: LogArgs,
 }
 
-/// What is logged; on stderr.
+/// What is logged, how, and where to.
 #[derive(Args)]
 pub(crate) struct LogArgs {
     /// Log more: -v what happens, -vv details, -vvv everything
@@ -42,6 +42,21 @@ pub(crate) struct LogArgs {
     /// Log by this filter, such as debug or vmm=trace,info; RUST_LOG is the default
     #[arg(long, global = true, value_name = "FILTER")]
     pub(crate) log: Option<String>,
+    /// How the log is written; json is one object a line
+    #[arg(long, global = true, value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    pub(crate) log_format: LogFormat,
+    /// Append the log to this file instead of writing it to stderr
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(crate) log_file: Option<PathBuf>,
+}
+
+/// How the log is written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// For people
+    Text,
+    /// For programs
+    Json,
 }
 
 #[derive(Subcommand)]

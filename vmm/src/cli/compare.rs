@@ -279,7 +279,9 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
     sandbox::start(&options).map_err(|e| match e {
         sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),
         _ => Failure::error(e),
-    })
+    })?;
+    vmm::log::go_to_background()?;
+    Ok(())
 }
 
 /// How far it is: a bar on a terminal, a line now and then elsewhere; on stderr.

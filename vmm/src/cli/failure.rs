@@ -2,7 +2,9 @@
 
 use std::process::ExitCode;
 
-use super::output::say;
+use tracing::Level;
+
+use super::log;
 
 /// The exit code of [`Failure::still_running`].
 const STILL_RUNNING: u8 = 4;
@@ -18,6 +20,11 @@ impl Failure {
     /// 1: an error.
     pub(crate) fn error(message: impl ToString) -> Self {
         Self { code: 1, message: message.to_string() }
+    }
+
+    /// 2: the command line, or the environment that stands for it, is wrong.
+    pub(crate) fn usage(message: impl ToString) -> Self {
+        Self { code: 2, message: message.to_string() }
     }
 
     /// 3: the host lacks something.
@@ -48,7 +55,7 @@ impl Failure {
 
     /// Says it, and gives the process's exit code.
     pub(crate) fn report(self) -> ExitCode {
-        say(self.message);
+        log::sentence(Level::ERROR, &self.message);
         ExitCode::from(self.code)
     }
 }

@@ -25,6 +25,7 @@ use vmm::machine::EarlyVm;
 use vmm::memory::MemoryOptions;
 use vmm::sandbox;
 use vmm::socket::ListeningSocket;
+use vmm::vm::Vm;
 
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
 use super::end::{to_the_end, when_memory_is_lost};
@@ -48,6 +49,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     let config = machine_config(args)?;
     let _logged = guest_span(vm_id, &config.identity).entered();
     let vm = backend::launch_as(vm_id, config, &host).map_err(launch_failure)?;
+    log_machine(&*vm, &host.memory);
     let jobs = Jobs::new(vm.clone(), state_dir);
     if let Some(mode) = shadow {
         jobs.start_shadow(mode).map_err(shadow_failure)?;
@@ -81,6 +83,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     }
     let copies = !args.devices.disks.is_empty();
     let host = host_config(&args.host, args.devices)?;
+    let memory = host.memory;
     let restored = Restored { same: args.same_id, name: args.name };
     let host = HostConfig { disks_are_copies: true, restored, ..host };
     let factory = Settled { inner: Factory::new(host).with_early(early), unsettled };
@@ -92,6 +95,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         vm.stop("it may be running elsewhere");
         return Err(after_restore(&report, e));
     }
+    log_machine(&*vm, &memory);
     let left_alone = !copies && report.drives == 0;
     for disk in
         vmm::config::disks(&vm.machine_config().devices).filter(|d| left_alone && !d.readonly)
@@ -162,7 +166,9 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         })
     });
     let server = Server::start(socket, app.clone())?;
-    let factory = Factory::new(host_config(&args.host, args.devices)?);
+    let host = host_config(&args.host, args.devices)?;
+    let memory = host.memory.clone();
+    let factory = Factory::new(host);
     let options =
         ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
     let showing = Receiving::show(&control);
@@ -170,6 +176,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     drop(showing);
     let Received { guest: vm, report, responder } = received.map_err(receive_failure)?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
+    log_machine(&*vm, &memory);
     let jobs = Jobs::new(vm.clone(), args.host.state_dir);
     jobs.keep_responder(responder);
     app.provide(jobs.clone());
@@ -189,6 +196,25 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         print_json(&report)?;
     }
     to_the_end(vm, jobs, server)
+}
+
+/// Logs what a guest has: memory and devices.
+fn log_machine(vm: &dyn Vm, memory: &MemoryOptions) {
+    let config = vm.machine_config();
+    tracing::info!(
+        vcpus = config.vcpus,
+        backing = %memory.backing,
+        hugepages = memory.huge_pages.map(|kind| kind.to_string()),
+        prefault = memory.prefault,
+        tracking = %config.tracking,
+        backend = %config.backend,
+        "guest {} with {} of memory",
+        vm.vm_id(),
+        bytes(config.mem_bytes)
+    );
+    for device in &config.devices {
+        tracing::info!("device {device:?}");
+    }
 }
 
 /// Files that a command names besides those that all have.
@@ -229,7 +255,19 @@ fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningSocket>, Fai
     }
     let socket = host.api_sock.as_deref().map(ListeningSocket::bind).transpose()?;
     let awake = latency::open();
-    sandbox::start(&restrictions(host, named)?).map_err(sandbox_failure)?;
+    let options = restrictions(host, named)?;
+    sandbox::start(&options).map_err(sandbox_failure)?;
+    vmm::log::go_to_background()?;
+    tracing::info!(
+        seccomp = options.seccomp,
+        landlock = options.landlock,
+        allowed = ?options.allowed,
+        "sandbox"
+    );
+    match &host.api_sock {
+        Some(path) => tracing::info!("API socket {}", path.display()),
+        None => tracing::info!("no API socket: --api-sock was not given"),
+    }
     if let Err(e) = awake.and_then(latency::start) {
         tracing::debug!("{}: {e}: hand-overs take a little longer", latency::DEVICE);
     }

@@ -9,6 +9,7 @@ mod doctor;
 mod end;
 pub(crate) mod failure;
 mod live;
+mod log;
 mod migration;
 pub(crate) mod output;
 mod pending;
@@ -19,26 +20,21 @@ mod stored;
 mod top;
 mod values;
 
-use std::io;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use tracing_subscriber::EnvFilter;
 
-use args::{Cli, Command, LogArgs};
+use args::{Cli, Command};
 use failure::Failure;
 
 /// Reads the command line and does what it says, in a process that has `started` then.
 pub fn main(started: Instant) -> ExitCode {
     let cli = Cli::parse();
-    if let Err(e) = start_log(&cli.log) {
-        return e.report();
-    }
-    match run(cli.command, started) {
-        Ok(code) => code,
-        Err(failure) => failure.report(),
-    }
+    let done = log::start(&cli.log).and_then(|()| run(cli.command, started));
+    let code = done.unwrap_or_else(Failure::report);
+    vmm::log::flush();
+    code
 }
 
 fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
@@ -62,22 +58,4 @@ fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
         Command::Demo(args) => crate::demo::demo(&args),
         Command::Store(command) => store::store(&command),
     }
-}
-
-/// The log goes to stderr: what `--log` says, else more with each `-v`, else what `RUST_LOG` says, else warnings.
-fn start_log(args: &LogArgs) -> Result<(), Failure> {
-    let chosen = match (&args.log, args.verbose) {
-        (Some(filter), _) => Some(filter.as_str()),
-        (None, 0) => None,
-        (None, 1) => Some("info"),
-        (None, 2) => Some("debug"),
-        (None, _) => Some("trace"),
-    };
-    let filter = match chosen {
-        Some(filter) => EnvFilter::try_new(filter)
-            .map_err(|e| Failure::error(format!("\"{filter}\" is no log filter: {e}")))?,
-        None => EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn")),
-    };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
-    Ok(())
 }

@@ -4,13 +4,14 @@ use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 
 use serde::Serialize;
+use tracing::Level;
 
 use super::failure::Failure;
+use super::log;
 
 /// A sentence for the operator, on stderr.
 pub(crate) fn say(message: impl Display) {
-    // There is nowhere to say that stderr is closed.
-    let _ = writeln!(io::stderr(), "driftline: {message}");
+    log::sentence(Level::INFO, &message.to_string());
 }
 
 /// A result, on stdout. A reader that has gone away has seen enough.

@@ -391,7 +391,8 @@ impl Fetcher {
     /// The guest cannot go on. Said once.
     fn lose(&mut self, why: String) {
         if !std::mem::replace(&mut self.is_lost, true) {
-            tracing::error!("a frame of the restored guest cannot be had: {why}");
+            // The guest ends with it, and that is said.
+            tracing::debug!("a frame of the restored guest cannot be had: {why}");
             self.shared.lock().fetching.lost = Some(why.clone());
             self.owner.lost(why);
         }

@@ -17,7 +17,7 @@ pub(super) fn of(class: Class) -> Result<Rules, BackendError> {
     let mut table = Table::default();
     table.every_thread()?;
     match class {
-        Class::Worker | Class::Serial => {}
+        Class::Worker | Class::Serial | Class::Log => {}
         Class::SerialInput => table.kvm(LINE_IOCTLS)?,
         Class::Vcpu => {
             table.kvm(VCPU_IOCTLS)?;

@@ -7,7 +7,7 @@
 //! | main, `early-vm`, `control`, `opener`, jobs, migrations | those of a VMM: no programs, no mounts, no modules, only threads | see below |
 //! | `vcpu*` | memory, waiting, KVM's ioctls of a vCPU, a timer of its own | none |
 //! | `collector`, `supervisor` | the same with their own ioctls of KVM; the collector of `userfault-wp` those by which userfaultfd follows writes | none |
-//! | `serial`, workers of the threads backend | memory, waiting, what is open | none |
+//! | `serial`, `log`, workers of the threads backend | memory, waiting, what is open | none |
 //! | `serial-input` | the same, and the port's interrupt | none |
 //! | `virtio-*` | events, and data of what is open: each kind of device its own few | none |
 //!
@@ -51,6 +51,8 @@ pub enum Class {
     Supervisor,
     /// Copies serial output.
     Serial,
+    /// Writes the log.
+    Log,
     /// Copies serial input, and raises the port's interrupt for it.
     SerialInput,
     /// A virtio device of randomness.
@@ -67,13 +69,14 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 12] = [
+    pub const ALL: [Class; 13] = [
         Self::Vcpu,
         Self::Worker,
         Self::Collector,
         Self::Watcher,
         Self::Supervisor,
         Self::Serial,
+        Self::Log,
         Self::SerialInput,
         Self::Rng,
         Self::Balloon,

@@ -1,0 +1,169 @@
+//! The way of a log line to stderr or to a file. A reader that has stopped must not stop the threads that log.
+//!
+//! A pipe whose reader has stopped takes 64 KiB, and then blocks whoever writes to it. So a process
+//! that has a guest writes from the `log` thread: other threads append to a bounded queue. A line that
+//! finds the queue full is dropped and counted, and the count is written once there is room again.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use crate::sandbox::{self, Class};
+
+/// Bytes of lines that may wait: some thousands of lines. As many again may be on their way out.
+const QUEUE_BYTES: usize = 1 << 20;
+/// How long the end of the process waits for a slow reader.
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+
+/// Where this process logs to; set once.
+static OUTPUTS: OnceLock<Vec<Arc<LogOutput>>> = OnceLock::new();
+
+/// One place that lines are written to.
+pub struct LogOutput {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    write: Box<dyn Fn(&[u8]) -> io::Result<()> + Send + Sync>,
+    /// The line that says how many were dropped.
+    dropped_line: fn(u64) -> Vec<u8>,
+}
+
+#[derive(Default)]
+struct Queue {
+    lines: VecDeque<Vec<u8>>,
+    bytes: usize,
+    dropped: u64,
+    /// Lines are left to the `log` thread.
+    in_background: bool,
+    /// That thread is writing what it has taken.
+    writing: bool,
+}
+
+impl LogOutput {
+    /// An output whose lines are written by `write`, at first by the threads that log.
+    pub fn new(
+        write: impl Fn(&[u8]) -> io::Result<()> + Send + Sync + 'static,
+        dropped_line: fn(u64) -> Vec<u8>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            write: Box::new(write),
+            dropped_line,
+        })
+    }
+
+    /// Writes one line, or leaves it to the `log` thread.
+    pub fn line(&self, line: &[u8]) {
+        let mut queue = self.lock();
+        if !queue.in_background {
+            // There is nowhere to say that the log cannot be written.
+            let _ = (self.write)(line);
+        } else if queue.bytes + line.len() > QUEUE_BYTES {
+            queue.dropped += 1;
+        } else {
+            queue.bytes += line.len();
+            queue.lines.push_back(line.to_vec());
+            self.changed.notify_all();
+        }
+    }
+
+    /// Leaves all lines from now on to a thread of their own.
+    fn go_to_background(self: &Arc<Self>) -> io::Result<()> {
+        let output = self.clone();
+        let thread = sandbox::spawn(Class::Log, "log", move || output.write_for_ever())?;
+        // It ends with the process: what it writes to may never take another byte.
+        drop(thread);
+        self.lock().in_background = true;
+        Ok(())
+    }
+
+    fn write_for_ever(&self) {
+        loop {
+            let queue = self.lock();
+            let mut queue = self
+                .changed
+                .wait_while(queue, |q| q.lines.is_empty())
+                .unwrap_or_else(PoisonError::into_inner);
+            let lines = std::mem::take(&mut queue.lines);
+            queue.bytes = 0;
+            let dropped = std::mem::take(&mut queue.dropped);
+            queue.writing = true;
+            drop(queue);
+            for line in lines {
+                let _ = (self.write)(&line);
+            }
+            if dropped > 0 {
+                let _ = (self.write)(&(self.dropped_line)(dropped));
+            }
+            self.lock().writing = false;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits until all lines are written, at most `limit`.
+    fn flush(&self, limit: Duration) {
+        let waits = |q: &mut Queue| !q.lines.is_empty() || q.writing;
+        drop(self.changed.wait_timeout_while(self.lock(), limit, waits));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Makes `outputs` those of the process, which the functions below are about.
+pub fn set_outputs(outputs: Vec<Arc<LogOutput>>) {
+    // A second log would be the first one's.
+    let _ = OUTPUTS.set(outputs);
+}
+
+/// Lets no thread of this process wait for a reader of its log from now on. To be called once the
+/// process is restricted, since it starts threads.
+pub fn go_to_background() -> io::Result<()> {
+    OUTPUTS.get().into_iter().flatten().try_for_each(LogOutput::go_to_background)
+}
+
+/// Waits until the log is written, at most a second.
+pub fn flush() {
+    OUTPUTS.get().into_iter().flatten().for_each(|output| output.flush(FLUSH_LIMIT));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    fn dropped(n: u64) -> Vec<u8> {
+        format!("{n} dropped\n").into_bytes()
+    }
+
+    #[test]
+    fn a_stuck_reader_costs_lines_and_blocks_nobody() {
+        let (release, released) = mpsc::channel::<()>();
+        let (wrote, written) = mpsc::channel();
+        let released = Mutex::new(released);
+        let output = LogOutput::new(
+            move |line| {
+                // Until the sender is gone.
+                let _ = released.lock().unwrap().recv();
+                let _ = wrote.send(line.to_vec());
+                Ok(())
+            },
+            dropped,
+        );
+        output.go_to_background().unwrap();
+        let line = vec![b'x'; 1 << 16];
+        for _ in 0..100 {
+            output.line(&line);
+        }
+        let lost = output.lock().dropped;
+        assert!((100 - 2 * 16 - 1..=100 - 16).contains(&lost), "{lost}");
+        output.flush(Duration::from_millis(1));
+        drop(release);
+        output.flush(Duration::from_secs(60));
+        let lines: Vec<_> = written.try_iter().collect();
+        assert_eq!(lines.len() as u64, 100 - lost + 1, "the rest, and how many were dropped");
+        assert!(lines.contains(&dropped(lost)));
+    }
+}
