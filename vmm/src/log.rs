@@ -19,11 +19,14 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 /// Where this process logs to; set once.
 static OUTPUTS: OnceLock<Vec<Arc<LogOutput>>> = OnceLock::new();
 
+/// Writes a line.
+type WriteLine = dyn Fn(&[u8]) -> io::Result<()> + Send + Sync;
+
 /// One place that lines are written to.
 pub struct LogOutput {
     queue: Mutex<Queue>,
     changed: Condvar,
-    write: Box<dyn Fn(&[u8]) -> io::Result<()> + Send + Sync>,
+    write: Box<WriteLine>,
     /// The line that says how many were dropped.
     dropped_line: fn(u64) -> Vec<u8>,
 }
