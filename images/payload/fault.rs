@@ -32,7 +32,7 @@ extern "C" fn fault_main(frame: &Frame) -> ! {
     line.text(" code=").hex(frame.code).text(" rip=").hex(frame.rip);
     line.text(" cr2=").hex(cr2).text(" cs=").hex(frame.cs).text(" rsp=").hex(frame.rsp).byte(b'\n');
     print_now(line.as_bytes());
-    cpu::reset()
+    cpu::give_up()
 }
 
 #[panic_handler]
@@ -43,5 +43,5 @@ fn panic(info: &PanicInfo) -> ! {
         line.text(" at ").text(place.file()).byte(b':').number(u64::from(place.line()));
     }
     print_now(line.byte(b'\n').as_bytes());
-    cpu::reset()
+    cpu::give_up()
 }

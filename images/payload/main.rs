@@ -149,8 +149,8 @@ extern "C" fn run(cpu: &'static mut Cpu) -> ! {
     cpu::power_off()
 }
 
-/// Prints what is wrong and powers off; only before the loop.
+/// Prints what is wrong and ends the machine by that; only before the loop.
 fn end_with(line: &mut Line) -> ! {
     console::print_now(line.byte(b'\n').as_bytes());
-    cpu::power_off()
+    cpu::give_up()
 }

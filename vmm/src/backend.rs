@@ -25,7 +25,10 @@ pub enum LaunchError {
 impl LaunchError {
     /// Whether another host might do it: exit code 3.
     pub fn host_lacks(&self) -> bool {
-        matches!(self, Self::Machine(e) if e.host_lacks())
+        match self {
+            Self::Machine(e) => e.host_lacks(),
+            Self::Threads(e) => matches!(e, GuestError::Unsupported { .. }),
+        }
     }
 }
 

@@ -11,9 +11,29 @@ use crate::latency;
 use crate::memory::{Userfault, meminfo_bytes};
 use crate::vcpu::baseline;
 
+/// What a finding matters for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Group {
+    /// Without it there are no KVM machines.
+    Required,
+    /// Tracking, and moving a guest.
+    Migration,
+    /// Checkpoints, and following writes.
+    Checkpoints,
+    /// What a guest that breaks out may do.
+    Sandbox,
+    /// Speed.
+    Host,
+    /// A capability of KVM, as a number.
+    Capability,
+}
+
 /// One thing that a host may offer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Finding {
+    /// What it matters for.
+    pub group: Group,
     /// What it is.
     pub name: String,
     /// Whether it is there.
@@ -22,6 +42,13 @@ pub struct Finding {
     pub value: String,
     /// What follows if it is missing, or what is to be known about it; may be empty.
     pub cost: String,
+}
+
+impl Finding {
+    fn of(mut self, group: Group) -> Self {
+        self.group = group;
+        self
+    }
 }
 
 /// All findings of one host.
@@ -42,41 +69,46 @@ pub fn usable_kvm() -> Result<Capabilities, Unusable> {
 pub fn diagnose() -> Diagnosis {
     let mut findings = Vec::new();
     match open_device() {
-        Err(unusable) => findings.push(missing(
-            "/dev/kvm",
-            &format!("{}: no KVM machines here; only --backend threads", unusable.why),
-        )),
+        Err(unusable) => findings.push(
+            missing(
+                "/dev/kvm",
+                &format!("{}: no KVM machines here; only --backend threads", unusable.why),
+            )
+            .of(Group::Required),
+        ),
         Ok(kvm) => kvm_findings(&kvm, &mut findings),
     }
     findings.extend([
         hypervisor(),
         memory(),
         huge_pages(),
-        pagemap(),
-        userfaultfd(),
-        userfault_wp(),
-        clock_source(),
-        awake(),
-        seccomp(),
-        landlock(),
+        pagemap().of(Group::Checkpoints),
+        userfaultfd().of(Group::Checkpoints),
+        userfault_wp().of(Group::Checkpoints),
+        clock_source().of(Group::Migration),
+        awake().of(Group::Migration),
+        seccomp().of(Group::Sandbox),
+        landlock().of(Group::Sandbox),
     ]);
     Diagnosis { kvm: usable_kvm().is_ok(), findings }
 }
 
 fn kvm_findings(kvm: &Kvm, findings: &mut Vec<Finding>) {
-    findings.push(present("/dev/kvm", format!("API version {}", kvm.get_api_version()), ""));
+    let version = format!("API version {}", kvm.get_api_version());
+    findings.push(present("/dev/kvm", version, "").of(Group::Required));
     let capabilities = Capabilities::probe(kvm);
-    findings.push(match capabilities.dirty_ring() {
+    let ring = match capabilities.dirty_ring() {
         Some((_, entries)) => present("dirty ring", format!("up to {entries} entries a vCPU"), ""),
         None => missing("dirty ring", "--tracking dirty-ring is refused; dirty-bitmap remains"),
-    });
-    findings.push(baseline_processor(kvm));
+    };
+    findings.push(ring.of(Group::Migration));
+    findings.push(baseline_processor(kvm).of(Group::Migration));
     for c in capabilities.iter() {
         let name = format!("KVM_CAP_{}", c.name);
         findings.push(match (c.value, c.need) {
-            (0, Need::Required) => missing(&name, "required: no KVM machines here"),
+            (0, Need::Required) => missing(&name, "no KVM machines here").of(Group::Required),
             (0, Need::Optional(cost)) => missing(&name, cost),
-            (value, _) => present(&name, value.to_string(), ""),
+            (value, _) => present(&name, value.to_string(), "").of(Group::Capability),
         });
     }
 }
@@ -239,12 +271,24 @@ fn read(path: &str) -> String {
 }
 
 fn present(name: &str, value: String, cost: &str) -> Finding {
-    Finding { name: name.to_owned(), present: true, value, cost: cost.to_owned() }
+    Finding {
+        group: Group::Host,
+        name: name.to_owned(),
+        present: true,
+        value,
+        cost: cost.to_owned(),
+    }
 }
 
 fn missing(name: &str, cost: &str) -> Finding {
     let value = "missing".to_owned();
-    Finding { name: name.to_owned(), present: false, value, cost: cost.to_owned() }
+    Finding {
+        group: Group::Host,
+        name: name.to_owned(),
+        present: false,
+        value,
+        cost: cost.to_owned(),
+    }
 }
 
 #[cfg(test)]

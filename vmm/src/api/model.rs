@@ -94,6 +94,15 @@ pub struct Info {
     /// What disks and network interfaces have done.
     #[serde(default)]
     pub devices: Vec<DeviceFigures>,
+    /// Where the checkpoints go that are being taken.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<PathBuf>,
+    /// The process that has the guest.
+    #[serde(default)]
+    pub pid: u32,
+    /// The version of its program.
+    #[serde(default)]
+    pub version: String,
 }
 
 /// `GET /info` of a process that has no guest yet, but waits for one or is receiving it.
@@ -149,6 +158,9 @@ impl Info {
             vcpu: vm.vcpu,
             dirty: vm.dirty,
             devices: vm.devices,
+            store: None,
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
         }
     }
 }

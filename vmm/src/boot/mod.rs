@@ -28,6 +28,7 @@ use std::path::Path;
 
 use dirty_tracker::Layout;
 use images::PayloadSpec;
+use images::workload::Placement;
 
 use crate::config::{Boot, MachineConfig};
 use crate::memory::Memory;
@@ -164,7 +165,10 @@ pub fn load(
 ) -> Result<Entry, BootError> {
     match &config.boot {
         Boot::Payload(spec) => {
+            let what = format!("the guest \"{spec}\"");
             let spec: PayloadSpec = spec.parse().map_err(|e| BootError::Config(format!("{e}")))?;
+            place_payload(&spec, config.vcpus, memory)
+                .map_err(|why| BootError::Config(format!("{what} does not fit: {why}")))?;
             let mut elf = Cursor::new(images::PAYLOAD_ELF);
             let kernel = kernel::load("the payload", &mut elf, memory)?;
             enter(config, memory, &kernel, None, &spec.cmdline(config.vcpus.into()), devices)
@@ -182,6 +186,28 @@ pub fn load(
             let cmdline = cmdline::assemble(cmdline, *bare, devices)?;
             enter(config, memory, &loaded, initrd, &cmdline, devices)
         }
+    }
+}
+
+/// Where the payload's working set lies in `memory`; the error is a sentence.
+pub(crate) fn place_payload(
+    spec: &PayloadSpec,
+    vcpus: u8,
+    memory: &Memory,
+) -> Result<Placement, String> {
+    let slots = memory.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
+    let placement = Placement::new(spec, slots).map_err(|e| {
+        let base = Placement::base(spec);
+        format!(
+            "its working set takes {} pages, and guest memory has {} at or above {base:#x}",
+            e.wanted, e.available
+        )
+    })?;
+    match spec.ws_pages() {
+        pages if pages < u64::from(vcpus) => {
+            Err(format!("its working set has {pages} pages, too few for {vcpus} vCPUs"))
+        }
+        _ => Ok(placement),
     }
 }
 

@@ -550,6 +550,9 @@ pub(crate) struct DemoArgs {
 
 #[derive(Args)]
 pub(crate) struct DoctorArgs {
+    /// Exit with 3 if something is missing that every KVM guest needs
+    #[arg(long)]
+    pub(crate) check: bool,
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,

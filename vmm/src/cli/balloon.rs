@@ -15,7 +15,7 @@ pub(super) fn balloon(args: &BalloonArgs) -> Result<ExitCode, Failure> {
     let api = &args.query.api;
     if let Some(bytes) = args.size {
         if !bytes.is_multiple_of(1 << 20) {
-            return Err(Failure::error(format_args!(
+            return Err(Failure::usage(format_args!(
                 "a balloon of {bytes} bytes is not whole MiB"
             )));
         }

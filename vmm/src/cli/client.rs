@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -14,10 +15,11 @@ use tokio::runtime::Builder;
 use vmm::api::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
 use vmm::api::{Client, ClientError};
 use vmm::devices::DeviceFigures;
+use vmm::vm::VcpuInfo;
 
 use super::args::{ApiArgs, QueryArgs, StopArgs};
 use super::failure::Failure;
-use super::output::{self, print, print_json};
+use super::output::{self, print, print_json, say};
 use super::progress::{progress_line, receiving_line};
 
 /// `driftline info`.
@@ -25,7 +27,7 @@ pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
     let page: InfoPage = ask(&args.api, Method::GET, "/info", None::<&()>)?;
     match &page {
         _ if args.json => print_json(&page)?,
-        InfoPage::Guest(info) => print(info_table(info))?,
+        InfoPage::Guest(info) => print(info_table(info, &args.api.api_sock))?,
         InfoPage::Arriving(info) => {
             let lines =
                 [("state", "receiving".to_owned()), ("migration", receiving_line(&info.migration))];
@@ -35,9 +37,11 @@ pub(super) fn info(args: &QueryArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn info_table(info: &Info) -> String {
-    let exits: Vec<String> = info.vcpu.iter().map(|v| v.exits.to_string()).collect();
-    let held: Vec<String> = info.vcpu.iter().map(|v| v.held_ms.to_string()).collect();
+fn info_table(info: &Info, api_sock: &Path) -> String {
+    let checkpointing = match (&info.store, info.checkpointing) {
+        (Some(store), true) => format!("into {}", store.display()),
+        (_, checkpointing) => if checkpointing { "yes" } else { "no" }.to_owned(),
+    };
     let mut lines = vec![
         ("state", info.state.name().to_owned()),
         ("guest", info.vm_id.to_string()),
@@ -47,17 +51,25 @@ fn info_table(info: &Info) -> String {
         ("memory", output::bytes(info.mem_bytes)),
         ("tracking", info.tracking.to_string()),
         ("backend", info.backend.to_string()),
-        ("here since", format!("{:.1} s", info.uptime_ms as f64 / 1e3)),
-        ("checkpointing", if info.checkpointing { "yes" } else { "no" }.to_owned()),
-        ("exits by vcpu", exits.join(" ")),
-        ("held by vcpu", format!("{} ms", held.join(" "))),
+        ("uptime", format!("{:.1} s", info.uptime_ms as f64 / 1e3)),
+        ("checkpointing", checkpointing),
         ("ring overruns", info.ring_overruns.to_string()),
         ("dirty subscribers", info.dirty.subscribers.to_string()),
         ("frames marked", info.dirty.marked_frames.to_string()),
     ];
     lines.extend(info.migration.iter().map(|p| ("migration", progress_line(p))));
     lines.extend(info.devices.iter().map(device_line));
+    lines.push(("API socket", api_sock.display().to_string()));
+    lines.push(("VMM", format!("pid {}, version {}", info.pid, info.version)));
+    let vcpus: Vec<String> = (0..info.vcpu.len()).map(|n| format!("vcpu {n}")).collect();
+    let vcpus = vcpus.iter().zip(&info.vcpu);
+    lines.extend(vcpus.map(|(name, v)| (name.as_str(), vcpu_line(v))));
     output::table(&lines)
+}
+
+fn vcpu_line(v: &VcpuInfo) -> String {
+    let VcpuInfo { exits, ring_full_exits, held_ms, .. } = v;
+    format!("{exits} exits, {ring_full_exits} for a full dirty ring, throttled for {held_ms} ms")
 }
 
 fn device_line(figures: &DeviceFigures) -> (&str, String) {
@@ -98,6 +110,10 @@ pub(super) fn resume(args: &ApiArgs) -> Result<ExitCode, Failure> {
 
 fn change(args: &ApiArgs, state: VmTarget) -> Result<ExitCode, Failure> {
     ask::<()>(args, Method::PATCH, "/vm", Some(&VmRequest { state }))?;
+    say(match state {
+        VmTarget::Paused => "the guest is paused",
+        VmTarget::Resumed => "the guest runs",
+    });
     Ok(ExitCode::SUCCESS)
 }
 
@@ -107,8 +123,12 @@ pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
     // Before it is told to end: its number is nobody else's yet.
     let process = if args.wait { Some(Process::of(&args.api)?) } else { None };
     ask::<()>(&args.api, Method::POST, "/stop", None::<&()>)?;
-    if let Some(process) = process {
-        process.await_end(deadline, &args.api)?;
+    match process {
+        None => say("the guest is stopped, and its VMM is ending"),
+        Some(process) => {
+            process.await_end(deadline, &args.api)?;
+            say("the guest is stopped, and its VMM has ended");
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

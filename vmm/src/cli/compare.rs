@@ -76,6 +76,9 @@ pub(crate) struct CompareArgs {
     /// Write the drawing of an epoch's time over memory size to this file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// Print all columns of the table, which is 190 wide then
+    #[arg(long)]
+    wide: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -131,7 +134,7 @@ impl CompareArgs {
 pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     let (cells, settings) = (args.cells(), args.settings());
     if settings.interval.is_zero() || settings.per_run() < settings.interval * 4 {
-        return Err(Failure::error(format_args!(
+        return Err(Failure::usage(format_args!(
             "a run of {} ms ({} of them share --duration) has no room for four epochs of {} ms: make --duration longer, or --interval shorter",
             settings.per_run().as_millis(),
             settings.repeat,
@@ -162,7 +165,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     // First of all: whatever becomes of the files, or of stdout, what was measured is not lost with it.
     let printed = match args.json {
         true => print_json(&report),
-        false => print(report.table()),
+        false => print(report.table(args.wide)),
     };
     let html = html.map_or(Ok(()), |target| target.write(&report.html()));
     let svg = match (svg, report.memory_svg()) {

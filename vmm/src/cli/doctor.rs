@@ -1,32 +1,112 @@
-//! Owns `driftline doctor`: prints the diagnosis.
+//! Owns `driftline doctor`: prints the diagnosis, its verdict first.
 
+use std::env;
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
-use vmm::doctor::{Finding, diagnose, usable_kvm};
+use vmm::doctor::{Diagnosis, Finding, Group, diagnose};
 
 use super::args::DoctorArgs;
 use super::failure::Failure;
-use super::output::{print, print_json, table};
+use super::output::{print, print_json};
 
-/// `driftline doctor`.
-pub(super) fn doctor(args: &DoctorArgs) -> Result<ExitCode, Failure> {
+/// Groups in the order in which they are shown.
+const GROUPS: [(Group, &str); 6] = [
+    (Group::Required, "Required"),
+    (Group::Migration, "Migration"),
+    (Group::Checkpoints, "Checkpoints"),
+    (Group::Sandbox, "Sandbox"),
+    (Group::Host, "Host"),
+    (Group::Capability, "KVM capabilities"),
+];
+
+/// `driftline doctor`; `verbose` shows the capabilities, too.
+pub(super) fn doctor(args: &DoctorArgs, verbose: bool) -> Result<ExitCode, Failure> {
     let diagnosis = diagnose();
+    if args.check && !diagnosis.kvm {
+        return Err(Failure::host_lacks(verdict(&diagnosis)).with(&diagnosis));
+    }
     if args.json {
         print_json(&diagnosis)?;
     } else {
-        let rows: Vec<(&str, String)> =
-            diagnosis.findings.iter().map(|f| (f.name.as_str(), told(f))).collect();
-        print(table(&rows))?;
+        let no_color = env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+        let colours = io::stdout().is_terminal() && !no_color;
+        print(told(&diagnosis, verbose, colours))?;
     }
-    match usable_kvm() {
-        Ok(_) => Ok(ExitCode::SUCCESS),
-        Err(why) => Err(Failure::host_lacks(why)),
+    Ok(ExitCode::SUCCESS)
+}
+
+fn verdict(diagnosis: &Diagnosis) -> String {
+    let missing = |required| {
+        let missing = diagnosis.findings.iter().filter(move |f| !f.present);
+        let those = missing.filter(move |f| (f.group == Group::Required) == required);
+        those.map(|f| f.name.as_str()).collect::<Vec<_>>().join(", ")
+    };
+    match (diagnosis.kvm, missing(false).as_str()) {
+        (false, _) => format!(
+            "this host cannot run KVM guests, for want of {}; --backend threads remains",
+            missing(true)
+        ),
+        (true, "") => "this host can run KVM guests; nothing is missing".to_owned(),
+        (true, names) => format!("this host can run KVM guests; missing, at a cost: {names}"),
     }
 }
 
-fn told(finding: &Finding) -> String {
-    match finding.cost.as_str() {
-        "" => finding.value.clone(),
-        cost => format!("{}: {cost}", finding.value),
+fn told(diagnosis: &Diagnosis, verbose: bool, colours: bool) -> String {
+    let mut lines = vec![verdict(diagnosis)];
+    for (group, heading) in GROUPS {
+        let of_it: Vec<&Finding> = diagnosis.findings.iter().filter(|f| f.group == group).collect();
+        if of_it.is_empty() || (group == Group::Capability && !verbose) {
+            continue;
+        }
+        lines.push(format!("\n{heading}"));
+        let width = of_it.iter().map(|f| f.name.len()).max().unwrap_or(0);
+        for finding in of_it {
+            let mark = match (finding.present, colours) {
+                (true, false) => "ok     ",
+                (true, true) => "\x1b[32mok\x1b[0m     ",
+                (false, false) => "missing",
+                (false, true) => "\x1b[31mmissing\x1b[0m",
+            };
+            lines.push(format!("  {mark}  {:width$}  {}", finding.name, words(finding)));
+        }
+    }
+    lines.join("\n")
+}
+
+fn words(finding: &Finding) -> String {
+    match (finding.present, finding.cost.as_str()) {
+        (true, "") => finding.value.clone(),
+        (true, cost) => format!("{}: {cost}", finding.value),
+        (false, cost) => cost.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finding(group: Group, name: &str, present: bool) -> Finding {
+        let text = |text: &str| text.to_owned();
+        Finding { group, name: text(name), present, value: text("1"), cost: text("slow") }
+    }
+
+    #[test]
+    fn verdict_comes_first_and_numbers_only_if_asked_for() {
+        let mut diagnosis = Diagnosis {
+            kvm: true,
+            findings: vec![
+                finding(Group::Required, "/dev/kvm", true),
+                finding(Group::Capability, "KVM_CAP_IRQCHIP", true),
+                finding(Group::Sandbox, "landlock", false),
+            ],
+        };
+        let text = told(&diagnosis, false, false);
+        assert!(text.starts_with("this host can run KVM guests; missing, at a cost: landlock\n"));
+        assert!(text.contains("\nSandbox\n  missing  landlock  slow"), "{text}");
+        assert!(!text.contains("KVM_CAP") && !text.contains('\u{1b}'), "{text}");
+        assert!(told(&diagnosis, true, false).contains("KVM_CAP_IRQCHIP"));
+        (diagnosis.kvm, diagnosis.findings[0].present) = (false, false);
+        assert!(verdict(&diagnosis).contains("cannot run KVM guests, for want of /dev/kvm;"));
     }
 }

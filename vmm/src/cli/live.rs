@@ -1,5 +1,6 @@
 //! Owns a process that has a guest: from the start of its API to the guest's end.
 
+use std::fmt::Display;
 use std::fs::OpenOptions;
 use std::io::{self, IsTerminal};
 use std::net::TcpListener;
@@ -15,7 +16,7 @@ use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
     Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, Identity, MAX_SERIAL_BYTES,
-    MacAddr, MachineConfig, NetConfig, NetSpec, Restored, SerialSink, VsockConfig, VsockSpec,
+    MacAddr, MachineConfig, NetConfig, NetSpec, ReplaceError, Restored, SerialSink, VsockConfig, VsockSpec,
     guest_span,
 };
 use vmm::devices::probe_disk;
@@ -65,7 +66,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
 /// `driftline restore`, in a process that has `started` then.
 pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
     if args.devices.disks.iter().any(|disk| disk.copy) {
-        return Err(Failure::error(
+        return Err(Failure::usage(
             "'copy' of --disk is only for receive-migration; restore writes a disk's content to a file that exists",
         ));
     }
@@ -167,7 +168,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     });
     let server = Server::start(socket, app.clone())?;
     let host = host_config(&args.host, args.devices)?;
-    let memory = host.memory.clone();
+    let memory = host.memory;
     let factory = Factory::new(host);
     let options =
         ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
@@ -416,7 +417,7 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
     let DiskSpec { path, readonly, id, serial, any_identity, copy } = spec;
     if any_identity || copy {
         let what = if copy { "copy" } else { "identity=any" };
-        return Err(Failure::error(format_args!(
+        return Err(Failure::usage(format_args!(
             "'{what}' of --disk is only for receive-migration, where a guest arrives with its disks"
         )));
     }
@@ -449,7 +450,7 @@ fn net_config(spec: NetSpec, i: u32) -> NetConfig {
 
 fn vsock_config(spec: VsockSpec) -> Result<VsockConfig, Failure> {
     let cid = spec.cid.ok_or_else(|| {
-        Failure::error("the vsock of a new guest needs a context ID: cid=N is missing")
+        Failure::usage("the vsock of a new guest needs a context ID: cid=N is missing")
     })?;
     Ok(VsockConfig { cid, uds: std::path::absolute(spec.uds)? })
 }
@@ -468,14 +469,24 @@ fn receive_failure(e: ReceiveError) -> Failure {
         Cause::Cancelled if matches!(e.phase, Phase::Waiting) => {
             Failure::error("the receiver was stopped before a guest arrived")
         }
-        Cause::Guest(GuestError::Unsupported { .. }) => Failure::host_lacks(e),
+        Cause::Guest(ref cause) => guest_failure(cause, &e),
+        _ => Failure::error(e),
+    }
+}
+
+/// A guest that cannot be had here, by the cause of `e`: the host lacks something, devices are given that
+/// it has not, or neither.
+fn guest_failure(cause: &GuestError, e: &impl Display) -> Failure {
+    match cause {
+        GuestError::Unsupported { .. } => Failure::host_lacks(e),
+        GuestError::System { cause, .. } if cause.is::<ReplaceError>() => Failure::usage(e),
         _ => Failure::error(e),
     }
 }
 
 fn restore_failure(e: RestoreError) -> Failure {
     match e {
-        RestoreError::Guest { cause: GuestError::Unsupported { .. }, .. } => Failure::host_lacks(e),
+        RestoreError::Guest { ref cause, .. } => guest_failure(cause, &e),
         _ => Failure::error(e),
     }
 }
@@ -494,10 +505,10 @@ fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
 /// What cannot be compared is said before there is a guest.
 fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<(), Failure> {
     match (shadow, tracking) {
-        (Some(shadow), TrackingMode::None) => Err(Failure::error(format_args!(
+        (Some(shadow), TrackingMode::None) => Err(Failure::usage(format_args!(
             "--shadow {shadow} has nothing to compare with: --tracking none reports no frames"
         ))),
-        (Some(ShadowMode::UserfaultWp), TrackingMode::UserfaultWp) => Err(Failure::error(
+        (Some(ShadowMode::UserfaultWp), TrackingMode::UserfaultWp) => Err(Failure::usage(
             "--shadow userfault-wp cannot stand beside --tracking userfault-wp: a memory has one userfaultfd at most; \
              --shadow compare can",
         )),

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use hyper::Method;
 use migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
-use serde_json::json;
+use serde_json::{Value, json};
 use vmm::api::model::{
     GuestState, GuestWhere, InfoPage, JobBegun, MigrationFailure, MigrationPage, MigrationRequest,
     MigrationState, ResolveRequest,
@@ -43,11 +43,8 @@ async fn start_and_follow(args: &SendArgs) -> Result<ExitCode, Failure> {
         Ok(begun) => begun,
         Err(e) => {
             let refused = not_begun(&client, e).await;
-            if args.query.json {
-                let guest = refused.is_still_running().then_some(GuestWhere::Here);
-                print_failure("failed", Phase::Waiting, refused.message(), guest)?;
-            }
-            return Err(refused);
+            let guest = refused.is_still_running().then_some(GuestWhere::Here);
+            return Err(refused.with(&outcome("failed", Phase::Waiting, guest)));
         }
     };
     let mut view = ProgressView::new(progress_line);
@@ -97,42 +94,37 @@ fn lost_sight(e: &ClientError) -> Failure {
 
 fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
     match (page.report, page.failure) {
-        (Some(report), _) => {
-            if args.query.json {
+        (Some(report), _) => match report.status {
+            SendStatus::Completed if args.query.json => {
                 print_json(&report)?;
-            } else {
+                Ok(ExitCode::SUCCESS)
+            }
+            SendStatus::Completed => {
                 print(report_table(&report))?;
+                Ok(ExitCode::SUCCESS)
             }
-            match report.status {
-                SendStatus::Completed => Ok(ExitCode::SUCCESS),
-                SendStatus::ResolvedDiscarded => {
-                    Err(Failure::error("the operator has resolved that the guest here ends"))
-                }
+            SendStatus::ResolvedDiscarded => {
+                let ended = Failure::error("the operator has resolved that the guest here ends");
+                Err(ended.with(&report))
             }
-        }
+        },
         (None, Some(failure)) => {
-            if args.query.json {
-                let MigrationFailure { message, cancelled, phase, guest } = &failure;
-                let status = if *cancelled { "cancelled" } else { "failed" };
-                print_failure(status, *phase, message, Some(*guest))?;
-            }
-            Err(match failure.guest {
-                GuestWhere::Here => Failure::still_running(failure.message),
-                GuestWhere::PausedHere | GuestWhere::Ended => Failure::error(failure.message),
-            })
+            let MigrationFailure { message, cancelled, phase, guest } = failure;
+            let status = if cancelled { "cancelled" } else { "failed" };
+            let failure = match guest {
+                GuestWhere::Here => Failure::still_running(message),
+                GuestWhere::PausedHere | GuestWhere::Ended => Failure::error(message),
+            };
+            Err(failure.with(&outcome(status, phase, Some(guest))))
         }
         (None, None) => Err(Failure::error("the migration has ended without an outcome")),
     }
 }
 
-/// A migration that failed, or was not begun. `guest` is null where nobody could be asked.
-fn print_failure(
-    status: &str,
-    phase: Phase,
-    message: &str,
-    guest: Option<GuestWhere>,
-) -> Result<(), Failure> {
-    print_json(&json!({ "status": status, "phase": phase, "message": message, "guest": guest }))
+/// What `--json` says beside the error of a migration that failed, or was not begun. `guest` is null where
+/// nobody could be asked.
+fn outcome(status: &str, phase: Phase, guest: Option<GuestWhere>) -> Value {
+    json!({ "status": status, "phase": phase, "guest": guest })
 }
 
 fn report_table(report: &SendReport) -> String {

@@ -30,14 +30,18 @@ use failure::Failure;
 
 /// Reads the command line and does what it says, in a process that has `started` then.
 pub fn main(started: Instant) -> ExitCode {
-    let cli = Cli::parse();
-    let done = log::start(&cli.log).and_then(|()| run(cli.command, started));
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => return failure::refuse_usage(&e),
+    };
+    let verbose = cli.log.verbose > 0;
+    let done = log::start(&cli.log).and_then(|()| run(cli.command, verbose, started));
     let code = done.unwrap_or_else(Failure::report);
     vmm::log::flush();
     code
 }
 
-fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
+fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Failure> {
     match command {
         Command::Run(args) => live::run(args, started),
         Command::Info(args) => client::info(&args),
@@ -53,7 +57,7 @@ fn run(command: Command, started: Instant) -> Result<ExitCode, Failure> {
         Command::Top(args) => top::top(&args),
         Command::CancelMigration(args) => migration::cancel(&args),
         Command::Resolve(args) => migration::resolve(&args),
-        Command::Doctor(args) => doctor::doctor(&args),
+        Command::Doctor(args) => doctor::doctor(&args, verbose),
         Command::Compare(args) => compare::compare(args),
         Command::Demo(args) => crate::demo::demo(&args),
         Command::Store(command) => store::store(&command),

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 
 use serde::Serialize;
+use serde_json::ser::{CompactFormatter, Formatter, Serializer};
 use tracing::Level;
 
 use super::failure::Failure;
@@ -31,7 +32,24 @@ pub(crate) fn print_on(result: impl Display) -> Result<bool, Failure> {
 
 /// A result as one line of JSON.
 pub(crate) fn print_json(result: &impl Serialize) -> Result<(), Failure> {
-    print(serde_json::to_string(result)?)
+    let mut line = Vec::new();
+    result.serialize(&mut Serializer::with_formatter(&mut line, RoundedFloats))?;
+    print(String::from_utf8_lossy(&line))
+}
+
+/// Compact JSON whose fractions have three digits: 711.725, not 711.7248539999999.
+struct RoundedFloats;
+
+impl Formatter for RoundedFloats {
+    fn write_f64<W: ?Sized + Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        let rounded = (value * 1e3).round() / 1e3;
+        CompactFormatter.write_f64(writer, if rounded.is_finite() { rounded } else { value })
+    }
+}
+
+/// A number of things: `1 page`, `2 pages`.
+pub(crate) fn count(n: u64, thing: &str) -> String {
+    format!("{n} {thing}{}", if n == 1 { "" } else { "s" })
 }
 
 /// Rows of a name and a value, aligned.
@@ -41,14 +59,16 @@ pub(crate) fn table<N: AsRef<str>, V: AsRef<str>>(rows: &[(N, V)]) -> String {
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// A size for people, in powers of two; exact ones stay exact.
+/// A size for people, in powers of two, with one digit after the point unless that is 0.
 pub(crate) fn bytes(n: u64) -> String {
     const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     let unit = UNITS.into_iter().find(|&(_, shift)| n >= 1 << shift);
     match unit {
         None => format!("{n} B"),
-        Some((name, shift)) if n.is_multiple_of(1 << shift) => format!("{} {name}", n >> shift),
-        Some((name, shift)) => format!("{:.1} {name}", n as f64 / (1u64 << shift) as f64),
+        Some((name, shift)) => {
+            let number = format!("{:.1}", n as f64 / (1u64 << shift) as f64);
+            format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
+        }
     }
 }
 
@@ -61,6 +81,16 @@ mod tests {
         assert_eq!(bytes(0), "0 B");
         assert_eq!(bytes(1 << 30), "1 GiB");
         assert_eq!(bytes(1536 << 10), "1.5 MiB");
+        assert_eq!(bytes((63 << 10) + 1), "63 KiB", "as exact ones");
+        assert_eq!((count(1, "page"), count(0, "page")), ("1 page".into(), "0 pages".into()));
+    }
+
+    #[test]
+    fn json_has_no_more_digits_than_matter() {
+        let mut line = Vec::new();
+        let mut to = Serializer::with_formatter(&mut line, RoundedFloats);
+        [711.724_853_999, 2.0, 0.0004].serialize(&mut to).unwrap();
+        assert_eq!(String::from_utf8(line).unwrap(), "[711.725,2.0,0.0]");
     }
 
     #[test]

@@ -106,7 +106,21 @@ fn told(plan: &Plan) -> String {
         },
     ));
     rows.extend(doubts(plan).into_iter().map(|why| ("note", why)));
-    output::table(&rows)
+    format!("{}\n\n{}", headline(plan), output::table(&rows))
+}
+
+/// What it comes to, in a sentence.
+fn headline(plan: &Plan) -> String {
+    let Forecast { converges, total_time_ms, downtime_ms, reason, .. } = &plan.migration;
+    match (converges, plan.verdict) {
+        (false, _) => format!("A migration would not converge: {reason}"),
+        (true, PlanVerdict::ConvergesThrottled) => format!(
+            "A migration would converge with throttled vCPUs: {total_time_ms:.0} ms in all, {downtime_ms:.0} ms downtime"
+        ),
+        (true, _) => format!(
+            "A migration would converge: {total_time_ms:.0} ms in all, {downtime_ms:.0} ms downtime"
+        ),
+    }
 }
 
 fn verdict(plan: &Plan) -> String {
@@ -193,6 +207,7 @@ mod tests {
         let plan = plan_for(40, busy(0, false));
         assert_eq!(plan.verdict, PlanVerdict::DoesNotConverge);
         let text = told(&plan);
+        assert!(text.starts_with("A migration would not converge: the guest outruns the link"));
         for said in [
             "so none can be held back",
             "not offered by this version",
@@ -218,6 +233,7 @@ mod tests {
         let plan = plan_for(4096, busy(2, true));
         assert_eq!((plan.verdict, plan.without_throttle.is_none()), (PlanVerdict::Converges, true));
         let text = told(&plan);
+        assert!(text.starts_with("A migration would converge: "), "{text}");
         assert!(
             text.contains("did not write at one rate") && text.contains("their pauses"),
             "{text}"

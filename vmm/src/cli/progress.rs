@@ -26,7 +26,9 @@ impl ProgressView {
     pub(super) fn new(line: fn(&Progress) -> String) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new_spinner();
-            if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed_precise} {msg}") {
+            if let Ok(style) =
+                ProgressStyle::with_template("{spinner} {elapsed_precise} {wide_msg}")
+            {
                 bar.set_style(style);
             }
             bar.enable_steady_tick(Duration::from_millis(100));

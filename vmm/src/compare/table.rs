@@ -22,9 +22,13 @@ const HEADER: [&str; 13] = [
     "memory",
 ];
 
+/// Columns that a terminal of 100 has room for.
+const USUAL: [&str; 7] = ["tracking", "dirty", "epoch", "pause", "slow-down", "host CPU", "memory"];
+
 impl Report {
-    /// As aligned text: medians, and for the figures that matter most their least and greatest run.
-    pub fn table(&self) -> String {
+    /// As aligned text: medians, and for the figures that matter most their least and greatest run. All columns
+    /// if it may be `wide`.
+    pub fn table(&self, wide: bool) -> String {
         let mut out = String::new();
         let mut rows = self.cells.as_slice();
         while let Some(first) = rows.first() {
@@ -33,7 +37,7 @@ impl Report {
             let (these, rest) = rows.split_at(group);
             rows = rest;
             let _ = writeln!(out, "{}, {}", first.guest.name(), size(first.mem_bytes));
-            out.push_str(&aligned(these));
+            out.push_str(&aligned(these, wide));
             out.push('\n');
         }
         for finding in &self.findings {
@@ -42,10 +46,13 @@ impl Report {
         let s = &self.settings;
         let _ = write!(
             out,
-            "\nMedians of {} runs (least..greatest); epochs every {} ms, at all points of a guest's round; working sets had memory before; dirty: frames an epoch; CPU/write: of the vCPUs, for a page \
-             visit; ring full: time lost in a second.\n{}, {} processors, {}, {}.",
+            "\nMedians of {} run{} (least..greatest); epochs every {} ms, at all points of a guest's round;\n\
+             working sets had memory before; dirty: frames an epoch; CPU/write: of the vCPUs, for a page\n\
+             visit; ring full: time lost in a second.{}\n{}, {} processors, {}, {}.",
             s.repeat,
+            if s.repeat == 1 { "" } else { "s" },
             s.interval.as_secs_f64() * 1e3,
+            if wide { "" } else { " More columns: --wide." },
             self.host.processor,
             self.host.processors,
             size(self.host.mem_bytes),
@@ -55,7 +62,7 @@ impl Report {
     }
 }
 
-fn aligned(rows: &[CellReport]) -> String {
+fn aligned(rows: &[CellReport], wide: bool) -> String {
     let mut lines: Vec<Vec<String>> = vec![HEADER.map(str::to_owned).to_vec()];
     for row in rows {
         let mut line = vec![row.way.to_string()];
@@ -65,8 +72,15 @@ fn aligned(rows: &[CellReport]) -> String {
         }
         lines.push(line);
     }
+    if !wide {
+        for line in lines.iter_mut().filter(|line| line.len() == HEADER.len()) {
+            let mut names = HEADER.iter();
+            line.retain(|_| names.next().is_some_and(|name| USUAL.contains(name)));
+        }
+    }
     // What a row says instead of figures goes over all columns.
-    let full = lines.iter().filter(|line| line.len() == HEADER.len());
+    let columns = if wide { HEADER.len() } else { USUAL.len() };
+    let full = lines.iter().filter(|line| line.len() == columns);
     let mut widths = [0; HEADER.len()];
     for line in full {
         for (width, cell) in widths.iter_mut().zip(line) {
@@ -79,7 +93,7 @@ fn aligned(rows: &[CellReport]) -> String {
     for line in &lines {
         let mut text = String::from(" ");
         for (at, (cell, width)) in line.iter().zip(widths).enumerate() {
-            let _ = match (at, line.len() == HEADER.len()) {
+            let _ = match (at, line.len() == columns) {
                 (0, _) => write!(text, " {cell:width$}"),
                 (_, true) => write!(text, "  {cell:>width$}"),
                 (_, false) => write!(text, "  {cell}"),
@@ -169,6 +183,23 @@ mod tests {
     }
 
     #[test]
+    fn the_usual_table_fits_a_terminal() {
+        let many = |values: [f64; 3]| Spread::of(values);
+        let figures = Figures {
+            dirty_frames: many([262_144.0; 3]),
+            epoch_us: many([1234.0, 5678.0, 98_765.0]),
+            pause_us: many([1234.0, 5678.0, 98_765.0]),
+            slow_down_percent: many([10.0, 55.5, 99.9]),
+            host_cpu_percent: many([199.9; 3]),
+            tracking_bytes: Some(1023 << 10),
+            ..Figures::default()
+        };
+        let text = aligned(&[row("dirty-bitmap-manual+tree", Some(figures), None)], false);
+        assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+        assert!(text.contains("slow-down") && !text.contains("harvest"), "{text}");
+    }
+
+    #[test]
     fn columns_are_aligned_and_a_way_that_the_host_lacks_says_why() {
         let figures = |us: f64| {
             Some(Figures { epoch_us: Spread::of([us, us * 2.0, us * 3.0]), ..Figures::default() })
@@ -178,7 +209,7 @@ mod tests {
             row("dirty-bitmap+flat", figures(900.0), Some("1 of 3 runs failed: a hiccup")),
             row("dirty-ring+list", None, Some("this host has no rings")),
         ];
-        let text = aligned(&rows);
+        let text = aligned(&rows, true);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0].chars().count(), lines[1].chars().count(), "{text}");
         assert_eq!(lines[1].chars().count(), lines[2].chars().count(), "{text}");
@@ -189,7 +220,7 @@ mod tests {
         assert!(!text.contains('!'), "{text}");
         let marked = rows[0].figures.as_mut().unwrap();
         (marked.dirty_frames, marked.marked_all_epochs) = (Spread::of([70.0]), 2);
-        let text = aligned(&rows);
+        let text = aligned(&rows, true);
         assert!(text.contains(" 70 !  "), "{text}");
         let says = "  ! dirty-ring+tree: in 2 epochs all memory counted as dirty\n";
         assert!(text.contains(says), "{text}");

@@ -318,8 +318,10 @@ impl fmt::Display for ReplaceError {
     }
 }
 
+impl std::error::Error for ReplaceError {}
+
 impl From<ReplaceError> for GuestError {
-    fn from(ReplaceError(why): ReplaceError) -> Self {
-        Self::Unsupported { what: "the devices given".to_owned(), why }
+    fn from(e: ReplaceError) -> Self {
+        Self::System { what: "giving the guest these devices", cause: Box::new(e) }
     }
 }

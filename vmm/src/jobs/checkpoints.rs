@@ -57,6 +57,11 @@ struct Log {
 }
 
 impl CheckpointJob {
+    /// Where the epochs go.
+    pub(super) fn store(&self) -> &Path {
+        &self.store
+    }
+
     /// Opens the store and begins. An error is a sentence.
     pub(super) fn start(
         number: u64,

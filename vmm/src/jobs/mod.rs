@@ -94,9 +94,11 @@ impl Jobs {
             (_, Some(_)) => GuestState::Migrating,
             (state, None) => state.into(),
         };
-        let checkpointing = self.checkpoint_job().is_some_and(|job| !job.is_over());
+        let checkpoints = self.checkpoint_job().filter(|job| !job.is_over());
+        let checkpointing = checkpoints.is_some();
+        let store = checkpoints.map(|job| job.store().to_owned());
         let migration = migration.map(|job| job.glance().progress);
-        Info { migration, ..Info::new(self.vm.info(), state, checkpointing) }
+        Info { migration, store, ..Info::new(self.vm.info(), state, checkpointing) }
     }
 
     /// The operator stops the vCPUs.

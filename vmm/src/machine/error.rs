@@ -6,7 +6,7 @@ use checkpoint::GuestError;
 use dirty_tracker::SourceError;
 
 use crate::boot::BootError;
-use crate::devices::{DeviceError, SinkError};
+use crate::devices::{DeviceError, SinkError, TapError};
 use crate::kvm::Unusable;
 use crate::memory::MemoryError;
 
@@ -53,7 +53,13 @@ pub enum MachineError {
 impl MachineError {
     /// Whether another host might do it: exit code 3.
     pub fn host_lacks(&self) -> bool {
-        matches!(self, Self::HostLacks { .. })
+        match self {
+            Self::HostLacks { .. } | Self::Device(DeviceError::Tap(TapError::Missing { .. })) => {
+                true
+            }
+            Self::Memory(e) => e.host_lacks(),
+            _ => false,
+        }
     }
 
     pub(super) fn system<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> Self {
@@ -70,7 +76,7 @@ impl From<Unusable> for MachineError {
 impl From<MachineError> for GuestError {
     fn from(e: MachineError) -> Self {
         match e {
-            MachineError::HostLacks { .. } => GuestError::Unsupported {
+            e if e.host_lacks() => GuestError::Unsupported {
                 what: "the guest's configuration".to_owned(),
                 why: e.to_string(),
             },

@@ -74,6 +74,13 @@ pub enum MemoryError {
     Layout(#[from] LayoutError),
 }
 
+impl MemoryError {
+    /// Whether another host might have it.
+    pub(crate) fn host_lacks(&self) -> bool {
+        matches!(self, Self::DoesNotFit { .. } | Self::PoolTooSmall { .. } | Self::NoPrefault)
+    }
+}
+
 /// Guest memory and what is known about it.
 #[derive(Debug)]
 pub struct Memory {

@@ -26,8 +26,10 @@ use dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
 use images::PayloadSpec;
 use images::workload::{Placement, ready_line};
 
+use crate::boot::place_payload;
 use crate::config::{Boot, HostConfig, MachineConfig};
 use crate::devices::{BalloonControl, SinkThread, SinkWriter, open_sink};
+use crate::machine::MachineError;
 use crate::memory::Memory;
 use crate::sandbox::{self, Class};
 use crate::vm::{EndReason, VcpuInfo, Vm, VmInfo};
@@ -75,22 +77,9 @@ impl ThreadMachine {
         let unusable = |why| GuestError::Malformed { what: "the configuration".to_owned(), why };
         config.check().map_err(unusable)?;
         let spec = payload_spec(&config)?;
-        let memory = Memory::new(config.mem_bytes, &host.memory)
-            .map_err(|e| GuestError::System { what: "building the guest", cause: e.into() })?;
-        let slots = memory.layout().slots().map(|s| (s.base.gpa(), s.run().bytes()));
-        let placement = Placement::new(&spec, slots).map_err(|e| {
-            let base = Placement::base(&spec);
-            let why = format!(
-                "its working set takes {} pages, and guest memory has {} at or above {base:#x}",
-                e.wanted, e.available
-            );
-            misfit(&config, why)
-        })?;
-        if spec.ws_pages() < u64::from(config.vcpus) {
-            let (pages, vcpus) = (spec.ws_pages(), config.vcpus);
-            let why = format!("its working set has {pages} pages, too few for {vcpus} vCPUs");
-            return Err(misfit(&config, why));
-        }
+        let memory = Memory::new(config.mem_bytes, &host.memory).map_err(MachineError::from)?;
+        let placement =
+            place_payload(&spec, config.vcpus, &memory).map_err(|why| misfit(&config, why))?;
         let (serial, serial_thread) = open_sink(&host.serial)
             .map_err(|e| GuestError::System { what: "opening the serial port", cause: e.into() })?;
         let machine = Self {

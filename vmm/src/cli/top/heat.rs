@@ -172,16 +172,19 @@ pub(super) fn draw(page: &WatchPage, palette: Palette, area: Rect, buffer: &mut 
             }
         }
         let (least, most) = cells.scale();
-        let text = format!(
-            " from {}/s to {}/s and more,",
+        let range = format!(
+            "from {}/s to {}/s and more",
             output::bytes(least as u64),
             output::bytes(most as u64)
         );
-        buffer.set_stringn(x, y, text, usize::from(area.right().saturating_sub(x)), Style::new());
+        let step = (most / least).powf(1.0 / f64::from(levels - 1));
+        let beside = match legend {
+            1 => format!(" {range}"),
+            _ => format!(" each step {step:.1} times the last,"),
+        };
+        buffer.set_stringn(x, y, beside, usize::from(area.right().saturating_sub(x)), Style::new());
         if legend > 1 {
-            let step = (most / least).powf(1.0 / f64::from(levels - 1));
-            let text = format!("each step {step:.1} times the one before it");
-            buffer.set_stringn(area.x, y + 1, text, usize::from(area.width), Style::new());
+            buffer.set_stringn(area.x, y + 1, range, usize::from(area.width), Style::new());
         }
     }
 }

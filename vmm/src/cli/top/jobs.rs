@@ -62,12 +62,11 @@ fn checkpoints(glance: &CheckpointGlance) -> Said {
         }
     }
     if done.epochs > 0 {
-        text += &format!(
-            "; pause {}, durable after {}, every {:.0} ms",
-            spread(&done.pause),
-            spread(&done.write),
-            ms(done.interval.p50_us)
-        );
+        text += &format!("; pause {}, durable after {}", spread(&done.pause), spread(&done.write));
+        // A single one has no interval.
+        if done.interval.p50_us > 0 {
+            text += &format!(", every {:.0} ms", ms(done.interval.p50_us));
+        }
     }
     let counts = [(done.failed, "failed"), (done.skipped, "left out"), (done.early, "early")];
     let counts = counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));

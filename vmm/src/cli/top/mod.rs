@@ -27,6 +27,7 @@ use super::client::block_on;
 use super::end;
 use super::failure::Failure;
 use super::output::{print_on, say};
+use super::progress::receiving_line;
 use super::values;
 use feed::{Feed, Update};
 use heat::Palette;
@@ -91,7 +92,12 @@ async fn print_looks(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<Watch
         let text = match &update {
             Update::Page(page) if page.end.is_some() => None,
             Update::Page(page) if args.query.json => Some(serde_json::to_string(page)?),
+            Update::Arriving(info) if args.once => {
+                let how = receiving_line(&info.migration);
+                return Err(Failure::error(format_args!("there is no guest yet: {how}")));
+            }
             Update::Arriving(info) if args.query.json => Some(serde_json::to_string(info)?),
+            Update::Arriving(info) => Some(receiving_line(&info.migration)),
             _ => None,
         };
         if let Some(page) = view.take(update) {
