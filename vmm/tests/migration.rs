@@ -143,7 +143,7 @@ fn not_begun(out: &std::process::Output, code: i32) -> Value {
     assert_eq!(out.status.code(), Some(code), "{refused}");
     assert_eq!((&refused["status"], &refused["phase"]), (&"failed".into(), &"waiting".into()));
     let said = common::text(&out.stderr);
-    assert!(said.contains(refused["message"].as_str().unwrap()), "{said}");
+    assert!(said.contains(refused["error"]["message"].as_str().unwrap()), "{said}");
     refused
 }
 
@@ -167,7 +167,10 @@ fn a_migration_that_cannot_converge_is_cancelled_and_the_guest_goes_on() {
     let out = common::output(&["send-migration", &to, "--json", "--api-sock", &first.socket()]);
     let refused = not_begun(&out, 4);
     assert_eq!(refused["guest"], "here", "{refused}");
-    assert!(refused["message"].as_str().unwrap().contains("migrated already"), "{refused}");
+    assert!(
+        refused["error"]["message"].as_str().unwrap().contains("migrated already"),
+        "{refused}"
+    );
     let said = first.refuse(1, &["pause"]);
     assert!(said.contains("cannot pause a guest that is being migrated"), "{said}");
     let said = first.refuse(1, &["resolve", "--run"]);
@@ -261,7 +264,7 @@ fn nobody_there_is_4_and_wrong_addresses_are_usage() {
     let failed: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert_eq!(out.status.code(), Some(4), "{failed}");
     assert_eq!((&failed["status"], &failed["guest"]), (&"failed".into(), &"here".into()));
-    assert!(failed["phase"] == "connect" && failed["message"].is_string(), "{failed}");
+    assert!(failed["phase"] == "connect" && failed["error"]["message"].is_string(), "{failed}");
     let nobody = place.text("none.sock");
     let out = common::output(&["send-migration", &to, "--json", "--api-sock", &nobody]);
     let refused = not_begun(&out, 1);
