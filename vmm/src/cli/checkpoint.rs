@@ -196,7 +196,7 @@ async fn verdict(client: &Client, why: &str) -> Failure {
 fn describe(line: &EpochLine) -> String {
     let disks = match line.disk_blocks {
         0 => String::new(),
-        blocks => format!(" and {blocks} blocks of disks"),
+        blocks => format!(" and {} of disks", output::count(blocks, "block")),
     };
     let behind = match line.behind_frames {
         0 => String::new(),
@@ -206,13 +206,15 @@ fn describe(line: &EpochLine) -> String {
         _ if line.early => ", early".to_owned(),
         (0..10, 0) => String::new(),
         (late, 0) => format!(", started {late} ms late"),
-        (late, 1) => format!(", started {late} ms late; 1 interval skipped"),
-        (late, skipped) => format!(", started {late} ms late; {skipped} intervals skipped"),
+        (late, skipped) => {
+            let skipped = output::count(skipped, "interval");
+            format!(", started {late} ms late; {skipped} skipped")
+        }
     };
     format!(
-        "checkpoint {}: {} pages{disks}, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
+        "checkpoint {}: {}{disks}, pause {:.2} ms{behind}, durable after {:.1} ms, {}{late}",
         line.epoch,
-        line.frames,
+        output::count(line.frames, "page"),
         line.pause_us as f64 / 1e3,
         line.write_ms,
         output::bytes(line.written_bytes),
@@ -230,9 +232,9 @@ fn summary(achieved: &Achieved) -> String {
         )
     };
     let lines = [line("pause", pause), line("interval", interval), line("durable", write)].concat();
-    format!(
-        "{epochs} checkpoints, {failed} failed, {early} early, {skipped} intervals skipped{lines}"
-    )
+    let (epochs, skipped) =
+        (output::count(epochs, "checkpoint"), output::count(skipped, "interval"));
+    format!("{epochs}, {failed} failed, {early} early, {skipped} skipped{lines}")
 }
 
 fn millis(d: Duration) -> u64 {

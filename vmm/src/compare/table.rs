@@ -23,7 +23,7 @@ const HEADER: [&str; 13] = [
 ];
 
 /// Columns that a terminal of 100 has room for.
-const USUAL: [&str; 7] = ["tracking", "dirty", "epoch", "pause", "slow-down", "host CPU", "memory"];
+const USUAL: [&str; 5] = ["tracking", "dirty", "epoch", "pause", "slow-down"];
 
 impl Report {
     /// As aligned text: medians, and for the figures that matter most their least and greatest run. All columns

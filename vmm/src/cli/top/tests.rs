@@ -149,7 +149,7 @@ fn figures_stand_where_they_are_looked_for() {
     let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 more follows its writes";
     assert_eq!(lines[1], machine);
     // All but four frames are in bins that were written whole: 256 KiB in half a second.
-    assert_eq!(lines[2], "writes 32.0 MiB/s, 4100 frames in 500 ms; most at 0x10000000, 512 KiB/s");
+    assert_eq!(lines[2], "writes 32 MiB/s, 4100 frames in 500 ms; most at 0x10000000, 512 KiB/s");
     let head = one(&lines, "ring full");
     let [first, second] = ["     0 ", "     1 "].map(|number| {
         lines.iter().find(|line| line.starts_with(number)).unwrap_or_else(|| panic!("{lines:#?}"))
