@@ -16,8 +16,8 @@ use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
     Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, Identity, MAX_SERIAL_BYTES,
-    MacAddr, MachineConfig, NetConfig, NetSpec, ReplaceError, Restored, SerialSink, VsockConfig, VsockSpec,
-    guest_span,
+    MacAddr, MachineConfig, NetConfig, NetSpec, ReplaceError, Restored, SerialSink, VsockConfig,
+    VsockSpec, guest_span,
 };
 use vmm::devices::probe_disk;
 use vmm::jobs::{Jobs, ShadowError, ShadowMode};

@@ -86,7 +86,7 @@ async fn print_looks(feed: &mut Feed, args: &TopArgs) -> Result<Option<Box<Watch
     let mut view = View::new(args.interval, Palette::Signs);
     loop {
         let update = tokio::select! {
-            update = feed.next(args.interval) => update.map_err(|e| lost(&view, &e))?,
+            update = feed.next(args.interval) => update.map_err(|e| lost(&view, e))?,
             _ = tokio::signal::ctrl_c() => return Ok(None),
         };
         let text = match &update {
@@ -133,8 +133,8 @@ fn text_of(view: &View, width: u16, height: u16) -> String {
 }
 
 /// Why there are no more answers; the last one tells what may have become of the guest.
-fn lost(view: &View, e: &ClientError) -> Failure {
-    let Some((state, to)) = &view.last else { return Failure::error(e) };
+fn lost(view: &View, e: ClientError) -> Failure {
+    let Some((state, to)) = &view.last else { return e.into() };
     let to = to.as_ref().map(|to| format!(", to {to}")).unwrap_or_default();
     Failure::error(format!("{e}; when last seen the guest was {}{to}", state.name()))
 }

@@ -88,7 +88,7 @@ async fn show(
         tokio::select! {
             update = told.recv() => match update {
                 Some(update) => {
-                    next = Some(update.map_err(|e| super::lost(view, &e))?);
+                    next = Some(update.map_err(|e| super::lost(view, e))?);
                     heard = Instant::now();
                 }
                 None => return Ok(None),
