@@ -271,7 +271,7 @@ fn a_guest_is_followed_to_the_moment_at_which_it_moves_away() {
     let place = Place::new();
     let mut source = guest(&place, "source");
     let (destination, address) = receiver(&place, "destination", &[]);
-    let waits = destination.tell(&["top", "--once"]);
+    let waits = destination.refuse(1, &["top", "--once"]);
     assert!(waits.contains("there is no guest yet"), "{waits}");
     // Not a pipe: a reader that is slow holds up a writer.
     let follow = |vmm: &Vmm, name| {
