@@ -124,10 +124,10 @@ pub(super) fn stop(args: &StopArgs) -> Result<ExitCode, Failure> {
     let process = if args.wait { Some(Process::of(&args.api)?) } else { None };
     ask::<()>(&args.api, Method::POST, "/stop", None::<&()>)?;
     match process {
-        None => say("the guest is stopped, and its VMM is ending"),
+        None => say("stopped; the VMM is ending"),
         Some(process) => {
             process.await_end(deadline, &args.api)?;
-            say("the guest is stopped, and its VMM has ended");
+            say("stopped; the VMM has ended");
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -225,17 +225,17 @@ impl Standing {
 pub(super) async fn not_begun(client: &Client, e: ClientError) -> Failure {
     match e {
         ClientError::Fault(why) => Standing::ask(client).await.failure(why),
-        e => unheard(&e),
+        e => unheard(e),
     }
 }
 
 /// No answer to the request that begins a job.
-fn unheard(e: &ClientError) -> Failure {
-    match e {
-        ClientError::Connect { .. } => Failure::error(e),
-        e => Failure::error(format_args!(
-            "{e}; whether it was begun is not known: see `driftline info`"
-        )),
+fn unheard(e: ClientError) -> Failure {
+    let connected = !matches!(e, ClientError::Connect { .. });
+    let failure = Failure::from(e);
+    match connected {
+        true => failure.followed_by("; whether it was begun is not known: see `driftline info`"),
+        false => failure,
     }
 }
 
@@ -289,11 +289,11 @@ mod tests {
     fn a_request_whose_answer_is_lost_may_have_begun_a_job() {
         let socket = std::path::PathBuf::from("/run/it.sock");
         let why = "reset".to_owned();
-        let failure = unheard(&ClientError::Broken { socket: socket.clone(), why });
+        let failure = unheard(ClientError::Broken { socket: socket.clone(), why });
         assert!(!failure.is_still_running());
         assert!(failure.message().contains("whether it was begun is not known"));
         let cause = std::io::ErrorKind::NotFound.into();
-        let failure = unheard(&ClientError::Connect { socket, cause });
+        let failure = unheard(ClientError::Connect { socket, cause });
         assert!(!failure.is_still_running());
         assert!(!failure.message().contains("begun"), "nobody has heard it");
     }

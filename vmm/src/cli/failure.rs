@@ -59,6 +59,12 @@ impl Failure {
         self
     }
 
+    /// The same failure, with these words behind its sentence.
+    pub(crate) fn followed_by(mut self, words: &str) -> Self {
+        self.message.push_str(words);
+        self
+    }
+
     /// The same failure, with an object whose fields `--json` prints beside the error.
     pub(crate) fn with(mut self, result: &impl Serialize) -> Self {
         if let Ok(Value::Object(fields)) = serde_json::to_value(result) {
@@ -114,6 +120,7 @@ impl<E: Error + 'static> From<E> for Failure {
         let word = match (&e as &dyn Error).downcast_ref() {
             Some(ClientError::Connect { .. }) => "no-vmm",
             Some(ClientError::Broken { .. }) => "vmm-lost",
+            Some(ClientError::Silent { .. }) => "no-answer",
             Some(ClientError::Fault(_)) => "refused",
             _ => "failed",
         };
