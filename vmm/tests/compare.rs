@@ -49,7 +49,7 @@ fn a_page_that_cannot_be_written_is_named_before_anything_is_measured() {
         assert!(said.contains(&format!("{path} cannot be written")), "{said}");
         assert!(!said.contains("machines"), "nothing was started: {said}");
     }
-    let said = fail(1, &["compare", "--duration", "100ms", "--repeat", "5"]);
+    let said = fail(2, &["compare", "--duration", "100ms", "--repeat", "5"]);
     assert!(said.contains("no room for four epochs"), "{said}");
 }
 
@@ -86,7 +86,7 @@ fn a_host_without_userfaultfd_says_so_first_and_in_the_row_and_measures_the_othe
         let matrix = ["--modes", "userfault-wp,dirty-bitmap", "--mem", "64M"];
         let short = ["--guest", "payload,ws=2M,rate=40M", "--duration", "100ms", "--repeat", "1"];
         let compared = driftline(&[&["compare", "--json"], &matrix[..], &short].concat());
-        let machine = ["run", "--guest", "payload", "--mem", "64M", "--serial", "null"];
+        let machine = ["run", "--guest", "payload,ws=16M", "--mem", "64M", "--serial", "null"];
         let tracked = driftline(&[&machine[..], &["--tracking", "userfault-wp"]].concat());
         let shadowed = driftline(&[&machine[..], &["--shadow", "userfault-wp"]].concat());
         [compared, tracked, shadowed].map(|mut run| run.output().unwrap())

@@ -113,7 +113,7 @@ fn what_both_sides_say_of_copies_must_fit() {
         vec!["run", "--mem", "32M", "--guest", "payload,ws=1M", "--disk", &made],
         vec!["restore", "--store", "none", "--disk", &made],
     ] {
-        let said = common::fail(1, &args);
+        let said = common::fail(2, &args);
         assert!(said.contains("'copy' of --disk is only for receive-migration"), "{said}");
     }
     let first = Vmm::run(&place, "first", &[GUEST, &["--disk", &a]].concat());

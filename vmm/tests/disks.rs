@@ -269,7 +269,7 @@ fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
     std::fs::copy(place.path("disk"), place.path("copy")).unwrap();
     let copy = format!("path={}", place.text("copy"));
     let may_be = format!("{copy},identity=any");
-    let said = fail(1, &run(&["--disk", &may_be]));
+    let said = fail(2, &run(&["--disk", &may_be]));
     assert!(said.contains("'identity=any' of --disk is only for receive-migration"), "{said}");
 
     let mut first = Vmm::run(&place, "first", &[GUEST, &["--disk", &spec]].concat());

@@ -124,7 +124,9 @@ fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
     let none = || "-".to_owned();
     let time = |s: Option<Spread>| s.map_or_else(none, |s| us(s.median));
     let ranged = |s: Option<Spread>| {
-        s.map_or_else(none, |s| format!("{} ({}..{})", us(s.median), bare(s.min), bare(s.max)))
+        s.map_or_else(none, |s| {
+            format!("{} ({}..{})", us(s.median), bare(s.min, s.median), bare(s.max, s.median))
+        })
     };
     let percent = |s: Option<Spread>| {
         s.map_or_else(none, |s| format!("{:.1} % ({:.1}..{:.1})", s.median, s.min, s.max))
@@ -155,13 +157,11 @@ fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
     ]
 }
 
-/// A time in the unit that [`us`] would choose, without it.
-fn bare(value: f64) -> String {
-    let text = us(value);
-    match text.strip_suffix(" us") {
-        Some(bare) => bare.to_owned(),
-        None => text,
-    }
+/// A time, without its unit, in the unit that [`us`] chooses for `median`.
+fn bare(value: f64, median: f64) -> String {
+    let value = if us(median).ends_with(" ms") { value / 1e3 } else { value };
+    let digits = if value >= 99.95 { 0 } else { 1 };
+    format!("{value:.digits$}")
 }
 
 #[cfg(test)]

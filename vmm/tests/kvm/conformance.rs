@@ -163,7 +163,7 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
     let usual = DEFAULT_RING_ENTRIES;
     let rings = match mode {
         TrackingMode::DirtyRing => {
-            let smallest = smallest_ring(&payload("payload"));
+            let smallest = smallest_ring(&payload("payload,ws=16M"));
             vec![(usual, 3), (smallest, 3), (smallest, 0)]
         }
         _ => vec![(usual, 3), (usual, 0)],

@@ -58,7 +58,7 @@ fn a_guest_goes_on_in_another_machine_while_it_writes() {
     if !kvm_or_skip("a_guest_goes_on_in_another_machine_while_it_writes") {
         return;
     }
-    let (smallest, modes) = (smallest_ring(&payload("payload")), crate::tracking::modes());
+    let (smallest, modes) = (smallest_ring(&payload("payload,ws=16M")), crate::tracking::modes());
     for (tracking, ring_entries) in [
         (TrackingMode::DirtyRing, DEFAULT_RING_ENTRIES),
         (TrackingMode::DirtyRing, smallest),

@@ -20,8 +20,10 @@ pub fn modes() -> Vec<TrackingMode> {
     let all = TrackingMode::ALL.iter().copied().filter(|mode| *mode != TrackingMode::None);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     all.filter(|tracking| {
-        let tried =
-            Machine::launch(MachineConfig { tracking: *tracking, ..payload("payload") }, &host);
+        let tried = Machine::launch(
+            MachineConfig { tracking: *tracking, ..payload("payload,ws=16M") },
+            &host,
+        );
         let why = tried.err();
         assert!(why.iter().all(|e| e.host_lacks()), "{tracking}: {why:?}");
         if let Some(e) = &why {
@@ -285,7 +287,7 @@ fn nothing_is_tracked_before_someone_subscribes_or_after_all_have_gone() {
         console.wait_for_reports(1, already + 1);
         console.assert_no_errors();
     }
-    let none = MachineConfig { tracking: TrackingMode::None, ..payload("payload") };
+    let none = MachineConfig { tracking: TrackingMode::None, ..payload("payload,ws=16M") };
     let machine = launch(none, &Console::new());
     assert!(matches!(machine.subscribe("test"), Err(GuestError::NotTracked)));
     assert!(matches!(machine.collect(), Err(GuestError::NotTracked)));
@@ -296,9 +298,9 @@ fn a_ring_that_the_kernel_does_not_take_is_the_hosts_lack() {
     if !kvm_or_skip("a_ring_that_the_kernel_does_not_take_is_the_hosts_lack") {
         return;
     }
-    let error = refused(MachineConfig { ring_entries: 1 << 30, ..payload("payload") });
+    let error = refused(MachineConfig { ring_entries: 1 << 30, ..payload("payload,ws=16M") });
     assert!(error.host_lacks(), "{error}");
     assert!(error.to_string().starts_with("this host lacks dirty rings of 1073741824 entries"));
-    let error = refused(MachineConfig { ring_entries: 1000, ..payload("payload") });
+    let error = refused(MachineConfig { ring_entries: 1000, ..payload("payload,ws=16M") });
     assert!(!error.host_lacks() && error.to_string().contains("1000"), "{error}");
 }
