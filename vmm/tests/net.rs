@@ -231,7 +231,7 @@ fn a_tap_that_cannot_be_used_is_refused_in_a_sentence() {
         let args: Vec<String> = run(net);
         fail(code, &args.iter().map(String::as_str).collect::<Vec<_>>())
     };
-    let said = refused(1, "tap=dl-nowhere");
+    let said = refused(3, "tap=dl-nowhere");
     assert!(said.contains("tap \"dl-nowhere\" does not exist on this host"), "{said}");
     for bad in ["dl0", "tap=", "tap=a/b", "tap=t,mac=1", "tap=t,queues=100"] {
         assert!(refused(2, bad).contains("--net"), "{bad}");

@@ -201,7 +201,7 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
     assert_eq!(guest.run_state(), RunState::Running, "it goes on where it was");
     let sent = control.progress().sent_bytes;
     assert!(sent < 64 << 10, "{sent} bytes were sent, and so was memory");
-    destination.kill();
+    destination.wait();
     assert!(destination.said().contains(lacks), "{}", destination.said());
 }
 

@@ -122,7 +122,7 @@ fn a_guest_of_threads_is_compared_too() {
 #[test]
 fn what_cannot_be_compared_is_said_before_there_is_a_guest() {
     let pair = |tracking, shadow| {
-        fail(1, &[GUEST, &["payload", "--tracking", tracking, "--shadow", shadow]].concat())
+        fail(2, &[GUEST, &["payload", "--tracking", tracking, "--shadow", shadow]].concat())
     };
     let said = pair("userfault-wp", "userfault-wp");
     assert!(said.contains("a memory has one userfaultfd at most"), "{said}");
