@@ -225,7 +225,7 @@ mod tests {
         let plan = plan_for(40, busy(2, false));
         assert_eq!(plan.verdict, PlanVerdict::ConvergesThrottled);
         let text = told(&plan);
-        assert!(text.contains("held to 3.0 MiB/s each"), "{text}");
+        assert!(text.contains("held to 3 MiB/s each"), "{text}");
         assert!(text.contains("without throttle  does not converge"), "{text}");
         let plan = plan_for(4096, busy(2, true));
         assert_eq!((plan.verdict, plan.without_throttle.is_none()), (PlanVerdict::Converges, true));

@@ -214,7 +214,7 @@ mod tests {
         assert_eq!(lines[0].chars().count(), lines[1].chars().count(), "{text}");
         assert_eq!(lines[1].chars().count(), lines[2].chars().count(), "{text}");
         assert!(lines[1].contains("8.0 us (4.0..12.0)"), "{text}");
-        assert!(lines[2].contains("1.8 ms (900..2.7 ms)"), "{text}");
+        assert!(lines[2].contains("1.8 ms (0.9..2.7)"), "{text}");
         assert_eq!(lines[3], "  dirty-ring+list    this host has no rings");
         assert_eq!(lines[4], "  dirty-bitmap+flat: 1 of 3 runs failed: a hiccup");
         assert!(!text.contains('!'), "{text}");
