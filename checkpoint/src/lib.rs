@@ -73,7 +73,8 @@ pub use shield::Shield;
 pub use spread::Spread;
 pub use staging::StagingLimits;
 pub use store::{
-    Archive, Backend, CompactReport, Damage, DirBackend, EpochInfo, ExportReport, LOCK_FILE,
-    Listing, LockError, Place, RangeLock, Store, StoreError, StoreFile, VerifyReport,
+    Archive, Backend, CheckpointState, CompactReport, Damage, DirBackend, EpochInfo, ExportReport,
+    LOCK_FILE, Listing, LockError, Place, RangeLock, RepairReport, Store, StoreError, StoreFile,
+    Survey, VerifyReport,
 };
 pub use zero::is_zero;

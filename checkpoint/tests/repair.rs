@@ -4,9 +4,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Checkpointer, Clock, Guest, Store, VmId, restore};
+use checkpoint::testing::{
+    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Survives,
+};
+use checkpoint::{Checkpointer, Clock, Guest, RepairReport, Store, StoreError, VmId, restore};
 use dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
 const FRAMES: u64 = 16;
@@ -45,6 +48,8 @@ struct Stored {
     disk: MemoryDisk,
     guest: Arc<MemoryGuest>,
     taken: BTreeMap<u64, Vec<u8>>,
+    /// Of those that were dropped, too.
+    all: BTreeMap<u64, Vec<u8>>,
 }
 
 /// Each process takes so many checkpoints, the first of them with all of memory; so many are kept.
@@ -63,8 +68,9 @@ fn stored(processes: &[u64], keep: u64) -> Stored {
         }
     }
     let kept = numbers(&disk);
+    let all = taken.clone();
     taken.retain(|epoch, _| kept.contains(epoch));
-    Stored { disk, guest, taken }
+    Stored { disk, guest, taken, all }
 }
 
 /// The sectors in which epochs begin.
@@ -86,7 +92,7 @@ fn with_bad_sector(disk: &MemoryDisk, sector: usize, lost: bool) -> MemoryDisk {
 
 #[test]
 fn damage_of_dropped_epochs_forbids_no_new_ones() {
-    let Stored { disk, guest, taken } = stored(&[3, 3, 4], 3);
+    let Stored { disk, guest, taken, .. } = stored(&[3, 3, 4], 3);
     let log = disk.contents("log-1").unwrap();
     let begins = begins(&log);
     assert_eq!((begins.len(), taken.len()), (10, 3));
@@ -129,5 +135,318 @@ fn damage_of_a_kept_epoch_names_it_and_repair() {
         if begin_is_sound {
             assert!(message.contains(&format!("checkpoint {nth} is damaged")), "{message}");
         }
+    }
+}
+
+const FILES: [&str; 3] = ["manifest", "log-1", "pages-1"];
+
+fn repair(disk: &MemoryDisk) -> Result<RepairReport, StoreError> {
+    Store::with_backend_to_repair(Box::new(disk.clone()))?.repair()
+}
+
+/// What a checkpoint's bytes are: sectors of the log, slots of the page file.
+struct Needs {
+    log: Vec<std::ops::Range<usize>>,
+    slots: Vec<usize>,
+}
+
+/// What each kept checkpoint needs.
+fn needs(stored: &Stored) -> BTreeMap<u64, Needs> {
+    let log = stored.disk.contents("log-1").unwrap();
+    let mut ends = begins(&log);
+    ends.push(log.len() / 512);
+    let whole = |nth: u64| {
+        let at = ends[nth as usize - 1] * 512 + 24 + 8;
+        log[at..at + 8] == [0; 8]
+    };
+    let group = |nth: u64| ends[nth as usize - 1]..ends[nth as usize];
+    let base = |epoch: u64| (1..=epoch).rev().find(|nth| whole(*nth)).unwrap();
+    let log_of = |epoch: u64| (base(epoch)..=epoch).map(group).collect();
+    let mut needs: BTreeMap<u64, Needs> = stored
+        .taken
+        .keys()
+        .map(|epoch| (*epoch, Needs { log: log_of(*epoch), slots: Vec::new() }))
+        .collect();
+    let pages = stored.disk.contents("pages-1").unwrap();
+    for slot in 1..pages.len() / 4096 {
+        let disk = stored.disk.copy();
+        let mut bent = pages.clone();
+        bent[slot * 4096] ^= 1;
+        disk.put("pages-1", bent);
+        for found in open(&disk, false).survey().unwrap().checkpoints {
+            if found.damage.is_some() {
+                needs.get_mut(&found.epoch.unwrap()).unwrap().slots.push(slot);
+            }
+        }
+    }
+    needs
+}
+
+/// The checkpoints of which no byte has changed.
+fn intact(stored: &Stored, needs: &BTreeMap<u64, Needs>, disk: &MemoryDisk) -> Vec<u64> {
+    let [log, pages] = ["log-1", "pages-1"].map(|name| {
+        let was = stored.disk.contents(name).unwrap();
+        let now = disk.contents(name).unwrap_or_default();
+        move |from: usize, to: usize| now.get(from..to) == was.get(from..to)
+    });
+    let is_intact = |needs: &Needs| {
+        needs.log.iter().all(|range| log(range.start * 512, range.end * 512))
+            && needs.slots.iter().all(|slot| pages(slot * 4096, (slot + 1) * 4096))
+    };
+    needs.iter().filter(|(_, needs)| is_intact(needs)).map(|(epoch, _)| *epoch).collect()
+}
+
+/// All of `intact` restores, nothing is silently wrong, and it goes on.
+fn check_repaired(stored: &Stored, disk: &MemoryDisk, intact: &[u64]) {
+    let listed = numbers(disk);
+    assert!(intact.iter().all(|epoch| listed.contains(epoch)), "{intact:?}, listed {listed:?}");
+    let check = || {
+        for epoch in &listed {
+            assert!(restored(disk, *epoch) == stored.all[epoch], "epoch {epoch} of {listed:?}");
+        }
+    };
+    check();
+    assert!(open(disk, false).survey().unwrap().is_sound());
+    assert!(!repair(disk).unwrap().repaired, "once is enough");
+    for byte in [200, 201] {
+        write(&stored.guest, u64::from(byte) % FRAMES, byte);
+        let mut checkpointer = Checkpointer::new(stored.guest.clone(), open(disk, true)).unwrap();
+        let epoch = checkpointer.take().unwrap().epoch;
+        assert_eq!(restored(disk, epoch), image(&stored.guest));
+    }
+    check();
+}
+
+#[derive(Clone, Debug)]
+enum Harm {
+    Flip(prop::sample::Index, u8),
+    Zero(prop::sample::Index),
+    Noise(prop::sample::Index, u8),
+    Cut(prop::sample::Index),
+    Gone,
+}
+
+fn harm() -> impl Strategy<Value = (usize, Harm)> {
+    use prop::sample::Index;
+    let harm = prop_oneof![
+        6 => (any::<Index>(), 0u8..8).prop_map(|(at, bit)| Harm::Flip(at, bit)),
+        3 => any::<Index>().prop_map(Harm::Zero),
+        2 => (any::<Index>(), any::<u8>()).prop_map(|(at, byte)| Harm::Noise(at, byte)),
+        1 => any::<Index>().prop_map(Harm::Cut),
+        1 => Just(Harm::Gone),
+    ];
+    (prop_oneof![1 => Just(0usize), 3 => Just(1), 3 => Just(2)], harm)
+}
+
+fn do_harm(disk: &MemoryDisk, file: usize, harm: &Harm) {
+    use checkpoint::Backend;
+    let name = FILES[file];
+    let Ok(mut bytes) = disk.contents(name) else { return };
+    let sector = |at: &prop::sample::Index, len: usize| {
+        let at = at.index(len.max(1)) / 512 * 512;
+        at..(at + 512).min(len)
+    };
+    let len = bytes.len();
+    match harm {
+        Harm::Flip(at, bit) if len > 0 => bytes[at.index(len)] ^= 1 << bit,
+        Harm::Flip(..) => {}
+        Harm::Zero(at) => bytes[sector(at, len)].fill(0),
+        Harm::Noise(at, byte) => bytes[sector(at, len)].fill(*byte),
+        Harm::Cut(at) => bytes.truncate(at.index(len.max(1))),
+        Harm::Gone => {
+            disk.remove(name).unwrap();
+            disk.sync_dir().unwrap();
+            return;
+        }
+    }
+    disk.put(name, bytes);
+}
+
+thread_local! {
+    static BOTH: (Stored, BTreeMap<u64, Needs>) = {
+        let stored = stored(&[3, 4, 4], 6);
+        let needs = needs(&stored);
+        (stored, needs)
+    };
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+    #[test]
+    fn repair_keeps_all_that_is_intact(harms in prop::collection::vec(harm(), 1..5)) {
+        BOTH.with(|(stored, needs)| {
+            let disk = stored.disk.copy();
+            harms.iter().for_each(|(file, harm)| do_harm(&disk, *file, harm));
+            let before: Vec<Vec<u8>> = FILES.iter().filter_map(|f| disk.contents(f).ok()).collect();
+            let intact = intact(stored, needs, &disk);
+            let header = |name: &str| {
+                let [was, now] = [&stored.disk, &disk].map(|d| d.contents(name).unwrap_or_default());
+                now.get(..64) == was.get(..64)
+            };
+            let known = header("manifest") || header("log-1") || header("pages-1");
+            match repair(&disk) {
+                Ok(report) => {
+                    // What was taken away is there under other names.
+                    for bytes in before {
+                        let is_kept =
+                            |name: &String| disk.contents(name).unwrap().starts_with(&bytes);
+                        assert!(disk.names().iter().any(is_kept), "{report:?}");
+                    }
+                    check_repaired(stored, &disk, &intact);
+                }
+                Err(e) => assert!(!known || disk.contents("log-1").is_err(), "{e}"),
+            }
+        });
+    }
+}
+
+#[test]
+fn damaged_state_costs_its_checkpoint_alone() {
+    let stored = stored(&[6], 6);
+    let log = stored.disk.contents("log-1").unwrap();
+    let begins = begins(&log);
+    // The guest's state is what is long in these epochs: the last sectors of the third, but for its end.
+    let mut alone = 0;
+    for sector in begins[2] + 1..begins[3] {
+        let disk = with_bad_sector(&stored.disk, sector, false);
+        let survey = open(&disk, false).survey().unwrap();
+        assert_eq!(survey.checkpoints.len(), 6, "{survey:?}");
+        if survey.sound == 5 {
+            alone += 1;
+            assert_eq!(survey.verdict(), "5 of 6 checkpoints are sound; the latest sound one is 6");
+            repair(&disk).unwrap();
+            assert_eq!(numbers(&disk), [1, 2, 4, 5, 6]);
+            check_repaired(&stored, &disk, &[1, 2, 4, 5, 6]);
+        } else {
+            assert_eq!(survey.verdict(), "2 of 6 checkpoints are sound; the latest sound one is 2");
+        }
+    }
+    println!("{alone} sectors of {}", begins[3] - begins[2]);
+}
+
+#[test]
+fn a_kill_at_any_sync_of_a_repair_loses_nothing() {
+    let stored = stored(&[3, 4, 4], 6);
+    let needs = needs(&stored);
+    let begins = begins(&stored.disk.contents("log-1").unwrap());
+    for (of_page, of_log, of_manifest) in
+        [(true, false, false), (false, true, false), (false, false, true), (true, true, true)]
+    {
+        let damaged = stored.disk.copy();
+        if of_page {
+            let mut pages = damaged.contents("pages-1").unwrap();
+            pages[needs[&8].slots[0] * 4096] ^= 1;
+            damaged.put("pages-1", pages);
+        }
+        if of_log {
+            damaged.put(
+                "log-1",
+                with_bad_sector(&damaged, begins[9], false).contents("log-1").unwrap(),
+            );
+        }
+        if of_manifest {
+            damaged.put("manifest", Vec::new());
+        }
+        let intact = intact(&stored, &needs, &damaged);
+        assert!(!intact.is_empty());
+        let mut stop = 0;
+        loop {
+            let disk = damaged.copy();
+            disk.stop_at_sync(disk.syncs() + stop);
+            let repaired = repair(&disk);
+            assert_eq!(repaired.is_err(), disk.is_stopped());
+            let torn = (0..8).map(|seed| Survives::Torn(seed + 100 * stop));
+            for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
+                for writer_first in [false, true] {
+                    let after = disk.crash(how);
+                    if writer_first {
+                        // It removes what nothing names.
+                        let _ = Store::with_backend(Box::new(after.clone()), true);
+                    }
+                    repair(&after).unwrap();
+                    check_repaired(&stored, &after, &intact);
+                }
+            }
+            if !disk.is_stopped() {
+                break;
+            }
+            stop += 1;
+        }
+        assert!(stop >= 3, "{stop} syncs");
+    }
+}
+
+#[test]
+fn a_full_disk_leaves_a_damaged_store_as_it_was() {
+    let stored = stored(&[3, 4, 4], 6);
+    let damaged =
+        with_bad_sector(&stored.disk, begins(&stored.disk.contents("log-1").unwrap())[9], true);
+    let before: Vec<_> =
+        damaged.names().into_iter().map(|n| (damaged.contents(&n).unwrap(), n)).collect();
+    for op in [DiskOp::Create, DiskOp::Write, DiskOp::Sync, DiskOp::SyncDir, DiskOp::Rename] {
+        let disk = damaged.copy();
+        for after in 0..2 {
+            disk.fail(op, libc::ENOSPC, after);
+            if let Err(e) = repair(&disk) {
+                assert!(e.to_string().contains("No space left"), "{e}");
+                let now: Vec<_> =
+                    disk.names().into_iter().map(|n| (disk.contents(&n).unwrap(), n)).collect();
+                // After the rename, nobody knows which of the two a crash would leave.
+                if !(op == DiskOp::SyncDir && after == 1
+                    || op == DiskOp::SyncDir && now.len() != before.len())
+                {
+                    assert!(now == before, "{op:?} {after}");
+                }
+            }
+            disk.heal();
+        }
+    }
+}
+
+#[test]
+fn a_lost_manifest_is_rebuilt_and_the_old_one_kept() {
+    let stored = stored(&[6], 6);
+    let disk = stored.disk.copy();
+    assert!(!repair(&disk).unwrap().repaired, "a sound store stays as it is");
+    disk.put("manifest", b"noise".to_vec());
+    let report = repair(&disk).unwrap();
+    assert!(report.repaired && report.survey.sound == 6);
+    assert_eq!(report.aside, ["damaged-1.manifest"]);
+    assert_eq!(disk.contents("damaged-1.manifest").unwrap(), b"noise");
+    check_repaired(&stored, &disk, &[1, 2, 3, 4, 5, 6]);
+}
+
+#[test]
+fn a_directory_without_a_store_is_not_touched() {
+    let disk = MemoryDisk::default();
+    disk.put("notes.txt", b"x".to_vec());
+    let e = repair(&disk).unwrap_err().to_string();
+    assert_eq!(e, "/memory-disk is not a Driftline store (no manifest)");
+    assert_eq!(disk.names(), ["notes.txt"]);
+}
+
+#[test]
+fn a_log_that_did_not_become_the_stores_is_removed() {
+    // A rename that fails, and one that was done all the same.
+    for op in [DiskOp::Rename, DiskOp::Renamed] {
+        let stored = stored(&[3, 4], 6);
+        let disk = &stored.disk;
+        disk.fail(op, libc::EIO, 0);
+        open(disk, true).compact().unwrap_err();
+        disk.heal();
+        let names = disk.names();
+        let files: Vec<&str> = names
+            .iter()
+            .map(String::as_str)
+            .filter(|n| n.starts_with("log") || n.starts_with("pages"))
+            .collect();
+        match op {
+            DiskOp::Rename => assert_eq!(files, ["log-1", "pages-1"]),
+            _ => assert_eq!(files, ["log-1", "log-2", "pages-1", "pages-2"]),
+        }
+        for (epoch, memory) in &stored.taken {
+            assert!(restored(disk, *epoch) == *memory);
+        }
+        check_repaired(&stored, disk, &numbers(disk));
     }
 }

@@ -64,6 +64,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Gives a file another name, replacing what had it.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
+    /// Gives a file a second name, which nothing has: its bytes stay for as long as either is there. Not durable before
+    /// [`sync_dir`](Self::sync_dir).
+    fn link(&self, from: &str, to: &str) -> io::Result<()>;
+
     /// Removes a file.
     fn remove(&self, name: &str) -> io::Result<()>;
 
@@ -234,6 +238,18 @@ impl Backend for DirBackend {
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         fs::rename(self.dir.join(from), self.dir.join(to))
+    }
+
+    fn link(&self, from: &str, to: &str) -> io::Result<()> {
+        let (from, to) = (self.dir.join(from), self.dir.join(to));
+        match fs::hard_link(&from, &to) {
+            // A file system without hard links.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP)) => {
+                fs::copy(&from, &to)?;
+                File::open(&to)?.sync_all()
+            }
+            linked => linked,
+        }
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {

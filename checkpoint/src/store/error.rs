@@ -50,6 +50,26 @@ pub enum StoreError {
         /// Where the damage is.
         cause: Box<StoreError>,
     },
+    /// Nothing there is a store's.
+    #[error("{} is not a Driftline store (no manifest)", dir.display())]
+    NotAStore {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// Files of several guests, and nothing says whose store it is.
+    #[error(
+        "{} has checkpoints of guests {one} and {other} and no manifest that says which of them are its own. Move \
+         the log and page file of one of them to another directory",
+        dir.display()
+    )]
+    Ambiguous {
+        /// The directory.
+        dir: PathBuf,
+        /// One guest.
+        one: VmId,
+        /// Another.
+        other: VmId,
+    },
     /// A store of an older version, which had a file for each epoch.
     #[error("{} is a store of format 1, which this version does not read", dir.display())]
     Format1 {
@@ -57,7 +77,11 @@ pub enum StoreError {
         dir: PathBuf,
     },
     /// Somebody took the manifest away: which epochs there are is not known.
-    #[error("{} holds epochs, but the store has no manifest any more", log.display())]
+    #[error(
+        "{} holds checkpoints, but the store has no manifest; rebuild it with: driftline store repair {}",
+        log.display(),
+        log.parent().unwrap_or(log).display()
+    )]
     NoManifest {
         /// A log that was found.
         log: PathBuf,
@@ -210,6 +234,12 @@ pub enum Damage {
     /// Nothing was written where something must have been: what follows was written after it.
     #[error("nothing was written here, but what follows was")]
     Unwritten,
+    /// The disk does not give its bytes back.
+    #[error("it cannot be read: {why}")]
+    Unreadable {
+        /// The system's answer.
+        why: String,
+    },
     /// Blocks of a drive that the epoch does not have.
     #[error("it has frames of object {object}, which the epoch does not have")]
     Object {

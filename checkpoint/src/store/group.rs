@@ -3,7 +3,6 @@
 
 use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
-use super::Damage;
 use super::log::Place;
 use super::object::{Objects, decode_drives};
 use super::records::{
@@ -11,6 +10,7 @@ use super::records::{
     TAG_STORE, TAG_ZEROS, decode_frames, decode_head, decode_layout, decode_zeros, is_known, limit,
 };
 use super::sectors::{DATA, Kind, SECTOR, Sectors, Stop};
+use super::{Damage, StoreError};
 use crate::format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead};
 use crate::{DriveHead, Section, SectionTag, is_zero, section_tags};
 
@@ -27,6 +27,8 @@ pub(super) struct Cursor<'l> {
     /// The byte of the file at which the record read last begins.
     record_at: u64,
     payload: Vec<u8>,
+    /// The first damage of the guest's state, which a [lenient](Sectors::lenient) reader passes over.
+    pub(super) lost: Option<StoreError>,
 }
 
 impl Cursor<'_> {
@@ -65,10 +67,20 @@ impl Cursor<'_> {
             .map_err(|e| self.damaged(e))?;
         let mut payload = std::mem::take(&mut self.payload);
         payload.resize(head.length as usize, 0);
+        let (sector, at) = (self.sector, self.at + payload.len());
         let read = self.read(&mut payload);
         self.payload = payload;
-        read?;
-        head.check(&self.payload).map_err(|e| self.damaged(e))?;
+        let checked = read.and_then(|()| head.check(&self.payload).map_err(|e| self.damaged(e)));
+        match checked {
+            Err(stop) if self.sectors.lenient && head.tag < TAG_STORE => match stop.into() {
+                e @ StoreError::Damaged { .. } => {
+                    self.lost.get_or_insert(e);
+                    (self.sector, self.at) = (sector + (at / DATA) as u64, at % DATA);
+                }
+                e => return Err(e.into()),
+            },
+            checked => checked?,
+        }
         self.sequence = self.sequence.wrapping_add(1);
         if head.tag != TAG_COMMIT {
             self.add(&bytes);
@@ -152,6 +164,7 @@ impl<'l> GroupReader<'l> {
             digest: place.digest,
             record_at: 0,
             payload: Vec::new(),
+            lost: None,
         };
         c.expect(TAG_EPOCH)?;
         let front = Front::decode(&c.payload).map_err(|e| c.damaged(e))?;

@@ -1,5 +1,6 @@
 //! A log: which epochs it has, and how it ends. Each of them is read by `group`.
 
+use std::collections::BTreeMap;
 use std::io;
 
 use super::group::GroupReader;
@@ -74,6 +75,18 @@ pub(crate) struct LogFile {
     pub(crate) tail: Tail,
     /// Damage in front of `groups`, in epochs that no epoch needs which is kept.
     pub(crate) skipped: Option<StoreError>,
+    /// Of who salvages: damage of the guest's state in the epoch that begins in this sector.
+    pub(crate) lost: BTreeMap<u64, StoreError>,
+}
+
+/// Damage of a log that is salvaged, in place of an epoch or several.
+#[derive(Debug)]
+pub(crate) struct Hole {
+    /// The number of the group behind it.
+    pub(crate) at: usize,
+    pub(crate) damage: StoreError,
+    /// The number of the epoch, if that can be read.
+    pub(crate) epoch: Option<u64>,
 }
 
 impl LogFile {
@@ -106,9 +119,87 @@ impl LogFile {
         let end = Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
         let vm_id = header.vm_id();
         let (groups, tail) = (Vec::new(), Tail::Clean);
-        let mut log = Self { sectors, vm_id, groups, end, sealed: None, tail, skipped: None };
+        let mut log = Self {
+            sectors,
+            vm_id,
+            groups,
+            end,
+            sealed: None,
+            tail,
+            skipped: None,
+            lost: BTreeMap::new(),
+        };
         log.go_on()?;
         Ok(log)
+    }
+
+    /// Whose the log of `generation` is, if its header is sound.
+    pub(crate) fn vm_of(store: &Store, generation: u64) -> Option<VmId> {
+        let file = store.backend().open(&log_name(generation)).ok()?;
+        let mut header = [0; HEADER_LEN];
+        file.read_exact_at(&mut header, 0).ok()?;
+        Header::read_from(&header[..], MAGIC_LOG).ok().map(|header| header.vm_id())
+    }
+
+    /// Reads all that is left of the log of `generation`, which is `vm_id`'s: also epochs behind damage, whose parents may be lost,
+    /// and those whose state is damaged. Says what is wrong with its header, and where epochs are missing.
+    pub(crate) fn salvage(
+        store: &Store,
+        generation: u64,
+        vm_id: VmId,
+    ) -> Result<(Self, Option<StoreError>, Vec<Hole>), StoreError> {
+        let name = log_name(generation);
+        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        let mut sectors = Sectors::new(file, store.path(&name), store.calm().clone())?;
+        sectors.lenient = true;
+        let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
+        let found = sectors.data(0, Kind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
+        let header_damage = match found {
+            Ok(Ok(found)) if found.checksum() == header.checksum() => None,
+            Ok(Ok(found)) if found.vm_id() != vm_id => {
+                let damage = Damage::OtherVm { found: found.vm_id(), expected: vm_id };
+                Some(sectors.damaged(0, damage))
+            }
+            Ok(Ok(found)) => {
+                let (what, found) = ("the generation in the header", found.epoch());
+                let damage = Damage::Mismatch { what, found, expected: generation };
+                Some(sectors.damaged(0, damage))
+            }
+            Ok(Err(e)) => Some(sectors.damaged(0, e)),
+            Err(stop) => Some(stop.into()),
+        };
+        let digest = Some(Digest(header.checksum()));
+        let end = Place { sector: 1, sequence: 0, digest };
+        let (groups, tail) = (Vec::new(), Tail::Clean);
+        let (sealed, skipped, lost) = (None, None, BTreeMap::new());
+        let mut log = Self { sectors, vm_id, groups, end, sealed, tail, skipped, lost };
+        let mut holes: Vec<Hole> = Vec::new();
+        while log.end.sector < log.sectors.count() {
+            let stop = match log.next_group(None) {
+                Ok((group, end)) => {
+                    log.groups.push(group);
+                    log.end = end;
+                    continue;
+                }
+                Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+                Err(stop) => stop,
+            };
+            let (at, epoch) = (log.groups.len(), log.front_epoch(log.end));
+            match log.begins_later(log.end.sector + 1)? {
+                Some(later) => {
+                    holes.push(Hole { at, damage: stop.into(), epoch });
+                    log.end = later;
+                }
+                None => {
+                    match log.tail_of(stop)? {
+                        Tail::Damaged(damage, epoch) => holes.push(Hole { at, damage, epoch }),
+                        tail => log.tail = tail,
+                    }
+                    break;
+                }
+            }
+        }
+        Ok((log, header_damage, holes))
     }
 
     /// The oldest epoch that is kept; `None` if there is none at all.
@@ -230,13 +321,22 @@ impl LogFile {
 
     /// Reads the epoch at the end. `after` is the last one that is known in front of a gap.
     fn next_group(&mut self, after: Option<u64>) -> Result<(Group, Place), Stop> {
-        let (place, before) = (self.end, self.groups.last().copied());
+        // Who salvages knows nothing of what is in front of a hole.
+        let lenient = self.sectors.lenient;
+        let fresh = self.end.digest.is_none() && lenient;
+        let (place, before) = (self.end, self.groups.last().copied().filter(|_| !fresh));
         let vm_id = self.vm_id;
         let mut reader = GroupReader::open(&mut self.sectors, place)?;
         let Front { epoch, parent, created_unix_ms, line, .. } = reader.front;
         // None of no drives: the list has a length.
         let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
-        if let Err(damage) = follows(&reader.front, drives, before.as_ref(), after) {
+        if fresh {
+            let last = self.groups.last().map_or(0, |g| g.info.epoch);
+            if reader.front.epoch <= last {
+                let (what, found, expected) = ("an epoch's number", reader.front.epoch, last + 1);
+                return Err(reader.cursor.damaged(Damage::Mismatch { what, found, expected }));
+            }
+        } else if let Err(damage) = follows(&reader.front, drives, before.as_ref(), after) {
             return Err(reader.cursor.damaged(damage));
         }
         while reader.next()?.is_some() {}
@@ -251,7 +351,8 @@ impl LogFile {
             place.digest.is_none() || self.groups.first().is_some_and(|g| g.place.digest.is_none());
         let beyond =
             is_behind && self.groups.first().map_or(epoch, |g| g.info.epoch) > commit.oldest;
-        if commit.oldest < oldest || !(known(commit.oldest) || beyond) {
+        let lenient = lenient && commit.oldest <= epoch;
+        if commit.oldest < oldest || !(known(commit.oldest) || beyond || lenient) {
             let (what, found) = ("the oldest epoch that is kept", commit.oldest);
             let at = reader_offset(place);
             let e = self.sectors.damaged(at, Damage::Mismatch { what, found, expected: oldest });
@@ -270,6 +371,10 @@ impl LogFile {
             line,
         };
         let (front, sectors) = (reader.front, end.sector - place.sector);
+        let lost = reader.cursor.lost.take();
+        if let Some(e) = lost {
+            self.lost.insert(place.sector, e);
+        }
         Ok((Group { info, front, drives, oldest: commit.oldest, place, sectors }, end))
     }
 

@@ -10,6 +10,7 @@
 //! writer, entries    one epoch being written                 opening, commit    made durable, in order; old ones dropped
 //! space, block_map   which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
+//! salvage            what is left of a damaged store    repair             a sound one of that
 //! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
 
@@ -32,9 +33,11 @@ mod opening;
 mod pages;
 mod pin;
 mod records;
+mod repair;
 #[cfg(feature = "testing")]
 mod reseal;
 mod rotate;
+mod salvage;
 mod sectors;
 mod space;
 mod touched;
@@ -62,9 +65,11 @@ pub(crate) use object::{of_object, place};
 pub(crate) use pages::Pages;
 pub(crate) use pin::{Machine, Mapped, Pinned};
 pub(crate) use records::MAX_EPOCH;
+pub use repair::RepairReport;
 #[cfg(feature = "testing")]
 pub use reseal::{reseal_log, reseal_manifest, reseal_pages};
 pub use rotate::CompactReport;
+pub use salvage::{CheckpointState, Survey};
 pub use verify::VerifyReport;
 pub(crate) use writer::{EpochWriter, Written};
 
@@ -80,6 +85,8 @@ const LOG: &str = "log-";
 const PAGES: &str = "pages-";
 const TOUCHED: &str = "touched";
 const TOUCHED_NEW: &str = "touched.tmp-";
+/// Begins the names of files that a repair has kept aside: `damaged-1.log-2`.
+const ASIDE: &str = "damaged-";
 
 fn log_name(generation: u64) -> String {
     format!("{LOG}{generation}")
@@ -99,6 +106,8 @@ enum Named {
     Lock,
     Touched,
     TouchedNew,
+    /// What a repair has kept aside, and its number.
+    Aside(u64),
     /// An epoch of format 1.
     Epoch1,
     Foreign,
@@ -122,6 +131,10 @@ fn parse_name(name: &str) -> Named {
     }
     if let Some(n) = name.strip_prefix(PAGES).and_then(number) {
         return Named::Pages(n);
+    }
+    let aside = name.strip_prefix(ASIDE).and_then(|rest| rest.split_once('.'));
+    if let Some(n) = aside.and_then(|(digits, _)| number(digits)) {
+        return Named::Aside(n);
     }
     let epoch = name.strip_prefix("epoch-").and_then(|rest| rest.strip_suffix(".dl"));
     match epoch {
@@ -174,6 +187,8 @@ pub struct Listing {
     pub unfinished: Vec<String>,
     /// Files that have no place in a store; never touched.
     pub foreign: Vec<String>,
+    /// What [`repair`](Store::repair) has kept aside; whoever does not need it any more may remove it.
+    pub aside: Vec<String>,
 }
 
 /// A directory of epochs.
@@ -265,6 +280,36 @@ impl Store {
         self.backend.sync_dir().map_err(|e| self.io_dir("syncing", e))
     }
 
+    /// Opens the store in `dir` to [repair](Self::repair) it. Fails if another process, or another `Store` in this one, writes to it,
+    /// and if no file there is a store's.
+    pub fn open_to_repair(dir: &Path) -> Result<Self, StoreError> {
+        let opening =
+            |cause| StoreError::Io { what: "opening the store", path: dir.to_owned(), cause };
+        Self::with_backend_to_repair(Box::new(DirBackend::open(dir).map_err(opening)?))
+    }
+
+    /// As [`open_to_repair`](Self::open_to_repair), on something other than a directory.
+    pub fn with_backend_to_repair(backend: Box<dyn Backend>) -> Result<Self, StoreError> {
+        let store = Self { backend, writable: true, calm: Calm::default() };
+        store.check_is_store()?;
+        store.lock()?;
+        Ok(store)
+    }
+
+    /// Refuses a directory without any file of a store.
+    pub fn check_is_store(&self) -> Result<(), StoreError> {
+        let is_part = |name: &String| {
+            matches!(
+                parse_name(name),
+                Named::Manifest | Named::Log(_) | Named::Pages(_) | Named::Epoch1
+            )
+        };
+        match self.names()?.iter().any(is_part) {
+            true => Ok(()),
+            false => Err(StoreError::NotAStore { dir: self.dir() }),
+        }
+    }
+
     /// Where it is.
     pub fn location(&self) -> &Path {
         self.backend.location()
@@ -304,6 +349,7 @@ impl Store {
         for name in self.names()? {
             match parse_name(&name) {
                 Named::Foreign | Named::Epoch1 => listing.foreign.push(name),
+                Named::Aside(_) => listing.aside.push(name),
                 // A damaged manifest says nothing of other files.
                 _ if listing.damaged.is_empty() && is_leftover(&name, manifest.as_ref()) => {
                     listing.unfinished.push(name);
@@ -325,6 +371,7 @@ impl Store {
         }
         listing.unfinished.sort_unstable();
         listing.foreign.sort_unstable();
+        listing.aside.sort_unstable();
         Ok(listing)
     }
 
@@ -453,7 +500,8 @@ fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
         Named::ManifestNew | Named::TouchedNew => true,
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
-        Named::Manifest | Named::Lock | Named::Touched | Named::Epoch1 | Named::Foreign => false,
+        Named::Manifest | Named::Lock | Named::Touched | Named::Aside(_) => false,
+        Named::Epoch1 | Named::Foreign => false,
     }
 }
 

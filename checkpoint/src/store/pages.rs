@@ -37,14 +37,30 @@ pub(crate) fn begin_pages(file: &dyn StoreFile, vm_id: VmId, generation: u64) ->
 pub(crate) struct PageReader {
     file: Box<dyn StoreFile>,
     pub(crate) path: PathBuf,
+    /// What the disk cannot read is damage.
+    lenient: bool,
 }
 
 impl PageReader {
+    /// Opens the page file of `generation` for who salvages what is left. Nothing in it has been looked at.
+    pub(crate) fn open_damaged(store: &Store, generation: u64) -> Result<Self, StoreError> {
+        let name = pages_name(generation);
+        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        Ok(Self { file, path: store.path(&name), lenient: true })
+    }
+
+    /// The header's guest, if it is sound.
+    pub(crate) fn vm_id(&self) -> Option<VmId> {
+        let mut header = [0; HEADER_LEN];
+        self.file.read_exact_at(&mut header, 0).ok()?;
+        Header::read_from(&header[..], MAGIC_PAGES).ok().map(|header| header.vm_id())
+    }
+
     /// Opens the page file of `generation`, which must be `vm_id`'s.
     pub(crate) fn open(store: &Store, generation: u64, vm_id: VmId) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let new = Self { file, path: store.path(&name) };
+        let new = Self { file, path: store.path(&name), lenient: false };
         new.check_header(generation, vm_id)?;
         Ok(new)
     }
@@ -57,7 +73,7 @@ impl PageReader {
         let file = file.map_err(|e| store.io("opening", &name, e))?;
         let alone = file.lock_range(WRITER, RangeLock::Alone);
         match alone.map_err(|e| store.io("locking", &name, e))? {
-            true => Ok(Self { file, path: store.path(&name) }),
+            true => Ok(Self { file, path: store.path(&name), lenient: false }),
             false => Err(StoreError::InUse { dir: store.dir(), pid: None }),
         }
     }
@@ -112,6 +128,10 @@ impl PageReader {
             io::ErrorKind::UnexpectedEof => {
                 let length = self.file.len().unwrap_or(0);
                 let damage = Damage::EndsEarly { length, wanted: buf.len() as u64 };
+                StoreError::Damaged { file: self.path.clone(), offset, damage }
+            }
+            _ if self.lenient => {
+                let damage = Damage::Unreadable { why: e.to_string() };
                 StoreError::Damaged { file: self.path.clone(), offset, damage }
             }
             _ => self.io(e),

@@ -22,7 +22,7 @@ use super::{Cell, FrameMap, LogFile, Record, Store, StoreError, log_name, pages_
 use dirty_tracker::{FrameRun, Gfn};
 
 /// After so many entries, some dozen microseconds of work, it is time to stand aside.
-const BREATH: u32 = 1024;
+const BREATH: u64 = 1024;
 
 /// What [`Store::compact`] has done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -36,10 +36,30 @@ pub struct CompactReport {
 }
 
 /// A log that has been written, and is not the store's yet.
-struct NewLog {
+pub(super) struct NewLog {
     file: Box<dyn StoreFile>,
     end: Place,
-    kept: Vec<Kept>,
+    pub(super) kept: Vec<Kept>,
+}
+
+/// The numbers of the groups that are kept.
+fn kept_of(log: &LogFile) -> Vec<usize> {
+    let count = log.groups.len();
+    (count - log.kept().len()..count).collect()
+}
+
+/// Whether group number `index` says what has changed since `before`, the one that was chosen before it.
+fn is_next(index: usize, before: Option<usize>) -> bool {
+    before.is_some_and(|before| before + 1 == index)
+}
+
+/// Where the frames of group number `index` are.
+fn map_of(log: &mut LogFile, index: usize) -> Result<FrameMap, StoreError> {
+    let mut map = FrameMap::default();
+    for index in log.base_of(index)..=index {
+        apply(log, index, &mut map)?;
+    }
+    Ok(map)
 }
 
 impl Committer {
@@ -49,11 +69,11 @@ impl Committer {
         store.check_lock()?;
         let files = Files { log: self.files.log + 1, ..self.files };
         let mut old = self.read_log()?;
-        let new = copy_log(store, &mut old, files.log, &|slot| slot)?;
+        let kept = kept_of(&old);
+        let new = copy_log(store, &mut old, &kept, files.log, &|slot| slot)?;
         let put = store.put_manifest(Manifest { vm_id: self.vm_id, files });
         if let Err(NotWritten { cause, unsettled: false }) = put {
-            // What cannot be removed now is when the store is next opened.
-            let _ = store.backend().remove(&log_name(files.log));
+            store.remove_unnamed(files);
             return Err(cause);
         }
         tracing::debug!(generation = files.log, "the log was written anew");
@@ -74,10 +94,12 @@ impl Committer {
     }
 }
 
-/// Writes the epochs that `old` keeps to a new log, and syncs that. `to` says which slot a frame is in that was in another.
-fn copy_log(
+/// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs that. One that does not follow the one before it in `old`
+/// is written with all of its frames. `to` says which slot a frame is in that was in another.
+pub(super) fn copy_log(
     store: &Store,
     old: &mut LogFile,
+    chosen: &[usize],
     generation: u64,
     to: &dyn Fn(u32) -> u32,
 ) -> Result<NewLog, StoreError> {
@@ -85,55 +107,59 @@ fn copy_log(
     let writing = |e| store.io("writing", &name, e);
     let file = store.backend().create(&name).map_err(|e| store.io("creating", &name, e))?;
     let mut end = begin_log(&*file, old.vm_id, generation).map_err(writing)?;
-    let count = old.groups.len();
-    let first = count - old.kept().len();
     let mut builder = Builder::new(&*file, end);
     let mut kept = Vec::new();
-    let mut map = FrameMap::default();
-    if first < count {
-        for index in old.base_of(first)..=first {
-            apply(old, index, &mut map)?;
-        }
-    }
-    for index in first..count {
-        let oldest = old.groups[first].info.epoch;
-        let mut group = old.group(index)?;
+    let mut before = None;
+    for &index in chosen {
+        let oldest = old.groups[chosen[0]].info.epoch;
         // One that is full has all of memory already.
-        let rebased = index == first && group.front.parent.is_some();
+        let alone = !is_next(index, before) && old.groups[index].front.parent.is_some();
+        let map = if alone { map_of(old, index)? } else { FrameMap::default() };
+        let mut group = old.group(index)?;
+        let rebased = alone && before.is_none();
         let (layout, drives) = (group.layout.clone(), group.drives.clone());
-        let front = Front { rebased, ..group.front };
+        let mut front = Front { rebased, ..group.front };
+        if alone && !rebased {
+            front.parent = None;
+        }
+        before = Some(index);
         builder.front(front, &layout, &group.config, &drives).map_err(writing)?;
         let moved = |e: Entry| Entry { slot: to(e.slot), ..e };
         let no_zeros = std::iter::empty;
-        if rebased {
+        let mut stored = 0;
+        if alone {
             let entry =
                 |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
-            let all = (0..).zip(map.all().map(entry)).map(|(n, entry)| {
-                if n % BREATH == 0 {
+            let all = map.all().map(entry).inspect(|_| {
+                if stored % BREATH == 0 {
                     store.calm().stand_aside();
                 }
-                entry
+                stored += 1;
             });
             builder.entries(&layout, all, no_zeros()).map_err(writing)?;
-            map.clear();
         }
         while let Some(record) = group.next()? {
             match record {
-                Record::Frames(runs, crcs) if !rebased => {
+                Record::Frames(runs, crcs) if !alone => {
                     let entries: Vec<Entry> = entries_of(runs, crcs).map(moved).collect();
                     builder.entries(&layout, entries.into_iter(), no_zeros()).map_err(writing)?;
                 }
-                Record::Zeros(runs) if !rebased => builder.zero_runs(runs).map_err(writing)?,
+                Record::Zeros(runs) if !alone => builder.zero_runs(runs).map_err(writing)?,
                 Record::Section(section) => builder.section(&section).map_err(writing)?,
                 Record::Frames(..) | Record::Zeros(_) => {}
             }
         }
         let Some((commit, _)) = group.ended else { continue };
+        let (frames, zero_frames) = match alone && !rebased {
+            true => (stored, 0),
+            false => (commit.frames, commit.zero_frames),
+        };
         let bytes = match rebased {
             true => commit.bytes,
-            false => commit.frames * PAGE_SIZE + builder.bytes_if_ended(),
+            false => frames * PAGE_SIZE + builder.bytes_if_ended(),
         };
-        let next = builder.commit(Commit { oldest, bytes, ..commit }).map_err(writing)?;
+        let commit = Commit { oldest, bytes, frames, zero_frames, ..commit };
+        let next = builder.commit(commit).map_err(writing)?;
         kept.push(Kept { epoch: commit.epoch, sectors: next.sector - end.sector });
         end = next;
     }
@@ -162,22 +188,21 @@ impl Store {
         let new = Files { log: files.log + 1, pages: files.pages + 1 };
         let before_bytes = self.bytes_of(files)?;
         pages.check_header(files.pages, vm_id)?;
-        let made = self.copy_pages(&mut old, &pages, new.pages).and_then(|slots| {
+        let chosen = kept_of(&old);
+        let made = self.copy_pages(&mut old, &chosen, &pages, new.pages).and_then(|slots| {
             let to = |slot: u32| slots.get(&slot).copied().unwrap_or(NO_SLOT);
-            copy_log(self, &mut old, new.log, &to)
+            let made = copy_log(self, &mut old, &chosen, new.log, &to)?;
+            Ok((made.kept, self.bytes_of(new)?))
         });
-        let kept = match made {
-            Ok(made) => made.kept,
-            Err(e) => {
-                for name in [log_name(new.log), pages_name(new.pages)] {
-                    // What cannot be removed now is when the store is next opened.
-                    let _ = self.backend().remove(&name);
-                }
-                return Err(e);
+        let made = made.map_err(|cause| NotWritten { cause, unsettled: false });
+        let put =
+            made.and_then(|made| self.put_manifest(Manifest { vm_id, files: new }).map(|()| made));
+        let (kept, after_bytes) = put.map_err(|e| {
+            if !e.unsettled {
+                self.remove_unnamed(new);
             }
-        };
-        let after_bytes = self.bytes_of(new)?;
-        self.put_manifest(Manifest { vm_id, files: new }).map_err(|e| e.cause)?;
+            e.cause
+        })?;
         for name in [log_name(files.log), pages_name(files.pages)] {
             if let Err(e) = self.backend().remove(&name) {
                 let path = self.path(&name);
@@ -190,6 +215,22 @@ impl Store {
         Ok(CompactReport { epochs: kept.len() as u64, before_bytes, after_bytes })
     }
 
+    /// Removes a new log and page file that did not become the store's. What cannot be removed now is when the store is next opened.
+    pub(super) fn remove_unnamed(&self, files: Files) {
+        // A rename may say that it failed, and have been done.
+        let named = match self.manifest() {
+            Ok(Some(manifest)) => manifest.files,
+            Ok(None) => Files { log: 0, pages: 0 },
+            Err(_) => return,
+        };
+        if named.log != files.log {
+            let _ = self.backend().remove(&log_name(files.log));
+        }
+        if named.pages != files.pages {
+            let _ = self.backend().remove(&pages_name(files.pages));
+        }
+    }
+
     fn bytes_of(&self, files: Files) -> Result<u64, StoreError> {
         let len = |name: String| {
             let file = self.backend().open(&name);
@@ -198,10 +239,11 @@ impl Store {
         Ok(len(log_name(files.log))? + len(pages_name(files.pages))?)
     }
 
-    /// Copies every frame that an epoch has to a new page file, checked; where each slot went.
-    fn copy_pages(
+    /// Copies every frame that the groups `chosen` have to a new page file, checked; where each slot went.
+    pub(super) fn copy_pages(
         &self,
         log: &mut LogFile,
+        chosen: &[usize],
         pages: &PageReader,
         to: u64,
     ) -> Result<HashMap<u32, u32>, StoreError> {
@@ -211,18 +253,11 @@ impl Store {
         // As many as the log names, however long the page file says that it is.
         let mut slots = HashMap::new();
         let mut next = 1;
-        let mut map = FrameMap::default();
-        let (count, kept) = (log.groups.len(), log.kept().len());
-        let first = count - kept;
-        if kept > 0 {
-            for index in log.base_of(first)..=first {
-                apply(log, index, &mut map)?;
-            }
-        }
-        for index in first..count {
+        let mut before = None;
+        for &index in chosen {
             let epoch = log.groups[index].info.epoch;
-            let mut entries: Vec<(Gfn, Cell)> = map.all().collect();
-            if index > first {
+            let mut entries: Vec<(Gfn, Cell)> = Vec::new();
+            if is_next(index, before) {
                 let mut group = log.group(index)?;
                 while let Some(record) = group.next()? {
                     if let Record::Frames(runs, crcs) = record {
@@ -230,8 +265,10 @@ impl Store {
                         entries.extend(entries_of(runs, crcs).map(cell));
                     }
                 }
+            } else {
+                entries.extend(map_of(log, index)?.all());
             }
-            map.clear();
+            before = Some(index);
             for (_, cell) in &entries {
                 slots.entry(cell.slot).or_insert_with(|| {
                     next += 1;

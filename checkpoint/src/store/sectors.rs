@@ -176,6 +176,8 @@ pub(crate) struct Sectors {
     /// The number of the first sector in `buffer`.
     buffered: u64,
     calm: Calm,
+    /// For who salvages what is left: what a disk cannot read is damage, and damaged state of a guest is passed over.
+    pub(super) lenient: bool,
 }
 
 impl Sectors {
@@ -185,7 +187,8 @@ impl Sectors {
         path: PathBuf,
         calm: Calm,
     ) -> Result<Self, StoreError> {
-        let mut new = Self { file, path, len: 0, buffer: Vec::new(), buffered: 0, calm };
+        let mut new =
+            Self { file, path, len: 0, buffer: Vec::new(), buffered: 0, calm, lenient: false };
         new.look_again()?;
         Ok(new)
     }
@@ -215,15 +218,24 @@ impl Sectors {
         StoreError::Damaged { file: self.path.clone(), offset, damage: damage.into() }
     }
 
+    fn read(&mut self, number: u64, count: u64) -> io::Result<()> {
+        self.buffer.resize(count as usize * SECTOR, 0);
+        self.file.read_exact_at(&mut self.buffer, number * SECTOR as u64)
+    }
+
     /// The bytes of sector `number`, which is there.
     pub(super) fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
             self.calm.stand_aside();
             let count = READ.min(self.count().saturating_sub(number)).max(1);
-            self.buffer.resize(count as usize * SECTOR, 0);
             self.buffered = number;
-            if let Err(e) = self.file.read_exact_at(&mut self.buffer, number * SECTOR as u64) {
+            let mut read = self.read(number, count);
+            // One sector that cannot be read does not cost those around it.
+            if read.is_err() && self.lenient {
+                read = self.read(number, 1);
+            }
+            if let Err(e) = read {
                 self.buffer.clear();
                 return Err(self.io(e));
             }
@@ -245,11 +257,17 @@ impl Sectors {
         if number >= self.count() {
             return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
         }
+        let lenient = self.lenient;
         let raw = match self.raw(number) {
             // Its writer has cut off an epoch that failed in this moment.
             Err(StoreError::Io { cause, .. }) if cause.kind() == io::ErrorKind::UnexpectedEof => {
                 self.look_again()?;
                 return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
+            }
+            Err(StoreError::Io { cause, .. }) if lenient => {
+                return Err(self
+                    .damaged(offset, Damage::Unreadable { why: cause.to_string() })
+                    .into());
             }
             raw => raw?,
         };

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 
+use super::log::LogFile;
+use super::pages::PageReader;
 use super::space::apply;
 use super::{Cell, EpochInfo, FrameMap, Pinned, Record, Sink, Store, StoreError, fetch};
 
@@ -75,13 +77,48 @@ fn verify_epochs(
     for index in log.base_of(first)..first {
         apply(&mut log, index, &mut map)?;
     }
-    let (damaged, mut first_damage) = (Damaged::default(), None);
+    let (mut check, mut first_damage) = (PageCheck::default(), None);
     report.read_bytes = log.bytes() + PAGE_SIZE;
     for index in first..log.groups.len() {
         let info = log.groups[index].info;
         apply(&mut log, index, &mut map)?;
+        let (read, damage) = check.epoch(&pages, &mut log, index, &map, index == first)?;
+        report.read_bytes += read * PAGE_SIZE;
+        match damage {
+            None => {
+                report.epochs += 1;
+                report.frames = report.frames.saturating_add(info.frames);
+                on_epoch(info.epoch, Ok(&info));
+            }
+            Some(damage) => {
+                on_epoch(info.epoch, Err(&damage));
+                first_damage.get_or_insert(damage);
+            }
+        }
+    }
+    drop(check);
+    Ok(first_damage.and_then(Arc::into_inner))
+}
+
+/// Reads the frames of epochs that follow one another, each frame once.
+#[derive(Default)]
+pub(super) struct PageCheck {
+    damaged: Damaged,
+}
+
+impl PageCheck {
+    /// Reads what group number `index` brought, or `all` of its frames, which `map` has. How many that are, and the first of all frames of
+    /// the epoch that are damaged.
+    pub(super) fn epoch(
+        &mut self,
+        pages: &PageReader,
+        log: &mut LogFile,
+        index: usize,
+        map: &FrameMap,
+        all: bool,
+    ) -> Result<(u64, Option<Arc<StoreError>>), StoreError> {
         let mut new: Vec<(Gfn, Cell)> = Vec::new();
-        if index == first {
+        if all {
             new.extend(map.all());
         } else {
             let mut group = log.group(index)?;
@@ -91,28 +128,14 @@ fn verify_epochs(
                 new.extend(frames.filter_map(|gfn| Some((gfn, map.get(gfn)?))));
             }
         }
-        {
-            // What this epoch has in another place, or does not have, is no longer damaged.
-            let mut damaged = damaged.0.lock().unwrap_or_else(PoisonError::into_inner);
-            damaged.retain(|gfn, damage| map.get(*gfn).is_some_and(|cell| is_of(damage, cell)));
-        }
-        fetch(&pages, info.epoch, &mut new, &damaged)?;
-        report.read_bytes += new.len() as u64 * PAGE_SIZE;
-        let damaged = damaged.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match damaged.first_key_value() {
-            None => {
-                report.epochs += 1;
-                report.frames = report.frames.saturating_add(info.frames);
-                on_epoch(info.epoch, Ok(&info));
-            }
-            Some((_, damage)) => {
-                on_epoch(info.epoch, Err(damage));
-                first_damage.get_or_insert_with(|| damage.clone());
-            }
-        }
+        // What this epoch has in another place, or does not have, is no longer damaged.
+        let damaged = self.damaged.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        damaged.retain(|gfn, damage| map.get(*gfn).is_some_and(|cell| is_of(damage, cell)));
+        fetch(pages, log.groups[index].info.epoch, &mut new, &self.damaged)?;
+        let damaged = self.damaged.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let first = damaged.first_key_value().map(|(_, damage)| damage.clone());
+        Ok((new.len() as u64, first))
     }
-    drop(damaged);
-    Ok(first_damage.and_then(Arc::into_inner))
 }
 
 /// Whether a damage is of the slot that a frame is in.

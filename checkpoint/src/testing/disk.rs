@@ -35,6 +35,8 @@ pub enum DiskOp {
     Sync,
     /// `Backend::rename`
     Rename,
+    /// `Backend::rename`, which says so although it has done it
+    Renamed,
     /// `Backend::sync_dir`
     SyncDir,
     /// `StoreFile::read_exact_at`
@@ -336,6 +338,14 @@ impl Backend for MemoryDisk {
         disk.check(Some(DiskOp::Rename))?;
         disk.find(from)?;
         disk.rename(NameOp::Rename(from.to_owned(), to.to_owned()));
+        disk.check(Some(DiskOp::Renamed))
+    }
+
+    fn link(&self, from: &str, to: &str) -> io::Result<()> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(None)?;
+        let inode = disk.find(from)?;
+        disk.rename(NameOp::Set(to.to_owned(), inode));
         Ok(())
     }
 

@@ -1,0 +1,144 @@
+//! A sound store in place of a damaged one.
+//!
+//! ```text
+//! new page file and log written, synced -> what they replace gets a second name, `damaged-N.NAME` -> directory synced
+//!   -> new manifest renamed into place: from here on the store is the new one -> old names removed
+//! ```
+//!
+//! A crash leaves the store as it was, and files that are nobody's, or the new one. What was replaced stays under its second name
+//! until an operator removes it. Page files are copied if a checkpoint is given up, so that all that is left of it stays.
+
+use serde::Serialize;
+
+use super::manifest::Manifest;
+use super::pages::{PageReader, begin_pages};
+use super::records::{Files, MAX_GENERATION, NO_SLOT};
+use super::rotate::copy_log;
+use super::salvage::{Salvage, Survey};
+use super::{
+    ASIDE, MANIFEST_NEW, Named, Store, StoreError, is_leftover, log_name, pages_name, parse_name,
+};
+
+/// What [`Store::repair`] has found and done.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct RepairReport {
+    /// What was found.
+    #[serde(flatten)]
+    pub survey: Survey,
+    /// Whether anything had to be done.
+    pub repaired: bool,
+    /// Files that keep what was replaced.
+    pub aside: Vec<String>,
+}
+
+impl Store {
+    /// Makes a sound store of what is sound in a damaged one, which must be
+    /// [open for that](Store::open_to_repair). What it replaces stays in files of other names.
+    ///
+    /// # Errors
+    ///
+    /// As [`survey`](Store::survey); if another process writes to it; if there is no room for a copy of what is sound. The
+    /// store is then as it was.
+    pub fn repair(&self) -> Result<RepairReport, StoreError> {
+        let mut salvage = self.salvage()?;
+        let Salvage { vm_id, files: old, .. } = salvage;
+        let survey = salvage.survey.clone();
+        if salvage.manifest_is_sound && salvage.log_is_sound && salvage.pages_are_sound {
+            return Ok(RepairReport { survey, repaired: false, aside: Vec::new() });
+        }
+        // Nobody else gives away slots meanwhile.
+        let held = salvage.pages.as_ref().map(|_| PageReader::hold(self, old.pages)).transpose()?;
+        let names = self.names()?;
+        let numbers = names.iter().map(|name| match parse_name(name) {
+            Named::Log(n) | Named::Pages(n) => n,
+            _ => 0,
+        });
+        let next = numbers.max().unwrap_or(0) + 1;
+        if next > MAX_GENERATION {
+            return Err(StoreError::NoMoreSlots {
+                pages: self.path(&pages_name(old.pages)),
+                slots: 0,
+            });
+        }
+        let lost = survey.sound < survey.checkpoints.len() as u64;
+        let copies = lost || !salvage.pages_are_sound;
+        let pages = if copies { next } else { old.pages };
+        let log = if copies || !salvage.log_is_sound { next } else { old.log };
+        let new = Files { log, pages };
+        let replaced = names.iter().filter(|name| match parse_name(name) {
+            Named::Manifest => true,
+            Named::Log(n) if n == new.log => false,
+            Named::Pages(n) if n == new.pages => false,
+            Named::Log(n) if n == old.log => true,
+            Named::Pages(n) if n == old.pages => true,
+            // Nobody knows what others are without a manifest.
+            Named::Log(_) | Named::Pages(_) => !salvage.manifest_is_sound,
+            _ => false,
+        });
+        let replaced: Vec<&String> = replaced.collect();
+        let number = 1 + names
+            .iter()
+            .map(|name| match parse_name(name) {
+                Named::Aside(n) => n,
+                _ => 0,
+            })
+            .max()
+            .unwrap_or(0);
+        let aside: Vec<String> =
+            replaced.iter().map(|name| format!("{ASIDE}{number}.{name}")).collect();
+        let prepared = self.write_sound(&mut salvage, new).and_then(|()| {
+            replaced.iter().zip(&aside).try_for_each(|(name, aside)| {
+                self.backend().link(name, aside).map_err(|e| self.io("keeping aside", name, e))
+            })?;
+            self.sync_dir()
+        });
+        let unsettled = match prepared {
+            Ok(()) => self
+                .put_manifest(Manifest { vm_id, files: new })
+                .map_err(|e| (e.cause, e.unsettled)),
+            Err(e) => Err((e, false)),
+        };
+        drop(held);
+        if let Err((e, unsettled)) = unsettled {
+            let named = self.manifest().ok().flatten().map(|manifest| manifest.files);
+            if !unsettled && named != Some(new) {
+                // What cannot be removed is in nobody's way.
+                let made =
+                    [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];
+                let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
+                made.chain(aside).chain([MANIFEST_NEW.to_owned()]).for_each(|name| {
+                    let _ = self.backend().remove(&name);
+                });
+            }
+            return Err(e);
+        }
+        let manifest = Manifest { vm_id, files: new };
+        for name in names.iter().filter(|name| is_leftover(name, Some(&manifest))) {
+            // What cannot be removed now is when the store is next opened.
+            let _ = self.backend().remove(name);
+        }
+        self.sync_dir()?;
+        Ok(RepairReport { survey, repaired: true, aside })
+    }
+
+    /// Writes what is sound to the files of `new` that are not there yet.
+    fn write_sound(&self, salvage: &mut Salvage, new: Files) -> Result<(), StoreError> {
+        let Salvage { files: old, log, pages, chosen, vm_id, .. } = salvage;
+        if new.log == old.log {
+            return Ok(());
+        }
+        if new.pages == old.pages {
+            return copy_log(self, log, chosen, new.log, &|slot| slot).map(drop);
+        }
+        let Some(pages) = pages else {
+            let name = pages_name(new.pages);
+            let file = self.backend().create(&name).map_err(|e| self.io("creating", &name, e))?;
+            begin_pages(&*file, *vm_id, new.pages).map_err(|e| self.io("writing", &name, e))?;
+            file.sync().map_err(|e| self.io("syncing", &name, e))?;
+            return copy_log(self, log, chosen, new.log, &|slot| slot).map(drop);
+        };
+        let slots = self.copy_pages(log, chosen, pages, new.pages)?;
+        let to = |slot: u32| slots.get(&slot).copied().unwrap_or(NO_SLOT);
+        copy_log(self, log, chosen, new.log, &to).map(drop)
+    }
+}

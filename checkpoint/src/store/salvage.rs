@@ -1,0 +1,253 @@
+//! What is left of a damaged store: which of its checkpoints are sound, and why the others are not.
+//!
+//! A manifest that is lost is found again by trying: of all pairs of a log and a page file the one whose checkpoints are sound. Each
+//! frame's checksum is in the log, so a page file that is not that log's is none.
+
+use dirty_tracker::PAGE_SIZE;
+use serde::Serialize;
+
+use super::log::{Hole, LogFile};
+use super::manifest::Manifest;
+use super::pages::PageReader;
+use super::records::Files;
+use super::space::apply;
+use super::verify::PageCheck;
+use super::{Damage, FrameMap, Named, Store, StoreError, pages_name, parse_name};
+use crate::VmId;
+
+/// A checkpoint that is kept, as it was found.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct CheckpointState {
+    /// Its number; `None` if that cannot be read.
+    pub epoch: Option<u64>,
+    /// Why it is not sound; `None` if it is.
+    pub damage: Option<String>,
+}
+
+/// What is left of a store.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Survey {
+    /// Checkpoints that are kept, ascending.
+    pub checkpoints: Vec<CheckpointState>,
+    /// How many of them are sound.
+    pub sound: u64,
+    /// The latest sound one.
+    pub latest_sound: Option<u64>,
+    /// Damage that costs none of them.
+    pub damage: Vec<String>,
+}
+
+impl Survey {
+    /// How many checkpoints are sound, and which is the latest of those.
+    pub fn verdict(&self) -> String {
+        let total = self.checkpoints.len();
+        let plural = if total == 1 { "checkpoint is" } else { "checkpoints are" };
+        let latest = self.latest_sound.map(|epoch| format!("; the latest sound one is {epoch}"));
+        format!("{} of {total} {plural} sound{}", self.sound, latest.unwrap_or_default())
+    }
+
+    /// Whether nothing is damaged.
+    pub fn is_sound(&self) -> bool {
+        self.damage.is_empty() && self.sound == self.checkpoints.len() as u64
+    }
+
+    fn push(&mut self, epoch: Option<u64>, damage: Option<String>) {
+        if damage.is_none() {
+            self.sound += 1;
+            self.latest_sound = epoch;
+        }
+        self.checkpoints.push(CheckpointState { epoch, damage });
+    }
+}
+
+/// A store's files, and what is left of them.
+#[derive(Debug)]
+pub(super) struct Salvage {
+    pub(super) vm_id: VmId,
+    pub(super) files: Files,
+    pub(super) log: LogFile,
+    /// `None` if the page file is gone.
+    pub(super) pages: Option<PageReader>,
+    /// The sound checkpoints, by the numbers of their groups.
+    pub(super) chosen: Vec<usize>,
+    pub(super) survey: Survey,
+    pub(super) manifest_is_sound: bool,
+    pub(super) log_is_sound: bool,
+    pub(super) pages_are_sound: bool,
+}
+
+impl Store {
+    /// Reads all of a store that may be damaged, and says which of its checkpoints are sound. Changes nothing.
+    ///
+    /// # Errors
+    ///
+    /// If nothing there is a store's, if it is not known which guest's store it is, or if the system refuses.
+    pub fn survey(&self) -> Result<Survey, StoreError> {
+        self.salvage().map(|salvage| salvage.survey)
+    }
+
+    pub(super) fn salvage(&self) -> Result<Salvage, StoreError> {
+        self.check_is_store()?;
+        let (manifest, damage) = match self.manifest() {
+            Ok(Some(manifest)) => (Some(manifest), None),
+            Ok(None) => (None, Some(format!("{} has no manifest", self.location().display()))),
+            Err(e) => (None, Some(e.to_string())),
+        };
+        let mut best: Option<Salvage> = None;
+        for (files, vm_id) in self.candidates(manifest)? {
+            let found = self.assess(files, vm_id)?;
+            let rank =
+                |s: &Salvage| (s.survey.latest_sound, s.survey.sound, s.files.log, s.files.pages);
+            if let Some(other) = best.as_ref().filter(|other| other.vm_id != vm_id)
+                && other.survey.sound > 0
+                && found.survey.sound > 0
+            {
+                let (dir, one, other) = (self.dir(), other.vm_id, vm_id);
+                return Err(StoreError::Ambiguous { dir, one, other });
+            }
+            if best.as_ref().is_none_or(|best| rank(&found) > rank(best)) {
+                best = Some(found);
+            }
+        }
+        let mut best = best.ok_or_else(|| StoreError::NotAStore { dir: self.dir() })?;
+        best.manifest_is_sound =
+            manifest == Some(Manifest { vm_id: best.vm_id, files: best.files });
+        if let Some(manifest) = manifest.filter(|_| !best.manifest_is_sound) {
+            let Files { log, pages } = manifest.files;
+            best.survey.damage.push(format!(
+                "{} names log-{log} and pages-{pages}, which are not both there",
+                self.path(super::MANIFEST).display()
+            ));
+        }
+        best.survey.damage.extend(damage);
+        Ok(best)
+    }
+
+    /// Logs and page files that may be the store's, and whose they are.
+    fn candidates(&self, manifest: Option<Manifest>) -> Result<Vec<(Files, VmId)>, StoreError> {
+        let (mut logs, mut pages) = (Vec::new(), Vec::new());
+        for name in self.names()? {
+            match parse_name(&name) {
+                Named::Log(n) => logs.push(n),
+                Named::Pages(n) => pages.push(n),
+                _ => {}
+            }
+        }
+        if let Some(Manifest { vm_id, files }) = manifest
+            && logs.contains(&files.log)
+            && pages.contains(&files.pages)
+        {
+            return Ok(vec![(files, vm_id)]);
+        }
+        if pages.is_empty() {
+            // Its checkpoints without contents, if there are any.
+            pages.push(manifest.map_or(1, |manifest| manifest.files.pages));
+        }
+        let mut candidates = Vec::new();
+        for &log in &logs {
+            let of_log = LogFile::vm_of(self, log);
+            for &pages in &pages {
+                let of_pages = PageReader::open_damaged(self, pages).ok().and_then(|p| p.vm_id());
+                let known = manifest.map(|m| m.vm_id).or(of_log).or(of_pages);
+                let fits = |vm_id: &VmId| [of_log, of_pages].iter().flatten().all(|of| of == vm_id);
+                candidates.extend(known.filter(fits).map(|vm_id| (Files { log, pages }, vm_id)));
+            }
+        }
+        Ok(candidates)
+    }
+
+    /// Reads all of these files.
+    fn assess(&self, files: Files, vm_id: VmId) -> Result<Salvage, StoreError> {
+        let (mut log, header, holes) = LogFile::salvage(self, files.log, vm_id)?;
+        let mut survey = Survey::default();
+        let (pages, wrong) = match PageReader::open_damaged(self, files.pages) {
+            Ok(pages) => {
+                let wrong = pages.check_header(files.pages, vm_id).err();
+                (Some(pages), wrong)
+            }
+            Err(e) => (None, Some(e)),
+        };
+        let pages_are_sound = wrong.is_none();
+        survey.damage.extend(header.iter().chain(&wrong).map(ToString::to_string));
+        let (count, oldest) = (log.groups.len(), log.oldest().unwrap_or(0));
+        let first = log.groups.partition_point(|g| g.info.epoch < oldest);
+        let mut chosen = Vec::new();
+        let (mut map, mut check) = (FrameMap::default(), PageCheck::default());
+        // Whether it is known where the frames of this epoch are, and whether those of the one before were read.
+        let (mut known, mut was_read) = (false, false);
+        for index in 0..count {
+            let is_behind = note_holes(&mut survey, &log, &holes, index, oldest);
+            let whole = log.groups[index].front.is_whole();
+            let info = log.groups[index].info;
+            known = whole || (known && !is_behind);
+            if !known {
+                was_read = false;
+                if index >= first {
+                    let parent = info.parent.unwrap_or(0);
+                    let why =
+                        format!("it builds on checkpoint {parent}, whose records are damaged");
+                    survey.push(Some(info.epoch), Some(why));
+                }
+                continue;
+            }
+            apply(&mut log, index, &mut map)?;
+            if index < first {
+                continue;
+            }
+            let of_pages = match &pages {
+                Some(pages) => {
+                    let all = whole || !was_read;
+                    check.epoch(pages, &mut log, index, &map, all)?.1.map(|e| e.to_string())
+                }
+                None => map.all().next().map(|(_, cell)| {
+                    let (file, length) = (self.path(&pages_name(files.pages)), 0);
+                    let damage = Damage::EndsEarly { length, wanted: PAGE_SIZE };
+                    let offset = u64::from(cell.slot) * PAGE_SIZE;
+                    StoreError::Damaged { file, offset, damage }.to_string()
+                }),
+            };
+            was_read = true;
+            let of_state = log.lost.get(&log.groups[index].place.sector).map(ToString::to_string);
+            let damage = of_state.or(of_pages);
+            if damage.is_none() {
+                chosen.push(index);
+            }
+            survey.push(Some(info.epoch), damage);
+        }
+        note_holes(&mut survey, &log, &holes, count, oldest);
+        let all_sound = survey.sound == survey.checkpoints.len() as u64;
+        let log_is_sound = header.is_none() && holes.is_empty() && log.lost.is_empty() && all_sound;
+        let manifest_is_sound = false;
+        Ok(Salvage {
+            vm_id,
+            files,
+            log,
+            pages,
+            chosen,
+            survey,
+            manifest_is_sound,
+            log_is_sound,
+            pages_are_sound,
+        })
+    }
+}
+
+/// Notes what is missing in front of group number `at`; whether there is something.
+fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
+    let behind = log.groups.get(at);
+    for hole in holes.iter().filter(|hole| hole.at == at) {
+        let before = at.checked_sub(1).map_or(0, |before| log.groups[before].info.epoch);
+        let parent = behind.and_then(|g| g.info.parent).filter(|parent| *parent > before);
+        let epoch = hole.epoch.or(parent);
+        let is_kept = match epoch {
+            Some(epoch) => epoch >= oldest,
+            None => behind.is_none_or(|g| g.info.epoch > oldest),
+        };
+        let damage = hole.damage.to_string();
+        match is_kept {
+            true => survey.push(epoch, Some(damage)),
+            false => survey.damage.push(damage),
+        }
+    }
+    holes.iter().any(|hole| hole.at == at)
+}
