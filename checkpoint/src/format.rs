@@ -105,7 +105,7 @@ pub enum FormatError {
     #[error("{0}")]
     Io(#[from] io::Error),
     /// The first eight bytes are someone else's.
-    #[error("not a Driftline {expected}: it begins with {found:02x?}")]
+    #[error("not a Driftline {expected}: it begins with \"{}\"", found.escape_ascii())]
     Magic {
         /// "migration stream", "log".
         expected: &'static str,

@@ -391,12 +391,7 @@ fn a_full_disk_leaves_a_damaged_store_as_it_was() {
                 assert!(e.to_string().contains("No space left"), "{e}");
                 let now: Vec<_> =
                     disk.names().into_iter().map(|n| (disk.contents(&n).unwrap(), n)).collect();
-                // After the rename, nobody knows which of the two a crash would leave.
-                if !(op == DiskOp::SyncDir && after == 1
-                    || op == DiskOp::SyncDir && now.len() != before.len())
-                {
-                    assert!(now == before, "{op:?} {after}");
-                }
+                assert!(now == before, "{op:?} {after}");
             }
             disk.heal();
         }

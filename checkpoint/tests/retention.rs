@@ -431,7 +431,7 @@ fn a_damaged_frame_stops_a_compaction() {
     pages[5000] ^= 1;
     disk.put("pages-1", pages);
     let e = open(&disk, true).compact().unwrap_err().to_string();
-    assert!(e.contains("pages-1, byte 4096: the checksum of gfn 0x3 of epoch 1 is"), "{e}");
+    assert!(e.contains("pages-1, byte 4096: page 0x3 of checkpoint 1 fails its checksum"), "{e}");
     assert_eq!(disk.names(), ["log-1", "manifest", "pages-1"]);
 }
 

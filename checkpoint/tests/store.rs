@@ -472,7 +472,7 @@ fn what_is_missing_or_damaged_is_said_with_each_epoch_and_not_written_over() {
                 assert_eq!((e.phase, e.guest), (Phase::Begin, RunState::Running), "{e}");
                 let named = e.to_string().contains(victim);
                 assert!(
-                    named || e.to_string().contains("log-1 holds epochs, but"),
+                    named || e.to_string().contains("log-1 holds checkpoints, but"),
                     "{victim}: {e}"
                 );
             }

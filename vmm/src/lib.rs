@@ -22,6 +22,7 @@ pub mod jobs;
 pub mod kvm;
 pub mod latency;
 pub mod limits;
+mod local_time;
 pub mod log;
 pub mod machine;
 pub mod memory;
@@ -34,3 +35,5 @@ pub mod testing;
 pub mod threads;
 mod vcpu;
 pub mod vm;
+
+pub use local_time::local_time;

@@ -58,7 +58,9 @@ fn a_killed_guest_is_restored_and_runs_on_without_errors() {
     assert_eq!(listing["epochs"].as_array().unwrap().len(), 10);
     assert!(succeed(&["store", "ls", &store]).contains("full"));
     let sound = succeed(&["store", "verify", &store]);
-    assert!(sound.starts_with("10 epochs are sound"), "{sound}");
+    let verdict = "10 of 10 checkpoints are sound; the latest sound one is 10\n";
+    assert!(sound.ends_with(verdict), "{sound}");
+    assert_eq!(succeed(&["store", "repair", &store]), verdict, "there is nothing to do");
 
     let mut second = Vmm::start(&place, "second", &["restore", "--same-id", "--store", &store]);
     second.await_api();
@@ -115,6 +117,29 @@ fn a_second_run_is_refused_and_an_operators_pause_respected() {
 }
 
 #[test]
+fn a_folder_without_a_manifest_is_no_store() {
+    let place = Place::new();
+    let dir = place.text("plain");
+    std::fs::create_dir(&dir).unwrap();
+    let expected = format!("driftline: {dir} is not a Driftline store (no manifest)\n");
+    let file = place.text("file");
+    for args in [
+        &["store", "ls", &dir][..],
+        &["store", "verify", &dir],
+        &["store", "repair", &dir],
+        &["store", "compact", &dir],
+        &["store", "export", &dir, "--output", &file],
+        &["restore", "--store", &dir],
+    ] {
+        assert_eq!(fail(1, args), expected, "{args:?}");
+    }
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0, "nothing was made there");
+    std::fs::write(&file, "").unwrap();
+    let said = fail(1, &["store", "ls", &file]);
+    assert!(said.contains("file is neither a store nor an archive (0 bytes)"), "{said}");
+}
+
+#[test]
 fn damage_and_absence_are_sentences() {
     let place = Place::new();
     let store = place.text("store");
@@ -150,6 +175,21 @@ fn damage_and_absence_are_sentences() {
         std::fs::write(&file, sound).unwrap();
     }
     succeed(&["store", "verify", &store]);
+
+    // No manifest, which repair finds again.
+    let manifest = place.path("store").join("manifest");
+    std::fs::remove_file(&manifest).unwrap();
+    let said = fail(1, &["restore", "--store", &store]);
+    assert!(said.contains(&format!("rebuild it with: driftline store repair {store}")), "{said}");
+    let said = fail(1, &["store", "repair", "--dry-run", &store]);
+    let verdict = "1 of 1 checkpoint is sound; the latest sound one is 1\n";
+    assert!(said.ends_with(verdict) && !manifest.exists(), "{said}");
+    let out = common::output(&["store", "verify", "--json", &store]);
+    let survey: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!((out.status.code(), &survey["sound"]), (Some(1), &1.into()), "{survey}");
+    assert_eq!(succeed(&["store", "repair", &store]), verdict);
+    assert!(succeed(&["store", "verify", &store]).ends_with(verdict));
+
     let old = place.text("old");
     std::fs::create_dir(&old).unwrap();
     std::fs::write(place.path("old").join("epoch-00000000000000000001.dl"), "").unwrap();
@@ -202,6 +242,12 @@ fn a_store_keeps_what_it_is_told_to_and_is_compacted_and_exported() {
     let said = fail(1, &export);
     assert!(said.contains("it exists; --force overwrites it"), "{said}");
     succeed(&[&export[..], &["--force"]].concat());
+    let (nowhere, dir) = (place.text("no/file"), place.text("store"));
+    let to = |file| fail(1, &["store", "export", &store, "--output", file]);
+    let said = to(&nowhere);
+    assert!(said.contains(&format!("cannot write {nowhere}: the directory ")), "{said}");
+    let said = to(&dir);
+    assert!(said.contains(&format!("cannot write {dir}: is a directory")), "{said}");
     let said = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &place.text("no")]);
     assert!(said.contains("has no epoch 2") && !place.path("no").exists(), "{said}");
 }

@@ -206,7 +206,7 @@ pub enum Damage {
     #[error("{0}")]
     Format(#[from] FormatError),
     /// The file stops before what it must have.
-    #[error("the file ends at byte {length}, where {wanted} more bytes should follow")]
+    #[error("truncated: the file ends at byte {length}, where {wanted} more bytes should follow")]
     EndsEarly {
         /// The file's length in bytes.
         length: u64,
@@ -262,7 +262,8 @@ pub enum Damage {
     },
     /// The contents of a frame are not those that were stored.
     #[error(
-        "the checksum of {} of epoch {epoch} is {found:#010x} and should be {expected:#010x}", object::name(*gfn)
+        "{} of checkpoint {epoch} fails its checksum: it is {found:#010x} and should be {expected:#010x}",
+        object::name(*gfn)
     )]
     Frame {
         /// The frame.

@@ -38,7 +38,7 @@ pub(crate) const MEMORY: std::ops::Range<u64> = 0..END;
 /// A frame for messages.
 pub(crate) fn name(gfn: Gfn) -> String {
     match place(gfn) {
-        (0, gfn) => gfn.to_string(),
+        (0, gfn) => format!("page {:#x}", gfn.0),
         (drive, block) => format!("block {:#x} of drive {drive}", block.0),
     }
 }

@@ -95,7 +95,7 @@ impl Committer {
 }
 
 /// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs that. One that does not follow the one before it in `old`
-/// is written with all of its frames. `to` says which slot a frame is in that was in another.
+/// is written with all of its frames, or all that have changed since that one. `to` says which slot a frame is in that was in another.
 pub(super) fn copy_log(
     store: &Store,
     old: &mut LogFile,
@@ -115,28 +115,35 @@ pub(super) fn copy_log(
         // One that is full has all of memory already.
         let alone = !is_next(index, before) && old.groups[index].front.parent.is_some();
         let map = if alone { map_of(old, index)? } else { FrameMap::default() };
+        // Of the same chain: slots that both have must not be brought twice.
+        let joined = before.filter(|before| alone && old.base_of(index) <= *before);
+        let known = joined.map_or_else(|| Ok(FrameMap::default()), |before| map_of(old, before))?;
+        let parent = joined.map(|before| old.groups[before].info.epoch);
         let mut group = old.group(index)?;
         let rebased = alone && before.is_none();
         let (layout, drives) = (group.layout.clone(), group.drives.clone());
         let mut front = Front { rebased, ..group.front };
         if alone && !rebased {
-            front.parent = None;
+            front.parent = parent;
         }
         before = Some(index);
         builder.front(front, &layout, &group.config, &drives).map_err(writing)?;
         let moved = |e: Entry| Entry { slot: to(e.slot), ..e };
         let no_zeros = std::iter::empty;
-        let mut stored = 0;
+        let (mut stored, mut zeros) = (0, Vec::new());
         if alone {
             let entry =
                 |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
-            let all = map.all().map(entry).inspect(|_| {
+            let new = map.all().filter(|(gfn, cell)| known.get(*gfn) != Some(*cell));
+            let new = new.map(entry).inspect(|_| {
                 if stored % BREATH == 0 {
                     store.calm().stand_aside();
                 }
                 stored += 1;
             });
-            builder.entries(&layout, all, no_zeros()).map_err(writing)?;
+            let gone = known.all().map(|(gfn, _)| gfn).filter(|gfn| map.get(*gfn).is_none());
+            zeros.extend(gone.map(|start| FrameRun { start, count: 1 }));
+            builder.entries(&layout, new, zeros.iter().copied()).map_err(writing)?;
         }
         while let Some(record) = group.next()? {
             match record {
@@ -151,7 +158,7 @@ pub(super) fn copy_log(
         }
         let Some((commit, _)) = group.ended else { continue };
         let (frames, zero_frames) = match alone && !rebased {
-            true => (stored, 0),
+            true => (stored, zeros.len() as u64),
             false => (commit.frames, commit.zero_frames),
         };
         let bytes = match rebased {

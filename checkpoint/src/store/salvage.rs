@@ -11,7 +11,7 @@ use super::manifest::Manifest;
 use super::pages::PageReader;
 use super::records::Files;
 use super::space::apply;
-use super::verify::PageCheck;
+use super::verify::{PageCheck, verdict};
 use super::{Damage, FrameMap, Named, Store, StoreError, pages_name, parse_name};
 use crate::VmId;
 
@@ -40,10 +40,7 @@ pub struct Survey {
 impl Survey {
     /// How many checkpoints are sound, and which is the latest of those.
     pub fn verdict(&self) -> String {
-        let total = self.checkpoints.len();
-        let plural = if total == 1 { "checkpoint is" } else { "checkpoints are" };
-        let latest = self.latest_sound.map(|epoch| format!("; the latest sound one is {epoch}"));
-        format!("{} of {total} {plural} sound{}", self.sound, latest.unwrap_or_default())
+        verdict(self.sound, self.checkpoints.len() as u64, self.latest_sound)
     }
 
     /// Whether nothing is damaged.

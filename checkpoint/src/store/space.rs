@@ -123,7 +123,8 @@ impl Space {
             let there = self.map.iter().filter(|slot| tracked && **slot != NO_SLOT);
             superseded.extend(there.map(|slot| SlotRun { start: *slot, count: 1 }));
             superseded.extend(self.blocks.slots().filter(|_| tracked));
-            self.map.fill(NO_SLOT);
+            // Not filled: what no frame is noted in has no memory then. Zeros come from the system.
+            self.map = vec![NO_SLOT; self.map.len()];
             self.blocks.clear();
             self.stored = 0;
         }
@@ -145,7 +146,11 @@ impl Space {
                     let Some(&(start, _, at)) = places.peek() else { continue };
                     let index = at + frame.0.saturating_sub(start) as usize;
                     let Some(cell) = self.map.get_mut(index) else { continue };
-                    let old = std::mem::replace(cell, slot.map_or(NO_SLOT, |slot| slot + nth));
+                    let (old, new) = (*cell, slot.map_or(NO_SLOT, |slot| slot + nth));
+                    // A write, even of what is there, would have the system give memory.
+                    if old != new {
+                        *cell = new;
+                    }
                     if old != NO_SLOT {
                         on_old(old);
                     }
@@ -239,4 +244,38 @@ fn apply_telling(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
+
+    use super::*;
+
+    /// Bytes of this process that have memory.
+    fn resident() -> u64 {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * dirty_tracker::PAGE_SIZE
+    }
+
+    #[test]
+    fn a_full_epoch_of_sparse_memory_takes_none() {
+        // 1 TiB, whose map has 1 GiB.
+        const FRAMES: u64 = 1 << 28;
+        let slot = Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES };
+        let mut space = Space::new(&Layout::new([slot]).unwrap());
+        let before = resident();
+        for epoch in 1..4 {
+            let mut entries = Entries::default();
+            entries.push(Gfn(7 + epoch), epoch as u32, 1);
+            entries.push(Gfn(FRAMES - 9), epoch as u32 + 100, 2);
+            entries.zeros(FrameRun { start: Gfn(1 << 20), count: 1 << 18 });
+            entries.settle(false);
+            space.append(epoch, true, &entries, epoch > 1);
+            assert_eq!(space.stored(), 2);
+        }
+        let more = resident().saturating_sub(before);
+        assert!(more < 256 << 20, "{more} bytes more have memory");
+    }
 }

@@ -16,6 +16,8 @@ use super::{Cell, EpochInfo, FrameMap, Pinned, Record, Sink, Store, StoreError, 
 pub struct VerifyReport {
     /// Epochs that are kept, read and found sound.
     pub epochs: u64,
+    /// The latest of them.
+    pub latest: Option<u64>,
     /// Frames that they brought, those of zeros included.
     pub frames: u64,
     /// Bytes read.
@@ -24,6 +26,19 @@ pub struct VerifyReport {
     pub unfinished: Vec<String>,
     /// Files that have no place in a store: left alone.
     pub foreign: Vec<String>,
+}
+
+impl VerifyReport {
+    /// How many checkpoints are sound, which are all of them, and which is the latest.
+    pub fn verdict(&self) -> String {
+        verdict(self.epochs, self.epochs, self.latest)
+    }
+}
+
+pub(super) fn verdict(sound: u64, total: u64, latest: Option<u64>) -> String {
+    let plural = if total == 1 { "checkpoint is" } else { "checkpoints are" };
+    let latest = latest.map(|epoch| format!("; the latest sound one is {epoch}"));
+    format!("{sound} of {total} {plural} sound{}", latest.unwrap_or_default())
 }
 
 /// Damaged frames, by number.
@@ -87,6 +102,7 @@ fn verify_epochs(
         match damage {
             None => {
                 report.epochs += 1;
+                report.latest = Some(info.epoch);
                 report.frames = report.frames.saturating_add(info.frames);
                 on_epoch(info.epoch, Ok(&info));
             }

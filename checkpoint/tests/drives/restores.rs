@@ -67,7 +67,7 @@ fn a_block_that_is_damaged_costs_no_drive_anything() {
         };
         assert!(matches!(e, RestoreError::Store(_)), "{e}");
         let said = e.to_string();
-        assert!(said.contains("the checksum of block 0x") && said.contains(" of drive "), "{said}");
+        assert!(said.contains("block 0x") && said.contains(" fails its checksum"), "{said}");
         assert!(contents(&factory.disks) == was, "{said}");
     }
     disk.put("pages-1", sound);

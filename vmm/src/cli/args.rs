@@ -394,6 +394,8 @@ pub(crate) enum StoreCommand {
     Ls(StoreArgs),
     /// Read everything and check it
     Verify(StoreArgs),
+    /// Make a damaged store usable again: sound checkpoints stay, what is replaced is kept in files named damaged-N.*
+    Repair(RepairArgs),
     /// Write the store anew, without the room that dropped checkpoints have left; nobody may be writing to it
     Compact(StoreArgs),
     /// Write a checkpoint to a file
@@ -432,6 +434,19 @@ pub(crate) enum ExportFormat {
     ElfCore,
     /// Memory and state in a packed file of Driftline's own, which `restore` takes
     DriftlineZstd,
+}
+
+#[derive(Args)]
+pub(crate) struct RepairArgs {
+    /// The store's directory; nobody may be writing to it
+    #[arg(value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// Only say what is sound and what is not; change nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Args)]

@@ -3,12 +3,13 @@
 use std::io;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use checkpoint::{EpochInfo, Listing, Store};
+use checkpoint::{EpochInfo, Listing, Store, Survey};
 use serde_json::json;
 use vmm::config::Identity;
 
-use super::args::{ExportArgs, ExportFormat, StoreArgs, StoreCommand};
+use super::args::{ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
 use super::stored::Stored;
@@ -18,6 +19,7 @@ pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
     match command {
         StoreCommand::Ls(args) => list(args),
         StoreCommand::Verify(args) => verify(args),
+        StoreCommand::Repair(args) => repair(args),
         StoreCommand::Compact(args) => compact(args),
         StoreCommand::Export(args) => export(args),
     }
@@ -25,16 +27,18 @@ pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
 
 fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
     // A store that is not there is not made.
-    if Store::open(&args.store)?.epochs()?.is_empty() {
-        return Err(Failure::error(format_args!("{} holds no epochs", args.store.display())));
+    let store = Store::open(&args.store)?;
+    store.check_is_store()?;
+    if store.epochs()?.is_empty() {
+        return Err(Failure::error(format_args!("{} holds no checkpoints", args.store.display())));
     }
     let report = Store::create_or_open(&args.store)?.compact()?;
     if args.json {
         print_json(&report)?;
     } else {
         print(format_args!(
-            "{} epochs in {}, which took {}",
-            report.epochs,
+            "{} in {}, which took {}",
+            checkpoints(report.epochs),
             output::bytes(report.after_bytes),
             output::bytes(report.before_bytes)
         ))?;
@@ -50,6 +54,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
         )));
     }
     let store = Store::open(&args.store)?;
+    store.check_is_store()?;
     let path = &args.output;
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let refused = |e: io::Error| {
@@ -110,62 +115,181 @@ fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
             "damaged": damaged,
             "unfinished": listing.unfinished,
             "foreign": listing.foreign,
+            "aside": listing.aside,
         }))?;
     } else {
         print(listing_table(&args.store, &listing, identity.as_ref()))?;
     }
     match listing.damaged.as_slice() {
         [] => Ok(ExitCode::SUCCESS),
-        [first, ..] => Err(Failure::error(format_args!("damaged: {first}"))),
+        [first, ..] => {
+            let hint = repair_hint(&args.store);
+            Err(Failure::error(format_args!("damaged: {first}. {hint}")))
+        }
     }
 }
 
 fn listing_table(dir: &Path, listing: &Listing, identity: Option<&Identity>) -> String {
-    let Some(first) = listing.epochs.first() else {
-        return format!("{} holds no epochs", dir.display());
-    };
     let name = identity.and_then(|identity| identity.name.as_ref());
     let name = name.map_or(String::new(), |name| format!(" \"{name}\""));
     let lineage = identity.and_then(|identity| identity.lineage);
     let lineage = lineage.map_or(String::new(), |lineage| format!(", which began as {lineage}"));
-    let mut lines =
-        vec![format!("{} holds epochs of guest {}{name}{lineage}", dir.display(), first.vm_id)];
-    lines.push(format!(
-        "{:>8}  {:>8}  {:>10}  {:>10}  {:>9}",
-        "epoch", "parent", "frames", "zero", "size"
-    ));
-    lines.extend(listing.epochs.iter().map(epoch_row));
+    let mut lines = match listing.epochs.first() {
+        None => vec![format!("{} holds no checkpoints", dir.display())],
+        Some(first) => {
+            let (dir, id) = (dir.display(), first.vm_id);
+            let title = format!("{dir} holds checkpoints of guest {id}{name}{lineage}");
+            vec![title, HEADINGS.to_owned()]
+        }
+    };
+    let now_ms =
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_millis() as u64);
+    lines.extend(listing.epochs.iter().map(|info| epoch_row(info, now_ms)));
     lines.extend(listing.unfinished.iter().map(|what| format!("{what}: never finished")));
+    lines.extend(listing.aside.iter().map(|name| format!("{name}: kept aside by a repair")));
     lines.extend(listing.foreign.iter().map(|name| format!("{name}: not a part of the store")));
     lines.join("\n")
 }
 
-fn epoch_row(info: &EpochInfo) -> String {
-    let parent = info.parent.map_or("full".to_owned(), |p| p.to_string());
+const HEADINGS: &str =
+    "  number  taken                  age  kind          pages       size  disks";
+
+fn epoch_row(info: &EpochInfo, now_ms: u64) -> String {
+    let taken = vmm::local_time(info.created_unix_ms);
+    let age = age(now_ms.saturating_sub(info.created_unix_ms) / 1000);
+    let kind = if info.full { "full" } else { "changes" };
     let size = output::bytes(info.bytes);
     format!(
-        "{:>8}  {parent:>8}  {:>10}  {:>10}  {size:>9}",
-        info.epoch, info.frames, info.zero_frames
+        "{:>8}  {taken:<19}  {age:>5}  {kind:<7}  {:>10}  {size:>9}  {:>5}",
+        info.epoch, info.frames, info.drives
     )
 }
 
+/// A length of time in its largest unit.
+fn age(seconds: u64) -> String {
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} m", seconds / 60),
+        3600..86_400 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
+    }
+}
+
+/// A number of checkpoints.
+fn checkpoints(count: u64) -> String {
+    format!("{count} {}", if count == 1 { "checkpoint" } else { "checkpoints" })
+}
+
+fn repair_hint(dir: &Path) -> String {
+    format!("Salvage what is sound with: driftline store repair {}", dir.display())
+}
+
+/// Says on stderr what of a store is damaged, and why.
+fn say_damage(survey: &Survey) {
+    for checkpoint in &survey.checkpoints {
+        let Some(damage) = &checkpoint.damage else { continue };
+        match checkpoint.epoch {
+            Some(epoch) => say(format_args!("checkpoint {epoch} is damaged: {damage}")),
+            None => say(format_args!("a checkpoint is damaged: {damage}")),
+        }
+    }
+    for damage in &survey.damage {
+        say(format_args!("damaged, which costs no checkpoint: {damage}"));
+    }
+}
+
+/// The end of a command that has found damage and left it there.
+fn is_damaged(dir: &Path, survey: &Survey, json: bool) -> Result<ExitCode, Failure> {
+    if json {
+        print_json(survey)?;
+    } else {
+        say_damage(survey);
+        say(repair_hint(dir));
+        say(survey.verdict());
+    }
+    Ok(ExitCode::FAILURE)
+}
+
 fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
-    let store = Stored::open(&args.store)?;
-    let report = store.verify(|epoch, outcome| match outcome {
-        Ok(info) => tracing::info!(epoch, frames = info.frames, "sound"),
-        Err(e) => say(format_args!("epoch {epoch} is damaged: {e}")),
+    let stored = Stored::open(&args.store)?;
+    let report = stored.verify(|epoch, outcome| {
+        if let Ok(info) = outcome {
+            tracing::info!(epoch, pages = info.frames, "sound");
+        }
     });
-    let report = report
-        .map_err(|e| Failure::error(format_args!("{} is damaged: {e}", args.store.display())))?;
+    let report = match (report, &stored) {
+        (Ok(report), _) => report,
+        (Err(e), Stored::Store(store)) => match store.survey() {
+            Ok(survey) if !survey.is_sound() => return is_damaged(&args.store, &survey, args.json),
+            _ => return Err(e.into()),
+        },
+        (Err(e), Stored::Archive(_)) => {
+            return Err(Failure::error(format_args!("{} is damaged: {e}", args.store.display())));
+        }
+    };
     if args.json {
         print_json(&report)?;
     } else {
         print(format_args!(
-            "{} epochs are sound: {} frames, {} read",
-            report.epochs,
+            "{} pages, {} read\n{}",
             report.frames,
-            output::bytes(report.read_bytes)
+            output::bytes(report.read_bytes),
+            report.verdict()
         ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn repair(args: &RepairArgs) -> Result<ExitCode, Failure> {
+    if args.dry_run {
+        let survey = Store::open(&args.store)?.survey()?;
+        if !survey.is_sound() {
+            return is_damaged(&args.store, &survey, args.json);
+        }
+        if args.json {
+            print_json(&survey)?;
+        } else {
+            print(survey.verdict())?;
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let report = Store::open_to_repair(&args.store)?.repair()?;
+    if args.json {
+        print_json(&report)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    say_damage(&report.survey);
+    if report.repaired {
+        say(format_args!(
+            "repaired {}; what was replaced is in {}: remove it when nobody needs it any more",
+            args.store.display(),
+            report.aside.join(", ")
+        ));
+    }
+    print(report.survey.verdict())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned() {
+        let info = EpochInfo {
+            epoch: 27,
+            vm_id: checkpoint::VmId::random(),
+            parent: None,
+            full: true,
+            frames: 8234,
+            zero_frames: 0,
+            bytes: 33 << 20,
+            drives: 2,
+            created_unix_ms: 1_700_000_000_000,
+        };
+        let row = epoch_row(&info, 1_700_000_000_000 + 200_000);
+        assert!(row.contains("  3 m  full") && row.ends_with("33 MiB      2"), "{row}");
+        assert_eq!(row.len(), HEADINGS.len());
+        assert_eq!([0, 59, 61, 7200, 200_000].map(age), ["0 s", "59 s", "1 m", "2 h", "2 d"]);
+    }
 }

@@ -19,11 +19,21 @@ pub(super) enum Stored {
 }
 
 impl Stored {
-    pub(super) fn open(path: &Path) -> Result<Self, StoreError> {
-        Ok(match path.is_file() {
-            true => Self::Archive(Box::new(Archive::open(path)?)),
-            false => Self::Store(Store::open(path)?),
-        })
+    pub(super) fn open(path: &Path) -> Result<Self, Failure> {
+        if !path.is_file() {
+            let store = Store::open(path)?;
+            store.check_is_store()?;
+            return Ok(Self::Store(store));
+        }
+        if let Ok(metadata) = path.metadata()
+            && metadata.len() == 0
+        {
+            return Err(Failure::error(format_args!(
+                "{} is neither a store nor an archive (0 bytes)",
+                path.display()
+            )));
+        }
+        Ok(Self::Archive(Box::new(Archive::open(path)?)))
     }
 
     /// Refuses what cannot be had from there, before anything is built.

@@ -136,7 +136,8 @@ impl Archive {
     pub fn verify(&self) -> Result<VerifyReport, StoreError> {
         self.read(&Nowhere, 0)?;
         let EpochInfo { frames, bytes, .. } = self.info;
-        Ok(VerifyReport { epochs: 1, frames, read_bytes: bytes, ..VerifyReport::default() })
+        let latest = Some(self.info.epoch);
+        Ok(VerifyReport { epochs: 1, latest, frames, read_bytes: bytes, ..VerifyReport::default() })
     }
 
     /// What its machine is built from.
