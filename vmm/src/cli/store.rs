@@ -286,6 +286,7 @@ mod tests {
             bytes: 33 << 20,
             drives: 2,
             created_unix_ms: 1_700_000_000_000,
+            line: checkpoint::LineId::random(),
         };
         let row = epoch_row(&info, 1_700_000_000_000 + 200_000);
         assert!(row.contains("  3 m  full") && row.ends_with("33 MiB      2"), "{row}");
