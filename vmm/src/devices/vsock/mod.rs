@@ -6,8 +6,16 @@
 //! ```
 //!
 //! Connections end at this host: after a move the guest is told that all of them are gone
-//! (`TRANSPORT_RESET`). All that a guest or a program can make the device keep is bounded: the number
-//! of connections, each one's bytes, and the refusals that wait for the guest.
+//! (`TRANSPORT_RESET`). Everything that a guest or a program can make the device keep is bounded:
+//!
+//! | what | bound |
+//! | --- | --- |
+//! | connections | `most_connections` of the process's open files |
+//! | bytes of a connection | `ROOM` |
+//! | turns | one a connection |
+//! | deadlines | two a connection |
+//! | refusals | `MAX_REFUSALS`, then one for each connection that was open when they became so many |
+//! | programs that have not said what they want | `MAX_CALLERS` |
 
 mod connection;
 mod host;
@@ -42,7 +50,8 @@ const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
 /// Programs that have not yet said what they want; beyond that the first of them gives way.
 const MAX_CALLERS: usize = 64;
-/// Refusals that wait for room in the guest, after which no more packets are taken.
+/// Refusals that wait for room in the guest. With so many, the device takes no packets and opens no
+/// connections.
 const MAX_REFUSALS: usize = 256;
 /// Most bytes of data in a packet.
 const MAX_DATA: usize = 64 << 10;
@@ -72,8 +81,8 @@ pub(super) struct Vsock {
     most: usize,
     tokens: HashMap<Ports, u32>,
     callers: VecDeque<(u32, UnixStream)>,
-    /// Connections that wait for the guest, and until when, in the order of that. Some have got what they
-    /// waited for, or gone.
+    /// Connections that wait for the guest, and until when, in the order of that. Some have got what
+    /// they waited for.
     deadlines: VecDeque<(Instant, u32)>,
     timer: Timer,
     /// The timer's time will come.
@@ -179,6 +188,13 @@ impl Vsock {
         }
         let Some(connection) = self.connections.remove(&token) else { return };
         self.tokens.remove(&connection.ports);
+        // A guest that takes no packets keeps nothing of a connection that is gone.
+        if connection.queued {
+            self.turns.retain(|of| *of != token);
+        }
+        if connection.noted.is_some() {
+            self.deadlines.retain(|(_, of)| *of != token);
+        }
         if fate == Fate::Reset {
             let Ports { guest, host } = connection.ports;
             self.refusals.push_back(Header {
@@ -286,6 +302,7 @@ impl Vsock {
         if let Greeting::Connect(port) = said
             && self.active
             && self.connections.len() < self.most
+            && self.refusals.len() < MAX_REFUSALS
         {
             let ports = Ports { guest: port, host: self.free_port(port) };
             self.insert(token, Connection::to_guest(ports, self.config.cid, stream));

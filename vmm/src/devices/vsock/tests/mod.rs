@@ -1,5 +1,6 @@
 //! The socket device driven through its queues, with real unix sockets on the host's side.
 
+mod bounds;
 mod connections;
 mod files;
 mod laws;

@@ -1,0 +1,194 @@
+//! A guest that takes no packets, and programs that come and go: what the device keeps has bounds.
+
+use std::sync::{Arc, Mutex};
+
+use super::*;
+
+/// What a device keeps, the most ever seen of each.
+#[derive(Clone, Copy, Debug, Default)]
+struct Kept {
+    connections: usize,
+    turns: usize,
+    deadlines: usize,
+    refusals: usize,
+    callers: usize,
+}
+
+/// A device whose books are looked at after each call.
+struct Watched {
+    vsock: Vsock,
+    most: Arc<Mutex<Kept>>,
+    now: Arc<Mutex<Kept>>,
+}
+
+impl Watched {
+    fn look(&self) {
+        let Vsock { connections, turns, deadlines, refusals, callers, .. } = &self.vsock;
+        let now = Kept {
+            connections: connections.len(),
+            turns: turns.len(),
+            deadlines: deadlines.len(),
+            refusals: refusals.len(),
+            callers: callers.len(),
+        };
+        let mut most = self.most.lock().unwrap();
+        most.connections = most.connections.max(now.connections);
+        most.turns = most.turns.max(now.turns);
+        most.deadlines = most.deadlines.max(now.deadlines);
+        most.refusals = most.refusals.max(now.refusals);
+        most.callers = most.callers.max(now.callers);
+        *self.now.lock().unwrap() = now;
+    }
+}
+
+impl Device for Watched {
+    fn kind(&self) -> Kind {
+        self.vsock.kind()
+    }
+
+    fn features(&self) -> u64 {
+        self.vsock.features()
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        self.vsock.queue_sizes()
+    }
+
+    fn config_space(&self) -> Vec<u8> {
+        self.vsock.config_space()
+    }
+
+    fn write_config(&mut self, offset: usize, data: &[u8], io: &mut Io<'_>) {
+        self.vsock.write_config(offset, data, io);
+    }
+
+    fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
+        self.vsock.start(watcher)
+    }
+
+    fn activate(&mut self, features: u64) {
+        self.vsock.activate(features);
+    }
+
+    fn reset(&mut self, io: &mut Io<'_>) {
+        self.vsock.reset(io);
+    }
+
+    fn process(&mut self, queue: usize, io: &mut Io<'_>) -> Result<(), Violation> {
+        let done = self.vsock.process(queue, io);
+        self.look();
+        done
+    }
+
+    fn backend_ready(
+        &mut self,
+        token: u32,
+        events: EventSet,
+        io: &mut Io<'_>,
+    ) -> Result<(), Violation> {
+        let done = self.vsock.backend_ready(token, events, io);
+        self.look();
+        done
+    }
+
+    fn quiesce(&mut self, deadline: Instant, io: &mut Io<'_>) -> Result<(), Stall> {
+        self.vsock.quiesce(deadline, io)
+    }
+
+    fn resume(&mut self, moved: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+        self.vsock.resume(moved, io)
+    }
+
+    fn save(&self) -> Result<Vec<u8>, String> {
+        self.vsock.save()
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), String> {
+        self.vsock.restore(state)
+    }
+
+    fn acquire(&mut self) -> Result<(), String> {
+        self.vsock.acquire()
+    }
+
+    fn release(&mut self, deadline: Instant) -> Result<(), String> {
+        self.vsock.release(deadline)
+    }
+}
+
+/// A guest whose device is looked at: the most that was seen of everything, and what is there now.
+fn watched(place: &Place) -> (Guest, usize, Arc<Mutex<Kept>>, Arc<Mutex<Kept>>) {
+    let mut vsock = place.vsock();
+    vsock.acquire().unwrap();
+    let (most, now) = (Arc::<Mutex<Kept>>::default(), Arc::<Mutex<Kept>>::default());
+    let connections = vsock.most;
+    let device = Watched { vsock, most: most.clone(), now: now.clone() };
+    (Guest::new(Driver::started(Box::new(device))), connections, most, now)
+}
+
+/// How long an attack takes.
+fn attack() -> Duration {
+    Duration::from_secs(if crate::testing::full() { 60 } else { 6 })
+}
+
+#[test]
+fn connections_that_the_guest_resets_leave_nothing() {
+    let place = Place::new();
+    let listener = place.listen(52);
+    // Programs' ends are taken and closed, so that the listener's queue never fills.
+    std::thread::spawn(move || while listener.accept().is_ok() {});
+    let (mut guest, _, most, now) = watched(&place);
+    let end = Instant::now() + attack();
+    let mut port = 0;
+    // The guest has room for no packet, so none of these connections has its turn.
+    while Instant::now() < end {
+        port += 1;
+        let ports = Ports { guest: port, host: 52 };
+        guest.send(op::REQUEST, ports, &[]);
+        guest.send(op::RST, ports, &[]);
+    }
+    let most = *most.lock().unwrap();
+    assert!(port > 100, "{port} connections");
+    assert!(most.turns <= 1, "of {port} connections, one at a time: {most:?}");
+    assert!(most.deadlines <= 2, "{most:?}");
+    assert_eq!(now.lock().unwrap().connections, 0);
+}
+
+#[test]
+fn programs_that_leave_make_bounded_refusals() {
+    let place = Place::new();
+    let (mut guest, connections, most, now) = watched(&place);
+    let end = Instant::now() + attack();
+    let mut calls = 0;
+    // The guest has room for no packet, so it hears of none of them, and each is refused in time.
+    while Instant::now() < end {
+        calls += 1;
+        let mut program = UnixStream::connect(place.uds()).unwrap();
+        // One that the device has turned away already is as good.
+        let _ = program.write_all(b"CONNECT 9\n");
+    }
+    let seen = *most.lock().unwrap();
+    assert!(calls > 2 * (MAX_REFUSALS + connections), "{calls} calls");
+    assert!(seen.refusals > MAX_REFUSALS, "the attack reaches the bound: {seen:?}");
+    assert!(seen.refusals <= MAX_REFUSALS + connections, "after {calls} calls: {seen:?}");
+    assert!(seen.deadlines <= 2 * connections, "{seen:?}");
+    assert!(seen.callers <= MAX_CALLERS, "{seen:?}");
+    // A guest that takes its packets finds the device as it was.
+    let end = Instant::now() + LONG;
+    loop {
+        let Kept { connections, refusals, .. } = *now.lock().unwrap();
+        if (connections, refusals) == (0, 0) {
+            break;
+        }
+        assert!(Instant::now() < end, "{connections} connections, {refusals} refusals are left");
+        if refusals > 0 {
+            guest.next();
+            guest.driver.forget_buffers();
+        } else {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    let _program = place.call(9000);
+    let (header, _) = guest.next();
+    assert_eq!((header.op.get(), header.dst_port.get()), (op::REQUEST, 9000));
+}
