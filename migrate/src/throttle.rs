@@ -1,5 +1,5 @@
 //! How fast a guest's vCPUs may make frames dirty while precopy does not get ahead: a pure function over the
-//! passes measured so far, beside [`judge`](crate::convergence::judge).
+//! passes measured so far, beside [`judge`].
 //!
 //! | after a pass | the throttle |
 //! | --- | --- |

@@ -1,4 +1,4 @@
-//! The guest's throttle while precopy lasts: who wrote in each pass, what [`throttle`] makes of it, and the end of it.
+//! The guest's throttle while precopy lasts: who wrote in each pass, what [`judge_and_throttle`] makes of it, and the end of it.
 //!
 //! [`Throttled`] takes the throttle away by itself, whatever path is left by an error or a panic.
 
