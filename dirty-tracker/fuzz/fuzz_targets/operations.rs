@@ -164,7 +164,7 @@ struct Subscriber {
 fn on_a_tracker(guest: &Guest, ops: Vec<Op>) {
     let tracker = Arc::new(Tracker::new(guest.layout()));
     let mut subscribers = ["one", "two"].map(|name| Subscriber {
-        subscription: tracker.subscribe(name),
+        subscription: tracker.subscribe(name).expect("address space for a small tree"),
         model: Model::new(),
         due: None,
     });
