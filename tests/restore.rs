@@ -86,7 +86,7 @@ fn ends_at_damage(scratch: &Scratch, store: &str, slot: u64) -> bool {
     flip();
     let verified = tests::run_cli(&["store", "verify", store]);
     let verified = String::from_utf8_lossy(&verified.stderr).into_owned();
-    let damage = verified.lines().find_map(|line| line.split_once("epoch 2 is damaged: "));
+    let damage = verified.lines().find_map(|line| line.split_once("checkpoint 2 is damaged: "));
     let Some((_, damage)) = damage else {
         flip();
         return false;
