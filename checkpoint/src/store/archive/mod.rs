@@ -38,7 +38,7 @@ const THREADS: usize = 8;
 /// let path = dir.path().join("archive");
 /// std::fs::write(&path, "something else")?;
 /// let e = checkpoint::Archive::open(&path).unwrap_err().to_string();
-/// assert!(e.contains("archive, byte 0: the file ends at byte 14"), "{e}");
+/// assert!(e.contains("byte 0: truncated: the file ends at byte 14"), "{e}");
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]
