@@ -6,8 +6,8 @@
 //! the scheduler then lets it preempt a thread with a longer one when it wakes. Its share of the processor stays what it was.
 //! Threads inherit the slice, so the process asks once, at its start, and vCPUs take the default back.
 //!
-//! Buys: the downtime of a migration whose guest never halts, 2 vCPUs' worth of work on two processors; see the row "spins
-//! between" of `cargo bench -p tests --bench migrate_vs_qemu`. Older kernels ignore the request.
+//! What it buys: a shorter downtime for a guest that never halts, on a host with few processors. The row "spins between"
+//! of `cargo bench -p tests --bench migrate_vs_qemu` shows it. Older kernels ignore the request.
 
 use std::io;
 
@@ -28,7 +28,7 @@ pub(crate) fn default_slices() {
 
 fn set(slice_ns: u64) {
     if let Err(e) = set_slice(slice_ns) {
-        tracing::debug!("slices of {slice_ns} ns are not to be had: {e}");
+        tracing::debug!("the scheduler refuses time slices of {slice_ns} ns: {e}");
     }
 }
 
