@@ -37,6 +37,23 @@ impl At {
 
 type Act = Box<dyn FnMut() + Send>;
 
+/// When the destination's bytes begin to trickle.
+enum Trickle {
+    /// With this unit.
+    Unit(usize),
+    /// With the first unit after this was set.
+    Once(Arc<AtomicBool>),
+}
+
+impl Trickle {
+    fn begun(&self, unit: usize) -> bool {
+        match self {
+            Self::Unit(first) => unit >= *first,
+            Self::Once(begun) => begun.load(Ordering::SeqCst),
+        }
+    }
+}
+
 /// What the proxy does to the first connection; later ones pass untouched.
 #[derive(Default)]
 pub struct Plan {
@@ -46,8 +63,8 @@ pub struct Plan {
     act: Option<(u16, Act)>,
     /// A bit flipped: from the source, in which units, in which byte (counted round) of them.
     flip: Option<(bool, At, usize)>,
-    /// From this unit of the destination's on, a byte every 100 ms.
-    trickle: Option<usize>,
+    /// What the destination says from here on arrives at a byte every 100 ms.
+    trickle: Option<Trickle>,
     /// Connections after the first are not forwarded.
     only_first: bool,
     /// Everything that the source says on the first connection.
@@ -64,7 +81,15 @@ impl Plan {
     }
 
     pub fn trickle(unit: usize) -> Self {
-        Self { trickle: Some(unit), ..Self::default() }
+        Self { trickle: Some(Trickle::Unit(unit)), ..Self::default() }
+    }
+
+    /// From the moment that the source first sends this tag.
+    pub fn trickle_once_sent(tag: u16) -> Self {
+        let sent = Arc::new(AtomicBool::new(false));
+        let seen = sent.clone();
+        Self { trickle: Some(Trickle::Once(sent)), ..Self::default() }
+            .before_from_source(tag, move || seen.store(true, Ordering::SeqCst))
     }
 
     /// Cuts the connection there and lets no other one through: the destination is gone.
@@ -161,7 +186,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
     far.set_nodelay(true).unwrap();
     let stalled = Arc::new(AtomicBool::new(false));
     let Plan { cut, act, flip, trickle, record, .. } = plan;
-    let mut act = act;
+    let (mut act, mut trickle) = (act, trickle);
     for (from_source, from, to, seen) in
         [(true, &near, &far, &seen[0]), (false, &far, &near, &seen[1])]
     {
@@ -172,7 +197,7 @@ fn relay(near: TcpStream, far: TcpStream, plan: Plan, seen: &[Arc<Mutex<Vec<u16>
             cut: cut.filter(|c| c.0 == from_source).map(|c| (c.1, c.2)),
             made: false,
             flip: flip.filter(|f| f.0 == from_source).map(|f| (f.1, f.2)),
-            trickle: trickle.filter(|_| !from_source),
+            trickle: if from_source { None } else { trickle.take() },
             act: if from_source { act.take() } else { None },
             record: record.clone().filter(|_| from_source),
             seen: seen.clone(),
@@ -199,7 +224,7 @@ struct Way {
     /// The cut was made.
     made: bool,
     flip: Option<(At, usize)>,
-    trickle: Option<usize>,
+    trickle: Option<Trickle>,
     act: Option<(u16, Act)>,
     record: Option<Arc<Mutex<Vec<u8>>>>,
     seen: Arc<Mutex<Vec<u16>>>,
@@ -247,7 +272,7 @@ impl Way {
                     return;
                 }
             }
-            if self.trickle.is_some_and(|first| unit >= first) {
+            if self.trickle.as_ref().is_some_and(|t| t.begun(unit)) {
                 let slow = |b: &u8| {
                     std::thread::sleep(Duration::from_millis(100));
                     (&self.to).write_all(&[*b]).is_ok()
