@@ -1,4 +1,7 @@
 //! Frames into the memory of the guest that is being built; shared by all connections of a migration.
+//!
+//! A frame is marked as written before its first byte is (I8): where a write breaks half-way, a later
+//! ZERO of that frame must not take it for zero already.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -23,7 +26,7 @@ const PREPARE_FROM: u64 = 4;
 pub(super) struct Placing<'g, G: Guest + ?Sized> {
     guest: &'g G,
     ram: &'g GuestRam,
-    /// Frames that content was written to: all others are zero already, and need not be written.
+    /// Frames that content was or may have been written to: all others are zero already, and need not be written.
     written: Subscription,
     marks: Arc<Tracker>,
     /// Taken for a moment by each message.
@@ -64,8 +67,8 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
                 break;
             };
             self.make_room(run);
-            self.write(run.start.gpa(), bytes)?;
             self.mark(run)?;
+            self.write(run.start.gpa(), bytes)?;
             contents = rest;
         }
         Ok(())
@@ -92,8 +95,8 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
     pub(super) fn fetch(&self, wire: &mut Wire<Link>, run: FrameRun) -> Result<(), Cause> {
         self.arrived([run].into_iter());
         self.make_room(run);
-        wire.recv_frames(self.ram, run)?;
-        self.mark(run)
+        self.mark(run)?;
+        wire.recv_frames(self.ram, run)
     }
 
     /// Makes frames zero.
@@ -115,7 +118,7 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
         ahead.go_on();
     }
 
-    /// Has the host give memory to frames that have none yet.
+    /// Has the host give memory to frames that have none yet. Before [`mark`](Self::mark), which says that they do.
     fn make_room(&self, run: FrameRun) {
         if run.count >= PREPARE_FROM && !self.written.is_marked(run.start) {
             self.guest.prepare(run);
@@ -134,4 +137,81 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
 
 fn memory(cause: std::io::Error) -> Cause {
     Cause::System { what: "writing guest memory", cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    use checkpoint::VmId;
+    use checkpoint::format::RecordHead;
+    use checkpoint::testing::{MemoryConfig, MemoryGuest};
+    use dirty_tracker::{Gfn, Slot, SlotId};
+    use zerocopy::IntoBytes;
+
+    use super::super::ahead;
+    use super::*;
+    use crate::message::{Message, RawRun, Tag, runs_head};
+
+    fn guest(frames: u64) -> Arc<MemoryGuest> {
+        let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames }];
+        MemoryGuest::new(VmId::random(), MemoryConfig { slots, ..MemoryConfig::still() }).unwrap()
+    }
+
+    /// FRAMES of `run`, and then half a page.
+    fn half_a_page(run: FrameRun) -> Wire<Link> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let raw = RawRun::from(run);
+        let head = RecordHead {
+            tag: Tag::Frames as u16,
+            must_understand: true,
+            instance: 0,
+            length: (raw.as_bytes().len() as u64 + run.bytes()) as u32,
+            payload_crc: crc32c::crc32c(raw.as_bytes()),
+            sequence: 0,
+        };
+        source.write_all(&head.to_bytes()).unwrap();
+        source.write_all(raw.as_bytes()).unwrap();
+        source.write_all(&[0x5a; PAGE_SIZE as usize / 2]).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        Wire::new(Link::new(stream, Duration::from_secs(60), Arc::default()).unwrap())
+    }
+
+    fn zero_of(run: FrameRun) -> Vec<u8> {
+        [runs_head(1).as_bytes(), RawRun::from(run).as_bytes()].concat()
+    }
+
+    #[test]
+    fn a_page_is_marked_before_it_is_written() {
+        let guest = self::guest(64);
+        let (ahead, _preparer) = ahead::pair();
+        let placing = Placing::new(&*guest, ahead).unwrap();
+        let run = FrameRun { start: Gfn(7), count: 1 };
+        let mut wire = half_a_page(run);
+        assert!(matches!(wire.recv().unwrap(), Message::Frames { run: said } if said == run));
+        placing.fetch(&mut wire, run).unwrap_err();
+        let mut page = [0; PAGE_SIZE as usize];
+        guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
+        assert_eq!(page[0], 0x5a, "half of it was written");
+        assert!(placing.written.is_marked(run.start), "FRAMES");
+        let zero = zero_of(run);
+        let Message::Zero { runs } = Message::parse(Tag::Zero, &zero).unwrap() else { panic!() };
+        placing.zero(runs).unwrap();
+        guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
+        assert_eq!(page, ZEROS);
+
+        // A page whose write fails: this memory is shorter than the layout says.
+        let short = self::guest(8);
+        let placing = Placing { ram: short.ram(), ..placing };
+        let run = FrameRun { start: Gfn(20), count: 1 };
+        let mut pages = zero_of(run);
+        pages.extend(ZEROS);
+        let pages = Message::parse(Tag::Pages, &pages).unwrap();
+        let Message::Pages { runs, contents } = pages else { panic!() };
+        placing.place(runs, contents).unwrap_err();
+        assert!(placing.written.is_marked(run.start), "PAGES");
+    }
 }
