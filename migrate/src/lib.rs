@@ -62,7 +62,9 @@ pub use compression::{Compression, UnknownCompression};
 pub use control::{ControlError, Phase, Progress, ReceiveControl, Resolution, SendControl};
 pub use convergence::{TimeoutStrategy, UnknownStrategy};
 pub use destination::{ReceiveOptions, Received, Responder, StreamSummary, inspect, receive};
-pub use error::{Cause, GuestPlace, MemoryDigests, ReceiveError, SendError, WireError};
+pub use error::{
+    Cause, GuestPlace, LayoutDifference, MemoryDigests, ReceiveError, SendError, WireError,
+};
 pub use message::{MAX_CONNECTIONS, Tag, Token, Verdict};
 pub use records::{Pending, Records, RecordsError, SourceRecord};
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus, VcpuThrottle};

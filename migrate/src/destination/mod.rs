@@ -25,7 +25,7 @@ use checkpoint::{Clock, DriveCopy, DriveHead, Guest, GuestFactory, Section, With
 use dirty_tracker::{Layout, Subscription};
 
 use crate::control::{Phase, ReceiveControl};
-use crate::error::{Cause, ReceiveError, WireError};
+use crate::error::{Cause, LayoutDifference, ReceiveError, WireError};
 use crate::handover::DestinationEvent;
 use crate::link::{Link, SLICE};
 use crate::message::{Counts, Message, Tag, Token};
@@ -276,14 +276,13 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         drives: &[DriveHead],
     ) -> Result<WithCopies<F::Guest>, Cause> {
         let vm_id = header.vm_id();
-        differs("the layout's hash", layout.hash(), header.layout_hash())?;
+        let (theirs, ours) = (header.layout_hash().into(), layout.hash().into());
+        if theirs != ours {
+            return Err(Cause::Differs { what: "the layout's hash", ours, theirs });
+        }
         let (guest, copies) = self.factory.create_with_copies(vm_id, config, drives)?;
-        let ready = differs(
-            "the memory layout of the guest built here",
-            guest.layout().hash(),
-            layout.hash(),
-        )
-        .and_then(|()| {
+        let differs = LayoutDifference::between(guest.layout(), layout);
+        let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
             self.ledger.begin(token, vm_id);
             self.ledger.prepare(token, vm_id);
             Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
@@ -361,17 +360,12 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
     }
 }
 
-fn differs(what: &'static str, ours: u32, theirs: u32) -> Result<(), Cause> {
-    match ours == theirs {
-        true => Ok(()),
-        false => Err(Cause::Differs { what, ours: ours.into(), theirs: theirs.into() }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use checkpoint::VmId;
-    use checkpoint::testing::MemoryGuestFactory;
+    use checkpoint::format::MAGIC_STREAM;
+    use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+    use dirty_tracker::{Gfn, Slot, SlotId};
 
     use super::*;
 
@@ -400,5 +394,79 @@ mod tests {
         left();
         let failed = host.welcome().err().unwrap();
         assert!(matches!(failed.cause, Cause::SourceLeft { .. }), "{failed:?}");
+    }
+    /// Two layouts of one hash, the first with few frames: CRC32C has 32 bits, and layouts have more.
+    fn of_one_hash() -> (Layout, Layout) {
+        let mut seen = std::collections::HashMap::new();
+        let mut random = 1u64;
+        loop {
+            // xorshift64
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let (base, frames) = (random >> 40, 1 + random % 4096);
+            let slot = Slot { id: SlotId(0), base: Gfn(base), frames };
+            let layout = Layout::new([slot]).unwrap();
+            match seen.insert(layout.hash(), layout.clone()) {
+                Some(other) if other != layout => return (other, layout),
+                _ => {}
+            }
+        }
+    }
+
+    #[test]
+    fn layouts_of_one_hash_are_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let (factory, options) = (MemoryGuestFactory::default(), ReceiveOptions::new(dir.path()));
+        let control = ReceiveControl::new();
+        let ledger = Arc::new(Ledger::new(Records::open(dir.path()).unwrap()));
+        let (_knock, callers) = std::sync::mpsc::channel();
+        let host =
+            Host { factory: &factory, options: &options, control: &control, ledger, callers };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let _source = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        let mut wire = Wire::new(Link::new(stream, SLICE, Arc::default()).unwrap());
+
+        let (ours, theirs) = of_one_hash();
+        assert_eq!(ours.hash(), theirs.hash());
+        let config =
+            MemoryConfig { slots: ours.slots().copied().collect(), ..MemoryConfig::still() };
+        let guest = MemoryGuest::new(VmId::random(), config).unwrap();
+        let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, theirs.hash());
+        let mut build = |layout: &Layout| {
+            host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[])
+        };
+        let cause = build(&theirs).err().expect("it is not the guest that is sent");
+        assert!(matches!(cause, Cause::LayoutDiffers(LayoutDifference::Slot { nth: 0, .. })));
+        let said = cause.to_string();
+        assert!(said.contains("the first gfn of its memory slot 0 is 0x"), "{said}");
+        assert!(build(&ours).is_ok());
+    }
+
+    #[test]
+    fn the_first_difference_of_layouts_is_named() {
+        let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+        let layout = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap();
+        let ours = layout(&[slot(0, 0, 8), slot(1, 16, 8)]);
+        for (theirs, said) in [
+            (layout(&[slot(0, 0, 8)]), "1 memory slots there and 2 here"),
+            (
+                layout(&[slot(0, 0, 8), slot(2, 16, 8)]),
+                "the number of its memory slot 1 is 0x2 there and 0x1 here",
+            ),
+            (
+                layout(&[slot(0, 1, 7), slot(1, 16, 8)]),
+                "the first gfn of its memory slot 0 is 0x1 there and 0x0 here",
+            ),
+            (
+                layout(&[slot(0, 0, 8), slot(1, 16, 9)]),
+                "the length of its memory slot 1 is 0x9 there and 0x8 here",
+            ),
+        ] {
+            let difference = LayoutDifference::between(&ours, &theirs).unwrap();
+            assert_eq!(difference.to_string(), said);
+        }
+        assert_eq!(LayoutDifference::between(&ours, &ours.clone()), None);
     }
 }
