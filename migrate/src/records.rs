@@ -9,11 +9,15 @@
 //!   whole, and only if no other process has made one (a link that does not replace). So two
 //!   processes that share the site can never decide differently.
 //! - *prepared record* `TOKEN.prepared.json`: the destination's vote in the sense of two-phase commit, durable before it says
-//!   PREPARED: the guest may run here from now on. It names the host's boot and the mount. Where it is of others, the decision may
-//!   have been lost with them, and nobody may say any more that the guest did not run.
+//!   READY, and so before PREPARED: the guest may run here from now on. A source asks only after PREPARED, so a token without a
+//!   prepared record and without a decision is no guest's, and answering a question about it stores nothing. The record
+//!   names the host's boot and the mount. Where it is of others, the decision may have been lost with them, and nobody may say
+//!   any more that the guest did not run. A host that cannot tell its boots apart names none, and makes its decision durable
+//!   before the guest runs.
 //!
 //! Everything is written to a temporary file, synced, linked into place, and the directory synced; of a decision that a prepared
-//! record stands for, the directory is synced behind the guest's back. What is written in a pause is *staged* before.
+//! record with a boot stands for, the directory is synced after the guest has resumed. What is written in a pause is *staged*
+//! before.
 
 use std::fs;
 use std::io::{self, Write};
@@ -112,13 +116,24 @@ struct PreparedRecord {
     version: u32,
     token: Token,
     vm_id: VmId,
-    #[serde(flatten)]
-    life: Life,
+    /// Of [`Life`]; null on a host that cannot tell its boots apart.
+    boot: Option<Uuid>,
+    /// Of [`Life`].
+    mount: Option<u64>,
     time_unix_ms: u64,
 }
 
+impl PreparedRecord {
+    /// Whether no decision about this guest can have been lost: it was made on this boot and mount, or, where the record names no
+    /// boot, durable before the guest ran.
+    fn decision_would_stand(&self, present: Option<Life>) -> bool {
+        let life = self.boot.map(|boot| Life { boot, mount: self.mount });
+        life.is_none() || life == present
+    }
+}
+
 /// The time in which every process finds in the directory what any of them has put there, durable or not.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Life {
     /// The host's boot.
     boot: Uuid,
@@ -284,12 +299,15 @@ impl Records {
     }
 
     /// As [`decide_by`](Self::decide_by), but where the decision is the staged one it holds among the host's processes alone
-    /// until [`sync`](Self::sync). Only for a guest whose prepared record stands: that one outlives the host's crash.
+    /// until [`sync`](Self::sync), if the guest's prepared record names a boot: that one outlives the host's crash.
     pub(crate) fn decide_prepared(
         &self,
         staged: StagedDecision,
-        _prepared: &PreparedMark,
+        prepared: &PreparedMark,
     ) -> Result<Decision, RecordsError> {
+        if !prepared.names_boot {
+            return self.decide_by(staged);
+        }
         let decision = staged.decision;
         Ok(self.link(staged)?.unwrap_or(decision))
     }
@@ -317,16 +335,14 @@ impl Records {
         sync_dir(&self.dir).map_err(failed("write", &self.decision_path(token)))
     }
 
-    /// Makes the prepared record of a guest durable; `None` where this host cannot tell its boots apart.
-    pub(crate) fn prepare(
-        &self,
-        token: Token,
-        vm_id: VmId,
-    ) -> Result<Option<PreparedMark>, RecordsError> {
-        let Some(life) = self.life() else { return Ok(None) };
+    /// Makes the prepared record of a guest durable.
+    pub(crate) fn prepare(&self, token: Token, vm_id: VmId) -> Result<PreparedMark, RecordsError> {
+        let life = self.life();
+        let (boot, mount) = (life.map(|life| life.boot), life.and_then(|life| life.mount));
         let path = self.prepared_path(token);
         let time_unix_ms = now_unix_ms();
-        let record = PreparedRecord { version: VERSION, token, vm_id, life, time_unix_ms };
+        let version = VERSION;
+        let record = PreparedRecord { version, token, vm_id, boot, mount, time_unix_ms };
         let file = json(&record).and_then(|bytes| {
             let file = temporary(&self.dir, &bytes)?;
             // Goes with this process, however that ends.
@@ -338,10 +354,11 @@ impl Records {
             })?;
             Ok(file)
         });
-        Ok(Some(PreparedMark(file.map_err(failed("write", &path))?)))
+        let _lock = file.map_err(failed("write", &path))?;
+        Ok(PreparedMark { _lock, names_boot: boot.is_some() })
     }
 
-    /// Removes prepared records of processes of this life that have died and had decided nothing: their guests never ran.
+    /// Removes prepared records of processes that have died and had decided nothing, where that is certain: their guests never ran.
     /// Whatever fails is tried again next time.
     fn sweep_prepared(&self) {
         let life = self.life();
@@ -352,13 +369,13 @@ impl Records {
                 continue;
             };
             let path = entry.path();
-            let of_this_life = matches!(
+            let certain = matches!(
                 read::<PreparedRecord>(&path, token),
-                Ok(Some(record)) if Some(record.life) == life
+                Ok(Some(record)) if record.decision_would_stand(life)
             );
             let has_died = || fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
             // In this order: a process decides before it dies.
-            if of_this_life && has_died() && matches!(self.decision(token), Ok(None)) {
+            if certain && has_died() && matches!(self.decision(token), Ok(None)) {
                 let _ = fs::remove_file(&path);
             }
         }
@@ -372,21 +389,30 @@ impl Records {
         }
     }
 
-    /// Decides about a token that the calling process does not know, durably: against running its guest, unless that was
-    /// decided for, or may have been and is forgotten: the host has crashed since the guest was prepared, or lost this directory.
+    /// The decision about a token that the calling process does not know. Where a process of this site has prepared its guest and
+    /// none has decided, this decides against running it, durably; unless it may have been decided and is forgotten: the
+    /// host has crashed since, or lost this directory. Of any other token nothing is stored: its guest was never prepared here.
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
-        if self.decision(token)?.is_none() {
-            let prepared: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
-            if prepared.is_some_and(|record| Some(record.life) != self.life()) {
-                tracing::warn!(
-                    %token,
-                    "its guest was prepared here in another boot, or on another mount of {}: it may have run, and its source stays in doubt until \
-                     the operator resolves that", self.dir.display()
-                );
-                return Ok(Decision::Committed);
+        // Nobody removes a prepared record while its source may ask, unless the guest never ran; so
+        // it is looked for first.
+        let prepared: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
+        let decision = self.decision(token)?;
+        let Some(prepared) = prepared.filter(|_| decision.is_none()) else {
+            if decision.is_some() {
+                // It may be another process's, and not durable yet; an answer that rests on it must be.
+                self.sync(token)?;
             }
+            return Ok(decision.unwrap_or(Decision::Discarded));
+        };
+        if !prepared.decision_would_stand(self.life()) {
+            tracing::warn!(
+                %token,
+                "its guest was prepared here in another boot, or on another mount of {}: it may have run, and its source stays in doubt until \
+                 the operator resolves that", self.dir.display()
+            );
+            return Ok(Decision::Committed);
         }
-        self.decide(token, None, Decision::Discarded)
+        self.decide(token, Some(prepared.vm_id), Decision::Discarded)
     }
 
     /// What becomes of a decision that has its name, `synced` or not.
@@ -467,10 +493,14 @@ pub(crate) struct StagedDecision {
     decision: Decision,
 }
 
-/// Proof that a prepared record is durable. Only with it may a guest run before the decision to run it is. It is locked, as
-/// a sign that its process lives.
+/// Proof that a prepared record is durable. Only with it may a guest be offered to its source. It is locked, as a sign that its
+/// process lives.
 #[derive(Debug)]
-pub(crate) struct PreparedMark(#[expect(dead_code, reason = "its lock is held")] fs::File);
+pub(crate) struct PreparedMark {
+    _lock: fs::File,
+    /// The guest may run before the decision to run it is durable.
+    names_boot: bool,
+}
 
 /// Proof that a source record is durable. Only with it can a held guest be sealed.
 #[derive(Debug)]

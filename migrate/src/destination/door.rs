@@ -252,7 +252,7 @@ impl Porter {
             Err(e) if e.is_loss() => return self.left(peer, e),
             Err(e) => return refuse(wire, &e.to_string()),
         };
-        match self.ledger.claim(header.vm_id()) {
+        match self.ledger.claim(header.vm_id(), described.token) {
             Ok(()) => {
                 wire.stream_mut().set_deadline(None);
                 let Described { token, drives, layout, config } = described;

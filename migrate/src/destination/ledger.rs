@@ -26,7 +26,8 @@ pub(super) struct Ledger {
 
 #[derive(Debug, Default)]
 struct Seat {
-    occupant: Option<VmId>,
+    /// The guest that has it, and its migration.
+    occupant: Option<(VmId, Token)>,
     session: Option<Session>,
 }
 
@@ -37,7 +38,7 @@ struct Session {
     state: Destination,
     /// This process's `committed`, until it is made to stand.
     staged: Option<StagedDecision>,
-    /// Outlives a crash of the host, so that `committed` need not be durable before the guest runs.
+    /// Until it is removed.
     prepared: Option<PreparedMark>,
     /// This process's `committed` stands on disk.
     placed: bool,
@@ -68,10 +69,10 @@ impl Ledger {
     }
 
     /// Gives the only seat to a source, or says who has it.
-    pub(super) fn claim(&self, vm_id: VmId) -> Result<(), String> {
+    pub(super) fn claim(&self, vm_id: VmId, token: Token) -> Result<(), String> {
         let mut seat = self.lock();
         seat.vacant()?;
-        seat.occupant = Some(vm_id);
+        seat.occupant = Some((vm_id, token));
         Ok(())
     }
 
@@ -80,26 +81,16 @@ impl Ledger {
         *self.lock() = Seat::default();
     }
 
-    /// Something is begun: from now on this receiver knows of `token`.
-    pub(super) fn begin(&self, token: Token, vm_id: VmId) {
-        let state = Destination::Assembling;
+    /// Something is begun: from now on this receiver knows of `token`, and its prepared record is durable.
+    pub(super) fn begin(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
+        let prepared = Some(self.records.prepare(token, vm_id)?);
         // Not in the pause. Should it fail now, it is tried again then, and said.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
-        let (prepared, placed, told, fault) = (None, false, false, None);
+        let (state, placed, told, fault) = (Destination::Assembling, false, false, None);
         let session =
             Session { token, vm_id, state, staged, prepared, placed, told, joined: 0, fault };
         self.lock().session = Some(session);
-    }
-
-    /// Makes the prepared record durable. Where that fails, the decision will be before the guest runs.
-    pub(super) fn prepare(&self, token: Token, vm_id: VmId) {
-        let prepared = self.records.prepare(token, vm_id).unwrap_or_else(|e| {
-            tracing::warn!(%token, "the guest will stand still for longer: {e}");
-            None
-        });
-        if let Some(session) = self.lock().session.as_mut().filter(|s| s.token == token) {
-            session.prepared = prepared;
-        }
+        Ok(())
     }
 
     /// Makes durable what was decided: the guest runs already.
@@ -147,13 +138,17 @@ impl Ledger {
         session.map_or(Verdict::Unknown, |s| s.state.verdict())
     }
 
-    /// Answers a source that asks. An unknown token of this very site is decided now: no process
-    /// that shares the records can run that guest afterwards.
+    /// Answers a source that asks. Of a token that this process does not know the site's records tell: afterwards no process
+    /// that shares them can run that guest.
     pub(super) fn answer(&self, token: Token, site: Uuid) -> Verdict {
         let mut seat = self.lock();
         if let Some(session) = seat.session.as_mut().filter(|s| s.token == token) {
             session.advance(&self.records, DestinationEvent::Asked);
             return session.state.verdict();
+        }
+        // Its machine is being built, and it has no prepared record yet. No honest source asks then.
+        if seat.occupant.is_some_and(|(_, building)| building == token) {
+            return Verdict::Undecided;
         }
         drop(seat);
         if site != self.records.site() {
@@ -210,10 +205,10 @@ impl Seat {
     fn vacant(&self) -> Result<(), String> {
         match (self.occupant, &self.session) {
             (None, _) => Ok(()),
-            (Some(vm), Some(Session { state: Destination::Running, .. })) => {
+            (Some((vm, _)), Some(Session { state: Destination::Running, .. })) => {
                 Err(format!("this receiver has taken over vm {vm} already"))
             }
-            (Some(vm), _) => Err(format!("busy with vm {vm}")),
+            (Some((vm, _)), _) => Err(format!("busy with vm {vm}")),
         }
     }
 }
@@ -287,7 +282,7 @@ mod tests {
     }
 
     fn prepared(ledger: &Ledger, token: Token) {
-        ledger.begin(token, VmId::random());
+        ledger.begin(token, VmId::random()).unwrap();
         let (order, _) = ledger.post(DestinationEvent::Restored);
         assert_eq!(order, DestinationOrder::SayPrepared);
     }
@@ -317,8 +312,7 @@ mod tests {
     fn a_guest_that_may_have_run_is_not_said_to_be_discarded_whatever_the_host_has_forgotten() {
         let dir = tempfile::tempdir().unwrap();
         let (holder, token, vm) = (ledger(&dir), Token::random(), VmId::random());
-        holder.begin(token, vm);
-        holder.prepare(token, vm);
+        holder.begin(token, vm).unwrap();
         holder.post(DestinationEvent::Restored);
         let (order, _) = holder.post(DestinationEvent::Commit);
         assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
@@ -344,8 +338,7 @@ mod tests {
         for event in [DestinationEvent::Failed, DestinationEvent::Aborted] {
             let dir = tempfile::tempdir().unwrap();
             let (ledger, token, vm) = (ledger(&dir), Token::random(), VmId::random());
-            ledger.begin(token, vm);
-            ledger.prepare(token, vm);
+            ledger.begin(token, vm).unwrap();
             assert_eq!(files(&dir, ".prepared.json").len(), 1);
             ledger.post(event);
             assert!(files(&dir, ".json").is_empty());

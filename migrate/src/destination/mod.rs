@@ -283,8 +283,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         let (guest, copies) = self.factory.create_with_copies(vm_id, config, drives)?;
         let differs = LayoutDifference::between(guest.layout(), layout);
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
-            self.ledger.begin(token, vm_id);
-            self.ledger.prepare(token, vm_id);
+            self.ledger.begin(token, vm_id)?;
             Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
         });
         match ready {
@@ -385,7 +384,7 @@ mod tests {
         };
         // So that the waiting ends in any case, after what is queued.
         control.cancel().unwrap();
-        host.ledger.claim(VmId::random()).unwrap();
+        host.ledger.claim(VmId::random(), Token::random()).unwrap();
         left();
         let failed = host.welcome().err().unwrap();
         assert!(matches!(failed.cause, Cause::Cancelled), "{failed:?}");

@@ -67,7 +67,7 @@ pub(crate) enum DestinationOrder {
     Wait,
     /// Say PREPARED and wait for COMMIT.
     SayPrepared,
-    /// Store the decision to run; durably, unless a prepared record is.
+    /// Store the decision to run; durably, unless the prepared record names the host's boot.
     StoreCommitted,
     /// Take devices and let the guest run.
     TakeOver(MayRun),

@@ -64,6 +64,8 @@ struct World {
     durable: bool,
     /// The destination's prepared record is durable.
     prepared: bool,
+    /// The destination's host tells its boots apart, and its prepared record names one.
+    names_boot: bool,
     /// The destination's host has crashed and is up again, or has mounted its records anew: what was not durable may be gone.
     rebooted: bool,
     to_source: Vec<Message>,
@@ -87,8 +89,9 @@ enum Kind {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(names_boot: bool) -> Self {
         Self {
+            names_boot,
             source: Source::Streaming,
             source_alive: true,
             source_runs: true,
@@ -188,8 +191,9 @@ impl World {
                 all.push((Kind::Bad, w));
             }
         }
-        // The next process sweeps what one that died has left.
-        let undecided = self.disk.is_none() && !self.rebooted;
+        // The next process sweeps what one that died has left. Without a boot in the record the
+        // decision was durable before the guest ran, so there is none after a crash either.
+        let undecided = self.disk.is_none() && !(self.rebooted && self.names_boot);
         if !self.destination_alive && self.prepared && undecided {
             all.push((Kind::Good, Self { prepared: false, ..self.clone() }));
         }
@@ -308,20 +312,23 @@ impl World {
                 all.push((Kind::Good, answered(self.clone(), self.destination.verdict())));
             }
         }
-        if self.disk.is_none() && self.prepared && self.rebooted {
-            // As `Records::decide_unknown`.
-            all.push((Kind::Good, answered(self.clone(), Verdict::Committed)));
-            return;
-        }
-        let (decision, kind) = (self.disk.unwrap_or(Decision::Discarded), Kind::Good);
-        let w = Self { disk: Some(decision), durable: true, ..self.clone() };
-        let verdict = match decision {
-            Decision::Discarded => Verdict::Discarded,
-            Decision::Committed => Verdict::Committed,
-        };
         // With the first process alive too: both at one address, one after the other.
-        let kind = if self.destination_alive { Kind::Bad } else { kind };
-        all.push((kind, answered(w, verdict)));
+        let kind = if self.destination_alive { Kind::Bad } else { Kind::Good };
+        // As `Records::decide_unknown`.
+        let w = match (self.disk, self.prepared) {
+            (None, false) => answered(self.clone(), Verdict::Discarded),
+            (None, true) if self.rebooted && self.names_boot => {
+                answered(self.clone(), Verdict::Committed)
+            }
+            (None | Some(Decision::Discarded), _) => {
+                let w = Self { disk: Some(Decision::Discarded), durable: true, ..self.clone() };
+                answered(w, Verdict::Discarded)
+            }
+            (Some(Decision::Committed), _) => {
+                answered(Self { durable: true, ..self.clone() }, Verdict::Committed)
+            }
+        };
+        all.push((kind, w));
     }
 
     /// As `Ledger::store`, when the disk works.
@@ -331,8 +338,8 @@ impl World {
             (w.disk, w.durable) = (Some(Decision::Discarded), true);
             return (w, DestinationEvent::Stands(Decision::Discarded));
         }
-        // A prepared guest's decision is made durable when it runs.
-        let waits = w.disk.is_some() || decision == Decision::Discarded || !w.prepared;
+        // Where the prepared record names its boot, the decision is made durable when the guest runs.
+        let waits = w.disk.is_some() || decision == Decision::Discarded || !w.names_boot;
         let stands = *w.disk.get_or_insert(decision);
         w.durable = waits;
         w.placed |= (decision, stands) == (Decision::Committed, Decision::Committed);
@@ -360,11 +367,11 @@ impl World {
         }
         match self.destination {
             Destination::Assembling => {
-                // Or it cannot be made, and the decision is made durable before the guest runs.
+                // Or it cannot be made: that is a failure.
                 if !self.prepared {
                     all.push((Good, Self { prepared: true, ..self.clone() }));
                 }
-                if self.sent {
+                if self.sent && self.prepared {
                     all.push((Good, self.destination_event(E::Restored)));
                 }
                 let failed = self.destination_event(E::Failed);
@@ -475,10 +482,16 @@ fn rescued<'w>(
 
 #[test]
 fn at_most_one_runs_and_there_is_always_a_way_out() {
+    for names_boot in [true, false] {
+        explore(names_boot);
+    }
+}
+
+fn explore(names_boot: bool) {
     let mut seen: HashSet<World> = HashSet::new();
     // Good steps and the operator's, backwards.
     let mut back: HashMap<World, Vec<(Kind, World)>> = HashMap::new();
-    let mut queue = VecDeque::from([World::new()]);
+    let mut queue = VecDeque::from([World::new(names_boot)]);
     while let Some(world) = queue.pop_front() {
         if !seen.insert(world.clone()) {
             continue;
@@ -507,12 +520,12 @@ fn at_most_one_runs_and_there_is_always_a_way_out() {
     for wanted in [Source::Here, Source::Gone, Source::InDoubt] {
         assert!(seen.iter().any(|w| w.source == wanted), "{wanted:?} was never reached");
     }
-    println!("{} worlds", seen.len());
+    println!("{} worlds (records name a boot: {names_boot})", seen.len());
 }
 
 #[test]
 fn without_faults_the_guest_arrives() {
-    let mut world = World::new();
+    let mut world = World::new(true);
     while let Some((_, next)) = world.next().into_iter().find(|(kind, next)| {
         // Deadlines and cuts are good steps too; here nothing is late.
         let late = next.source == Source::InDoubt

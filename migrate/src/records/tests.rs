@@ -36,7 +36,7 @@ fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
     let untold = life(None);
     let vm = VmId::random();
     let token = Token::random();
-    let prepared = records.prepare(token, vm).unwrap().unwrap();
+    let prepared = records.prepare(token, vm).unwrap();
     let staged = records.stage(token, Some(vm), Decision::Committed).unwrap();
     let stands = records.decide_prepared(staged, &prepared).unwrap();
     assert_eq!(stands, Decision::Committed);
@@ -56,12 +56,38 @@ fn after_a_crash_of_the_host_nobody_says_that_a_prepared_guest_did_not_run() {
     records.forget_decision(token, Some(prepared)).unwrap();
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
     // Of a migration that came to nothing.
-    let prepared = records.prepare(token, vm).unwrap().unwrap();
+    let prepared = records.prepare(token, vm).unwrap();
     assert!(records.prepare(token, vm).is_err(), "there is one already");
     assert!(records.prepared_path(token).exists(), "which is not touched");
     records.withdraw(token, prepared);
     assert_eq!(later.decide_unknown(token).unwrap(), Decision::Discarded);
-    assert!(untold.prepare(token, vm).unwrap().is_none());
+}
+
+#[test]
+fn a_host_that_cannot_tell_its_boots_apart_decides_durably() {
+    let dir = tempfile::tempdir().unwrap();
+    let known = Records::open(dir.path()).unwrap();
+    let untold = Records { pretended: Some(None), ..known.clone() };
+    let (token, vm) = (Token::random(), VmId::random());
+    let prepared = untold.prepare(token, vm).unwrap();
+    assert!(!prepared.names_boot);
+    let text = fs::read_to_string(untold.prepared_path(token)).unwrap();
+    assert!(text.contains("\"boot\": null"), "{text}");
+    // So no decision can have been lost, whatever has happened to the host since.
+    assert_eq!(known.decide_unknown(token).unwrap(), Decision::Discarded);
+    assert_eq!(untold.decision(token).unwrap(), Some(Decision::Discarded));
+    untold.forget_decision(token, Some(prepared)).unwrap();
+    drop(untold.prepare(token, vm).unwrap());
+    Records::open(dir.path()).unwrap();
+    assert!(!untold.prepared_path(token).exists(), "its process has died");
+}
+
+#[test]
+fn a_question_about_a_token_never_prepared_stores_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    assert_eq!(records.decide_unknown(Token::random()).unwrap(), Decision::Discarded);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
 }
 
 #[test]
