@@ -51,6 +51,7 @@ pub mod forecast;
 mod handover;
 mod heap;
 mod link;
+mod log_limit;
 mod message;
 mod records;
 mod report;

@@ -32,6 +32,7 @@ use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 use uuid::Uuid;
 
+use crate::log_limit::LogLimit;
 use crate::message::Token;
 
 /// The version of the records that this program writes.
@@ -405,11 +406,15 @@ impl Records {
             return Ok(decision.unwrap_or(Decision::Discarded));
         };
         if !prepared.decision_would_stand(self.life()) {
-            tracing::warn!(
-                %token,
-                "its guest was prepared here in another boot, or on another mount of {}: it may have run, and its source stays in doubt until \
-                 the operator resolves that", self.dir.display()
-            );
+            static LIMIT: LogLimit = LogLimit::new();
+            if let Some(unshown) = LIMIT.admit() {
+                tracing::warn!(
+                    %token,
+                    unshown,
+                    "its guest was prepared here in another boot, or on another mount of {}: it may have run, and its source stays in doubt until \
+                     the operator resolves that", self.dir.display()
+                );
+            }
             return Ok(Decision::Committed);
         }
         self.decide(token, Some(prepared.vm_id), Decision::Discarded)

@@ -11,6 +11,7 @@ use checkpoint::Guest;
 use checkpoint::MAX_LATE;
 use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use checkpoint::testing::MemoryConfig;
+use common::raw::{MOVE, header, hello, record};
 use common::{Host, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use migrate::Phase;
 use proptest::prelude::*;
@@ -28,30 +29,6 @@ fn takes_a_proper_source(host: &Host, there: Receiver) {
     let sent = Sender::start(&guest, &there.to, &quick_send(host)).result();
     assert!(sent.is_ok(), "{sent:?}");
     exactly_one_runs(host, &guest, &sent, there, "a proper source");
-}
-
-fn header(version: u16) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    let vm = checkpoint::VmId::random();
-    Header::new(MAGIC_STREAM, vm, 0, 7).write_to(&mut bytes).unwrap();
-    bytes[8..10].copy_from_slice(&version.to_le_bytes());
-    let crc = crc32c::crc32c(&bytes[..60]);
-    bytes[60..].copy_from_slice(&crc.to_le_bytes());
-    bytes
-}
-
-fn record(tag: u16, sequence: u32, length: u32, payload: &[u8]) -> Vec<u8> {
-    let payload_crc = crc32c::crc32c(payload);
-    let head =
-        RecordHead { tag, must_understand: true, instance: 0, length, payload_crc, sequence };
-    [&head.to_bytes()[..], payload].concat()
-}
-
-fn hello(sequence: u32) -> Vec<u8> {
-    let mut payload = vec![1, 0, 0, 0, 0, 0, 0, 0];
-    payload.extend_from_slice(&[0; 8]);
-    payload.extend_from_slice(b"test");
-    record(tag("HELLO"), sequence, payload.len() as u32, &payload)
 }
 
 #[test]
@@ -115,7 +92,7 @@ fn a_source_that_leaves_before_its_config_ends_the_receiver() {
     let there = host.receiver();
     // It hears the answer to its HELLO, and goes in good order.
     let mut source = TcpStream::connect(&there.to).unwrap();
-    source.write_all(&[header(FORMAT_VERSION), hello(0)].concat()).unwrap();
+    source.write_all(&[header(FORMAT_VERSION), hello(MOVE)].concat()).unwrap();
     Header::read_from(&mut source, MAGIC_STREAM).unwrap();
     assert_eq!(RecordHead::read_from(&mut source, 0).unwrap().tag, tag("HELLO"));
     drop(source);
@@ -130,7 +107,7 @@ fn a_source_that_leaves_before_its_config_ends_the_receiver() {
 fn a_source_that_is_refused_or_silent_after_hello_is_turned_away() {
     let host = Host::new();
     let there = host.receiver();
-    let greeted = [header(FORMAT_VERSION), hello(0)].concat();
+    let greeted = [header(FORMAT_VERSION), hello(MOVE)].concat();
     let abort = [greeted.clone(), record(tag("ABORT"), 1, 2, b"no")].concat();
     let ready = [greeted.clone(), record(tag("READY"), 1, 16, &[0; 16])].concat();
     let torn = [greeted.clone(), vec![0xff; RECORD_HEAD_LEN]].concat();
@@ -156,7 +133,7 @@ fn a_source_that_is_silent_after_hello_keeps_nobody_waiting() {
     options.handshake_timeout = Duration::from_secs(600);
     let there = host.receiver_with(options);
     let mut silent = TcpStream::connect(&there.to).unwrap();
-    silent.write_all(&[header(FORMAT_VERSION), hello(0)].concat()).unwrap();
+    silent.write_all(&[header(FORMAT_VERSION), hello(MOVE)].concat()).unwrap();
     Header::read_from(&mut silent, MAGIC_STREAM).unwrap();
     let guest = host.start(MemoryConfig::small());
     let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
@@ -214,7 +191,7 @@ fn another_version_hears_a_readable_refusal() {
     let there = host.receiver();
     let mut stream = TcpStream::connect(&there.to).unwrap();
     stream.write_all(&header(FORMAT_VERSION + 1)).unwrap();
-    stream.write_all(&hello(0)).unwrap();
+    stream.write_all(&hello(MOVE)).unwrap();
     let answered = Header::read_from(&mut stream, MAGIC_STREAM).unwrap();
     assert_eq!(answered.layout_hash(), 0);
     let head = RecordHead::read_from(&mut stream, 0).unwrap();

@@ -1,14 +1,13 @@
 //! The listener: who calls, and what they are told.
 //!
-//! One thread accepts; each caller is heard by a short-lived thread of its own, so that nobody who is
-//! silent keeps another waiting. The first source whose CONFIG is here gets the seat, the others are
-//! refused; a question is answered, all else is turned away. The door outlives the migration: it
-//! answers questions until it is dropped.
+//! One thread accepts; each caller is heard by a short-lived thread of its own, in a bounded number of
+//! [places](super::places), so that nobody who is silent keeps another waiting. The first source whose CONFIG is here
+//! gets the seat, the others are refused; a question is answered, all else is turned away. The door
+//! outlives the migration: it answers questions until it is dropped.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -19,14 +18,13 @@ use dirty_tracker::Layout;
 use socket2::SockRef;
 
 use super::ledger::Ledger;
+use super::places::{Place, Places, Stage};
 use crate::control::{ReceiveControl, Stop};
 use crate::error::WireError;
 use crate::link::{Link, SLICE};
+use crate::log_limit::LogLimit;
 use crate::message::{DriveMessage, FEATURES, Message, Purpose, Tag, Token, Verdict};
 use crate::wire::{Wire, unexpected};
-
-/// Callers heard at once; more are turned away without a word.
-const MAX_CALLERS: usize = 16;
 
 /// How long a source that was told the verdict may take to say that it is settled.
 const ENDED_LIMIT: Duration = Duration::from_secs(5);
@@ -37,7 +35,7 @@ pub(super) enum Knock {
     /// A source that has the seat.
     Source(Box<Caller>),
     /// One more connection of the migration that has the seat.
-    Joined(Box<Wire<Link>>),
+    Joined(Token, Box<Wire<Link>>),
     /// A source that was heard and then lost, while nobody had the seat.
     Left { peer: String, cause: WireError },
 }
@@ -95,7 +93,7 @@ struct Porter {
     stop: Arc<Stop>,
     patience: Duration,
     handshake: Duration,
-    busy: AtomicUsize,
+    places: Arc<Places>,
 }
 
 /// Opens the door: sources come out of the channel.
@@ -112,82 +110,89 @@ pub(super) fn open(
     SockRef::from(&listener).set_read_timeout(Some(SLICE))?;
     let (callers, called) = mpsc::channel();
     let stop = Arc::new(Stop::default());
-    let busy = AtomicUsize::new(0);
-    let porter = Porter { ledger, control, callers, stop: stop.clone(), patience, handshake, busy };
+    let places = Arc::default();
+    let porter =
+        Porter { ledger, control, callers, stop: stop.clone(), patience, handshake, places };
     let thread = std::thread::Builder::new()
         .name("migrate-door".into())
         .spawn(move || accept(&listener, &Arc::new(porter)))?;
     Ok((Responder { address, stop, thread: Some(thread) }, called))
 }
 
-/// One of the callers that are heard at once; given back however its thread ends.
-struct Slot(Arc<Porter>);
-
-impl Slot {
-    fn take(porter: &Arc<Porter>) -> Option<Self> {
-        let slot = Self(porter.clone());
-        (porter.busy.fetch_add(1, Ordering::SeqCst) < MAX_CALLERS).then_some(slot)
-    }
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        self.0.busy.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
 fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
     while !porter.stop.is_cancelled() {
-        let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
+        let (stream, from) = match listener.accept() {
+            Ok(accepted) => accepted,
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                 continue;
             }
             Err(e) => {
-                tracing::warn!("accepting a connection failed: {e}");
+                static LIMIT: LogLimit = LogLimit::new();
+                warn_limited(&LIMIT, format_args!("accepting a connection failed: {e}"));
                 std::thread::sleep(SLICE);
                 continue;
             }
         };
-        let Some(slot) = Slot::take(porter) else { continue };
-        let hear = move || slot.0.hear(stream);
-        if let Err(e) = std::thread::Builder::new().name("migrate-caller".into()).spawn(hear) {
-            tracing::warn!("hearing a caller failed: {e}");
+        if let Err(e) = porter.receive(stream, from.ip()) {
+            static LIMIT: LogLimit = LogLimit::new();
+            warn_limited(&LIMIT, format_args!("a caller from {from} is not heard: {e}"));
         }
     }
 }
 
 impl Porter {
-    fn hear(&self, stream: TcpStream) {
+    /// Gives a connection a place and a thread.
+    fn receive(self: &Arc<Self>, stream: TcpStream, from: IpAddr) -> io::Result<()> {
         let came = Instant::now();
-        let link = match Link::new(stream, self.patience, self.stop.clone()) {
-            Ok(link) => link,
-            Err(e) => return tracing::warn!("a caller was gone at once: {e}"),
+        let Some(server) = self.places.server() else {
+            return Err(io::Error::other("too many connections are about to end"));
         };
+        let mut link = Link::new(stream, self.patience, self.stop.clone())?;
+        link.set_deadline(Some(came + self.handshake));
+        let place = self.places.admit(&link, from)?;
+        let porter = self.clone();
+        std::thread::Builder::new().name("migrate-caller".into()).spawn(move || {
+            let _server = server;
+            porter.hear(link, &place, came);
+        })?;
+        Ok(())
+    }
+
+    fn hear(&self, link: Link, place: &Place, came: Instant) {
         let peer = link.peer();
         let mut wire = Wire::new(link);
-        wire.stream_mut().set_deadline(Some(came + self.handshake));
-        let heard = match self.greet(&mut wire) {
-            Ok((header, Purpose::Move)) => return self.seat(wire, header, came),
-            Ok((_, Purpose::Join)) => self.join(wire),
-            Ok((_, Purpose::Query)) => self.answer(&mut wire),
-            Ok((_, Purpose::Serve)) => {
-                let why = "a caller cannot be a destination";
-                Err(WireError::Malformed { message: Tag::Hello, why })
+        let mut stage = Stage::Undecided;
+        let heard = self.greet(&mut wire).and_then(|(header, purpose)| {
+            stage = match purpose {
+                Purpose::Move => Stage::Source,
+                Purpose::Join => Stage::Join,
+                Purpose::Query => Stage::Query,
+                Purpose::Serve => {
+                    let why = "a caller cannot be a destination";
+                    return Err(WireError::Malformed { message: Tag::Hello, why });
+                }
+            };
+            place.advance(stage);
+            match stage {
+                Stage::Source => {
+                    self.seat(wire, header, place, came);
+                    Ok(())
+                }
+                Stage::Join => self.join(wire, place),
+                _ => self.answer(&mut wire, place),
             }
-            Err(e) => Err(e),
-        };
+        });
         if let Err(e) = heard {
-            self.refused(&peer, &e.to_string());
+            self.refused(stage, &peer, &said(&e, place));
         }
     }
 
-    fn refused(&self, peer: &str, reason: &str) {
-        turned_away(&self.control, peer, reason);
+    fn refused(&self, stage: Stage, peer: &str, reason: &str) {
+        turned_away(&self.control, stage, peer, reason);
     }
 
     /// Stays a moment after an answer that settles it, to learn that it was heard.
-    fn await_end(&self, wire: &mut Wire<Link>, token: Token, verdict: Verdict) {
+    fn await_end(&self, wire: &mut Wire<Link>, place: &Place, token: Token, verdict: Verdict) {
         wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
         let heard = match wire.recv() {
             Ok(Message::Ended { token: ended }) if ended == token => {
@@ -195,7 +200,7 @@ impl Porter {
                 true
             }
             Ok(_) => false,
-            Err(e) => closed(&e),
+            Err(e) => closed(&e) && !place.is_displaced(),
         };
         // Last: whoever waits for this may close the door at once.
         if heard && verdict == Verdict::Discarded {
@@ -234,24 +239,30 @@ impl Porter {
     }
 
     /// A source: hears its CONFIG, and gives it the seat if nobody else was faster.
-    fn seat(&self, mut wire: Wire<Link>, header: Header, came: Instant) {
+    fn seat(&self, mut wire: Wire<Link>, header: Header, place: &Place, came: Instant) {
         let peer = wire.stream().peer();
         let refuse = |mut wire: Wire<Link>, reason: &str| {
-            self.refused(&peer, reason);
+            self.refused(Stage::Source, &peer, reason);
             wire.abort(Tag::Refused, reason);
         };
         if let Err(reason) = self.ledger.vacant() {
             // Where a HELLO would stand, a header comes first.
             return match wire.send_header(None) {
                 Ok(()) => refuse(wire, &reason),
-                Err(e) => self.refused(&peer, &format!("{reason}; {e}")),
+                Err(e) => self.refused(Stage::Source, &peer, &format!("{reason}; {e}")),
             };
         }
         let described = match self.configuration(&mut wire) {
             Ok(described) => described,
+            Err(e) if place.is_displaced() => {
+                return self.refused(Stage::Source, &peer, &said(&e, place));
+            }
             Err(e) if e.is_loss() => return self.left(peer, e),
             Err(e) => return refuse(wire, &e.to_string()),
         };
+        if !place.leave() {
+            return self.refused(Stage::Source, &peer, DISPLACED);
+        }
         match self.ledger.claim(header.vm_id(), described.token) {
             Ok(()) => {
                 wire.stream_mut().set_deadline(None);
@@ -282,21 +293,25 @@ impl Porter {
     }
 
     /// One more connection of the migration that is under way: it goes to the thread that receives.
-    fn join(&self, mut wire: Wire<Link>) -> Result<(), WireError> {
+    fn join(&self, mut wire: Wire<Link>, place: &Place) -> Result<(), WireError> {
         self.say_hello(&mut wire)?;
         let token = match wire.recv()? {
             Message::Join { token } => token,
             other => return Err(unexpected(&other, "JOIN")),
         };
-        if let Err(reason) = self.ledger.join(token) {
-            self.refused(&wire.stream().peer(), &reason);
+        let joined = match place.leave() {
+            true => self.ledger.join(token),
+            false => Err(DISPLACED.to_owned()),
+        };
+        if let Err(reason) = joined {
+            self.refused(Stage::Join, &wire.stream().peer(), &reason);
             wire.abort(Tag::Refused, &reason);
             return Ok(());
         }
         wire.send(&Message::Ready { site: self.ledger.site() })?;
         wire.stream_mut().set_deadline(None);
         // Where nobody listens any more, the migration is over.
-        drop(self.callers.send(Knock::Joined(Box::new(wire))));
+        drop(self.callers.send(Knock::Joined(token, Box::new(wire))));
         Ok(())
     }
 
@@ -310,17 +325,20 @@ impl Porter {
     }
 
     /// Answers a question.
-    fn answer(&self, wire: &mut Wire<Link>) -> Result<(), WireError> {
+    fn answer(&self, wire: &mut Wire<Link>, place: &Place) -> Result<(), WireError> {
         self.say_hello(wire)?;
         let (token, site) = match wire.recv()? {
             Message::Query { token, site } => (token, site),
             other => return Err(unexpected(&other, "QUERY")),
         };
         let verdict = self.ledger.answer(token, site);
-        tracing::info!(%token, ?verdict, peer = wire.stream().peer(), "asked");
+        static LIMIT: LogLimit = LogLimit::new();
+        if let Some(unshown) = LIMIT.admit() {
+            tracing::info!(%token, ?verdict, peer = wire.stream().peer(), unshown, "asked");
+        }
         wire.send(&Message::Answer { token, verdict })?;
         if matches!(verdict, Verdict::Discarded | Verdict::Running) {
-            self.await_end(wire, token, verdict);
+            self.await_end(wire, place, token, verdict);
         }
         Ok(())
     }
@@ -332,9 +350,26 @@ fn closed(e: &WireError) -> bool {
     matches!(e, WireError::Format(FormatError::Io(e)) if e.kind() == end)
 }
 
-/// Logs a refusal and shows it in the progress.
-pub(super) fn turned_away(control: &ReceiveControl, peer: &str, reason: &str) {
-    tracing::warn!(peer, "turned away: {reason}");
+/// Why a connection that was displaced has ended.
+const DISPLACED: &str = "it gave way to another connection: too many were open";
+
+/// Why a connection was not heard.
+fn said(e: &WireError, place: &Place) -> String {
+    if place.is_displaced() { DISPLACED.to_owned() } else { e.to_string() }
+}
+
+fn warn_limited(limit: &LogLimit, what: std::fmt::Arguments<'_>) {
+    if let Some(unshown) = limit.admit() {
+        tracing::warn!(unshown, "{what}");
+    }
+}
+
+/// Logs a refusal, at most one a second of each stage, and shows it in the progress.
+pub(super) fn turned_away(control: &ReceiveControl, stage: Stage, peer: &str, reason: &str) {
+    static LIMITS: [LogLimit; 4] = [const { LogLimit::new() }; 4];
+    if let Some(unshown) = LIMITS.get(stage as usize).and_then(LogLimit::admit) {
+        tracing::warn!(peer, unshown, "turned away: {reason}");
+    }
     control.update(|p| {
         p.refused += 1;
         p.last_refusal = Some(format!("{peer}: {reason}"));
@@ -343,7 +378,7 @@ pub(super) fn turned_away(control: &ReceiveControl, peer: &str, reason: &str) {
 
 /// A source left without a CONFIG, which matters to nobody: another has the seat.
 pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError) {
-    turned_away(control, peer, &format!("it left before its CONFIG: {cause}"));
+    turned_away(control, Stage::Source, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
 /// In the background: makes the decision durable, and waits for the source to say that its guest has ended; then the

@@ -13,6 +13,7 @@ use uuid::Uuid;
 use crate::control::Stop;
 use crate::handover::{Destination, DestinationEvent, DestinationOrder};
 use crate::link::SLICE;
+use crate::log_limit::LogLimit;
 use crate::message::{MAX_CONNECTIONS, Token, Verdict};
 use crate::records::{Decision, PreparedMark, Records, RecordsError, StagedDecision};
 
@@ -158,7 +159,10 @@ impl Ledger {
             Ok(Decision::Discarded) => Verdict::Discarded,
             Ok(Decision::Committed) => Verdict::Committed,
             Err(e) => {
-                tracing::warn!(%token, "cannot decide about an unknown migration: {e}");
+                static LIMIT: LogLimit = LogLimit::new();
+                if let Some(unshown) = LIMIT.admit() {
+                    tracing::warn!(%token, unshown, "cannot decide about an unknown migration: {e}");
+                }
                 Verdict::Undecided
             }
         }

@@ -11,6 +11,7 @@ mod hand_over;
 mod inbound;
 mod inspect;
 mod ledger;
+mod places;
 mod placing;
 mod shares;
 
@@ -37,6 +38,7 @@ pub use door::Responder;
 use door::{Caller, Knock};
 pub use inspect::{StreamSummary, inspect};
 use ledger::Ledger;
+use places::Stage;
 
 /// How a guest is received. [`ReceiveOptions::new`] gives the defaults.
 #[derive(Clone, Debug)]
@@ -219,7 +221,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                     self.control.update(|p| p.phase = Phase::Waiting);
                 }
                 // Of a migration that is over.
-                Ok(Knock::Joined(_)) => {}
+                Ok(Knock::Joined(..)) => {}
                 // It was queued while nobody had the seat: a source that has it now goes on.
                 Ok(Knock::Left { peer, cause }) if self.ledger.vacant().is_err() => {
                     door::left_early(self.control, &peer, &cause);
@@ -259,7 +261,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             }
             cause => {
                 let reason = cause.to_string();
-                door::turned_away(self.control, &peer, &reason);
+                door::turned_away(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
                 Ok(None)
             }
@@ -298,28 +300,28 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
 
     /// Receives memory, pass by pass, and the state.
     fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, Failed> {
-        let Arrival { wire, guest, drives, copies, .. } = arrival;
+        let Arrival { wire, guest, drives, copies, token, .. } = arrival;
         let reading = Reading {
             control: self.control,
             pace: Pace::begin(self.options.pace_window),
             patience: self.options.patience,
-            joined: &|count| self.joined(count),
+            joined: &|count| self.joined(*token, count),
         };
         let received = Assembly::new(&**guest, drives, copies).run(wire, reading);
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 
     /// The connections that have joined; the source has heard of each before it says how many there are.
-    fn joined(&self, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
+    fn joined(&self, token: Token, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
         let mut joined = Vec::with_capacity(count as usize);
         let until = Instant::now() + self.options.handshake_timeout;
         while (joined.len() as u32) < count {
             match self.callers.recv_timeout(SLICE) {
-                Ok(Knock::Joined(mut wire)) => {
+                Ok(Knock::Joined(of, mut wire)) if of == token => {
                     wire.stream_mut().set_stop(self.control.stop.clone());
                     joined.push(*wire);
                 }
-                // Nobody else gets the seat; who left early was told of.
+                // Nobody else gets the seat, and others have joined a migration that is over.
                 Ok(_) => {}
                 Err(_) if self.control.stop.is_cancelled() => return Err(Cause::Cancelled),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}

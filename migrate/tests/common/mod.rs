@@ -6,6 +6,7 @@
 mod disked;
 mod hooked;
 mod proxy;
+pub mod raw;
 
 use std::net::TcpListener;
 use std::path::PathBuf;

@@ -1,0 +1,72 @@
+//! Callers by hand: headers and records, byte by byte.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use checkpoint::VmId;
+use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RecordHead};
+
+use super::tag;
+
+/// Purposes of HELLO.
+pub const MOVE: u8 = 1;
+pub const QUERY: u8 = 2;
+pub const JOIN: u8 = 3;
+
+pub fn header(version: u16) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    Header::new(MAGIC_STREAM, VmId::random(), 0, 7).write_to(&mut bytes).unwrap();
+    bytes[8..10].copy_from_slice(&version.to_le_bytes());
+    let crc = crc32c::crc32c(&bytes[..60]);
+    bytes[60..].copy_from_slice(&crc.to_le_bytes());
+    bytes
+}
+
+pub fn record(tag: u16, sequence: u32, length: u32, payload: &[u8]) -> Vec<u8> {
+    let payload_crc = crc32c::crc32c(payload);
+    let head =
+        RecordHead { tag, must_understand: true, instance: 0, length, payload_crc, sequence };
+    [&head.to_bytes()[..], payload].concat()
+}
+
+/// The first record of a caller.
+pub fn hello(purpose: u8) -> Vec<u8> {
+    let mut payload = vec![purpose, 0, 0, 0, 0, 0, 0, 0];
+    payload.extend_from_slice(&[0; 8]);
+    payload.extend_from_slice(b"test");
+    record(tag("HELLO"), 0, payload.len() as u32, &payload)
+}
+
+/// A caller that has said header and HELLO. Nothing that it reads or writes takes more than a minute.
+pub fn caller(to: &str, purpose: u8) -> TcpStream {
+    let mut stream = TcpStream::connect(to).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream.write_all(&[header(FORMAT_VERSION), hello(purpose)].concat()).unwrap();
+    stream
+}
+
+/// As [`caller`], and has heard the answer.
+pub fn greeted(to: &str, purpose: u8) -> TcpStream {
+    let mut stream = caller(to, purpose);
+    Header::read_from(&mut stream, MAGIC_STREAM).unwrap();
+    assert_eq!(next(&mut stream, 0).0, tag("HELLO"));
+    stream
+}
+
+/// The next record: tag and payload.
+pub fn next(stream: &mut TcpStream, sequence: u32) -> (u16, Vec<u8>) {
+    let head = RecordHead::read_from(&mut *stream, sequence).unwrap();
+    let mut payload = vec![0; head.length as usize];
+    stream.read_exact(&mut payload).unwrap();
+    (head.tag, payload)
+}
+
+/// Asks about a token; the verdict.
+pub fn ask(to: &str, token: [u8; 16], site: [u8; 16]) -> u64 {
+    let mut stream = greeted(to, QUERY);
+    stream.write_all(&record(tag("QUERY"), 1, 32, &[token, site].concat())).unwrap();
+    let (answer, payload) = next(&mut stream, 1);
+    assert_eq!(answer, tag("ANSWER"));
+    u64::from_le_bytes(*payload[16..].first_chunk().unwrap())
+}
