@@ -9,6 +9,9 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::Builder;
+use std::time::Duration;
 
 use dirty_tracker::{
     FrameRun, Gfn, Layout, LayoutError, NoMemory, PAGE_SIZE, Slot, SlotId, Subscription,
@@ -111,14 +114,32 @@ pub trait DriveCopy: Send + Sync {
     fn yield_to_guest(&self) -> io::Result<()>;
 
     /// It is the guest's drive from now on.
-    fn keep(self: Box<Self>);
+    fn keep(&self);
 }
+
+/// Upper bound on finding out where a drive has data: a file on storage that hangs never tells.
+const LOOK_LIMIT: Duration = Duration::from_secs(20);
 
 /// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device
 /// that does not tell, and what lies behind the first 65,536 runs: a guest makes as many holes as it likes. Costs two
-/// calls a hole.
+/// calls a hole. Fails after 20 s: its storage hangs then.
 pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
-    data_within(file, FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) }, bytes)
+    let all = FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) };
+    let (file, (tell, told)) = (file.try_clone()?, mpsc::channel());
+    // A thread of its own, because a call that hangs cannot be ended.
+    Builder::new().name("drive-data".into()).spawn(move || {
+        // Nobody may be waiting any more.
+        let _ = tell.send(data_within(&file, all, bytes));
+    })?;
+    told.recv_timeout(LOOK_LIMIT).unwrap_or_else(|e| {
+        Err(match e {
+            RecvTimeoutError::Timeout => {
+                let why = format!("its storage has not answered for {LOOK_LIMIT:?}");
+                io::Error::new(io::ErrorKind::TimedOut, why)
+            }
+            RecvTimeoutError::Disconnected => io::Error::other("its thread has ended"),
+        })
+    })
 }
 
 /// As [`data_runs`], of the blocks of `run` alone.

@@ -140,7 +140,7 @@ impl RestoredDrives<'_> {
             why,
             disks: names,
         })?;
-        self.drives.into_iter().for_each(DriveCopy::keep);
+        self.drives.iter().for_each(|drive| drive.keep());
         Ok(())
     }
 

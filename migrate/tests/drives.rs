@@ -17,11 +17,16 @@ use common::{
     At, Cut, Disked, DiskedFactory, Host, Plan, Proxy, Receiver, Sender, exactly_one_runs,
     quick_send, tag, within,
 };
-use migrate::{Compression, CopyDrives, SendControl, SendOptions, TimeoutStrategy, send};
+use migrate::{
+    Compression, CopyDrives, ReceiveOptions, SendControl, SendOptions, TimeoutStrategy, send,
+};
 use proptest::prelude::*;
 
 /// A partial last block, and a drive of less than a block.
 const SIZES: [u64; 3] = [(4 << 20) + 512, 1536, 1 << 20];
+
+/// More than anything takes here.
+const LONG: Duration = Duration::from_secs(60);
 
 /// Hosts, and the directories of their drives.
 struct World {
@@ -46,6 +51,14 @@ impl World {
     fn receiver(&self) -> Receiver {
         let factory = DiskedFactory::new(&self.host, self.there.path());
         self.host.receiver_of(DiskedFactory { faults: self.faults.clone(), ..factory })
+    }
+
+    /// Whose copies may take so long.
+    fn receiver_with(&self, disk_limit: Duration) -> Receiver {
+        let factory = DiskedFactory::new(&self.host, self.there.path());
+        let factory = DiskedFactory { faults: self.faults.clone(), ..factory };
+        let options = ReceiveOptions { disk_limit, ..self.host.receive_options() };
+        self.host.receive(factory, options)
     }
 
     fn options(&self) -> SendOptions {
@@ -295,4 +308,48 @@ fn drives_do_not_hide_that_a_guest_outruns_the_link() {
     assert_eq!(guest.run_state(), RunState::Running);
     assert!(there.error().to_string().contains("outruns the link"));
     assert_eq!(world.copies(), 0);
+}
+
+#[test]
+fn copy_that_hangs_leaves_the_guest_here() {
+    let world = World::new();
+    let guest = world.guest(13);
+    let faults = &world.faults;
+    for (hangs, why) in
+        [(&faults.write_hangs, "writing its copy"), (&faults.sync_hangs, "making its copy durable")]
+    {
+        hangs.store(true, Ordering::SeqCst);
+        let there = world.receiver_with(Duration::from_millis(500));
+        // Longer than the destination waits for its storage.
+        let options = SendOptions { patience: LONG, ..world.options() };
+        let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
+        let said = error.to_string();
+        assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
+        assert!(said.contains("has not answered for 500ms"), "{said}");
+        assert!(said.ends_with("the guest goes on here"), "{said}");
+        assert_eq!(guest.run_state(), RunState::Running);
+        let refused = there.error().to_string();
+        assert!(refused.contains(why), "{refused}");
+        // It answers after all: what was left behind goes.
+        hangs.store(false, Ordering::SeqCst);
+        within(LONG, "the copies are gone", || world.copies() == 0);
+    }
+}
+
+#[test]
+fn stop_ends_a_receiver_whose_copy_hangs() {
+    let world = World::new();
+    let guest = world.guest(15);
+    world.faults.write_hangs.store(true, Ordering::SeqCst);
+    let there = world.receiver_with(LONG);
+    let options = SendOptions { patience: LONG, ..world.options() };
+    let sending = Sender::start(&guest, &there.to, &options);
+    within(LONG, "a write hangs", || world.faults.hung.load(Ordering::SeqCst) > 0);
+    there.control.cancel().unwrap();
+    let said = sending.result().unwrap_err().to_string();
+    assert!(said.contains("the receiver was stopped"), "{said}");
+    assert_eq!(guest.run_state(), RunState::Running);
+    let refused = there.error();
+    assert!(matches!(refused.cause, migrate::Cause::Cancelled), "{refused}");
+    world.faults.write_hangs.store(false, Ordering::SeqCst);
 }

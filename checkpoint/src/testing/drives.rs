@@ -164,5 +164,5 @@ impl DriveCopy for Shown {
         Ok(())
     }
 
-    fn keep(self: Box<Self>) {}
+    fn keep(&self) {}
 }

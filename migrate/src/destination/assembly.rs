@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, DriveCopy, DriveHead, Guest, GuestError, Section};
+use checkpoint::{Clock, DriveHead, Guest, GuestError, Section};
 use dirty_tracker::PAGE_SIZE;
 
 use super::Whole;
 use super::ahead;
-use super::drives::Arriving;
+use super::copies::Copies;
 use super::inbound::{Inbound, Step};
 use super::placing::Placing;
 use super::shares::Shares;
@@ -77,7 +77,7 @@ pub(super) struct Assembly<'g, G: Guest + ?Sized> {
     guest: &'g G,
     inbound: Inbound,
     shares: Shares,
-    drives: Arriving<'g>,
+    copies: &'g mut Copies,
 }
 
 /// What the first connection's thread needs besides the connection.
@@ -92,14 +92,9 @@ pub(super) struct Reading<'r> {
 
 impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     /// `drives` come along, into `copies`.
-    pub(super) fn new(
-        guest: &'g G,
-        drives: &'g [DriveHead],
-        copies: &'g [Box<dyn DriveCopy>],
-    ) -> Self {
+    pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let inbound = Inbound::new(guest.layout().clone(), drives.to_vec());
-        let drives = Arriving::new(copies, drives);
-        Self { guest, inbound, shares: Shares::new(), drives }
+        Self { guest, inbound, shares: Shares::new(), copies }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
@@ -136,7 +131,6 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         let _over = SetAtEnd(over);
         // Or its thread would wait for more.
         let _end = EndExpecting(placing);
-        self.drives.start(scope)?;
         wire.stream_mut().set_bundle(Some(self.shares.bundle()));
         let result = self.read(scope, wire, reading, placing, over);
         wire.stream_mut().set_bundle(None);
@@ -199,12 +193,12 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                         self.shares.add(scope, share, layout, placing, patience)?;
                     }
                 }
-                Step::Drive(step) => self.drives.take(step)?,
+                Step::Drive(step) => self.copies.take(step)?,
                 Step::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
                     placing.end_expecting();
                     // The source does not pay for the time that this host's disks take.
-                    if self.drives.settle()? {
+                    if self.copies.settle()? {
                         pace.renew(self.moved_bytes());
                     }
                     self.shares.acknowledge();

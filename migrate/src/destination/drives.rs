@@ -1,21 +1,14 @@
-//! Drives that come along: what may come of them and when, and their copies as they arrive.
+//! Drives that come along: what may come of them and when. What does come is written by `copies`.
 //!
 //! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said PREPARED has all
-//! that the guest had made durable on its last host. A thread makes copies durable while more comes, so that little
-//! is left to do then.
+//! that the guest had made durable on its last host.
 
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::{Builder, Scope};
-
-use checkpoint::{DriveCopy, DriveHead};
+use checkpoint::DriveHead;
 use dirty_tracker::PAGE_SIZE;
 
-use crate::error::{Cause, WireError};
+use crate::error::WireError;
 use crate::message::{Counts, DriveMessage, Runs, Tag};
 use crate::wire::unexpected_tag;
-
-/// Bytes of blocks after which copies are made durable, while more comes: twice as many at most wait for that.
-const SYNC_EVERY: u64 = 64 << 20;
 
 /// What may come of the drives that go along: the pure half, as `Inbound` is of memory.
 #[derive(Debug)]
@@ -133,136 +126,6 @@ impl InboundDrives {
             }
         }
     }
-}
-
-/// The copies, as they arrive.
-pub(super) struct Arriving<'c> {
-    copies: &'c [Box<dyn DriveCopy>],
-    heads: &'c [DriveHead],
-    /// Bytes written since copies were last made durable, or begun to be.
-    unsynced: u64,
-    syncing: Option<Syncing>,
-}
-
-/// The thread that makes copies durable, as the thread that receives sees it.
-struct Syncing {
-    ask: SyncSender<()>,
-    told: Receiver<Result<(), Cause>>,
-    under_way: bool,
-}
-
-impl<'c> Arriving<'c> {
-    /// `copies` are those of `heads`, in the same order.
-    pub(super) fn new(copies: &'c [Box<dyn DriveCopy>], heads: &'c [DriveHead]) -> Self {
-        Self { copies, heads, unsynced: 0, syncing: None }
-    }
-
-    /// Starts the thread, if there is anything for it to do.
-    pub(super) fn start<'s>(&mut self, scope: &'s Scope<'s, '_>) -> Result<(), Cause>
-    where
-        'c: 's,
-    {
-        if self.copies.is_empty() {
-            return Ok(());
-        }
-        let ((ask, asked), (tell, told)) = (sync_channel::<()>(1), sync_channel(1));
-        let (copies, heads) = (self.copies, self.heads);
-        let work = move || {
-            for () in asked {
-                if tell.send(sync_all(copies, heads)).is_err() {
-                    return;
-                }
-            }
-        };
-        let thread = Builder::new().name("migrate-sync".into());
-        thread
-            .spawn_scoped(scope, work)
-            .map_err(|cause| Cause::System { what: "starting a thread", cause })?;
-        self.syncing = Some(Syncing { ask, told, under_way: false });
-        Ok(())
-    }
-
-    pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<(), Cause> {
-        match step {
-            DriveStep::Noted => Ok(()),
-            DriveStep::Place { drive, runs, mut contents } => {
-                for run in runs.iter() {
-                    // Parsing has compared the runs with the length.
-                    let (bytes, rest) = contents.split_at(run.bytes() as usize);
-                    let has = self.part(drive, run.start.gpa(), run.bytes()) as usize;
-                    let written = self.copies[drive].write(run.start.gpa(), &bytes[..has]);
-                    written.map_err(|e| self.failed(drive, "writing its copy", e))?;
-                    contents = rest;
-                }
-                self.note(runs)
-            }
-            DriveStep::Zero { drive, runs } => {
-                for run in runs.iter() {
-                    let has = self.part(drive, run.start.gpa(), run.bytes());
-                    let zeroed = self.copies[drive].zero(run.start.gpa(), has);
-                    zeroed.map_err(|e| self.failed(drive, "writing zeros to its copy", e))?;
-                }
-                self.note(runs)
-            }
-        }
-    }
-
-    /// How many of `len` bytes from `offset` the drive has: of its last block perhaps a part.
-    fn part(&self, drive: usize, offset: u64, len: u64) -> u64 {
-        self.heads[drive].bytes.saturating_sub(offset).min(len)
-    }
-
-    fn failed(&self, drive: usize, what: &'static str, cause: std::io::Error) -> Cause {
-        Cause::Drive { id: self.heads[drive].id.clone(), what, cause }
-    }
-
-    fn note(&mut self, runs: Runs<'_>) -> Result<(), Cause> {
-        let bytes: u64 = runs.iter().map(|run| run.bytes()).sum();
-        self.unsynced = self.unsynced.saturating_add(bytes);
-        if self.unsynced >= SYNC_EVERY { self.begin_sync() } else { Ok(()) }
-    }
-
-    /// Has what was written so far made durable, once what was before is.
-    fn begin_sync(&mut self) -> Result<(), Cause> {
-        self.await_sync()?;
-        let Some(syncing) = &mut self.syncing else { return Ok(()) };
-        self.unsynced = 0;
-        syncing.ask.send(()).map_err(|_| gone())?;
-        syncing.under_way = true;
-        Ok(())
-    }
-
-    fn await_sync(&mut self) -> Result<(), Cause> {
-        let Some(syncing) = &mut self.syncing else { return Ok(()) };
-        match std::mem::take(&mut syncing.under_way) {
-            true => syncing.told.recv().map_err(|_| gone())?,
-            false => Ok(()),
-        }
-    }
-
-    /// Returns when all that has come is durable; whether that was worth waiting for.
-    pub(super) fn settle(&mut self) -> Result<bool, Cause> {
-        let waits = self.unsynced > 0 || self.syncing.as_ref().is_some_and(|s| s.under_way);
-        if self.unsynced > 0 {
-            self.begin_sync()?;
-        }
-        self.await_sync()?;
-        Ok(waits)
-    }
-}
-
-fn gone() -> Cause {
-    let cause = std::io::Error::other("its thread has ended");
-    Cause::System { what: "making copies of disks durable", cause }
-}
-
-fn sync_all(copies: &[Box<dyn DriveCopy>], heads: &[DriveHead]) -> Result<(), Cause> {
-    copies.iter().zip(heads).try_for_each(|(copy, head)| {
-        copy.make_durable().map_err(|cause| {
-            let (id, what) = (head.id.clone(), "making its copy durable");
-            Cause::Drive { id, what, cause }
-        })
-    })
 }
 
 #[cfg(test)]

@@ -6,9 +6,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use checkpoint::{DriveCopy, Guest, GuestError, GuestFactory};
+use checkpoint::{Guest, GuestFactory};
 use dirty_tracker::PAGE_SIZE;
 
+use super::copies::Copies;
 use super::{Arrival, Failed, Host, Whole, door};
 use crate::error::{Cause, WireError};
 use crate::handover::{DestinationEvent, DestinationOrder, MayRun};
@@ -27,7 +28,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         arrival: Arrival<F::Guest>,
         mut whole: Whole,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
-        let Arrival { mut wire, guest, drives: _, copies, token, came } = arrival;
+        let Arrival { mut wire, guest, drives: _, mut copies, token, came } = arrival;
         let (_say_prepared, _) = self.ledger.post(DestinationEvent::Restored);
         if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &whole) {
             return Err(self.discard(&mut wire, &*guest, copies, token, cause));
@@ -46,7 +47,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                 return Err(self.tell(&mut wire, token, cause));
             }
         };
-        if let Err(e) = take_over(&*guest, &copies, permit, whole.was_running) {
+        if let Err(e) = take_over(&*guest, &mut copies, permit, whole.was_running) {
             // It never ran. What it took it lets go of before the source may have it.
             if let Err(e) = guest.release() {
                 tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
@@ -59,7 +60,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
             }
             // With its files, and so with locks that could not be let go of.
             drop(guest);
-            return Err(self.tell(&mut wire, token, e.into()));
+            return Err(self.tell(&mut wire, token, e));
         }
         // The vCPUs' own account: this thread may wait for a processor that they have.
         let resumed = guest.stood().iter().filter_map(|vcpu| vcpu.resumed).max();
@@ -67,13 +68,13 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         // The clock may have been set meanwhile; it was no longer than this thread saw.
         let took = taken_over_at.duration_since(committed_at).unwrap_or_default();
         let took = took.min(committed.elapsed());
-        copies.into_iter().for_each(|copy| copy.keep());
+        copies.keep();
         let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);
         // A source that does not hear it asks, and the door answers.
         if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
             tracing::warn!(%token, "RUNNING was not said: {e}");
         }
-        drop(whole.written.take());
+        drop((whole.written.take(), copies));
         let report = ReceiveReport {
             vm_id: guest.vm_id(),
             running: whole.was_running,
@@ -137,7 +138,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         &self,
         wire: &mut Wire<Link>,
         guest: &F::Guest,
-        copies: Vec<Box<dyn DriveCopy>>,
+        copies: Copies,
         token: Token,
         cause: Cause,
     ) -> Failed {
@@ -176,16 +177,16 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
 /// Takes what only one host may hold, and lets the guest run if it ran on its source.
 fn take_over<G: Guest + ?Sized>(
     guest: &G,
-    copies: &[Box<dyn DriveCopy>],
+    copies: &mut Copies,
     _permit: MayRun,
     was_running: bool,
-) -> Result<(), GuestError> {
-    for copy in copies {
-        let failed = |e| GuestError::System { what: "taking a copied disk", cause: Box::new(e) };
-        copy.yield_to_guest().map_err(failed)?;
-    }
+) -> Result<(), Cause> {
+    copies.yield_to_guest()?;
     guest.acquire()?;
-    if was_running { guest.resume() } else { Ok(()) }
+    if was_running {
+        guest.resume()?;
+    }
+    Ok(())
 }
 
 /// Ends a guest that never ran here. First peers are to reach it here no more: its source may want it back.

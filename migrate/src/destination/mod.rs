@@ -5,6 +5,7 @@
 
 mod ahead;
 mod assembly;
+mod copies;
 mod door;
 mod drives;
 mod hand_over;
@@ -22,7 +23,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use checkpoint::format::Header;
-use checkpoint::{Clock, DriveCopy, DriveHead, Guest, GuestFactory, Section, WithCopies};
+use checkpoint::{Clock, DriveHead, Guest, GuestFactory, Section};
 use dirty_tracker::{Layout, Subscription};
 
 use crate::control::{Phase, ReceiveControl};
@@ -34,6 +35,7 @@ use crate::records::Records;
 use crate::report::{ReceiveReport, ms};
 use crate::wire::Wire;
 use assembly::{Assembly, Pace, Reading};
+use copies::Copies;
 pub use door::Responder;
 use door::{Caller, Knock};
 pub use inspect::{StreamSummary, inspect};
@@ -52,6 +54,9 @@ pub struct ReceiveOptions {
     /// The time in which the source has to move at least 256 KiB of memory or state: a peer that
     /// trickles does not keep this receiver for nothing. A minute.
     pub pace_window: Duration,
+    /// How long one operation on the copy of a drive may take, after which the guest is thrown away:
+    /// its storage hangs. 8 s: a source that waits for longer gives up without hearing why.
+    pub disk_limit: Duration,
     /// Time from PREPARED to COMMIT, after which the guest is thrown away. 10 s.
     pub commit_deadline: Duration,
     /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s.
@@ -66,6 +71,7 @@ impl ReceiveOptions {
             handshake_timeout: Duration::from_secs(5),
             patience: Duration::from_secs(10),
             pace_window: Duration::from_secs(60),
+            disk_limit: Duration::from_secs(8),
             commit_deadline: Duration::from_secs(10),
             linger: Duration::from_secs(30),
         }
@@ -159,7 +165,7 @@ struct Arrival<G: Guest + ?Sized> {
     /// The drives that come along.
     drives: Vec<DriveHead>,
     /// Their copies, which go with this unless they are kept.
-    copies: Vec<Box<dyn DriveCopy>>,
+    copies: Copies,
     token: Token,
     came: Instant,
 }
@@ -260,7 +266,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                 Err(Cause::SourceLeft { peer, before, cause }.into())
             }
             cause => {
-                let reason = cause.to_string();
+                let reason = words(&cause);
                 door::turned_away(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
                 Ok(None)
@@ -276,7 +282,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         layout: &Layout,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<WithCopies<F::Guest>, Cause> {
+    ) -> Result<(Arc<F::Guest>, Copies), Cause> {
         let vm_id = header.vm_id();
         let (theirs, ours) = (header.layout_hash().into(), layout.hash().into());
         if theirs != ours {
@@ -285,11 +291,14 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         let (guest, copies) = self.factory.create_with_copies(vm_id, config, drives)?;
         let differs = LayoutDifference::between(guest.layout(), layout);
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
+            let (limit, stop) = (self.options.disk_limit, self.control.stop.clone());
+            let copies = Copies::new(copies, drives, limit, stop)?;
             self.ledger.begin(token, vm_id)?;
-            Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
+            wire.send(&Message::Ready { site: self.ledger.site() })?;
+            Ok(copies)
         });
         match ready {
-            Ok(()) => Ok((guest, copies)),
+            Ok(copies) => Ok((guest, copies)),
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
                 let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
@@ -353,11 +362,18 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         hand_over::throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
         let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
         if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
-            arrival.wire.abort(Tag::Abort, &cause.to_string());
+            arrival.wire.abort(Tag::Abort, &words(&cause));
         }
-        // Large files take their time to be removed.
-        arrival.copies.clear();
+        arrival.copies.throw_away();
         cause.into()
+    }
+}
+
+/// What a source is told: "it" of "it was cancelled" would be the source's own migration.
+fn words(cause: &Cause) -> String {
+    match cause {
+        Cause::Cancelled => "the receiver was stopped".to_owned(),
+        cause => cause.to_string(),
     }
 }
 

@@ -247,6 +247,12 @@ pub struct CopyFaults {
     pub room: AtomicU64,
     /// Making it durable fails.
     pub loses: AtomicBool,
+    /// Writing never returns.
+    pub write_hangs: AtomicBool,
+    /// Making it durable never returns.
+    pub sync_hangs: AtomicBool,
+    /// Operations that began to hang.
+    pub hung: AtomicU64,
     /// Pieces written and not yet durable.
     pub unsynced: AtomicU64,
 }
@@ -270,11 +276,22 @@ struct Copy {
     path: PathBuf,
     faults: Arc<CopyFaults>,
     written: AtomicU64,
-    kept: bool,
+    kept: AtomicBool,
+}
+
+/// Returns when `hangs` is false.
+fn hang(hangs: &AtomicBool, hung: &AtomicU64) {
+    if hangs.load(Ordering::SeqCst) {
+        hung.fetch_add(1, Ordering::SeqCst);
+    }
+    while hangs.load(Ordering::SeqCst) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 impl DriveCopy for Copy {
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        hang(&self.faults.write_hangs, &self.faults.hung);
         let room = self.faults.room.load(Ordering::SeqCst);
         let written = self.written.fetch_add(bytes.len() as u64, Ordering::SeqCst);
         if room > 0 && written + bytes.len() as u64 > room {
@@ -288,6 +305,7 @@ impl DriveCopy for Copy {
         self.file.write_all_at(&vec![0; len as usize], offset)
     }
     fn make_durable(&self) -> io::Result<()> {
+        hang(&self.faults.sync_hangs, &self.faults.hung);
         if self.faults.loses.load(Ordering::SeqCst) {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
@@ -297,15 +315,15 @@ impl DriveCopy for Copy {
     fn yield_to_guest(&self) -> io::Result<()> {
         Ok(())
     }
-    fn keep(mut self: Box<Self>) {
+    fn keep(&self) {
         assert_eq!(self.faults.unsynced.load(Ordering::SeqCst), 0, "all of it is durable");
-        self.kept = true;
+        self.kept.store(true, Ordering::SeqCst);
     }
 }
 
 impl Drop for Copy {
     fn drop(&mut self) {
-        if !self.kept {
+        if !self.kept.load(Ordering::SeqCst) {
             std::fs::remove_file(&self.path).unwrap();
         }
     }
@@ -329,7 +347,8 @@ impl GuestFactory for DiskedFactory {
             let file = File::create_new(&path).unwrap();
             file.set_len(head.bytes).unwrap();
             let (faults, written) = (self.faults.clone(), AtomicU64::new(0));
-            Box::new(Copy { file, path, faults, written, kept: false }) as Box<dyn DriveCopy>
+            Box::new(Copy { file, path, faults, written, kept: AtomicBool::new(false) })
+                as Box<dyn DriveCopy>
         };
         Ok((self.create(vm_id, config)?, drives.iter().map(copy).collect()))
     }

@@ -108,7 +108,7 @@ impl Host {
         }
     }
 
-    fn receive(
+    pub fn receive(
         &self,
         factory: impl GuestFactory<Guest = MemoryGuest> + 'static,
         options: ReceiveOptions,

@@ -8,6 +8,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use checkpoint::durable::sync_dir;
 use checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
@@ -55,7 +56,7 @@ struct MadeDisk {
     path: PathBuf,
     guest: VmId,
     before: Before,
-    kept: bool,
+    kept: AtomicBool,
 }
 
 /// What was there before it was made.
@@ -80,12 +81,12 @@ impl MadeDisk {
             return Err(refused("it is no regular file".to_owned()));
         };
         // Until it is certain that it is ours, it stays as it is.
-        let mut made = Self { file, path: path.clone(), guest, before, kept: true };
+        let made = Self { file, path: path.clone(), guest, before, kept: AtomicBool::new(true) };
         match lock::set(&made.file, Lock::Exclusive, guest) {
             Ok(true) => {}
             Ok(false) => return Err(refused("it is in use by another".to_owned())),
             Err(e) => {
-                made.kept = before != Before::Nothing;
+                made.kept.store(before != Before::Nothing, Ordering::Relaxed);
                 return Err(failed("locking it", e));
             }
         }
@@ -107,7 +108,7 @@ impl MadeDisk {
         if !made.is_named().map_err(|e| failed("looking at it", e))? {
             return Err(refused("its name is another file's now".to_owned()));
         }
-        made.kept = false;
+        made.kept.store(false, Ordering::Relaxed);
         made.file.set_len(disk.bytes).map_err(|e| failed("giving it its size", e))?;
         // The guest's data is not durable in a file that has no durable size or name.
         made.file.sync_all().map_err(|e| failed("making its size durable", e))?;
@@ -163,14 +164,14 @@ impl DriveCopy for MadeDisk {
         lock::set(&self.file, Lock::None, self.guest).map(drop)
     }
 
-    fn keep(mut self: Box<Self>) {
-        self.kept = true;
+    fn keep(&self) {
+        self.kept.store(true, Ordering::Relaxed);
     }
 }
 
 impl Drop for MadeDisk {
     fn drop(&mut self) {
-        if self.kept {
+        if self.kept.load(Ordering::Relaxed) {
             return;
         }
         if let Err(e) = self.remove() {
@@ -238,7 +239,8 @@ mod tests {
         made.write(4096, &[7; 8192]).unwrap();
         made.zero(8192, 4096).unwrap();
         made.make_durable().unwrap();
-        Box::new(made).keep();
+        made.keep();
+        drop(made);
         let content = fs::read(&path).unwrap();
         assert_eq!(content.len() as u64, BYTES);
         assert!(content[4096..8192].iter().all(|b| *b == 7));

@@ -113,7 +113,7 @@ impl DriveCopy for RestoredDisk {
         lock::set(self.file(), Lock::None, self.guest).map(drop)
     }
 
-    fn keep(self: Box<Self>) {}
+    fn keep(&self) {}
 }
 
 /// Whether `file` takes less room than it is long; of a block device nobody knows.

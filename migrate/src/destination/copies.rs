@@ -1,0 +1,420 @@
+//! Copies of drives while they arrive, and the threads that write them.
+//!
+//! The thread that receives never touches a copy itself, because storage that hangs would keep it for
+//! ever. A writer thread takes pieces from it, [`PIECES`] at most, and has a second thread make them
+//! durable while more come, so that little is left to do at the end of a pass. The receiving thread
+//! waits for either in slices, and gives up once an operation has taken longer than the limit or the
+//! receiver is stopped. Threads whose storage never answers are left behind; they touch nothing else.
+
+use std::io;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use checkpoint::{DriveCopy, DriveHead};
+use dirty_tracker::FrameRun;
+
+use super::drives::DriveStep;
+use crate::control::Stop;
+use crate::error::Cause;
+use crate::link::SLICE;
+use crate::message::Runs;
+
+/// Messages that may wait for the writer thread, a megabyte each at most (I9).
+const PIECES: usize = 8;
+/// Bytes of blocks after which copies are made durable, while more comes: twice as many at most wait
+/// for that.
+const SYNC_EVERY: u64 = 64 << 20;
+/// Upper bound on waiting for files to be removed. What takes longer goes on without being waited for.
+const REMOVE_LIMIT: Duration = Duration::from_secs(5);
+
+/// The copies of one guest's drives. Files are removed when it is dropped without having been kept.
+pub(super) struct Copies {
+    /// None, for most migrations.
+    threads: Option<Threads>,
+}
+
+/// The writer thread as the receiving thread sees it.
+struct Threads {
+    set: Arc<Set>,
+    stop: Arc<Stop>,
+    jobs: Sender<Job>,
+    told: Receiver<Result<Told, Cause>>,
+    /// Pieces that the writer thread has given back, or that were never used.
+    free: Vec<Piece>,
+    /// Something was written that is not known to be durable.
+    unsettled: bool,
+}
+
+/// What the receiving thread, the writer thread and the syncing thread share.
+struct Set {
+    heads: Vec<DriveHead>,
+    /// Of `heads`, in the same order.
+    copies: Vec<Box<dyn DriveCopy>>,
+    /// What each thread is doing, by [`Slot`].
+    doing: [Mutex<Option<Doing>>; 2],
+    limit: Duration,
+}
+
+#[derive(Clone, Copy)]
+enum Slot {
+    Writer,
+    Syncer,
+}
+
+/// An operation under way.
+struct Doing {
+    drive: usize,
+    what: &'static str,
+    since: Instant,
+}
+
+/// Blocks of one drive; reused, so that it costs no memory again.
+#[derive(Default)]
+struct Piece {
+    drive: usize,
+    runs: Vec<FrameRun>,
+    /// Of `runs`; empty for zeros.
+    contents: Vec<u8>,
+}
+
+enum Job {
+    Write(Piece),
+    /// Make all of it durable.
+    Settle,
+    /// Let the guest have the copies.
+    Yield,
+}
+
+enum Told {
+    Written(Piece),
+    Done,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Set {
+    /// Performs one operation on a copy; meanwhile others can see since when.
+    fn attempt(
+        &self,
+        slot: Slot,
+        drive: usize,
+        what: &'static str,
+        operation: impl FnOnce(&dyn DriveCopy) -> io::Result<()>,
+    ) -> Result<(), Cause> {
+        let doing = &self.doing[slot as usize];
+        *lock(doing) = Some(Doing { drive, what, since: Instant::now() });
+        let done = operation(&*self.copies[drive]);
+        *lock(doing) = None;
+        done.map_err(|cause| self.failed(drive, what, cause))
+    }
+
+    fn failed(&self, drive: usize, what: &'static str, cause: io::Error) -> Cause {
+        Cause::Drive { id: self.heads[drive].id.clone(), what, cause }
+    }
+
+    /// The operation that has taken longer than the limit, as a failure.
+    fn overdue(&self) -> Option<Cause> {
+        self.doing.iter().find_map(|doing| {
+            let doing = lock(doing);
+            let Doing { drive, what, since } = doing.as_ref()?;
+            let why = format!("its storage has not answered for {:?}", self.limit);
+            let cause = io::Error::new(io::ErrorKind::TimedOut, why);
+            (since.elapsed() > self.limit).then(|| self.failed(*drive, what, cause))
+        })
+    }
+
+    /// Does `operation` to each copy in turn.
+    fn each(
+        &self,
+        slot: Slot,
+        what: &'static str,
+        operation: impl Fn(&dyn DriveCopy) -> io::Result<()>,
+    ) -> Result<(), Cause> {
+        (0..self.copies.len()).try_for_each(|drive| self.attempt(slot, drive, what, &operation))
+    }
+
+    /// Writes `piece`, and returns how many bytes of blocks it had.
+    fn write(&self, piece: &Piece) -> Result<u64, Cause> {
+        let (drive, mut contents) = (piece.drive, &piece.contents[..]);
+        for run in &piece.runs {
+            let (at, has) = (run.start.gpa(), self.part(drive, run));
+            if contents.is_empty() {
+                let zero = |copy: &dyn DriveCopy| copy.zero(at, has);
+                self.attempt(Slot::Writer, drive, "writing zeros to its copy", zero)?;
+                continue;
+            }
+            // Parsing has compared the runs with the length.
+            let (bytes, rest) = contents.split_at(run.bytes() as usize);
+            let write = |copy: &dyn DriveCopy| copy.write(at, &bytes[..has as usize]);
+            self.attempt(Slot::Writer, drive, "writing its copy", write)?;
+            contents = rest;
+        }
+        Ok(piece.runs.iter().map(|run| run.bytes()).sum())
+    }
+
+    /// How many bytes of `run` the drive has: of its last block perhaps a part.
+    fn part(&self, drive: usize, run: &FrameRun) -> u64 {
+        self.heads[drive].bytes.saturating_sub(run.start.gpa()).min(run.bytes())
+    }
+}
+
+impl Copies {
+    /// `copies` are those of `heads`, in the same order. One operation on one of them may take
+    /// `limit`.
+    pub(super) fn new(
+        copies: Vec<Box<dyn DriveCopy>>,
+        heads: &[DriveHead],
+        limit: Duration,
+        stop: Arc<Stop>,
+    ) -> Result<Self, Cause> {
+        if copies.is_empty() {
+            return Ok(Self { threads: None });
+        }
+        let heads = heads.to_vec();
+        let set = Arc::new(Set { heads, copies, doing: Default::default(), limit });
+        let ((jobs, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
+        let syncer = Syncer::spawn(set.clone())?;
+        let writer = Writer { set: set.clone(), syncer, unsynced: 0 };
+        spawn("migrate-disks", move || writer.run(&asked, tell))?;
+        let free = (0..PIECES).map(|_| Piece::default()).collect();
+        let threads = Threads { set, stop, jobs, told, free, unsettled: false };
+        Ok(Self { threads: Some(threads) })
+    }
+
+    /// Has blocks written. Returns before they are, and fails with what became of earlier ones.
+    pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<(), Cause> {
+        let (drive, runs, contents): (_, Runs<'_>, &[u8]) = match step {
+            DriveStep::Noted => return Ok(()),
+            DriveStep::Place { drive, runs, contents } => (drive, runs, contents),
+            DriveStep::Zero { drive, runs } => (drive, runs, &[]),
+        };
+        let threads = self.threads.as_mut().ok_or_else(gone)?;
+        let mut piece = threads.free_piece()?;
+        piece.drive = drive;
+        piece.runs.clear();
+        piece.runs.extend(runs.iter());
+        piece.contents.clear();
+        piece.contents.extend_from_slice(contents);
+        threads.unsettled = true;
+        threads.ask(Job::Write(piece))
+    }
+
+    /// Returns when all that has come is durable; whether that was worth waiting for.
+    pub(super) fn settle(&mut self) -> Result<bool, Cause> {
+        match &mut self.threads {
+            Some(threads) if threads.unsettled => {
+                threads.perform(Job::Settle)?;
+                threads.unsettled = false;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Lets the guest have them: what kept others from them is given up.
+    pub(super) fn yield_to_guest(&mut self) -> Result<(), Cause> {
+        self.threads.as_mut().map_or(Ok(()), |threads| threads.perform(Job::Yield))
+    }
+
+    /// They are the guest's drives from now on.
+    pub(super) fn keep(&self) {
+        let copies = self.threads.iter().flat_map(|threads| &threads.set.copies);
+        copies.for_each(|copy| copy.keep());
+    }
+
+    /// Ends the threads, and removes what was not kept, which takes large files some time. Returns
+    /// when that is done, or has taken [`REMOVE_LIMIT`].
+    pub(super) fn throw_away(&mut self) {
+        let Some(Threads { set, told, jobs, .. }) = self.threads.take() else { return };
+        let until = Instant::now() + REMOVE_LIMIT;
+        let names: Vec<_> = set.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
+        // The writer thread has the last reference then, and removes the files before it hangs up.
+        drop((set, jobs));
+        loop {
+            match told.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => break,
+            }
+        }
+        tracing::warn!(
+            "incomplete copies of disks may be left behind, because removing them takes too long: {}",
+            names.join(", ")
+        );
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        self.throw_away();
+    }
+}
+
+impl Threads {
+    fn ask(&self, job: Job) -> Result<(), Cause> {
+        // Without the thread there is no answer either, which says why.
+        let _ = self.jobs.send(job);
+        Ok(())
+    }
+
+    /// A piece that nobody uses, as soon as there is one.
+    fn free_piece(&mut self) -> Result<Piece, Cause> {
+        loop {
+            while let Ok(told) = self.told.try_recv() {
+                self.note(told?);
+            }
+            if let Some(piece) = self.free.pop() {
+                return Ok(piece);
+            }
+            let told = self.next()?;
+            self.note(told);
+        }
+    }
+
+    fn note(&mut self, told: Told) {
+        match told {
+            Told::Written(piece) => self.free.push(piece),
+            Told::Done => {}
+        }
+    }
+
+    /// Has a job done, after all that was asked before.
+    fn perform(&mut self, job: Job) -> Result<(), Cause> {
+        self.ask(job)?;
+        loop {
+            match self.next()? {
+                Told::Done => return Ok(()),
+                written => self.note(written),
+            }
+        }
+    }
+
+    /// What the writer thread says next.
+    fn next(&mut self) -> Result<Told, Cause> {
+        loop {
+            match self.told.recv_timeout(SLICE) {
+                Ok(told) => return told,
+                Err(RecvTimeoutError::Disconnected) => return Err(gone()),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if self.stop.is_cancelled() {
+                return Err(Cause::Cancelled);
+            }
+            if let Some(overdue) = self.set.overdue() {
+                return Err(overdue);
+            }
+        }
+    }
+}
+
+/// What the writer thread has.
+struct Writer {
+    set: Arc<Set>,
+    syncer: Syncer,
+    /// Bytes written since copies were last made durable, or begun to be.
+    unsynced: u64,
+}
+
+impl Writer {
+    fn run(mut self, jobs: &Receiver<Job>, tell: Sender<Result<Told, Cause>>) {
+        for job in jobs {
+            let done = self.perform(job);
+            let failed = done.is_err();
+            if tell.send(done).is_err() || failed {
+                break;
+            }
+        }
+        let Self { set, syncer, .. } = self;
+        syncer.end();
+        // Perhaps the last reference; who waits for the files to be gone waits for `tell` to go.
+        drop(set);
+        drop(tell);
+    }
+
+    fn perform(&mut self, job: Job) -> Result<Told, Cause> {
+        match job {
+            Job::Write(piece) => {
+                self.unsynced = self.unsynced.saturating_add(self.set.write(&piece)?);
+                if self.unsynced >= SYNC_EVERY {
+                    self.begin_sync()?;
+                }
+                Ok(Told::Written(piece))
+            }
+            Job::Settle => {
+                if self.unsynced > 0 {
+                    self.begin_sync()?;
+                }
+                self.syncer.wait()?;
+                Ok(Told::Done)
+            }
+            Job::Yield => {
+                let what = "giving its copy to the guest";
+                self.set.each(Slot::Writer, what, |copy| copy.yield_to_guest())?;
+                Ok(Told::Done)
+            }
+        }
+    }
+
+    /// Has what was written so far made durable, once what was before is.
+    fn begin_sync(&mut self) -> Result<(), Cause> {
+        self.syncer.wait()?;
+        self.unsynced = 0;
+        self.syncer.begin()
+    }
+}
+
+/// The thread that makes copies durable, as the writer thread sees it.
+struct Syncer {
+    ask: Sender<()>,
+    told: Receiver<Result<(), Cause>>,
+    under_way: bool,
+    thread: JoinHandle<()>,
+}
+
+impl Syncer {
+    fn spawn(set: Arc<Set>) -> Result<Self, Cause> {
+        let ((ask, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
+        let thread = spawn("migrate-sync", move || {
+            for () in asked {
+                let what = "making its copy durable";
+                if tell.send(set.each(Slot::Syncer, what, |copy| copy.make_durable())).is_err() {
+                    return;
+                }
+            }
+        })?;
+        Ok(Self { ask, told, under_way: false, thread })
+    }
+
+    fn begin(&mut self) -> Result<(), Cause> {
+        self.under_way = true;
+        self.ask.send(()).map_err(|_| gone())
+    }
+
+    fn wait(&mut self) -> Result<(), Cause> {
+        match std::mem::take(&mut self.under_way) {
+            true => self.told.recv().map_err(|_| gone())?,
+            false => Ok(()),
+        }
+    }
+
+    fn end(self) {
+        let Self { ask, thread, .. } = self;
+        drop(ask);
+        // Whether it has panicked was told by its silence.
+        let _ = thread.join();
+    }
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Cause> {
+    let thread = Builder::new().name(name.into()).spawn(work);
+    thread.map_err(|cause| Cause::System { what: "starting a thread", cause })
+}
+
+fn gone() -> Cause {
+    let cause = io::Error::other("its thread has ended");
+    Cause::System { what: "writing copies of disks", cause }
+}
