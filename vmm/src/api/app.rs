@@ -1,6 +1,7 @@
 //! Owns what the API serves: at first nothing, then one guest with its jobs, to its end.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use migrate::Progress;
 
@@ -8,9 +9,16 @@ use crate::jobs::Jobs;
 
 type Hook = Box<dyn Fn() -> Result<(), String> + Send + Sync>;
 
+/// Upper bound on taking over a guest once its source has handed it over: devices and vCPUs have
+/// limits of their own, and the guest ends where those are reached.
+const TAKE_OVER_LIMIT: Duration = Duration::from_secs(30);
+
 /// The state behind every request.
 pub struct App {
     jobs: OnceLock<Arc<Jobs>>,
+    /// For those who wait for `jobs`.
+    waits: Mutex<()>,
+    provided: Condvar,
     /// How far a guest is that comes from another host.
     arriving: Box<dyn Fn() -> Arriving + Send + Sync>,
     /// Ends the wait for a guest.
@@ -42,6 +50,8 @@ impl App {
     ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
+            waits: Mutex::default(),
+            provided: Condvar::new(),
             arriving: Box::new(arriving),
             give_up: Box::new(give_up),
         })
@@ -49,7 +59,10 @@ impl App {
 
     /// Here is the guest. Only the first one counts.
     pub fn provide(&self, jobs: Arc<Jobs>) {
+        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.jobs.set(jobs);
+        drop(waits);
+        self.provided.notify_all();
     }
 
     /// The guest and its jobs, or why there is none.
@@ -63,11 +76,59 @@ impl App {
     }
 
     /// Someone wants this process to end: stops the guest, or the wait for one. Refused while another
-    /// host may have the guest.
+    /// host may have the guest. A guest that was just handed over to this process is stopped as soon
+    /// as it has been taken over. Blocks.
     pub fn interrupt(&self, why: &str) -> Result<(), String> {
         if let Some(jobs) = self.jobs.get() {
             return jobs.stop(why);
         }
-        (self.give_up)()
+        let Err(too_late) = (self.give_up)() else { return Ok(()) };
+        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self
+            .provided
+            .wait_timeout_while(waits, TAKE_OVER_LIMIT, |()| self.jobs.get().is_none());
+        drop(waited);
+        match self.jobs.get() {
+            Some(jobs) => jobs.stop(why),
+            None => Err(too_late),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use checkpoint::VmId;
+
+    use super::*;
+    use crate::config::{
+        Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+    };
+    use crate::vm::EndReason;
+
+    #[test]
+    fn handed_over_guest_is_stopped_when_it_arrives() {
+        let config = MachineConfig {
+            identity: Default::default(),
+            mem_bytes: 32 << 20,
+            vcpus: 1,
+            tracking: Default::default(),
+            ring_entries: DEFAULT_RING_ENTRIES,
+            backend: Backend::Threads,
+            boot: Boot::Payload("payload,ws=1M".to_owned()),
+            cpu: Default::default(),
+            devices: Vec::new(),
+        };
+        let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+        let vm = crate::backend::launch_as(VmId::random(), config, &host).unwrap();
+        let app = App::waiting(Arriving::default, || Err("it is too late".to_owned()));
+        std::thread::scope(|scope| {
+            let stopping = scope.spawn(|| app.interrupt("the test says so"));
+            let dir = tempfile::tempdir().unwrap();
+            // Whichever is first.
+            std::thread::yield_now();
+            app.provide(Jobs::new(vm.clone(), dir.path().to_owned()));
+            assert_eq!(stopping.join().unwrap(), Ok(()));
+        });
+        assert_eq!(vm.wait_end(None), Some(EndReason::Stopped("the test says so".to_owned())));
     }
 }

@@ -1,7 +1,7 @@
 //! Owns the end of a process that has a guest: what became of the guest, and what the second look at its writes has shown.
 
 use std::process::ExitCode;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use vmm::api::Server;
@@ -18,7 +18,7 @@ pub(super) fn to_the_end(
     server: Server,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
-    end_in_bounded_time();
+    end_in_bounded_time("what the guest last wrote to its disks may not be durable");
     let shadow = jobs.end_shadow();
     jobs.settle();
     drop(server);
@@ -35,16 +35,22 @@ pub(super) fn to_the_end(
 /// a file on dead storage has none.
 const END_LIMIT: Duration = Duration::from_secs(20);
 
-/// Ends the process after [`END_LIMIT`], whatever it waits for.
-fn end_in_bounded_time() {
-    let end = || {
+/// Ends the process after [`END_LIMIT`], whatever it waits for. `outcome` says what became of the
+/// guest then. Only the first call counts.
+pub(super) fn end_in_bounded_time(outcome: &'static str) {
+    static BEGUN: Once = Once::new();
+    let mut is_first = false;
+    BEGUN.call_once(|| is_first = true);
+    if !is_first {
+        return;
+    }
+    let end = move || {
         std::thread::sleep(END_LIMIT);
         say(format_args!(
-            "storage or a reader of the serial port is stuck for {} s: ending without it; what the guest last wrote to its \
-             disks may not be durable",
+            "storage or a reader of the serial port is stuck for {} s: ending without it; {outcome}",
             END_LIMIT.as_secs()
         ));
-        std::process::exit(1);
+        vmm::exit::now(1);
     };
     let thread = std::thread::Builder::new().name("end-limit".into()).spawn(end);
     if let Err(e) = thread {

@@ -29,7 +29,7 @@ use vmm::socket::ListeningSocket;
 use vmm::vm::Vm;
 
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
-use super::end::{to_the_end, when_memory_is_lost};
+use super::end::{end_in_bounded_time, to_the_end, when_memory_is_lost};
 use super::failure::Failure;
 use super::output::{bytes, print_json, say};
 use super::pending::{Settled, Unsettled};
@@ -143,6 +143,10 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     to_the_end(vm, jobs, server)
 }
 
+/// What became of a guest that was refused: until COMMIT its source keeps it, whatever this process
+/// does.
+const NOT_RECEIVED: &str = "no guest was received, and none runs here";
+
 /// `driftline receive-migration`.
 pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     check_state_dir(&args.host)?;
@@ -162,9 +166,10 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     // Until COMMIT the guest can be refused, which is made durable first if the source has heard PREPARED; from COMMIT on it is
     // this host's (I7).
     let app = App::waiting(arriving, move || {
-        give_up.cancel().map_err(|_| {
-            "its source has handed the guest over to this process, which runs it from now on: stop it again then".to_owned()
-        })
+        let cancelled = give_up.cancel().map_err(|_| {
+            "its source has handed the guest over to this process, which has not taken it over in time: stop it again".to_owned()
+        });
+        cancelled.map(|()| end_in_bounded_time(NOT_RECEIVED))
     });
     let server = Server::start(socket, app.clone())?;
     let host = host_config(&args.host, args.devices)?;
@@ -175,7 +180,10 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let showing = Receiving::show(&control);
     let received = migrate::receive(listener, &factory, &options, &control);
     drop(showing);
-    let Received { guest: vm, report, responder } = received.map_err(receive_failure)?;
+    let Received { guest: vm, report, responder } = received.map_err(|e| {
+        end_in_bounded_time(NOT_RECEIVED);
+        receive_failure(e)
+    })?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     log_machine(&*vm, &memory);
     let jobs = Jobs::new(vm.clone(), args.host.state_dir);
@@ -469,6 +477,10 @@ fn receive_failure(e: ReceiveError) -> Failure {
         Cause::Cancelled if matches!(e.phase, Phase::Waiting) => {
             Failure::error("the receiver was stopped before a guest arrived")
         }
+        Cause::Cancelled => Failure::error(format_args!(
+            "the receiver was stopped before its guest had arrived ({}): the guest stays at its source",
+            e.phase
+        )),
         Cause::Guest(ref cause) => guest_failure(cause, &e),
         _ => Failure::error(e),
     }

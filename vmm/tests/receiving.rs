@@ -1,0 +1,116 @@
+//! A process that is receiving a guest and is told to end: it ends, and the guest runs where it was.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::process::{Child, Output, Stdio};
+
+use common::{Place, Vmm, driftline, proxy_that_keeps_commit, receiver, text, wait_for};
+use rustix::process::{Pid, Signal, kill_process};
+
+const GUEST: &[&str] =
+    &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=32M,rate=1M,fill=random"];
+
+/// How the receiver is told.
+#[derive(Clone, Copy, Debug)]
+enum How {
+    Command,
+    Sigterm,
+}
+
+impl How {
+    fn tell(self, vmm: &Vmm<'_>) {
+        match self {
+            Self::Command => _ = vmm.tell(&["stop"]),
+            Self::Sigterm => {
+                kill_process(Pid::from_raw(vmm.pid() as i32).unwrap(), Signal::TERM).unwrap();
+            }
+        }
+    }
+}
+
+fn send(source: &Vmm<'_>, args: &[&str]) -> Child {
+    let socket = source.socket();
+    driftline(&[&["send-migration"], args, &["--api-sock", &socket]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// The sender was told that the destination was stopped, and the guest runs on at its source.
+fn goes_on(source: &Vmm<'_>, sent: &Output, why: &str) {
+    let said = text(&sent.stderr);
+    assert_eq!(sent.status.code(), Some(4), "{said}");
+    assert!(said.contains(why) && said.contains("the guest goes on here"), "{said}");
+    assert_eq!(source.state(), "running");
+    let before = source.reports();
+    source.await_progress(1, &before);
+}
+
+#[test]
+fn stop_ends_a_process_that_receives_a_guest() {
+    for how in [How::Command, How::Sigterm] {
+        let place = Place::new();
+        let source = Vmm::run(&place, "source", GUEST);
+        source.await_progress(1, &[]);
+        let (mut receiving, to) = receiver(&place, "receiving", &[]);
+        // At this pace the first pass takes half a minute.
+        let sending = send(&source, &[&to, "--max-bandwidth", "1M"]);
+        wait_for("a part of the guest", || {
+            let info = receiving.info()?;
+            let migration = &info["migration"];
+            let came = migration["sent_bytes"].as_u64()? > 0;
+            (came && migration["phase"] == "precopy").then_some(())
+        });
+        how.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.said());
+        let said = receiving.said();
+        assert!(said.contains("the receiver was stopped before its guest had arrived"), "{said}");
+        assert!(said.contains("in precopy"), "{said}");
+        goes_on(&source, &sending.wait_with_output().unwrap(), "the receiver was stopped");
+    }
+}
+
+#[test]
+fn stop_before_commit_leaves_the_guest_at_its_source() {
+    for how in [How::Command, How::Sigterm] {
+        let place = Place::new();
+        let source = Vmm::run(&place, "source", GUEST);
+        source.await_progress(1, &[]);
+        let (mut receiving, to) = receiver(&place, "receiving", &[]);
+        // The source says COMMIT, and the destination, which waits for it, does not hear it.
+        let to = proxy_that_keeps_commit(&to, place.path("state"));
+        let sending = send(&source, &[&to]);
+        wait_for("COMMIT", || {
+            let info = source.info()?;
+            (info["migration"]["phase"] == "hand-over").then_some(())
+        });
+        wait_for("PREPARED", || {
+            let info = receiving.info()?;
+            (info["migration"]["phase"] == "hand-over").then_some(())
+        });
+        how.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.said());
+        let said = receiving.said();
+        assert!(said.contains("in the hand-over"), "{said}");
+        let why = "the destination discarded the guest";
+        goes_on(&source, &sending.wait_with_output().unwrap(), why);
+    }
+}
+
+#[test]
+fn stop_after_commit_ends_the_guest_where_it_arrived() {
+    for how in [How::Command, How::Sigterm] {
+        let place = Place::new();
+        let mut source = Vmm::run(&place, "source", GUEST);
+        let (mut receiving, to) = receiver(&place, "receiving", &[]);
+        let sent = send(&source, &[&to]).wait_with_output().unwrap();
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+        // Perhaps before the receiver's main thread has got so far.
+        how.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(0), "{how:?}: {}", receiving.said());
+        assert!(receiving.said().contains("the guest was stopped"), "{}", receiving.said());
+        assert_eq!(source.wait(), Some(0), "{}", source.said());
+    }
+}
