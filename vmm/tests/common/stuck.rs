@@ -1,38 +1,79 @@
-//! A file system with one file, `disk`, whose flushes stop being answered when a test says so.
+//! A file system with one file, `disk`, whose flushes or writes stop being answered when a test says so.
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{
-    BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, Generation,
-    INodeNo, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyWrite,
-    Request, WriteFlags,
+    BackgroundSession, BsdFileFlags, Config, Errno, FileAttr, FileHandle, FileType, Filesystem,
+    Generation, INodeNo, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry,
+    ReplyLseek, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 use tempfile::TempDir;
 
 const DISK: INodeNo = INodeNo(2);
 const TTL: Duration = Duration::from_secs(60);
 
-#[derive(Default)]
-struct Flushes {
-    /// Flushes that are still answered.
+/// Requests of one kind.
+struct Gate<R> {
+    /// How many are still answered.
     answered: AtomicUsize,
     /// Those that are not.
-    stuck: Mutex<Vec<ReplyEmpty>>,
+    stuck: Mutex<Vec<R>>,
+}
+
+impl<R> Default for Gate<R> {
+    fn default() -> Self {
+        Self { answered: AtomicUsize::new(usize::MAX), stuck: Mutex::default() }
+    }
+}
+
+impl<R> Gate<R> {
+    /// The reply, if the request is to be answered.
+    fn pass(&self, reply: R) -> Option<R> {
+        let order = Ordering::SeqCst;
+        match self.answered.fetch_update(order, order, |left| left.checked_sub(1)) {
+            Ok(_) => Some(reply),
+            Err(_) => {
+                self.stuck.lock().unwrap().push(reply);
+                None
+            }
+        }
+    }
+
+    fn answer_only(&self, requests: usize) {
+        self.answered.store(requests, Ordering::SeqCst);
+    }
+
+    /// Answers all from now on, and gives those that wait.
+    fn open(&self) -> Vec<R> {
+        self.answer_only(usize::MAX);
+        std::mem::take(&mut *self.stuck.lock().unwrap())
+    }
+
+    fn stuck(&self) -> usize {
+        self.stuck.lock().unwrap().len()
+    }
+}
+
+#[derive(Default)]
+struct Gates {
+    flushes: Gate<ReplyEmpty>,
+    writes: Gate<ReplyWrite>,
 }
 
 struct OneFile {
     content: Mutex<Vec<u8>>,
-    flushes: Arc<Flushes>,
+    gates: Arc<Gates>,
 }
 
-/// The mounted file system. Dropping it answers what is stuck and unmounts it.
+/// The mounted file system. Dropping it answers what is stuck and unmounts it, whoever uses it.
 pub struct StuckStorage {
-    flushes: Arc<Flushes>,
+    gates: Arc<Gates>,
     session: Option<BackgroundSession>,
     dir: TempDir,
 }
@@ -40,13 +81,12 @@ pub struct StuckStorage {
 impl StuckStorage {
     /// With a disk of `bytes`; the error is the host's that has no FUSE, or forbids it.
     pub fn new(bytes: usize) -> Result<Self, String> {
-        let (flushes, dir) = (Arc::new(Flushes::default()), tempfile::tempdir().unwrap());
-        flushes.answered.store(usize::MAX, Ordering::SeqCst);
-        let files = OneFile { content: Mutex::new(vec![0; bytes]), flushes: flushes.clone() };
+        let (gates, dir) = (Arc::new(Gates::default()), tempfile::tempdir().unwrap());
+        let files = OneFile { content: Mutex::new(vec![0; bytes]), gates: gates.clone() };
         let session = fuser::spawn_mount(files, dir.path(), &Config::default());
         let session =
             Some(session.map_err(|e| format!("no FUSE file system can be mounted: {e}"))?);
-        Ok(Self { flushes, session, dir })
+        Ok(Self { gates, session, dir })
     }
 
     pub fn disk(&self) -> PathBuf {
@@ -55,20 +95,31 @@ impl StuckStorage {
 
     /// From now on so many flushes are answered, and no more.
     pub fn answer_only(&self, flushes: usize) {
-        self.flushes.answered.store(flushes, Ordering::SeqCst);
+        self.gates.flushes.answer_only(flushes);
     }
 
-    /// Flushes that wait for an answer.
+    /// From now on so many writes are answered, and no more.
+    pub fn answer_only_writes(&self, writes: usize) {
+        self.gates.writes.answer_only(writes);
+    }
+
+    /// Flushes and writes that wait for an answer.
     pub fn stuck(&self) -> usize {
-        self.flushes.stuck.lock().unwrap().len()
+        self.gates.flushes.stuck() + self.gates.writes.stuck()
     }
 }
 
 impl Drop for StuckStorage {
     fn drop(&mut self) {
-        self.answer_only(usize::MAX);
-        self.flushes.stuck.lock().unwrap().drain(..).for_each(ReplyEmpty::ok);
+        self.gates.flushes.open().into_iter().for_each(ReplyEmpty::ok);
+        self.gates.writes.open().into_iter().for_each(|reply| reply.error(Errno::EIO));
+        // Lazily: a process that a test has not ended yet may still have the disk open, and then it
+        // could not be unmounted in any other way.
+        let unmounted = Command::new("umount").arg("--lazy").arg(self.dir.path()).status();
         drop(self.session.take());
+        if !std::thread::panicking() {
+            assert!(unmounted.unwrap().success(), "{} stays mounted", self.dir.path().display());
+        }
     }
 }
 
@@ -145,6 +196,7 @@ impl Filesystem for OneFile {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let Some(reply) = self.gates.writes.pass(reply) else { return };
         let mut content = self.content.lock().unwrap();
         content[offset as usize..][..data.len()].copy_from_slice(data);
         reply.written(data.len() as u32);
@@ -155,11 +207,50 @@ impl Filesystem for OneFile {
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        let order = Ordering::SeqCst;
-        let left = self.flushes.answered.fetch_update(order, order, |left| left.checked_sub(1));
-        match left {
-            Ok(_) => reply.ok(),
-            Err(_) => self.flushes.stuck.lock().unwrap().push(reply),
+        if let Some(reply) = self.gates.flushes.pass(reply) {
+            reply.ok();
         }
+    }
+
+    /// A file without data has one hole.
+    fn lseek(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
+        let content = self.content.lock().unwrap();
+        match whence {
+            libc::SEEK_DATA if content.iter().all(|byte| *byte == 0) => reply.error(Errno::ENXIO),
+            libc::SEEK_DATA => reply.offset(offset),
+            _ => reply.offset(content.len() as i64),
+        }
+    }
+
+    fn setattr(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: Option<u32>,
+        _: Option<u32>,
+        _: Option<u32>,
+        size: Option<u64>,
+        _: Option<TimeOrNow>,
+        _: Option<TimeOrNow>,
+        _: Option<SystemTime>,
+        _: Option<FileHandle>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        if let Some(size) = size {
+            self.content.lock().unwrap().resize(size as usize, 0);
+        }
+        reply.attr(&TTL, &self.attributes(ino));
     }
 }
