@@ -5,10 +5,12 @@ mod common;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Place, Vmm, receiver};
+use common::{Place, Vmm, driftline, output, receiver, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
 /// More than any command takes here, its limit of a second included.
@@ -32,6 +34,8 @@ fn every_command_ends_where_nobody_answers() {
         &["stop"],
         &["stop", "--wait"],
         &["checkpoint", "--store", &store],
+        &["checkpoint", "--stop"],
+        &["checkpoint", "--status"],
         &["send-migration", "tcp:127.0.0.1:1"],
         &["cancel-migration"],
         &["plan"],
@@ -45,6 +49,60 @@ fn every_command_ends_where_nobody_answers() {
         assert!(said.contains("--timeout"), "{command:?}: {said}");
     }
     signal(&vmm, Signal::CONT);
+}
+
+/// Begins a run of checkpoints of `vmm` and follows it, as a client whose output goes to `stdout`.
+fn follow(vmm: &Vmm<'_>, store: &str, stdout: Stdio) -> Child {
+    let run = ["checkpoint", "--store", store, "--every", "1ms", "--keep", "2", "--json"];
+    let socket = vmm.socket();
+    let all = [&run[..], &["--timeout", "1s", "--api-sock", &socket]].concat();
+    driftline(&all).stdout(stdout).stderr(Stdio::null()).spawn().unwrap()
+}
+
+/// The page of the run of checkpoints.
+fn run_of(vmm: &Vmm<'_>) -> Option<Value> {
+    let status = ["checkpoint", "--status", "--json", "--api-sock", &vmm.socket()];
+    let out = output(&status);
+    out.status.success().then(|| serde_json::from_slice(&out.stdout).unwrap())
+}
+
+fn await_checkpoints(vmm: &Vmm<'_>, checkpoints: u64) {
+    wait_for("checkpoints", || {
+        let taken = run_of(vmm)?["achieved"]["epochs"].as_u64()?;
+        (taken >= checkpoints).then_some(())
+    });
+}
+
+#[test]
+fn run_whose_client_blocks_can_be_ended() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    let (store, pipe) = (place.text("store"), std::io::pipe().unwrap());
+    let mut client = follow(&vmm, &store, pipe.1.into());
+    // More than a pipe has room for: the client waits until somebody reads.
+    await_checkpoints(&vmm, 1000);
+    assert_eq!(vmm.state(), "running");
+    vmm.tell(&["checkpoint", "--stop"]);
+    assert_eq!(run_of(&vmm).unwrap()["running"], false);
+    // The next run has the store.
+    vmm.tell(&["checkpoint", "--store", &store]);
+    drop(pipe.0);
+    client.wait().unwrap();
+}
+
+#[test]
+fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    let mut client = follow(&vmm, &place.text("store"), Stdio::null());
+    await_checkpoints(&vmm, 1);
+    signal(&vmm, Signal::STOP);
+    let began = Instant::now();
+    assert_eq!(client.wait().unwrap().code(), Some(1));
+    assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
+    signal(&vmm, Signal::CONT);
+    wait_for("the end of the run", || (run_of(&vmm)?["running"] == false).then_some(()));
+    assert_eq!(vmm.state(), "running");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
@@ -79,6 +79,8 @@ fn unreachable(socket: &Path, cause: &io::Error) -> String {
 pub struct Client {
     socket: PathBuf,
     timeout: Duration,
+    /// When all requests have to be answered.
+    deadline: Option<Instant>,
 }
 
 /// How long a request waits for its answer unless said otherwise: more than twice what a VMM takes to refuse a pause
@@ -88,13 +90,18 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 impl Client {
     /// A client of the API on `socket`. Nothing is opened yet.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into(), timeout: TIMEOUT }
+        Self { socket: socket.into(), timeout: TIMEOUT, deadline: None }
     }
 
     /// The same, with another limit for each request. One that asks the VMM to hold its answer back (`wait_ms` in its path)
     /// has that time on top.
     pub fn with_timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
+    }
+
+    /// The same, for several requests that have the time of one together, from now on.
+    pub fn within_timeout(self) -> Self {
+        Self { deadline: Instant::now().checked_add(self.timeout), ..self }
     }
 
     /// The number of the process that listens on the socket; `None` where the system does not tell.
@@ -124,7 +131,9 @@ impl Client {
     ) -> Result<T, ClientError> {
         let limit = self.timeout.saturating_add(wait_of(path));
         let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
-        let exchange = tokio::time::timeout(limit, self.exchange(method, path, body)).await;
+        let left = self.deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let left = left.map_or(limit, |left| left.min(limit));
+        let exchange = tokio::time::timeout(left, self.exchange(method, path, body)).await;
         let silent = |_| ClientError::Silent { socket: self.socket.clone(), request, limit };
         let (status, bytes) = exchange.map_err(silent)??;
         let json: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };

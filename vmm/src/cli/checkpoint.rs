@@ -38,11 +38,20 @@ async fn page_of(client: &Client) -> Result<CheckpointPage, ClientError> {
 }
 
 async fn stop(args: &CheckpointArgs) -> Result<ExitCode, Failure> {
-    let client = args.api.client();
+    let (client, timeout) = (args.api.client().within_timeout(), args.api.timeout);
     let job = page_of(&client).await?.job;
     client.call::<()>(Method::DELETE, &format!("/checkpoint?job={job}"), None::<&()>).await?;
     // Until the checkpoint under way is durable, or is not, and the store is free.
-    client.get::<()>(&format!("/checkpoint/hold?job={job}")).await?;
+    match client.get::<()>(&format!("/checkpoint/hold?job={job}")).await {
+        Ok(()) => {}
+        Err(ClientError::Silent { .. }) => {
+            return Err(Failure::error(format_args!(
+                "the checkpoint run (job {job}) was told to end, and has not in {timeout:?}: the checkpoint under way \
+                 may wait for its storage or a disk; --timeout waits longer"
+            )));
+        }
+        Err(e) => return Err(e.into()),
+    }
     say(format_args!("the checkpoint run (job {job}) has ended"));
     Ok(ExitCode::SUCCESS)
 }
