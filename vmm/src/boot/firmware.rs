@@ -1,5 +1,6 @@
 //! What a firmware would have left in memory: MP table, ACPI tables, generation ID.
 
+use dirty_tracker::Gfn;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::kernel::Loaded;
@@ -44,6 +45,11 @@ pub(super) fn write(
     Ok(rsdp)
 }
 
+/// The frame that has the generation ID.
+pub(crate) fn generation_frame() -> Gfn {
+    Gfn::containing(map::GENERATION_ID.0)
+}
+
 /// Gives the guest a new generation ID: it goes on from a state from which others may go on too, and
 /// must not draw the same random numbers. The frame is marked dirty like every other write.
 pub(crate) fn renew_generation_id(memory: &Memory) -> Result<(), vm_memory::GuestMemoryError> {
@@ -59,7 +65,7 @@ fn fresh_generation_id() -> [u8; 16] {
 mod tests {
     use super::*;
     use crate::memory::MemoryOptions;
-    use dirty_tracker::{FrameRun, Gfn};
+    use dirty_tracker::FrameRun;
 
     #[test]
     fn a_new_generation_id_differs_and_is_seen_by_the_tracker() {

@@ -34,7 +34,7 @@ use crate::config::{Boot, MachineConfig};
 use crate::memory::Memory;
 use kernel::{Loaded, Start};
 
-pub(crate) use firmware::renew_generation_id;
+pub(crate) use firmware::{generation_frame, renew_generation_id};
 pub use registers::set_registers;
 
 /// Where KVM's interrupt controllers lie.

@@ -22,6 +22,8 @@ mod factory;
 pub(crate) mod fuzz;
 #[cfg(test)]
 pub(crate) mod golden;
+#[cfg(test)]
+mod late_tests;
 mod state;
 mod supervisor;
 #[cfg(test)]

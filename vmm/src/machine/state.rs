@@ -3,6 +3,8 @@
 //! version of its own; the rest is postcard. They come from files and wires: nothing in them is
 //! believed before it is checked, by us or by KVM.
 
+use std::time::Duration;
+
 use checkpoint::{Clock, GuestError, Section, SectionTag, section_tags as tags};
 use kvm_bindings::*;
 use serde::de::DeserializeOwned;
@@ -110,8 +112,18 @@ pub(super) fn restore_vm(
 }
 
 /// Gives a restored guest a generation ID of its own and, if it listens, tells it. After
-/// [`restore_vm`], which would take the interrupt back.
-pub(super) fn renew_generation(vm: &KvmVm, saved: &SavedVm) -> Result<(), GuestError> {
+/// [`restore_vm`], which would take the interrupt back. The ID's page may take `limit` to come.
+pub(super) fn renew_generation(
+    vm: &KvmVm,
+    saved: &SavedVm,
+    limit: Duration,
+) -> Result<(), GuestError> {
+    // This thread ends the guest: it must not wait for a page that never comes.
+    let come = vm.memory().require(boot::generation_frame(), limit);
+    come.map_err(|why| GuestError::System {
+        what: "writing the generation ID",
+        cause: why.into(),
+    })?;
     boot::renew_generation_id(vm.memory()).map_err(|e| GuestError::System {
         what: "writing the generation ID",
         cause: Box::new(e),

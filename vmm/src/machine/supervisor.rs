@@ -11,6 +11,7 @@ use checkpoint::{Clock, GuestError, RunState, SavedState};
 
 use super::MachineError;
 use super::state::{self, SavedMachine};
+use crate::boot;
 use crate::collector::{self, Brake};
 use crate::devices::Bus;
 use crate::kvm::{ImmediateExit, KvmVm, kick};
@@ -23,6 +24,10 @@ use crate::vm::EndReason;
 /// How long vCPUs have to come to a stand. They wait for nothing that does not hear commands, so only a
 /// defect takes this long.
 const HALT_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long vCPUs have to take over a state. KVM touches pages that vCPUs share with the guest, and
+/// those of a lazy restore come from storage.
+const RESTORE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
 
 /// What the supervisor is told.
 pub(super) enum Request {
@@ -488,11 +493,18 @@ impl Supervisor {
             waiting.push(restored);
         }
         // For all of them, whatever the first one says.
-        let restored = waiting.into_iter().map(|restored| restored.recv().map_err(|_| gone())?);
+        let deadline = Instant::now() + RESTORE_LIMIT;
+        let restored = waiting.into_iter().zip(0..).map(|(restored, id)| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            restored.recv_timeout(left).map_err(|e| not_restored(id, e))?
+        });
         restored.collect::<Vec<_>>().into_iter().collect()
     }
 
     fn restore_parts(&self, saved: SavedMachine, clock: Clock) -> Result<(), GuestError> {
+        if clock == Clock::Continue && saved.platform.is_some() {
+            self.vm.memory().ask(boot::generation_frame());
+        }
         // KVM reads and writes pages that vCPUs share with the guest, and waits for those to come.
         self.status.takes_state.store(true, Ordering::SeqCst);
         let taken = self.restore_vcpus(saved.vcpus, Adjust { clock, now_ns: wall_ns() });
@@ -518,7 +530,7 @@ impl Supervisor {
             self.bus.power().restore(platform.power);
             // From one checkpoint many may go on; what migrates stays the one that it was.
             if clock == Clock::Continue {
-                state::renew_generation(&self.vm, &saved.vm)?;
+                state::renew_generation(&self.vm, &saved.vm, RESTORE_LIMIT)?;
             }
         }
         Ok(())
@@ -540,6 +552,20 @@ fn no_answer(id: u32, e: RecvTimeoutError) -> GuestError {
         RecvTimeoutError::Timeout => {
             let cause = format!("vCPU {id} did not give its state in {} s", HALT_LIMIT.as_secs());
             GuestError::System { what: "saving the state of a vCPU", cause: cause.into() }
+        }
+    }
+}
+
+/// vCPU `id` has not taken over its state in [`RESTORE_LIMIT`].
+fn not_restored(id: u32, e: RecvTimeoutError) -> GuestError {
+    match e {
+        RecvTimeoutError::Disconnected => gone(),
+        RecvTimeoutError::Timeout => {
+            let limit = RESTORE_LIMIT.as_secs();
+            let cause = format!(
+                "vCPU {id} did not take over its state in {limit} s: a page that it shares with KVM may not come"
+            );
+            GuestError::System { what: "restoring the state of a vCPU", cause: cause.into() }
         }
     }
 }

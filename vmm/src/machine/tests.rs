@@ -17,9 +17,9 @@ use crate::vm::{EndReason, Vm};
 
 #[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../../tests/kvm/elf.rs"]
-mod elf;
+pub(super) mod elf;
 
-const LONG: Duration = Duration::from_secs(60);
+pub(super) const LONG: Duration = Duration::from_secs(60);
 
 /// A machine that runs `code`, and has one device, which does as `script` says.
 struct World {
@@ -68,7 +68,7 @@ impl World {
 }
 
 #[track_caller]
-fn wait_until(what: &str, f: impl Fn() -> bool) {
+pub(super) fn wait_until(what: &str, f: impl Fn() -> bool) {
     let end = Instant::now() + LONG;
     while !f() {
         assert!(Instant::now() < end, "{what}: not in {LONG:?}");

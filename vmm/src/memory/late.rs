@@ -73,6 +73,8 @@ struct State {
     left: FrameSet,
     /// Part of them, on its way.
     under_way: Option<FrameRun>,
+    /// A frame that somebody waits for without touching it.
+    asked: Option<Gfn>,
     /// Somebody has asked which have not come, to read them: what is touched from then on tells nothing of the guest.
     is_read: bool,
     fetching: Fetching,
@@ -150,6 +152,29 @@ impl Late {
         let mut state = state.unwrap_or_else(PoisonError::into_inner);
         forgotten.extend(state.left.within(frames));
         state.left.remove(frames);
+    }
+
+    /// Has `frame` fetched next.
+    pub(super) fn ask(&self, frame: Gfn) {
+        self.shared.lock().asked = Some(frame);
+    }
+
+    /// Returns when `frame` has come, so that a thread of this process may touch it: one that touches a
+    /// lost frame waits for ever, or is killed. Otherwise says why it has not, after `limit` at the latest.
+    pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
+        let mut state = self.shared.lock();
+        state.asked = state.left.contains(frame).then_some(frame);
+        let comes = |s: &mut State| s.left.contains(frame) && s.fetching.lost.is_none();
+        let waited = self.shared.idle.wait_timeout_while(state, limit, comes);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.asked = None;
+        match &state.fetching.lost {
+            Some(why) => Err(why.clone()),
+            None if state.left.contains(frame) => {
+                Err(format!("page {:#x} has not come in {limit:?}: its storage hangs", frame.0))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Returns when all have come, or after `limit`; whether they have.
@@ -238,6 +263,11 @@ impl Fetcher {
                 continue;
             }
             self.poison_lost();
+            let asked = self.shared.lock().asked.take();
+            if let Some(frame) = asked {
+                self.fetch(FrameRun { start: frame, count: 1 });
+                continue;
+            }
             if awaited {
                 if first.len() == 0 {
                     continue;
@@ -394,6 +424,7 @@ impl Fetcher {
             // The guest ends with it, and that is said.
             tracing::debug!("a frame of the restored guest cannot be had: {why}");
             self.shared.lock().fetching.lost = Some(why.clone());
+            self.shared.idle.notify_all();
             self.owner.lost(why);
         }
     }

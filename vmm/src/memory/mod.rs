@@ -19,7 +19,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
-use dirty_tracker::{FrameRun, FrameSet, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker};
+use dirty_tracker::{
+    FrameRun, FrameSet, Gfn, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker,
+};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};
@@ -215,6 +217,19 @@ impl Memory {
         opened.ok().map(|fill| Box::new(fill) as Box<dyn Fill>)
     }
 
+    /// Has `frame` fetched next, if it has not come, for a [`require`](Self::require) that follows.
+    pub(crate) fn ask(&self, frame: Gfn) {
+        if let Some(late) = self.kept.late() {
+            late.ask(frame);
+        }
+    }
+
+    /// Returns when `frame` has come, so that this process may touch it; why it has not otherwise, after
+    /// `limit` at the latest.
+    pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
+        self.kept.late().map_or(Ok(()), |late| late.require(frame, limit))
+    }
+
     /// How far the fetching is; `None` where nothing was to be fetched.
     pub(crate) fn fetching(&self) -> Option<Fetching> {
         self.kept.late().map(Late::fetching)
@@ -326,7 +341,6 @@ pub(crate) fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dirty_tracker::Gfn;
     use vm_memory::Bytes;
 
     #[test]

@@ -1,0 +1,155 @@
+//! Machines whose memory comes late and not whole, in a process that nothing ends for it: every request
+//! comes to an end.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Instant;
+
+use checkpoint::{Backlog, Clock, Guest, RunState, Section, StoreError, VmId};
+use dirty_tracker::{FrameRun, FrameSet, Gfn, TrackingMode};
+
+use super::Machine;
+use super::tests::{LONG, elf, wait_until};
+use crate::boot;
+use crate::config::{
+    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
+};
+use crate::testing::{kvm_or_skip, skip};
+
+/// Where the guest has its kvmclock.
+const CLOCK_FRAME: Gfn = Gfn(0x200);
+
+/// Enables kvmclock, and then prints an R.
+#[rustfmt::skip]
+const CLOCKED: [u8; 23] = [
+    // mov ecx, 0x4b564d01; mov eax, 0x200001; xor edx, edx; wrmsr
+    0xb9, 0x01, 0x4d, 0x56, 0x4b, 0xb8, 0x01, 0x00, 0x20, 0x00, 0x31, 0xd2, 0x0f, 0x30,
+    // mov dx, 0x3f8; mov al, 'R'; out dx, al; jmp $
+    0x66, 0xba, 0xf8, 0x03, 0xb0, b'R', 0xee, 0xeb, 0xfe,
+];
+
+/// Pages of zeros, of which one is damaged; all come when the gate is closed.
+struct Stored {
+    frames: FrameSet,
+    damaged: Option<Gfn>,
+    gate: Receiver<()>,
+}
+
+impl Backlog for Stored {
+    fn epoch(&self) -> u64 {
+        7
+    }
+
+    fn frames(&self) -> &FrameSet {
+        &self.frames
+    }
+
+    fn first(&self) -> &[FrameRun] {
+        &[]
+    }
+
+    fn finish(&mut self, _: &[FrameRun]) {}
+
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
+        let _ = self.gate.recv();
+        contents.fill(0);
+        match self.damaged.filter(|gfn| (run.start..run.end()).contains(gfn)) {
+            Some(_) => Err(StoreError::NoEpoch { dir: "a store".into(), epoch: Some(7) }),
+            None => Ok(()),
+        }
+    }
+}
+
+fn config(kernel: &std::path::Path) -> MachineConfig {
+    MachineConfig {
+        identity: Default::default(),
+        mem_bytes: 16 << 20,
+        vcpus: 1,
+        tracking: TrackingMode::None,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend: Backend::Kvm,
+        boot: Boot::Kernel {
+            kernel: kernel.to_owned(),
+            initrd: None,
+            cmdline: String::new(),
+            bare: true,
+        },
+        cpu: CpuConfig::default(),
+        devices: Vec::new(),
+    }
+}
+
+/// The state of a guest with a kvmclock.
+fn state() -> Vec<Section> {
+    let dir = tempfile::tempdir().unwrap();
+    let (kernel, serial) = (dir.path().join("kernel"), dir.path().join("serial"));
+    std::fs::write(&kernel, elf::Elf::new(&CLOCKED).bytes()).unwrap();
+    let host = HostConfig { serial: SerialSink::File(serial.clone()), ..Default::default() };
+    let machine = Machine::launch(config(&kernel), &host).unwrap();
+    machine.resume().unwrap();
+    wait_until("a kvmclock", || std::fs::read_to_string(&serial).unwrap_or_default() == "R");
+    machine.pause().unwrap();
+    machine.save_state().unwrap()
+}
+
+/// A machine to which both frames come late, and what opens the gate.
+fn coming(test: &str, damaged: Option<Gfn>) -> Option<(Arc<Machine>, Sender<()>)> {
+    if !kvm_or_skip(test) {
+        return None;
+    }
+    let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
+    let machine =
+        Machine::empty(VmId::random(), config(std::path::Path::new("none")), &host).unwrap();
+    let (open, gate) = mpsc::channel();
+    let frames = [CLOCK_FRAME, boot::generation_frame()];
+    let frames = frames.into_iter().map(|start| FrameRun { start, count: 1 }).collect();
+    if machine.fetch_late(Box::new(Stored { frames, damaged, gate })).unwrap().is_some() {
+        skip(test, "this host has no userfaultfd for missing pages");
+        return None;
+    }
+    Some((machine, open))
+}
+
+fn refused(machine: &Machine, sections: &[Section]) -> String {
+    let began = Instant::now();
+    let why = machine.restore_state(sections, Clock::Continue).unwrap_err().to_string();
+    assert!(began.elapsed() < LONG, "{:?}: {why}", began.elapsed());
+    why
+}
+
+#[test]
+fn lost_page_of_the_generation_id_refuses_the_restore() {
+    let test = "lost_page_of_the_generation_id_refuses_the_restore";
+    let Some((machine, open)) = coming(test, Some(boot::generation_frame())) else { return };
+    drop(open);
+    let why = refused(&machine, &state());
+    assert!(why.contains("page 0xff of checkpoint 7 is lost"), "{why}");
+    let began = Instant::now();
+    machine.stop("it cannot run");
+    assert!(began.elapsed() < LONG, "{:?}", began.elapsed());
+    assert_eq!(machine.run_state(), RunState::Stopped);
+}
+
+#[test]
+fn lost_page_of_the_clock_refuses_the_restore() {
+    let test = "lost_page_of_the_clock_refuses_the_restore";
+    let Some((machine, open)) = coming(test, Some(CLOCK_FRAME)) else { return };
+    drop(open);
+    let why = refused(&machine, &state());
+    assert!(why.contains("page 0x200 of checkpoint 7 is lost"), "{why}");
+    machine.stop("it cannot run");
+}
+
+#[test]
+fn vcpu_that_takes_over_no_state_is_named() {
+    let Some((machine, open)) = coming("vcpu_that_takes_over_no_state_is_named", None) else {
+        return;
+    };
+    let why = refused(&machine, &state());
+    assert!(why.contains("vCPU 0 did not take over its state in 5 s"), "{why}");
+    let why = machine.resume().unwrap_err().to_string();
+    assert!(why.contains("restoring it failed half-way"), "{why}");
+    // The page comes after all, and the thread ends.
+    drop(open);
+    machine.stop("it cannot run");
+}

@@ -1,0 +1,127 @@
+//! Pages that KVM itself shares with a guest are damaged in a checkpoint: a lazy restore ends, whichever it is.
+//!
+//! Four of them belong to paravirtual features, which a guest enables by writing the address of a
+//! page: kvmclock, steal time, PV EOI and asynchronous page faults. Guests are shown all of these as
+//! far as KVM has them, with `--cpu baseline` only kvmclock. KVM reads and writes the page of kvmclock
+//! when the MSR is restored, those of steal time and asynchronous page faults when the vCPU first
+//! runs, and that of PV EOI when an interrupt is injected. The fifth page, of the generation ID, is
+//! written by the VMM.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+#[path = "kvm/elf.rs"]
+mod elf;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use common::{Place, Vmm, wait_for};
+use elf::Elf;
+use kvm_ioctls::Kvm;
+use vmm::testing::kvm_or_skip;
+
+const PAGE: u64 = 4096;
+/// Offset in a page of what tells it apart; KVM and the VMM use less than that.
+const MARK_AT: u64 = 0x800;
+
+/// A page that somebody else than the guest uses, and what the guest writes to the MSR for it.
+struct Shared {
+    name: &'static str,
+    gpa: u32,
+    /// MSRs and their values; none for a page that is always used.
+    msrs: Vec<(u32, u32)>,
+}
+
+impl Shared {
+    fn mark(&self) -> u32 {
+        0x5a5a_0000 | self.gpa >> 12
+    }
+}
+
+/// The pages of this host's features.
+fn shared() -> Vec<Shared> {
+    let cpuid = Kvm::new().unwrap().get_supported_cpuid(80).unwrap();
+    let leaf = cpuid.as_slice().iter().find(|entry| entry.function == 0x4000_0001).unwrap();
+    let offered = |bits: &[u32]| bits.iter().all(|bit| leaf.eax >> bit & 1 == 1);
+    let mut pages = vec![Shared { name: "the generation ID", gpa: 0xf_f000, msrs: Vec::new() }];
+    let at = |i: u32| 0x20_0000 + i * PAGE as u32;
+    let features: [(&str, &[u32], Vec<(u32, u32)>); 4] = [
+        ("kvmclock", &[3], vec![(0x4b56_4d01, at(0) | 1)]),
+        ("steal time", &[5], vec![(0x4b56_4d03, at(1) | 1)]),
+        ("PV EOI", &[6], vec![(0x4b56_4d04, at(2) | 1)]),
+        // By an interrupt when a page has come, of the vector that is written first.
+        ("async page faults", &[4, 14], vec![(0x4b56_4d06, 0x40), (0x4b56_4d02, at(3) | 1 | 8)]),
+    ];
+    for ((name, bits, msrs), i) in features.into_iter().zip(0..) {
+        match offered(bits) {
+            true => pages.push(Shared { name, gpa: at(i), msrs }),
+            false => println!("not offered by this host: {name}"),
+        }
+    }
+    pages
+}
+
+/// A kernel that marks and enables all of `pages`, prints an R, and goes on for ever.
+fn kernel(pages: &[Shared]) -> Vec<u8> {
+    let mut code = Vec::new();
+    for page in pages {
+        // mov dword [gpa + MARK_AT], mark
+        code.extend([0xc7, 0x05]);
+        code.extend((page.gpa + MARK_AT as u32).to_le_bytes());
+        code.extend(page.mark().to_le_bytes());
+        for (msr, value) in &page.msrs {
+            // mov ecx, msr; mov eax, value; xor edx, edx; wrmsr
+            code.push(0xb9);
+            code.extend(msr.to_le_bytes());
+            code.push(0xb8);
+            code.extend(value.to_le_bytes());
+            code.extend([0x31, 0xd2, 0x0f, 0x30]);
+        }
+    }
+    // mov dx, 0x3f8; mov al, 'R'; out dx, al; jmp $
+    code.extend([0x66, 0xba, 0xf8, 0x03, 0xb0, b'R', 0xee, 0xeb, 0xfe]);
+    Elf::new(&code).bytes()
+}
+
+/// Where the page file has `page`.
+fn slot(file: &File, page: &Shared) -> u64 {
+    let slots = file.metadata().unwrap().len() / PAGE;
+    let is_it = |slot: &u64| {
+        let mut mark = [0; 4];
+        file.read_exact_at(&mut mark, slot * PAGE + MARK_AT).unwrap();
+        mark == page.mark().to_le_bytes()
+    };
+    (0..slots).find(is_it).unwrap_or_else(|| panic!("the checkpoint has no {}", page.name))
+}
+
+#[test]
+fn lazy_restore_ends_whichever_shared_page_is_damaged() {
+    if !kvm_or_skip("lazy_restore_ends_whichever_shared_page_is_damaged") {
+        return;
+    }
+    let place = Place::new();
+    let pages = shared();
+    std::fs::write(place.path("kernel"), kernel(&pages)).unwrap();
+    let (kernel, store) = (place.text("kernel"), place.text("store"));
+    let mut guest = Vmm::run(&place, "guest", &["--mem", "32M", "--kernel", &kernel]);
+    wait_for("the guest", || (place.read("guest.serial") == "R").then_some(()));
+    guest.tell(&["checkpoint", "--store", &store]);
+    guest.kill();
+
+    let restore = ["restore", "--lazy", "--store", &store];
+    let mut whole = Vmm::start(&place, "whole", &restore);
+    whole.await_api();
+    assert!(whole.said().contains(" pages follow on demand"), "{}", whole.said());
+    whole.tell(&["stop", "--wait"]);
+    let file = place.path("store").join("pages-1");
+    let file = File::options().read(true).write(true).open(file).unwrap();
+    for page in &pages {
+        let at = slot(&file, page) * PAGE + MARK_AT;
+        file.write_all_at(&(!page.mark()).to_le_bytes(), at).unwrap();
+        let mut damaged = Vmm::start(&place, "damaged", &restore);
+        assert_eq!(damaged.wait(), Some(1), "{}: {}", page.name, damaged.said());
+        let lost = format!("page {:#x} of checkpoint 1 is lost", page.gpa >> 12);
+        assert!(damaged.said().contains(&lost), "{}: {}", page.name, damaged.said());
+        file.write_all_at(&page.mark().to_le_bytes(), at).unwrap();
+    }
+}
