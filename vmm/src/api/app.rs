@@ -11,7 +11,7 @@ type Hook = Box<dyn Fn() -> Result<(), String> + Send + Sync>;
 
 /// Upper bound on taking over a guest once its source has handed it over: devices and vCPUs have
 /// limits of their own, and the guest ends where those are reached.
-const TAKE_OVER_LIMIT: Duration = Duration::from_secs(30);
+const TAKE_OVER_LIMIT: Duration = Duration::from_secs(20);
 
 /// The state behind every request.
 pub struct App {
