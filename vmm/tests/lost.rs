@@ -38,6 +38,9 @@ impl Shared {
     }
 }
 
+/// A feature's name, its bits of CPUID, and what is written to enable it.
+type Feature = (&'static str, &'static [u32], Vec<(u32, u32)>);
+
 /// The pages of this host's features.
 fn shared() -> Vec<Shared> {
     let cpuid = Kvm::new().unwrap().get_supported_cpuid(80).unwrap();
@@ -45,7 +48,7 @@ fn shared() -> Vec<Shared> {
     let offered = |bits: &[u32]| bits.iter().all(|bit| leaf.eax >> bit & 1 == 1);
     let mut pages = vec![Shared { name: "the generation ID", gpa: 0xf_f000, msrs: Vec::new() }];
     let at = |i: u32| 0x20_0000 + i * PAGE as u32;
-    let features: [(&str, &[u32], Vec<(u32, u32)>); 4] = [
+    let features: [Feature; 4] = [
         ("kvmclock", &[3], vec![(0x4b56_4d01, at(0) | 1)]),
         ("steal time", &[5], vec![(0x4b56_4d03, at(1) | 1)]),
         ("PV EOI", &[6], vec![(0x4b56_4d04, at(2) | 1)]),
@@ -83,15 +86,18 @@ fn kernel(pages: &[Shared]) -> Vec<u8> {
     Elf::new(&code).bytes()
 }
 
-/// Where the page file has `page`.
-fn slot(file: &File, page: &Shared) -> u64 {
+/// Where the page file has the mark of `page`: more than once if the page changed while the guest's
+/// memory was copied.
+fn marks(file: &File, page: &Shared) -> Vec<u64> {
     let slots = file.metadata().unwrap().len() / PAGE;
-    let is_it = |slot: &u64| {
+    let is_there = |at: &u64| {
         let mut mark = [0; 4];
-        file.read_exact_at(&mut mark, slot * PAGE + MARK_AT).unwrap();
+        file.read_exact_at(&mut mark, *at).unwrap();
         mark == page.mark().to_le_bytes()
     };
-    (0..slots).find(is_it).unwrap_or_else(|| panic!("the checkpoint has no {}", page.name))
+    let found: Vec<u64> = (0..slots).map(|slot| slot * PAGE + MARK_AT).filter(is_there).collect();
+    assert!(!found.is_empty(), "the checkpoint has no page of {}", page.name);
+    found
 }
 
 #[test]
@@ -116,12 +122,15 @@ fn lazy_restore_ends_whichever_shared_page_is_damaged() {
     let file = place.path("store").join("pages-1");
     let file = File::options().read(true).write(true).open(file).unwrap();
     for page in &pages {
-        let at = slot(&file, page) * PAGE + MARK_AT;
-        file.write_all_at(&(!page.mark()).to_le_bytes(), at).unwrap();
+        let marks = marks(&file, page);
+        let write = |mark: u32| {
+            marks.iter().for_each(|at| file.write_all_at(&mark.to_le_bytes(), *at).unwrap());
+        };
+        write(!page.mark());
         let mut damaged = Vmm::start(&place, "damaged", &restore);
         assert_eq!(damaged.wait(), Some(1), "{}: {}", page.name, damaged.said());
         let lost = format!("page {:#x} of checkpoint 1 is lost", page.gpa >> 12);
         assert!(damaged.said().contains(&lost), "{}: {}", page.name, damaged.said());
-        file.write_all_at(&page.mark().to_le_bytes(), at).unwrap();
+        write(page.mark());
     }
 }
