@@ -14,6 +14,7 @@ pub mod devices;
 pub mod doctor;
 pub mod exit;
 pub mod export;
+mod fail_point;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -8,6 +8,8 @@
 use std::io;
 use std::sync::mpsc::{self, Sender};
 
+use crate::fail_point;
+
 /// The way to that thread, which ends with the last of these.
 #[derive(Clone, Debug)]
 pub(crate) struct Opener {
@@ -20,6 +22,7 @@ impl Opener {
     pub(crate) fn start() -> io::Result<Self> {
         let (jobs, inbox) = mpsc::channel::<Job>();
         let run = move || inbox.into_iter().for_each(|job| job());
+        fail_point::pass("opener")?;
         std::thread::Builder::new().name("opener".to_owned()).spawn(run)?;
         Ok(Self { jobs })
     }

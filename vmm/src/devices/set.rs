@@ -21,6 +21,7 @@ use super::rng::Rng;
 use super::virtio::{Device, Done, GRACE, Transport, VirtioState};
 use super::vsock::{Vsock, VsockError};
 use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, MachineConfig, disks_mut};
+use crate::fail_point;
 use crate::kvm::KvmVm;
 use crate::memory::{Kept, Memory};
 
@@ -161,11 +162,12 @@ impl DeviceSet {
         set.kept = memory.kept().clone();
         for device in &config.devices {
             let id = device.id();
+            let system = |cause| DeviceError::System { id: id.to_owned(), cause };
+            fail_point::pass(id).map_err(system)?;
             let mut built = set.create(device, config.vcpus, guest, made_here)?;
             if acquire {
                 built.acquire().map_err(|why| DeviceError::InUse { why })?;
             }
-            let system = |cause| DeviceError::System { id: id.to_owned(), cause };
             set.devices.push(Transport::spawn(id, built, memory.ram().clone()).map_err(system)?);
         }
         Ok(set)
@@ -252,6 +254,7 @@ impl DeviceSet {
     pub(crate) fn connect(&self, vm: &KvmVm) -> io::Result<()> {
         for (i, device) in self.devices.iter().enumerate() {
             let place = placement(i).ok_or_else(|| io::Error::other("no interrupt is left"))?;
+            fail_point::pass("irqfd")?;
             vm.fd().register_irqfd(device.line(), place.irq)?;
             let notify = IoEventAddress::Mmio(place.base + QUEUE_NOTIFY);
             for (kick, queue) in device.kicks().zip(0u32..) {

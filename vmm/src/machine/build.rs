@@ -12,7 +12,9 @@ use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
 use super::early::{Blank, EarlyVm};
-use super::supervisor::{Peer, Status, Supervisor, VcpuHandle};
+use super::error::step;
+use super::supervisor::{Peer, Status, Supervisor};
+use super::vcpus::{VcpuHandle, Vcpus};
 use super::{Machine, MachineError};
 use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{Brake, Collector, Message};
@@ -131,13 +133,16 @@ impl Machine {
     ) -> Result<Arc<Self>, MachineError> {
         check(&config).map_err(MachineError::Config)?;
         let blank = early.map_or_else(Blank::new, EarlyVm::wait)?;
+        step("CPUID")?;
         let offered = offered_cpuid(&blank.kvm, &blank.supported, &config.cpu)?;
         register_kick_handler().map_err(MachineError::system("installing a signal handler"))?;
+        step("memory")?;
         let memory = match special.sparse {
             true => Memory::sparse(config.mem_bytes, &host.memory)?,
             false => Memory::new(config.mem_bytes, &host.memory)?,
         };
         let memory = Arc::new(memory);
+        step("kernel")?;
         let entry =
             if load { Some(boot::load(&config, &memory, &mmio_slots(&config))?) } else { None };
         let (sink, serial) = open_sink(&host.serial)?;
@@ -149,6 +154,7 @@ impl Machine {
         let (meters, balloon) = (devices.meters().to_vec(), devices.balloon().cloned());
 
         let (vm, kvm, capabilities, supported) = blank.furnish(&memory)?;
+        step("tracking mode")?;
         match config.tracking {
             TrackingMode::DirtyRing => enable_rings(&vm, &capabilities, config.ring_entries)?,
             TrackingMode::DirtyBitmapManual => enable_manual(&vm, &capabilities)?,
@@ -162,10 +168,12 @@ impl Machine {
                 false => check_tsc(&config.cpu, fd, &capabilities)?,
             }
         }
+        step("dirty source")?;
         let (source, reports) = dirty_source(&vm, &vcpus, &config, special.sink)?;
         #[cfg(all(feature = "broken-source", debug_assertions))]
         let source = source.map(|source| broken(source, &memory, host));
         let context = Arc::new(state_context(&kvm, capabilities, supported, &vcpus)?);
+        step("COM1")?;
         let com1 = Com1::new(vm.clone(), sink);
         let com1 = com1.map_err(MachineError::system("creating an event file descriptor"))?;
         devices.connect(&vm).map_err(MachineError::system("connecting virtio devices"))?;
@@ -175,6 +183,7 @@ impl Machine {
         let (to_collector, status) = (collector_channel.0.clone(), Arc::new(Status::new(holds)));
         let (requests, inbox) = mpsc::channel();
         let peer = |_: u8| Peer { supervisor: requests.clone(), collector: to_collector.clone() };
+        // If a step fails from here on, dropping these joins the vCPU threads, whoever owns them by then.
         let handles = start_vcpus(vcpus.into_iter().zip(reports), &vm, &bus, &context, peer)?;
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         let brakes = handles.iter().map(VcpuHandle::brake).collect();
@@ -185,7 +194,6 @@ impl Machine {
         let input = input.map_err(MachineError::system("reading the serial port's input"))?;
         #[cfg(test)]
         let shared_bus = bus.clone();
-        // From here on the supervisor ends the threads if anything fails.
         let supervisor =
             Supervisor::spawn(vm.clone(), bus, context, handles, status.clone(), inbox)?;
         let mut machine = Self {
@@ -278,6 +286,7 @@ fn create_vcpus(
         capabilities.has(KVM_CAP_TSC_DEADLINE_TIMER) && cpuid::may_have_tsc_deadline(&config.cpu);
     let mut vcpus = Vec::new();
     for id in 0..config.vcpus {
+        step("KVM_CREATE_VCPU")?;
         let fd = vm.fd().create_vcpu(id.into());
         let fd = fd.map_err(MachineError::system("KVM_CREATE_VCPU"))?;
         let cpuid = cpuid::for_vcpu(offered, id, config.vcpus, tsc_deadline);
@@ -422,6 +431,7 @@ fn state_context(
     supported: CpuId,
     vcpus: &[(VcpuFd, CpuId)],
 ) -> Result<StateContext, MachineError> {
+    step("MSRs")?;
     let msrs = kvm.get_msr_index_list();
     let msrs = msrs.map_err(MachineError::system("KVM_GET_MSR_INDEX_LIST"))?;
     let (first, _) =
@@ -436,9 +446,10 @@ fn start_vcpus(
     bus: &Arc<Bus>,
     context: &Arc<StateContext>,
     peer: impl Fn(u8) -> Peer,
-) -> Result<Vec<VcpuHandle>, MachineError> {
-    let mut handles = Vec::new();
+) -> Result<Vcpus, MachineError> {
+    let mut handles = Vcpus::default();
     for (((fd, cpuid), ring_full), id) in vcpus.zip(0u8..) {
+        step("kvm_run")?;
         let immediate_exit =
             ImmediateExit::new(&fd).map_err(MachineError::system("mapping kvm_run"))?;
         let immediate_exit = Arc::new(immediate_exit);

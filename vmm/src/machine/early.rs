@@ -12,6 +12,7 @@ use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VmFd};
 
 use super::MachineError;
+use super::error::step;
 use crate::kvm::{self, Capabilities, KvmVm, block_signals};
 use crate::memory::{HOLE_START, Memory};
 
@@ -50,9 +51,11 @@ impl Blank {
         memory: &Arc<Memory>,
     ) -> Result<(KvmVm, Kvm, Capabilities, CpuId), MachineError> {
         let Self { kvm, capabilities, supported, fd } = self;
+        step("memory slots")?;
         let vm = KvmVm::new(fd, memory.clone());
         let vm = vm.map_err(MachineError::system("giving the guest its memory"))?;
         let fd = vm.fd();
+        step("interrupt controllers")?;
         if capabilities.has(KVM_CAP_SET_IDENTITY_MAP_ADDR) {
             let set = fd.set_identity_map_address(IDENTITY_MAP);
             set.map_err(MachineError::system("KVM_SET_IDENTITY_MAP_ADDR"))?;
@@ -72,7 +75,7 @@ impl Blank {
 /// # use vmm::machine::EarlyVm;
 /// let early = EarlyVm::begin();
 /// // .. read a store ..
-/// drop(early); // no guest came of it
+/// drop(early); // no guest came of it: waits for the thread, a few milliseconds
 /// ```
 #[derive(Debug)]
 pub struct EarlyVm(Option<JoinHandle<Result<Blank, MachineError>>>);
@@ -88,11 +91,18 @@ impl EarlyVm {
         Self(thread.spawn(making).ok())
     }
 
-    pub(super) fn wait(self) -> Result<Blank, MachineError> {
-        match self.0.map(JoinHandle::join) {
+    pub(super) fn wait(mut self) -> Result<Blank, MachineError> {
+        match self.0.take().map(JoinHandle::join) {
             Some(Ok(made)) => made,
             // There was no thread for it, or none is left.
             Some(Err(_)) | None => Blank::new(),
         }
+    }
+}
+
+impl Drop for EarlyVm {
+    fn drop(&mut self) {
+        // A failed build leaves no thread behind, nor the VM that it makes.
+        let _ = self.0.take().map(JoinHandle::join);
     }
 }

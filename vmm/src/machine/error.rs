@@ -7,6 +7,7 @@ use dirty_tracker::SourceError;
 
 use crate::boot::BootError;
 use crate::devices::{DeviceError, SinkError, TapError};
+use crate::fail_point;
 use crate::kvm::Unusable;
 use crate::memory::MemoryError;
 
@@ -65,6 +66,12 @@ impl MachineError {
     pub(super) fn system<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> Self {
         move |e| Self::System { what, cause: e.into() }
     }
+}
+
+/// Passes the fail point before the step of this name.
+#[inline]
+pub(super) fn step(name: &'static str) -> Result<(), MachineError> {
+    fail_point::pass(name).map_err(MachineError::system(name))
 }
 
 impl From<Unusable> for MachineError {

@@ -18,6 +18,8 @@ mod build;
 mod early;
 mod error;
 mod factory;
+#[cfg(test)]
+mod failed_builds;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 #[cfg(test)]
@@ -28,6 +30,7 @@ mod state;
 mod supervisor;
 #[cfg(test)]
 mod tests;
+mod vcpus;
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};

@@ -11,19 +11,14 @@ use checkpoint::{Clock, GuestError, RunState, SavedState};
 
 use super::MachineError;
 use super::state::{self, SavedMachine};
+use super::vcpus::{HALT_LIMIT, VcpuHandle, Vcpus};
 use crate::boot;
-use crate::collector::{self, Brake};
+use crate::collector;
 use crate::devices::Bus;
-use crate::kvm::{ImmediateExit, KvmVm, kick};
+use crate::kvm::KvmVm;
 use crate::sandbox::{self, Class};
-use crate::vcpu::{
-    Adjust, Command, Counters, Peers, SavedVcpu, StateContext, Stood, Wave, wall_ns,
-};
+use crate::vcpu::{Adjust, Command, Peers, SavedVcpu, StateContext, Stood, Wave, wall_ns};
 use crate::vm::EndReason;
-
-/// How long vCPUs have to come to a stand. They wait for nothing that does not hear commands, so only a
-/// defect takes this long.
-const HALT_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long vCPUs have to take over a state. KVM touches pages that vCPUs share with the guest, and
 /// those of a lazy restore come from storage.
@@ -173,44 +168,6 @@ impl Peers for Peer {
     }
 }
 
-/// One vCPU as the supervisor sees it.
-#[derive(Debug)]
-pub(super) struct VcpuHandle {
-    commands: Sender<Command>,
-    immediate_exit: Arc<ImmediateExit>,
-    pub(super) counters: Arc<Counters>,
-    thread: JoinHandle<()>,
-}
-
-impl VcpuHandle {
-    pub(super) fn new(
-        commands: Sender<Command>,
-        immediate_exit: Arc<ImmediateExit>,
-        counters: Arc<Counters>,
-        thread: JoinHandle<()>,
-    ) -> Self {
-        Self { commands, immediate_exit, counters, thread }
-    }
-
-    /// How the collector holds it.
-    pub(super) fn brake(&self) -> Brake {
-        let (commands, kick) = (self.commands.clone(), self.immediate_exit.clone());
-        Brake { commands, kick, counters: self.counters.clone() }
-    }
-
-    /// Sends to a vCPU that may be running.
-    fn interrupt(&self, command: Command) {
-        // A thread that has ended needs no commands.
-        let _ = self.commands.send(command);
-        kick(&self.thread, &self.immediate_exit);
-    }
-
-    /// Sends to a vCPU that stands.
-    fn tell(&self, command: Command) {
-        let _ = self.commands.send(command);
-    }
-}
-
 /// How vCPUs that were told to pause came to stand.
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Halted {
@@ -224,10 +181,11 @@ enum Halted {
 
 /// What the thread owns.
 pub(super) struct Supervisor {
+    /// First: dropping it joins the threads, so that none of them drops the bus.
+    vcpus: Vcpus,
     vm: Arc<KvmVm>,
     bus: Arc<Bus>,
     context: Arc<StateContext>,
-    vcpus: Vec<VcpuHandle>,
     status: Arc<Status>,
     requests: Receiver<Request>,
     has_run: bool,
@@ -240,15 +198,15 @@ impl Supervisor {
         vm: Arc<KvmVm>,
         bus: Arc<Bus>,
         context: Arc<StateContext>,
-        vcpus: Vec<VcpuHandle>,
+        vcpus: Vcpus,
         status: Arc<Status>,
         requests: Receiver<Request>,
     ) -> Result<JoinHandle<()>, MachineError> {
         let supervisor = Self {
+            vcpus,
             vm,
             bus,
             context,
-            vcpus,
             status,
             requests,
             has_run: false,
@@ -284,20 +242,6 @@ impl Supervisor {
             }
         }
         self.end(EndReason::Stopped("the machine was taken down".to_owned()));
-        for vcpu in &self.vcpus {
-            vcpu.interrupt(Command::Quit);
-        }
-        let deadline = Instant::now() + HALT_LIMIT;
-        for vcpu in self.vcpus.drain(..) {
-            while !vcpu.thread.is_finished() && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_micros(100));
-            }
-            match vcpu.thread.is_finished().then(|| vcpu.thread.join()) {
-                Some(Ok(())) => {}
-                Some(Err(_)) => tracing::error!("a vCPU thread has panicked"),
-                None => tracing::error!("a vCPU thread is left behind: it hears nothing"),
-            }
-        }
     }
 
     /// Refuses `request` unless the machine is in state `needed`.
@@ -335,7 +279,7 @@ impl Supervisor {
             None => {}
         }
         // The guest has ended meanwhile, and has said so to our channel: listen to that first.
-        if self.vcpus.iter().any(|v| v.thread.is_finished()) {
+        if self.vcpus.iter().any(VcpuHandle::has_ended) {
             self.end(EndReason::Crashed("a vCPU thread has died".to_owned()));
         }
         while self.status.state() != RunState::Stopped {
@@ -378,7 +322,7 @@ impl Supervisor {
     /// Lets input in and all vCPUs run, of which some may not stand.
     fn go_on(&self) {
         self.bus.com1().take_input(true);
-        for vcpu in &self.vcpus {
+        for vcpu in self.vcpus.iter() {
             vcpu.tell(Command::Resume(Wave::alone()));
         }
     }
@@ -394,7 +338,7 @@ impl Supervisor {
         self.has_run = true;
         self.bus.virtio().resume();
         self.bus.com1().take_input(true);
-        let all = self.vcpus.iter().map(|vcpu| vcpu.commands.clone()).collect();
+        let all = self.vcpus.iter().map(VcpuHandle::commands).collect();
         // They stand, so they hear it; until all have, none may be told to stand again.
         let _ = Wave::begin(all).recv();
         Ok(())
@@ -423,7 +367,7 @@ impl Supervisor {
         self.require("save", RunState::Paused)?;
         let deadline = Instant::now() + HALT_LIMIT;
         let mut waiting = Vec::new();
-        for vcpu in &self.vcpus {
+        for vcpu in self.vcpus.iter() {
             let (reply, saved) = mpsc::channel();
             vcpu.tell(Command::Save(reply));
             waiting.push(saved);

@@ -32,6 +32,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 pub(crate) use self::landlock::offered as landlock_offered;
+use crate::fail_point;
 use crate::kvm::block_signals;
 use crate::schedule;
 use seccomp::Filters;
@@ -181,7 +182,9 @@ pub fn spawn<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     // Whose guest it serves, for its log.
     let logged = tracing::Span::current();
-    Builder::new().name(name.into()).spawn(move || {
+    let name = name.into();
+    fail_point::pass(&name)?;
+    Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
         block_signals();
         if matches!(class, Class::Vcpu | Class::Worker) {
@@ -198,7 +201,9 @@ pub fn spawn_late<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce(&dyn Fn()) -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    Builder::new().name(name.into()).spawn(move || {
+    let name = name.into();
+    fail_point::pass(&name)?;
+    Builder::new().name(name).spawn(move || {
         block_signals();
         work(&|| enter(class))
     })

@@ -1,0 +1,55 @@
+//! Fail points: places at which a test has an operation fail, to see what the failure leaves behind.
+//! Outside this crate's own tests a fail point is an empty inline function.
+//!
+//! Points are counted on the thread that runs the operation, in the order in which it passes them.
+
+/// Passes the point called `name`, before the step of that name; fails where a test says so.
+#[cfg(not(test))]
+#[inline(always)]
+pub(crate) fn pass(_: impl AsRef<str>) -> std::io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) use for_tests::{pass, run};
+
+#[cfg(test)]
+mod for_tests {
+    use std::cell::RefCell;
+    use std::io;
+
+    #[derive(Default)]
+    struct Plan {
+        passed: Vec<String>,
+        /// Number of the point that fails.
+        fails_at: Option<usize>,
+    }
+
+    thread_local! {
+        static PLAN: RefCell<Option<Plan>> = const { RefCell::new(None) };
+    }
+
+    pub(crate) fn pass(name: impl AsRef<str>) -> io::Result<()> {
+        PLAN.with_borrow_mut(|plan| {
+            let Some(plan) = plan else { return Ok(()) };
+            let fails = plan.fails_at == Some(plan.passed.len());
+            plan.passed.push(name.as_ref().to_owned());
+            if fails {
+                Err(io::Error::other(format!("fail point {}", name.as_ref())))
+            } else {
+                Ok(())
+            }
+        })
+    }
+
+    /// Runs `operation`, in which the point of number `fails_at` fails, if it is reached; returns the names of the
+    /// points that were passed, too. What fails is the last of them.
+    pub(crate) fn run<T>(
+        fails_at: Option<usize>,
+        operation: impl FnOnce() -> T,
+    ) -> (T, Vec<String>) {
+        PLAN.set(Some(Plan { fails_at, ..Plan::default() }));
+        let result = operation();
+        (result, PLAN.take().unwrap_or_default().passed)
+    }
+}

@@ -1,0 +1,244 @@
+//! A build that fails at any of its steps leaves no thread, open file, mapping or socket behind. In a process of
+//! its own, whose threads and files no other test changes.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::{DriveHead, GuestFactory, VmId};
+use dirty_tracker::TrackingMode;
+
+use super::tests::elf::Elf;
+use super::{EarlyVm, Machine, MachineFactory};
+use crate::config::{
+    Backend, BalloonConfig, Boot, CpuConfig, DeviceConfig, HostConfig, MachineConfig, SerialSink,
+    VsockConfig,
+};
+use crate::fail_point;
+use crate::memory::{Backing, MemoryOptions};
+use crate::testing::kvm_or_skip;
+
+/// Larger than any other mapping of the process.
+const MEM_BYTES: u64 = 1 << 30;
+const DISK_BYTES: u64 = 1 << 20;
+const RING_ENTRIES: u32 = 1024;
+/// Threads that nobody joins, and io_uring's, need a moment to end.
+const SOON: Duration = Duration::from_secs(60);
+
+/// The points that some build must reach: a step that is not listed cannot get lost.
+const POINTS: [&str; 22] = [
+    "COM1",
+    "CPUID",
+    "KVM_CREATE_VCPU",
+    "MSRs",
+    "balloon",
+    "collector",
+    "dirty source",
+    "disk",
+    "interrupt controllers",
+    "irqfd",
+    "kernel",
+    "kvm_run",
+    "memory",
+    "memory slots",
+    "opener",
+    "rng",
+    "serial",
+    "serial-input",
+    "supervisor",
+    "tracking mode",
+    "vcpu1",
+    "vsock",
+];
+
+/// What this process holds of the system.
+#[derive(PartialEq, Eq, Debug)]
+struct Held {
+    threads: Vec<String>,
+    files: Vec<String>,
+    /// Mappings of guest memory, KVM and io_uring.
+    mappings: Vec<String>,
+    /// Files of the test's folder: sockets, and copies of disks.
+    folder: Vec<PathBuf>,
+}
+
+fn held(folder: &Path) -> Held {
+    let entries = |dir: &Path| {
+        let mut paths: Vec<PathBuf> =
+            fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
+        paths.sort();
+        paths
+    };
+    // What has gone since the folder was read is not held.
+    let comm = |task: PathBuf| fs::read_to_string(task.join("comm")).ok();
+    let link = |fd: PathBuf| Some(fs::read_link(fd).ok()?.display().to_string());
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let all = |dir: &str, read: &dyn Fn(PathBuf) -> Option<String>| {
+        let mut all: Vec<String> = entries(Path::new(dir)).into_iter().filter_map(read).collect();
+        all.sort();
+        all
+    };
+    Held {
+        threads: all("/proc/self/task", &comm),
+        files: all("/proc/self/fd", &link),
+        mappings: maps.lines().filter(|line| is_of_a_machine(line)).map(str::to_owned).collect(),
+        folder: entries(folder),
+    }
+}
+
+fn is_of_a_machine(line: &str) -> bool {
+    let (range, _) = line.split_once(' ').unwrap();
+    let (start, end) = range.split_once('-').unwrap();
+    let [start, end] = [start, end].map(|address| u64::from_str_radix(address, 16).unwrap());
+    let names = ["driftline-memory", "kvm", "io_uring"];
+    end - start >= MEM_BYTES || names.iter().any(|name| line.contains(name))
+}
+
+/// Waits until this process holds what it held before.
+#[track_caller]
+fn wait_for_nothing_left(folder: &Path, before: &Held, after: &str) {
+    let end = Instant::now() + SOON;
+    while held(folder) != *before {
+        if Instant::now() >= end {
+            assert_eq!(held(folder), *before, "left behind after {after}");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A way to build a machine.
+struct Way {
+    name: &'static str,
+    tracking: TrackingMode,
+    memory: MemoryOptions,
+    build: fn(MachineConfig, &HostConfig) -> Result<Arc<Machine>, String>,
+}
+
+/// All ways into the build, over all sources of dirty frames and both kinds of memory.
+fn ways() -> [Way; 4] {
+    let memfd = MemoryOptions { backing: Backing::Memfd, ..Default::default() };
+    [
+        Way {
+            name: "a new guest",
+            tracking: TrackingMode::DirtyRing,
+            memory: MemoryOptions::default(),
+            build: |config, host| Machine::launch(config, host).map_err(|e| e.to_string()),
+        },
+        Way {
+            name: "a guest to be received",
+            tracking: TrackingMode::DirtyBitmapManual,
+            memory: memfd,
+            build: |config, host| {
+                let drives = [DriveHead { id: "disk".into(), bytes: DISK_BYTES, readonly: false }];
+                let DeviceConfig::Disk(disk) = &config.devices[0] else { unreachable!() };
+                let copy = format!("path={},id=disk,copy", disk.path.display()).parse().unwrap();
+                let factory =
+                    MachineFactory { host: HostConfig { disks: vec![copy], ..host.clone() } };
+                let made = factory.create_with_copies(VmId::random(), &config.encode(), &drives);
+                made.map(|(machine, _)| machine).map_err(|e| e.to_string())
+            },
+        },
+        Way {
+            name: "a guest to be restored, in a VM that was begun before",
+            tracking: TrackingMode::DirtyBitmap,
+            memory: memfd,
+            build: |config, host| {
+                let made = Machine::empty_in(EarlyVm::begin(), VmId::random(), config, host);
+                made.map_err(|e| e.to_string())
+            },
+        },
+        Way {
+            name: "a guest to be restored",
+            tracking: TrackingMode::UserfaultWp,
+            memory: MemoryOptions::default(),
+            build: |config, host| {
+                let made = Machine::empty(VmId::random(), config, host);
+                made.map_err(|e| e.to_string())
+            },
+        },
+    ]
+}
+
+fn config(dir: &Path, way: &Way) -> MachineConfig {
+    let is_copied = way.name == "a guest to be received";
+    let disk = dir.join(if is_copied { "copy" } else { "disk" });
+    MachineConfig {
+        identity: Default::default(),
+        mem_bytes: MEM_BYTES,
+        vcpus: 2,
+        tracking: way.tracking,
+        ring_entries: RING_ENTRIES,
+        backend: Backend::Kvm,
+        boot: Boot::Kernel {
+            kernel: dir.join("kernel"),
+            initrd: None,
+            cmdline: String::new(),
+            bare: true,
+        },
+        cpu: CpuConfig::default(),
+        devices: vec![
+            DeviceConfig::Disk(crate::testing::disk("disk", &disk, DISK_BYTES)),
+            DeviceConfig::Rng,
+            DeviceConfig::Vsock(VsockConfig { cid: 3, uds: dir.join("vsock") }),
+            DeviceConfig::Balloon(BalloonConfig::default()),
+        ],
+    }
+}
+
+/// Builds one machine, and then has its build fail at each point; the names of all points.
+fn fail_everywhere(dir: &Path, way: &Way) -> Vec<String> {
+    // Standard input is a pipe, so the serial port has a thread that reads it.
+    let host = HostConfig { serial: SerialSink::Stdio, memory: way.memory, ..Default::default() };
+    let before = held(dir);
+    assert_eq!(before.mappings, [""; 0]);
+    let (machine, points) = fail_point::run(None, || (way.build)(config(dir, way), &host));
+    let machine = machine.unwrap_or_else(|e| panic!("{}: {e}", way.name));
+    let built = held(dir);
+    assert!(built.threads.len() >= before.threads.len() + 8, "{built:?}");
+    assert!(built.files.len() > before.files.len(), "{built:?}");
+    assert!(built.mappings.len() >= 4, "{built:?}");
+    drop(machine);
+    wait_for_nothing_left(dir, &before, way.name);
+    assert!(!points.is_empty());
+    for (at, point) in points.iter().enumerate() {
+        let what = format!("{}: point {at} of {}, \"{point}\"", way.name, points.len());
+        let (made, passed) = fail_point::run(Some(at), || (way.build)(config(dir, way), &host));
+        let why = made.err().unwrap_or_else(|| panic!("{what}: it did not fail"));
+        assert!(why.contains(&format!("fail point {point}")), "{what}: {why}");
+        assert_eq!(passed, points[..=at], "{what}: it went on");
+        wait_for_nothing_left(dir, &before, &what);
+    }
+    points
+}
+
+#[test]
+fn failed_build_leaves_nothing_behind() {
+    const CHILD: &str = "FAILS_TO_BUILD";
+    if !kvm_or_skip("failed_build_leaves_nothing_behind") {
+        return;
+    }
+    if std::env::var_os(CHILD).is_none() {
+        let name = "machine::failed_builds::failed_build_leaves_nothing_behind";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+        let (stdin, _writer) = std::io::pipe().unwrap();
+        let out = child.stdin(Stdio::from(stdin)).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
+        assert!(said.contains("1 passed"), "{said}");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    // hlt; jmp $-1
+    fs::write(dir.path().join("kernel"), Elf::new(&[0xf4, 0xeb, 0xfd]).bytes()).unwrap();
+    fs::File::create(dir.path().join("disk")).unwrap().set_len(DISK_BYTES).unwrap();
+    let mut reached = BTreeSet::new();
+    for way in ways() {
+        reached.extend(fail_everywhere(dir.path(), &way));
+    }
+    let missing: Vec<_> = POINTS.into_iter().filter(|point| !reached.contains(*point)).collect();
+    assert!(missing.is_empty(), "{missing:?} are not among {reached:?}");
+}
