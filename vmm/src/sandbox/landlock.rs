@@ -90,7 +90,8 @@ pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
             .add_rules(path_beneath_rules(&options.write, writable() | AccessFs::IoctlDev))?
             .add_rules(path_beneath_rules(
                 options.sockets.iter().map(|socket| parent(socket)),
-                AccessFs::MakeSock | AccessFs::RemoveFile,
+                // Read, because a starter locks it.
+                AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ReadDir,
             ))?;
         if options.allowed.is_empty() {
             rules
