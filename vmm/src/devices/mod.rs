@@ -122,30 +122,33 @@ impl Bus {
         &self.power
     }
 
-    /// A guest's write: one access, or, from a string instruction, several of one byte each. Gives
+    /// A guest's write: one access of `width` bytes, or, from a string instruction, several to the same port. Gives
     /// the reason if it ends the machine.
-    pub fn write(&self, port: u16, data: &[u8]) -> Option<EndReason> {
-        match (port, data) {
-            (port, bytes) if PM1.contains(&port) => {
-                let off = self.power.write(port - PM1.start, bytes);
+    ///
+    /// The registers behind these ports are bytes, but for PM1's. As on a PC, a wider access is one of a byte to each of
+    /// as many ports.
+    pub fn write(&self, port: u16, width: usize, data: &[u8]) -> Option<EndReason> {
+        data.chunks(width.max(1)).find_map(|access| {
+            if PM1.contains(&port) {
+                let off = self.power.write(port - PM1.start, access);
                 return off.then_some(EndReason::PowerOff);
             }
-            (PVPANIC, bytes) if bytes.iter().any(|b| b & PANICKED != 0) => {
-                return Some(EndReason::Panicked);
-            }
+            (port..=u16::MAX).zip(access).find_map(|(port, byte)| self.write_byte(port, *byte))
+        })
+    }
+
+    fn write_byte(&self, port: u16, byte: u8) -> Option<EndReason> {
+        match port {
+            PVPANIC if byte & PANICKED != 0 => return Some(EndReason::Panicked),
             // Said once: a guest can tell it again and again.
-            (PVPANIC, bytes)
-                if bytes.iter().any(|b| b & CRASH_LOADED != 0)
-                    && !self.crash_said.swap(true, Ordering::Relaxed) =>
+            PVPANIC
+                if byte & CRASH_LOADED != 0 && !self.crash_said.swap(true, Ordering::Relaxed) =>
             {
                 tracing::warn!("the guest has panicked, and its crash kernel runs");
             }
-            (KEYBOARD_COMMAND, bytes) if bytes.contains(&KEYBOARD_RESET) => {
-                return Some(EndReason::Reset);
-            }
-            (port, bytes) if COM1_PORTS.contains(&port) => {
-                let register = (port - COM1_PORTS.start()) as u8;
-                bytes.iter().for_each(|byte| self.com1.write(register, *byte));
+            KEYBOARD_COMMAND if byte == KEYBOARD_RESET => return Some(EndReason::Reset),
+            port if COM1_PORTS.contains(&port) => {
+                self.com1.write((port - COM1_PORTS.start()) as u8, byte);
             }
             _ => {}
         }
@@ -154,17 +157,26 @@ impl Bus {
 
     /// A guest's read, accesses as with [`write`](Self::write). Where nothing is, the bus floats:
     /// ones.
-    pub fn read(&self, port: u16, data: &mut [u8]) {
-        match port {
-            port if COM1_PORTS.contains(&port) => {
-                let register = (port - COM1_PORTS.start()) as u8;
-                data.iter_mut().for_each(|byte| *byte = self.com1.read(register));
+    pub fn read(&self, port: u16, width: usize, data: &mut [u8]) {
+        for access in data.chunks_mut(width.max(1)) {
+            if PM1.contains(&port) {
+                self.power.read(port - PM1.start, access);
+                continue;
             }
-            port if PM1.contains(&port) => self.power.read(port - PM1.start, data),
-            PVPANIC => data.fill(PANICKED | CRASH_LOADED),
+            access.fill(0xff);
+            for (port, byte) in (port..=u16::MAX).zip(access) {
+                *byte = self.read_byte(port);
+            }
+        }
+    }
+
+    fn read_byte(&self, port: u16) -> u8 {
+        match port {
+            port if COM1_PORTS.contains(&port) => self.com1.read((port - COM1_PORTS.start()) as u8),
+            PVPANIC => PANICKED | CRASH_LOADED,
             // Status of the keyboard controller: nothing in either buffer.
-            KEYBOARD_COMMAND => data.fill(0),
-            _ => data.fill(0xff),
+            KEYBOARD_COMMAND => 0,
+            _ => 0xff,
         }
     }
 }

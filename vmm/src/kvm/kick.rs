@@ -20,9 +20,10 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler, unblock_
 
 const MAP_BYTES: usize = 4096;
 const FLAG_OFFSET: usize = std::mem::offset_of!(kvm_run, immediate_exit);
+const PORT_WIDTH_OFFSET: usize = std::mem::offset_of!(kvm_run, __bindgen_anon_1.io.size);
 
-/// The way to kick one vCPU: a second mapping of its `kvm_run`, for its `immediate_exit` flag alone, and
-/// its thread.
+/// The way to kick one vCPU: a second mapping of its `kvm_run`, for its `immediate_exit` flag and what kvm-ioctls does
+/// not tell of an exit, and its thread.
 #[derive(Debug)]
 pub struct ImmediateExit {
     map: NonNull<u8>,
@@ -88,11 +89,21 @@ impl ImmediateExit {
         self.flag().store(0, Ordering::SeqCst);
     }
 
+    /// Bytes of one access, where the vCPU's last exit is of a port: a string instruction has several in one exit.
+    pub fn port_width(&self) -> usize {
+        self.byte(PORT_WIDTH_OFFSET).load(Ordering::Relaxed).into()
+    }
+
     fn flag(&self) -> &AtomicU8 {
-        // SAFETY: the flag lies inside the mapping, which lives as long as self.
-        let flag = unsafe { self.map.as_ptr().add(FLAG_OFFSET) };
+        self.byte(FLAG_OFFSET)
+    }
+
+    fn byte(&self, offset: usize) -> &AtomicU8 {
+        assert!(offset < MAP_BYTES);
+        // SAFETY: the byte lies inside the mapping, which lives as long as self.
+        let byte = unsafe { self.map.as_ptr().add(offset) };
         // SAFETY: every byte is a valid AtomicU8, and this mapping is accessed in no other way.
-        unsafe { AtomicU8::from_ptr(flag) }
+        unsafe { AtomicU8::from_ptr(byte) }
     }
 }
 

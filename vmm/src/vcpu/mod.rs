@@ -412,10 +412,11 @@ impl<P: Peers> Vcpu<P> {
         self.midway = run.as_ref().err().is_none_or(|e| e.errno() != libc::EINTR);
         match run {
             Ok(VcpuExit::IoOut(port, data)) => {
-                self.bus.write(port, data).map_or(After::Run, After::End)
+                let width = self.immediate_exit.port_width();
+                self.bus.write(port, width, data).map_or(After::Run, After::End)
             }
             Ok(VcpuExit::IoIn(port, data)) => {
-                self.bus.read(port, data);
+                self.bus.read(port, self.immediate_exit.port_width(), data);
                 After::Run
             }
             Ok(VcpuExit::MmioRead(addr, data)) => {

@@ -60,6 +60,10 @@ impl Console {
         std::fs::read_to_string(&self.path).unwrap_or_default()
     }
 
+    pub fn bytes(&self) -> Vec<u8> {
+        std::fs::read(&self.path).unwrap_or_default()
+    }
+
     pub fn reports(&self) -> Vec<Report> {
         self.text().lines().filter_map(Report::parse).collect()
     }

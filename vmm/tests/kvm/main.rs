@@ -9,6 +9,7 @@ mod elf;
 mod harness;
 mod lifecycle;
 mod linux_protocol;
+mod ports;
 mod processor;
 mod state;
 mod throttle;
