@@ -9,6 +9,8 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Place, Vmm, driftline, output, receiver, wait_for};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -103,6 +105,35 @@ fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
     signal(&vmm, Signal::CONT);
     wait_for("the end of the run", || (run_of(&vmm)?["running"] == false).then_some(()));
     assert_eq!(vmm.state(), "running");
+}
+
+/// As many connections as a stopped process can have wait for it: one more would wait, too.
+#[test]
+fn stopped_vmm_does_not_hold_up_another_start() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "stopped", GUEST);
+    signal(&vmm, Signal::STOP);
+    let address = SocketAddrUnix::new(vmm.socket()).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        match connect(&fd, &address) {
+            Ok(()) => waiting.push(fd),
+            Err(e) => break assert_eq!(e, Errno::AGAIN),
+        }
+    }
+    let path = vmm.socket();
+    let args = [&["run"], GUEST, &["--api-sock", &path]].concat();
+    let mut other = driftline(&args).stderr(Stdio::piped()).spawn().unwrap();
+    let ended = wait_for("the end of another", || other.try_wait().unwrap());
+    let mut said = String::new();
+    other.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(ended.code(), Some(1), "{said}");
+    assert!(said.contains("is in use: another process listens there; stop that one"), "{said}");
+    drop(waiting);
+    signal(&vmm, Signal::CONT);
+    wait_for("an answer of the first", || vmm.info());
 }
 
 #[test]
