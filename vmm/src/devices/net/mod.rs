@@ -47,6 +47,8 @@ use super::virtio::{Chain, Device, Io, Ring, Violation, Watcher};
 use crate::config::NetConfig;
 
 const QUEUE_SIZE: u16 = 256;
+/// Reads of a tap in a row that may give no frame: behind these it counts as broken.
+const MAX_BAD_FRAMES: u32 = 64;
 /// Where a series of announcements is told to go on; below it are the tap's queues.
 const ANNOUNCE: u32 = 1 << 16;
 
@@ -266,13 +268,18 @@ impl Net {
             self.buffer[..frame.len()].copy_from_slice(&frame);
             return Some(frame.len());
         }
-        match self.tap.as_ref()?.read(pair, &mut self.buffer) {
-            Ok(len) => len.filter(|len| *len >= HEADER),
-            Err(e) => {
-                self.lose(&format!("reading the tap fails: {e}"));
-                None
+        // Up to the end of what is queued, also behind a bad frame: the tap is watched by edges, and does not tell again.
+        for _ in 0..MAX_BAD_FRAMES {
+            match self.tap.as_ref()?.read(pair, &mut self.buffer).transpose()? {
+                Ok(len) if len >= HEADER => return Some(len),
+                Ok(len) => {
+                    self.lose(&format!("the tap has a frame of {len} bytes, less than its header"));
+                }
+                // The kernel has dropped the frame, or the tap is gone.
+                Err(e) => self.lose(&format!("reading the tap fails: {e}")),
             }
         }
+        None
     }
 
     /// Chains with room for a frame of `len` bytes, from `first` on; too few if there are no more.

@@ -404,6 +404,25 @@ fn hostile_states_are_refused() {
 }
 
 #[test]
+fn frames_behind_a_short_one_arrive() {
+    let world = World::new(1);
+    let net = world.net();
+    let meter = Meter::Net("n".to_owned(), net.counters().clone());
+    let mut driver = Driver::started(Box::new(net));
+    // All are queued before there is room for any, so that nothing tells of the last one again.
+    for len in [1, HEADER - 1] {
+        world.ours[0].send(&vec![0; len]).unwrap();
+    }
+    world.send(0, &frame(1, 70));
+    let room = driver.wanted(1526);
+    assert_eq!(driver.request(0, &[room]), 70 + HEADER as u32);
+    assert_eq!(driver.bytes(room)[HEADER..][..70], frame(1, 70));
+    driver.quiesce();
+    let DeviceFigures::Net { lost_frames, .. } = meter.read() else { unreachable!() };
+    assert_eq!(lost_frames, 2);
+}
+
+#[test]
 fn a_tap_that_is_not_there_is_named() {
     let config =
         NetConfig { id: "n".to_owned(), tap: "dl-none-dl".to_owned(), mac: MAC, queues: 1 };
