@@ -4,6 +4,7 @@
 use std::fs::{self, File};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use checkpoint::testing::{
     DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, reseal_archive,
@@ -331,6 +332,43 @@ fn a_damaged_store_gives_no_archive() {
     let full = File::options().write(true).open("/dev/full").unwrap();
     let e = store.export_archive(Some(1), &full, Path::new("/dev/full")).unwrap_err();
     assert!(e.to_string().starts_with("writing /dev/full failed"), "{e}");
+}
+
+/// A thread that panics at any of the reads ends the export with it: no other thread waits for its turn for ever.
+#[test]
+fn panic_while_packing_ends_the_export() {
+    // Several pieces for each thread, none of which compresses to nothing.
+    let guest = still([4096, 4]);
+    let fill = |epoch: u64| {
+        let page = |i: u64| [(i * 7 + epoch) as u8; 4096];
+        (0..4096).for_each(|i| {
+            guest.ram().write_slice(&page(i), GuestAddress(i * 4096)).unwrap();
+        });
+    };
+    let (disk, store) = store_of(&guest, fill);
+    let mut panics = 0;
+    for read in 0.. {
+        let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
+        disk.panic_at(DiskOp::Read, read);
+        let (to, ended) = std::sync::mpsc::channel();
+        let export = std::thread::spawn(move || {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let export = || store.export_archive(None, file.as_file(), file.path()).map(drop);
+            let _ = to.send(std::panic::catch_unwind(std::panic::AssertUnwindSafe(export)));
+        });
+        let ended = ended.recv_timeout(Duration::from_secs(60));
+        match ended.unwrap_or_else(|e| panic!("read {read}: the export hangs: {e}")) {
+            Ok(done) => {
+                done.unwrap();
+                break;
+            }
+            Err(_) => panics += 1,
+        }
+        export.join().unwrap();
+    }
+    disk.heal();
+    exported(&store, None);
+    assert!(panics >= 8, "{panics} reads");
 }
 
 fn golden() -> std::path::PathBuf {

@@ -91,7 +91,8 @@ enum NameOp {
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     op: DiskOp,
-    errno: i32,
+    /// `None`: the thread panics, once.
+    errno: Option<i32>,
     /// Calls that still succeed.
     after: u32,
 }
@@ -113,12 +114,20 @@ fn apply(names: &mut BTreeMap<String, usize>, op: &NameOp) {
 }
 
 impl Disk {
+    #[allow(clippy::panic, reason = "tests")]
     fn check(&mut self, op: Option<DiskOp>) -> io::Result<()> {
         if self.stopped {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
         match self.faults.iter_mut().find(|fault| Some(fault.op) == op) {
-            Some(fault) if fault.after == 0 => Err(io::Error::from_raw_os_error(fault.errno)),
+            Some(Fault { op, errno: None, after: 0 }) => {
+                let op = *op;
+                self.faults.retain(|fault| fault.op != op);
+                panic!("the test has {op:?} panic");
+            }
+            Some(Fault { errno: Some(errno), after: 0, .. }) => {
+                Err(io::Error::from_raw_os_error(*errno))
+            }
             Some(fault) => {
                 fault.after -= 1;
                 Ok(())
@@ -173,9 +182,18 @@ impl MemoryDisk {
 
     /// After `after` more successes `op` fails with `errno`, until [`heal`](Self::heal).
     pub fn fail(&self, op: DiskOp, errno: i32, after: u32) {
+        self.set_fault(Fault { op, errno: Some(errno), after });
+    }
+
+    /// After `after` more successes the thread that does `op` panics, once.
+    pub fn panic_at(&self, op: DiskOp, after: u32) {
+        self.set_fault(Fault { op, errno: None, after });
+    }
+
+    fn set_fault(&self, fault: Fault) {
         let mut disk = self.lock();
-        disk.faults.retain(|fault| fault.op != op);
-        disk.faults.push(Fault { op, errno, after });
+        disk.faults.retain(|other| other.op != fault.op);
+        disk.faults.push(fault);
     }
 
     /// Syncs of files wait, until it is called with `false`.

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread;
 
 use dirty_tracker::{FrameRun, Gfn};
 
@@ -136,6 +137,23 @@ struct Turn<'f> {
     out: Out<'f>,
     next: usize,
     failed: Option<StoreError>,
+    /// A thread has panicked, so its turn does not end.
+    panicked: bool,
+}
+
+/// Dropped by a thread that panics, it ends the others' wait for their turns.
+struct EndOfTurns<'t, 'f> {
+    turn: &'t Mutex<Turn<'f>>,
+    is_next: &'t Condvar,
+}
+
+impl Drop for EndOfTurns<'_, '_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            lock(self.turn).panicked = true;
+            self.is_next.notify_all();
+        }
+    }
 }
 
 /// Writes all `frames`, which ascend by number.
@@ -149,16 +167,23 @@ fn pack<'f>(
     let objects = frames.chunk_by(|(a, _), (b, _)| place(*a).0 == place(*b).0);
     let pieces: Vec<&[(Gfn, Cell)]> = objects.flat_map(|of| of.chunks(MAX_FRAMES)).collect();
     let taken = AtomicUsize::new(0);
-    let (turn, is_next) = (Mutex::new(Turn { out, next: 0, failed: None }), Condvar::new());
+    let turn = Mutex::new(Turn { out, next: 0, failed: None, panicked: false });
+    let is_next = Condvar::new();
+    // Passes on the panic of a thread.
     side_by_side("pack", frames.len() as u64, || {
+        let _end = EndOfTurns { turn: &turn, is_next: &is_next };
         let mut packer = Packer::default();
         loop {
             let at = taken.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { return };
             let packed = packer.pack(pages, epoch, piece, path);
-            // Who took one before this one is at work on it, so it comes.
-            let turn = is_next.wait_while(lock(&turn), |turn| turn.next != at);
+            // The thread that took the one before is at work on it, so this turn comes, unless that panics.
+            let others = |turn: &mut Turn| turn.next != at && !turn.panicked;
+            let turn = is_next.wait_while(lock(&turn), others);
             let mut turn = turn.unwrap_or_else(PoisonError::into_inner);
+            if turn.panicked {
+                return;
+            }
             let written = packed.and_then(|()| {
                 let object = piece.first().map_or(0, |(gfn, _)| place(*gfn).0);
                 let written = turn.out.record(TAG_CONTENTS, object, true, &packer.payload);
