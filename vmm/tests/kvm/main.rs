@@ -14,3 +14,4 @@ mod processor;
 mod state;
 mod throttle;
 mod tracking;
+mod tsc;

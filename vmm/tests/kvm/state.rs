@@ -13,7 +13,7 @@ use vmm::vm::Vm;
 
 use crate::harness::*;
 
-fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRun>) {
+pub fn copy(from: &Machine, to: &Machine, runs: impl IntoIterator<Item = FrameRun>) {
     let mut buffer = vec![0; 1 << 20];
     for chunk in runs.into_iter().flat_map(|run| run.chunks(256)) {
         let at = GuestAddress(chunk.start.gpa());

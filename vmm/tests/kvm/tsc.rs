@@ -1,0 +1,90 @@
+//! The time stamp counters of several vCPUs. In a process of its own, whose only vCPUs are the test's.
+
+use std::collections::BTreeSet;
+use std::os::fd::RawFd;
+use std::process::Command;
+use std::time::Duration;
+
+use checkpoint::{Clock, Guest, GuestFactory};
+use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr};
+use vmm::config::MachineConfig;
+use vmm::machine::MachineFactory;
+use vmm::testing::{kvm_or_skip, skip};
+use vmm_sys_util::ioctl::ioctl_with_ref;
+use vmm_sys_util::ioctl_iow_nr;
+
+use crate::harness::*;
+use crate::state::copy;
+
+ioctl_iow_nr!(KVM_GET_DEVICE_ATTR, KVMIO, 0xe2, kvm_device_attr);
+
+/// The descriptors of this process's vCPUs.
+fn vcpus() -> BTreeSet<RawFd> {
+    let all = std::fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().path());
+    let of_vcpus = all.filter(|path| {
+        std::fs::read_link(path).is_ok_and(|to| to.to_string_lossy().contains("kvm-vcpu"))
+    });
+    of_vcpus.map(|path| path.file_name().unwrap().to_str().unwrap().parse().unwrap()).collect()
+}
+
+/// What KVM adds to the host's counter for this vCPU; `None` before Linux 5.16.
+fn offset(vcpu: RawFd) -> Option<u64> {
+    let mut offset = 0u64;
+    let attr = kvm_device_attr {
+        flags: 0,
+        group: KVM_VCPU_TSC_CTRL,
+        attr: KVM_VCPU_TSC_OFFSET.into(),
+        addr: &raw mut offset as u64,
+    };
+    // SAFETY: the kernel writes eight bytes to `offset`, and the machine keeps the descriptor open.
+    let ret = unsafe { ioctl_with_ref(&vcpu, KVM_GET_DEVICE_ATTR(), &attr) };
+    (ret == 0).then_some(offset)
+}
+
+#[test]
+fn counters_of_all_vcpus_agree_after_a_restore() {
+    const NAME: &str = "counters_of_all_vcpus_agree_after_a_restore";
+    const CHILD: &str = "COMPARES_COUNTERS";
+    if !kvm_or_skip(NAME) {
+        return;
+    }
+    if std::env::var_os(CHILD).is_none() {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", &format!("tsc::{NAME}"), "--nocapture"]).env(CHILD, "1");
+        let out = child.output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
+        assert!(said.contains("1 passed"), "{said}");
+        return;
+    }
+    let console = Console::new();
+    let config = MachineConfig { vcpus: 4, ..payload("payload,ws=1M,rate=1M") };
+    let mut machine = launch(config, &console);
+    let mut known = vcpus();
+    assert_eq!(known.len(), 4);
+    if known.iter().any(|vcpu| offset(*vcpu).is_none()) {
+        return skip(NAME, "KVM does not tell the offset of a time stamp counter");
+    }
+    machine.resume().unwrap();
+    console.wait_for_reports(4, 1);
+    for clock in [Clock::Advance, Clock::Continue] {
+        machine.pause().unwrap();
+        let sections = machine.save_state().unwrap();
+        let factory = MachineFactory { host: console.host() };
+        let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
+        copy(&machine, &new, machine.populated().unwrap());
+        // Longer than the second within which KVM takes two counters for one.
+        std::thread::sleep(Duration::from_millis(1500));
+        new.restore_state(&sections, clock).unwrap();
+        let (both, already) = (vcpus(), console.reports().len());
+        let offsets: BTreeSet<_> = both.difference(&known).map(|vcpu| offset(*vcpu)).collect();
+        assert_eq!(both.len(), known.len() + 4);
+        assert_eq!(offsets.len(), 1, "{clock:?}: they differ: {offsets:?}");
+        machine.stop("it is elsewhere now");
+        machine = new;
+        machine.resume().unwrap();
+        console.wait_for("reports", |_| console.reports().len() >= already + 8);
+        known = vcpus();
+    }
+    console.assert_no_errors();
+}
