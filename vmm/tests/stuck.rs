@@ -55,13 +55,18 @@ impl<'p> World<'p> {
     }
 }
 
-/// Waits until all of the process has ended but threads that wait in the kernel for the storage.
+/// Waits until all of the process has ended but threads that wait in the kernel for the storage: those
+/// cannot be killed.
 fn await_end(vmm: &Vmm<'_>) {
-    let stat = format!("/proc/{}/stat", vmm.pid());
+    let has_ended = |stat: String| {
+        let state = stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with(['Z', 'X', 'D']));
+        state.unwrap_or(true)
+    };
+    let tasks = format!("/proc/{}/task", vmm.pid());
     wait_for("the end", || {
-        let stat = std::fs::read_to_string(&stat).unwrap_or_default();
-        let state = stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with('Z'));
-        state.unwrap_or(true).then_some(())
+        let tasks = std::fs::read_dir(&tasks).into_iter().flatten().flatten();
+        let mut stats = tasks.map(|task| std::fs::read_to_string(task.path().join("stat")));
+        stats.all(|stat| has_ended(stat.unwrap_or_default())).then_some(())
     });
 }
 
@@ -225,4 +230,30 @@ fn receiver_whose_copy_hangs_can_be_stopped() {
         assert_eq!(source.state(), "running");
         source.await_progress(1, &before);
     }
+}
+
+#[test]
+fn receiver_that_cannot_make_a_copy_can_be_stopped() {
+    let place = Place::new();
+    let test = "receiver_that_cannot_make_a_copy_can_be_stopped";
+    let Some((storage, source)) = with_a_copy(&place, test) else { return };
+    let before = source.await_progress(1, &[]);
+    // Its size is made durable before anything comes: the receiving thread hangs itself.
+    storage.answer_only(0);
+    let copy = format!("{},id=disk0,copy", disk(&storage));
+    let (receiving, to) = receiver(&place, "receiving", &["--disk", &copy]);
+    // The storage goes first.
+    let held = (storage, receiving);
+    let (storage, receiving) = &held;
+    let socket = source.socket();
+    let send = ["send-migration", &to, "--copy-disks", "--api-sock", &socket];
+    let sending = driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for("a flush that hangs", || (storage.stuck() > 0).then_some(()));
+    receiving.tell(&["stop"]);
+    in_time("the end", || await_end(receiving));
+    assert!(receiving.said().contains("no guest was received"), "{}", receiving.said());
+    let sent = sending.wait_with_output().unwrap();
+    assert_eq!(sent.status.code(), Some(4), "{}", text(&sent.stderr));
+    assert_eq!(source.state(), "running");
+    source.await_progress(1, &before);
 }
