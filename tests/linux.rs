@@ -403,7 +403,7 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let begun = Instant::now();
     let restore = |i: usize| {
         let net = format!("tap=tap{i}");
-        let args = ["restore", "--same-id", "--store", store, "--net", &net];
+        let args = ["restore", "--store", store, "--net", &net];
         let mut clone = Driftline::start_typed_to(&hosts[i], &scratch, &format!("clone{i}"), &args);
         // There when the guest first runs: the shell, which waits for it, is among the first to run.
         ask.iter().for_each(|line| clone.type_line(line));

@@ -103,7 +103,7 @@ fn main() {
     }
     let args: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let wanted = args.iter().find(|a| a.parse::<usize>().is_err()).cloned().unwrap_or_default();
-    let count = args.iter().find_map(|a| a.parse().ok()).unwrap_or(PAIRS);
+    let count = args.iter().find_map(|a| a.parse().ok()).unwrap_or(PAIRS).max(1);
     let qemu = qemu::version();
     match &qemu {
         Some(version) => println!("{version}"),

@@ -198,13 +198,15 @@ async fn begin_checkpoints(
         let store = request.store.display();
         return Err(Fault::new(format!("the store {store} is not an absolute path")));
     }
-    let begin = move |jobs: &Arc<Jobs>| jobs.start_checkpoints(&request).map_err(Fault::new);
-    let job = blocking(app.clone(), begin).await?;
-    tokio::spawn(async move {
-        if let Ok(jobs) = app.jobs() {
-            jobs.expect_client(job).await;
-        }
-    });
+    // The watch begins here, not behind the answer: a client that leaves before that takes the rest
+    // of this function with it.
+    let begin = move |jobs: &Arc<Jobs>| {
+        let job = jobs.start_checkpoints(&request).map_err(Fault::new)?;
+        let jobs = jobs.clone();
+        tokio::spawn(async move { jobs.expect_client(job).await });
+        Ok(job)
+    };
+    let job = blocking(app, begin).await?;
     Ok(Json(JobBegun { job }))
 }
 

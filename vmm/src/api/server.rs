@@ -2,12 +2,14 @@
 //! clean end. Calls that block go to the runtime's blocking threads, never onto this one.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tokio::net::UnixListener;
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::{Builder, Handle};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -19,84 +21,135 @@ use crate::socket::ListeningSocket;
 
 /// How long requests under way may take to finish once the guest has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// How long after the first signal others are part of the same request: `timeout` and service
+/// How long after a signal others are part of the same request: `timeout` and service
 /// managers signal a process and its group within microseconds.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
-/// The running control thread. Dropping it ends it, after the requests under way.
+/// The control thread. Dropping it ends it, after the requests under way.
 pub struct Server {
+    runtime: Handle,
+    serve: Option<oneshot::Sender<Serving>>,
     end: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
+/// What [`Server::serve`] gives the thread.
+struct Serving {
+    app: Arc<App>,
+    listener: Option<UnixListener>,
+    socket: Option<ListeningSocket>,
+}
+
 impl Server {
-    /// Serves `app` on `socket`, if there is one, and passes it SIGINT, SIGTERM and SIGHUP.
-    pub fn start(socket: Option<ListeningSocket>, app: Arc<App>) -> io::Result<Self> {
+    /// Starts the thread, which handles SIGINT, SIGTERM and SIGHUP from now on. Until
+    /// [`serve`](Self::serve) there is no guest to end: a signal ends the process at once, with its
+    /// terminal as it was and its sockets removed.
+    ///
+    /// # Errors
+    /// What the system says where it has no thread or no descriptors for it.
+    pub fn begin() -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
-        // Both before the thread starts, so that no signal and no early client is missed.
-        let (signals, listener) = {
+        let signals = {
             let _entered = runtime.enter();
-            let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);
-            let listener = socket.as_ref().map(listen).transpose()?;
-            (Signals::new()?, listener)
+            Signals::new()?
         };
+        let handle = runtime.handle().clone();
+        let (serve, served) = oneshot::channel();
         let (end, ended) = oneshot::channel();
+        let span = tracing::Span::current();
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
-            serve(&runtime, app, listener, signals, ended);
+            let _logged = span.entered();
+            let socket = runtime.block_on(control(signals, served, ended));
             runtime.shutdown_timeout(LAST_WORDS);
             drop(socket);
         })?;
-        Ok(Self { end: Some(end), thread: Some(thread) })
+        Ok(Self { runtime: handle, serve: Some(serve), end: Some(end), thread: Some(thread) })
+    }
+
+    /// Serves `app` on `socket`, if there is one, and passes it the signals.
+    ///
+    /// # Errors
+    /// What the system says of the socket.
+    pub fn serve(&mut self, socket: Option<ListeningSocket>, app: Arc<App>) -> io::Result<()> {
+        let listener = {
+            let _entered = self.runtime.enter();
+            let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);
+            socket.as_ref().map(listen).transpose()?
+        };
+        match self.serve.take().map(|to| to.send(Serving { app, listener, socket })) {
+            Some(Ok(())) => Ok(()),
+            _ => Err(io::Error::other("the control thread has ended")),
+        }
+    }
+
+    /// [`begin`](Self::begin) and [`serve`](Self::serve).
+    ///
+    /// # Errors
+    /// Those of both.
+    pub fn start(socket: Option<ListeningSocket>, app: Arc<App>) -> io::Result<Self> {
+        let mut server = Self::begin()?;
+        server.serve(socket, app)?;
+        Ok(server)
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        drop(self.end.take());
+        drop((self.serve.take(), self.end.take()));
         if self.thread.take().is_some_and(|t| t.join().is_err()) {
             tracing::error!("the control thread had panicked");
         }
     }
 }
 
-fn serve(
-    runtime: &Runtime,
-    app: Arc<App>,
-    listener: Option<UnixListener>,
-    signals: Signals,
+/// The thread's life. Returns the socket, to be closed once the answers are out.
+async fn control(
+    mut signals: Signals,
+    served: oneshot::Receiver<Serving>,
     ended: oneshot::Receiver<()>,
-) {
-    runtime.block_on(async {
-        tokio::spawn(forward(signals, app.clone()));
-        let Some(listener) = listener else {
-            // Only the end of the sender matters.
-            let _ = ended.await;
-            return;
-        };
-        let (last_words, begin_last_words) = oneshot::channel::<()>();
-        let serving = axum::serve(listener, routes::all(app)).with_graceful_shutdown(async {
-            let _ = ended.await;
-            drop(last_words);
-        });
-        tokio::select! {
-            served = serving.into_future() => {
-                if let Err(e) = served {
-                    tracing::error!("the API has stopped: {e}");
-                }
-            }
-            () = async {
-                let _ = begin_last_words.await;
-                tokio::time::sleep(LAST_WORDS).await;
-            } => tracing::debug!("requests were still under way"),
+) -> Option<ListeningSocket> {
+    let serving = tokio::select! {
+        serving = served => serving.ok()?,
+        why = signals.next() => {
+            tracing::error!("{why} before the guest ran");
+            exit::now(1);
         }
+    };
+    let Serving { app, listener, socket } = serving;
+    tokio::spawn(forward(signals, app.clone()));
+    match listener {
+        Some(listener) => serve(app, listener, ended).await,
+        // Only the end of the sender matters.
+        None => _ = ended.await,
+    }
+    socket
+}
+
+async fn serve(app: Arc<App>, listener: UnixListener, ended: oneshot::Receiver<()>) {
+    let (last_words, begin_last_words) = oneshot::channel::<()>();
+    let serving = axum::serve(listener, routes::all(app)).with_graceful_shutdown(async {
+        let _ = ended.await;
+        drop(last_words);
     });
+    tokio::select! {
+        served = serving.into_future() => {
+            if let Err(e) = served {
+                tracing::error!("the API has stopped: {e}");
+            }
+        }
+        () = async {
+            let _ = begin_last_words.await;
+            tokio::time::sleep(LAST_WORDS).await;
+        } => tracing::debug!("requests were still under way"),
+    }
 }
 
 /// Signals that ask the process to end.
 struct Signals {
     interrupt: Signal,
     terminate: Signal,
-    hang_up: Signal,
+    /// Not where the process was started with it ignored, as `nohup` does.
+    hang_up: Option<Signal>,
 }
 
 impl Signals {
@@ -104,39 +157,66 @@ impl Signals {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
-            hang_up: signal(SignalKind::hangup())?,
+            hang_up: match is_ignored(libc::SIGHUP) {
+                true => None,
+                false => Some(signal(SignalKind::hangup())?),
+            },
         })
     }
 
     /// Waits for one of them; why the guest ends, then.
     async fn next(&mut self) -> &'static str {
+        let hang_up = async {
+            match &mut self.hang_up {
+                Some(signal) => signal.recv().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             _ = self.interrupt.recv() => "interrupted by SIGINT",
             _ = self.terminate.recv() => match was_ctrl_a_x() {
                 true => "ended by Ctrl-A x",
                 false => "interrupted by SIGTERM",
             },
-            _ = self.hang_up.recv() => "interrupted by SIGHUP",
+            _ = hang_up => "interrupted by SIGHUP",
         }
     }
 }
 
-/// The first signal asks for a clean end. One that comes [`SAME_REQUEST`] later or more does not
-/// wait for that end, even if the first was refused.
+fn is_ignored(signal: libc::c_int) -> bool {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: with a null new action the kernel only writes the present one to `action`.
+    let asked = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) };
+    // SAFETY: all of it may be zero, and it is written if the call succeeded.
+    asked == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
+}
+
+/// A signal asks for a clean end. The next one, [`SAME_REQUEST`] later or more, does not wait for that
+/// end: the process ends at once. Where the first one was refused, the next one asks again; where that
+/// is refused, too, a third one ends the process.
 async fn forward(mut signals: Signals, app: Arc<App>) {
-    let why = signals.next().await;
-    let since = Instant::now();
-    tracing::info!("{why}");
-    tokio::task::spawn_blocking(move || {
-        if let Err(refused) = app.interrupt(why) {
-            tracing::error!("{why}, but this process does not end yet: {refused}");
-        }
-    });
+    let mut asked: Option<Instant> = None;
+    let refusals = Arc::new(AtomicU32::new(0));
+    // Refusals before the request under way.
+    let mut before = 0;
     loop {
         let why = signals.next().await;
-        if since.elapsed() >= SAME_REQUEST {
+        if asked.is_some_and(|since| since.elapsed() < SAME_REQUEST) {
+            continue;
+        }
+        let refused = refusals.load(Ordering::SeqCst);
+        if asked.is_some() && (refused == before || refused > 1) {
             tracing::warn!("{why} again: the process ends at once");
             exit::now(1);
         }
+        tracing::info!("{why}");
+        (asked, before) = (Some(Instant::now()), refused);
+        let (app, refusals) = (app.clone(), refusals.clone());
+        tokio::task::spawn_blocking(move || {
+            if let Err(refused) = app.interrupt(why) {
+                tracing::error!("{why}, but this process does not end yet: {refused}");
+                refusals.fetch_add(1, Ordering::SeqCst);
+            }
+        });
     }
 }

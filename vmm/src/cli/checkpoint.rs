@@ -174,7 +174,7 @@ async fn next_page(client: &Client, job: u64, since: u64) -> Result<CheckpointPa
             page = client.get(&path) => return page,
             pressed = tokio::signal::ctrl_c() => {
                 if pressed.is_err() {
-                    // Without the handler Ctrl-C ends this process, and the run goes on without it.
+                    // Without the handler Ctrl-C ends this process, and the run with it.
                     return client.get(&path).await;
                 }
                 say("stopping after the current checkpoint");

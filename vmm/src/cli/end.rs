@@ -18,8 +18,10 @@ pub(super) fn to_the_end(
     server: Server,
 ) -> Result<ExitCode, Failure> {
     let end = vm.wait_end(None);
-    end_in_bounded_time("what the guest last wrote to its disks may not be durable");
+    // It reads all of memory, and waits for no device.
     let shadow = jobs.end_shadow();
+    let outcome = "what the guest last wrote to its disks may not be durable";
+    end_in_bounded_time(vm.machine_config().mem_bytes, outcome);
     jobs.settle();
     drop(server);
     // The guest's last serial output is written out with it, before the last word here.
@@ -31,24 +33,27 @@ pub(super) fn to_the_end(
     Ok(ExitCode::SUCCESS)
 }
 
-/// How long the process may take to end once its guest has: what it waits for then has limits of its own, but closing
-/// a file on dead storage has none.
+/// How long the process may take to end once its guest has: what it waits for then has limits of its
+/// own, but closing a file on dead storage has none.
 const END_LIMIT: Duration = Duration::from_secs(20);
+/// Guest memory that the kernel unmaps in a second, at the least.
+const UNMAPPED_PER_S: u64 = 1 << 30;
 
-/// Ends the process after [`END_LIMIT`], whatever it waits for. `outcome` says what became of the
-/// guest then. Only the first call counts.
-pub(super) fn end_in_bounded_time(outcome: &'static str) {
+/// Ends the process after [`END_LIMIT`] and the time that unmapping `mem_bytes` takes, whatever it
+/// waits for. `outcome` says what became of the guest then. Only the first call counts.
+pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
     static BEGUN: Once = Once::new();
     let mut is_first = false;
     BEGUN.call_once(|| is_first = true);
     if !is_first {
         return;
     }
+    let limit = END_LIMIT + Duration::from_secs(mem_bytes / UNMAPPED_PER_S);
     let end = move || {
-        std::thread::sleep(END_LIMIT);
+        std::thread::sleep(limit);
         say(format_args!(
             "storage or a reader of the serial port is stuck for {} s: ending without it; {outcome}",
-            END_LIMIT.as_secs()
+            limit.as_secs()
         ));
         vmm::exit::now(1);
     };

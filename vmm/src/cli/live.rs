@@ -49,13 +49,14 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     let vm_id = args.id.unwrap_or_else(VmId::random);
     let config = machine_config(args)?;
     let _logged = guest_span(vm_id, &config.identity).entered();
+    let mut server = Server::begin()?;
     let vm = backend::launch_as(vm_id, config, &host).map_err(launch_failure)?;
     log_machine(&*vm, &host.memory);
     let jobs = Jobs::new(vm.clone(), state_dir);
     if let Some(mode) = shadow {
         jobs.start_shadow(mode).map_err(shadow_failure)?;
     }
-    let server = Server::start(socket, App::new(jobs.clone()))?;
+    server.serve(socket, App::new(jobs.clone()))?;
     vm.resume()?;
     // The vCPUs have just been told: what is left of the way to the guest's first instruction is one
     // thread's waking up.
@@ -74,6 +75,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     named.read.push(args.store.clone());
     let socket = prepare(&args.host, named)?;
     vmm::exit::set_lost_memory(when_memory_is_lost);
+    let mut server = Server::begin()?;
     // Beside the reading of the store, which says what guest it is for.
     let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;
@@ -110,8 +112,8 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         );
     }
     let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
-    let started_up = Server::start(socket, App::new(jobs.clone()));
-    let server = started_up.map_err(|e| after_restore(&report, e.into()))?;
+    let started_up = server.serve(socket, App::new(jobs.clone()));
+    started_up.map_err(|e| after_restore(&report, e.into()))?;
     if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
         // Perhaps for want of a frame.
         let lost = vm.fetching().and_then(|fetching| fetching.lost);
@@ -169,7 +171,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         let cancelled = give_up.cancel().map_err(|_| {
             "its source has handed the guest over to this process, which has not taken it over in time: stop it again".to_owned()
         });
-        cancelled.map(|()| end_in_bounded_time(NOT_RECEIVED))
+        cancelled.map(|()| end_in_bounded_time(0, NOT_RECEIVED))
     });
     let server = Server::start(socket, app.clone())?;
     let host = host_config(&args.host, args.devices)?;
@@ -181,7 +183,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let received = migrate::receive(listener, &factory, &options, &control);
     drop(showing);
     let Received { guest: vm, report, responder } = received.map_err(|e| {
-        end_in_bounded_time(NOT_RECEIVED);
+        end_in_bounded_time(0, NOT_RECEIVED);
         receive_failure(e)
     })?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();

@@ -1,13 +1,14 @@
 //! Owns `driftline plan`: its options, and how a plan is told.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
 use hyper::Method;
 use migrate::forecast::Forecast;
 use vmm::api::plan::{Plan, PlanRequest, PlanVerdict};
 
-use super::args::QueryArgs;
+use super::args::{ApiArgs, QueryArgs};
 use super::client::ask;
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
@@ -25,12 +26,17 @@ pub(crate) struct PlanArgs {
     pub(crate) downtime_ms: u64,
 }
 
+/// How long the VMM looks at the guest's writes before it answers.
+const LOOK: Duration = Duration::from_secs(5);
+
 /// `driftline plan`.
 pub(super) fn plan(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let request =
         PlanRequest { downtime_ms: Some(args.downtime_ms), bandwidth_bytes_per_s: args.bandwidth };
     say("watching the guest for about four seconds");
-    let plan: Plan = ask(&args.query.api, Method::POST, "/migration/plan", Some(&request))?;
+    let api = &args.query.api;
+    let api = ApiArgs { api_sock: api.api_sock.clone(), timeout: api.timeout + LOOK };
+    let plan: Plan = ask(&api, Method::POST, "/migration/plan", Some(&request))?;
     if args.query.json {
         print_json(&plan)?;
     } else {

@@ -60,13 +60,23 @@ pub(super) fn at_least_one(text: &str) -> Result<NonZeroU64, String> {
 }
 
 /// A duration: digits and `ms` or `s`.
+/// The longest that a command can be told to wait. What is longer is a mistake, and would overflow a
+/// clock.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let parsed = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
         (Some(ms), _) => ms.parse().ok().map(Duration::from_millis),
         (None, Some(s)) => s.parse().ok().map(Duration::from_secs),
         (None, None) => None,
     };
-    parsed.ok_or_else(|| "a duration is digits and ms or s, such as 100ms".to_owned())
+    match parsed {
+        None => Err("a duration is digits and ms or s, such as 100ms".to_owned()),
+        Some(long) if long > LONGEST => {
+            Err(format!("a duration is at most a year, {}s", LONGEST.as_secs()))
+        }
+        Some(duration) => Ok(duration),
+    }
 }
 
 /// The time from one checkpoint to the next.

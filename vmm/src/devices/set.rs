@@ -27,10 +27,11 @@ use crate::memory::{Kept, Memory};
 
 /// How long a pause waits for requests that are under way in a device.
 const STALL_LIMIT: Duration = Duration::from_secs(10);
-/// How long a device may take to make durable what the guest wrote, and to let go of its files. The guest is paused
-/// meanwhile: storage that needs longer is too slow to hand the guest over now.
+/// How long a device may take to make durable what the guest wrote and to release its files, and how
+/// long to acquire them, which drops cached pages of theirs. The guest is paused meanwhile: storage
+/// that needs longer is too slow to hand the guest over now.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
-/// How long devices may take for any other request. They wait for nothing then, so only a stuck backend takes this long.
+/// How long each device may take for any other request, none of which waits for a backend.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 /// Bytes that encode whose what came late is: number and length, and of all how many.
 const LATE_HEADS: usize = 8;
@@ -334,22 +335,21 @@ impl DeviceSet {
         self.devices.iter().rev().for_each(Transport::resume);
     }
 
+    /// For the next device alone: one that is stuck must not use up the time of the others.
     fn ask_deadline(&self) -> Instant {
         Instant::now() + self.limits.ask
     }
 
     /// Takes what only one host may hold. If one device cannot, those that did let go of it again.
     pub(crate) fn acquire(&self) -> Result<(), String> {
-        let deadline = self.ask_deadline();
         for (i, device) in self.devices.iter().enumerate() {
-            if let Err(why) = device.acquire_by(deadline) {
+            if let Err(why) = device.acquire_by(Instant::now() + self.limits.release) {
                 if let Err(e) = self.release_these(&self.devices[..i]) {
                     tracing::error!("{e}");
                 }
                 // Also those that were attached before they were acquired.
-                let deadline = self.ask_deadline();
                 for device in &self.devices {
-                    if let Err(e) = device.detach_by(0, deadline) {
+                    if let Err(e) = device.detach_by(0, self.ask_deadline()) {
                         tracing::warn!("{e}");
                     }
                 }
@@ -372,24 +372,28 @@ impl DeviceSet {
         asked.into_iter().map(|asked| asked.wait()?).fold(Ok(()), Result::and)
     }
 
-    /// Lets go of what peers reach the guest by; what came for it late, by device, encoded in at most [`MAX_LATE`] bytes.
+    /// Releases what peers reach the guest by. Returns what came for it late, by device, encoded in at
+    /// most [`MAX_LATE`] bytes. All devices are tried; the error is the first one's.
     pub(crate) fn detach(&self) -> Result<Vec<u8>, String> {
-        let deadline = self.ask_deadline();
         let mut room = MAX_LATE - LATE_HEADS * self.devices.len();
         let mut late = BTreeMap::new();
+        let mut result = Ok(());
         for (device, i) in self.devices.iter().zip(0u16..) {
-            let bytes = device.detach_by(room, deadline)?;
-            room = room.saturating_sub(bytes.len());
-            if !bytes.is_empty() {
-                late.insert(i, bytes);
+            match device.detach_by(room, self.ask_deadline()) {
+                Ok(bytes) if bytes.is_empty() => {}
+                Ok(bytes) => {
+                    room = room.saturating_sub(bytes.len());
+                    late.insert(i, bytes);
+                }
+                Err(why) => result = result.and(Err(why)),
             }
         }
+        result?;
         postcard::to_stdvec(&late).map_err(|e| e.to_string())
     }
 
     /// Has peers reach the guest here. All devices are tried, also if there is no sense in what came late.
     pub(crate) fn attach(&self, late: &[u8]) -> Result<(), String> {
-        let deadline = self.ask_deadline();
         let decoded = match late.is_empty() {
             true => Ok((BTreeMap::new(), &[][..])),
             false => postcard::take_from_bytes::<BTreeMap<u16, Vec<u8>>>(late),
@@ -400,7 +404,8 @@ impl DeviceSet {
             Err(e) => (BTreeMap::new(), Err(e.to_string())),
         };
         for (device, i) in self.devices.iter().zip(0..) {
-            result = result.and(device.attach_by(late.remove(&i).unwrap_or_default(), deadline));
+            let late = late.remove(&i).unwrap_or_default();
+            result = result.and(device.attach_by(late, self.ask_deadline()));
         }
         if let Some((device, _)) = late.first_key_value() {
             result = result.and(Err(format!("it is for device {device}, which does not exist")));
@@ -410,15 +415,13 @@ impl DeviceSet {
 
     /// The states of all devices, which stand.
     pub(crate) fn save(&self) -> Result<Vec<VirtioState>, String> {
-        let deadline = self.ask_deadline();
-        self.devices.iter().map(|device| device.save_by(deadline)).collect()
+        self.devices.iter().map(|device| device.save_by(self.ask_deadline())).collect()
     }
 
     /// Puts saved states into devices that have never worked.
     pub(crate) fn restore(&self, states: Vec<VirtioState>) -> Result<(), (usize, String)> {
-        let deadline = self.ask_deadline();
         for (i, (device, state)) in self.devices.iter().zip(states).enumerate() {
-            device.restore_by(state, deadline).map_err(|why| (i, why))?;
+            device.restore_by(state, self.ask_deadline()).map_err(|why| (i, why))?;
         }
         Ok(())
     }
@@ -644,6 +647,26 @@ mod tests {
             assert!(why.contains("virtio-rng \"stuck\""), "{why}");
             Script::set(&script.stuck, false);
         }
+    }
+
+    #[test]
+    fn stuck_device_leaves_the_others_their_time() {
+        let memory = memory();
+        let scripts: [Arc<Script>; 2] = Default::default();
+        let device =
+            |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+        let devices = scripts.iter().zip(["stuck", "other"]).map(device).collect();
+        // Long enough for a device that is not stuck, on a busy host too.
+        let limit = Duration::from_millis(500);
+        let set = DeviceSet::of(devices, Limits { stall: limit, release: limit, ask: limit });
+        Script::set(&scripts[0].stuck, true);
+        let why = set.attach(&[]).unwrap_err();
+        assert!(why.contains("\"stuck\" did not attach"), "{why}");
+        assert!(Script::is(&scripts[1].attached));
+        let why = set.detach().unwrap_err();
+        assert!(why.contains("\"stuck\" did not let go of its peers"), "{why}");
+        assert!(!Script::is(&scripts[1].attached));
+        Script::set(&scripts[0].stuck, false);
     }
 
     /// A guest whose hand-over has failed goes on, and its disk with it (I7).

@@ -206,8 +206,10 @@ impl CheckpointJob {
         let skip = usize::try_from(since.saturating_sub(log.first)).unwrap_or(usize::MAX);
         let epochs: Vec<EpochOutcome> = log.kept.iter().skip(skip).take(PAGE).cloned().collect();
         let next = since.max(log.first).saturating_add(epochs.len() as u64);
-        let running = !over || next < log.first + log.kept.len() as u64;
-        log.end_was_read |= !running;
+        let next_report = log.first + log.kept.len() as u64;
+        let running = !over || next < next_report;
+        // Who asks for none of them has not read them.
+        log.end_was_read |= !running && since <= next_report;
         let guest_ended = log.guest_ended && !running;
         let (job, store) = (self.number, self.store.clone());
         let achieved = log.tally.achieved();

@@ -310,15 +310,16 @@ fn check_pool(bytes: u64) -> Result<(), MemoryError> {
     if needed > free + more { Err(MemoryError::PoolTooSmall { needed, free }) } else { Ok(()) }
 }
 
-/// Memory and swap of the host; `None` if nobody knows, or any amount may be asked for.
 /// Bytes of memory for people.
 fn gib(bytes: u64) -> String {
-    match bytes.is_multiple_of(1 << 30) {
-        true => format!("{} GiB", bytes >> 30),
-        false => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    match bytes {
+        _ if bytes < 1 << 30 => format!("{} MiB", bytes >> 20),
+        _ if bytes.is_multiple_of(1 << 30) => format!("{} GiB", bytes >> 30),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
     }
 }
 
+/// Memory and swap of the host; `None` if the host does not say, or any amount may be asked for.
 fn most_bytes() -> Option<u64> {
     let overcommit = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").ok()?;
     if overcommit.trim() == "1" {

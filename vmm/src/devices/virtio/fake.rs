@@ -26,6 +26,8 @@ pub(crate) struct Script {
     pub(crate) stuck: AtomicBool,
     /// It was let go of.
     pub(crate) released: AtomicBool,
+    /// It has its peers.
+    pub(crate) attached: AtomicBool,
 }
 
 impl Script {
@@ -119,11 +121,13 @@ impl Device for Fake {
 
     fn detach(&mut self, _: usize) -> Vec<u8> {
         self.0.get_stuck();
+        Script::set(&self.0.attached, false);
         Vec::new()
     }
 
     fn attach(&mut self, _: &[u8]) -> Result<(), String> {
         self.0.get_stuck();
+        Script::set(&self.0.attached, true);
         Ok(())
     }
 

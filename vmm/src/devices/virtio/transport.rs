@@ -96,12 +96,16 @@ impl<T> Asked<T> {
     /// carrying it out at the deadline may finish it unheard; a later request is behind it in the channel.
     pub(crate) fn wait(self) -> Result<T, String> {
         let left = (self.deadline + GRACE).saturating_duration_since(Instant::now());
-        let Self { label, what, limit, .. } = self;
+        let Self { label, what, limit, deadline, .. } = self;
         self.answer.recv_timeout(left).map_err(|e| match e {
-            RecvTimeoutError::Timeout => format!(
-                "{label} did not {what} within {limit:?}: its backend is stuck; look at the storage or network behind it"
+            // A thread that came to the request too late has dropped it.
+            RecvTimeoutError::Disconnected if Instant::now() < deadline => {
+                format!("{label}'s thread has ended")
+            }
+            _ => format!(
+                "{label} did not {what} within {limit:?}: its backend is stuck; look at the storage or \
+                 network behind it"
             ),
-            RecvTimeoutError::Disconnected => format!("{label}'s thread has ended"),
         })
     }
 }

@@ -158,17 +158,19 @@ fn connections_that_the_guest_resets_leave_nothing() {
 fn programs_that_leave_make_bounded_refusals() {
     let place = Place::new();
     let (mut guest, connections, most, now) = watched(&place);
-    let end = Instant::now() + attack();
+    let (end, cap) = (Instant::now() + attack(), Instant::now() + 10 * LONG);
     let mut calls = 0;
-    // The guest has room for no packet, so it hears of none of them, and each is refused in time.
-    while Instant::now() < end {
+    // The guest has room for no packet, so it hears of none of them, and each is refused in time. A
+    // busy host needs longer for as many as the bounds are about.
+    let enough = |calls| calls > 2 * (MAX_REFUSALS + connections);
+    while Instant::now() < end || !enough(calls) && Instant::now() < cap {
         calls += 1;
         let mut program = UnixStream::connect(place.uds()).unwrap();
         // One that the device has turned away already is as good.
         let _ = program.write_all(b"CONNECT 9\n");
     }
     let seen = *most.lock().unwrap();
-    assert!(calls > 2 * (MAX_REFUSALS + connections), "{calls} calls");
+    assert!(enough(calls), "{calls} calls");
     assert!(seen.refusals > MAX_REFUSALS, "the attack reaches the bound: {seen:?}");
     assert!(seen.refusals <= MAX_REFUSALS + connections, "after {calls} calls: {seen:?}");
     assert!(seen.deadlines <= 2 * connections, "{seen:?}");
