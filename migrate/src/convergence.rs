@@ -7,11 +7,13 @@
 //! | no time: there are none | | switch over |
 //! | at most [`WORTH_A_PASS`] | | switch over: a pause costs about as much by itself |
 //! | at most the downtime target | the last pass left less than [`SHRINKS`] of what it sent | keep going: the pause becomes shorter |
-//! | at most the downtime target | it did not, or a limit is reached | switch over; where vCPUs can be throttled and the pause would be long, only after passes under a tight throttle (the approach, see [`throttle`](crate::throttle)) |
+//! | at most the downtime target | it did not, or a limit is reached | switch over |
 //! | longer | no limit is reached | keep going |
 //! | longer | passes or time have run out | as the strategy says: a long pause, or none |
 //!
-//! A guest that does not let passes shrink is held back before a limit is reached: see [`throttle`](crate::throttle).
+//! A guest that does not let passes shrink is throttled before a limit is reached. Where its pause would
+//! fit into the target but be long, passes under a tight throttle come before it (the approach): for
+//! both see [`throttle`](crate::throttle).
 //!
 //! The passes that only make the pause shorter take together at most `1 / (1 - SHRINKS)` times what the pause would have taken
 //! without them, if the guest goes on as it did.
@@ -237,11 +239,6 @@ pub(crate) fn shrinks(passes: &[Measured], pending: u64) -> bool {
     passes.last().is_some_and(|p| (pending as f64) < SHRINKS * p.frames as f64)
 }
 
-/// Whether neither passes nor time have run out.
-pub(crate) fn may_go_on(goals: &Goals, passes: &[Measured], elapsed: Duration) -> bool {
-    (passes.len() as u32) < goals.max_passes && elapsed < goals.timeout
-}
-
 /// Judges after a pass. `passes` are those measured so far, oldest first; `pending` frames wait;
 /// `elapsed` counts from the first pass's begin. Costs nothing, allocates nothing.
 ///
@@ -255,7 +252,7 @@ pub fn judge(goals: &Goals, passes: &[Measured], pending: u64, elapsed: Duration
     let link_rate = link_rate(passes).unwrap_or(0);
     let expected = expected_downtime(pending, link_rate);
     let done = passes.len() as u32;
-    let may_go_on = may_go_on(goals, passes, elapsed);
+    let may_go_on = done < goals.max_passes && elapsed < goals.timeout;
     if let Some(expected) = expected.filter(|e| *e <= goals.downtime) {
         if may_go_on && expected > WORTH_A_PASS && shrinks(passes, pending) {
             return Judgement::KeepGoing;

@@ -29,7 +29,7 @@ use std::time::Duration;
 use crate::convergence::SHRINKS;
 use crate::convergence::{
     Goals, Judgement, Measured, Reason, TELLING_BYTES, expected_downtime, frame_rate, judge,
-    link_rate, may_go_on, shrinks,
+    link_rate, shrinks,
 };
 
 /// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that holds need not be exact.
@@ -114,7 +114,7 @@ pub fn judge_and_throttle(
     match verdict {
         Judgement::KeepGoing => (verdict, throttle(now, goals, passes, pending, writes)),
         Judgement::SwitchOver(Reason::Fits { expected, .. })
-            if expected > LONG_PAUSE && may_go_on(goals, passes, elapsed) =>
+            if expected > LONG_PAUSE && has_room(goals, passes, elapsed, expected) =>
         {
             match approach(now, passes, writes) {
                 Some(next) => (Judgement::KeepGoing, next),
@@ -123,6 +123,13 @@ pub fn judge_and_throttle(
         }
         _ => (verdict, now),
     }
+}
+
+/// Whether a pass as long as the pause would be, and one more, stay within the limits: what fits now
+/// must not be given up for the sake of a shorter pause.
+fn has_room(goals: &Goals, passes: &[Measured], elapsed: Duration, expected: Duration) -> bool {
+    let after = elapsed.saturating_add(expected.saturating_mul(2));
+    (passes.len() as u32).saturating_add(1) < goals.max_passes && after < goals.timeout
 }
 
 /// The throttle of the approach; `None` if it would slow nobody down, or is on already.
@@ -385,6 +392,26 @@ mod tests {
         assert_eq!(with.throttles[2].rate(), Some(1461));
         let tightest = with.throttles.last().unwrap();
         assert_eq!(tightest, &with.throttles[2], "it was enough");
+    }
+
+    #[test]
+    fn approach_needs_room_before_the_limits() {
+        // 700 frames wait after passes of 1,000: a pause of 287 ms, which fits.
+        let passes = [pass(1_000, 1_000, LINK), pass(1_000, 700, LINK)];
+        let elapsed = Duration::from_secs(1);
+        let verdict = |goals: Goals| {
+            let writes = (&[700][..], passes[1].time);
+            judge_and_throttle(Throttle::Off, &goals, &passes, (700, elapsed), writes).0
+        };
+        let goals = goals(Duration::from_millis(300));
+        let expected = expected_downtime(700, LINK).unwrap();
+        assert_eq!(verdict(goals), Judgement::KeepGoing);
+        let short = Goals { timeout: elapsed + expected * 3 / 2, ..goals };
+        let few = Goals { max_passes: 3, ..goals };
+        for tight in [short, few] {
+            let verdict = verdict(tight);
+            assert!(matches!(verdict, Judgement::SwitchOver(Reason::Fits { .. })), "{verdict:?}");
+        }
     }
 
     #[test]

@@ -113,7 +113,7 @@ impl GuestFactory for Factory {
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
         let host = self.host.writing_over(drives);
         let (vm_id, config) = MachineConfig::decode(config)?.on_host(&host)?.restored(from, &host);
-        let drives = open_drives(vm_id, &config, drives, &host)?;
+        let drives = open_drives(vm_id, from.vm_id, &config, drives, &host)?;
         Ok((self.empty(vm_id, config, &host)?, drives))
     }
 }

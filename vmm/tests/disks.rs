@@ -175,7 +175,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
         let args = ["restore", "--store", &store, "--serial", "null", "--state-dir", &state];
         fail(1, &[&args[..], more].concat())
     };
-    let said = restore(&[]);
+    let said = restore(&["--same-id"]);
     assert!(said.contains("disk\" is in use by another"), "{said}");
     first.kill();
     let later = vec![9; bytes];
@@ -184,13 +184,17 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     let said = restore(&["--disk", &small]);
     assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    // The first guest may be restored itself, and then has its disk.
+    let said = restore(&[]);
+    assert!(said.contains(&format!("is guest {id}'s: give the new guest a file")), "{said}");
+    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     let named = format!("path={}", place.text("named"));
     let lazily = ["--lazy", "--disk", &named];
-    let none = &[][..];
+    let same = &["--same-id"][..];
     for (name, life, from, more) in [
         ("named", "second", &store, &lazily[..]),
-        ("disk", "third", &store, none),
-        ("disk", "archived", &archive, none),
+        ("disk", "third", &store, same),
+        ("disk", "archived", &archive, same),
     ] {
         std::fs::write(place.path(name), &later).unwrap();
         let args = [&["restore", "--store", from], more].concat();
@@ -205,7 +209,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     // Another file by that name is written over only if it is named.
     std::fs::write(place.path("other"), &later).unwrap();
     std::fs::rename(place.path("other"), place.path("disk")).unwrap();
-    let said = restore(&[]);
+    let said = restore(&["--same-id"]);
     assert!(said.contains("disk \"disk0\" is another one on this host"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     // So it is not while its guest may be running elsewhere.

@@ -61,11 +61,15 @@ fn forwarded(path: &str, name: &str, wrapper: &str) -> BTreeSet<String> {
 
 #[test]
 fn wrappers_forward_every_method() {
-    for (path, name, wrapper) in
-        [("src/jobs/holds.rs", "Guest", "View"), ("src/cli/pending.rs", "GuestFactory", "Settled")]
-    {
-        let all = methods_of(name);
+    // Those of `View` count the jobs that pause the guest.
+    let counted: &[&str] = &["pause", "pause_and_save", "resume"];
+    for (path, name, wrapper, own) in [
+        ("src/jobs/holds.rs", "Guest", "View", counted),
+        ("src/cli/pending.rs", "GuestFactory", "Settled", &[]),
+    ] {
+        let mut all = methods_of(name);
         assert!(all.len() > 2, "{name}: {all:?}");
+        own.iter().for_each(|method| assert!(all.remove(*method), "{method}"));
         let missing: Vec<_> = all.difference(&forwarded(path, name, wrapper)).cloned().collect();
         assert!(missing.is_empty(), "{wrapper} in {path} does not forward {missing:?} of {name}");
     }

@@ -42,7 +42,7 @@ impl GuestFactory for MachineFactory {
     ) -> Result<WithCopies<Machine>, GuestError> {
         let host = self.host.writing_over(drives);
         let (vm_id, config) = MachineConfig::decode(config)?.on_host(&host)?.restored(from, &host);
-        let drives = open_drives(vm_id, &config, drives, &host)?;
+        let drives = open_drives(vm_id, from.vm_id, &config, drives, &host)?;
         Ok((Machine::empty(vm_id, config, &host)?, drives))
     }
 }

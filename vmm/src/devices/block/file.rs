@@ -76,6 +76,22 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
+    /// It is to be written over for a new guest, and is the disk of the guest that was checkpointed.
+    #[error(
+        "disk \"{id}\", in file \"{}\", is guest {guest}'s: give the new guest a file of its own, of \
+         {bytes} bytes (--disk id={id},path=FILE), or restore that guest itself (--same-id)",
+        path.display()
+    )]
+    Parents {
+        /// The disk's name.
+        id: String,
+        /// The file.
+        path: PathBuf,
+        /// The guest whose disk it is.
+        guest: VmId,
+        /// Its size.
+        bytes: u64,
+    },
     /// Another guest has it.
     #[error("{0}")]
     InUse(String),

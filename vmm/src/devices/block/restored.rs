@@ -14,10 +14,13 @@ use super::lock::{self, Lock};
 use super::request::SECTOR;
 use crate::config::{DiskConfig, HostConfig, MachineConfig, disks};
 
-/// The files that `config` has on this host for `drives`, which are hostile input: locked, and as they were. They must be all the
-/// disks that the guest can write to. One that the operator has not named must be known to be the guest's.
+/// Opens and locks the files that `config` has on this host for `drives`, which are hostile input. Their
+/// content is not changed yet. They must be all the disks that the guest can write to. A file that the
+/// operator has not named must be known to be that of `parent`, the guest in the epoch, and `guest` must
+/// be that one.
 pub(crate) fn open_drives(
     guest: VmId,
+    parent: VmId,
     config: &MachineConfig,
     drives: &[DriveHead],
     host: &HostConfig,
@@ -48,6 +51,13 @@ pub(crate) fn open_drives(
             return Err(malformed(drive.to_string(), "stands there twice"));
         }
         let known = !host.names(disk);
+        if known && guest != parent {
+            let (id, path) = (disk.id.clone(), disk.path.clone());
+            return Err(GuestError::System {
+                what: "opening the disks to restore",
+                cause: Box::new(DiskError::Parents { id, path, guest: parent, bytes: disk.bytes }),
+            });
+        }
         let disk = RestoredDisk::open(disk, guest, known).map_err(|e| GuestError::System {
             what: "opening the disks to restore",
             cause: Box::new(e),
@@ -196,6 +206,31 @@ mod tests {
         disks(devices).map(head).collect()
     }
 
+    /// The guest of the checkpoint may go on with its disk.
+    #[test]
+    fn new_guest_needs_disks_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        for name in ["disk", "copy"] {
+            File::create(dir.path().join(name)).unwrap().set_len(BYTES).unwrap();
+        }
+        let mut parents = disk("d", &path, BYTES);
+        parents.identity = super::super::identity::of(&File::open(&path).unwrap());
+        let config = machine(vec![DeviceConfig::Disk(parents)]);
+        let drives = drives(&config.devices);
+        let (guest, parent) = (VmId::random(), VmId::random());
+        let open = |host: &HostConfig| {
+            let config = config.clone().on_host(&host.writing_over(&drives))?;
+            open_drives(guest, parent, &config, &drives, host).map(|opened| opened.len())
+        };
+        let host = HostConfig { disks_are_copies: true, ..Default::default() };
+        let said = open(&host).unwrap_err().to_string();
+        assert!(said.contains(&format!("guest {parent}'s")), "{said}");
+        assert!(said.contains("--disk id=d,path=FILE") && said.contains("--same-id"), "{said}");
+        let copy = format!("path={}", dir.path().join("copy").display()).parse().unwrap();
+        assert_eq!(open(&HostConfig { disks: vec![copy], ..host }).unwrap(), 1);
+    }
+
     /// After a reboot a path may lead to another disk. Only who names it may have it written over.
     #[test]
     fn another_disk_than_the_guests_is_not_written_over_unless_it_is_named() {
@@ -210,7 +245,8 @@ mod tests {
         let drives = drives(&config.devices);
         let open = |host: &HostConfig, drives: &[DriveHead]| {
             let config = config.clone().on_host(&host.writing_over(drives))?;
-            open_drives(VmId::random(), &config, drives, host).map(|opened| opened.len())
+            let guest = VmId::random();
+            open_drives(guest, guest, &config, drives, host).map(|opened| opened.len())
         };
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
         assert_eq!(open(&host, &drives).unwrap(), 1);
@@ -229,7 +265,8 @@ mod tests {
         // Nor one of which nobody knows which it was, as of a device that has no name.
         let mut nameless = config.clone();
         crate::config::disks_mut(&mut nameless.devices).for_each(|disk| disk.identity = None);
-        let unknown = open_drives(VmId::random(), &nameless, &drives, &host).map(drop).unwrap_err();
+        let guest = VmId::random();
+        let unknown = open_drives(guest, guest, &nameless, &drives, &host).map(drop).unwrap_err();
         assert!(unknown.to_string().contains("nothing tells whether"), "{unknown}");
         // Without drives in the epoch nothing is written over, and a copy is what is expected.
         let there = config.clone().on_host(&host.writing_over(&[])).unwrap();
