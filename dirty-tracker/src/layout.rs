@@ -228,9 +228,9 @@ impl Layout {
         run.count > 0 && self.bit_of_run(run).is_ok()
     }
 
-    /// A number that two layouts share only if they are the same: CRC32C over count, then id, base
-    /// and frames of each slot ascending by frame, little-endian. Goes into every stored and sent header.
-    /// O(slots).
+    /// A checksum that tells most layouts apart: CRC32C over count, then id, base and frames of each
+    /// slot ascending by frame, little-endian. Equal ones do not prove that two layouts are equal:
+    /// compare those. Goes into every stored and sent header. O(slots).
     pub fn hash(&self) -> u32 {
         let mut bytes = Vec::with_capacity(8 + self.slots.len() * 20);
         bytes.extend_from_slice(&(self.slots.len() as u64).to_le_bytes());

@@ -90,7 +90,7 @@ impl Destination {
             (Self::Assembling, E::Restored) => (Self::Prepared, O::SayPrepared),
             (Self::Assembling, E::Failed | E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Commit) => (Self::Deciding, O::StoreCommitted),
-            // A source says ABORT only before its own record: it will never ask.
+            // A source never says ABORT after COMMIT, and goes on with its guest: it will never ask.
             (Self::Prepared, E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Failed) => (Self::Discarding, O::StoreDiscarded),
             (Self::Deciding, E::Stands(Decision::Committed)) => {
