@@ -622,6 +622,15 @@ mod tests {
         (set, script)
     }
 
+    /// Its thread comes to the request behind the deadline, and drops it.
+    #[test]
+    fn late_device_is_not_a_dead_one() {
+        let device = spawn("late", Box::new(Fake(Arc::default())), &memory());
+        let why = device.save_by(Instant::now()).unwrap_err();
+        assert!(why.contains("virtio-rng \"late\" did not save its state"), "{why}");
+        device.save().unwrap();
+    }
+
     #[test]
     fn stuck_device_is_named_by_every_request() {
         let memory = memory();
