@@ -55,6 +55,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Creates an empty file, or empties an existing one; for reading and writing.
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
+    /// Creates an empty file, for reading and writing; `AlreadyExists` if one has that name.
+    fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
+
     /// Opens a file for reading.
     fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>>;
 
@@ -161,7 +164,7 @@ impl DirBackend {
         self
     }
 
-    fn opened(&self, name: &str, options: &mut OpenOptions) -> io::Result<Box<dyn StoreFile>> {
+    fn opened(&self, name: &str, options: &OpenOptions) -> io::Result<Box<dyn StoreFile>> {
         let path = self.dir.join(name);
         let file = options.open(&path)?;
         if !self.direct {
@@ -226,6 +229,10 @@ impl Backend for DirBackend {
     fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
         let mut options = OpenOptions::new();
         self.opened(name, options.read(true).write(true).create(true).truncate(true))
+    }
+
+    fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        self.opened(name, OpenOptions::new().read(true).write(true).create_new(true))
     }
 
     fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {

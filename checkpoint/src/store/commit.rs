@@ -92,6 +92,8 @@ pub(crate) struct Committer {
     pub(super) store: Arc<Store>,
     pub(super) vm_id: VmId,
     pub(super) files: Files,
+    /// The generation of the log before this one, until that is removed.
+    pub(super) before: Option<u64>,
     pub(super) pages: Arc<Pages>,
     pub(super) log: Box<dyn StoreFile>,
     /// Where the next epoch goes.
@@ -313,7 +315,7 @@ impl Committer {
             Standing::Unsettled => {
                 let manifest = Manifest { vm_id: self.vm_id, files: self.files };
                 self.store.put_manifest(manifest).map_err(|e: NotWritten| e.cause)?;
-                self.remove_other_logs();
+                self.remove_log_before();
             }
         }
         self.standing = Standing::Sound;

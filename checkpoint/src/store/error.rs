@@ -86,6 +86,15 @@ pub enum StoreError {
         /// A log that was found.
         log: PathBuf,
     },
+    /// No generation is left for a new file.
+    #[error(
+        "{} has the last number that a file of a store can have, so none can be made behind it: move it away",
+        file.display()
+    )]
+    LastName {
+        /// The file.
+        file: PathBuf,
+    },
     /// A file of the store is another one than this process writes to.
     #[error("{} was removed or replaced while this process wrote to it", file.display())]
     Replaced {

@@ -75,6 +75,8 @@ pub(crate) use writer::{EpochWriter, Written};
 
 use self::log::{Tail, is_not_found};
 use self::manifest::Manifest;
+use self::records::{Files, MAX_GENERATION};
+use self::sectors::SECTOR;
 use crate::calm::Calm;
 use crate::{Guest, LineId, Origin, VmId};
 
@@ -116,7 +118,7 @@ enum Named {
 fn parse_name(name: &str) -> Named {
     let number = |digits: &str| {
         let plain = digits.bytes().all(|b| b.is_ascii_digit()) && !digits.starts_with('0');
-        digits.parse().ok().filter(|&n: &u64| plain && n > 0)
+        digits.parse().ok().filter(|n| plain && (1..=MAX_GENERATION).contains(n))
     };
     match name {
         MANIFEST => return Named::Manifest,
@@ -393,17 +395,42 @@ impl Store {
         }
     }
 
-    /// Without a manifest there may be files of a store that was never finished, but no epochs.
+    /// Without a manifest there may be files of a store that was never finished. A log that is
+    /// longer than its header has epochs, or had some, whatever is damaged in it.
     fn without_manifest<T>(&self) -> Result<Option<T>, StoreError> {
         for name in self.names()? {
-            let Named::Log(generation) = parse_name(&name) else { continue };
-            if LogFile::open(self, generation).is_ok_and(|log| !log.groups.is_empty())
-                && self.manifest()?.is_none()
-            {
+            let Named::Log(_) = parse_name(&name) else { continue };
+            let len = match self.backend.open(&name).and_then(|file| file.len()) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                len => len.map_err(|e| self.io("reading", &name, e))?,
+            };
+            if len > SECTOR as u64 && self.manifest()?.is_none() {
                 return Err(StoreError::NoManifest { log: self.path(&name) });
             }
         }
         Ok(None)
+    }
+
+    /// Generations for a new log and a new page file: above those of all files that are there.
+    fn next_files(&self) -> Result<Files, StoreError> {
+        let mut last = Files { log: 0, pages: 0 };
+        for name in self.names()? {
+            match parse_name(&name) {
+                Named::Log(n) => last.log = last.log.max(n),
+                Named::Pages(n) => last.pages = last.pages.max(n),
+                _ => {}
+            }
+        }
+        let next = |n: u64, name: fn(u64) -> String| match n.checked_add(1) {
+            Some(next) if next <= MAX_GENERATION => Ok(next),
+            _ => Err(StoreError::LastName { file: self.path(&name(n)) }),
+        };
+        Ok(Files { log: next(last.log, log_name)?, pages: next(last.pages, pages_name)? })
+    }
+
+    /// Makes a file that is not there yet.
+    fn create_new(&self, name: &str) -> Result<Box<dyn StoreFile>, StoreError> {
+        self.backend.create_new(name).map_err(|e| self.io("creating", name, e))
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
@@ -512,7 +539,9 @@ mod tests {
     #[test]
     fn a_name_has_one_meaning() {
         assert_eq!(parse_name(&log_name(42)), Named::Log(42));
-        assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Pages(u64::MAX));
+        assert_eq!(parse_name(&pages_name(MAX_GENERATION)), Named::Pages(MAX_GENERATION));
+        assert_eq!(parse_name(&pages_name(MAX_GENERATION + 1)), Named::Foreign);
+        assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Foreign);
         assert_eq!(parse_name("touched"), Named::Touched);
         assert_eq!(parse_name("touched.tmp-1"), Named::TouchedNew);
         assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);

@@ -9,7 +9,7 @@ use super::backend::StoreFile;
 use super::build::begin_log;
 use super::commit::{Bounds, Committer, Kept, Standing};
 use super::log::{LogFile, Place};
-use super::manifest::Manifest;
+use super::manifest::{Manifest, NotWritten};
 use super::pages::{PageReader, Pages, begin_pages};
 use super::records::Files;
 use super::sectors::SECTOR;
@@ -85,29 +85,18 @@ impl Committer {
     /// Makes the store's files for `guest`, or others in their place if those have no epoch.
     pub(crate) fn create(store: &Arc<Store>, guest: &dyn Guest) -> Result<Self, StoreError> {
         let vm_id = guest.vm_id();
-        let before = store.manifest()?.map_or(Files { log: 0, pages: 0 }, |m| m.files);
-        let files = Files { log: before.log + 1, pages: before.pages + 1 };
+        let before = store.manifest()?.map(|manifest| manifest.files);
+        let files = store.next_files()?;
         store.check_lock()?;
-        let backend = store.backend();
-        let made = |name: &str| backend.create(name).map_err(|e| store.io("creating", name, e));
-        let write =
-            |name: &str, result: io::Result<()>| result.map_err(|e| store.io("writing", name, e));
-        let sync = |name: &str, file: &dyn StoreFile| {
-            file.sync().map_err(|e| store.io("syncing", name, e))
-        };
-        let name = pages_name(files.pages);
-        let pages = made(&name)?;
-        let held = PageReader::hold(store, files.pages)?;
-        write(&name, begin_pages(&*pages, vm_id, files.pages))?;
-        sync(&name, &*pages)?;
-        let name = log_name(files.log);
-        let log = made(&name)?;
-        let end = begin_log(&*log, vm_id, files.log).map_err(|e| store.io("writing", &name, e))?;
-        sync(&name, &*log)?;
-        store.put_manifest(Manifest { vm_id, files }).map_err(|e| e.cause)?;
-        for name in [log_name(before.log), pages_name(before.pages)] {
+        let (held, log, end) = make(store, vm_id, files).map_err(|e| {
+            if !e.unsettled {
+                store.remove_unnamed(Some(files.log), Some(files.pages));
+            }
+            e.cause
+        })?;
+        for name in before.iter().flat_map(|f| [log_name(f.log), pages_name(f.pages)]) {
             // What cannot be removed now is when the store is next opened.
-            let _ = backend.remove(&name);
+            let _ = store.backend().remove(&name);
         }
         let mut slots = Slots::new(1);
         slots.allocate(1, 1);
@@ -127,6 +116,7 @@ impl Committer {
             store: store.clone(),
             vm_id,
             files,
+            before: None,
             pages,
             log,
             end,
@@ -141,6 +131,29 @@ impl Committer {
             lost: false,
         }
     }
+}
+
+/// Makes the files of a store without epochs, and the manifest that names them.
+fn make(
+    store: &Store,
+    vm_id: VmId,
+    files: Files,
+) -> Result<(PageReader, Box<dyn StoreFile>, Place), NotWritten> {
+    let write = || -> Result<_, StoreError> {
+        let name = pages_name(files.pages);
+        let pages = store.create_new(&name)?;
+        let held = PageReader::hold(store, files.pages)?;
+        begin_pages(&*pages, vm_id, files.pages).map_err(|e| store.io("writing", &name, e))?;
+        pages.sync().map_err(|e| store.io("syncing", &name, e))?;
+        let name = log_name(files.log);
+        let log = store.create_new(&name)?;
+        let end = begin_log(&*log, vm_id, files.log).map_err(|e| store.io("writing", &name, e))?;
+        log.sync().map_err(|e| store.io("syncing", &name, e))?;
+        Ok((held, log, end))
+    };
+    let made = write().map_err(|cause| NotWritten { cause, unsettled: false })?;
+    store.put_manifest(Manifest { vm_id, files })?;
+    Ok(made)
 }
 
 /// Writes what is in bytes `from` to `to` of a file to the same place. After a sync of it that failed the system has no reason

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::manifest::Manifest;
 use super::pages::{PageReader, begin_pages};
-use super::records::{Files, MAX_GENERATION, NO_SLOT};
+use super::records::{Files, NO_SLOT};
 use super::rotate::copy_log;
 use super::salvage::{Salvage, Survey};
 use super::{
@@ -49,17 +49,8 @@ impl Store {
         // Nobody else gives away slots meanwhile.
         let held = salvage.pages.as_ref().map(|_| PageReader::hold(self, old.pages)).transpose()?;
         let names = self.names()?;
-        let numbers = names.iter().map(|name| match parse_name(name) {
-            Named::Log(n) | Named::Pages(n) => n,
-            _ => 0,
-        });
-        let next = numbers.max().unwrap_or(0) + 1;
-        if next > MAX_GENERATION {
-            return Err(StoreError::NoMoreSlots {
-                pages: self.path(&pages_name(old.pages)),
-                slots: 0,
-            });
-        }
+        let next = self.next_files()?;
+        let next = next.log.max(next.pages);
         let lost = survey.sound < survey.checkpoints.len() as u64;
         let copies = lost || !salvage.pages_are_sound;
         let pages = if copies { next } else { old.pages };
@@ -132,7 +123,7 @@ impl Store {
         }
         let Some(pages) = pages else {
             let name = pages_name(new.pages);
-            let file = self.backend().create(&name).map_err(|e| self.io("creating", &name, e))?;
+            let file = self.create_new(&name)?;
             begin_pages(&*file, *vm_id, new.pages).map_err(|e| self.io("writing", &name, e))?;
             file.sync().map_err(|e| self.io("syncing", &name, e))?;
             return copy_log(self, log, chosen, new.log, &|slot| slot).map(drop);

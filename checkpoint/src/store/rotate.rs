@@ -67,30 +67,37 @@ impl Committer {
     pub(super) fn rotate(&mut self) -> Result<(), StoreError> {
         let store: &Arc<Store> = &self.store;
         store.check_lock()?;
-        let files = Files { log: self.files.log + 1, ..self.files };
+        let files = Files { log: store.next_files()?.log, ..self.files };
         let mut old = self.read_log()?;
         let kept = kept_of(&old);
-        let new = copy_log(store, &mut old, &kept, files.log, &|slot| slot)?;
-        let put = store.put_manifest(Manifest { vm_id: self.vm_id, files });
-        if let Err(NotWritten { cause, unsettled: false }) = put {
-            store.remove_unnamed(files);
-            return Err(cause);
-        }
+        let made = copy_log(store, &mut old, &kept, files.log, &|slot| slot);
+        let made = made.map_err(|cause| NotWritten { cause, unsettled: false });
+        let put = |new| match store.put_manifest(Manifest { vm_id: self.vm_id, files }) {
+            Ok(()) => Ok((new, None)),
+            Err(NotWritten { cause, unsettled: true }) => Ok((new, Some(cause))),
+            Err(e) => Err(e),
+        };
+        let (new, unsettled) = made.and_then(put).map_err(|NotWritten { cause, .. }| {
+            store.remove_unnamed(Some(files.log), None);
+            cause
+        })?;
         tracing::debug!(generation = files.log, "the log was written anew");
-        self.files = files;
+        self.before = Some(std::mem::replace(&mut self.files, files).log);
         (self.log, self.end, self.kept) = (new.file, new.end, new.kept.into());
-        if let Err(NotWritten { cause, .. }) = put {
+        if let Some(cause) = unsettled {
             self.standing = Standing::Unsettled;
             return Err(cause);
         }
-        self.remove_other_logs();
+        self.remove_log_before();
         Ok(())
     }
 
     /// Removes the log before this one, which is not the store's any more.
-    pub(super) fn remove_other_logs(&self) {
-        // What cannot be removed now is when the store is next opened.
-        let _ = self.store.backend().remove(&log_name(self.files.log - 1));
+    pub(super) fn remove_log_before(&mut self) {
+        if let Some(before) = self.before.take() {
+            // What cannot be removed now is when the store is next opened.
+            let _ = self.store.backend().remove(&log_name(before));
+        }
     }
 }
 
@@ -105,7 +112,7 @@ pub(super) fn copy_log(
 ) -> Result<NewLog, StoreError> {
     let name = log_name(generation);
     let writing = |e| store.io("writing", &name, e);
-    let file = store.backend().create(&name).map_err(|e| store.io("creating", &name, e))?;
+    let file = store.create_new(&name)?;
     let mut end = begin_log(&*file, old.vm_id, generation).map_err(writing)?;
     let mut builder = Builder::new(&*file, end);
     let mut kept = Vec::new();
@@ -156,6 +163,10 @@ pub(super) fn copy_log(
                 Record::Frames(..) | Record::Zeros(_) => {}
             }
         }
+        // It was sound before: a disk that gives it back only sometimes must not have half of it copied.
+        if let Some(e) = group.cursor.lost.take() {
+            return Err(e);
+        }
         let Some((commit, _)) = group.ended else { continue };
         let (frames, zero_frames) = match alone && !rebased {
             true => (stored, zeros.len() as u64),
@@ -192,7 +203,7 @@ impl Store {
         };
         old.check_sound(self)?;
         let Manifest { vm_id, files } = manifest;
-        let new = Files { log: files.log + 1, pages: files.pages + 1 };
+        let new = self.next_files()?;
         let before_bytes = self.bytes_of(files)?;
         pages.check_header(files.pages, vm_id)?;
         let chosen = kept_of(&old);
@@ -206,7 +217,7 @@ impl Store {
             made.and_then(|made| self.put_manifest(Manifest { vm_id, files: new }).map(|()| made));
         let (kept, after_bytes) = put.map_err(|e| {
             if !e.unsettled {
-                self.remove_unnamed(new);
+                self.remove_unnamed(Some(new.log), Some(new.pages));
             }
             e.cause
         })?;
@@ -222,19 +233,17 @@ impl Store {
         Ok(CompactReport { epochs: kept.len() as u64, before_bytes, after_bytes })
     }
 
-    /// Removes a new log and page file that did not become the store's. What cannot be removed now is when the store is next opened.
-    pub(super) fn remove_unnamed(&self, files: Files) {
+    /// Removes a log and a page file that the caller has made, and that did not become the
+    /// store's. What cannot be removed now is when the store is next opened.
+    pub(super) fn remove_unnamed(&self, log: Option<u64>, pages: Option<u64>) {
         // A rename may say that it failed, and have been done.
-        let named = match self.manifest() {
-            Ok(Some(manifest)) => manifest.files,
-            Ok(None) => Files { log: 0, pages: 0 },
-            Err(_) => return,
-        };
-        if named.log != files.log {
-            let _ = self.backend().remove(&log_name(files.log));
+        let Ok(manifest) = self.manifest() else { return };
+        let named = manifest.map(|manifest| manifest.files);
+        if let Some(log) = log.filter(|log| named.is_none_or(|named| named.log != *log)) {
+            let _ = self.backend().remove(&log_name(log));
         }
-        if named.pages != files.pages {
-            let _ = self.backend().remove(&pages_name(files.pages));
+        if let Some(pages) = pages.filter(|n| named.is_none_or(|named| named.pages != *n)) {
+            let _ = self.backend().remove(&pages_name(pages));
         }
     }
 
@@ -255,7 +264,7 @@ impl Store {
         to: u64,
     ) -> Result<HashMap<u32, u32>, StoreError> {
         let name = pages_name(to);
-        let file = self.backend().create(&name).map_err(|e| self.io("creating", &name, e))?;
+        let file = self.create_new(&name)?;
         begin_pages(&*file, log.vm_id, to).map_err(|e| self.io("writing", &name, e))?;
         // As many as the log names, however long the page file says that it is.
         let mut slots = HashMap::new();
@@ -313,5 +322,36 @@ impl Sink for Moved<'_> {
             written.map_err(|e| self.store.io("writing", self.name, e))?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::testing::{DiskOp, MemoryConfig, MemoryDisk, MemoryGuest};
+    use crate::{Backend, VmId};
+
+    #[test]
+    fn failed_rotation_removes_its_own_log_alone() {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        for (op, after) in [(DiskOp::Create, 0), (DiskOp::Create, 1), (DiskOp::Rename, 0)] {
+            for without_manifest in [false, true] {
+                let disk = MemoryDisk::default();
+                let store = Arc::new(Store::with_backend(Box::new(disk.clone()), true).unwrap());
+                let mut committer = Committer::create(&store, &*guest).unwrap();
+                if without_manifest {
+                    disk.remove("manifest").unwrap();
+                }
+                disk.fail(op, libc::ENOSPC, after);
+                committer.rotate().unwrap_err();
+                let mut names = disk.names();
+                names.retain(|name| !name.starts_with("manifest"));
+                assert_eq!(names, ["log-1", "pages-1"], "{op:?} {after} {without_manifest}");
+                disk.heal();
+                committer.rotate().unwrap();
+                assert!(disk.contents("log-1").is_err(), "it is not needed any more");
+            }
+        }
     }
 }

@@ -27,7 +27,7 @@ pub enum Survives {
 /// An operation of the disk that a test can make fail.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DiskOp {
-    /// `Backend::create`
+    /// `Backend::create` and `Backend::create_new`
     Create,
     /// `StoreFile::write_all_at`
     Write,
@@ -67,6 +67,9 @@ struct Disk {
     stop_at: Option<u64>,
     stopped: bool,
     faults: Vec<Fault>,
+    bad: Vec<Bad>,
+    /// Reads that a bad range has failed.
+    bad_reads: u64,
     /// Files opened so far.
     opened: u64,
     /// Syncs of all files wait until this is over.
@@ -94,6 +97,15 @@ struct Fault {
     /// `None`: the thread panics, once.
     errno: Option<i32>,
     /// Calls that still succeed.
+    after: u32,
+}
+
+/// Bytes of a file that cannot be read.
+#[derive(Clone, Debug)]
+struct Bad {
+    inode: usize,
+    range: Range<u64>,
+    /// Reads of any of it that still succeed.
     after: u32,
 }
 
@@ -133,6 +145,23 @@ impl Disk {
                 Ok(())
             }
             None => Ok(()),
+        }
+    }
+
+    fn check_read(&mut self, inode: usize, read: Range<u64>) -> io::Result<()> {
+        let hit = |bad: &&mut Bad| {
+            bad.inode == inode && bad.range.start < read.end && read.start < bad.range.end
+        };
+        match self.bad.iter_mut().find(hit) {
+            None => Ok(()),
+            Some(bad) if bad.after > 0 => {
+                bad.after -= 1;
+                Ok(())
+            }
+            Some(_) => {
+                self.bad_reads += 1;
+                Err(io::Error::from_raw_os_error(libc::EIO))
+            }
         }
     }
 
@@ -196,6 +225,20 @@ impl MemoryDisk {
         disk.faults.push(fault);
     }
 
+    /// After `after` more reads of any of these bytes of a file, reads of them fail with EIO,
+    /// until [`heal`](Self::heal).
+    pub fn fail_reads(&self, name: &str, range: Range<u64>, after: u32) -> io::Result<()> {
+        let mut disk = self.lock();
+        let inode = disk.find(name)?;
+        disk.bad.push(Bad { inode, range, after });
+        Ok(())
+    }
+
+    /// How many reads [`fail_reads`](Self::fail_reads) has failed.
+    pub fn failed_reads(&self) -> u64 {
+        self.lock().bad_reads
+    }
+
     /// Syncs of files wait, until it is called with `false`.
     pub fn hold_syncs(&self, held: bool) {
         let mut disk = self.lock();
@@ -226,6 +269,7 @@ impl MemoryDisk {
     pub fn heal(&self) {
         let mut disk = self.lock();
         disk.faults.clear();
+        disk.bad.clear();
         (disk.stop_at, disk.stopped) = (None, false);
     }
 
@@ -340,6 +384,13 @@ impl Backend for MemoryDisk {
         Ok(self.file(&mut disk, inode))
     }
 
+    fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        if MemoryDisk::lock(self).find(name).is_ok() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        self.create(name)
+    }
+
     fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
         let mut disk = MemoryDisk::lock(self);
         disk.check(None)?;
@@ -418,6 +469,7 @@ impl StoreFile for MemoryFile {
     fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         let mut disk = self.lock();
         disk.check(Some(DiskOp::Read))?;
+        disk.check_read(self.inode, offset..offset + buf.len() as u64)?;
         let bytes = &disk.files[self.inode].bytes;
         let from = usize::try_from(offset).unwrap_or(usize::MAX);
         let there = bytes.get(from..from.saturating_add(buf.len()));

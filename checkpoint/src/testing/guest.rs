@@ -20,7 +20,8 @@ use super::shield::{Protected, SoftShield};
 use super::writers::{Gate, Writer};
 use crate::{
     Clock, DriveCopy, DriveHead, Fill, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, Line,
-    LineId, Origin, RunState, Section, Shield, VcpuWrites, VmId, WithCopies, section_tags,
+    LineId, Origin, RunState, Section, SectionTag, Shield, VcpuWrites, VmId, WithCopies,
+    section_tags,
 };
 
 /// Wrong frames that are listed one by one.
@@ -48,6 +49,8 @@ pub struct MemoryGuest {
     prepared: AtomicU64,
     protected: Arc<Protected>,
     filling: Arc<AtomicBool>,
+    /// Bytes of a section that a restore passes over.
+    more_state: AtomicU64,
 }
 
 impl fmt::Debug for MemoryGuest {
@@ -60,6 +63,11 @@ impl MemoryGuest {
     /// Frames that [`Guest::prepare`] was called for, each time it was.
     pub fn prepared(&self) -> u64 {
         self.prepared.load(SeqCst)
+    }
+
+    /// From now on the state has one more section of so many bytes, which a restore passes over.
+    pub fn more_state(&self, bytes: u64) {
+        self.more_state.store(bytes, SeqCst);
     }
 
     /// What each writer is held to now, writes a second, if they are held.
@@ -128,6 +136,7 @@ impl MemoryGuest {
             prepared: AtomicU64::new(0),
             protected: Arc::default(),
             filling: Arc::default(),
+            more_state: AtomicU64::new(0),
             config,
         };
         let of = u64::from(guest.config.writers);
@@ -398,7 +407,13 @@ impl Guest for MemoryGuest {
             bytes.extend_from_slice(&w.errors.load(SeqCst).to_le_bytes());
             Section::new(section_tags::THREAD_WORKER, w.index as u16, bytes)
         };
-        Ok(self.writers.iter().map(section).collect())
+        let mut sections: Vec<Section> = self.writers.iter().map(section).collect();
+        let more = self.more_state.load(SeqCst) as usize;
+        if more > 0 {
+            let (tag, bytes) = (SectionTag(0x7000), vec![0xb5; more]);
+            sections.push(Section { tag, instance: 0, must_understand: false, bytes });
+        }
+        Ok(sections)
     }
 
     fn fill(&self) -> Option<Box<dyn Fill>> {

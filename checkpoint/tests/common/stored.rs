@@ -1,0 +1,95 @@
+//! A store of a small guest that several processes have written, and what memory was at each checkpoint.
+#![allow(dead_code, reason = "not every test has use for all of it")]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
+use checkpoint::{Checkpointer, Clock, Guest, RepairReport, Store, StoreError, VmId, restore};
+use dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use vm_memory::{Bytes, GuestAddress};
+
+pub const FRAMES: u64 = 16;
+
+pub fn guest(vm_id: VmId) -> Arc<MemoryGuest> {
+    let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES }];
+    let config = MemoryConfig { slots, writers: 1, working_set: 1, writes_per_s: 1, seed: 3 };
+    let guest = MemoryGuest::new(vm_id, config).unwrap();
+    // A section over several sectors, some of which have nothing else.
+    guest.more_state(1500);
+    guest
+}
+
+pub fn write(guest: &MemoryGuest, gfn: u64, byte: u8) {
+    guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * PAGE_SIZE)).unwrap();
+}
+
+pub fn image(guest: &MemoryGuest) -> Vec<u8> {
+    let mut image = vec![0; (FRAMES * PAGE_SIZE) as usize];
+    guest.ram().read_slice(&mut image, GuestAddress(0)).unwrap();
+    image
+}
+
+pub fn open(disk: &MemoryDisk, writable: bool) -> Store {
+    Store::with_backend(Box::new(disk.clone()), writable).unwrap()
+}
+
+pub fn restored(disk: &MemoryDisk, epoch: u64) -> Vec<u8> {
+    let factory = MemoryGuestFactory::default();
+    image(&restore(&open(disk, false), Some(epoch), &factory, Clock::Continue).unwrap().0)
+}
+
+pub fn numbers(disk: &MemoryDisk) -> Vec<u64> {
+    open(disk, false).epochs().unwrap().iter().map(|e| e.epoch).collect()
+}
+
+/// A store, its guest, and memory at each checkpoint that is kept.
+pub struct Stored {
+    pub disk: MemoryDisk,
+    pub guest: Arc<MemoryGuest>,
+    pub taken: BTreeMap<u64, Vec<u8>>,
+    /// Of those that were dropped, too.
+    pub all: BTreeMap<u64, Vec<u8>>,
+}
+
+/// Each process takes so many checkpoints, the first of them with all of memory; so many are kept.
+pub fn stored(processes: &[u64], keep: u64) -> Stored {
+    let (disk, guest) = (MemoryDisk::default(), guest(VmId::random()));
+    let mut taken = BTreeMap::new();
+    let mut byte = 0;
+    for count in processes {
+        let mut checkpointer = Checkpointer::new(guest.clone(), open(&disk, true)).unwrap();
+        checkpointer.keep(Some(keep));
+        for _ in 0..*count {
+            byte += 1;
+            write(&guest, u64::from(byte) * 5 % FRAMES, byte);
+            write(&guest, u64::from(byte) * 7 % FRAMES, if byte % 3 == 0 { 0 } else { byte });
+            taken.insert(checkpointer.take().unwrap().epoch, image(&guest));
+        }
+    }
+    let kept = numbers(&disk);
+    let all = taken.clone();
+    taken.retain(|epoch, _| kept.contains(epoch));
+    Stored { disk, guest, taken, all }
+}
+
+/// The sectors in which epochs begin.
+pub fn begins(log: &[u8]) -> Vec<usize> {
+    (1..log.len() / 512).filter(|n| log[n * 512..n * 512 + 2] == [0x11, 0x80]).collect()
+}
+
+/// Another disk, with a bit of this sector of the log flipped, or all of it lost.
+pub fn with_bad_sector(disk: &MemoryDisk, sector: usize, lost: bool) -> MemoryDisk {
+    let disk = disk.copy();
+    let mut log = disk.contents("log-1").unwrap();
+    match lost {
+        true => log[sector * 512..(sector + 1) * 512].fill(0),
+        false => log[sector * 512 + sector % 512] ^= 4,
+    }
+    disk.put("log-1", log);
+    disk
+}
+
+pub fn repair(disk: &MemoryDisk) -> Result<RepairReport, StoreError> {
+    Store::with_backend_to_repair(Box::new(disk.clone()))?.repair()
+}
