@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use checkpoint::testing::{DiskOp, MemoryDisk, Survives};
-use checkpoint::{Checkpointer, Store};
+use checkpoint::{Checkpointer, Store, StoreError};
 use proptest::prelude::*;
 
 #[path = "common/stored.rs"]
@@ -214,6 +214,7 @@ proptest! {
                     }
                     check_repaired(stored, &disk, &intact);
                 }
+                Err(StoreError::NothingSound { .. }) => assert!(intact.is_empty()),
                 Err(e) => assert!(!known || disk.contents("log-1").is_err(), "{e}"),
             }
         });
@@ -241,7 +242,7 @@ fn damaged_state_costs_its_checkpoint_alone() {
             assert_eq!(survey.verdict(), "2 of 6 checkpoints are sound; the latest sound one is 2");
         }
     }
-    println!("{alone} sectors of {}", begins[3] - begins[2]);
+    assert!(alone > 0, "none of {} sectors", begins[3] - begins[2]);
 }
 
 #[test]
@@ -274,7 +275,8 @@ fn a_kill_at_any_sync_of_a_repair_loses_nothing() {
             let disk = damaged.copy();
             disk.stop_at_sync(disk.syncs() + stop);
             let repaired = repair(&disk);
-            assert_eq!(repaired.is_err(), disk.is_stopped());
+            // The last sync takes away old names alone, and a repair has succeeded without it.
+            assert!(repaired.is_ok() || disk.is_stopped());
             let torn = (0..8).map(|seed| Survives::Torn(seed + 100 * stop));
             for how in [Survives::Nothing, Survives::Everything].into_iter().chain(torn) {
                 for writer_first in [false, true] {

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use checkpoint::testing::{DiskOp, MemoryDisk};
-use checkpoint::{Backend, Checkpointer, Store, VmId};
+use checkpoint::{Backend, Checkpointer, Store, StoreError, VmId};
 
 #[path = "common/stored.rs"]
 mod stored;
@@ -113,4 +113,150 @@ fn numbers_of(disk: &MemoryDisk) -> Vec<u64> {
         Ok(_) => numbers(disk),
         Err(_) => Vec::new(),
     }
+}
+
+#[test]
+fn hole_across_the_oldest_checkpoint_is_a_loss() {
+    // 6 is the oldest that is kept, and 7 is full.
+    let Stored { disk, all, .. } = stored(&[6, 2], 3);
+    assert_eq!(numbers(&disk), [6, 7, 8]);
+    let mut log = disk.contents("log-1").unwrap();
+    let begins = begins(&log);
+    // The end of 5, and the beginning of 6.
+    for sector in [begins[5] - 1, begins[5]] {
+        log[sector * 512 + 9] ^= 4;
+    }
+    disk.put("log-1", log);
+    let survey = open(&disk, false).survey().unwrap();
+    assert_eq!(survey.verdict(), "2 of 3 checkpoints are sound; the latest sound one is 8");
+    let lost = &survey.checkpoints[0];
+    assert_eq!((lost.epoch, lost.last), (Some(6), None));
+    let report = repair(&disk).unwrap();
+    assert!(report.aside.iter().any(|name| name.ends_with(".pages-1")), "{report:?}");
+    for epoch in [7, 8] {
+        assert_eq!(restored(&disk, epoch), all[&epoch]);
+    }
+}
+
+#[test]
+fn range_of_lost_checkpoints_is_reported() {
+    let Stored { disk, .. } = stored(&[6, 2], 8);
+    let mut log = disk.contents("log-1").unwrap();
+    let begins = begins(&log);
+    (begins[3]..begins[6]).for_each(|sector| log[sector * 512 + 9] ^= 4);
+    disk.put("log-1", log);
+    let survey = open(&disk, false).survey().unwrap();
+    let lost = survey.checkpoints.iter().find(|c| c.damage.is_some()).unwrap();
+    assert_eq!((lost.epoch, lost.last), (Some(4), Some(6)), "{survey:?}");
+}
+
+#[test]
+fn refusal_of_the_system_is_no_damage() {
+    let Stored { disk, .. } = stored(&[3], 3);
+    for errno in [libc::EMFILE, libc::ESTALE, libc::ENOTCONN, libc::ETIMEDOUT, libc::EACCES] {
+        for after in 0..20 {
+            let disk = disk.copy();
+            disk.fail(DiskOp::Read, errno, after);
+            let found = open_to_repair(&disk).and_then(|store| store.survey());
+            disk.heal();
+            match found {
+                Ok(survey) => assert!(survey.is_sound(), "{errno} {after}: {survey:?}"),
+                Err(e) => assert!(matches!(e, StoreError::Io { .. }), "{e}"),
+            }
+        }
+    }
+}
+
+fn open_to_repair(disk: &MemoryDisk) -> Result<Store, StoreError> {
+    Store::with_backend_to_repair(Box::new(disk.clone()))
+}
+
+#[test]
+fn store_without_anything_sound_stays_as_it_is() {
+    let Stored { disk, .. } = stored(&[2], 2);
+    let pages = disk.contents("pages-1").unwrap();
+    disk.put("pages-1", vec![7; pages.len()]);
+    let before = disk.names();
+    let e = repair(&disk).unwrap_err().to_string();
+    assert_eq!(
+        e,
+        "no checkpoint in /memory-disk is sound, so there is nothing to repair: nothing was changed"
+    );
+    assert_eq!(disk.names(), before);
+}
+
+#[test]
+fn file_of_another_guest_is_refused() {
+    let (ours, other) = (stored(&[3], 3).disk, stored(&[3], 3).disk);
+    for name in ["log-1", "pages-1"] {
+        let disk = ours.copy();
+        disk.put(name, other.contents(name).unwrap());
+        let before = disk.names();
+        let e = repair(&disk).unwrap_err().to_string();
+        assert!(e.starts_with(&format!("/memory-disk/{name} belongs to guest")), "{e}");
+        assert_eq!(disk.names(), before);
+    }
+}
+
+#[test]
+fn renamed_log_keeps_its_first_chain() {
+    let Stored { disk, taken, .. } = stored(&[4], 4);
+    disk.put("log-5", disk.contents("log-1").unwrap());
+    disk.remove("log-1").unwrap();
+    disk.remove("manifest").unwrap();
+    assert_eq!(repair(&disk).unwrap().survey.sound, 4);
+    assert!(taken.iter().all(|(epoch, memory)| restored(&disk, *epoch) == *memory));
+}
+
+#[test]
+fn other_files_are_kept_aside_when_something_is_lost() {
+    let Stored { disk, .. } = stored(&[4], 4);
+    let disk = with_bad_sector(&disk, begins(&disk.contents("log-1").unwrap())[3], false);
+    disk.put("log-9", vec![1; 2048]);
+    disk.put("pages-9", vec![2; 8192]);
+    let report = repair(&disk).unwrap();
+    for name in ["damaged-1.log-9", "damaged-1.pages-9"] {
+        assert!(report.aside.iter().any(|aside| aside == name), "{report:?}");
+        assert!(disk.contents(name).is_ok());
+    }
+}
+
+#[test]
+fn store_in_use_is_not_repaired_without_its_lock_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let guest = stored::guest(VmId::random());
+    let store = Store::create_or_open(dir.path()).unwrap();
+    let mut checkpointer = Checkpointer::new(guest, store).unwrap();
+    checkpointer.take().unwrap();
+    for removed in [false, true] {
+        if removed {
+            std::fs::remove_file(dir.path().join("lock")).unwrap();
+        }
+        let repaired = Store::open_to_repair(dir.path()).and_then(|store| store.repair());
+        let e = repaired.unwrap_err();
+        assert!(matches!(e, StoreError::InUse { .. }), "{e}");
+    }
+}
+
+#[test]
+fn unreadable_sector_of_dropped_checkpoints_forbids_nothing() {
+    let Stored { disk, guest, taken, .. } = stored(&[3, 4], 2);
+    let begins = begins(&disk.contents("log-1").unwrap());
+    let unreadable = |sector: usize| {
+        let disk = disk.copy();
+        let at = sector as u64 * 512;
+        disk.fail_reads("log-1", at..at + 512, 0).unwrap();
+        disk
+    };
+    let dropped = unreadable(begins[1]);
+    assert!(taken.iter().all(|(epoch, memory)| restored(&dropped, *epoch) == *memory));
+    // Halves are tried, and not each sector in front of the bad one.
+    assert!(dropped.failed_reads() < 100, "{} reads failed", dropped.failed_reads());
+    let mut checkpointer = Checkpointer::new(guest.clone(), open(&dropped, true)).unwrap();
+    let epoch = checkpointer.take().unwrap().epoch;
+    assert_eq!(restored(&dropped, epoch), image(&guest));
+    // One that is kept is damage, with the way out.
+    let kept = unreadable(begins[6]);
+    let e = Checkpointer::new(guest, open(&kept, true)).unwrap_err().to_string();
+    assert!(e.contains("cannot be read") && e.contains("store repair /memory-disk"), "{e}");
 }

@@ -132,6 +132,13 @@ pub trait StoreFile: fmt::Debug + Send + Sync {
     fn identity(&self) -> io::Result<(u64, u64)>;
 }
 
+/// Whether a read failed because the disk does not give its bytes back. Any other error is the
+/// system's, and says nothing of what is on the disk.
+pub(super) fn is_media_error(e: &io::Error) -> bool {
+    let errno = e.raw_os_error();
+    matches!(errno, Some(libc::EIO | libc::EBADMSG | libc::EUCLEAN | libc::ENODATA | libc::EILSEQ))
+}
+
 /// Files in a directory.
 #[derive(Debug)]
 pub struct DirBackend {

@@ -70,6 +70,26 @@ pub enum StoreError {
         /// Another.
         other: VmId,
     },
+    /// A file of another guest among the store's.
+    #[error(
+        "{} belongs to guest {found}, and the manifest names it as guest {expected}'s. Put the file of guest \
+         {expected} in its place",
+        file.display()
+    )]
+    Mixed {
+        /// The file.
+        file: PathBuf,
+        /// Whose it is.
+        found: VmId,
+        /// Whose the store is.
+        expected: VmId,
+    },
+    /// Checkpoints are lost, and none is sound.
+    #[error("no checkpoint in {} is sound, so there is nothing to repair: nothing was changed", dir.display())]
+    NothingSound {
+        /// The store.
+        dir: PathBuf,
+    },
     /// A store of an older version, which had a file for each epoch.
     #[error("{} is a store of format 1, which this version does not read", dir.display())]
     Format1 {

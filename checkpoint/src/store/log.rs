@@ -133,12 +133,9 @@ impl LogFile {
         Ok(log)
     }
 
-    /// Whose the log of `generation` is, if its header is sound.
-    pub(crate) fn vm_of(store: &Store, generation: u64) -> Option<VmId> {
-        let file = store.backend().open(&log_name(generation)).ok()?;
-        let mut header = [0; HEADER_LEN];
-        file.read_exact_at(&mut header, 0).ok()?;
-        Header::read_from(&header[..], MAGIC_LOG).ok().map(|header| header.vm_id())
+    /// Whose the log of `generation` is; `None` if it is gone, or its header is damaged.
+    pub(crate) fn vm_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
+        store.header_owner(&log_name(generation), MAGIC_LOG)
     }
 
     /// Reads all that is left of the log of `generation`, which is `vm_id`'s: also epochs behind damage, whose parents may be lost,
@@ -154,6 +151,11 @@ impl LogFile {
         sectors.lenient = true;
         let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
         let found = sectors.data(0, Kind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
+        // The first COMMIT has a digest that began with the header that was written.
+        let seed = match &found {
+            Ok(Ok(found)) => found.checksum(),
+            _ => header.checksum(),
+        };
         let header_damage = match found {
             Ok(Ok(found)) if found.checksum() == header.checksum() => None,
             Ok(Ok(found)) if found.vm_id() != vm_id => {
@@ -166,9 +168,10 @@ impl LogFile {
                 Some(sectors.damaged(0, damage))
             }
             Ok(Err(e)) => Some(sectors.damaged(0, e)),
+            Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
             Err(stop) => Some(stop.into()),
         };
-        let digest = Some(Digest(header.checksum()));
+        let digest = Some(Digest(seed));
         let end = Place { sector: 1, sequence: 0, digest };
         let (groups, tail) = (Vec::new(), Tail::Clean);
         let (sealed, skipped, lost) = (None, None, BTreeMap::new());

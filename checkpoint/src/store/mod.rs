@@ -73,11 +73,13 @@ pub use salvage::{CheckpointState, Survey};
 pub use verify::VerifyReport;
 pub(crate) use writer::{EpochWriter, Written};
 
+use self::backend::is_media_error;
 use self::log::{Tail, is_not_found};
 use self::manifest::Manifest;
 use self::records::{Files, MAX_GENERATION};
 use self::sectors::SECTOR;
 use crate::calm::Calm;
+use crate::format::{HEADER_LEN, Header};
 use crate::{Guest, LineId, Origin, VmId};
 
 /// Names of files, beside [`LOCK_FILE`].
@@ -409,6 +411,19 @@ impl Store {
             }
         }
         Ok(None)
+    }
+
+    /// Whose a file is by its header; `None` if it is gone, or the header is damaged.
+    fn header_owner(&self, name: &str, magic: [u8; 8]) -> Result<Option<VmId>, StoreError> {
+        let mut header = [0; HEADER_LEN];
+        let read = self.backend.open(name).and_then(|file| file.read_exact_at(&mut header, 0));
+        match read {
+            Ok(()) => Ok(Header::read_from(&header[..], magic).ok().map(|header| header.vm_id())),
+            Err(e) if is_media_error(&e) => Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+            Err(e) => Err(self.io("reading", name, e)),
+        }
     }
 
     /// Generations for a new log and a new page file: above those of all files that are there.

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dirty_tracker::PAGE_SIZE;
 
-use super::backend::{RangeLock, StoreFile};
+use super::backend::{RangeLock, StoreFile, is_media_error};
 use super::{Damage, Store, StoreError, pages_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_PAGES};
 use crate::slots::{MAX_RUN, SlotRun, Slots};
@@ -49,11 +49,9 @@ impl PageReader {
         Ok(Self { file, path: store.path(&name), lenient: true })
     }
 
-    /// The header's guest, if it is sound.
-    pub(crate) fn vm_id(&self) -> Option<VmId> {
-        let mut header = [0; HEADER_LEN];
-        self.file.read_exact_at(&mut header, 0).ok()?;
-        Header::read_from(&header[..], MAGIC_PAGES).ok().map(|header| header.vm_id())
+    /// Whose the page file of `generation` is; `None` if it is gone, or its header is damaged.
+    pub(crate) fn vm_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
+        store.header_owner(&pages_name(generation), MAGIC_PAGES)
     }
 
     /// Opens the page file of `generation`, which must be `vm_id`'s.
@@ -130,7 +128,7 @@ impl PageReader {
                 let damage = Damage::EndsEarly { length, wanted: buf.len() as u64 };
                 StoreError::Damaged { file: self.path.clone(), offset, damage }
             }
-            _ if self.lenient => {
+            _ if self.lenient && is_media_error(&e) => {
                 let damage = Damage::Unreadable { why: e.to_string() };
                 StoreError::Damaged { file: self.path.clone(), offset, damage }
             }

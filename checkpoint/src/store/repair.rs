@@ -40,18 +40,21 @@ impl Store {
     /// As [`survey`](Store::survey); if another process writes to it; if there is no room for a copy of what is sound. The
     /// store is then as it was.
     pub fn repair(&self) -> Result<RepairReport, StoreError> {
+        // First: no other process gives away slots, or writes, while the store is looked at.
+        let held = self.hold_pages()?;
         let mut salvage = self.salvage()?;
         let Salvage { vm_id, files: old, .. } = salvage;
         let survey = salvage.survey.clone();
         if salvage.manifest_is_sound && salvage.log_is_sound && salvage.pages_are_sound {
             return Ok(RepairReport { survey, repaired: false, aside: Vec::new() });
         }
-        // Nobody else gives away slots meanwhile.
-        let held = salvage.pages.as_ref().map(|_| PageReader::hold(self, old.pages)).transpose()?;
+        let lost = survey.sound < survey.checkpoints.len() as u64;
+        if lost && survey.sound == 0 {
+            return Err(StoreError::NothingSound { dir: self.dir() });
+        }
         let names = self.names()?;
         let next = self.next_files()?;
         let next = next.log.max(next.pages);
-        let lost = survey.sound < survey.checkpoints.len() as u64;
         let copies = lost || !salvage.pages_are_sound;
         let pages = if copies { next } else { old.pages };
         let log = if copies || !salvage.log_is_sound { next } else { old.log };
@@ -62,8 +65,8 @@ impl Store {
             Named::Pages(n) if n == new.pages => false,
             Named::Log(n) if n == old.log => true,
             Named::Pages(n) if n == old.pages => true,
-            // Nobody knows what others are without a manifest.
-            Named::Log(_) | Named::Pages(_) => !salvage.manifest_is_sound,
+            // They may have what was lost.
+            Named::Log(_) | Named::Pages(_) => lost || !salvage.manifest_is_sound,
             _ => false,
         });
         let replaced: Vec<&String> = replaced.collect();
@@ -108,8 +111,20 @@ impl Store {
             // What cannot be removed now is when the store is next opened.
             let _ = self.backend().remove(name);
         }
-        self.sync_dir()?;
+        if let Err(e) = self.sync_dir() {
+            // The new manifest is durable: a crash may bring back old names, and no more.
+            tracing::warn!("{e}; the store is repaired");
+        }
         Ok(RepairReport { survey, repaired: true, aside })
+    }
+
+    /// Has all page files alone, since it is not known yet which of them is the store's.
+    fn hold_pages(&self) -> Result<Vec<PageReader>, StoreError> {
+        let held = self.names()?.into_iter().filter_map(|name| match parse_name(&name) {
+            Named::Pages(n) => Some(PageReader::hold(self, n)),
+            _ => None,
+        });
+        held.collect()
     }
 
     /// Writes what is sound to the files of `new` that are not there yet.

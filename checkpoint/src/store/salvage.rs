@@ -3,16 +3,19 @@
 //! A manifest that is lost is found again by trying: of all pairs of a log and a page file the one whose checkpoints are sound. Each
 //! frame's checksum is in the log, so a page file that is not that log's is none.
 
+use std::cmp::Ordering;
+
 use dirty_tracker::PAGE_SIZE;
 use serde::Serialize;
 
-use super::log::{Hole, LogFile};
+use super::backend::is_media_error;
+use super::log::{Hole, LogFile, is_not_found};
 use super::manifest::Manifest;
 use super::pages::PageReader;
 use super::records::Files;
 use super::space::apply;
 use super::verify::{PageCheck, verdict};
-use super::{Damage, FrameMap, Named, Store, StoreError, pages_name, parse_name};
+use super::{Damage, FrameMap, Named, Store, StoreError, log_name, pages_name, parse_name};
 use crate::VmId;
 
 /// A checkpoint that is kept, as it was found.
@@ -20,6 +23,8 @@ use crate::VmId;
 pub struct CheckpointState {
     /// Its number; `None` if that cannot be read.
     pub epoch: Option<u64>,
+    /// The last number of a range that the damage may have cost; `None` if it is one checkpoint.
+    pub last: Option<u64>,
     /// Why it is not sound; `None` if it is.
     pub damage: Option<String>,
 }
@@ -53,7 +58,7 @@ impl Survey {
             self.sound += 1;
             self.latest_sound = epoch;
         }
-        self.checkpoints.push(CheckpointState { epoch, damage });
+        self.checkpoints.push(CheckpointState { epoch, last: None, damage });
     }
 }
 
@@ -88,7 +93,8 @@ impl Store {
         let (manifest, damage) = match self.manifest() {
             Ok(Some(manifest)) => (Some(manifest), None),
             Ok(None) => (None, Some(format!("{} has no manifest", self.location().display()))),
-            Err(e) => (None, Some(e.to_string())),
+            Err(e) if is_damage(&e) => (None, Some(e.to_string())),
+            Err(e) => return Err(e),
         };
         let mut best: Option<Salvage> = None;
         for (files, vm_id) in self.candidates(manifest)? {
@@ -134,6 +140,15 @@ impl Store {
             && logs.contains(&files.log)
             && pages.contains(&files.pages)
         {
+            let of_log = LogFile::vm_of(self, files.log)?;
+            let of_pages = PageReader::vm_of(self, files.pages)?;
+            let named = [(of_log, log_name(files.log)), (of_pages, pages_name(files.pages))];
+            for (found, name) in named {
+                if let Some(found) = found.filter(|found| *found != vm_id) {
+                    let file = self.path(&name);
+                    return Err(StoreError::Mixed { file, found, expected: vm_id });
+                }
+            }
             return Ok(vec![(files, vm_id)]);
         }
         if pages.is_empty() {
@@ -142,9 +157,9 @@ impl Store {
         }
         let mut candidates = Vec::new();
         for &log in &logs {
-            let of_log = LogFile::vm_of(self, log);
+            let of_log = LogFile::vm_of(self, log)?;
             for &pages in &pages {
-                let of_pages = PageReader::open_damaged(self, pages).ok().and_then(|p| p.vm_id());
+                let of_pages = PageReader::vm_of(self, pages)?;
                 let known = manifest.map(|m| m.vm_id).or(of_log).or(of_pages);
                 let fits = |vm_id: &VmId| [of_log, of_pages].iter().flatten().all(|of| of == vm_id);
                 candidates.extend(known.filter(fits).map(|vm_id| (Files { log, pages }, vm_id)));
@@ -158,11 +173,12 @@ impl Store {
         let (mut log, header, holes) = LogFile::salvage(self, files.log, vm_id)?;
         let mut survey = Survey::default();
         let (pages, wrong) = match PageReader::open_damaged(self, files.pages) {
-            Ok(pages) => {
-                let wrong = pages.check_header(files.pages, vm_id).err();
-                (Some(pages), wrong)
-            }
-            Err(e) => (None, Some(e)),
+            Ok(pages) => match pages.check_header(files.pages, vm_id) {
+                Err(e) if !is_damage(&e) => return Err(e),
+                checked => (Some(pages), checked.err()),
+            },
+            Err(e) if is_damage(&e) => (None, Some(e)),
+            Err(e) => return Err(e),
         };
         let pages_are_sound = wrong.is_none();
         survey.damage.extend(header.iter().chain(&wrong).map(ToString::to_string));
@@ -229,21 +245,35 @@ impl Store {
     }
 }
 
+/// Whether an error says that a file is damaged or gone, and not that the system refuses to read it.
+fn is_damage(e: &StoreError) -> bool {
+    match e {
+        StoreError::Io { cause, .. } => is_media_error(cause) || is_not_found(e),
+        e => matches!(e, StoreError::Damaged { .. }),
+    }
+}
+
 /// Notes what is missing in front of group number `at`; whether there is something.
 fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
     let behind = log.groups.get(at);
     for hole in holes.iter().filter(|hole| hole.at == at) {
         let before = at.checked_sub(1).map_or(0, |before| log.groups[before].info.epoch);
-        let parent = behind.and_then(|g| g.info.parent).filter(|parent| *parent > before);
-        let epoch = hole.epoch.or(parent);
-        let is_kept = match epoch {
-            Some(epoch) => epoch >= oldest,
-            None => behind.is_none_or(|g| g.info.epoch > oldest),
-        };
         let damage = hole.damage.to_string();
-        match is_kept {
-            true => survey.push(epoch, Some(damage)),
-            false => survey.damage.push(damage),
+        let Some(behind) = behind else {
+            survey.push(hole.epoch, Some(damage));
+            continue;
+        };
+        // All that may be in the hole, and not only the epoch in which it begins.
+        let first = hole.epoch.unwrap_or(0).max(before + 1).max(oldest);
+        let parent = behind.info.parent.filter(|parent| *parent > before);
+        let last = parent.unwrap_or(behind.info.epoch.saturating_sub(1));
+        match first.cmp(&last) {
+            Ordering::Greater => survey.damage.push(damage),
+            Ordering::Equal => survey.push(Some(first), Some(damage)),
+            Ordering::Less => {
+                let (epoch, last) = (Some(first), Some(last));
+                survey.checkpoints.push(CheckpointState { epoch, last, damage: Some(damage) });
+            }
         }
     }
     holes.iter().any(|hole| hole.at == at)

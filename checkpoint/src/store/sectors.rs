@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::backend::StoreFile;
+use super::backend::{StoreFile, is_media_error};
 use super::{Damage, StoreError};
 use crate::calm::Calm;
 use crate::format::FormatError;
@@ -176,7 +176,9 @@ pub(crate) struct Sectors {
     /// The number of the first sector in `buffer`.
     buffered: u64,
     calm: Calm,
-    /// For who salvages what is left: what a disk cannot read is damage, and damaged state of a guest is passed over.
+    /// The last of sectors that could not be read at once.
+    bad: Option<u64>,
+    /// Damaged state of a guest is passed over, for a salvage.
     pub(super) lenient: bool,
 }
 
@@ -187,8 +189,16 @@ impl Sectors {
         path: PathBuf,
         calm: Calm,
     ) -> Result<Self, StoreError> {
-        let mut new =
-            Self { file, path, len: 0, buffer: Vec::new(), buffered: 0, calm, lenient: false };
+        let mut new = Self {
+            file,
+            path,
+            len: 0,
+            buffer: Vec::new(),
+            buffered: 0,
+            calm,
+            bad: None,
+            lenient: false,
+        };
         new.look_again()?;
         Ok(new)
     }
@@ -228,16 +238,19 @@ impl Sectors {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
             self.calm.stand_aside();
-            let count = READ.min(self.count().saturating_sub(number)).max(1);
+            let mut count = READ.min(self.count().saturating_sub(number)).max(1);
             self.buffered = number;
-            let mut read = self.read(number, count);
-            // One sector that cannot be read does not cost those around it.
-            if read.is_err() && self.lenient {
-                read = self.read(number, 1);
+            // One sector that cannot be read does not cost those around it: halves are tried.
+            if let Some(bad) = self.bad.filter(|bad| (number..number + count).contains(bad)) {
+                count = ((bad + 1 - number) / 2).max(1);
             }
-            if let Err(e) = read {
-                self.buffer.clear();
-                return Err(self.io(e));
+            while let Err(e) = self.read(number, count) {
+                if count == 1 || !is_media_error(&e) {
+                    self.buffer.clear();
+                    return Err(self.io(e));
+                }
+                self.bad = Some(number + count - 1);
+                count /= 2;
             }
         }
         let at = (number - self.buffered) as usize * SECTOR;
@@ -257,14 +270,13 @@ impl Sectors {
         if number >= self.count() {
             return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
         }
-        let lenient = self.lenient;
         let raw = match self.raw(number) {
             // Its writer has cut off an epoch that failed in this moment.
             Err(StoreError::Io { cause, .. }) if cause.kind() == io::ErrorKind::UnexpectedEof => {
                 self.look_again()?;
                 return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
             }
-            Err(StoreError::Io { cause, .. }) if lenient => {
+            Err(StoreError::Io { cause, .. }) if is_media_error(&cause) => {
                 return Err(self
                     .damaged(offset, Damage::Unreadable { why: cause.to_string() })
                     .into());

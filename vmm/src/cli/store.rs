@@ -189,7 +189,12 @@ fn say_damage(survey: &Survey) {
     for checkpoint in &survey.checkpoints {
         let Some(damage) = &checkpoint.damage else { continue };
         match checkpoint.epoch {
-            Some(epoch) => say(format_args!("checkpoint {epoch} is damaged: {damage}")),
+            Some(epoch) => match checkpoint.last {
+                Some(last) => {
+                    say(format_args!("checkpoints {epoch} to {last} are damaged: {damage}"))
+                }
+                None => say(format_args!("checkpoint {epoch} is damaged: {damage}")),
+            },
             None => say(format_args!("a checkpoint is damaged: {damage}")),
         }
     }
@@ -254,20 +259,22 @@ fn repair(args: &RepairArgs) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     let report = Store::open_to_repair(&args.store)?.repair()?;
+    let is_lost = report.survey.checkpoints.iter().any(|c| c.damage.is_some());
+    let code = if is_lost { ExitCode::FAILURE } else { ExitCode::SUCCESS };
     if args.json {
         print_json(&report)?;
-        return Ok(ExitCode::SUCCESS);
+        return Ok(code);
     }
     say_damage(&report.survey);
     if report.repaired {
         say(format_args!(
-            "repaired {}; what was replaced is in {}: remove it when nobody needs it any more",
+            "repaired {}; what was replaced is in {}: remove it when it is not needed any more",
             args.store.display(),
             report.aside.join(", ")
         ));
     }
     print(report.survey.verdict())?;
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
 }
 
 #[cfg(test)]
