@@ -61,7 +61,7 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
     let _alone = one_at_a_time();
     let scratch = Scratch::new();
     let mut source = start(&scratch, FAST, 1, "dirty-ring");
-    let (mut refused, address) = Driftline::receive(&scratch, "refused");
+    let (refused, address) = Driftline::receive(&scratch, "refused");
     let line = Proxy::slow(&address, DELAY, RATE);
     let limit = ["--timeout-s", "6"];
     let sent = source.cli(
@@ -73,7 +73,7 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
     assert!(said.contains("its vCPUs were not held back, as asked"), "{said}");
     assert_eq!(held_ms(&source), Some(vec![0]));
     source.console().wait_reports(1, 1, SOON);
-    refused.wait_exit(SOON);
+    refused.wait_for_another();
 
     let (destination, address) = Driftline::receive(&scratch, "destination");
     let line = Proxy::slow(&address, DELAY, RATE);
@@ -115,7 +115,7 @@ fn only_the_vcpu_that_writes_is_held_and_it_is_free_again_after_a_cancel() {
     let scratch = Scratch::new();
     // The second one reads what it has written once.
     let source = start(&scratch, "payload,ws=64M,rate=max,writers=1", 2, "dirty-ring");
-    let (mut destination, address) = Driftline::receive(&scratch, "destination");
+    let (destination, address) = Driftline::receive(&scratch, "destination");
     // Passes long enough for all that follows.
     let line = Proxy::slow(&address, DELAY, RATE / 6);
     let mut sending = begin(&source, &line);
@@ -132,7 +132,7 @@ fn only_the_vcpu_that_writes_is_held_and_it_is_free_again_after_a_cancel() {
 
     assert!(source.cli("cancel-migration", &[]).status.success());
     wait_for("end of send-migration", SOON, || sending.try_wait().expect("our child"));
-    assert_eq!(destination.wait_exit(SOON), 1, "{}", destination.log());
+    destination.wait_for_another();
     let held = held_ms(&source);
     let (from, to) = two_reports(&source, 2);
     assert_eq!(held_ms(&source), held, "nobody is held any more");
@@ -149,7 +149,7 @@ fn where_nobody_knows_who_writes_nobody_is_held_and_that_is_said() {
     let _alone = one_at_a_time();
     let scratch = Scratch::new();
     let source = start(&scratch, FAST, 1, "dirty-bitmap");
-    let (mut destination, address) = Driftline::receive(&scratch, "destination");
+    let (destination, address) = Driftline::receive(&scratch, "destination");
     let line = Proxy::slow(&address, DELAY, RATE);
     let sent = source.cli("send-migration", &[line.address(), "--json", "--timeout-s", "5"]);
     let said = String::from_utf8_lossy(&sent.stderr);
@@ -159,7 +159,7 @@ fn where_nobody_knows_who_writes_nobody_is_held_and_that_is_said() {
         "{said}"
     );
     assert_eq!(held_ms(&source), Some(vec![0]));
-    assert_eq!(destination.wait_exit(SOON), 1, "{}", destination.log());
+    destination.wait_for_another();
     source.console().wait_reports(1, 1, SOON);
     source.console().assert_clean();
 }

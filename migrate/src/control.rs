@@ -71,10 +71,18 @@ pub struct Progress {
     pub throttle: Vec<VcpuThrottle>,
     /// In doubt: what the last question to the destination brought, as a sentence.
     pub doubt: Option<String>,
-    /// At a destination: connections that were refused, and the last one's reason.
+    /// At a destination: connections that were refused, or failed before PREPARED, and the last one's reason.
     pub refused: u64,
     /// See `refused`.
     pub last_refusal: Option<String>,
+}
+
+impl Progress {
+    /// At a destination: a guest did not arrive, and another may.
+    pub(crate) fn forget_stream(&mut self) {
+        let (refused, last_refusal) = (self.refused, self.last_refusal.take());
+        *self = Self { refused, last_refusal, ..Self::default() };
+    }
 }
 
 /// The request comes too late, or too early.

@@ -3,13 +3,15 @@
 
 mod common;
 
+use std::io::Write;
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use checkpoint::testing::MemoryConfig;
-use common::raw::{JOIN, MOVE, QUERY, ask, caller};
+use checkpoint::format::FORMAT_VERSION;
+use checkpoint::testing::{MemoryConfig, Op};
+use common::raw::{JOIN, MOVE, QUERY, ask, caller, greeted, header, hello};
 use common::{Host, Receiver, Sender, exactly_one_runs, quick_send, within};
 use migrate::Records;
 
@@ -103,4 +105,50 @@ fn idle_connections_keep_out_neither_questions_nor_connections_that_join() {
     exactly_one_runs(&host, &guest, &sent, there, "beside idle connections");
     drop(guest);
     as_before(before);
+}
+
+#[test]
+fn short_connections_end_no_receiver() {
+    let _alone = alone();
+    let host = Host::new();
+    let there = host.receiver();
+    let whole = [header(FORMAT_VERSION), hello(MOVE)].concat();
+    let kinds: [&[u8]; 4] = [b"", &whole[..30], &[b'x'; 200], &whole];
+    for n in 0..200 {
+        let mut stream = TcpStream::connect(&there.to).unwrap();
+        // It may have been turned away already.
+        let _ = stream.write_all(kinds[n % kinds.len()]);
+    }
+    // And those that get further.
+    for _ in 0..8 {
+        drop(greeted(&there.to, MOVE));
+        drop(greeted(&there.to, JOIN));
+    }
+    let guest = host.start(MemoryConfig::small());
+    let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+    assert!(sent.is_ok(), "{sent:?}");
+    exactly_one_runs(&host, &guest, &sent, there, "after short connections");
+}
+
+#[test]
+fn migrations_that_fail_leave_a_receiver_as_it_was() {
+    let _alone = alone();
+    let host = Host::new();
+    let there = host.receiver();
+    let guest = host.start(MemoryConfig::small());
+    let fail = |nth| {
+        host.there.fail_next(Op::Restore, 1);
+        let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+        assert!(sent.unwrap_err().to_string().contains("restor"), "the source hears why");
+        within(Duration::from_secs(15), "it waits on", || {
+            there.waits_on() && there.control.progress().refused == nth
+        });
+    };
+    fail(1);
+    let before = (held(), files(&host.destination_records()));
+    (2..10).for_each(fail);
+    as_before(before.0);
+    assert_eq!(files(&host.destination_records()), before.1);
+    let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
+    exactly_one_runs(&host, &guest, &sent, there, "after failures");
 }

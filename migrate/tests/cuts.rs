@@ -97,19 +97,11 @@ fn cut_at(cut: Cut, source: bool, unit: usize, tag: u16) {
         receiving.patience = limit(true);
         sending.patience = limit(true);
     }
-    let there = host.receiver_with(receiving);
+    let mut there = host.receiver_with(receiving);
+    // A busy machine may need longer than that for a whole migration.
+    there.again = cut != Cut::Stall;
     let proxy = Proxy::start(&there.to, Plan::cut(source, At::Unit(unit), cut));
     let sent = Sender::start(&guest, &proxy.to, &sending).result();
-    let ended = || there.thread.is_finished();
-    within(Duration::from_secs(8), &context, || ended() || there.waits_on());
-    // Who was not heard to the end of HELLO is nobody; who is silent may be anybody.
-    let hello = unit + usize::from(cut == Cut::After) <= 1;
-    let unknown = if cut == Cut::Stall {
-        (source && unit <= 2) || (!source && unit <= 1)
-    } else {
-        source && hello
-    };
-    assert_eq!(ended(), !unknown, "{context}: {:?}", there.control.progress());
     exactly_one_runs(&host, &guest, &sent, there, &context);
 }
 

@@ -281,7 +281,7 @@ fn a_full_disk_there_leaves_the_guest_here() {
         assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
         assert!(said.ends_with("the guest goes on here"), "{said}");
         assert_eq!(guest.run_state(), RunState::Running);
-        let refused = there.error().to_string();
+        let refused = there.failure();
         assert!(refused.contains(why), "{refused}");
         assert_eq!(world.copies(), 0, "nothing is left");
     }
@@ -306,7 +306,7 @@ fn drives_do_not_hide_that_a_guest_outruns_the_link() {
     let error = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("outruns the link"), "{error}");
     assert_eq!(guest.run_state(), RunState::Running);
-    assert!(there.error().to_string().contains("outruns the link"));
+    assert!(there.failure().contains("outruns the link"));
     assert_eq!(world.copies(), 0);
 }
 
@@ -328,7 +328,7 @@ fn copy_that_hangs_leaves_the_guest_here() {
         assert!(said.contains("has not answered for 500ms"), "{said}");
         assert!(said.ends_with("the guest goes on here"), "{said}");
         assert_eq!(guest.run_state(), RunState::Running);
-        let refused = there.error().to_string();
+        let refused = there.failure();
         assert!(refused.contains(why), "{refused}");
         // It answers after all: what was left behind goes.
         hangs.store(false, Ordering::SeqCst);

@@ -97,7 +97,7 @@ fn a_guest_that_cannot_be_taken_back_is_said_to_be_paused_here() {
         let error = Sender::start(&guest, &there.to, &options(&host)).result().unwrap_err();
         assert!(matches!(error.guest, GuestPlace::PausedHere { .. }), "{op:?}: {error}");
         assert_eq!(guest.run_state(), RunState::Paused, "{op:?}");
-        there.error();
+        there.failure();
         guest.acquire().unwrap();
         guest.resume().unwrap();
         guest.verify().unwrap();

@@ -98,7 +98,7 @@ fn a_guest_that_outruns_the_link_is_given_up_or_paused_as_asked() {
     assert!(error.to_string().contains("outruns the link"), "{error}");
     assert!(error.to_string().ends_with("the guest goes on here"), "{error}");
     assert_eq!(guest.run_state(), RunState::Running);
-    let refusal = there.error().to_string();
+    let refusal = there.failure();
     assert!(refusal.contains("outruns the link"), "the destination hears why: {refusal}");
 
     options.timeout_strategy = TimeoutStrategy::Switchover;

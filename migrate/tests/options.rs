@@ -188,7 +188,7 @@ fn a_bit_that_flips_on_the_way_is_found_by_verify_and_by_nothing_else() {
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::MemoryDiffers(_)), "{error}");
     assert!(error.to_string().ends_with("the guest goes on here"), "{error}");
-    let refusal = there.error().to_string();
+    let refusal = there.failure();
     assert!(refusal.contains("memory is not the guest's"), "{refusal}");
     assert_eq!(guest.run_state(), RunState::Running);
     let there = host.receiver();
@@ -220,7 +220,7 @@ fn a_write_that_tracking_missed_is_found_by_verify() {
     let sent = Sender::start(&guest, &proxy.to, &options).result();
     let error = sent.unwrap_err();
     assert!(matches!(error.cause, Cause::MemoryDiffers(_)), "{error}");
-    there.error();
+    there.failure();
     assert_eq!(guest.run_state(), RunState::Running);
 }
 
@@ -236,7 +236,7 @@ fn a_cancelled_migration_says_so_at_the_destination_over_several_connections_too
     sender.control.cancel().unwrap();
     let error = sender.result().unwrap_err();
     assert!(matches!(error.cause, Cause::Cancelled), "{error}");
-    let refusal = there.error().to_string();
+    let refusal = there.failure();
     assert!(refusal.contains("cancelled"), "{refusal}");
     assert_eq!(guest.run_state(), RunState::Running);
     guest.verify().unwrap();

@@ -11,9 +11,9 @@ use checkpoint::Guest;
 use checkpoint::MAX_LATE;
 use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use checkpoint::testing::MemoryConfig;
-use common::raw::{MOVE, header, hello, record};
+use common::raw::{MOVE, greeted, header, hello, record};
 use common::{Host, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
-use migrate::Phase;
+use migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 
 /// Waits until the receiver has turned a caller away, and returns why.
@@ -87,15 +87,20 @@ fn a_silent_caller_is_turned_away_in_time() {
 }
 
 #[test]
-fn a_source_that_leaves_before_its_config_ends_the_receiver() {
+fn a_source_that_leaves_before_its_config_does_not_end_the_receiver() {
     let host = Host::new();
     let there = host.receiver();
-    // It hears the answer to its HELLO, and goes in good order.
-    let mut source = TcpStream::connect(&there.to).unwrap();
-    source.write_all(&[header(FORMAT_VERSION), hello(MOVE)].concat()).unwrap();
-    Header::read_from(&mut source, MAGIC_STREAM).unwrap();
-    assert_eq!(RecordHead::read_from(&mut source, 0).unwrap().tag, tag("HELLO"));
-    drop(source);
+    drop(greeted(&there.to, MOVE));
+    let said = refusal(&there, 1);
+    assert!(said.contains("left before its CONFIG"), "{said}");
+    takes_a_proper_source(&host, there);
+}
+
+#[test]
+fn a_source_that_leaves_before_its_config_ends_a_receiver_for_one() {
+    let host = Host::new();
+    let there = host.receiver_with(ReceiveOptions { once: true, ..host.receive_options() });
+    drop(greeted(&there.to, MOVE));
     let error = there.error();
     assert_eq!(error.phase, Phase::Waiting);
     let said = error.to_string();
@@ -306,12 +311,12 @@ fn a_source_that_trickles_does_not_keep_the_receiver() {
     let mut source = admitted(&there);
     let (stream, from) = (golden(), ends(&golden())[2]);
     for byte in &stream[from..] {
-        if there.thread.is_finished() || source.write_all(&[*byte]).is_err() {
+        if there.waits_on() || source.write_all(&[*byte]).is_err() {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    let said = there.error().to_string();
+    let said = there.failure();
     assert!(said.contains("bytes of memory and state in 0.3 s, less than the 262144"), "{said}");
 }
 
@@ -354,7 +359,7 @@ fn what_came_late_comes_once_and_with_a_bound() {
         let there = host.receiver();
         let mut source = TcpStream::connect(&there.to).unwrap();
         source.write_all(&[&stream[..ends[until]], &more].concat()).unwrap();
-        let said = there.error().to_string();
+        let said = there.failure();
         assert!(said.contains(reason), "{what}: {said}");
         assert!(!host.drive.is_held(), "{what}");
     }
@@ -387,7 +392,7 @@ fn a_source_of_endless_empty_passes_is_given_up() {
         assert_eq!(head.tag, tag("PASS_ACK"));
     }
     drop(source);
-    assert!(there.error().to_string().contains("empty passes"));
+    assert!(there.failure().contains("empty passes"));
 }
 
 proptest! {

@@ -36,7 +36,7 @@ fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
     assert!(error.contains("its vCPUs were not held back, as asked"), "{error}");
     let held = || guest.vcpu_writes().iter().map(|v| v.held).sum::<Duration>();
     assert_eq!((guest.run_state(), held()), (RunState::Running, Duration::ZERO));
-    there.error();
+    there.failure();
 
     let there = host.receiver();
     let sent = Sender::start(&guest, &there.to, &slow_send(&host)).result();

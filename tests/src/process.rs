@@ -233,6 +233,13 @@ impl Driftline {
         });
     }
 
+    /// Waits until a receiver whose guest did not arrive waits for another source.
+    pub fn wait_for_another(&self) {
+        wait_for(&format!("{} to wait for another", self.log.display()), SOON, || {
+            (self.info()?["migration"]["phase"] == "waiting").then_some(())
+        });
+    }
+
     /// Fails the test if it has ended.
     pub fn must_live(&mut self) {
         let ended = self.exited();

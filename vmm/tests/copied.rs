@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Place, Vmm, receiver, text};
+use common::{Place, Vmm, receiver, text, wait_for};
 use serde_json::Value;
 use vmm::testing::{kvm_or_skip, skip};
 
@@ -191,8 +191,11 @@ fn a_full_disk_there_is_told_and_the_guest_stays_whole() {
         "{said}"
     );
     assert!(said.contains("the guest goes on here"), "{said}");
-    assert_eq!(full.wait(), Some(1), "{}", full.said());
+    wait_for("the receiver to wait on", || {
+        full.said().contains("waiting for another source").then_some(())
+    });
     assert!(full.said().contains("No space left on device"), "{}", full.said());
+    full.kill();
     assert!(!place.path("small/a").exists(), "what was begun is removed");
     assert_eq!(first.state(), "running");
     let between = first.await_progress(1, &before);

@@ -195,6 +195,10 @@ fn receiver_refuses_where_writes_to_a_copy_hang() {
     assert!(said.contains("copying disk \"disk0\" failed: writing its copy: "), "{said}");
     assert!(said.contains("the guest goes on here"), "{said}");
     assert!(storage.stuck() > 0, "no write hung");
+    wait_for("the receiver to wait on", || {
+        receiving.said().contains("waiting for another source").then_some(())
+    });
+    receiving.tell(&["stop"]);
     in_time("the end", || await_end(receiving));
     let said = receiving.said();
     assert!(said.contains("copying disk \"disk0\" failed"), "{said}");

@@ -370,6 +370,11 @@ pub(super) fn turned_away(control: &ReceiveControl, stage: Stage, peer: &str, re
     if let Some(unshown) = LIMITS.get(stage as usize).and_then(LogLimit::admit) {
         tracing::warn!(peer, unshown, "turned away: {reason}");
     }
+    note_refusal(control, peer, reason);
+}
+
+/// Shows a caller that did not bring its guest in the progress.
+pub(super) fn note_refusal(control: &ReceiveControl, peer: &str, reason: &str) {
     control.update(|p| {
         p.refused += 1;
         p.last_refusal = Some(format!("{peer}: {reason}"));

@@ -26,10 +26,11 @@ use checkpoint::format::Header;
 use checkpoint::{Clock, DriveHead, Guest, GuestFactory, Section};
 use dirty_tracker::{Layout, Subscription};
 
-use crate::control::{Phase, ReceiveControl};
+use crate::control::{Phase, Progress, ReceiveControl};
 use crate::error::{Cause, LayoutDifference, ReceiveError, WireError};
 use crate::handover::DestinationEvent;
 use crate::link::{Link, SLICE};
+use crate::log_limit::LogLimit;
 use crate::message::{Counts, Message, Tag, Token};
 use crate::records::Records;
 use crate::report::{ReceiveReport, ms};
@@ -61,6 +62,8 @@ pub struct ReceiveOptions {
     pub commit_deadline: Duration,
     /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s.
     pub linger: Duration,
+    /// Take one source only: fail with it, wherever it fails before PREPARED, instead of waiting for another. False.
+    pub once: bool,
 }
 
 impl ReceiveOptions {
@@ -74,6 +77,7 @@ impl ReceiveOptions {
             disk_limit: Duration::from_secs(8),
             commit_deadline: Duration::from_secs(10),
             linger: Duration::from_secs(30),
+            once: false,
         }
     }
 }
@@ -93,12 +97,13 @@ pub struct Received<G: ?Sized> {
 /// Waits on `listener` for one source and receives its guest, which `factory` builds.
 ///
 /// Callers that are no proper source, or whose guest cannot be built here, are refused, and the
-/// waiting goes on; see `control.progress()` for them. A source whose connection ends once it has
-/// introduced itself ends this ([`Cause::SourceLeft`]), and so does any failure once a guest is being
-/// received: then the guest does not run here and never will. After PREPARED such a failure is made
-/// durable, and this stays [`ReceiveOptions::linger`] to tell the source.
+/// waiting goes on; see `control.progress()` for them. A migration that fails before PREPARED leaves
+/// nothing here: its source has its guest and hears why, and the waiting goes on, unless
+/// [`ReceiveOptions::once`] is set. A failure after PREPARED ends this: then the guest does not run here
+/// and never will, which is made durable, and this stays [`ReceiveOptions::linger`] to tell the source.
 ///
-/// The listener's side costs one thread, and one for each caller while it introduces itself.
+/// The listener's side costs one thread, and one for each caller while it introduces itself, in a
+/// bounded number.
 pub fn receive<F: GuestFactory + ?Sized>(
     listener: TcpListener,
     factory: &F,
@@ -130,9 +135,16 @@ pub fn receive<F: GuestFactory + ?Sized>(
 fn migrate<F: GuestFactory + ?Sized>(
     host: &Host<'_, F>,
 ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
-    let mut arrival = host.phase(Phase::Waiting, || host.welcome())?;
-    let whole = host.phase(Phase::Precopy, || host.assemble(&mut arrival))?;
-    let prepared = host.phase(Phase::SwitchOver, || host.restore(&mut arrival, whole))?;
+    let (arrival, prepared) = loop {
+        let mut arrival = host.phase(Phase::Waiting, || host.welcome())?;
+        let whole = host.phase(Phase::Precopy, || host.assemble(&mut arrival));
+        let restored = whole
+            .and_then(|whole| host.phase(Phase::SwitchOver, || host.restore(&mut arrival, whole)));
+        match restored {
+            Ok(prepared) => break (arrival, prepared),
+            Err(failed) => host.wait_on(arrival, failed)?,
+        }
+    };
     host.phase(Phase::HandOver, || host.hand_over(arrival, prepared))
 }
 
@@ -229,7 +241,9 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                 // Of a migration that is over.
                 Ok(Knock::Joined(..)) => {}
                 // It was queued while nobody had the seat: a source that has it now goes on.
-                Ok(Knock::Left { peer, cause }) if self.ledger.vacant().is_err() => {
+                Ok(Knock::Left { peer, cause })
+                    if !self.options.once || self.ledger.vacant().is_err() =>
+                {
                     door::left_early(self.control, &peer, &cause);
                 }
                 Ok(Knock::Left { peer, cause }) => {
@@ -248,7 +262,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         }
     }
 
-    /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone.
+    /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone and no other is to come.
     fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
         let Caller { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
@@ -261,7 +275,7 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         let peer = wire.stream().peer();
         self.ledger.vacate();
         match cause {
-            Cause::Wire(cause) if cause.is_loss() => {
+            Cause::Wire(cause) if cause.is_loss() && self.options.once => {
                 let (before, cause) = ("its guest stood here", Box::new(cause));
                 Err(Cause::SourceLeft { peer, before, cause }.into())
             }
@@ -305,6 +319,25 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
                 Err(cause)
             }
         }
+    }
+
+    /// Before PREPARED: the source has its guest, and this host takes another one, or the same again.
+    fn wait_on(&self, arrival: Arrival<F::Guest>, failed: Failed) -> Result<(), Failed> {
+        if self.options.once || self.control.stop.is_cancelled() {
+            return Err(failed);
+        }
+        let (peer, phase) = (arrival.wire.stream().peer(), self.control.progress().phase);
+        // Its memory, files and devices are free before another guest comes.
+        drop(arrival);
+        self.ledger.vacate();
+        let reason = format!("no guest was received ({phase}): {}", failed.cause);
+        static LIMIT: LogLimit = LogLimit::new();
+        if let Some(unshown) = LIMIT.admit() {
+            tracing::warn!(peer, unshown, "{reason}; waiting for another source");
+        }
+        door::note_refusal(self.control, &peer, &reason);
+        self.control.update(Progress::forget_stream);
+        Ok(())
     }
 
     /// Receives memory, pass by pass, and the state.
@@ -393,7 +426,7 @@ mod tests {
         let control = ReceiveControl::new();
         let ledger = Arc::new(Ledger::new(Records::open(dir.path()).unwrap()));
         let (knock, callers) = std::sync::mpsc::channel();
-        let (factory, options) = (&factory, &options);
+        let (factory, options) = (&factory, &ReceiveOptions { once: true, ..options });
         let host = Host { factory, options, control: &control, ledger, callers };
         let left = || {
             let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
@@ -412,6 +445,7 @@ mod tests {
         let failed = host.welcome().err().unwrap();
         assert!(matches!(failed.cause, Cause::SourceLeft { .. }), "{failed:?}");
     }
+
     /// Two layouts of one hash, the first with few frames: CRC32C has 32 bits, and layouts have more.
     fn of_one_hash() -> (Layout, Layout) {
         let mut seen = std::collections::HashMap::new();

@@ -467,6 +467,9 @@ pub(crate) struct ReceiveArgs {
     /// How long to stay, after a complete guest was thrown away for want of COMMIT, to tell its source
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
     pub(crate) linger: Duration,
+    /// End with the first migration that fails, instead of waiting for another
+    #[arg(long)]
+    pub(crate) once: bool,
     /// Once the guest has arrived, say what that took as JSON on standard output, beside what the guest says there
     #[arg(long)]
     pub(crate) json: bool,

@@ -177,8 +177,11 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let host = host_config(&args.host, args.devices)?;
     let memory = host.memory;
     let factory = Factory::new(host);
-    let options =
-        ReceiveOptions { linger: args.linger, ..ReceiveOptions::new(&args.host.state_dir) };
+    let options = ReceiveOptions {
+        linger: args.linger,
+        once: args.once,
+        ..ReceiveOptions::new(&args.host.state_dir)
+    };
     let showing = Receiving::show(&control);
     let received = migrate::receive(listener, &factory, &options, &control);
     drop(showing);
