@@ -1,6 +1,7 @@
 //! Owns what a request is answered with when it cannot be done, and how request bodies are read.
 
 use axum::Json;
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -25,6 +26,11 @@ impl Fault {
         Self { status: StatusCode::BAD_REQUEST, message: message.into() }
     }
 
+    /// Another status than 400.
+    pub(super) fn of(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into() }
+    }
+
     /// A part of this program failed.
     pub(super) fn internal(message: impl Into<String>) -> Self {
         Self { status: StatusCode::INTERNAL_SERVER_ERROR, message: message.into() }
@@ -43,6 +49,14 @@ impl IntoResponse for Fault {
     }
 }
 
+/// All of a body, if it is not too long.
+pub(super) async fn read_body(body: Body) -> Result<Bytes, Fault> {
+    axum::body::to_bytes(body, BODY_LIMIT).await.map_err(|e| Fault {
+        status: StatusCode::PAYLOAD_TOO_LARGE,
+        message: format!("the body cannot be read within {BODY_LIMIT} bytes: {e}"),
+    })
+}
+
 /// A request's JSON body, bounded before it is read.
 pub(super) struct Input<T>(pub(super) T);
 
@@ -50,11 +64,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Input<T> {
     type Rejection = Fault;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Fault> {
-        let bytes =
-            axum::body::to_bytes(request.into_body(), BODY_LIMIT).await.map_err(|e| Fault {
-                status: StatusCode::PAYLOAD_TOO_LARGE,
-                message: format!("the body cannot be read within {BODY_LIMIT} bytes: {e}"),
-            })?;
+        let bytes = read_body(request.into_body()).await?;
         if bytes.is_empty() {
             return Err(Fault::new("the request body is empty; expected JSON"));
         }

@@ -6,6 +6,7 @@
 
 mod app;
 mod balloon;
+mod callers;
 mod client;
 mod devices;
 pub mod dirty_watch;

@@ -8,12 +8,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use axum::middleware;
 use tokio::net::UnixListener;
 use tokio::runtime::{Builder, Handle};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
 use super::app::App;
+use super::callers::{self, Caller, Callers};
 use super::routes;
 use crate::devices::was_ctrl_a_x;
 use crate::exit;
@@ -127,7 +129,9 @@ async fn control(
 
 async fn serve(app: Arc<App>, listener: UnixListener, ended: oneshot::Receiver<()>) {
     let (last_words, begin_last_words) = oneshot::channel::<()>();
-    let serving = axum::serve(listener, routes::all(app)).with_graceful_shutdown(async {
+    let service = routes::all(app).layer(middleware::from_fn(callers::admit));
+    let service = service.into_make_service_with_connect_info::<Caller>();
+    let serving = axum::serve(Callers::new(listener), service).with_graceful_shutdown(async {
         let _ = ended.await;
         drop(last_words);
     });

@@ -1,0 +1,104 @@
+//! Clients that hold connections to the API and say nothing, or say it slowly: an operator is answered, and what they
+//! cost is bounded.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use common::{Place, Vmm, wait_for};
+
+const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+/// What may be open beside connections: of the operator's own, and of threads that end.
+const SLACK: usize = 16;
+
+/// Threads and file descriptors of a process, and the memory that it has in KiB.
+fn held(of: &Vmm<'_>) -> (usize, usize, usize) {
+    let count = |what| std::fs::read_dir(format!("/proc/{}/{what}", of.pid())).unwrap().count();
+    let status = std::fs::read_to_string(format!("/proc/{}/status", of.pid())).unwrap();
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let resident = resident.trim().trim_end_matches(" kB").parse().unwrap();
+    (count("task"), count("fd"), resident)
+}
+
+fn client(of: &Vmm<'_>, says: &str) -> UnixStream {
+    let mut stream = UnixStream::connect(of.socket()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    // It may have been displaced already.
+    let _ = stream.write_all(says.as_bytes());
+    stream
+}
+
+#[test]
+fn clients_that_say_nothing_keep_no_operator_out() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let (threads, files, kib) = held(&vmm);
+    let says = [
+        "",
+        "GET /info HTT",
+        "PATCH /vm HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        "GET /version HTTP/1.1\r\nHost: x\r\n\r\n",
+    ];
+    let held_open: Vec<UnixStream> = (0..400).map(|n| client(&vmm, says[n % says.len()])).collect();
+    // They come in order: the last of them is in.
+    assert_eq!(vmm.state(), "running");
+    vmm.tell(&["pause"]);
+    vmm.tell(&["resume"]);
+    let now = held(&vmm);
+    assert!(now.1 <= files + 64 + SLACK, "{} files, {files} before", now.1);
+    assert!(now.0 <= threads + SLACK, "{} threads, {threads} before", now.0);
+    assert!(now.2 <= kib + (32 << 10), "{} KiB, {kib} before", now.2);
+    drop(held_open);
+    wait_for("files as before", || (held(&vmm).1 <= files).then_some(()));
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+}
+
+#[test]
+fn a_slow_client_is_answered_while_others_are() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let request = "GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    let (first, rest) = request.split_at(9);
+    let mut slow = client(&vmm, first);
+    let _others: Vec<UnixStream> = (0..32).map(|_| client(&vmm, "")).collect();
+    assert_eq!(vmm.state(), "running");
+    slow.write_all(rest.as_bytes()).unwrap();
+    let mut answer = String::new();
+    slow.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+}
+
+#[test]
+fn requests_that_wait_leave_room_for_an_operator() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let store = place.text("store");
+    let checkpoints = ["checkpoint", "--store", &store, "--every", "1s", "--detach"];
+    vmm.tell(&checkpoints);
+    let hold = "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n";
+    let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, hold)).collect();
+    let mut refused = wait_for("a refusal", || {
+        let mut more = client(&vmm, hold);
+        more.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        let mut begin = [0; 12];
+        match more.read_exact(&mut begin) {
+            Ok(()) => Some(String::from_utf8(begin.to_vec()).unwrap()),
+            // It waits: not all of the others have been heard yet.
+            Err(_) => {
+                waiting.push(more);
+                None
+            }
+        }
+    });
+    refused.truncate(12);
+    assert_eq!(refused, "HTTP/1.1 503");
+    assert_eq!(vmm.state(), "running");
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+}
