@@ -49,7 +49,7 @@ pub struct MemoryGuest {
     prepared: AtomicU64,
     protected: Arc<Protected>,
     filling: Arc<AtomicBool>,
-    /// Bytes of a section that a restore passes over.
+    /// Bytes of a section that a restore compares.
     more_state: AtomicU64,
 }
 
@@ -65,7 +65,7 @@ impl MemoryGuest {
         self.prepared.load(SeqCst)
     }
 
-    /// From now on the state has one more section of so many bytes, which a restore passes over.
+    /// From now on the state has one more section of so many bytes, which a restore compares.
     pub fn more_state(&self, bytes: u64) {
         self.more_state.store(bytes, SeqCst);
     }
@@ -428,6 +428,9 @@ impl Guest for MemoryGuest {
         let malformed = |why: String| GuestError::Malformed { what: "the state".into(), why };
         let mut states = vec![None; self.writers.len()];
         for s in sections {
+            if s.tag == SectionTag(0x7000) && s.bytes.iter().any(|byte| *byte != 0xb5) {
+                return Err(malformed("a section has changed".into()));
+            }
             if s.tag != section_tags::THREAD_WORKER {
                 if s.must_understand {
                     let why = "this guest has no such thing".into();
