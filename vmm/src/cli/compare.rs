@@ -12,10 +12,11 @@ use tempfile::NamedTempFile;
 use vmm::compare::{
     Cell, GuestKind, Host, LIGHT, Settings, Step, Way, compare as measure, default_cells, product,
 };
-use vmm::config::{DEFAULT_RING_ENTRIES, MAX_VCPUS};
+use vmm::config::DEFAULT_RING_ENTRIES;
 use vmm::kvm::Capabilities;
 use vmm::sandbox;
 
+use super::args::headings;
 use super::failure::Failure;
 use super::output::{print, print_json, say};
 use super::values;
@@ -30,57 +31,71 @@ const MOST_DURATION: Duration = Duration::from_hours(24);
 
 #[derive(Args)]
 pub(crate) struct CompareArgs {
-    /// The ways to compare: sources such as dirty-ring, or source+sink such as dirty-ring+list, where the sink is what dirty frames
-    /// are kept in: tree, list or flat (a bitmap that is scanned). By default all that make sense
+    /// Ways of tracking, such as dirty-ring or dirty-ring+list; by default all
     ///
-    /// `none`, no tracking, is what guests' speed is compared with; it is added where it is missing.
-    #[arg(long, value_name = "WAY,WAY", value_delimiter = ',')]
+    /// A way is a source, or source+sink, where the sink is what dirty pages are kept in: tree, list or
+    /// flat (a bitmap that is scanned). `none`, no tracking, is the baseline of the guests' speed; it is
+    /// added where it is missing.
+    #[arg(long, value_name = "WAY,WAY", value_delimiter = ',', help_heading = headings::TRACKING)]
     modes: Vec<Way>,
-    /// Run the embedded guest so, such as payload,ws=64M,rate=320M; one option for each
+    /// Entries of each vCPU's dirty ring, a power of two
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES,
+          value_parser = values::ring_entries, help_heading = headings::TRACKING)]
+    ring_entries: u32,
+    /// Run the embedded guest, such as payload,ws=64M,rate=320M; may be repeated
     ///
-    /// By default three of 1 GiB, from light to busy, and the lightest with 4, 16 and 64 GiB.
-    #[arg(long = "guest", value_name = "SPEC", value_parser = values::guest_spec)]
+    /// By default there are three of 1 GiB, from light to busy, and the lightest with 4, 16 and 64 GiB.
+    #[arg(long = "guest", value_name = "SPEC", value_parser = values::guest_spec,
+          help_heading = headings::BOOT)]
     guests: Vec<String>,
-    /// Run this kernel too: a static ELF file, or a bzImage. What it writes is not known, so no frame can be found missing
-    #[arg(long, value_name = "FILE")]
+    /// Run this kernel, too: a static ELF file or a bzImage
+    ///
+    /// What it writes is not known, so no missing page can be found.
+    #[arg(long, value_name = "FILE", help_heading = headings::BOOT)]
     kernel: Option<PathBuf>,
     /// How long the kernel boots before it is measured
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = of_one_epoch, requires = "kernel")]
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = of_one_epoch,
+          requires = "kernel", help_heading = headings::BOOT)]
     settle: Duration,
-    /// Guest memory: one or more sizes. It may be more than the host has where the guest's working set fits
-    #[arg(long, value_name = "SIZE,SIZE", value_delimiter = ',', value_parser = values::memory)]
+    /// Size of guest memory, or several sizes
+    ///
+    /// It may be more than the host has where the guest's working set fits.
+    #[arg(long, value_name = "SIZE,SIZE", value_delimiter = ',', value_parser = values::memory,
+          help_heading = headings::MEMORY)]
     mem: Vec<u64>,
     /// vCPUs of each machine
-    #[arg(long, value_name = "N", default_value_t = 1,
-          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::vcpus,
+          help_heading = headings::PROCESSORS)]
     vcpus: u8,
-    /// Entries of each vCPU's dirty ring, a power of two
-    #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES, value_parser = values::ring_entries)]
-    ring_entries: u32,
     /// Time between two epochs
-    #[arg(long, value_name = "TIME", default_value = "10ms", value_parser = of_one_epoch)]
+    #[arg(long, value_name = "TIME", default_value = "10ms", value_parser = of_one_epoch,
+          help_heading = headings::TIMING)]
     interval: Duration,
-    /// How long each way is measured with each guest of each size, all its runs together
+    /// Time for each way, guest and size, all runs together
     ///
-    /// By default so long that the whole default matrix, 195 machines with some 0.2 s beside that for each, is over in
-    /// two minutes on two cores.
-    #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = of_all_epochs)]
+    /// With the default, the whole default matrix of 195 machines, which take another 0.2 s each, is
+    /// over in two minutes on two processors.
+    #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = of_all_epochs,
+          help_heading = headings::TIMING)]
     duration: Duration,
-    /// In how many runs, each with a machine of its own; those of all ways take turns
+    /// Number of runs, each with a machine of its own
+    ///
+    /// The ways take turns.
     #[arg(long, value_name = "N", default_value_t = 5,
-          value_parser = clap::value_parser!(u16).range(1..=1000))]
+          value_parser = clap::value_parser!(u16).range(1..=1000),
+          help_heading = headings::TIMING)]
     repeat: u16,
-    /// Write a page with everything drawn and in words to this file; it needs nothing from elsewhere
-    #[arg(long, value_name = "FILE")]
+    /// Write a self-contained page with charts and text to this file
+    #[arg(long, value_name = "FILE", help_heading = headings::OUTPUT)]
     html: Option<PathBuf>,
-    /// Write the drawing of an epoch's time over memory size to this file
-    #[arg(long, value_name = "FILE")]
+    /// Write the chart of epoch time over memory size to this file
+    #[arg(long, value_name = "FILE", help_heading = headings::OUTPUT)]
     svg: Option<PathBuf>,
-    /// Print all columns of the table, which is 190 wide then
-    #[arg(long)]
+    /// Print all columns of the table, which is then 190 wide
+    #[arg(long, help_heading = headings::OUTPUT)]
     wide: bool,
     /// Print one JSON object
-    #[arg(long)]
+    #[arg(long, help_heading = headings::OUTPUT)]
     json: bool,
 }
 

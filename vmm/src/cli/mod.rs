@@ -32,10 +32,10 @@ use failure::Failure;
 pub fn main(started: Instant) -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(e) => return failure::refuse_usage(&e),
+        Err(e) => return failure::refuse_usage(&args::with_hint(e)),
     };
-    let verbose = cli.log.verbose > 0;
-    let done = log::start(&cli.log).and_then(|()| run(cli.command, verbose, started));
+    let verbose = cli.output.log.verbose > 0;
+    let done = log::start(&cli.output.log).and_then(|()| run(cli.command, verbose, started));
     let code = done.unwrap_or_else(Failure::report);
     vmm::log::flush();
     code

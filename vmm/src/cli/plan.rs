@@ -8,7 +8,7 @@ use hyper::Method;
 use migrate::forecast::Forecast;
 use vmm::api::plan::{Plan, PlanRequest, PlanVerdict};
 
-use super::args::{ApiArgs, QueryArgs};
+use super::args::{ApiArgs, QueryArgs, headings};
 use super::client::ask;
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
@@ -16,14 +16,18 @@ use super::values;
 
 #[derive(Args)]
 pub(crate) struct PlanArgs {
+    /// Bytes a second that the link to the destination carries, such as 100M
+    ///
+    /// Without it 10 Gbit/s (1250000000) are assumed.
+    #[arg(long, value_name = "SIZE", value_parser = values::bandwidth,
+          help_heading = headings::TRANSFER)]
+    pub(crate) bandwidth: Option<u64>,
+    /// Longest acceptable pause, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms,
+          help_heading = headings::CONVERGENCE)]
+    pub(crate) downtime_ms: u64,
     #[command(flatten)]
     pub(crate) query: QueryArgs,
-    /// What the link to the destination carries, bytes a second, such as 100M; without it 10 Gbit/s (1250000000) are assumed
-    #[arg(long, value_name = "SIZE", value_parser = values::bandwidth)]
-    pub(crate) bandwidth: Option<u64>,
-    /// The pause that the guest may notice, in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms)]
-    pub(crate) downtime_ms: u64,
 }
 
 /// How long the VMM looks at the guest's writes before it answers.

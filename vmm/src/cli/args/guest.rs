@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use checkpoint::VmId;
-use clap::{ArgGroup, Args, ValueEnum};
+use clap::{Arg, ArgGroup, Args, ValueEnum};
 use dirty_tracker::TrackingMode;
 use vmm::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
@@ -14,124 +14,159 @@ use vmm::config::{
 use vmm::jobs::ShadowMode;
 use vmm::memory::{Backing, HugePages};
 
-use super::values;
+use super::{headings, values};
 
 /// How a process that has a guest behaves on its host.
 #[derive(Args)]
 pub(crate) struct HostArgs {
-    /// Where the guest's first serial port goes: stdio, null or file:PATH
+    /// First serial port: stdio, null or file:PATH
     ///
-    /// With stdio, a terminal is the guest's until it ends (Ctrl-A x ends it), and what comes from a
-    /// pipe or a file is typed to it.
-    #[arg(long, value_name = "SINK", default_value = "stdio")]
+    /// With stdio, a terminal belongs to the guest until it ends (Ctrl-A x ends it). What comes from a
+    /// pipe or a file is typed to the guest.
+    #[arg(long, value_name = "SINK", default_value = "stdio", help_heading = headings::DEVICES)]
     pub(crate) serial: SerialSink,
-    /// Listen for API requests on this unix socket
-    #[arg(long, value_name = "FILE")]
-    pub(crate) api_sock: Option<PathBuf>,
-    /// What holds guest memory: anon, or memfd
-    #[arg(long, value_name = "KIND", default_value_t = Backing::Anon)]
+    /// What holds guest memory: anon or memfd
+    #[arg(long, value_name = "KIND", default_value_t = Backing::Anon,
+          help_heading = headings::MEMORY)]
     pub(crate) memory_backing: Backing,
-    /// Host pages larger than 4K: thp, hugetlbfs (2M, from the pool) or none; by default as the host is set
-    #[arg(long, value_name = "KIND")]
+    /// Huge pages for guest memory: thp, hugetlbfs or none
+    ///
+    /// With hugetlbfs, 2 MiB pages are taken from the host's pool. Without this option the host's
+    /// setting for transparent huge pages applies.
+    #[arg(long, value_name = "KIND", help_heading = headings::MEMORY)]
     pub(crate) hugepages: Option<HugePages>,
     /// Take all guest memory from the host before the guest starts
-    #[arg(long)]
+    #[arg(long, help_heading = headings::MEMORY)]
     pub(crate) prefault: bool,
-    /// Keep this host's records of hand-overs in this directory; all driftlines of a host share one
-    #[arg(long, value_name = "DIR", default_value_os_t = values::state_dir())]
+    /// Listen for API requests on this Unix socket
+    #[arg(long, value_name = "FILE", help_heading = headings::API)]
+    pub(crate) api_sock: Option<PathBuf>,
+    /// Directory for this host's records of hand-overs
+    ///
+    /// All VMMs of a host share one. By default it is /var/lib/driftline for root, else
+    /// $XDG_STATE_HOME/driftline or ~/.local/state/driftline.
+    #[arg(long, value_name = "DIR", default_value_os_t = values::state_dir(),
+          hide_default_value = true, help_heading = headings::MIGRATION)]
     pub(crate) state_dir: PathBuf,
-    /// Let this process use files of this directory, and of others given so, but no more than those and what
-    /// else was named at its start; without, all but the system's own directories
-    #[arg(long, value_name = "DIR")]
+    /// Allow access to this directory only; may be repeated
+    ///
+    /// The process may use files in these directories and the files that its command line names.
+    /// Without this option it may use all directories except the system's own.
+    #[arg(long, value_name = "DIR", help_heading = headings::SANDBOX)]
     pub(crate) allow_path: Vec<PathBuf>,
-    /// Do not filter system calls: a guest that breaks out may make any
-    #[arg(long)]
+    /// Do not filter system calls
+    ///
+    /// A guest that escapes into the VMM can then make any system call.
+    #[arg(long, help_heading = headings::SANDBOX)]
     pub(crate) no_seccomp: bool,
-    /// Do not restrict files: a guest that breaks out may reach all of the user's
-    #[arg(long, conflicts_with = "allow_path")]
+    /// Do not restrict access to files
+    ///
+    /// A guest that escapes into the VMM can then reach all files of the VMM's user.
+    #[arg(long, conflicts_with = "allow_path", help_heading = headings::SANDBOX)]
     pub(crate) no_landlock: bool,
     /// End at once when the process that started this one ends
-    #[arg(long, hide = true)]
+    #[arg(long, hide = true, help_heading = headings::SANDBOX)]
     pub(crate) die_with_parent: bool,
 }
 
 #[derive(Args)]
 #[command(group(ArgGroup::new("boot").required(true).args(["kernel", "guest"])))]
 pub(crate) struct RunArgs {
-    /// Boot this kernel: a static ELF file, by PVH where it has the note, or a bzImage
-    #[arg(long, value_name = "FILE")]
-    pub(crate) kernel: Option<PathBuf>,
-    /// Give the kernel this initial RAM disk
-    #[arg(long, value_name = "FILE", requires = "kernel", conflicts_with = "guest")]
-    pub(crate) initrd: Option<PathBuf>,
-    /// The kernel's command line, to which console=ttyS0 panic=-1 reboot=k are added unless it has
-    /// them, and the virtio devices
-    #[arg(long, value_name = "TEXT", requires = "kernel", conflicts_with = "guest")]
-    pub(crate) cmdline: Option<String>,
-    /// Add nothing to the command line
-    #[arg(long, requires = "kernel", conflicts_with = "guest")]
-    pub(crate) bare_cmdline: bool,
-    /// Boot the embedded guest, such as payload,ws=64M,rate=320M,pattern=seq,seed=1
+    /// Kernel to boot: a static ELF file or a bzImage
     ///
-    /// Rates are bytes a second or max; patterns are seq, random, zipf, stride and once.
-    #[arg(long, value_name = "SPEC", value_parser = values::guest_spec)]
+    /// An ELF file with a PVH note is entered by PVH, all others by the 64-bit Linux boot protocol.
+    #[arg(long, value_name = "FILE", help_heading = headings::BOOT)]
+    pub(crate) kernel: Option<PathBuf>,
+    /// Initial RAM disk for the kernel
+    #[arg(long, value_name = "FILE", requires = "kernel", conflicts_with = "guest",
+          help_heading = headings::BOOT)]
+    pub(crate) initrd: Option<PathBuf>,
+    /// Kernel command line
+    ///
+    /// console=ttyS0, panic=-1 and reboot=k are added unless it sets them, and so are the virtio
+    /// devices.
+    #[arg(long, value_name = "TEXT", requires = "kernel", conflicts_with = "guest",
+          help_heading = headings::BOOT)]
+    pub(crate) cmdline: Option<String>,
+    /// Add nothing to the kernel command line
+    #[arg(long, requires = "kernel", conflicts_with = "guest", help_heading = headings::BOOT)]
+    pub(crate) bare_cmdline: bool,
+    /// Boot the embedded guest, such as payload,ws=64M,rate=320M
+    ///
+    /// ws is the size of its working set. rate is in bytes a second, or max. pattern is seq, random,
+    /// zipf, stride or once; seed is a number.
+    #[arg(long, value_name = "SPEC", value_parser = values::guest_spec,
+          help_heading = headings::BOOT)]
     pub(crate) guest: Option<String>,
-    /// Guest memory
-    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = values::memory)]
+    /// Size of guest memory, such as 512M or 4G
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = values::memory,
+          help_heading = headings::MEMORY)]
     pub(crate) mem: u64,
     /// Number of vCPUs
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::vcpus)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::vcpus,
+          help_heading = headings::PROCESSORS)]
     pub(crate) vcpus: u8,
-    /// The guest's processor: host, or baseline, with which it can move to unlike hosts of one
-    /// vendor; less features by name, such as host,-cx16
-    #[arg(long, value_name = "MODEL", default_value_t)]
+    /// CPU model: host or baseline, minus features: host,-cx16
+    ///
+    /// With baseline (x86-64-v2) a guest can migrate between different processors of one vendor.
+    #[arg(long, value_name = "MODEL", default_value_t, help_heading = headings::PROCESSORS)]
     pub(crate) cpu: CpuConfig,
-    /// Give the guest a disk: path=FILE[,readonly][,id=NAME][,serial=TEXT], a raw image or a block
-    /// device; one option for each
-    #[arg(long = "disk", value_name = "SPEC")]
+    /// What runs the vCPUs: kvm or threads
+    ///
+    /// threads is for hosts without KVM. It runs the embedded guest only.
+    #[arg(long, value_name = "NAME", default_value_t = Backend::Kvm,
+          help_heading = headings::PROCESSORS)]
+    pub(crate) backend: Backend,
+    /// Disk: path=FILE[,readonly][,id=NAME][,serial=TEXT]; may be repeated
+    ///
+    /// FILE is a raw image or a block device.
+    #[arg(long = "disk", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) disks: Vec<DiskSpec>,
-    /// Give the guest a network interface: tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N], over a tap
-    /// that exists; one option for each
-    #[arg(long = "net", value_name = "SPEC")]
+    /// Network: tap=NAME[,mac=ADDRESS][,id=NAME][,queues=N]; may be repeated
+    ///
+    /// The tap must exist.
+    #[arg(long = "net", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) nets: Vec<NetSpec>,
-    /// Give the guest a socket device: cid=N,uds=PATH
+    /// Socket device: cid=N,uds=PATH
     ///
-    /// Programs of the host connect to PATH and say "CONNECT port"; those that the guest connects to
-    /// listen at PATH_port.
-    #[arg(long, value_name = "SPEC")]
+    /// A host program that connects to PATH sends "CONNECT port". A host program to which the guest
+    /// connects listens on PATH_port.
+    #[arg(long, value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) vsock: Option<VsockSpec>,
-    /// Give a --kernel guest the host's randomness (virtio-rng)
-    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On)]
+    /// Randomness from the host for a --kernel guest
+    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On,
+          help_heading = headings::DEVICES)]
     pub(crate) rng: OnOff,
-    /// Give a --kernel guest a memory balloon (virtio-balloon):
-    /// [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off], where all is on by default
+    /// Memory balloon for a --kernel guest, with settings or without
     ///
-    /// With reporting the host gets memory back that the guest has freed; with hinting, a migration's
-    /// first pass and a full checkpoint leave out what is free.
-    #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "", requires = "kernel",
-          conflicts_with = "guest")]
+    /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; all are
+    /// on by default. With reporting, the host gets back memory that the guest has freed. With
+    /// hinting, a migration's first pass and a full checkpoint skip free memory.
+    #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "",
+          requires = "kernel", conflicts_with = "guest", help_heading = headings::DEVICES)]
     pub(crate) balloon: Option<BalloonConfig>,
-    /// How writes are tracked: dirty-ring, dirty-bitmap, dirty-bitmap-manual, userfault-wp or none
-    #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing)]
-    pub(crate) tracking: TrackingMode,
-    /// Look whether tracking misses a frame: compare (with all of memory) or userfault-wp (with the host's page tables)
+    /// How guest writes are tracked
     ///
-    /// For tests of a host or a kernel. Ten times a second at most the guest stands and what changed is compared with what was
-    /// reported; a frame that was missed is said, with its number, and the exit code is 1.
-    #[arg(long, value_name = "MODE")]
-    pub(crate) shadow: Option<ShadowMode>,
+    /// Modes are dirty-ring, dirty-bitmap, dirty-bitmap-manual, userfault-wp and none.
+    #[arg(long, value_name = "MODE", default_value_t = TrackingMode::DirtyRing,
+          help_heading = headings::TRACKING)]
+    pub(crate) tracking: TrackingMode,
     /// Entries of each vCPU's dirty ring, a power of two
     #[arg(long, value_name = "N", default_value_t = DEFAULT_RING_ENTRIES,
-          value_parser = values::ring_entries)]
+          value_parser = values::ring_entries, help_heading = headings::TRACKING)]
     pub(crate) ring_entries: u32,
-    /// What runs the vCPUs: kvm, or threads for hosts without it (payload only)
-    #[arg(long, value_name = "NAME", default_value_t = Backend::Kvm)]
-    pub(crate) backend: Backend,
-    /// The guest's id, a UUID; by default a random one
-    #[arg(long, value_name = "UUID")]
+    /// Check that tracking misses no page: compare or userfault-wp
+    ///
+    /// For tests of a host or a kernel. compare reads all memory; userfault-wp asks the host's page
+    /// tables. At most ten times a second the guest is paused, and what changed is compared with what
+    /// was reported. A missed page is named on stderr, and the exit code is 1.
+    #[arg(long, value_name = "MODE", help_heading = headings::TRACKING)]
+    pub(crate) shadow: Option<ShadowMode>,
+    /// The guest's id, a UUID; random by default
+    #[arg(long, value_name = "UUID", help_heading = headings::IDENTITY)]
     pub(crate) id: Option<VmId>,
     /// The guest's name: 1 to 64 letters, digits, '-', '_' and '.'
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help_heading = headings::IDENTITY)]
     pub(crate) name: Option<GuestName>,
     #[command(flatten)]
     pub(crate) host: HostArgs,
@@ -149,51 +184,73 @@ pub(crate) enum OnOff {
 /// What a guest's devices are on the host that it comes to.
 #[derive(Args, Default)]
 pub(crate) struct DeviceArgs {
-    /// Use this file for one of the guest's disks: path=FILE[,readonly][,id=NAME][,identity=any][,copy]
+    /// File for a disk: path=FILE[,readonly][,id=NAME][,identity=any][,copy]
     ///
-    /// With id=NAME for the disk of that name, else for the next in the guest's order. Without any,
-    /// disks are where they were on the host that the guest comes from. A migration refuses a file (by
-    /// its number and the time at which it was made) or block device (by its maker's name for it) that is
-    /// known to be another disk than there; identity=any says that it may be: a copy, or storage whose
-    /// hosts number files differently. With copy the disk comes along (send-migration --copy-disks): the
-    /// file is made, or is one without data in it, and is removed if the guest does not arrive.
-    #[arg(long = "disk", value_name = "SPEC")]
+    /// With id=NAME it is for the disk of that name, else for the next in the guest's order. A disk
+    /// without a file here has the path that it had at the source. The file or block device must not
+    /// be known to be another disk than the source's (by a file's inode and birth time, a device's
+    /// WWID or serial number). identity=any accepts it all the same: for a copy, or for storage whose
+    /// hosts number files differently. With copy the disk's content is received, too (send-migration
+    /// --copy-disks): FILE is created, or holds no data, and is removed if the guest does not arrive.
+    #[arg(long = "disk", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) disks: Vec<DiskSpec>,
-    /// Use this tap for one of the guest's network interfaces: tap=NAME[,id=NAME]
+    /// Tap for a network interface: tap=NAME[,id=NAME]
     ///
-    /// With id=NAME for the interface of that name, else for the next in the guest's order. Without
-    /// any, taps have the names that they had on the host that the guest comes from.
-    #[arg(long = "net", value_name = "SPEC")]
+    /// With id=NAME it is for the interface of that name, else for the next in the guest's order. An
+    /// interface without a tap here has the tap of the name that it had before.
+    #[arg(long = "net", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) nets: Vec<NetSpec>,
-    /// Use this unix socket for the guest's socket device: uds=PATH
-    #[arg(long, value_name = "SPEC")]
+    /// Unix socket for the guest's socket device: uds=PATH
+    #[arg(long, value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) vsock: Option<VsockSpec>,
 }
 
+/// Describes `--disk` of `restore`, which takes fewer settings than that of `receive-migration`.
+fn describe_restored_disk(arg: Arg) -> Arg {
+    arg.help("File for a disk: path=FILE[,readonly][,id=NAME]").long_help(
+        "File for a disk: path=FILE[,readonly][,id=NAME]\n\n\
+         With id=NAME it is for the disk of that name, else for the next in the guest's order. A disk \
+         without a file here has the path that it had when the checkpoint was taken, and that path \
+         must lead to the same disk. A checkpoint that has the disk's content overwrites FILE with it. \
+         With --disks external, give copies of the disks from the moment of the checkpoint.",
+    )
+}
+
 #[derive(Args)]
+#[command(mut_arg("disks", describe_restored_disk))]
 pub(crate) struct RestoreArgs {
-    /// The store's directory, or an archive: a file that `store export --format driftline-zstd` has written
-    #[arg(long, value_name = "PATH")]
+    /// The store's directory, or an archive
+    ///
+    /// An archive is a file that `store export --format driftline-zstd` has written.
+    #[arg(long, value_name = "PATH", help_heading = headings::CHECKPOINT)]
     pub(crate) store: PathBuf,
     /// The checkpoint's number; the latest by default
-    #[arg(long, value_name = "N", value_parser = values::checkpoint)]
+    #[arg(long, visible_alias = "checkpoint", value_name = "N", value_parser = values::checkpoint,
+          help_heading = headings::CHECKPOINT)]
     pub(crate) epoch: Option<u64>,
-    /// Let the guest run at once: its memory comes as it is touched, and behind that. Not with an archive
-    #[arg(long)]
+    /// Let the guest run at once, and read its memory on demand
+    ///
+    /// The rest of its memory is read in the background. An archive cannot be read so.
+    #[arg(long, help_heading = headings::CHECKPOINT)]
     pub(crate) lazy: bool,
-    /// The guest is the one that the checkpoint is of, and goes on as that: for recovery, when no other host or process has it
+    /// Recovery: the restored guest is the one in the checkpoint
     ///
-    /// It keeps its id and name. From the latest checkpoint of a store it may go on with checkpoints there. Without this option the guest is a new one
-    /// with an id of its own, which has its checkpoints elsewhere (checkpoint --new-store).
-    #[arg(long)]
+    /// No other host or process may have that guest. It keeps its id and name. From the latest
+    /// checkpoint of a store it may continue with checkpoints there. Without this option the guest is
+    /// a new one with an id of its own, whose checkpoints go into another store (checkpoint
+    /// --new-store).
+    #[arg(long, help_heading = headings::IDENTITY)]
     pub(crate) same_id: bool,
-    /// The guest is a new one, with an id of its own, also while a hand-over of the one that the checkpoint is of is in doubt
+    /// Clone: also while a hand-over of the guest in the checkpoint is in doubt
     ///
-    /// It is a new one by default, but refused then. Give it other disks (--disk) than that guest's.
-    #[arg(long, conflicts_with = "same_id")]
+    /// A restored guest is a new one by default, but refused while the original may be running on
+    /// another host. With this option it must have other disks (--disk) than the original.
+    #[arg(long, conflicts_with = "same_id", help_heading = headings::IDENTITY)]
     pub(crate) new_id: bool,
-    /// The guest's name: 1 to 64 letters, digits, '-', '_' and '.'; with --same-id by default the one that it had
-    #[arg(long, value_name = "NAME")]
+    /// The guest's name: 1 to 64 letters, digits, '-', '_' and '.'
+    ///
+    /// With --same-id it is by default the name in the checkpoint.
+    #[arg(long, value_name = "NAME", help_heading = headings::IDENTITY)]
     pub(crate) name: Option<GuestName>,
     #[command(flatten)]
     pub(crate) devices: DeviceArgs,
@@ -206,17 +263,22 @@ pub(crate) struct ReceiveArgs {
     /// Where to listen: tcp:HOST:PORT; port 0 takes any
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
-    /// How long to stay, after a complete guest was thrown away for want of COMMIT, to tell its source
-    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
+    /// How long to stay to tell the source that its guest was discarded
+    ///
+    /// A complete guest is discarded if its source does not commit. Digits and ms or s.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
+          help_heading = headings::WAITING)]
     pub(crate) linger: Duration,
     /// End with the first migration that fails, instead of waiting for another
-    #[arg(long)]
+    #[arg(long, help_heading = headings::WAITING)]
     pub(crate) once: bool,
-    /// Once the guest has arrived, say what that took as JSON on standard output, beside what the guest says there
-    #[arg(long)]
-    pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) devices: DeviceArgs,
     #[command(flatten)]
     pub(crate) host: HostArgs,
+    /// Print one JSON object once the guest has arrived
+    ///
+    /// It goes to standard output, as the guest's serial port does by default.
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) json: bool,
 }

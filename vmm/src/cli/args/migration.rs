@@ -1,5 +1,4 @@
 //! Owns the options of the commands that are about migrations.
-#![allow(rustdoc::broken_intra_doc_links, reason = "help texts: brackets are what can be left out")]
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -7,81 +6,96 @@ use std::time::Duration;
 use clap::Args;
 use migrate::{Compression, CopyDrives, TimeoutStrategy};
 
-use super::{QueryArgs, values};
+use super::{QueryArgs, headings, values};
 
 #[derive(Args)]
 pub(crate) struct SendArgs {
-    /// Where a driftline waits: tcp:HOST:PORT
+    /// Where a receiver listens: tcp:HOST:PORT
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
-    #[command(flatten)]
-    pub(crate) query: QueryArgs,
-    /// The pause that the guest may notice, in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 300,
-          value_parser = values::downtime_ms)]
+    /// Longest acceptable pause, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms,
+          help_heading = headings::CONVERGENCE)]
     pub(crate) downtime_ms: u64,
     /// Time for copying while the guest runs, in seconds
-    #[arg(long, value_name = "S", default_value_t = 3600,
-          value_parser = values::timeout_s)]
+    #[arg(long, value_name = "S", default_value_t = 3600, value_parser = values::timeout_s,
+          help_heading = headings::CONVERGENCE)]
     pub(crate) timeout_s: u64,
     /// What to do when that has passed: cancel or switchover
-    #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel)]
+    #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel,
+          help_heading = headings::CONVERGENCE)]
     pub(crate) timeout_strategy: TimeoutStrategy,
-    /// Bytes a second to copy at most while the guest runs, such as 100M
+    /// Do not throttle vCPUs, even if the guest outruns the link
     ///
-    /// In the pause the link is used as it is; what that will take is judged by this bandwidth.
-    #[arg(long, value_name = "SIZE", value_parser = values::bandwidth)]
-    pub(crate) max_bandwidth: Option<u64>,
-    /// Connections that share in the sending of memory, for links that one does not fill
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::connections)]
-    pub(crate) connections: u32,
-    /// How contents are made smaller, message by message, where that wins: none, lz4 or zstd
-    #[arg(long, value_name = "NAME", default_value_t = Compression::None)]
-    pub(crate) compress: Compression,
-    /// Compare a digest of all memory on both sides, in the pause: it takes the time to read memory
-    #[arg(long)]
-    pub(crate) verify: bool,
-    /// Copy the guest's disks along, all or those with these names, into files that the receiver names
-    /// (--disk path=FILE,id=NAME,copy)
-    ///
-    /// Without, both hosts need the same disks. The files here stay, as the guest has left them, and are
-    /// out of date from then on.
-    #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
-          default_missing_value = "")]
-    pub(crate) copy_disks: Option<CopyDrives>,
-    /// Hold no vCPU back, also if the guest outruns the link
-    ///
-    /// Otherwise vCPUs that write are slowed down, in holds of 20 ms at most, when passes over memory do not get shorter.
-    #[arg(long)]
+    /// Otherwise vCPUs that write are slowed down, by at most 20 ms at a time, when passes over memory
+    /// do not get shorter.
+    #[arg(long, help_heading = headings::CONVERGENCE)]
     pub(crate) no_throttle: bool,
+    /// Limit while the guest runs, in bytes a second, such as 100M
+    ///
+    /// In the pause the whole link is used; this bandwidth predicts how long that will take.
+    #[arg(long, value_name = "SIZE", value_parser = values::bandwidth,
+          help_heading = headings::TRANSFER)]
+    pub(crate) max_bandwidth: Option<u64>,
+    /// Connections that share the sending of memory
+    ///
+    /// For links that one connection does not fill.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::connections,
+          help_heading = headings::TRANSFER)]
+    pub(crate) connections: u32,
+    /// Compression of memory: none, lz4 or zstd
+    ///
+    /// It is applied message by message, where it makes a message smaller.
+    #[arg(long, value_name = "NAME", default_value_t = Compression::None,
+          help_heading = headings::TRANSFER)]
+    pub(crate) compress: Compression,
+    /// Compare a digest of all memory on both hosts
+    ///
+    /// That is in the pause, which is longer by the time to read all memory.
+    #[arg(long, help_heading = headings::TRANSFER)]
+    pub(crate) verify: bool,
+    /// Copy the guest's disks, too: all, or those named
+    ///
+    /// They go into files that the receiver names (--disk path=FILE,id=NAME,copy). Without this option
+    /// both hosts need access to the same disks. The source's files stay as the guest has left them.
+    #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
+          default_missing_value = "", help_heading = headings::TRANSFER)]
+    pub(crate) copy_disks: Option<CopyDrives>,
+    #[command(flatten)]
+    pub(crate) query: QueryArgs,
 }
 
 #[derive(Args)]
 pub(crate) struct ResolveArgs {
     #[command(flatten)]
     pub(crate) action: ResolveAction,
-    /// The API socket of the driftline that has the guest
-    #[arg(long, value_name = "FILE", required_unless_present = "state_dir")]
+    /// The API socket of the guest's VMM
+    #[arg(long, value_name = "FILE", required_unless_present = "state_dir",
+          help_heading = headings::API)]
     pub(crate) api_sock: Option<PathBuf>,
-    /// How long to wait for an answer of that driftline: digits and ms or s
-    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
-    pub(crate) timeout: Duration,
-    /// Without a driftline that has the guest: settle the record that its crash left in this directory
-    #[arg(long, value_name = "DIR", conflicts_with = "api_sock")]
+    /// Without a VMM: the directory with the record that its crash has left
+    #[arg(long, value_name = "DIR", conflicts_with = "api_sock",
+          help_heading = headings::MIGRATION)]
     pub(crate) state_dir: Option<PathBuf>,
-    /// The guest, where several have records there
-    #[arg(long, value_name = "ID", requires = "state_dir")]
+    /// The guest's id, if several have records there
+    #[arg(long, value_name = "ID", requires = "state_dir", help_heading = headings::MIGRATION)]
     pub(crate) vm: Option<String>,
+    /// How long to wait for an answer: digits and ms or s
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
+          help_heading = headings::WAITING)]
+    pub(crate) timeout: Duration,
 }
 
 /// Exactly one of the two.
 #[derive(Args)]
 #[group(required = true, multiple = false)]
 pub(crate) struct ResolveAction {
-    /// The guest goes on here: you assert that the destination does not run it and never will
-    #[arg(long)]
+    /// Let the guest run here
+    ///
+    /// You assert that the destination does not run it and never will.
+    #[arg(long, help_heading = headings::DECISION)]
     pub(crate) run: bool,
-    /// The guest here ends: it runs at the destination, or is lost
-    #[arg(long)]
+    /// End the guest here: it runs at the destination, or is lost
+    #[arg(long, help_heading = headings::DECISION)]
     pub(crate) discard: bool,
 }

@@ -1,9 +1,15 @@
 //! Owns the options of every command.
-#![allow(rustdoc::broken_intra_doc_links, reason = "help texts: brackets are what can be left out")]
+//!
+//! The first sentence of an option is its line in `-h`, and so fits into one; the rest is for `--help`.
 
+mod examples;
 mod guest;
+pub(crate) mod headings;
+mod hints;
 mod migration;
 mod store;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,40 +18,62 @@ use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
 use vmm::config::Backend;
 
 use super::compare::CompareArgs;
+use super::plan::PlanArgs;
+use super::top::TopArgs;
 use super::values;
 pub(crate) use guest::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
+pub(crate) use hints::with_hint;
 pub(crate) use migration::{ResolveArgs, SendArgs};
 pub(crate) use store::{
     CheckpointArgs, ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand,
 };
 
-/// A small KVM virtual machine monitor that knows which guest frames changed.
+/// A KVM virtual machine monitor that knows which guest pages have changed
 ///
 /// Exit codes: 0 done, 1 error, 2 usage, 3 the host lacks something, 4 a migration or checkpoint
 /// failed and the guest is still running where it was.
 #[derive(Parser)]
-#[command(name = "driftline", version)]
+#[command(name = "driftline", version, disable_help_flag = true, disable_version_flag = true)]
+#[command(after_help = examples::DRIFTLINE)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
+    /// Print the version
+    #[arg(short = 'V', long, action = ArgAction::Version, help_heading = headings::OUTPUT)]
+    pub(crate) version: Option<bool>,
+    #[command(flatten)]
+    pub(crate) output: GlobalArgs,
+}
+
+/// Help, and what is logged, how, and where to.
+#[derive(Args)]
+pub(crate) struct GlobalArgs {
     #[command(flatten)]
     pub(crate) log: LogArgs,
+    /// Print help; -h is short
+    #[arg(short, long, global = true, action = ArgAction::Help, help_heading = headings::OUTPUT)]
+    pub(crate) help: Option<bool>,
 }
 
 /// What is logged, how, and where to.
 #[derive(Args)]
 pub(crate) struct LogArgs {
-    /// Log more: -v what happens, -vv details, -vvv everything
-    #[arg(short, long, global = true, action = ArgAction::Count)]
+    /// Log more: -v events, -vv details, -vvv everything
+    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = headings::OUTPUT)]
     pub(crate) verbose: u8,
-    /// Log by this filter, such as debug or vmm=trace,info; RUST_LOG is the default
-    #[arg(long, global = true, value_name = "FILTER")]
+    /// Log filter, such as debug or vmm=trace,info
+    ///
+    /// Without it and -v, the environment variable RUST_LOG has the filter.
+    #[arg(long, global = true, value_name = "FILTER", help_heading = headings::OUTPUT)]
     pub(crate) log: Option<String>,
-    /// How the log is written; json is one object a line
-    #[arg(long, global = true, value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    /// Log format: text or json
+    ///
+    /// With json each line is an object.
+    #[arg(long, global = true, value_name = "FORMAT", value_enum, hide_possible_values = true,
+          default_value_t = LogFormat::Text, help_heading = headings::OUTPUT)]
     pub(crate) log_format: LogFormat,
     /// Append the log to this file instead of writing it to stderr
-    #[arg(long, global = true, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE", help_heading = headings::OUTPUT)]
     pub(crate) log_file: Option<PathBuf>,
 }
 
@@ -61,65 +89,85 @@ pub(crate) enum LogFormat {
 #[derive(Subcommand)]
 pub(crate) enum Command {
     /// See it work: launch, checkpoint, kill, restore, live-migrate, verify
+    #[command(after_help = examples::DEMO)]
     Demo(DemoArgs),
     /// Start a guest and run it to its end
+    #[command(after_help = examples::RUN)]
     Run(RunArgs),
     /// Show a guest's state and figures
+    #[command(after_help = examples::INFO)]
     Info(QueryArgs),
     /// Show a guest's balloon, or change its size
+    #[command(after_help = examples::BALLOON)]
     Balloon(BalloonArgs),
     /// Stop a guest's vCPUs
+    #[command(after_help = examples::PAUSE)]
     Pause(ApiArgs),
     /// Let a paused guest run
+    #[command(after_help = examples::RESUME)]
     Resume(ApiArgs),
     /// End a guest and its VMM
+    #[command(after_help = examples::STOP)]
     Stop(StopArgs),
     /// Take checkpoints of a running guest into a store
+    #[command(after_help = examples::CHECKPOINT)]
     Checkpoint(CheckpointArgs),
     /// Build a guest from a checkpoint and run it to its end
+    #[command(after_help = examples::RESTORE)]
     Restore(RestoreArgs),
     /// Wait for a guest from another host, then run it to its end
+    #[command(after_help = examples::RECEIVE)]
     ReceiveMigration(ReceiveArgs),
     /// Send a running guest to another host
+    #[command(after_help = examples::SEND)]
     SendMigration(SendArgs),
-    /// Say what a migration of a running guest, and checkpoints of it, would come to
+    /// Predict how a migration of a running guest, and checkpoints of it, would go
     ///
-    /// Watches the guest for about four seconds, in which following its writes costs it what it does in a migration. Nothing is begun.
-    Plan(super::plan::PlanArgs),
-    /// Watch live what a guest writes: where in its memory, how fast, by which vCPU; and how its migration or checkpoints go
+    /// Watches the guest for about four seconds, which slows its writes down as a migration does. Nothing is begun.
+    #[command(after_help = examples::PLAN)]
+    Plan(PlanArgs),
+    /// Watch live where, how fast and by which vCPU a guest's memory is written
     ///
-    /// A heat map of guest memory by the rate at which it is written, the figures of each vCPU and of its dirty ring, and what is under way. Keys: q quits, p
-    /// pauses the view, + and - change the interval. Watching costs the guest what following its writes does in a migration, however seldom you
-    /// look, and ends with this command. A migration and checkpoints may be under way meanwhile; they miss nothing. NO_COLOR has signs instead of colours.
-    Top(super::top::TopArgs),
-    /// Give up a migration; the guest stays where it is
+    /// Shows a heat map of guest memory by write rate, the figures of each vCPU and its dirty ring, and
+    /// the migration or the checkpoints that are under way, which miss nothing. Keys: q quits, p pauses
+    /// the view, + and - change the interval. Watching slows the guest's writes down as a migration
+    /// does, at any interval, and ends with this command. NO_COLOR shows signs instead of colours.
+    #[command(after_help = examples::TOP)]
+    Top(TopArgs),
+    /// Cancel a migration; the guest stays where it is
+    #[command(after_help = examples::CANCEL)]
     CancelMigration(ApiArgs),
-    /// Settle a migration in doubt: say where the guest shall be
+    /// Resolve a migration in doubt: decide where the guest runs
+    #[command(after_help = examples::RESOLVE)]
     Resolve(ResolveArgs),
     /// Measure the ways of tracking a guest's writes side by side, on this host
+    #[command(after_help = examples::COMPARE)]
     Compare(CompareArgs),
     /// Show what this host offers, and what each missing thing costs
+    #[command(after_help = examples::DOCTOR)]
     Doctor(DoctorArgs),
     /// Look at a store of checkpoints
-    #[command(subcommand)]
+    #[command(subcommand, after_help = examples::STORE)]
     Store(StoreCommand),
 }
 
-/// Where a running driftline listens.
+/// Where a running VMM listens.
 #[derive(Args)]
 pub(crate) struct ApiArgs {
-    /// The API socket of the driftline that has the guest
-    #[arg(long, value_name = "FILE")]
+    /// The API socket of the guest's VMM
+    #[arg(long, value_name = "FILE", help_heading = headings::API)]
     pub(crate) api_sock: PathBuf,
     /// How long to wait for an answer: digits and ms or s
     ///
-    /// For each request. What a command waits for on purpose (the end of a migration, checkpoints, the next look of top) has no limit.
-    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration)]
+    /// It is for each request. What a command waits for on purpose (the end of a migration,
+    /// checkpoints, the next look of top) has no limit.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
+          help_heading = headings::WAITING)]
     pub(crate) timeout: Duration,
 }
 
 impl ApiArgs {
-    /// A client of that driftline.
+    /// A client of that VMM.
     pub(crate) fn client(&self) -> vmm::api::Client {
         vmm::api::Client::new(&self.api_sock).with_timeout(self.timeout)
     }
@@ -129,45 +177,48 @@ impl ApiArgs {
 pub(crate) struct StopArgs {
     #[command(flatten)]
     pub(crate) api: ApiArgs,
-    /// Wait until the process of the VMM has ended, in the time of --timeout
-    #[arg(long)]
+    /// Wait until the VMM's process has ended, for at most --timeout
+    #[arg(long, help_heading = headings::WAITING)]
     pub(crate) wait: bool,
 }
 
-/// A question to a running driftline.
+/// A question to a running VMM.
 #[derive(Args)]
 pub(crate) struct QueryArgs {
     #[command(flatten)]
     pub(crate) api: ApiArgs,
     /// Print one JSON object
-    #[arg(long)]
+    #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) json: bool,
 }
 
 #[derive(Args)]
 pub(crate) struct BalloonArgs {
+    /// Take this much memory from the guest: whole MiB, such as 256M
+    #[arg(long, value_name = "SIZE", value_parser = values::size,
+          help_heading = headings::MEMORY)]
+    pub(crate) size: Option<u64>,
     #[command(flatten)]
     pub(crate) query: QueryArgs,
-    /// Want this much of the guest's memory back: whole MiB
-    #[arg(long, value_name = "SIZE", value_parser = values::size)]
-    pub(crate) size: Option<u64>,
 }
 #[derive(Args)]
 pub(crate) struct DemoArgs {
-    /// What runs the vCPUs: kvm where it can be used, else threads
-    #[arg(long, value_name = "NAME")]
+    /// What runs the vCPUs: kvm or threads
+    ///
+    /// By default it is kvm where that can be used.
+    #[arg(long, value_name = "NAME", help_heading = headings::PROCESSORS)]
     pub(crate) backend: Option<Backend>,
     /// Print the figures as one JSON object
-    #[arg(long)]
+    #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) json: bool,
 }
 
 #[derive(Args)]
 pub(crate) struct DoctorArgs {
     /// Exit with 3 if something is missing that every KVM guest needs
-    #[arg(long)]
+    #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) check: bool,
     /// Print one JSON object
-    #[arg(long)]
+    #[arg(long, help_heading = headings::OUTPUT)]
     pub(crate) json: bool,
 }

@@ -22,7 +22,7 @@ use ratatui::widgets::Widget;
 use vmm::api::dirty_watch::WatchPage;
 use vmm::api::{Client, ClientError};
 
-use super::args::QueryArgs;
+use super::args::{QueryArgs, headings};
 use super::client::block_on;
 use super::end;
 use super::failure::Failure;
@@ -39,14 +39,17 @@ const USUAL_SIZE: (u16, u16) = (80, 24);
 
 #[derive(Args)]
 pub(crate) struct TopArgs {
+    /// How often to look: from 100ms to 60s
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval,
+          help_heading = headings::TIMING)]
+    pub(crate) interval: Duration,
+    /// Look once, after one interval, and print plain text
+    ///
+    /// With --json it prints an object. --json alone prints one object after another.
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) once: bool,
     #[command(flatten)]
     pub(crate) query: QueryArgs,
-    /// Look this often: from 100ms to 60s
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval)]
-    pub(crate) interval: Duration,
-    /// Print one look, after one interval, as plain text, and end; with --json as an object, and with --json alone one after another
-    #[arg(long)]
-    pub(crate) once: bool,
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
