@@ -68,7 +68,10 @@ fn destination_killed_at_every_message_leaves_the_guest_running_here() {
         let said = String::from_utf8_lossy(&sent.stderr);
         assert!(proxy.has_cut(), "{name}: the message never came: {said}");
         assert_eq!(sent.status.code(), Some(4), "{name}: {said}");
-        assert!(said.contains("the guest goes on here"), "{name}: where is the guest now? {said}");
+        assert!(
+            said.contains("the guest continues here"),
+            "{name}: where is the guest now? {said}"
+        );
         assert_eq!(source.state().as_deref(), Some("running"), "{name}");
         source.console().wait_reports(2, 1, SOON);
     }
@@ -290,7 +293,7 @@ fn a_guest_that_outruns_a_thin_line_stays_and_is_told_why() {
     assert_eq!(sent.status.code(), Some(4), "{said}");
     let reasons = ["outruns the link", "precopy took longer than its 3 s"];
     assert!(reasons.iter().any(|reason| said.contains(reason)), "{said}");
-    assert!(said.contains("the guest goes on here"), "{said}");
+    assert!(said.contains("the guest continues here"), "{said}");
     source.console().wait_reports(2, 2, SOON);
     source.console().assert_clean();
     destination.wait_for_another();

@@ -73,8 +73,8 @@ fn a_lazy_guest_ends_at_a_damaged_frame_and_says_which() {
     assert!(last.contains("cannot be restored: ") && last.contains("pages-1, byte "), "{said}");
 }
 
-/// Damages one slot of the page file, verifies the store, and restores its latest checkpoint lazily:
-/// that has to end as it should. Whether the checkpoint has a page there.
+/// Damages one slot of the page file, verifies the store, and restores its latest checkpoint
+/// lazily: that has to end as it should. Whether the checkpoint has a page there.
 fn ends_at_damage(scratch: &Scratch, store: &str, slot: u64) -> bool {
     let pages = scratch.path("store").join("pages-1");
     let pages = std::fs::File::options().read(true).write(true).open(pages).expect("a page file");

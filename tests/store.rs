@@ -226,7 +226,7 @@ fn a_guest_goes_on_from_an_archive_of_any_checkpoint() {
     let said = String::from_utf8_lossy(&exists.stderr);
     assert!(exists.status.code() == Some(1) && said.contains("it exists; --force"), "{said}");
     refused(&["restore", "--store", file, "--lazy"], "so leave out --lazy");
-    refused(&["restore", "--store", file, "--epoch", "2"], "has no epoch 2");
+    refused(&["restore", "--store", file, "--epoch", "2"], "has no checkpoint 2");
     refused(&["store", "export", file, "--output", path], "an archive is not exported again");
     refused(&["store", "compact", file], "archive");
     let sound = fs::read(&archive).expect("readable");

@@ -70,7 +70,7 @@ fn a_guest_that_outruns_a_line_converges_with_a_throttle_and_not_without() {
     );
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");
-    assert!(said.contains("its vCPUs were not held back, as asked"), "{said}");
+    assert!(said.contains("its vCPUs were not throttled, as asked"), "{said}");
     assert_eq!(held_ms(&source), Some(vec![0]));
     source.console().wait_reports(1, 1, SOON);
     refused.wait_for_another();
@@ -155,7 +155,7 @@ fn where_nobody_knows_who_writes_nobody_is_held_and_that_is_said() {
     let said = String::from_utf8_lossy(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");
     assert!(
-        said.contains("none of its vCPUs was held back: which of them write is not known"),
+        said.contains("none of its vCPUs was throttled: which of them write is not known"),
         "{said}"
     );
     assert_eq!(held_ms(&source), Some(vec![0]));

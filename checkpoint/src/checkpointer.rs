@@ -379,7 +379,7 @@ impl Checkpointer {
         }
         (self.crew, self.chain) = (None, None);
         self.lock_lost = false;
-        tracing::warn!("the store's lock was lost and is held again");
+        tracing::warn!("the store's lock was lost and taken again");
         Ok(())
     }
 
@@ -387,7 +387,7 @@ impl Checkpointer {
     fn open_again(&mut self) -> Result<(), StoreError> {
         match self.crew.as_ref().map(Crew::check) {
             Some(Err(e @ StoreError::Replaced { .. })) => {
-                tracing::warn!("beginning anew with a full epoch: {e}");
+                tracing::warn!("beginning again with a full checkpoint: {e}");
                 (self.crew, self.chain) = (None, None);
             }
             Some(Err(e)) => return Err(e),

@@ -75,7 +75,10 @@ impl Crew {
                 }
             }
         };
-        let thread = thread::Builder::new().name("checkpoint-sync".into()).spawn(work);
+        let thread = thread::Builder::new().name("checkpoint-sync".into());
+        // What it logs is of the same guest.
+        let span = tracing::Span::current();
+        let thread = thread.spawn(move || span.in_scope(work));
         let failed = |cause| StoreError::Io {
             what: "starting a thread that commits to",
             path: pages.path().to_owned(),
@@ -146,7 +149,7 @@ impl Drop for Crew {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread that commits epochs has panicked");
+            tracing::error!("the commit thread has panicked");
         }
     }
 }

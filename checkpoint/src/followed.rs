@@ -377,7 +377,7 @@ impl Patience {
     pub(crate) fn failed(&mut self, phase: Phase, cause: &Cause) {
         if let (Phase::CopyDrives, Cause::Stalled(_)) = (phase, cause) {
             tracing::warn!(
-                "what changes much of disks is copied in the pause for {AFTER_STALL} epochs: {cause}"
+                "disks that change much are copied in the pause for {AFTER_STALL} checkpoints: {cause}"
             );
             self.rests = AFTER_STALL;
         }

@@ -159,7 +159,7 @@ pub enum FormatError {
         limit: u32,
     },
     /// A record out of order: one is missing, doubled or from elsewhere.
-    #[error("record {found} stands where record {expected} should")]
+    #[error("record {found} is where record {expected} should be")]
     Sequence {
         /// As stored.
         found: u32,

@@ -202,9 +202,10 @@ fn behind(
         waits: Waits::default(),
     };
     thread::scope(|scope| {
+        let span = tracing::Span::current();
         let saving = thread::Builder::new()
             .name("checkpoint-copy".into())
-            .spawn_scoped(scope, move || saver.run())
+            .spawn_scoped(scope, move || span.in_scope(|| saver.run()))
             .map_err(|e| (Phase::Protect, system("starting a thread that copies", e)))?;
         let before = &before;
         let again_over = AGAIN_FRAMES.min(ways.behind_from());

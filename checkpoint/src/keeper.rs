@@ -44,7 +44,7 @@ pub enum KeepError {
     #[error("the guest was paused while it waited to write to what is not copied yet")]
     Paused,
     /// The guest has let go of the drive: another host may write to it.
-    #[error("the guest lets go of it")]
+    #[error("the guest releases it")]
     LetGo,
     /// They are kept for another.
     #[error("its blocks are kept for another already")]

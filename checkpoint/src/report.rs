@@ -98,7 +98,7 @@ pub enum Cause {
 /// An epoch that was not stored. Nothing is lost: what changed in it is in the next one (I4).
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "epoch {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}{}",
+    "checkpoint {epoch} is not stored: {phase} failed: {cause}; the guest is {guest}{}",
     next_has_it(*guest)
 )]
 pub struct CheckpointError {
@@ -114,7 +114,11 @@ pub struct CheckpointError {
 
 fn next_has_it(guest: RunState) -> &'static str {
     // A guest that has ended has no next epoch.
-    if guest == RunState::Stopped { "" } else { ", and what changed will be in the next epoch" }
+    if guest == RunState::Stopped {
+        ""
+    } else {
+        ", and what changed will be in the next checkpoint"
+    }
 }
 
 /// One stored epoch. Serialized it is a line of `checkpoint --json`.

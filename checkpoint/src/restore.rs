@@ -29,7 +29,7 @@ pub enum RestoreError {
     #[error("{0}")]
     Store(#[from] StoreError),
     /// The guest could not be built, or refused its state.
-    #[error("epoch {epoch} cannot be restored: {cause}")]
+    #[error("checkpoint {epoch} cannot be restored: {cause}")]
     Guest {
         /// The epoch.
         epoch: u64,
@@ -37,7 +37,7 @@ pub enum RestoreError {
         cause: GuestError,
     },
     /// A frame cannot be had for a guest that was about to run without it.
-    #[error("epoch {epoch} cannot be restored: {why}")]
+    #[error("checkpoint {epoch} cannot be restored: {why}")]
     Lost {
         /// The epoch.
         epoch: u64,
@@ -46,7 +46,7 @@ pub enum RestoreError {
     },
     /// The configuration in the epoch makes another memory than the one that is stored.
     #[error(
-        "epoch {epoch} cannot be restored: its configuration makes a guest with memory layout \
+        "checkpoint {epoch} cannot be restored: its configuration makes a guest with memory layout \
          {built:#010x}, its memory has layout {stored:#010x}"
     )]
     Layout {
@@ -59,8 +59,8 @@ pub enum RestoreError {
     },
     /// Its drives were being written over, after all that is stored of them had been read and found sound.
     #[error(
-        "epoch {epoch} cannot be restored: {why}; what is in its disks ({}) is part as it was and part as it was then: nobody may \
-         run from them until they are restored once more, from this epoch or another, which mends them",
+        "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly overwritten: run no guest from \
+         them until a checkpoint, this or another, has been restored to them",
         disks.join(", ")
     )]
     Drives {
@@ -72,7 +72,7 @@ pub enum RestoreError {
         disks: Vec<String>,
     },
     /// The guest's memory could not be written.
-    #[error("epoch {epoch} cannot be restored: writing the guest's memory failed: {cause}")]
+    #[error("checkpoint {epoch} cannot be restored: writing the guest's memory failed: {cause}")]
     Memory {
         /// The epoch.
         epoch: u64,

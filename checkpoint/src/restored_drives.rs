@@ -87,7 +87,7 @@ impl Sink for RestoredDrives<'_> {
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), Cut> {
         let (object, block) = place(run.start);
         let Some((head, drive)) = self.numbered(object) else {
-            return Err(Cut(format!("the epoch has no drive {object}")));
+            return Err(Cut(format!("the checkpoint has no drive {object}")));
         };
         let (at, len) = within(head, FrameRun { start: block, count: run.count });
         let written = drive.write(at, &contents[..len as usize]);
@@ -108,7 +108,7 @@ impl RestoredDrives<'_> {
     }
 
     fn missing(&self, object: u16) -> RestoreError {
-        let why = format!("drive {object} of the epoch is not there");
+        let why = format!("drive {object} of the checkpoint is missing");
         RestoreError::Guest {
             epoch: self.epoch,
             cause: GuestError::Unsupported { what: "the guest's disks".to_owned(), why },

@@ -46,7 +46,7 @@ impl<'s> OfEpoch<'s> {
         // Held meanwhile: everything is let go of before, which is noticed, or after.
         let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
         if *over {
-            let cause = io::Error::other("nobody copies them any more").into();
+            let cause = io::Error::other("the copy thread has ended").into();
             return Err(GuestError::System { what: "protecting frames", cause });
         }
         self.shield.protect(frames)

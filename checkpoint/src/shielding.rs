@@ -67,7 +67,7 @@ impl Shielding {
     }
 
     fn rest(&mut self, epochs: u32, why: &dyn fmt::Display) {
-        tracing::warn!("what changes is copied in the pause for {epochs} epochs: {why}");
+        tracing::warn!("changed pages are copied in the pause for {epochs} checkpoints: {why}");
         self.rests = epochs;
     }
 }

@@ -258,11 +258,11 @@ fn every_field_that_the_format_fixes_is_checked() {
     refused(epoch, &[0x12], "a record of tag 0x8012 has no place here");
     refused(layout + 24 + 8, &[1], "the memory layout");
     refused(config, &[2], "a record of tag 0x0002 has no place here");
-    refused(contents + 4, &[1], "it has frames of object 1, which the epoch does not have");
-    refused(contents + 24, &[0], "a record of frames has no runs");
+    refused(contents + 4, &[1], "it has pages of object 1, which the checkpoint does not have");
+    refused(contents + 24, &[0], "a record of pages has no runs");
     refused(contents + 24, &[0xff, 0xff, 0xff, 0xff], "the length of a run table");
-    refused(contents + 24 + 8, &[9], "are not in the guest's memory");
-    refused(contents + 24 + 8 + 8, &[0xff; 8], "are not in the guest's memory");
+    refused(contents + 24 + 8, &[9], "are not in guest memory");
+    refused(contents + 24 + 8 + 8, &[0xff; 8], "are not in guest memory");
     refused(contents + 24 + 8 + 16, &[1, 0], "the runs of a record ascend");
     refused(packed, &[0], "cannot be unpacked");
     refused(end + 24, &[2], "the epoch's number at its end is 2");
@@ -294,7 +294,7 @@ fn no_more_and_no_less_is_unpacked_than_the_frames_that_a_record_has() {
         bent[contents + 8..contents + 12].copy_from_slice(&length.to_le_bytes());
         reseal_archive(&mut bent);
         let e = restored(&bent).unwrap_err().to_string();
-        let whole = format!("the packed contents of 3 frames cannot be unpacked: {why}");
+        let whole = format!("the compressed contents of 3 pages cannot be decompressed: {why}");
         assert!(e.contains(&whole), "{bytes}: {e}");
     }
 }

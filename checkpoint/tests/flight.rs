@@ -108,9 +108,9 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
     let said = |n: usize| taken[n].outcome.as_ref().unwrap_err().to_string();
     assert!(said(0).contains(&std::io::Error::from_raw_os_error(errno).to_string()), "{}", said(0));
     for n in 1..failed {
-        let expected = format!("it builds on epoch {}, which is not stored", 3 + n);
+        let expected = format!("it builds on checkpoint {}, which is not stored", 3 + n);
         assert!(said(n).contains(&expected), "{}", said(n));
-        assert!(said(n).contains("what changed will be in the next epoch"), "{}", said(n));
+        assert!(said(n).contains("what changed will be in the next checkpoint"), "{}", said(n));
     }
     // What they all had is in the next, and so in the last.
     guest.pause().unwrap();

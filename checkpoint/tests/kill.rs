@@ -193,7 +193,10 @@ fn child_fills_a_small_disk() {
         }
     };
     assert!(e.contains("No space left on device"), "{e}");
-    assert!(e.contains("the guest is running, and what changed will be in the next epoch"), "{e}");
+    assert!(
+        e.contains("the guest is running, and what changed will be in the next checkpoint"),
+        "{e}"
+    );
     assert_eq!(guest.run_state(), RunState::Running);
     latest_is_sound(&dir);
     std::fs::remove_file(&filler).unwrap();

@@ -226,7 +226,8 @@ fn damaged_state_costs_its_checkpoint_alone() {
     let stored = stored(&[6], 6);
     let log = stored.disk.contents("log-1").unwrap();
     let begins = begins(&log);
-    // The guest's state is what is long in these epochs: the last sectors of the third, but for its end.
+    // The guest's state is what is long in these epochs: the last sectors of the third, but for its
+    // end.
     let mut alone = 0;
     for sector in begins[2] + 1..begins[3] {
         let disk = with_bad_sector(&stored.disk, sector, false);

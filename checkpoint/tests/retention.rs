@@ -75,7 +75,10 @@ fn as_many_epochs_as_were_asked_for_are_kept_and_each_restores() {
             if first > 1 {
                 let factory = MemoryGuestFactory::default();
                 let e = restore(&store, Some(first - 1), &factory, Clock::Continue).unwrap_err();
-                assert!(e.to_string().ends_with(&format!("has no epoch {}", first - 1)), "{e}");
+                assert!(
+                    e.to_string().ends_with(&format!("has no checkpoint {}", first - 1)),
+                    "{e}"
+                );
             }
             store.verify(|_, _| ()).unwrap();
         }
@@ -298,7 +301,7 @@ fn restores_beside_a_writer_are_whole_or_say_that_the_epoch_is_gone() {
                         let oldest = store.epochs().unwrap()[0].epoch;
                         match restore(&store, Some(oldest), &factory, Clock::Continue) {
                             Ok((copy, _)) => copy.verify().unwrap(),
-                            Err(e) => assert!(e.to_string().contains("has no epoch"), "{e}"),
+                            Err(e) => assert!(e.to_string().contains("has no checkpoint"), "{e}"),
                         }
                         store.verify(|_, _| ()).unwrap();
                     }
@@ -464,7 +467,7 @@ fn an_exported_epoch_is_memory_at_its_addresses_with_holes() {
         assert_eq!([read(7), read(0x400 + 700), read(8)], [epoch, epoch * 2, 0]);
     }
     let (none, _) = exported(Some(9), &dir.path().join("none"));
-    assert!(none.unwrap_err().to_string().ends_with("has no epoch 9"));
+    assert!(none.unwrap_err().to_string().ends_with("has no checkpoint 9"));
 }
 
 #[test]

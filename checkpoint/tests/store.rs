@@ -105,7 +105,7 @@ fn a_guest_that_has_ended_is_refused_and_one_that_is_paused_stays_so() {
     restored(dir.path(), None).0.verify().unwrap();
     guest.stop("test");
     let e = checkpointer.take().unwrap_err().to_string();
-    let expected = "epoch 2 is not stored: pausing the guest failed: cannot pause a guest that is \
+    let expected = "checkpoint 2 is not stored: pausing the guest failed: cannot pause a guest that is \
                     stopped; the guest is stopped";
     assert_eq!(e, expected);
 }
@@ -211,8 +211,8 @@ fn an_empty_store_and_an_epoch_that_is_not_there_are_said() {
     let store = Store::create_or_open(dir.path()).unwrap();
     let factory = MemoryGuestFactory::default();
     let e = |epoch| restore(&store, epoch, &factory, Clock::Continue).unwrap_err().to_string();
-    assert!(e(None).ends_with("has no epoch"), "{}", e(None));
-    assert!(e(Some(3)).ends_with("has no epoch 3"), "{}", e(Some(3)));
+    assert!(e(None).ends_with("has no checkpoint"), "{}", e(None));
+    assert!(e(Some(3)).ends_with("has no checkpoint 3"), "{}", e(Some(3)));
     assert!(Store::open(&dir.path().join("nowhere")).is_err());
     assert_eq!(store.owner().unwrap(), None);
 }
@@ -501,7 +501,7 @@ fn a_store_without_another_number_takes_no_epoch() {
     }
     drop(checkpointer);
     let e = Checkpointer::new(guest, store()).unwrap_err().to_string();
-    assert!(e.contains("has no number left for an epoch"), "{e}");
-    assert!(e.contains(&format!("behind {last};")), "{e}");
+    assert!(e.contains("has no number left for a checkpoint"), "{e}");
+    assert!(e.contains(&format!("after {last};")), "{e}");
     restored(dir.path(), None).0.verify().unwrap();
 }

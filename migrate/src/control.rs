@@ -163,7 +163,7 @@ impl SendControl {
         Arc::default()
     }
 
-    /// Ends the migration within about 100 ms; the guest goes on here. Refused once the hand-over
+    /// Ends the migration within about 100 ms; the guest continues here. Refused once the hand-over
     /// record is being written.
     pub fn cancel(&self) -> Result<(), ControlError> {
         self.stop.cancel()

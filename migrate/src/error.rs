@@ -124,7 +124,7 @@ pub enum WireError {
         reason: String,
     },
     /// The peer gave up.
-    #[error("the peer gave up: {reason}")]
+    #[error("the peer aborted: {reason}")]
     Aborted {
         /// In its words.
         reason: String,
@@ -288,7 +288,7 @@ pub enum Cause {
     #[error("{0}")]
     Records(#[from] RecordsError),
     /// Someone cancelled it.
-    #[error("it was cancelled")]
+    #[error("cancelled")]
     Cancelled,
     /// The guest changes its memory faster than the link carries it.
     #[error("{why}")]
@@ -374,12 +374,12 @@ pub enum GuestPlace {
 impl fmt::Display for GuestPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Here => f.write_str("the guest goes on here"),
+            Self::Here => f.write_str("the guest continues here"),
             Self::Ended => f.write_str("the guest has ended here"),
             Self::PausedHere { why } => {
                 write!(
                     f,
-                    "the guest is here, paused, and did not go on: {why}; resume it once that is mended"
+                    "the guest is here, paused, and could not be resumed: {why}; resolve that, then resume it"
                 )
             }
         }

@@ -307,7 +307,7 @@ fn silent(verb: &str, time: Duration) -> io::Error {
 }
 
 fn cancelled() -> io::Error {
-    io::Error::other("it was cancelled")
+    io::Error::other("cancelled")
 }
 
 fn closed() -> io::Error {

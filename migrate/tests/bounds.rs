@@ -1,4 +1,5 @@
-//! What callers can make a receiver spend: files, memory, threads and file descriptors are where they were.
+//! What callers can make a receiver spend: files, memory, threads and file descriptors are where
+//! they were.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;

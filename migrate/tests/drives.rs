@@ -211,7 +211,7 @@ fn a_destination_that_is_too_old_is_told_so() {
     });
     let error = send(&*guest, &to, &world.options(), &SendControl::new()).unwrap_err().to_string();
     assert!(error.contains("does not offer copies of disks (--copy-disks)"), "{error}");
-    assert!(error.ends_with("the guest goes on here"), "{error}");
+    assert!(error.ends_with("the guest continues here"), "{error}");
     let heard = old.join().unwrap();
     let tags: Vec<u16> = heard.iter().map(|(tag, _)| *tag).collect();
     assert_eq!(tags, [tag("HELLO"), tag("ABORT")], "it is not sent a guest");
@@ -279,7 +279,7 @@ fn a_full_disk_there_leaves_the_guest_here() {
         let error = send(&*guest, &there.to, &world.options(), &SendControl::new()).unwrap_err();
         let said = error.to_string();
         assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
-        assert!(said.ends_with("the guest goes on here"), "{said}");
+        assert!(said.ends_with("the guest continues here"), "{said}");
         assert_eq!(guest.run_state(), RunState::Running);
         let refused = there.failure();
         assert!(refused.contains(why), "{refused}");
@@ -326,7 +326,7 @@ fn copy_that_hangs_leaves_the_guest_here() {
         let said = error.to_string();
         assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
         assert!(said.contains("has not answered for 500ms"), "{said}");
-        assert!(said.ends_with("the guest goes on here"), "{said}");
+        assert!(said.ends_with("the guest continues here"), "{said}");
         assert_eq!(guest.run_state(), RunState::Running);
         let refused = there.failure();
         assert!(refused.contains(why), "{refused}");

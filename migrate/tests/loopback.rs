@@ -96,7 +96,7 @@ fn a_guest_that_outruns_the_link_is_given_up_or_paused_as_asked() {
     let error = send(&*guest, &proxy.to, &options, &SendControl::new()).unwrap_err();
     assert_eq!(error.phase, Phase::Precopy);
     assert!(error.to_string().contains("outruns the link"), "{error}");
-    assert!(error.to_string().ends_with("the guest goes on here"), "{error}");
+    assert!(error.to_string().ends_with("the guest continues here"), "{error}");
     assert_eq!(guest.run_state(), RunState::Running);
     let refusal = there.failure();
     assert!(refusal.contains("outruns the link"), "the destination hears why: {refusal}");

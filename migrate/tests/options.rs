@@ -187,7 +187,7 @@ fn a_bit_that_flips_on_the_way_is_found_by_verify_and_by_nothing_else() {
     let sent = Sender::start(&guest, &proxy.to, &options).result();
     let error = sent.as_ref().unwrap_err();
     assert!(matches!(error.cause, Cause::MemoryDiffers(_)), "{error}");
-    assert!(error.to_string().ends_with("the guest goes on here"), "{error}");
+    assert!(error.to_string().ends_with("the guest continues here"), "{error}");
     let refusal = there.failure();
     assert!(refusal.contains("memory is not the guest's"), "{refusal}");
     assert_eq!(guest.run_state(), RunState::Running);

@@ -117,7 +117,7 @@ fn a_source_that_is_refused_or_silent_after_hello_is_turned_away() {
     let ready = [greeted.clone(), record(tag("READY"), 1, 16, &[0; 16])].concat();
     let torn = [greeted.clone(), vec![0xff; RECORD_HEAD_LEN]].concat();
     let cases = [
-        (abort, "the peer gave up: no"),
+        (abort, "the peer aborted: no"),
         (ready, "READY came where CONFIG was expected"),
         (torn, "the checksum of"),
         (greeted, "sent nothing for"),

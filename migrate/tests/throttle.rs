@@ -33,7 +33,7 @@ fn a_guest_that_outruns_the_link_converges_if_it_may_be_held() {
     let forbidden = SendOptions { throttle: false, max_passes: 5, ..slow_send(&host) };
     let error = send(&*guest, &there.to, &forbidden, &SendControl::new()).unwrap_err().to_string();
     assert!(error.contains("outruns the link"), "{error}");
-    assert!(error.contains("its vCPUs were not held back, as asked"), "{error}");
+    assert!(error.contains("its vCPUs were not throttled, as asked"), "{error}");
     let held = || guest.vcpu_writes().iter().map(|v| v.held).sum::<Duration>();
     assert_eq!((guest.run_state(), held()), (RunState::Running, Duration::ZERO));
     there.failure();

@@ -12,7 +12,8 @@
 //! let the guest run; of QEMU between the events STOP, of the source, when vCPUs stand already, and RESUME, of the destination, before they
 //! run. The ratio is of those.
 //!
-//! Medians of five pairs. A word as an argument chooses the rows whose name contains it, a number says how many pairs.
+//! Medians of five pairs. A word as an argument chooses the rows whose name contains it, a number
+//! says how many pairs.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a bench")]
 
 mod copy;

@@ -18,8 +18,17 @@ pub enum LaunchError {
     #[error(transparent)]
     Machine(#[from] MachineError),
     /// By the threads backend.
-    #[error(transparent)]
+    #[error("{}", in_its_words(.0))]
     Threads(#[from] GuestError),
+}
+
+/// As the KVM machine says the same: why, without a word about which configuration it is.
+fn in_its_words(e: &GuestError) -> String {
+    match e {
+        GuestError::Unsupported { why, .. } => why.clone(),
+        GuestError::Malformed { what, why } if what == "the configuration" => why.clone(),
+        e => e.to_string(),
+    }
 }
 
 impl LaunchError {

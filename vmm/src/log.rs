@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::sandbox::{self, Class};
@@ -125,6 +126,15 @@ pub fn set_outputs(outputs: Vec<Arc<LogOutput>>) {
 /// process is restricted, since it starts threads.
 pub fn go_to_background() -> io::Result<()> {
     OUTPUTS.get().into_iter().flatten().try_for_each(LogOutput::go_to_background)
+}
+
+/// Starts a thread that logs for the guest for which its starter does.
+pub(crate) fn spawn<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    let span = tracing::Span::current();
+    std::thread::Builder::new().name(name.to_owned()).spawn(move || span.in_scope(work))
 }
 
 /// Waits until the log is written, at most a second.

@@ -154,7 +154,7 @@ fn damage_and_absence_are_sentences() {
     vmm.tell(&["stop"]);
     vmm.wait();
     let said = fail(1, &["restore", "--store", &store, "--epoch", "7"]);
-    assert!(said.contains("has no epoch 7"), "{said}");
+    assert!(said.contains("has no checkpoint 7"), "{said}");
 
     // A byte of every frame, and the middle of what says where they are.
     for name in ["pages-1", "log-1", "manifest"] {
@@ -249,7 +249,7 @@ fn a_store_keeps_what_it_is_told_to_and_is_compacted_and_exported() {
     let said = to(&dir);
     assert!(said.contains(&format!("cannot write {dir}: is a directory")), "{said}");
     let said = fail(1, &["store", "export", &store, "--epoch", "2", "--output", &place.text("no")]);
-    assert!(said.contains("has no epoch 2") && !place.path("no").exists(), "{said}");
+    assert!(said.contains("has no checkpoint 2") && !place.path("no").exists(), "{said}");
 }
 
 #[test]

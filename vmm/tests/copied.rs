@@ -190,7 +190,7 @@ fn a_full_disk_there_is_told_and_the_guest_stays_whole() {
         said.contains("copying disk \"disk0\" failed: writing its copy: No space left on device"),
         "{said}"
     );
-    assert!(said.contains("the guest goes on here"), "{said}");
+    assert!(said.contains("the guest continues here"), "{said}");
     wait_for("the receiver to wait on", || {
         full.said().contains("waiting for another source").then_some(())
     });

@@ -95,6 +95,46 @@ fn kvm_guests_end_with_the_same_codes() {
     }
 }
 
+/// What is damaged is listed in the same object that has the error.
+#[test]
+fn a_damaged_store_is_one_object_on_stdout() {
+    let place = Place::new();
+    let store = place.text("store");
+    let vmm = Vmm::run(
+        &place,
+        "a",
+        &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"],
+    );
+    vmm.tell(&["checkpoint", "--store", &store]);
+    drop(vmm);
+    let part = |prefix: &str| {
+        let mut names = std::fs::read_dir(&store).unwrap().map(|e| e.unwrap().path());
+        names.find(|p| p.file_name().unwrap().to_str().unwrap().starts_with(prefix)).unwrap()
+    };
+    for damaged in ["pages-", "log-", "manifest"] {
+        let path = part(damaged);
+        let sound = std::fs::read(&path).unwrap();
+        std::fs::write(&path, sound.iter().map(|byte| !byte).collect::<Vec<u8>>()).unwrap();
+        let commands: &[&[&str]] = &[
+            &["ls"],
+            &["verify"],
+            &["repair", "--dry-run"],
+            &["compact"],
+            &["export", "--output", &place.text("out")],
+        ];
+        for args in commands {
+            let args = [&["store"], *args, &["--json", &store]].concat();
+            let (code, printed, said) = ended(&args);
+            let object: Value = serde_json::from_str(&printed)
+                .unwrap_or_else(|e| panic!("{damaged}: {args:?}: {e}: {printed}{said}"));
+            let message = object["error"]["message"].as_str().unwrap_or_default();
+            assert_eq!(code == Some(0), message.is_empty(), "{damaged}: {args:?}: {printed}");
+            assert!(said.contains(message), "{damaged}: {args:?}: {printed}: {said}");
+        }
+        std::fs::write(&path, sound).unwrap();
+    }
+}
+
 #[test]
 fn json_failures_are_one_object_on_stdout() {
     let place = Place::new();

@@ -1,4 +1,5 @@
-//! Views and wrappers of guests and factories forward every method: a default would quietly do less than the guest can.
+//! Views and wrappers of guests and factories forward every method: a default would quietly do less
+//! than the guest can.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeSet;

@@ -5,6 +5,7 @@ mod common;
 
 use common::{Place, Vmm, fail, receiver, succeed, wait_for};
 use serde_json::{Value, json};
+use vmm::testing::kvm_or_skip;
 
 const ID: &str = "3f2504e0-4f89-41d3-9a0c-0305e82c3301";
 const THREADS: [&str; 6] = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
@@ -95,7 +96,7 @@ fn only_the_line_that_went_on_continues() {
         assert_eq!((&info["vm_id"], &info["name"]), (&json!(ID), &json!("a")));
     }
     let said = older.refuse(4, &["checkpoint", "--store", &store]);
-    assert!(said.contains("went on from checkpoint 1") && said.contains("--new-store"), "{said}");
+    assert!(said.contains("continued from checkpoint 1") && said.contains("--new-store"), "{said}");
     latest.tell(&["checkpoint", "--store", &store]);
     latest.tell(&["checkpoint", "--store", &store]);
     // The store has gone on without them.
@@ -113,21 +114,11 @@ fn a_clone_in_doubt_blocks_no_sibling() {
     let (store, state) = (place.text("store"), place.text("state"));
     let parent = run(&place, "parent", &["--id", ID]);
     parent.tell(&["checkpoint", "--store", &store]);
-    std::fs::create_dir_all(place.path("state")).unwrap();
     let clone = "aaaaaaaa-0000-4000-8000-000000000001";
-    let pending = |vm: &str| {
-        let token = "bbbbbbbb-0000-4000-8000-000000000002";
-        let record = json!({ "version": 1, "token": token, "vm_id": vm, "peer": "tcp:b:1", "site": token, "time_unix_ms": 1 });
-        std::fs::write(
-            place.path("state").join(format!("{token}.source.json")),
-            record.to_string(),
-        )
-        .unwrap();
-    };
-    pending(clone);
+    pending(&place, clone);
     restore(&place, "sibling", &store, &[]);
     restore(&place, "recovered", &store, &["--same-id"]);
-    pending(ID);
+    pending(&place, ID);
     let args = ["restore", "--store", &store, "--state-dir", &state];
     for more in [&[][..], &["--same-id"]] {
         let said = fail(1, &[&args[..], more].concat());
@@ -136,6 +127,45 @@ fn a_clone_in_doubt_blocks_no_sibling() {
     }
     let new = restore(&place, "new", &store, &["--new-id"]);
     assert_ne!(new.info().unwrap()["vm_id"], ID);
+}
+
+#[test]
+fn a_clone_of_a_guest_in_doubt_has_other_disks() {
+    if !kvm_or_skip("a_clone_of_a_guest_in_doubt_has_other_disks") {
+        return;
+    }
+    let place = Place::new();
+    for name in ["disk", "copy"] {
+        std::fs::File::create(place.path(name)).unwrap().set_len(1 << 20).unwrap();
+    }
+    let (store, disk) = (place.text("store"), format!("path={}", place.text("disk")));
+    let args = ["--mem", "32M", "--guest", "payload,ws=1M", "--id", ID, "--disk", &disk];
+    let parent = Vmm::run(&place, "parent", &args);
+    parent.tell(&["checkpoint", "--store", &store, "--disks", "external"]);
+    drop(parent);
+    pending(&place, ID);
+    let state = place.text("state");
+    let new = ["restore", "--store", &store, "--state-dir", &state, "--serial", "null", "--new-id"];
+    std::os::unix::fs::symlink(place.path("disk"), place.path("link")).unwrap();
+    let link = format!("path={}", place.text("link"));
+    for more in [&[][..], &["--disk", &disk], &["--disk", &link]] {
+        let said = fail(1, &[&new[..], more].concat());
+        assert!(said.contains(&format!("guest {ID} may be running at tcp:b:1")), "{said}");
+        assert!(said.contains("its clone must not use its disk \"disk0\""), "{said}");
+        assert!(said.contains("--disk path=COPY,id=disk0"), "{said}");
+    }
+    let copy = format!("path={}", place.text("copy"));
+    let clone = restore(&place, "clone", &store, &["--new-id", "--disk", &copy]);
+    assert_ne!(clone.info().unwrap()["vm_id"], ID);
+}
+
+/// A record of a hand-over of `vm` that is in doubt.
+fn pending(place: &Place, vm: &str) {
+    let token = "bbbbbbbb-0000-4000-8000-000000000002";
+    let record = json!({ "version": 1, "token": token, "vm_id": vm, "peer": "tcp:b:1", "site": token, "time_unix_ms": 1 });
+    std::fs::create_dir_all(place.path("state")).unwrap();
+    let path = place.path("state").join(format!("{token}.source.json"));
+    std::fs::write(path, record.to_string()).unwrap();
 }
 
 #[test]
@@ -157,6 +187,39 @@ fn logs_and_metrics_say_whose_they_are() {
     let labels = format!("driftline_running{{vm_id=\"{ID}\",name=\"web-1\"}} 1");
     let socket = vmm.socket();
     assert!(metrics(&socket).contains(&labels));
+}
+
+/// Threads of jobs and of the API log for the guest, too.
+#[test]
+fn every_thread_logs_whose_it_is() {
+    let place = Place::new();
+    let log = [
+        "--log-format",
+        "json",
+        "--log",
+        "driftline=info,vmm=trace,migrate=trace,checkpoint=trace",
+    ];
+    let more = [&["--id", ID, "--name", "web-1"], &log[..]].concat();
+    let mut vmm = run(&place, "a", &more);
+    vmm.tell(&["checkpoint", "--store", &place.text("store")]);
+    vmm.refuse(4, &["send-migration", "tcp:127.0.0.1:1"]);
+    vmm.tell(&["top", "--once", "--interval", "100ms"]);
+    let (mut there, to) = receiver(&place, "there", &[]);
+    vmm.tell(&["send-migration", &to, "--connections", "2"]);
+    assert_eq!(vmm.wait(), Some(0));
+    there.kill();
+    let said = vmm.said();
+    let lines: Vec<Value> = said.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let runs = |line: &Value| line["fields"]["message"] == "the guest runs";
+    let from = lines.iter().position(runs).unwrap();
+    // Sentences for the operator are no events of a thread.
+    let events = || lines[from..].iter().filter(|line| line["target"] != "driftline");
+    for line in events() {
+        let span = &line["spans"][0];
+        assert!(span["vm_id"] == ID && span["vm_name"] == "web-1", "{line}");
+    }
+    let of = |target: &str| events().any(|l| l["target"].as_str().unwrap().starts_with(target));
+    assert!(of("migrate::source"), "{said}");
 }
 
 fn metrics(socket: &str) -> String {

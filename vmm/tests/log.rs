@@ -1,4 +1,5 @@
-//! The log: its format, its place, its filter, and a reader that has stopped. On the threads backend.
+//! The log: its format, its place, its filter, and a reader that has stopped. On the threads
+//! backend.
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -1,11 +1,12 @@
-//! Pages that KVM itself shares with a guest are damaged in a checkpoint: a lazy restore ends, whichever it is.
+//! Pages that KVM itself shares with a guest are damaged in a checkpoint: a lazy restore ends,
+//! whichever it is.
 //!
 //! Four of them belong to paravirtual features, which a guest enables by writing the address of a
-//! page: kvmclock, steal time, PV EOI and asynchronous page faults. Guests are shown all of these as
-//! far as KVM has them, with `--cpu baseline` only kvmclock. KVM reads and writes the page of kvmclock
-//! when the MSR is restored, those of steal time and asynchronous page faults when the vCPU first
-//! runs, and that of PV EOI when an interrupt is injected. The fifth page, of the generation ID, is
-//! written by the VMM.
+//! page: kvmclock, steal time, PV EOI and asynchronous page faults. Guests are shown all of these
+//! as far as KVM has them, with `--cpu baseline` only kvmclock. KVM reads and writes the page of
+//! kvmclock when the MSR is restored, those of steal time and asynchronous page faults when the
+//! vCPU first runs, and that of PV EOI when an interrupt is injected. The fifth page, of the
+//! generation ID, is written by the VMM.
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -1,11 +1,13 @@
-//! What a person at a terminal is told: of each refusal what failed, where, and what to do about it.
+//! What a person at a terminal is told: of each refusal what failed, where, and what to do about
+//! it.
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
 use std::os::unix::net::UnixListener;
 
-use common::{Place, fail};
+use common::{Place, Vmm, driftline, fail, receiver, text, wait_for};
+use vmm::testing::kvm_or_skip;
 
 const RUN: &str = "run --guest payload,ws=1M --serial null --backend threads";
 
@@ -13,7 +15,12 @@ const RUN: &str = "run --guest payload,ws=1M --serial null --backend threads";
 type Row = (&'static str, i32, &'static str);
 
 const ROWS: &[Row] = &[
-    ("RUN --vcpus abc", 2, "invalid value 'abc' for '--vcpus <N>': a guest has 1 to 32 vCPUs"),
+    (
+        "RUN --vcpus abc",
+        2,
+        "invalid value 'abc' for '--vcpus <N>': --vcpus takes a number, 1 to 32",
+    ),
+    ("RUN --vcpus 33", 2, "invalid value '33' for '--vcpus <N>': a guest has 1 to 32 vCPUs"),
     ("RUN --mem 1", 2, "1 byte is not a multiple of 4K; did you mean 1G?"),
     ("RUN --mem 4096", 2, "a guest has from 16M to 16384G of memory; did you mean 4096M?"),
     ("RUN --ring-entries 1000", 2, "it must be a power of two, such as 1024"),
@@ -29,8 +36,18 @@ const ROWS: &[Row] = &[
         "is not a multiple of the page size, 4K; sizes take K, M or G",
     ),
     ("RUN --disk path=PLACE/file,copy", 2, "'copy' of --disk is only for receive-migration"),
-    ("RUN --disk path=PLACE/file", 1, "the threads backend has no devices"),
-    ("RUN --mem 16000G", 3, "of guest memory does not fit (--mem): this host has "),
+    ("RUN --disk path=PLACE/file", 1, "driftline: the threads backend has no devices"),
+    ("RUN --disk path=PLACE/file,identity=any", 2, "is only for receive-migration"),
+    (
+        "RUN --mem 16000G",
+        3,
+        "driftline: 16000 GiB of guest memory does not fit (--mem): this host has ",
+    ),
+    (
+        "RUN --mem 15000G --hugepages hugetlbfs",
+        3,
+        "driftline: guest memory needs 7680000 huge pages of 2 MiB, and this host has ",
+    ),
     ("RUN --allow-path PLACE/none", 1, "--allow-path PLACE/none: it does not exist"),
     ("RUN --api-sock PLACE", 1, "cannot listen on PLACE: it exists and is not a socket"),
     ("checkpoint --api-sock s --store d --keep 0", 2, "it must be a number of at least 1"),
@@ -45,6 +62,9 @@ const ROWS: &[Row] = &[
         1,
         "PLACE/none does not exist: is the guest running, and was it started with --api-sock PLACE/none?",
     ),
+    ("store ls PLACE", 1, "PLACE is not a Driftline store (no manifest)"),
+    ("restore --store PLACE", 1, "PLACE is not a Driftline store (no manifest)"),
+    ("store verify PLACE/empty", 1, "PLACE/empty is neither a store nor an archive (0 bytes)"),
     ("info --api-sock PLACE/dead", 1, "nothing listens on PLACE/dead: "),
     ("resolve --state-dir PLACE/none --run", 1, "the state directory PLACE/none does not exist: "),
     ("resolve --state-dir PLACE --run", 1, "no migration is in doubt: PLACE has no record of "),
@@ -60,6 +80,7 @@ const ROWS: &[Row] = &[
 fn refusals_say_what_where_and_what_to_do() {
     let place = Place::new();
     std::fs::write(place.path("file"), [0; 4096]).unwrap();
+    std::fs::write(place.path("empty"), []).unwrap();
     drop(UnixListener::bind(place.path("dead")).unwrap());
     let dir = place.text("file").strip_suffix("/file").unwrap().to_owned();
     let mut wrong = Vec::new();
@@ -72,4 +93,62 @@ fn refusals_say_what_where_and_what_to_do() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn ring_entries_are_said_with_the_host_s_limit() {
+    if !kvm_or_skip("ring_entries_are_said_with_the_host_s_limit") {
+        return;
+    }
+    let run = |code, entries| {
+        let args = ["run", "--serial", "null", "--guest", "payload,ws=1M", "--ring-entries"];
+        fail(code, &[&args[..], &[entries]].concat())
+    };
+    assert!(run(2, "1000").contains("such as 1024; this host takes up to "), "{}", run(2, "1000"));
+    let said = run(3, "16777216");
+    assert!(said.starts_with("driftline: this host's KVM supports at most "), "{said}");
+    assert!(said.contains(" dirty-ring entries per vCPU (--ring-entries)"), "{said}");
+}
+
+#[test]
+fn a_stopped_receiver_says_by_what() {
+    let place = Place::new();
+    let (mut waiting, _) = receiver(&place, "waiting", &[]);
+    let pid = rustix::process::Pid::from_raw(waiting.pid() as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert_eq!(waiting.wait(), Some(1));
+    let said = waiting.said();
+    assert!(said.contains("driftline: stopped by SIGTERM before a guest arrived"), "{said}");
+    let (mut waiting, _) = receiver(&place, "told", &[]);
+    waiting.tell(&["stop"]);
+    assert_eq!(waiting.wait(), Some(1));
+    let said = waiting.said();
+    assert!(said.contains("driftline: stopped over the API before a guest arrived"), "{said}");
+}
+
+#[test]
+fn a_dead_vmm_leaves_its_last_checkpoint_s_number() {
+    let place = Place::new();
+    let guest = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
+    let mut vmm = Vmm::run(&place, "a", &guest);
+    let (socket, store) = (vmm.socket(), place.text("store"));
+    let out = std::fs::File::create(place.path("out")).unwrap();
+    let client = driftline(&["checkpoint", "--api-sock", &socket, "--store", &store])
+        .args(["--every", "10ms"])
+        .stdout(out)
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_for("three checkpoints", || place.read("out").contains("checkpoint 3: ").then_some(()));
+    vmm.kill();
+    let out = client.wait_with_output().unwrap();
+    let said = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    let printed = place.read("out");
+    let last = printed.lines().last().unwrap();
+    let last = last.strip_prefix("checkpoint ").unwrap().split(':').next().unwrap();
+    let all = format!(
+        "driftline: the VMM on {socket} has ended; the last durable checkpoint is {last}\n"
+    );
+    assert_eq!(said, all);
 }

@@ -1,4 +1,5 @@
-//! A process that is receiving a guest and is told to end: it ends, and the guest runs where it was.
+//! A process that is receiving a guest and is told to end: it ends, and the guest runs where it
+//! was.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -42,7 +43,7 @@ fn send(source: &Vmm<'_>, args: &[&str]) -> Child {
 fn goes_on(source: &Vmm<'_>, sent: &Output, why: &str) {
     let said = text(&sent.stderr);
     assert_eq!(sent.status.code(), Some(4), "{said}");
-    assert!(said.contains(why) && said.contains("the guest goes on here"), "{said}");
+    assert!(said.contains(why) && said.contains("the guest continues here"), "{said}");
     assert_eq!(source.state(), "running");
     let before = source.reports();
     source.await_progress(1, &before);

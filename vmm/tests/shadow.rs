@@ -72,7 +72,7 @@ fn of_a_sound_source_nothing_is_missed() {
         let (code, said) = shadowed(WORK, tracking, shadow, None);
         if can_have(TEST, code, &said) {
             assert_eq!(code, 0, "{tracking}, {shadow}: {said}");
-            assert!(said.contains("no frame was missed: "), "{tracking}, {shadow}: {said}");
+            assert!(said.contains("no page was missed: "), "{tracking}, {shadow}: {said}");
         }
     }
 }
@@ -96,13 +96,13 @@ fn what_a_broken_source_loses_is_named_and_the_exit_code_is_1() {
         if can_have(TEST, code, &said) {
             assert_eq!(code, 1, "{tracking}, {shadow}: {said}");
             let warned = format!(
-                "THIS BUILD IS FOR TESTS: of {one_in} frames that the guest writes one is lost"
+                "THIS BUILD IS FOR TESTS: of {one_in} pages that the guest writes one is lost"
             );
             assert!(said.contains(&warned), "{said}");
             let last = said.lines().last().unwrap();
             println!("{tracking}, {shadow}: {last}; {:?}", begun.elapsed());
-            assert!(last.contains("frames changed and were not reported"), "{said}");
-            assert!(last.contains("the first are gfn 0x"), "{said}");
+            assert!(last.contains("changed unreported, the first: "), "{said}");
+            assert!(last.contains("the first: gfn 0x"), "{said}");
             assert!(last.len() < 400, "bounded: {said}");
         }
     }
@@ -116,7 +116,7 @@ fn a_guest_of_threads_is_compared_too() {
     let args = [GUEST, &["payload,ws=8M,rate=50M,pattern=random,seconds=1"], &threads].concat();
     let out = driftline(&args).output().unwrap();
     assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
-    assert!(text(&out.stderr).contains("no frame was missed: "), "{}", text(&out.stderr));
+    assert!(text(&out.stderr).contains("no page was missed: "), "{}", text(&out.stderr));
 }
 
 #[test]
@@ -127,5 +127,5 @@ fn what_cannot_be_compared_is_said_before_there_is_a_guest() {
     let said = pair("userfault-wp", "userfault-wp");
     assert!(said.contains("a memory has one userfaultfd at most"), "{said}");
     let said = pair("none", "compare");
-    assert!(said.contains("--tracking none reports no frames"), "{said}");
+    assert!(said.contains("--tracking none reports no pages"), "{said}");
 }

@@ -20,7 +20,8 @@ const DISK_BYTES: usize = 1 << 20;
 /// More than any of it takes; what waited for the storage would wait for ever.
 const LIMIT: Duration = Duration::from_secs(50);
 
-/// A guest with a disk on such storage, which goes first: a thread that waits for a flush cannot be killed.
+/// A guest with a disk on such storage, which goes first: a thread that waits for a flush cannot be
+/// killed.
 struct World<'p> {
     storage: StuckStorage,
     vmm: Vmm<'p>,
@@ -93,7 +94,8 @@ fn hand_over_fails_where_a_flush_hangs() {
         return;
     };
     let World { storage, vmm } = &mut world;
-    // The flush before the pause is answered, the one in the hand-over is not; then not even the first.
+    // The flush before the pause is answered, the one in the hand-over is not; then not even the
+    // first.
     for answered in [1, 0] {
         storage.answer_only(answered);
         let (_receiver, address) = receiver(&place, "destination", &["--disk", &disk(storage)]);
@@ -193,7 +195,7 @@ fn receiver_refuses_where_writes_to_a_copy_hang() {
     let said =
         in_time("a migration", || source.refuse(4, &["send-migration", &to, "--copy-disks"]));
     assert!(said.contains("copying disk \"disk0\" failed: writing its copy: "), "{said}");
-    assert!(said.contains("the guest goes on here"), "{said}");
+    assert!(said.contains("the guest continues here"), "{said}");
     assert!(storage.stuck() > 0, "no write hung");
     wait_for("the receiver to wait on", || {
         receiving.said().contains("waiting for another source").then_some(())

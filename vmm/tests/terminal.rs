@@ -1,5 +1,5 @@
-//! Ends of a process by signals and from its terminal: what it says, its exit code, and that it leaves
-//! neither a raw terminal nor a socket behind.
+//! Ends of a process by signals and from its terminal: what it says, its exit code, and that it
+//! leaves neither a raw terminal nor a socket behind.
 #![allow(clippy::unwrap_used)]
 
 mod common;

@@ -71,7 +71,7 @@ fn one_look_is_printed_and_then_nobody_follows_the_guest() {
     vmm.tell(&["pause"]);
     vmm.tell(&["top", "--once", "--interval", "100ms"]);
     let still = vmm.tell(&["top", "--once", "--interval", "100ms"]);
-    assert!(still.contains("writes 0 B/s, 0 frames") && still.contains("it is paused"), "{still}");
+    assert!(still.contains("writes 0 B/s, 0 pages") && still.contains("it is paused"), "{still}");
 }
 
 #[test]

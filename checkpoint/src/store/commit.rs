@@ -212,8 +212,8 @@ impl Committer {
                 if !waits.said && waits.since.elapsed() >= LONG_READ {
                     waits.said = true;
                     tracing::warn!(
-                        "epoch {epoch} of the store {} has been read for more than {} s; until that ends no epoch is \
-                         dropped, and the store grows",
+                        "checkpoint {epoch} of the store {} has been read for more than {} s; until its reader \
+                         ends no checkpoint is dropped, and the store grows",
                         self.store.location().display(),
                         LONG_READ.as_secs()
                     );
@@ -300,7 +300,7 @@ impl Committer {
         match cut {
             Ok(()) => self.pages.give_back(&slots),
             Err(e) => {
-                tracing::error!("what a failed epoch left cannot be cut off: {e}");
+                tracing::error!("what a failed checkpoint left cannot be removed: {e}");
                 self.standing = Standing::Stuck;
                 self.limbo.extend(slots);
             }

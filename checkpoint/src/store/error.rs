@@ -122,7 +122,7 @@ pub enum StoreError {
         file: PathBuf,
     },
     /// The guest's state is more than can be stored.
-    #[error("the state of epoch {epoch} cannot be stored: {cause}")]
+    #[error("the state of checkpoint {epoch} cannot be stored: {cause}")]
     State {
         /// The epoch.
         epoch: u64,
@@ -130,7 +130,7 @@ pub enum StoreError {
         cause: FormatError,
     },
     /// The epoch that this one builds on has failed.
-    #[error("it builds on epoch {parent}, which is not stored")]
+    #[error("it builds on checkpoint {parent}, which is not stored")]
     ParentFailed {
         /// That epoch.
         parent: u64,
@@ -173,7 +173,7 @@ pub enum StoreError {
     },
     /// The store has another guest's epochs.
     #[error(
-        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}, whose checkpoints have no place among those: \
+        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}: \
          name another directory (--new-store makes a store there)",
         dir.display()
     )]
@@ -190,7 +190,7 @@ pub enum StoreError {
         "the store {} holds checkpoints of guest {asked} up to {last}, and this one {}: its line has moved on without it; name another \
          directory (--new-store makes a store there)",
         dir.display(),
-        from.map_or("did not begin there".to_owned(), |from| format!("went on from checkpoint {from} of another line or before that"))
+        from.map_or("did not begin there".to_owned(), |from| format!("continued from checkpoint {from} of another line or before that"))
     )]
     OtherLine {
         /// The store.
@@ -204,7 +204,7 @@ pub enum StoreError {
     },
     /// A number is used once, and the highest there are have been.
     #[error(
-        "the store {} has no number left for an epoch behind {last}; begin another store",
+        "the store {} has no number left for a checkpoint after {last}; use another store",
         dir.display()
     )]
     Full {
@@ -215,7 +215,7 @@ pub enum StoreError {
     },
     /// The epoch asked for, or any at all, is not there.
     #[error(
-        "the store {} has no epoch{}",
+        "the store {} has no checkpoint{}",
         dir.display(),
         epoch.map_or(String::new(), |epoch| format!(" {epoch}"))
     )]
@@ -270,19 +270,19 @@ pub enum Damage {
         why: String,
     },
     /// Blocks of a drive that the epoch does not have.
-    #[error("it has frames of object {object}, which the epoch does not have")]
+    #[error("it has pages of object {object}, which the checkpoint does not have")]
     Object {
         /// Its number.
         object: u16,
     },
     /// Slots that no page file has.
-    #[error("{slots} cannot hold frames")]
+    #[error("{slots} cannot hold pages")]
     Slots {
         /// The slots.
         slots: SlotRun,
     },
     /// Slots that cannot be used as the log says.
-    #[error("epoch {epoch}: {cause}")]
+    #[error("checkpoint {epoch}: {cause}")]
     Used {
         /// Whose slots they are said to be.
         epoch: u64,
@@ -305,7 +305,7 @@ pub enum Damage {
         expected: u32,
     },
     /// Packed contents that are not those of so many frames.
-    #[error("the packed contents of {frames} frames cannot be unpacked: {why}")]
+    #[error("the compressed contents of {frames} pages cannot be decompressed: {why}")]
     Packed {
         /// Frames.
         frames: u64,
@@ -327,10 +327,10 @@ pub enum Damage {
         run: FrameRun,
     },
     /// A record of frames without frames.
-    #[error("a record of frames has no runs")]
+    #[error("a record of pages has no runs")]
     NoRuns,
     /// Memory slots out of order.
-    #[error("a memory slot at frame {found:#x} stands behind one at {before:#x}; slots ascend")]
+    #[error("a memory slot at page {found:#x} follows one at {before:#x}; slots ascend")]
     SlotOrder {
         /// First frame of the slot that is out of order.
         found: u64,
@@ -338,7 +338,7 @@ pub enum Damage {
         before: u64,
     },
     /// Runs of a record that are not ascending, or overlap.
-    #[error("{} stand behind {}; the runs of a record ascend", object::name_run(*run), object::name_run(*before))]
+    #[error("{} follow {}; the runs of a record ascend", object::name_run(*run), object::name_run(*before))]
     Order {
         /// The run that is out of order.
         run: FrameRun,
@@ -360,7 +360,7 @@ pub enum Damage {
 
 fn outside(object: u16, run: FrameRun) -> String {
     match object {
-        0 => format!("frames {run} are not in the guest's memory"),
+        0 => format!("pages {run} are not in guest memory"),
         n => {
             let (first, end) = (run.start.0, run.start.0.saturating_add(run.count));
             format!("blocks {first:#x}..{end:#x} are not in drive {n}")

@@ -47,7 +47,7 @@ impl Sink for Placed<'_> {
 
     fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
         let Some(at) = (self.place)(run.start.0) else {
-            let why = format!("frame {:#x} is no part of the guest", run.start.0);
+            let why = format!("page {:#x} is not in guest memory", run.start.0);
             return Err(self.io("writing", io::Error::other(why)));
         };
         self.file.write_all_at(contents, at).map_err(|e| self.io("writing", e))

@@ -27,7 +27,7 @@ impl LateFrames {
         let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
         let layout = pinned.log.group(pinned.index)?.layout;
         let touched = Touched::open(store, vm_id, epoch, &layout)
-            .inspect_err(|e| tracing::debug!("which frames were touched first is not known: {e}"))
+            .inspect_err(|e| tracing::debug!("the working set is not known: {e}"))
             .ok();
         let (cells, mapped) = pinned.read_cells()?;
         let frames: FrameSet = runs_of_cells(&cells).collect();

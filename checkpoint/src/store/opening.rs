@@ -59,7 +59,7 @@ impl Committer {
         let file = file.map_err(|e| store.io("opening", &name, e))?;
         let bytes = log.bytes();
         if file.len().map_err(|e| store.io("reading", &name, e))? > bytes {
-            tracing::info!("{name}: cutting off an epoch that was never finished");
+            tracing::info!("{name}: discarding a checkpoint that was never finished");
             file.cut(bytes).map_err(|e| store.io("cutting", &name, e))?;
         }
         if let Some(last) = log.groups.last() {

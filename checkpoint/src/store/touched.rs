@@ -47,7 +47,7 @@ impl Touched {
         let first = match read(&*backend, vm_id, layout) {
             Ok(first) => first,
             Err(Unusable::Io(e)) => {
-                tracing::debug!("which frames were touched first is not known: {e}");
+                tracing::debug!("the working set is not known: {e}");
                 Vec::new()
             }
             Err(Unusable::Damaged(why)) => {

@@ -102,7 +102,7 @@ fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
         (drives + 24, &[0; 8], "no drive has its size"),
         (drives + 24 + 8, b"two", "another one has its name"),
         (drives + 24, &[0, 0x10], "this guest has no such drive"),
-        (blocks[1] + 4, &[3], "frames of object 3, which the epoch does not have"),
+        (blocks[1] + 4, &[3], "pages of object 3, which the checkpoint does not have"),
         (blocks[1] + 4, &[2], "the runs of a record ascend"),
         (blocks[2] + 4, &[1], "the runs of a record ascend"),
         (blocks[2] + 24 + 8, &[7], "blocks 0x7..0x8 are not in drive 2"),

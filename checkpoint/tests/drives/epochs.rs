@@ -193,7 +193,7 @@ fn a_drive_that_is_let_go_of_is_in_no_epoch() {
     guest.disks()[1].let_go(true);
     let e = checkpointer.take().unwrap_err();
     assert!(
-        e.to_string().contains("disk \"two\" cannot be kept as it was: the guest lets go of it"),
+        e.to_string().contains("disk \"two\" cannot be kept as it was: the guest releases it"),
         "{e}"
     );
     assert_eq!(e.guest, RunState::Running);

@@ -12,12 +12,14 @@ fn a_restore_that_is_cut_says_what_is_in_the_drives_and_can_be_repeated() {
     factory.disks[1].fail_writes_after(0);
     let said = restore(&store, None, &factory, Clock::Continue).unwrap_err().to_string();
     assert!(
-        said.starts_with("epoch 1 cannot be restored: writing disk \"two\" (28672 bytes) failed"),
+        said.starts_with(
+            "checkpoint 1 cannot be restored: writing disk \"two\" (28672 bytes) failed"
+        ),
         "{said}"
     );
     assert!(
-        said.contains("in its disks (\"one\", \"two\") is part as it was")
-            && said.contains("which mends them"),
+        said.contains("its disks (\"one\", \"two\") are partly overwritten")
+            && said.contains("run no guest from them until"),
         "{said}"
     );
     factory.disks[1].fail_writes_after(u64::MAX);

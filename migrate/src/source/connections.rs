@@ -184,7 +184,8 @@ impl<'a> Passes<'a> {
             for (which, share) in (1..).zip(&mut self.shares) {
                 share.wire.stream_mut().set_bundle(Some(bundle.clone()));
                 let thread = std::thread::Builder::new().name("migrate-share".into());
-                let run = move || heard(which, share.send(pass, next, deadline));
+                let span = tracing::Span::current();
+                let run = move || span.in_scope(|| heard(which, share.send(pass, next, deadline)));
                 match thread.spawn_scoped(scope, run) {
                     Ok(thread) => threads.push(thread),
                     Err(cause) => {

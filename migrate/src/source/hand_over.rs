@@ -233,7 +233,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 peer.wire.stream_mut().begin_last_words();
                 let _ = peer.wire.send(&Message::Ended { token: self.token });
             }
-            Err(e) => tracing::warn!("a settled migration leaves its record: {e}"),
+            Err(e) => tracing::warn!("a resolved migration leaves its record: {e}"),
         }
     }
 

@@ -47,7 +47,7 @@ pub struct SendOptions {
     pub setup_timeout: Duration,
     /// How long the destination may make no progress at all in any other phase. 10 s.
     pub patience: Duration,
-    /// The longest pause until the destination is prepared, after which the guest goes on here.
+    /// The longest pause until the destination is prepared, after which the guest continues here.
     /// `None`: ten times the downtime, or ten times what the pause was expected to take where the
     /// strategy is to pause anyway; at least 5 s.
     pub switch_over_limit: Option<Duration>,

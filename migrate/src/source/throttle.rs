@@ -100,7 +100,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         let next = self.next;
         if next.rate() != self.now.rate() {
             let most = next.rate().map_or(0, |rate| rate.saturating_mul(PAGE_SIZE));
-            tracing::info!(vm = %self.guest.vm_id(), ?next, most, "vCPUs are held");
+            tracing::info!(vm = %self.guest.vm_id(), ?next, most, "vCPUs are throttled");
             self.since.get_or_insert_with(Instant::now);
             self.guest.throttle(next.rate());
         }
@@ -126,13 +126,13 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
 
     fn words(&self) -> String {
         if self.forbidden {
-            return "its vCPUs were not held back, as asked".to_owned();
+            return "its vCPUs were not throttled, as asked".to_owned();
         }
         if self.first.is_empty() {
-            return "none of its vCPUs was held back: which of them write is not known".to_owned();
+            return "none of its vCPUs was throttled: which of them write is not known".to_owned();
         }
         let Some(rate) = self.now.rate() else {
-            return "its vCPUs were not held back".to_owned();
+            return "its vCPUs were not throttled".to_owned();
         };
         // As of now: a pass that was given up has no figures.
         let now = self.guest.vcpu_writes();
@@ -145,7 +145,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         let most = rate.saturating_mul(PAGE_SIZE) as f64 / 1e6;
         match held.is_empty() {
             true => format!("none of its vCPUs writes more than {most:.1} MB/s"),
-            false => format!("held to {most:.1} MB/s each: {}", held.join(", ")),
+            false => format!("throttled to {most:.1} MB/s each: {}", held.join(", ")),
         }
     }
 }

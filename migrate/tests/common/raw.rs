@@ -38,7 +38,8 @@ pub fn hello(purpose: u8) -> Vec<u8> {
     record(tag("HELLO"), 0, payload.len() as u32, &payload)
 }
 
-/// A caller that has said header and HELLO. Nothing that it reads or writes takes more than a minute.
+/// A caller that has said header and HELLO. Nothing that it reads or writes takes more than a
+/// minute.
 pub fn caller(to: &str, purpose: u8) -> TcpStream {
     let mut stream = TcpStream::connect(to).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

@@ -4,10 +4,12 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use migrate::Progress;
+use tracing::Span;
 
 use crate::jobs::Jobs;
 
-type Hook = Box<dyn Fn() -> Result<(), String> + Send + Sync>;
+/// Takes the reason.
+type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 
 /// Upper bound on taking over a guest once its source has handed it over: devices and vCPUs have
 /// limits of their own, and the guest ends where those are reached.
@@ -37,16 +39,16 @@ pub struct Arriving {
 impl App {
     /// Serves a guest that is already there.
     pub fn new(jobs: Arc<Jobs>) -> Arc<Self> {
-        let app = Self::waiting(Arriving::default, || Ok(()));
+        let app = Self::waiting(Arriving::default, |_| Ok(()));
         app.provide(jobs);
         app
     }
 
     /// Will serve a guest later; until then requests are told how it is `arriving`. `give_up` is
-    /// called when the wait is to end; it refuses once the guest is this host's.
+    /// called with the reason when the wait is to end; it refuses once the guest is this host's.
     pub fn waiting(
         arriving: impl Fn() -> Arriving + Send + Sync + 'static,
-        give_up: impl Fn() -> Result<(), String> + Send + Sync + 'static,
+        give_up: impl Fn(&str) -> Result<(), String> + Send + Sync + 'static,
     ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
@@ -70,6 +72,11 @@ impl App {
         self.jobs.get().ok_or_else(|| format!("there is no guest yet: {}", (self.arriving)().words))
     }
 
+    /// The span of what is logged for the guest; none while there is none.
+    pub(super) fn span(&self) -> Span {
+        self.jobs.get().map_or_else(Span::none, |jobs| jobs.span().clone())
+    }
+
     /// How far the guest is, while there is none.
     pub fn arriving(&self) -> Option<Progress> {
         self.jobs.get().is_none().then(|| (self.arriving)().progress)
@@ -80,16 +87,16 @@ impl App {
     /// as it has been taken over. Blocks.
     pub fn interrupt(&self, why: &str) -> Result<(), String> {
         if let Some(jobs) = self.jobs.get() {
-            return jobs.stop(why);
+            return jobs.span().in_scope(|| jobs.stop(why));
         }
-        let Err(too_late) = (self.give_up)() else { return Ok(()) };
+        let Err(too_late) = (self.give_up)(why) else { return Ok(()) };
         let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self
             .provided
             .wait_timeout_while(waits, TAKE_OVER_LIMIT, |()| self.jobs.get().is_none());
         drop(waited);
         match self.jobs.get() {
-            Some(jobs) => jobs.stop(why),
+            Some(jobs) => jobs.span().in_scope(|| jobs.stop(why)),
             None => Err(too_late),
         }
     }
@@ -120,7 +127,7 @@ mod tests {
         };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = crate::backend::launch_as(VmId::random(), config, &host).unwrap();
-        let app = App::waiting(Arriving::default, || Err("it is too late".to_owned()));
+        let app = App::waiting(Arriving::default, |_| Err("it is too late".to_owned()));
         std::thread::scope(|scope| {
             let stopping = scope.spawn(|| app.interrupt("the test says so"));
             let dir = tempfile::tempdir().unwrap();

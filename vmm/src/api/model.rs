@@ -306,7 +306,7 @@ impl std::str::FromStr for DisksPolicy {
         match s {
             "epoch" => Ok(Self::Epoch),
             "external" => Ok(Self::External),
-            _ => Err(format!("\"{s}\" is no policy for disks; there are epoch and external")),
+            _ => Err(format!("\"{s}\" is not a policy for disks; use epoch or external")),
         }
     }
 }

@@ -83,7 +83,8 @@ pub(super) async fn blocking<T: Send + 'static>(
     call: impl FnOnce(&Arc<Jobs>) -> Result<T, Fault> + Send + 'static,
 ) -> Result<T, Fault> {
     let jobs = app.jobs().map_err(Fault::new)?.clone();
-    let called = tokio::task::spawn_blocking(move || call(&jobs)).await;
+    let called = tokio::task::spawn_blocking(move || jobs.span().in_scope(|| call(&jobs)));
+    let called = called.await;
     called.unwrap_or_else(|e| Err(Fault::internal(format!("the request failed: {e}"))))
 }
 
@@ -326,7 +327,7 @@ async fn metrics(State(app): Shared) -> Result<String, Fault> {
     let full = info.vcpu.iter().map(|v| v.ring_full_exits).sum();
     gauge("ring_full_exits_total", "Exits because a dirty ring was full.", "counter", full);
     let held = info.vcpu.iter().map(|v| v.held_ms).sum();
-    gauge("vcpu_held_ms_total", "How long vCPUs were held back, ms.", "counter", held);
+    gauge("vcpu_held_ms_total", "How long vCPUs were throttled, ms.", "counter", held);
     gauge("ring_overruns_total", "Dirty ring overruns.", "counter", info.ring_overruns);
     let d = info.dirty;
     gauge("dirty_subscribers", "Subscribers of the dirty tracker.", "gauge", d.subscribers);

@@ -60,8 +60,7 @@ impl Server {
         let (end, ended) = oneshot::channel();
         let span = tracing::Span::current();
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || {
-            let _logged = span.entered();
-            let socket = runtime.block_on(control(signals, served, ended));
+            let socket = runtime.block_on(control(signals, served, ended, &span));
             runtime.shutdown_timeout(LAST_WORDS);
             drop(socket);
         })?;
@@ -109,11 +108,12 @@ async fn control(
     mut signals: Signals,
     served: oneshot::Receiver<Serving>,
     ended: oneshot::Receiver<()>,
+    span: &tracing::Span,
 ) -> Option<ListeningSocket> {
     let serving = tokio::select! {
         serving = served => serving.ok()?,
         why = signals.next() => {
-            tracing::error!("{why} before the guest ran");
+            span.in_scope(|| tracing::error!("{why} before the guest ran"));
             exit::now(1);
         }
     };
@@ -210,15 +210,16 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
         }
         let refused = refusals.load(Ordering::SeqCst);
         if asked.is_some() && (refused == before || refused > 1) {
-            tracing::warn!("{why} again: the process ends at once");
+            app.span().in_scope(|| tracing::warn!("{why} again: the process ends at once"));
             exit::now(1);
         }
-        tracing::info!("{why}");
+        app.span().in_scope(|| tracing::info!("{why}"));
         (asked, before) = (Some(Instant::now()), refused);
         let (app, refusals) = (app.clone(), refusals.clone());
         tokio::task::spawn_blocking(move || {
             if let Err(refused) = app.interrupt(why) {
-                tracing::error!("{why}, but this process does not end yet: {refused}");
+                let refused = format_args!("{why}, but this process does not end yet: {refused}");
+                app.span().in_scope(|| tracing::error!("{refused}"));
                 refusals.fetch_add(1, Ordering::SeqCst);
             }
         });

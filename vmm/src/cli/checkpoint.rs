@@ -125,7 +125,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
         Err(e) => return Err(not_begun(&client, e).await),
     };
     if args.detach {
-        say(format_args!("the checkpoint run (job {job}) goes on by itself"));
+        say(format_args!("the checkpoint run (job {job}) stays active"));
         return Ok(ExitCode::SUCCESS);
     }
     // As long as this process is there, whatever it waits for.
@@ -133,10 +133,16 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     tokio::spawn(async move {
         let _ = holding.get::<()>(&format!("/checkpoint/hold?job={job}")).await;
     });
-    let (mut since, mut failed) = (0, None);
+    let (mut since, mut failed, mut last) = (0, None, None);
     let (guest_ended, achieved) = loop {
-        let page = next_page(&client, job, since).await?;
+        let page = match next_page(&client, job, since).await {
+            Ok(page) => page,
+            Err(e) => return Err(lost(&client, e, last).await),
+        };
         for outcome in &page.epochs {
+            if let EpochOutcome::Stored(line) = outcome {
+                last = Some(line.epoch);
+            }
             match outcome {
                 EpochOutcome::Stored(line) if args.json => print_json(line)?,
                 EpochOutcome::Stored(line) => print(describe(line))?,
@@ -163,6 +169,24 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
             "the guest has ended after {since} of {count} checkpoints"
         ))),
         (None, _) => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// No answer about the run, of which checkpoint `last` is durable: says that the VMM has ended, if it has.
+async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
+    let durable = match last {
+        Some(last) => format!("; the last durable checkpoint is {last}"),
+        None => "; it has reported no durable checkpoint of this run".to_owned(),
+    };
+    let broken = matches!(e, ClientError::Broken { .. } | ClientError::Connect { .. });
+    let failure = Failure::from(e);
+    match broken && client.process().await.is_err() {
+        true => {
+            let socket = client.socket().display();
+            failure.reworded(format_args!("the VMM on {socket} has ended{durable}"))
+        }
+        false if broken => failure.followed_by(&durable),
+        false => failure,
     }
 }
 

@@ -55,7 +55,7 @@ fn info_table(info: &Info, api_sock: &Path) -> String {
         ("checkpointing", checkpointing),
         ("ring overruns", info.ring_overruns.to_string()),
         ("dirty subscribers", info.dirty.subscribers.to_string()),
-        ("frames marked", info.dirty.marked_frames.to_string()),
+        ("pages marked", info.dirty.marked_frames.to_string()),
     ];
     lines.extend(info.migration.iter().map(|p| ("migration", progress_line(p))));
     lines.extend(info.devices.iter().map(device_line));
@@ -212,7 +212,7 @@ impl Standing {
         match self {
             Self::Here(_) => Failure::still_running(why),
             Self::InDoubt { to } => Failure::error(format_args!(
-                "{why}; the guest has been handed over to {} and may run there: settle it with \
+                "{why}; the guest has been handed over to {} and may run there: resolve it with \
                  `driftline resolve --run` or `--discard`",
                 to.as_deref().unwrap_or("a host that does not answer")
             )),

@@ -9,7 +9,7 @@ use vmm::jobs::{Jobs, ShadowReport};
 use vmm::vm::{EndReason, SharedVm};
 
 use super::failure::Failure;
-use super::output::say;
+use super::output::{count, say};
 
 /// Waits for the guest's end, lets the API's last answers out, and says why it ended.
 pub(super) fn to_the_end(
@@ -73,7 +73,7 @@ fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
             say(words(&end));
             Ok(())
         }
-        None => Err(Failure::error("the guest's end was not told")),
+        None => Err(Failure::error("why the guest ended is not known")),
     }
 }
 
@@ -119,20 +119,24 @@ fn judge(report: ShadowReport) -> Result<(), Failure> {
     let ShadowReport { looks, failed, reported_frames, unchanged_frames, missed_frames, .. } =
         report;
     let looked = format!(
-        "{looks} looks at {reported_frames} reported frames, {unchanged_frames} of them unchanged"
+        "{} at {}, {unchanged_frames} of them unchanged",
+        count(looks, "look"),
+        count(reported_frames, "reported page")
     );
     if missed_frames > 0 {
         let names = report.names();
         return Err(Failure::error(format_args!(
-            "{missed_frames} frames changed and were not reported, the first are {names} ({looked})"
+            "{} changed unreported, the first: {names} ({looked})",
+            count(missed_frames, "page")
         )));
     }
     if failed > 0 || looks == 0 {
         return Err(Failure::error(format_args!(
-            "whether a frame was missed is not known: {failed} looks failed ({looked})"
+            "whether a page was missed is not known: {} failed ({looked})",
+            count(failed, "look")
         )));
     }
-    say(format_args!("no frame was missed: {looked}"));
+    say(format_args!("no page was missed: {looked}"));
     Ok(())
 }
 

@@ -59,6 +59,11 @@ impl Failure {
         self
     }
 
+    /// The same failure, in other words.
+    pub(crate) fn reworded(self, message: impl ToString) -> Self {
+        Self { message: message.to_string(), ..self }
+    }
+
     /// The same failure, with these words behind its sentence.
     pub(crate) fn followed_by(mut self, words: &str) -> Self {
         self.message.push_str(words);

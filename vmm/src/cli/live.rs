@@ -1,11 +1,13 @@
 //! Owns a process that has a guest: from the start of its API to the guest's end.
 
 use std::fmt::Display;
-use std::fs::OpenOptions;
+use std::fs::{Metadata, OpenOptions};
 use std::io::{self, IsTerminal};
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use checkpoint::durable::create_dir;
@@ -15,9 +17,9 @@ use migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Receiv
 use vmm::api::{App, Arriving, Server};
 use vmm::backend::{self, Factory, LaunchError};
 use vmm::config::{
-    Backend, Boot, DeviceConfig, DiskConfig, DiskSpec, HostConfig, Identity, MAX_SERIAL_BYTES,
-    MacAddr, MachineConfig, NetConfig, NetSpec, ReplaceError, Restored, SerialSink, VsockConfig,
-    VsockSpec, guest_span,
+    Backend, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, HostConfig, Identity,
+    MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, ReplaceError, Restored,
+    SerialSink, VsockConfig, VsockSpec, guest_span,
 };
 use vmm::devices::probe_disk;
 use vmm::jobs::{Jobs, ShadowError, ShadowMode};
@@ -31,10 +33,11 @@ use vmm::vm::Vm;
 use super::args::{DeviceArgs, HostArgs, OnOff, ReceiveArgs, RestoreArgs, RunArgs};
 use super::end::{end_in_bounded_time, to_the_end, when_memory_is_lost};
 use super::failure::Failure;
-use super::output::{bytes, print_json, say};
+use super::output::{bytes, count, print_json, say};
 use super::pending::{Settled, Unsettled};
 use super::progress::{Receiving, receiving_line};
 use super::stored::Stored;
+use super::values;
 
 /// `driftline run`, in a process that has `started` then.
 pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
@@ -48,6 +51,7 @@ pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> 
     check_shadow(shadow, args.tracking)?;
     let vm_id = args.id.unwrap_or_else(VmId::random);
     let config = machine_config(args)?;
+    check_rings(&config)?;
     let _logged = guest_span(vm_id, &config.identity).entered();
     let mut server = Server::begin()?;
     let vm = backend::launch_as(vm_id, config, &host).map_err(launch_failure)?;
@@ -80,7 +84,11 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let early = EarlyVm::begin();
     let stored = Stored::open(&args.store)?;
     stored.check(args.epoch, args.lazy)?;
-    let unsettled = Unsettled { state_dir: args.host.state_dir.clone(), passed: args.new_id };
+    let mut unsettled = Unsettled::of(args.host.state_dir.clone());
+    if args.new_id {
+        let config = stored.config();
+        unsettled.pass_clone(config.map(|config| shared_disks(config, &args.devices.disks)));
+    }
     if let Some(vm_id) = stored.owner()? {
         unsettled.refuse(vm_id)?;
     }
@@ -125,12 +133,15 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     }
     tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
     let pages = match report.late_frames {
-        0 => format!("{} pages read", report.frames),
+        0 => format!("{} read", count(report.frames, "page")),
+        1 => "1 page follows on demand".to_owned(),
         late => format!("{late} pages follow on demand"),
     };
     let disks = match (report.drives, report.disk_blocks) {
         (0, _) => String::new(),
-        (drives, blocks) => format!(", {blocks} blocks written to {drives} of its disks"),
+        (drives, blocks) => {
+            format!(", {} written to {drives} of its disks", count(blocks, "block"))
+        }
     };
     let of = match args.same_id {
         true => String::new(),
@@ -167,9 +178,14 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     };
     // Until COMMIT the guest can be refused, which is made durable first if the source has heard PREPARED; from COMMIT on it is
     // this host's (I7).
-    let app = App::waiting(arriving, move || {
+    let stopped = Arc::new(OnceLock::new());
+    let reason = stopped.clone();
+    let app = App::waiting(arriving, move |why| {
+        let _ = reason.set(why.replacen("interrupted", "stopped", 1));
         let cancelled = give_up.cancel().map_err(|_| {
-            "its source has handed the guest over to this process, which has not taken it over in time: stop it again".to_owned()
+            "its source has handed the guest over to this process, which has not taken it over in \
+             time: stop it again"
+                .to_owned()
         });
         cancelled.map(|()| end_in_bounded_time(0, NOT_RECEIVED))
     });
@@ -187,7 +203,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     drop(showing);
     let Received { guest: vm, report, responder } = received.map_err(|e| {
         end_in_bounded_time(0, NOT_RECEIVED);
-        receive_failure(e)
+        receive_failure(e, stopped.get().map(String::as_str))
     })?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     log_machine(&*vm, &memory);
@@ -199,10 +215,10 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         say(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
     }
     say(format_args!(
-        "guest {} has arrived and {}: {} passes in {:.1} ms, taken over in {:.1} ms",
+        "guest {} has arrived and {}: {} in {:.1} ms, taken over in {:.1} ms",
         report.vm_id,
         if report.running { "runs" } else { "is paused, as it was" },
-        report.passes,
+        count(report.passes.into(), "pass"),
         report.total_time_ms,
         report.take_over_ms
     ));
@@ -210,6 +226,29 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         print_json(&report)?;
     }
     to_the_end(vm, jobs, server)
+}
+
+/// Disks of `config` that a guest may write to and that its clone, which is given `specs`, would use too.
+fn shared_disks(config: MachineConfig, specs: &[DiskSpec]) -> Vec<DiskConfig> {
+    let host = HostConfig { disks: specs.to_vec(), ..HostConfig::default() };
+    let original: Vec<DiskConfig> = vmm::config::disks(&config.devices).cloned().collect();
+    // What cannot be replaced so is refused once the clone is built.
+    let Ok(clone) = config.on_host(&host) else { return Vec::new() };
+    let clones: Vec<&DiskConfig> = vmm::config::disks(&clone.devices).collect();
+    let is_used = |disk: &DiskConfig| clones.iter().any(|own| same_file(&own.path, &disk.path));
+    original.into_iter().filter(|disk| !disk.readonly && is_used(disk)).collect()
+}
+
+/// Whether two paths lead to one file, or to one block device.
+fn same_file(one: &Path, other: &Path) -> bool {
+    let device = |m: &Metadata| m.file_type().is_block_device().then(|| m.rdev());
+    match (one.metadata(), other.metadata()) {
+        (Ok(a), Ok(b)) => {
+            (a.dev(), a.ino()) == (b.dev(), b.ino())
+                || (device(&a).is_some() && device(&a) == device(&b))
+        }
+        _ => one == other,
+    }
 }
 
 /// Logs what a guest has: memory and devices.
@@ -377,10 +416,10 @@ fn loses_one_in() -> Option<std::num::NonZeroU64> {
     let one_in = asked.parse().ok();
     match one_in {
         Some(n) => say(format_args!(
-            "THIS BUILD IS FOR TESTS: of {n} frames that the guest writes one is lost ({NAME})"
+            "THIS BUILD IS FOR TESTS: of {n} pages that the guest writes one is lost ({NAME})"
         )),
         None => say(format_args!(
-            "this build is for tests; {NAME} is \"{asked}\", which is no number, so no frame is lost"
+            "this build is for tests; {NAME} is \"{asked}\", which is not a number, so no page is lost"
         )),
     }
     one_in
@@ -477,10 +516,12 @@ fn launch_failure(e: LaunchError) -> Failure {
     if e.host_lacks() { Failure::host_lacks(e) } else { Failure::error(e) }
 }
 
-fn receive_failure(e: ReceiveError) -> Failure {
+/// Why no guest was received, in a process that was `stopped` so, if it was.
+fn receive_failure(e: ReceiveError, stopped: Option<&str>) -> Failure {
     match e.cause {
         Cause::Cancelled if matches!(e.phase, Phase::Waiting) => {
-            Failure::error("the receiver was stopped before a guest arrived")
+            let stopped = stopped.unwrap_or("stopped");
+            Failure::error(format_args!("{stopped} before a guest arrived"))
         }
         Cause::Cancelled => Failure::error(format_args!(
             "the receiver was stopped before its guest had arrived ({}): the guest stays at its source",
@@ -519,11 +560,25 @@ fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
     }
 }
 
+/// Refuses rings that are larger than this host's KVM has. Those of the default size all hosts have.
+fn check_rings(config: &MachineConfig) -> Result<(), Failure> {
+    let rings = (config.backend, config.tracking) == (Backend::Kvm, TrackingMode::DirtyRing);
+    if !rings || config.ring_entries == DEFAULT_RING_ENTRIES {
+        return Ok(());
+    }
+    match values::most_ring_entries() {
+        Some(most) if most < config.ring_entries => Err(Failure::host_lacks(format_args!(
+            "this host's KVM supports at most {most} dirty-ring entries per vCPU (--ring-entries)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// What cannot be compared is said before there is a guest.
 fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<(), Failure> {
     match (shadow, tracking) {
         (Some(shadow), TrackingMode::None) => Err(Failure::usage(format_args!(
-            "--shadow {shadow} has nothing to compare with: --tracking none reports no frames"
+            "--shadow {shadow} has nothing to compare with: --tracking none reports no pages"
         ))),
         (Some(ShadowMode::UserfaultWp), TrackingMode::UserfaultWp) => Err(Failure::usage(
             "--shadow userfault-wp cannot stand beside --tracking userfault-wp: a memory has one userfaultfd at most; \

@@ -137,8 +137,8 @@ fn report_table(report: &SendReport) -> String {
         ("passes", report.passes.len().to_string()),
         ("transferred", output::bytes(report.transferred_bytes)),
         ("throughput", format!("{per_second}/s")),
-        ("frames", format!("{} and {} of zeros", report.normal_frames, report.zero_frames)),
-        ("held back", throttle_summary(&report.throttle)),
+        ("pages", format!("{} and {} of zeros", report.normal_frames, report.zero_frames)),
+        ("throttled", throttle_summary(&report.throttle)),
         ("ended because", report.converged.clone()),
     ];
     if report.disk_bytes > 0 || report.disk_zero_bytes > 0 {
@@ -184,7 +184,7 @@ pub(super) fn resolve(args: &ResolveArgs) -> Result<ExitCode, Failure> {
     let page: MigrationPage = ask(&api, Method::GET, "/migration", None::<&()>)?;
     let action = if args.action.run {
         say(format_args!(
-            "run: the guest goes on here. You assert that {} does not run it and never will; if it \
+            "run: the guest continues here. You assert that {} does not run it and never will; if it \
              does, two run",
             page.to
         ));

@@ -47,9 +47,14 @@ impl Formatter for RoundedFloats {
     }
 }
 
-/// A number of things: `1 page`, `2 pages`.
+/// A number of things: `1 page`, `2 pages`, `3 passes`.
 pub(crate) fn count(n: u64, thing: &str) -> String {
-    format!("{n} {thing}{}", if n == 1 { "" } else { "s" })
+    let ending = match n {
+        1 => "",
+        _ if thing.ends_with('s') => "es",
+        _ => "s",
+    };
+    format!("{n} {thing}{ending}")
 }
 
 /// Rows of a name and a value, aligned.
@@ -83,6 +88,7 @@ mod tests {
         assert_eq!(bytes(1536 << 10), "1.5 MiB");
         assert_eq!(bytes((63 << 10) + 1), "63 KiB", "as exact ones");
         assert_eq!((count(1, "page"), count(0, "page")), ("1 page".into(), "0 pages".into()));
+        assert_eq!((count(1, "pass"), count(2, "pass")), ("1 pass".into(), "2 passes".into()));
     }
 
     #[test]

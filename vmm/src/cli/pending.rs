@@ -8,39 +8,59 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use checkpoint::{DriveHead, Guest, GuestError, GuestFactory, Origin, VmId, WithCopies};
 use migrate::{Pending, Records, SourceRecord};
+use vmm::config::DiskConfig;
 
 use super::args::ResolveArgs;
 use super::failure::Failure;
 use super::output::say;
 
-/// The hand-overs of this host that nobody has settled.
+/// The hand-overs of this host that are in doubt.
 pub(super) struct Unsettled {
-    pub(super) state_dir: PathBuf,
-    /// The guest to be is another one than any of them is of.
-    pub(super) passed: bool,
+    state_dir: PathBuf,
+    /// Of a clone that may run all the same: the original's disks that it would use.
+    shared: Option<Vec<DiskConfig>>,
 }
 
 impl Unsettled {
+    /// Those whose records are in `state_dir`.
+    pub(super) fn of(state_dir: PathBuf) -> Self {
+        Self { state_dir, shared: None }
+    }
+
+    /// Lets the guest pass as a clone, unless it would use disks of the original (`shared`, if they are known).
+    pub(super) fn pass_clone(&mut self, shared: Option<Vec<DiskConfig>>) {
+        self.shared = shared;
+    }
+
     /// Refuses the guest `vm_id`, or one that begins as it was, if it may be running at the peer of a hand-over.
     pub(super) fn refuse(&self, vm_id: VmId) -> Result<(), Failure> {
-        if self.passed {
-            return Ok(());
-        }
+        let clone = match &self.shared {
+            None => "for a clone with an id of its own, use --new-id".to_owned(),
+            Some(shared) => match shared.first() {
+                None => return Ok(()),
+                Some(disk) => format!(
+                    "its clone must not use its disk \"{}\" ({}): give it a copy with \
+                     --disk path=COPY,id={}",
+                    disk.id,
+                    disk.path.display(),
+                    disk.id
+                ),
+            },
+        };
         let dir = &self.state_dir;
-        let clone = "for a clone beside it, which has an id of its own, say --new-id";
         let (_, Pending { records, unreadable }) = pending(dir)?;
         if let Some(record) = records.into_iter().find(|record| record.vm_id == vm_id) {
             return Err(Failure::error(format_args!(
-                "{}; settle it with `driftline resolve --state-dir {} --vm {vm_id} --run` or `--discard`; {clone}",
-                tale(&record),
+                "{}; resolve it with `driftline resolve --state-dir {} --vm {vm_id} --run` or `--discard`; {clone}",
+                describe(&record),
                 dir.display()
             )));
         }
         match unreadable.into_iter().next() {
             None => Ok(()),
             Some(e) => Err(Failure::error(format_args!(
-                "{e}; it may say that guest {vm_id} runs elsewhere: mend it, or remove it if you know that \
-                 no other host runs this guest; {clone}"
+                "{e}; it may say that guest {vm_id} runs on another host: repair it, or remove it if you know \
+                 that no other host runs this guest; {clone}"
             ))),
         }
     }
@@ -129,7 +149,7 @@ pub(super) fn resolve(dir: &Path, args: &ResolveArgs) -> Result<ExitCode, Failur
         )));
     }
     for record in &found {
-        say(tale(record));
+        say(describe(record));
         if args.action.run {
             say(format_args!(
                 "run: `driftline restore` may run the guest here. You assert that {} does not run it \
@@ -160,7 +180,7 @@ fn pending(dir: &Path) -> Result<(Option<Records>, Pending), Failure> {
     Ok((Some(records), found))
 }
 
-fn tale(record: &SourceRecord) -> String {
+fn describe(record: &SourceRecord) -> String {
     let since = UNIX_EPOCH.checked_add(Duration::from_millis(record.time_unix_ms));
     let ago = since.and_then(|since| SystemTime::now().duration_since(since).ok());
     format!(
@@ -193,7 +213,7 @@ mod tests {
         };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let state_dir = dir.path().join("state");
-        let unsettled = Unsettled { state_dir: state_dir.clone(), passed: false };
+        let unsettled = Unsettled::of(state_dir.clone());
         let factory = Settled { inner: Factory::new(host), unsettled };
         let (id, config) = (VmId::random(), config.encode());
         let said = || {

@@ -136,14 +136,17 @@ fn headline(plan: &Plan) -> String {
 fn verdict(plan: &Plan) -> String {
     match (plan.verdict, plan.migration.most_bytes_per_s) {
         (PlanVerdict::ConvergesThrottled, Some(most)) => {
-            format!("converges with vCPUs held to {}/s each, as they will be", output::bytes(most))
+            format!(
+                "converges with vCPUs throttled to {}/s each, as they will be",
+                output::bytes(most)
+            )
         }
         (PlanVerdict::Converges | PlanVerdict::ConvergesThrottled, _) => "converges".to_owned(),
         (PlanVerdict::DoesNotConverge, _) if plan.throttle_possible => {
-            "does not converge, even if vCPUs are held back".to_owned()
+            "does not converge, even if vCPUs are throttled".to_owned()
         }
         (PlanVerdict::DoesNotConverge, _) => {
-            "does not converge; which vCPUs write is not known, so none can be held back".to_owned()
+            "does not converge; which vCPUs write is not known, so none can be throttled".to_owned()
         }
     }
 }
@@ -156,7 +159,7 @@ fn course(migration: &Forecast) -> [(&'static str, String); 4] {
     let then = if migration.converges { "the pause" } else { "no more" };
     let total = match migration.converges {
         true => format!("{:.0} ms", migration.total_time_ms),
-        false => format!("given up after {:.0} ms", migration.total_time_ms),
+        false => format!("cancelled after {:.0} ms", migration.total_time_ms),
     };
     [
         ("passes", format!("{}, then {then}: {}", migration.passes.len(), migration.reason)),
@@ -219,9 +222,9 @@ mod tests {
         let text = told(&plan);
         assert!(text.starts_with("A migration would not converge: the guest outruns the link"));
         for said in [
-            "so none can be held back",
+            "so none can be throttled",
             "not offered by this version",
-            "given up after",
+            "cancelled after",
             "30, then no more: the guest outruns the link",
             "switchover",
         ] {
@@ -235,7 +238,7 @@ mod tests {
         let plan = plan_for(40, busy(2, false));
         assert_eq!(plan.verdict, PlanVerdict::ConvergesThrottled);
         let text = told(&plan);
-        assert!(text.contains("held to 3 MiB/s each"), "{text}");
+        assert!(text.contains("throttled to 3 MiB/s each"), "{text}");
         assert!(text.contains("without throttle  does not converge"), "{text}");
         let plan = plan_for(4096, busy(2, true));
         assert_eq!((plan.verdict, plan.without_throttle.is_none()), (PlanVerdict::Converges, true));

@@ -79,7 +79,7 @@ pub(super) fn progress_line(p: &Progress) -> String {
             )
         }
         Phase::InDoubt => format!(
-            "in doubt: the guest is paused here and may run there; {}; settle it with `driftline resolve --run` or `--discard`",
+            "in doubt: the guest is paused here and may run there; {}; resolve it with `driftline resolve --run` or `--discard`",
             p.doubt.as_deref().unwrap_or("the destination is being asked")
         ),
         phase => format!("{phase}: {sent} sent"),
@@ -89,9 +89,9 @@ pub(super) fn progress_line(p: &Progress) -> String {
 /// Which vCPUs are held, and how much.
 fn throttle_words(vcpus: &[VcpuThrottle]) -> String {
     let Some(most) = vcpus.iter().find_map(|v| v.most_bytes_per_s) else { return String::new() };
-    let held = |v: &VcpuThrottle| format!("vCPU {} held {:.0} %", v.vcpu, v.held_percent);
+    let held = |v: &VcpuThrottle| format!("vCPU {} throttled {:.0} %", v.vcpu, v.held_percent);
     let held: Vec<String> = vcpus.iter().filter(|v| v.held_percent >= 0.5).map(held).collect();
-    let all = [format!(", vCPUs held to {}/s each", output::bytes(most))];
+    let all = [format!(", vCPUs throttled to {}/s each", output::bytes(most))];
     all.into_iter().chain(held).collect::<Vec<_>>().join(", ")
 }
 

@@ -38,7 +38,7 @@ fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
     } else {
         print(format_args!(
             "{} in {}, which took {}",
-            checkpoints(report.epochs),
+            output::count(report.epochs, "checkpoint"),
             output::bytes(report.after_bytes),
             output::bytes(report.before_bytes)
         ))?;
@@ -86,15 +86,17 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     } else {
         if report.drives > 0 {
             say(format_args!(
-                "{} of the guest's disks are in epoch {} and not in this file, which has memory alone",
-                report.drives, report.epoch
+                "{} of the guest in checkpoint {} {} not in this file, which has memory alone",
+                output::count(report.drives.into(), "disk"),
+                report.epoch,
+                if report.drives == 1 { "is" } else { "are" }
             ));
         }
         print(format_args!(
-            "memory of guest {} at epoch {}: {} frames in {} of {}",
+            "memory of guest {} at checkpoint {}: {} in {} of {}",
             report.vm_id,
             report.epoch,
-            report.frames,
+            output::count(report.frames, "page"),
             output::bytes(report.bytes),
             path.display()
         ))?;
@@ -105,9 +107,9 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
 fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
     let stored = Stored::open(&args.store)?;
     let (listing, identity) = (stored.list()?, stored.identity());
-    if args.json {
+    let listed = args.json.then(|| {
         let damaged: Vec<String> = listing.damaged.iter().map(ToString::to_string).collect();
-        print_json(&json!({
+        json!({
             "vm_id": listing.epochs.last().map(|last| last.vm_id),
             "name": identity.as_ref().and_then(|identity| identity.name.as_ref()),
             "lineage": identity.as_ref().and_then(|identity| identity.lineage),
@@ -116,17 +118,21 @@ fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
             "unfinished": listing.unfinished,
             "foreign": listing.foreign,
             "aside": listing.aside,
-        }))?;
-    } else {
-        print(listing_table(&args.store, &listing, identity.as_ref()))?;
-    }
-    match listing.damaged.as_slice() {
-        [] => Ok(ExitCode::SUCCESS),
-        [first, ..] => {
-            let hint = repair_hint(&args.store);
-            Err(Failure::error(format_args!("damaged: {first}. {hint}")))
+        })
+    });
+    let failure = listing.damaged.first().map(|first| {
+        Failure::error(format_args!("damaged: {first}. {}", repair_hint(&args.store)))
+    });
+    match (&listed, failure) {
+        (Some(listed), None) => print_json(listed)?,
+        // One object has both.
+        (Some(listed), Some(failure)) => return Err(failure.with(listed)),
+        (None, failure) => {
+            print(listing_table(&args.store, &listing, identity.as_ref()))?;
+            failure.map_or(Ok(()), Err)?;
         }
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn listing_table(dir: &Path, listing: &Listing, identity: Option<&Identity>) -> String {
@@ -175,11 +181,6 @@ fn age(seconds: u64) -> String {
     }
 }
 
-/// A number of checkpoints.
-fn checkpoints(count: u64) -> String {
-    format!("{count} {}", if count == 1 { "checkpoint" } else { "checkpoints" })
-}
-
 fn repair_hint(dir: &Path) -> String {
     format!("Salvage what is sound with: driftline store repair {}", dir.display())
 }
@@ -205,14 +206,11 @@ fn say_damage(survey: &Survey) {
 
 /// The end of a command that has found damage and left it there.
 fn is_damaged(dir: &Path, survey: &Survey, json: bool) -> Result<ExitCode, Failure> {
-    if json {
-        print_json(survey)?;
-    } else {
+    if !json {
         say_damage(survey);
         say(repair_hint(dir));
-        say(survey.verdict());
     }
-    Ok(ExitCode::FAILURE)
+    Err(Failure::error(survey.verdict()).with(survey))
 }
 
 fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
@@ -236,8 +234,8 @@ fn verify(args: &StoreArgs) -> Result<ExitCode, Failure> {
         print_json(&report)?;
     } else {
         print(format_args!(
-            "{} pages, {} read\n{}",
-            report.frames,
+            "{}, {} read\n{}",
+            output::count(report.frames, "page"),
             output::bytes(report.read_bytes),
             report.verdict()
         ))?;
@@ -268,7 +266,7 @@ fn repair(args: &RepairArgs) -> Result<ExitCode, Failure> {
     say_damage(&report.survey);
     if report.repaired {
         say(format_args!(
-            "repaired {}; what was replaced is in {}: remove it when it is not needed any more",
+            "repaired {}; what was replaced is in {}: remove it when it is no longer needed",
             args.store.display(),
             report.aside.join(", ")
         ));

@@ -64,11 +64,15 @@ impl Stored {
 
     /// Who its guest was at the latest checkpoint; not of one that cannot be read.
     pub(super) fn identity(&self) -> Option<Identity> {
-        let config = match self {
-            Self::Store(store) => MachineConfig::decode(&store.config().ok()?),
-            Self::Archive(archive) => MachineConfig::decode(archive.config()),
-        };
-        config.ok().map(|config| config.identity)
+        self.config().map(|config| config.identity)
+    }
+
+    /// Its guest's machine at the latest checkpoint; not of one that cannot be read.
+    pub(super) fn config(&self) -> Option<MachineConfig> {
+        match self {
+            Self::Store(store) => MachineConfig::decode(&store.config().ok()?).ok(),
+            Self::Archive(archive) => MachineConfig::decode(archive.config()).ok(),
+        }
     }
 
     /// Whose guest is in it, as far as that is known without reading all of it.

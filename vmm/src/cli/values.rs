@@ -44,8 +44,9 @@ fn unit_hint(text: &str) -> String {
 /// The number of vCPUs.
 pub(super) fn vcpus(text: &str) -> Result<u8, String> {
     let most = vmm::config::MAX_VCPUS;
-    let parsed = text.parse().ok().filter(|n| (1..=most).contains(n));
-    parsed.ok_or_else(|| format!("a guest has 1 to {most} vCPUs"))
+    let number: u64 = text.parse().map_err(|_| format!("--vcpus takes a number, 1 to {most}"))?;
+    let vcpus = u8::try_from(number).ok().filter(|n| (1..=most).contains(n));
+    vcpus.ok_or_else(|| format!("a guest has 1 to {most} vCPUs"))
 }
 
 /// The number of a checkpoint.
@@ -123,8 +124,16 @@ pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
     let asked = text.parse().ok();
     asked.filter(|n: &u32| n.is_power_of_two()).ok_or_else(|| {
         let near = asked.filter(|n| (1..1 << 20).contains(n)).map(u32::next_power_of_two);
-        format!("it must be a power of two, such as {}", near.unwrap_or(DEFAULT_RING_ENTRIES))
+        let most = most_ring_entries();
+        let most = most.map_or(String::new(), |most| format!("; this host takes up to {most}"));
+        format!("it must be a power of two, such as {}{most}", near.unwrap_or(DEFAULT_RING_ENTRIES))
     })
+}
+
+/// The most entries of a dirty ring on this host, if it has rings.
+pub(super) fn most_ring_entries() -> Option<u32> {
+    let capabilities = vmm::doctor::usable_kvm().ok()?;
+    capabilities.dirty_ring().map(|(_, most)| most)
 }
 
 /// An address as `HOST:PORT`, given as `tcp:HOST:PORT`.
@@ -169,7 +178,7 @@ mod tests {
         assert!(memory("16777217").unwrap_err().contains("not a multiple of 4K"));
         assert!(memory("1").unwrap_err().ends_with("did you mean 1G?"));
         assert!(memory("512").unwrap_err().ends_with("did you mean 512M?"));
-        assert!(ring_entries("1000").unwrap_err().ends_with("such as 1024"));
+        assert!(ring_entries("1000").unwrap_err().contains("such as 1024"));
         assert_eq!((vcpus("32"), at_least_one("0").is_err()), (Ok(32), true));
         assert!(vcpus("33").is_err() && vcpus("0").is_err() && checkpoint("foo").is_err());
         assert_eq!(duration("100ms"), Ok(Duration::from_millis(100)));

@@ -286,7 +286,7 @@ impl Work {
                 self.period = (self.period / 2).max(PERIOD_LEAST);
             }
             Ok(_) => self.period = (self.period * 2).min(PERIOD_MOST),
-            Err(e) => tracing::warn!("dirty frames stay where they are for now: {e}"),
+            Err(e) => tracing::warn!("dirty pages are not collected for now: {e}"),
         }
     }
 }

@@ -50,7 +50,7 @@ impl FromStr for BalloonConfig {
 fn parse_size(size: &str) -> Result<u64, String> {
     let bytes = images::workload::parse_size(size.as_bytes());
     bytes.filter(|bytes| bytes.is_multiple_of(PAGE_SIZE)).ok_or_else(|| {
-        format!("\"{size}\" is no size of a balloon: digits and K, M or G, whole frames of 4K")
+        format!("\"{size}\" is no size of a balloon: digits and K, M or G, whole pages of 4K")
     })
 }
 
@@ -67,7 +67,7 @@ pub(super) fn check(balloon: &BalloonConfig, mem_bytes: u64) -> Result<(), Strin
     let BalloonConfig { bytes, .. } = balloon;
     if *bytes > mem_bytes || !bytes.is_multiple_of(PAGE_SIZE) {
         return Err(format!(
-            "its balloon of {bytes} bytes is not whole frames of its {mem_bytes} bytes of memory"
+            "its balloon of {bytes} bytes is not whole pages within its {mem_bytes} bytes of memory"
         ));
     }
     Ok(())

@@ -54,7 +54,7 @@ impl MachineConfig {
             ));
         }
         if !mem_bytes.is_multiple_of(PAGE_SIZE) {
-            return Err(format!("its {mem_bytes} bytes of memory are not whole frames"));
+            return Err(format!("its {mem_bytes} bytes of memory are not whole pages"));
         }
         if self.backend == Backend::Kvm && !ring_entries.is_power_of_two() {
             return Err(format!("its rings have {ring_entries} entries, not a power of two"));

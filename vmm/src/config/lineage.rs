@@ -115,9 +115,9 @@ impl Restored {
 
 /// The span of all that is logged for a guest, by its id and name.
 pub fn guest_span(vm_id: VmId, identity: &Identity) -> tracing::Span {
-    let name = identity.name.as_ref().map(tracing::field::display);
+    let vm_name = identity.name.as_ref().map(tracing::field::display);
     // As an error, so that no filter that lets an event through leaves the guest's id out.
-    tracing::error_span!("guest", id = %vm_id, name)
+    tracing::error_span!("guest", %vm_id, vm_name)
 }
 
 #[cfg(test)]

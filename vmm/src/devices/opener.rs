@@ -8,7 +8,7 @@
 use std::io;
 use std::sync::mpsc::{self, Sender};
 
-use crate::fail_point;
+use crate::{fail_point, log};
 
 /// The way to that thread, which ends with the last of these.
 #[derive(Clone, Debug)]
@@ -23,7 +23,7 @@ impl Opener {
         let (jobs, inbox) = mpsc::channel::<Job>();
         let run = move || inbox.into_iter().for_each(|job| job());
         fail_point::pass("opener")?;
-        std::thread::Builder::new().name("opener".to_owned()).spawn(run)?;
+        log::spawn("opener", run)?;
         Ok(Self { jobs })
     }
 

@@ -458,7 +458,7 @@ fn wait(
     answer.recv_timeout(left).unwrap_or_else(|e| {
         Err(match e {
             RecvTimeoutError::Timeout => {
-                format!("{} did not come to a stand in {limit:?}", device.label())
+                format!("{} was not quiesced within {limit:?}", device.label())
             }
             RecvTimeoutError::Disconnected => format!("{}'s thread has ended", device.label()),
         })

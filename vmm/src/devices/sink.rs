@@ -131,7 +131,9 @@ fn empty(shared: &Shared, mut to: Box<dyn Write + Send>) {
     loop {
         let (bytes, dropped, closed) = next(shared);
         if dropped > 0 {
-            tracing::warn!("{dropped} bytes of serial output were dropped: nobody reads it");
+            tracing::warn!(
+                "{dropped} bytes of serial output were dropped: its reader does not keep up"
+            );
         }
         if !broken && let Err(e) = to.write_all(&bytes).and_then(|()| to.flush()) {
             tracing::warn!("serial output is lost from here on: {e}");

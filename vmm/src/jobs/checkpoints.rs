@@ -7,7 +7,6 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Duration;
 
 use checkpoint::{Cadence, Checkpointer, RunState, Store, Taken, Tally};
@@ -16,6 +15,7 @@ use tokio::sync::watch;
 use super::holds::{Holds, Role};
 use crate::api::dirty_watch::CheckpointGlance;
 use crate::api::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
+use crate::log;
 use crate::sandbox::check_allowed;
 
 /// Reports kept for a reader that comes late: hours of them.
@@ -101,14 +101,13 @@ impl CheckpointJob {
             max_pause: request.max_pause_ms.map(Duration::from_millis),
         };
         let worker = job.clone();
-        thread::Builder::new()
-            .name("checkpoint".into())
-            .spawn(move || {
-                let _end = EndGuard(&worker);
-                checkpointer.run(&cadence, &worker.cancel, |taken| worker.note(&taken));
-                // The store's lock goes before anyone hears that the run is over.
-                drop(checkpointer);
-            })
+        let run = move || {
+            let _end = EndGuard(&worker);
+            checkpointer.run(&cadence, &worker.cancel, |taken| worker.note(&taken));
+            // The store's lock goes before anyone hears that the run is over.
+            drop(checkpointer);
+        };
+        log::spawn("checkpoint", run)
             .map_err(|e| format!("cannot start a thread for checkpoints: {e}"))?;
         Ok(job)
     }

@@ -17,6 +17,7 @@ use super::bins::Bins;
 use super::{Jobs, lock};
 use crate::api::dirty_watch::{VcpuWindow, WatchPage};
 use crate::config::Backend;
+use crate::log;
 use crate::vm::VcpuInfo;
 
 /// Each costs an insert for every frame that the guest makes dirty, and a tree.
@@ -94,9 +95,7 @@ impl Jobs {
             vcpus: self.vm.vcpu_writes(),
             infos: self.vm.info().vcpu,
         };
-        let thread = thread::Builder::new().name("dirty-watch".into());
-        let thread = thread
-            .spawn(move || work.run(&asked))
+        let thread = log::spawn("dirty-watch", move || work.run(&asked))
             .map_err(|e| format!("cannot start a thread to watch the guest's writes: {e}"))?;
         let mut open = lock(&self.watches.open);
         open.last = number;

@@ -16,6 +16,7 @@ use super::holds::{Holds, Role};
 use crate::api::model::{
     GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
 };
+use crate::log;
 
 /// A migration, under way or over.
 pub(super) struct MigrationJob {
@@ -60,7 +61,7 @@ impl MigrationJob {
         };
         let (worker, held) = (job.clone(), holds.clone());
         holds.begin_migration();
-        let spawned = thread::Builder::new().name("migration".into()).spawn(move || {
+        let spawned = log::spawn("migration", move || {
             let _end = EndGuard { job: &worker, holds: &held };
             let guest = held.view(Role::Migration);
             let sent = migrate::send(&*guest, &worker.to, &options, &worker.control);

@@ -17,10 +17,12 @@ use std::time::{Duration, Instant};
 
 use checkpoint::RunState;
 use migrate::{Records, Resolution, Responder};
+use tracing::Span;
 
 use crate::api::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
+use crate::config::guest_span;
 use crate::vm::SharedVm;
 use checkpoints::CheckpointJob;
 use dirty_watch::Watches;
@@ -38,6 +40,8 @@ const LAST_READ: Duration = Duration::from_secs(2);
 /// A guest and the jobs on it.
 pub struct Jobs {
     vm: SharedVm,
+    /// Whose jobs they are, for the log.
+    span: Span,
     holds: Arc<Holds>,
     /// Where this host's hand-over records are.
     records: PathBuf,
@@ -61,6 +65,7 @@ impl Jobs {
     /// No jobs yet. `records` is the directory of this host's hand-over records.
     pub fn new(vm: SharedVm, records: PathBuf) -> Arc<Self> {
         Arc::new(Self {
+            span: guest_span(vm.vm_id(), &vm.machine_config().identity),
             holds: Holds::new(vm.clone()),
             vm,
             records,
@@ -78,6 +83,11 @@ impl Jobs {
     /// Keeps what answers the source that this guest came from, as long as the guest is here.
     pub fn keep_responder(&self, responder: Responder) {
         *lock(&self.responder) = Some(responder);
+    }
+
+    /// The span of all that is logged for the guest.
+    pub fn span(&self) -> &Span {
+        &self.span
     }
 
     /// The guest.
@@ -195,7 +205,7 @@ impl Jobs {
     pub fn stop(&self, why: &str) -> Result<(), String> {
         if let Some(job) = self.migration_job().filter(|job| job.is_handed_over()) {
             return Err(format!(
-                "the guest has been handed over and may be running at {}; settle it with `driftline \
+                "the guest has been handed over and may be running at {}; resolve it with `driftline \
                  resolve --discard`",
                 job.to()
             ));

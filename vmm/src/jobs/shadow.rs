@@ -23,6 +23,7 @@ use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE, Subscription};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::holds::View;
+use crate::log;
 use crate::memory::WriteWatch;
 
 /// Between two looks: at least, and so many times as long as the last one took.
@@ -115,8 +116,7 @@ impl Shadow {
     pub(super) fn start(guest: Arc<View>, mode: ShadowMode) -> Result<Self, ShadowError> {
         let mut looker = Looker::new(guest, mode)?;
         let (end, ended) = mpsc::channel();
-        let thread = thread::Builder::new().name("shadow".into());
-        let thread = thread.spawn(move || {
+        let thread = log::spawn("shadow", move || {
             looker.run(&ended);
             looker.report
         });
@@ -269,7 +269,7 @@ impl Looker {
         report.missed.extend(missed.iter().take(room));
         // The rest is counted.
         if room > 0 {
-            tracing::error!("{} frames changed unreported: {}", missed.len(), names(missed));
+            tracing::error!("{} pages changed unreported: {}", missed.len(), names(missed));
         }
     }
 }

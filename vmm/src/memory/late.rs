@@ -15,6 +15,8 @@ use checkpoint::{Backlog, Fetching, GuestRam, StoreError};
 use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
+use crate::log;
+
 use super::populated::{all, is_pooled};
 use super::userfault::Userfault;
 
@@ -89,13 +91,15 @@ impl Late {
         owner: Box<dyn Owner>,
     ) -> io::Result<Result<Self, Box<dyn Backlog>>> {
         if ram.iter().any(is_pooled) {
-            tracing::info!("huge pages from the pool are not fetched late: all frames come first");
+            tracing::info!(
+                "no lazy restore with huge pages from the pool: all pages are read first"
+            );
             return Ok(Err(backlog));
         }
         let userfault = match Userfault::open_for_missing() {
             Ok(userfault) => userfault,
             Err(e) => {
-                tracing::info!("no userfaultfd: {e}; all frames come first");
+                tracing::info!("no userfaultfd: {e}; all pages are read first");
                 return Ok(Err(backlog));
             }
         };
@@ -120,8 +124,7 @@ impl Late {
             lost: Vec::new(),
             ended: None,
         };
-        let thread = std::thread::Builder::new().name("late-frames".into());
-        let thread = Some(thread.spawn(move || fetcher.run())?);
+        let thread = Some(log::spawn("late-frames", move || fetcher.run())?);
         Ok(Ok(Self { shared, thread }))
     }
 
@@ -193,7 +196,7 @@ impl Drop for Late {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread that fetches frames has panicked");
+            tracing::error!("the thread that fetches pages has panicked");
         }
     }
 }
@@ -302,7 +305,7 @@ impl Fetcher {
         for region in self.shared.ram.iter() {
             let (start, len) = (region.as_ptr() as u64, region.len());
             if let Err(e) = self.shared.userfault.unregister(start, len) {
-                tracing::error!("letting go of memory whose frames have come: {e}");
+                tracing::error!("unregistering memory that is complete: {e}");
             }
         }
         let mut state = self.shared.lock();

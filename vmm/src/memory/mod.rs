@@ -42,7 +42,7 @@ pub(crate) use watch::WriteWatch;
 #[non_exhaustive]
 pub enum MemoryError {
     /// The size is no size for a guest.
-    #[error("guest memory of {0} bytes is not a whole number of frames between 16 MiB and 16 TiB")]
+    #[error("guest memory of {0} bytes is not a whole number of pages between 16 MiB and 16 TiB")]
     Size(u64),
     /// The host has no room for it.
     #[error("{} of guest memory does not fit (--mem): {cause}", gib(*bytes))]
@@ -192,9 +192,7 @@ impl Memory {
     ) -> Result<Option<Box<dyn Backlog>>, GuestError> {
         let failed = |cause| GuestError::System { what: "fetching memory late", cause };
         if self.options.prefault {
-            tracing::info!(
-                "memory that is populated beforehand is not fetched late: all frames come first"
-            );
+            tracing::info!("no lazy restore of prefaulted memory: all pages are read first");
             return Ok(Some(backlog));
         }
         match Late::begin(&self.ram, backlog, owner).map_err(|e| failed(e.into()))? {

@@ -203,7 +203,9 @@ pub fn spawn_late<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     let name = name.into();
     fail_point::pass(&name)?;
+    let logged = tracing::Span::current();
     Builder::new().name(name).spawn(move || {
+        let _logged = logged.entered();
         block_signals();
         work(&|| enter(class))
     })

@@ -70,7 +70,7 @@ impl RingSource {
         let overruns = u64::from(readable.overruns());
         let absorbed = insert(readable);
         if absorbed.foreign > 0 {
-            tracing::warn!("{} dirty frames lie in no memory slot", absorbed.foreign);
+            tracing::warn!("{} dirty pages are in no memory slot", absorbed.foreign);
         }
         Ok(Collected {
             frames: absorbed.frames,

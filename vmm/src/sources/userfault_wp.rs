@@ -62,7 +62,7 @@ impl DirtySource for UserfaultWpSource {
         self.owed = false;
         if owed || foreign {
             // Whatever of it is not protected is found again: I3 holds for all of it.
-            tracing::warn!("written frames were lost sight of, all memory is marked");
+            tracing::warn!("written pages were lost, all memory is marked");
             tracker.mark_all();
             out.marked_all = true;
         }

@@ -323,7 +323,7 @@ impl Guest for ThreadMachine {
 
 impl Drop for ThreadMachine {
     fn drop(&mut self) {
-        self.stop("the VMM let go of it");
+        self.stop("the VMM dropped it");
     }
 }
 

@@ -38,7 +38,7 @@ pub(super) fn decode(
             if section.must_understand && section.tag != section_tags::CONFIG {
                 return Err(GuestError::Unsupported {
                     what: format!("the state section \"{}\"", section.tag),
-                    why: "the threads backend does not know it".into(),
+                    why: "the threads backend does not support it".into(),
                 });
             }
             continue;
@@ -48,7 +48,7 @@ pub(super) fn decode(
             .get_mut(usize::from(index))
             .ok_or_else(|| malformed(index, format!("the guest has only {vcpus} vCPUs")))?;
         if place.is_some() {
-            return Err(malformed(index, "it stands twice in the state".into()));
+            return Err(malformed(index, "it is in the state twice".into()));
         }
         *place = Some(decode_one(section, spec, vcpus)?);
     }

@@ -357,7 +357,7 @@ impl<P: Peers> Vcpu<P> {
         }
         if !self.peers.ring_full(self.id, &self.inbox) {
             return self.end(EndReason::Crashed(format!(
-                "vCPU {} filled its dirty ring, and nobody harvests it",
+                "vCPU {} filled its dirty ring, and nothing harvests it",
                 self.id
             )));
         }

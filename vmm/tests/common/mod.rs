@@ -256,8 +256,8 @@ fn last_reports(serial: &Path) -> Vec<Report> {
     last
 }
 
-/// Passes bytes on to `to` until a hand-over record appears in `state`: COMMIT, which comes after it,
-/// never arrives, and the connection stays open.
+/// Passes bytes on to `to` until a hand-over record appears in `state`: COMMIT, which comes after
+/// it, never arrives, and the connection stays open.
 pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap());

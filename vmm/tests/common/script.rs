@@ -1,6 +1,6 @@
-//! A guest that drives virtio devices by a script: a table of register and memory writes with the few
-//! instructions that go through it, so what a driver does here it does through the machine: exits,
-//! ioeventfds, the devices' threads.
+//! A guest that drives virtio devices by a script: a table of register and memory writes with the
+//! few instructions that go through it, so what a driver does here it does through the machine:
+//! exits, ioeventfds, the devices' threads.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part")]
 
 #[path = "../kvm/elf.rs"]
@@ -168,7 +168,8 @@ impl Script {
         code.extend((CODE_AT + TABLE_AT).to_le_bytes());
         // next: mov eax, [esi]; mov ebx, [esi+4]; mov ecx, [esi+8]; mov edx, [esi+12]; add esi, 16
         code.extend([0x8b, 0x06, 0x8b, 0x5e, 4, 0x8b, 0x4e, 8, 0x8b, 0x56, 12, 0x83, 0xc6, 16]);
-        // cmp eax, 1; je write; cmp eax, 2; je wait; cmp eax, 3; je print; mov al, 0xfe; out 0x64, al; jmp $
+        // cmp eax, 1; je write; cmp eax, 2; je wait; cmp eax, 3; je print; mov al, 0xfe; out 0x64,
+        // al; jmp $
         code.extend([0x83, 0xf8, 1, 0x74, 16, 0x83, 0xf8, 2, 0x74, 15, 0x83, 0xf8, 3, 0x74, 20]);
         code.extend([0xb0, 0xfe, 0xe6, 0x64, 0xeb, 0xfe]);
         // write: mov [ebx], ecx; jmp next

@@ -1,4 +1,5 @@
-//! A file system with one file, `disk`, whose flushes or writes stop being answered when a test says so.
+//! A file system with one file, `disk`, whose flushes or writes stop being answered when a test
+//! says so.
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsStr;

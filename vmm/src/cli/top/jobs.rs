@@ -54,7 +54,11 @@ fn checkpoints(glance: &CheckpointGlance) -> Said {
     match &glance.last {
         None => text += "the first is being taken",
         Some(EpochOutcome::Stored(line)) => {
-            text += &format!("epoch {} is durable ({} frames)", line.epoch, line.frames);
+            text += &format!(
+                "checkpoint {} is durable ({})",
+                line.epoch,
+                output::count(line.frames, "page")
+            );
         }
         Some(EpochOutcome::Failed(why)) => {
             text += &format!("the last one has failed: {why}");
@@ -68,7 +72,7 @@ fn checkpoints(glance: &CheckpointGlance) -> Said {
             text += &format!(", every {:.0} ms", ms(done.interval.p50_us));
         }
     }
-    let counts = [(done.failed, "failed"), (done.skipped, "left out"), (done.early, "early")];
+    let counts = [(done.failed, "failed"), (done.skipped, "skipped"), (done.early, "early")];
     let counts = counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
     text += &format!("; {} taken{}", done.epochs, counts.collect::<String>());
     text += &format!(", in {}", glance.store.display());

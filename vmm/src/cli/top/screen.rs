@@ -22,7 +22,7 @@ const PRICE: &str =
 /// Lines that the map has at least, with its legend, before others get more.
 const LEAST_MAP: u16 = 6;
 /// Columns of a vCPU's figures, before its curve.
-const FIGURES: u16 = 66;
+const FIGURES: u16 = 69;
 
 /// The whole screen.
 pub(super) struct Screen<'a> {
@@ -74,7 +74,7 @@ impl Screen<'_> {
         };
         let mut title = format!("guest {} {state}", page.info.vm_id);
         if self.view.paused {
-            title += "   view paused, p goes on";
+            title += "   view paused, p continues";
         }
         if let Some(long) = self.view.silent {
             title += &format!("   NO ANSWER for {} s", long.as_secs());
@@ -94,8 +94,8 @@ impl Screen<'_> {
         let lines = page.vcpu.len().min(room) as u16 + 1;
         let mut table = bottom(left, lines);
         let head = format!(
-            "{:>6} {:>11} {:>12} {:>6} {:>11} {:>7} {:>6}",
-            "vCPU", "frames/s", "bytes/s", "ring", "ring full", "exits/s", "held"
+            "{:>6} {:>11} {:>12} {:>6} {:>11} {:>7} {:>9}",
+            "vCPU", "pages/s", "bytes/s", "ring", "ring full", "exits/s", "throttled"
         );
         line(&mut table, &head, self.style(Color::Reset, Modifier::UNDERLINED), buffer);
         let first = table.y;
@@ -203,7 +203,7 @@ fn machine(page: &WatchPage) -> String {
 /// The line of what it writes in all.
 fn writes(page: &WatchPage) -> String {
     let mut text = format!(
-        "writes {}, {} frames in {:.0} ms",
+        "writes {}, {} pages in {:.0} ms",
         per_second(page.dirty_rate_bytes_per_s),
         page.frames,
         page.window_ms
@@ -234,7 +234,7 @@ fn figures(page: &WatchPage, name: &str, vcpu: &VcpuWindow, full: u64) -> String
         now => format!("{full} (+{now})"),
     };
     format!(
-        "{name:>6} {:>11} {:>12} {:>6} {full:>11} {:>7} {:>4.0} %",
+        "{name:>6} {:>11} {:>12} {:>6} {full:>11} {:>7} {:>7.0} %",
         frames.map_or_else(unknown, |n| n.to_string()),
         bytes.unwrap_or_else(unknown),
         fill.unwrap_or_else(unknown),

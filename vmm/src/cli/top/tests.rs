@@ -149,18 +149,18 @@ fn figures_stand_where_they_are_looked_for() {
     let machine = "1 GiB, 2 vCPUs, kvm, dirty-ring, here for 1 h 2 min; 1 more follows its writes";
     assert_eq!(lines[1], machine);
     // All but four frames are in bins that were written whole: 256 KiB in half a second.
-    assert_eq!(lines[2], "writes 32 MiB/s, 4100 frames in 500 ms; most at 0x10000000, 512 KiB/s");
+    assert_eq!(lines[2], "writes 32 MiB/s, 4100 pages in 500 ms; most at 0x10000000, 512 KiB/s");
     let head = one(&lines, "ring full");
     let [first, second] = ["     0 ", "     1 "].map(|number| {
         lines.iter().find(|line| line.starts_with(number)).unwrap_or_else(|| panic!("{lines:#?}"))
     });
     for (name, in_first, in_second) in [
-        ("frames/s", "8000", "200"),
+        ("pages/s", "8000", "200"),
         ("bytes/s", "31.2 MiB", "800 KiB"),
         ("ring ", "25 % ", "25 % "),
         ("ring full", "7", "7 (+2)"),
         ("exits/s", "100", "100"),
-        ("held", "0 %", "25 %"),
+        ("throttled", "0 %", "25 %"),
     ] {
         let end = head.find(name).unwrap() + name.len();
         for (line, figure) in [(first, in_first), (second, in_second)] {
@@ -270,7 +270,7 @@ fn a_migration_has_the_same_figures_as_its_own_command() {
         "migration to 10.0.0.2:7000: precopy, pass 3: 193 MiB sent, 38 MiB left",
         "guest writes 17 MiB/s, link carries 30 MiB/s",
         "pause now about 1261.0 ms",
-        "vCPU 0 held 91 %",
+        "vCPU 0 throttled 91 %",
     ] {
         assert!(text.contains(figure), "{figure} in {text}");
     }
@@ -323,7 +323,7 @@ fn checkpoints_have_their_pauses_and_failures_are_not_hidden() {
     seen.checkpoints = Some(glance);
     let text = text_of(&view(seen.clone()), 80, 24).replace('\n', " ");
     for figure in [
-        "checkpoints: epoch 812 is durable (4100 frames); pause p50 0.9 p99 4.4 ms, durable",
+        "checkpoints: checkpoint 812 is durable (4100 pages); pause p50 0.9 p99 4.4 ms, durable",
         "every 100 ms; 813 taken, in /var/store",
     ] {
         assert!(text.contains(figure), "{figure} in {text}");

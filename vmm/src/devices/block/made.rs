@@ -38,7 +38,7 @@ pub(crate) fn make_copies(
             return Err(malformed("is another one in the guest's configuration"));
         }
         if drives[..i].iter().any(|other| other.id == drive.id) {
-            return Err(malformed("stands there twice"));
+            return Err(malformed("is there twice"));
         }
         let made = MadeDisk::make(disk, guest).map_err(|e| GuestError::System {
             what: "making copies of disks",

@@ -26,7 +26,7 @@ pub(crate) fn open_drives(
     host: &HostConfig,
 ) -> Result<Vec<Box<dyn DriveCopy>>, GuestError> {
     let malformed = |what: String, why: &str| GuestError::Malformed {
-        what: "the epoch's list of disks".to_owned(),
+        what: "the checkpoint's list of disks".to_owned(),
         why: format!("{what} {why}"),
     };
     if drives.is_empty() {
@@ -48,7 +48,7 @@ pub(crate) fn open_drives(
             ));
         }
         if drives[..i].iter().any(|other| other.id == drive.id) {
-            return Err(malformed(drive.to_string(), "stands there twice"));
+            return Err(malformed(drive.to_string(), "is there twice"));
         }
         let known = !host.names(disk);
         if known && guest != parent {
