@@ -330,10 +330,12 @@ pub trait GuestFactory: Send + Sync {
         Err(GuestError::Unsupported { what: drive.to_string(), why })
     }
 
-    /// As [`create`](Self::create), for a guest that is restored from the checkpoint `from`; the factory decides whether it is the guest that this is of,
-    /// or a new one. Its `drives`, hostile input too, are about to be written over: beside it, each of them in their order, which nobody else has until it is yielded. A drive that is not there, is another one than said, cannot be written
-    /// to or is somebody else's is refused by its name; nothing has been written to any by then. A factory whose guests have no drives
-    /// refuses.
+    /// As [`create`](Self::create), for a guest that is restored from the checkpoint `from`; the
+    /// factory decides whether it is the guest that this is of, or a new one. Its `drives`, hostile
+    /// input too, are about to be written over: beside it, each of them in their order, which
+    /// nobody else has until it is yielded. A drive that is not there, is another one than said,
+    /// cannot be written to or is somebody else's is refused by its name; nothing has been written
+    /// to any by then. A factory whose guests have no drives refuses.
     fn create_with_drives(
         &self,
         from: &Origin,

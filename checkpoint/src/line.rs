@@ -1,5 +1,5 @@
-//! Which checkpoints may follow which. An id says which guest a checkpoint is of; a line says which of several processes, all
-//! restored as that guest, took it.
+//! Which checkpoints may follow which. An id says which guest a checkpoint is of; a line says which
+//! of several processes, all restored as that guest, took it.
 
 use std::fmt;
 
@@ -8,7 +8,8 @@ use uuid::Uuid;
 
 use crate::VmId;
 
-/// One life of a guest: from its start, or its restore, to its end, on every host that it moves to meanwhile.
+/// One life of a guest: from its start, or its restore, to its end, on every host that it moves to
+/// meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct LineId(pub Uuid);
 
@@ -32,14 +33,15 @@ pub struct Origin {
     pub vm_id: VmId,
     /// Its number.
     pub epoch: u64,
-    /// When it was taken: milliseconds since 1970, by that host's clock. A line takes one at a time, so
-    /// this tells those of the same number in different stores apart.
+    /// When it was taken: milliseconds since 1970, by that host's clock. A line takes one at a
+    /// time, so this tells those of the same number in different stores apart.
     pub created_unix_ms: u64,
     /// The line that took it.
     pub line: LineId,
 }
 
-/// What a guest's checkpoints may follow in a store: those of its own line, and the one checkpoint that it goes on from.
+/// What a guest's checkpoints may follow in a store: those of its own line, and the one checkpoint
+/// that it goes on from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Line {
     /// Its own.

@@ -9,9 +9,10 @@ use crate::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 /// The dirty bitmap of one guest memory region: byte offsets in it become frames of a [`Tracker`].
 ///
 /// `mark_dirty` marks every subscriber's tree. Bytes outside the layout (a region larger than its
-/// slot) are a mistake in the VMM: all memory is marked, so that nothing is lost, the first such mark
-/// is logged, and [`TrackerStats::marks_outside`](crate::TrackerStats::marks_outside) counts them. Cloning and slicing cost a reference count; marking costs as
-/// [`Tracker::mark`] does: a load while nobody subscribes.
+/// slot) are a mistake in the VMM: all memory is marked, so that nothing is lost, the first such
+/// mark is logged, and [`TrackerStats::marks_outside`](crate::TrackerStats::marks_outside) counts
+/// them. Cloning and slicing cost a reference count; marking costs as [`Tracker::mark`] does: a
+/// load while nobody subscribes.
 ///
 /// ```
 /// # use std::sync::Arc;

@@ -107,8 +107,8 @@ pub struct TrackerStats {
     pub marked_frames: u64,
     /// How often all memory was marked at once: overruns and requests.
     pub marked_all: u64,
-    /// Marks by the VMM of addresses outside the layout, each of which marked all memory instead. Any
-    /// is a mistake in the VMM.
+    /// Marks by the VMM of addresses outside the layout, each of which marked all memory instead.
+    /// Any is a mistake in the VMM.
     #[cfg_attr(feature = "serde", serde(default))]
     pub marks_outside: u64,
     /// Bytes reserved for trees, see [`Tree::reserved_bytes`].

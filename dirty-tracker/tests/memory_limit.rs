@@ -1,4 +1,5 @@
-//! A process whose address space is limited. In a binary of its own, since the limit is the process's.
+//! A process whose address space is limited. In a binary of its own, since the limit is the
+//! process's.
 #![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 

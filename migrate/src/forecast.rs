@@ -1,8 +1,9 @@
 //! What a migration would come to, before anyone begins it: a pure function over what a guest was seen to write.
 //!
-//! A guest's writes are a [`Curve`]: how many distinct frames it makes dirty in a window of each length. [`forecast`] goes from
-//! pass to pass along it, and after each asks [`judge`] and [`judge_and_throttle`] themselves, as the source of a migration does; there is no
-//! second formula for when precopy ends.
+//! A guest's writes are a [`Curve`]: how many distinct frames it makes dirty in a window of each
+//! length. [`forecast`] goes from pass to pass along it, and after each asks [`judge`] and
+//! [`judge_and_throttle`] themselves, as the source of a migration does; there is no second formula
+//! for when precopy ends.
 //!
 //! | taken to be | is |
 //! | --- | --- |

@@ -21,7 +21,8 @@ impl LogLimit {
         Self(Mutex::new(State { shown: None, unshown: 0 }))
     }
 
-    /// Whether the next line may be shown: with the number of those that were not since the last one.
+    /// Whether the next line may be shown: with the number of those that were not since the last
+    /// one.
     pub(crate) fn admit(&self) -> Option<u64> {
         self.admit_at(Instant::now())
     }

@@ -8,16 +8,17 @@
 //! - *decision* `TOKEN.destination.json`: `committed` or `discarded`, made once: the file appears
 //!   whole, and only if no other process has made one (a link that does not replace). So two
 //!   processes that share the site can never decide differently.
-//! - *prepared record* `TOKEN.prepared.json`: the destination's vote in the sense of two-phase commit, durable before it says
-//!   READY, and so before PREPARED: the guest may run here from now on. A source asks only after PREPARED, so a token without a
-//!   prepared record and without a decision is no guest's, and answering a question about it stores nothing. The record
-//!   names the host's boot and the mount. Where it is of others, the decision may have been lost with them, and nobody may say
-//!   any more that the guest did not run. A host that cannot tell its boots apart names none, and makes its decision durable
-//!   before the guest runs.
+//! - *prepared record* `TOKEN.prepared.json`: the destination's vote in the sense of two-phase
+//!   commit, durable before it says READY, and so before PREPARED: the guest may run here from now
+//!   on. A source asks only after PREPARED, so a token without a prepared record and without a
+//!   decision is no guest's, and answering a question about it stores nothing. The record names the
+//!   host's boot and the mount. Where it is of others, the decision may have been lost with them,
+//!   and nobody may say any more that the guest did not run. A host that cannot tell its boots
+//!   apart names none, and makes its decision durable before the guest runs.
 //!
-//! Everything is written to a temporary file, synced, linked into place, and the directory synced; of a decision that a prepared
-//! record with a boot stands for, the directory is synced after the guest has resumed. What is written in a pause is *staged*
-//! before.
+//! Everything is written to a temporary file, synced, linked into place, and the directory synced;
+//! of a decision that a prepared record with a boot stands for, the directory is synced after the
+//! guest has resumed. What is written in a pause is *staged* before.
 
 use std::fs;
 use std::io::{self, Write};
@@ -125,8 +126,8 @@ struct PreparedRecord {
 }
 
 impl PreparedRecord {
-    /// Whether no decision about this guest can have been lost: it was made on this boot and mount, or, where the record names no
-    /// boot, durable before the guest ran.
+    /// Whether no decision about this guest can have been lost: it was made on this boot and mount,
+    /// or, where the record names no boot, durable before the guest ran.
     fn decision_would_stand(&self, present: Option<Life>) -> bool {
         let life = self.boot.map(|boot| Life { boot, mount: self.mount });
         life.is_none() || life == present
@@ -299,8 +300,9 @@ impl Records {
         self.keep(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
     }
 
-    /// As [`decide_by`](Self::decide_by), but where the decision is the staged one it holds among the host's processes alone
-    /// until [`sync`](Self::sync), if the guest's prepared record names a boot: that one outlives the host's crash.
+    /// As [`decide_by`](Self::decide_by), but where the decision is the staged one it holds among
+    /// the host's processes alone until [`sync`](Self::sync), if the guest's prepared record names
+    /// a boot: that one outlives the host's crash.
     pub(crate) fn decide_prepared(
         &self,
         staged: StagedDecision,
@@ -359,8 +361,8 @@ impl Records {
         Ok(PreparedMark { _lock, names_boot: boot.is_some() })
     }
 
-    /// Removes prepared records of processes that have died and had decided nothing, where that is certain: their guests never ran.
-    /// Whatever fails is tried again next time.
+    /// Removes prepared records of processes that have died and had decided nothing, where that is
+    /// certain: their guests never ran. Whatever fails is tried again next time.
     fn sweep_prepared(&self) {
         let life = self.life();
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
@@ -390,9 +392,10 @@ impl Records {
         }
     }
 
-    /// The decision about a token that the calling process does not know. Where a process of this site has prepared its guest and
-    /// none has decided, this decides against running it, durably; unless it may have been decided and is forgotten: the
-    /// host has crashed since, or lost this directory. Of any other token nothing is stored: its guest was never prepared here.
+    /// The decision about a token that the calling process does not know. Where a process of this
+    /// site has prepared its guest and none has decided, this decides against running it, durably;
+    /// unless it may have been decided and is forgotten: the host has crashed since, or lost this
+    /// directory. Of any other token nothing is stored: its guest was never prepared here.
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
         // Nobody removes a prepared record while its source may ask, unless the guest never ran; so
         // it is looked for first.
@@ -400,7 +403,8 @@ impl Records {
         let decision = self.decision(token)?;
         let Some(prepared) = prepared.filter(|_| decision.is_none()) else {
             if decision.is_some() {
-                // It may be another process's, and not durable yet; an answer that rests on it must be.
+                // It may be another process's, and not durable yet; an answer that rests on it must
+                // be.
                 self.sync(token)?;
             }
             return Ok(decision.unwrap_or(Decision::Discarded));
@@ -498,8 +502,8 @@ pub(crate) struct StagedDecision {
     decision: Decision,
 }
 
-/// Proof that a prepared record is durable. Only with it may a guest be offered to its source. It is locked, as a sign that its
-/// process lives.
+/// Proof that a prepared record is durable. Only with it may a guest be offered to its source. It
+/// is locked, as a sign that its process lives.
 #[derive(Debug)]
 pub(crate) struct PreparedMark {
     _lock: fs::File,

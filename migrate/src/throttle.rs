@@ -11,9 +11,10 @@
 //! | there is one, and it is not | their share becomes [`TIGHTER`] times what it was, but no less than [`LEAST_SHARE`] |
 //!
 //! *The approach*: what is left fits, but would pause the guest for longer than [`LONG_PAUSE`], and passes no longer shrink.
-//! Then one more pass is sent while all vCPUs together have [`APPROACH_SHARE`] of the link, and further ones while they
-//! shrink. So a guest that dirties memory as fast as the link carries it runs slowly for about as long as it would have
-//! been paused, and the pause is a small part of that. It happens once in a migration, and never past a limit.
+//! Then one more pass is sent while all vCPUs together have [`APPROACH_SHARE`] of the link, and
+//! further ones while they shrink. So a guest that dirties memory as fast as the link carries it
+//! runs slowly for about as long as it would have been paused, and the pause is a small part of
+//! that. It happens once in a migration, and never past a limit.
 //!
 //! The share is given out as evenly as can be: there is one rate for all vCPUs, the highest at which they together keep
 //! to the share if they go on as they did. So those that write less than the rate are not held at all, and a
@@ -41,8 +42,9 @@ pub const TIGHTER: f64 = 0.5;
 /// The least share: a guest that outruns the link even so writes in ways that holds do not slow down.
 pub const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
 
-/// The share during the approach. Less makes the pause shorter and the guest slower before it: with 0.6 each pass has 0.6
-/// times the frames of the one before, with 0.15 the second one already fits into some milliseconds.
+/// The share during the approach. Less makes the pause shorter and the guest slower before it: with
+/// 0.6 each pass has 0.6 times the frames of the one before, with 0.15 the second one already fits
+/// into some milliseconds.
 pub const APPROACH_SHARE: f64 = FIRST_SHARE / 4.0;
 
 /// A pause that is expected to be longer is worth an approach.
@@ -101,8 +103,8 @@ pub fn throttle(
     with_share(now, share, passes, (dirtied, window))
 }
 
-/// The verdict after a pass, as [`judge`] has it but for the approach, and the throttle for what follows. The arguments
-/// are those of [`judge`] and [`throttle`].
+/// The verdict after a pass, as [`judge`] has it but for the approach, and the throttle for what
+/// follows. The arguments are those of [`judge`] and [`throttle`].
 pub fn judge_and_throttle(
     now: Throttle,
     goals: &Goals,
@@ -145,7 +147,8 @@ fn approach(now: Throttle, passes: &[Measured], writes: (&[u64], Duration)) -> O
     (next.rate() != now.rate()).then_some(next)
 }
 
-/// The throttle by which all vCPUs together keep to `share`, if they go on as they did; never a looser one than `now`.
+/// The throttle by which all vCPUs together keep to `share`, if they go on as they did; never a
+/// looser one than `now`.
 fn with_share(
     now: Throttle,
     share: f64,
@@ -347,7 +350,8 @@ mod tests {
             prop_assert!(later as f64 <= first.ln() / SHRINKS.recip().ln() + 6.0, "{later} for {first}");
         }
 
-        /// The pause of a guest whose vCPUs alone write is short, or as short as vCPUs throttled to the least share make it.
+        /// The pause of a guest whose vCPUs alone write is short, or as short as vCPUs throttled to
+        /// the least share make it.
         #[test]
         fn an_approach_makes_a_long_pause_short(vcpus in any_vcpus(), mb in 1u64..2000) {
             let link = mb * 1_000_000;

@@ -1,8 +1,10 @@
-//! The way of a log line to stderr or to a file. A reader that has stopped must not stop the threads that log.
+//! The way of a log line to stderr or to a file. A reader that has stopped must not stop the
+//! threads that log.
 //!
 //! A pipe whose reader has stopped takes 64 KiB, and then blocks whoever writes to it. So a process
-//! that has a guest writes from the `log` thread: other threads append to a bounded queue. A line that
-//! finds the queue full is dropped and counted, and the count is written once there is room again.
+//! that has a guest writes from the `log` thread: other threads append to a bounded queue. A line
+//! that finds the queue full is dropped and counted, and the count is written once there is room
+//! again.
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,13 +1,16 @@
-//! Time slices of threads. A thread that decides, sends or answers runs for microseconds and then waits; a vCPU that never
-//! halts runs for as long as it may. Where both share a processor, the scheduler lets the one that wakes wait for the end of
-//! the other's slice, up to a tick (4 ms), and a pause has several such wakes in a row.
+//! Time slices of threads. A thread that decides, sends or answers runs for microseconds and then
+//! waits; a vCPU that never halts runs for as long as it may. Where both share a processor, the
+//! scheduler lets the one that wakes wait for the end of the other's slice, up to a tick (4 ms),
+//! and a pause has several such wakes in a row.
 //!
-//! Since Linux 6.12 a thread may ask for a shorter slice (`sched_runtime` of `sched_setattr(2)`, without a privilege), and
-//! the scheduler then lets it preempt a thread with a longer one when it wakes. Its share of the processor stays what it was.
-//! Threads inherit the slice, so the process asks once, at its start, and vCPUs take the default back.
+//! Since Linux 6.12 a thread may ask for a shorter slice (`sched_runtime` of `sched_setattr(2)`,
+//! without a privilege), and the scheduler then lets it preempt a thread with a longer one when it
+//! wakes. Its share of the processor stays what it was. Threads inherit the slice, so the process
+//! asks once, at its start, and vCPUs take the default back.
 //!
-//! What it buys: a shorter downtime for a guest that never halts, on a host with few processors. The row "spins between"
-//! of `cargo bench -p tests --bench migrate_vs_qemu` shows it. Older kernels ignore the request.
+//! What it buys: a shorter downtime for a guest that never halts, on a host with few processors.
+//! The row "spins between" of `cargo bench -p tests --bench migrate_vs_qemu` shows it. Older
+//! kernels ignore the request.
 
 use std::io;
 

@@ -67,8 +67,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// Gives a file another name, replacing what had it.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
-    /// Gives a file a second name, which nothing has: its bytes stay for as long as either is there. Not durable before
-    /// [`sync_dir`](Self::sync_dir).
+    /// Gives a file a second name, which nothing has: its bytes stay for as long as either is
+    /// there. Not durable before [`sync_dir`](Self::sync_dir).
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Removes a file.

@@ -27,7 +27,8 @@ pub(super) struct Cursor<'l> {
     /// The byte of the file at which the record read last begins.
     record_at: u64,
     payload: Vec<u8>,
-    /// The first damage of the guest's state, which a [lenient](Sectors::lenient) reader passes over.
+    /// The first damage of the guest's state, which a [lenient](Sectors::lenient) reader passes
+    /// over.
     pub(super) lost: Option<StoreError>,
 }
 

@@ -20,7 +20,8 @@ pub(crate) struct Place {
     pub(crate) sector: u64,
     /// Of the next record.
     pub(crate) sequence: u32,
-    /// Of all records before it; `None` where some of those are damaged, and the next COMMIT says it.
+    /// Of all records before it; `None` where some of those are damaged, and the next COMMIT says
+    /// it.
     pub(crate) digest: Option<Digest>,
 }
 
@@ -49,7 +50,8 @@ pub(crate) enum Tail {
     Damaged(StoreError, Option<u64>),
 }
 
-/// Damage with another epoch behind it. It does not count if a later, whole epoch is sound, and no older one is kept.
+/// Damage with another epoch behind it. It does not count if a later, whole epoch is sound, and no
+/// older one is kept.
 #[derive(Debug)]
 struct Gap {
     damage: StoreError,
@@ -66,7 +68,8 @@ struct Gap {
 pub(crate) struct LogFile {
     sectors: Sectors,
     pub(crate) vm_id: VmId,
-    /// Ascending, all that it has behind [skipped](Self::skipped) damage: also those that are not kept any more.
+    /// Ascending, all that it has behind [skipped](Self::skipped) damage: also those that are not
+    /// kept any more.
     pub(crate) groups: Vec<Group>,
     /// Behind the last of them.
     pub(crate) end: Place,
@@ -138,8 +141,9 @@ impl LogFile {
         store.header_owner(&log_name(generation), MAGIC_LOG)
     }
 
-    /// Reads all that is left of the log of `generation`, which is `vm_id`'s: also epochs behind damage, whose parents may be lost,
-    /// and those whose state is damaged. Says what is wrong with its header, and where epochs are missing.
+    /// Reads all that is left of the log of `generation`, which is `vm_id`'s: also epochs behind
+    /// damage, whose parents may be lost, and those whose state is damaged. Says what is wrong with
+    /// its header, and where epochs are missing.
     pub(crate) fn salvage(
         store: &Store,
         generation: u64,
@@ -261,7 +265,8 @@ impl LogFile {
         Ok(())
     }
 
-    /// Leaves the damage that `stop` found in the epoch at the end behind. Another epoch begins at `later`.
+    /// Leaves the damage that `stop` found in the epoch at the end behind. Another epoch begins at
+    /// `later`.
     fn go_on_behind(&mut self, stop: Stop, later: Place, gap: &mut Option<Gap>) {
         let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
         let (groups, sealed) = (std::mem::take(&mut self.groups), self.sealed.take());
@@ -307,7 +312,8 @@ impl LogFile {
         })
     }
 
-    /// Where the next epoch begins in sector `from` or a later one: what is before it was durable then.
+    /// Where the next epoch begins in sector `from` or a later one: what is before it was durable
+    /// then.
     fn begins_later(&mut self, from: u64) -> Result<Option<Place>, StoreError> {
         for sector in from..self.sectors.count() {
             match self.sectors.data(sector, Kind::First) {

@@ -191,7 +191,8 @@ pub struct Listing {
     pub unfinished: Vec<String>,
     /// Files that have no place in a store; never touched.
     pub foreign: Vec<String>,
-    /// What [`repair`](Store::repair) has kept aside; whoever does not need it any more may remove it.
+    /// What [`repair`](Store::repair) has kept aside; whoever does not need it any more may remove
+    /// it.
     pub aside: Vec<String>,
 }
 
@@ -284,8 +285,8 @@ impl Store {
         self.backend.sync_dir().map_err(|e| self.io_dir("syncing", e))
     }
 
-    /// Opens the store in `dir` to [repair](Self::repair) it. Fails if another process, or another `Store` in this one, writes to it,
-    /// and if no file there is a store's.
+    /// Opens the store in `dir` to [repair](Self::repair) it. Fails if another process, or another
+    /// `Store` in this one, writes to it, and if no file there is a store's.
     pub fn open_to_repair(dir: &Path) -> Result<Self, StoreError> {
         let opening =
             |cause| StoreError::Io { what: "opening the store", path: dir.to_owned(), cause };
@@ -488,7 +489,8 @@ impl Store {
         }
     }
 
-    /// Refuses a store that `guest` may not continue: one with another guest's epochs, or whose last one is of another line.
+    /// Refuses a store that `guest` may not continue: one with another guest's epochs, or whose
+    /// last one is of another line.
     pub(crate) fn check_line(&self, guest: &dyn Guest) -> Result<(), StoreError> {
         let last = self.open_log()?.and_then(|(_, log)| log.groups.last().map(|g| g.info));
         last.map_or(Ok(()), |last| self.check_follows(&last.origin(), guest))

@@ -42,7 +42,8 @@ pub(crate) struct PageReader {
 }
 
 impl PageReader {
-    /// Opens the page file of `generation` for who salvages what is left. Nothing in it has been looked at.
+    /// Opens the page file of `generation` for who salvages what is left. Nothing in it has been
+    /// looked at.
     pub(crate) fn open_damaged(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;

@@ -99,8 +99,8 @@ impl Pinned {
         Ok(Some((cells, Mapped { epochs: 1, sections })))
     }
 
-    /// The damage of a frame of this epoch, naming the epoch that stored the frame: the oldest that is
-    /// kept and has it in the same slot. [`Store::verify`] names that one.
+    /// The damage of a frame of this epoch, naming the epoch that stored the frame: the oldest that
+    /// is kept and has it in the same slot. [`Store::verify`] names that one.
     pub(crate) fn name_origin(&mut self, mut damaged: StoreError) -> StoreError {
         if let StoreError::Damaged { damage: Damage::Frame { gfn, epoch, .. }, offset, .. } =
             &mut damaged

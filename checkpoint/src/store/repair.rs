@@ -5,8 +5,9 @@
 //!   -> new manifest renamed into place: from here on the store is the new one -> old names removed
 //! ```
 //!
-//! A crash leaves the store as it was, and files that are nobody's, or the new one. What was replaced stays under its second name
-//! until an operator removes it. Page files are copied if a checkpoint is given up, so that all that is left of it stays.
+//! A crash leaves the store as it was, and files that are nobody's, or the new one. What was
+//! replaced stays under its second name until an operator removes it. Page files are copied if a
+//! checkpoint is given up, so that all that is left of it stays.
 
 use serde::Serialize;
 
@@ -37,8 +38,8 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// As [`survey`](Store::survey); if another process writes to it; if there is no room for a copy of what is sound. The
-    /// store is then as it was.
+    /// As [`survey`](Store::survey); if another process writes to it; if there is no room for a
+    /// copy of what is sound. The store is then as it was.
     pub fn repair(&self) -> Result<RepairReport, StoreError> {
         // First: no other process gives away slots, or writes, while the store is looked at.
         let held = self.hold_pages()?;

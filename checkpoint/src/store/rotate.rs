@@ -48,7 +48,8 @@ fn kept_of(log: &LogFile) -> Vec<usize> {
     (count - log.kept().len()..count).collect()
 }
 
-/// Whether group number `index` says what has changed since `before`, the one that was chosen before it.
+/// Whether group number `index` says what has changed since `before`, the one that was chosen
+/// before it.
 fn is_next(index: usize, before: Option<usize>) -> bool {
     before.is_some_and(|before| before + 1 == index)
 }
@@ -101,8 +102,9 @@ impl Committer {
     }
 }
 
-/// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs that. One that does not follow the one before it in `old`
-/// is written with all of its frames, or all that have changed since that one. `to` says which slot a frame is in that was in another.
+/// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs that. One that does not
+/// follow the one before it in `old` is written with all of its frames, or all that have changed
+/// since that one. `to` says which slot a frame is in that was in another.
 pub(super) fn copy_log(
     store: &Store,
     old: &mut LogFile,
@@ -255,7 +257,8 @@ impl Store {
         Ok(len(log_name(files.log))? + len(pages_name(files.pages))?)
     }
 
-    /// Copies every frame that the groups `chosen` have to a new page file, checked; where each slot went.
+    /// Copies every frame that the groups `chosen` have to a new page file, checked; where each
+    /// slot went.
     pub(super) fn copy_pages(
         &self,
         log: &mut LogFile,

@@ -1,7 +1,8 @@
 //! What is left of a damaged store: which of its checkpoints are sound, and why the others are not.
 //!
-//! A manifest that is lost is found again by trying: of all pairs of a log and a page file the one whose checkpoints are sound. Each
-//! frame's checksum is in the log, so a page file that is not that log's is none.
+//! A manifest that is lost is found again by trying: of all pairs of a log and a page file the one
+//! whose checkpoints are sound. Each frame's checksum is in the log, so a page file that is not
+//! that log's is none.
 
 use std::cmp::Ordering;
 
@@ -79,11 +80,13 @@ pub(super) struct Salvage {
 }
 
 impl Store {
-    /// Reads all of a store that may be damaged, and says which of its checkpoints are sound. Changes nothing.
+    /// Reads all of a store that may be damaged, and says which of its checkpoints are sound.
+    /// Changes nothing.
     ///
     /// # Errors
     ///
-    /// If nothing there is a store's, if it is not known which guest's store it is, or if the system refuses.
+    /// If nothing there is a store's, if it is not known which guest's store it is, or if the
+    /// system refuses.
     pub fn survey(&self) -> Result<Survey, StoreError> {
         self.salvage().map(|salvage| salvage.survey)
     }
@@ -186,7 +189,8 @@ impl Store {
         let first = log.groups.partition_point(|g| g.info.epoch < oldest);
         let mut chosen = Vec::new();
         let (mut map, mut check) = (FrameMap::default(), PageCheck::default());
-        // Whether it is known where the frames of this epoch are, and whether those of the one before were read.
+        // Whether it is known where the frames of this epoch are, and whether those of the one
+        // before were read.
         let (mut known, mut was_read) = (false, false);
         for index in 0..count {
             let is_behind = note_holes(&mut survey, &log, &holes, index, oldest);

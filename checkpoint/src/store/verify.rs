@@ -123,8 +123,8 @@ pub(super) struct PageCheck {
 }
 
 impl PageCheck {
-    /// Reads what group number `index` brought, or `all` of its frames, which `map` has. How many that are, and the first of all frames of
-    /// the epoch that are damaged.
+    /// Reads what group number `index` brought, or `all` of its frames, which `map` has. How many
+    /// that are, and the first of all frames of the epoch that are damaged.
     pub(super) fn epoch(
         &mut self,
         pages: &PageReader,

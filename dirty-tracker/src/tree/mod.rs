@@ -490,7 +490,8 @@ impl Tree {
 }
 
 /// Orders the caller's writes to frames before a look at the tree that may find their bits set and
-/// change nothing. Pairs with [`fence_later_reads`]. An exchange that sets a bit needs no such fence.
+/// change nothing. Pairs with [`fence_later_reads`]. An exchange that sets a bit needs no such
+/// fence.
 fn fence_prior_writes() {
     sync::fence(SeqCst);
 }

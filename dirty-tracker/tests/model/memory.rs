@@ -1,10 +1,12 @@
 //! A thread writes to a frame and then marks it; another thread takes the mark and then reads the
-//! frame. Either the read sees the write, or the frame is marked again: otherwise the write is lost.
+//! frame. Either the read sees the write, or the frame is marked again: otherwise the write is
+//! lost.
 //!
-//! The test accesses the frame with relaxed atomics, so all of the order comes from the tree's fences.
-//! Loom tries every order of the threads and every value that each load may return. It treats SeqCst
-//! loads and stores as acquire and release, so the trees here have one level, whose protocol needs no
-//! more than the fences. Miri draws one execution of its weak memory a seed, with all of SeqCst.
+//! The test accesses the frame with relaxed atomics, so all of the order comes from the tree's
+//! fences. Loom tries every order of the threads and every value that each load may return. It
+//! treats SeqCst loads and stores as acquire and release, so the trees here have one level, whose
+//! protocol needs no more than the fences. Miri draws one execution of its weak memory a seed, with
+//! all of SeqCst.
 
 use std::sync::Arc;
 

@@ -69,8 +69,8 @@ impl Runner {
         &self.workload
     }
 
-    /// Visits what is due, at most [`BATCH`] pages (more where visits check nothing). `table` is the workload's (see [`Workload::table_len`]), `print`
-    /// takes whole lines with their newline.
+    /// Visits what is due, at most [`BATCH`] pages (more where visits check nothing). `table` is
+    /// the workload's (see [`Workload::table_len`]), `print` takes whole lines with their newline.
     #[inline(always)]
     pub fn tick<M: PageMemory>(
         &mut self,

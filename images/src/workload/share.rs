@@ -276,7 +276,8 @@ impl Workload {
         }
     }
 
-    /// The index and the present generation of the page that the pattern visits in this place of a pass.
+    /// The index and the present generation of the page that the pattern visits in this place of a
+    /// pass.
     fn generation_at(&self, place: u64, table: &[u32]) -> (u64, u32) {
         let index = match self.pattern {
             Pattern::Stride(step) => place * u64::from(step),

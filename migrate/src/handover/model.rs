@@ -338,7 +338,8 @@ impl World {
             (w.disk, w.durable) = (Some(Decision::Discarded), true);
             return (w, DestinationEvent::Stands(Decision::Discarded));
         }
-        // Where the prepared record names its boot, the decision is made durable when the guest runs.
+        // Where the prepared record names its boot, the decision is made durable when the guest
+        // runs.
         let waits = w.disk.is_some() || decision == Decision::Discarded || !w.names_boot;
         let stands = *w.disk.get_or_insert(decision);
         w.durable = waits;

@@ -1,4 +1,5 @@
-//! The guest's throttle while precopy lasts: who wrote in each pass, what [`judge_and_throttle`] makes of it, and the end of it.
+//! The guest's throttle while precopy lasts: who wrote in each pass, what [`judge_and_throttle`]
+//! makes of it, and the end of it.
 //!
 //! [`Throttled`] takes the throttle away by itself, whatever path is left by an error or a panic.
 
@@ -78,7 +79,8 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 }
     }
 
-    /// The verdict after a pass, with `pending` frames left. [`Self::adjust`] then throttles as that wants it.
+    /// The verdict after a pass, with `pending` frames left. [`Self::adjust`] then throttles as
+    /// that wants it.
     pub(super) fn judge(
         &mut self,
         goals: &Goals,

@@ -82,9 +82,9 @@ impl App {
         self.jobs.get().is_none().then(|| (self.arriving)().progress)
     }
 
-    /// Someone wants this process to end: stops the guest, or the wait for one. Refused while another
-    /// host may have the guest. A guest that was just handed over to this process is stopped as soon
-    /// as it has been taken over. Blocks.
+    /// Someone wants this process to end: stops the guest, or the wait for one. Refused while
+    /// another host may have the guest. A guest that was just handed over to this process is
+    /// stopped as soon as it has been taken over. Blocks.
     pub fn interrupt(&self, why: &str) -> Result<(), String> {
         if let Some(jobs) = self.jobs.get() {
             return jobs.span().in_scope(|| jobs.stop(why));

@@ -83,8 +83,8 @@ pub struct Client {
     deadline: Option<Instant>,
 }
 
-/// How long a request waits for its answer unless said otherwise: more than twice what a VMM takes to refuse a pause
-/// because a device is stuck.
+/// How long a request waits for its answer unless said otherwise: more than twice what a VMM takes
+/// to refuse a pause because a device is stuck.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Client {
@@ -93,8 +93,8 @@ impl Client {
         Self { socket: socket.into(), timeout: TIMEOUT, deadline: None }
     }
 
-    /// The same, with another limit for each request. One that asks the VMM to hold its answer back (`wait_ms` in its path)
-    /// has that time on top.
+    /// The same, with another limit for each request. One that asks the VMM to hold its answer back
+    /// (`wait_ms` in its path) has that time on top.
     pub fn with_timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }

@@ -117,8 +117,8 @@ impl Place {
         let syssize = u64::from(header.syssize) * PARAGRAPH;
         let init_size = u64::from(header.init_size);
         let bytes = file_bytes.saturating_sub(setup_bytes);
-        // Whatever the header says, there is an instruction at the entry. The header counts paragraphs,
-        // and some files end within their last: what is missing is zero in memory.
+        // Whatever the header says, there is an instruction at the entry. The header counts
+        // paragraphs, and some files end within their last: what is missing is zero in memory.
         let needed = syssize.saturating_sub(PARAGRAPH - 1).max(ENTRY_64 + 1);
         if bytes < needed {
             return Err(bad(format!(

@@ -30,8 +30,8 @@ const TYPE_DYN: u16 = 3;
 const TYPE_CORE: u16 = 4;
 /// `XEN_ELFNOTE_PHYS32_ENTRY`.
 const NOTE_PHYS32_ENTRY: u32 = 18;
-/// `NT_GNU_ABI_TAG`: the system on which a program runs. The C library's start-up code has it, and no
-/// kernel is linked with that.
+/// `NT_GNU_ABI_TAG`: the system on which a program runs. The C library's start-up code has it, and
+/// no kernel is linked with that.
 const NOTE_ABI_TAG: u32 = 1;
 /// Where GNU's linker puts a program that is not position-independent, its headers first.
 const PROGRAM_BASE: u64 = 0x40_0000;

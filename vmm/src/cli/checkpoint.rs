@@ -172,7 +172,8 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     }
 }
 
-/// No answer about the run, of which checkpoint `last` is durable: says that the VMM has ended, if it has.
+/// No answer about the run, of which checkpoint `last` is durable: says that the VMM has ended, if
+/// it has.
 async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     let durable = match last {
         Some(last) => format!("; the last durable checkpoint is {last}"),

@@ -33,9 +33,9 @@ const MOST_DURATION: Duration = Duration::from_hours(24);
 pub(crate) struct CompareArgs {
     /// Ways of tracking, such as dirty-ring or dirty-ring+list; by default all
     ///
-    /// A way is a source, or source+sink, where the sink is what dirty pages are kept in: tree, list or
-    /// flat (a bitmap that is scanned). `none`, no tracking, is the baseline of the guests' speed; it is
-    /// added where it is missing.
+    /// A way is a source, or source+sink, where the sink is what dirty pages are kept in: tree,
+    /// list or flat (a bitmap that is scanned). `none`, no tracking, is the baseline of the guests'
+    /// speed; it is added where it is missing.
     #[arg(long, value_name = "WAY,WAY", value_delimiter = ',', help_heading = headings::TRACKING)]
     modes: Vec<Way>,
     /// Entries of each vCPU's dirty ring, a power of two
@@ -44,7 +44,8 @@ pub(crate) struct CompareArgs {
     ring_entries: u32,
     /// Run the embedded guest, such as payload,ws=64M,rate=320M; may be repeated
     ///
-    /// By default there are three of 1 GiB, from light to busy, and the lightest with 4, 16 and 64 GiB.
+    /// By default there are three of 1 GiB, from light to busy, and the lightest with 4, 16 and 64
+    /// GiB.
     #[arg(long = "guest", value_name = "SPEC", value_parser = values::guest_spec,
           help_heading = headings::BOOT)]
     guests: Vec<String>,
@@ -73,8 +74,8 @@ pub(crate) struct CompareArgs {
     interval: Duration,
     /// Time for each way, guest and size, all runs together
     ///
-    /// With the default, the whole default matrix of 195 machines, which take another 0.2 s each, is
-    /// over in two minutes on two processors.
+    /// With the default, the whole default matrix of 195 machines, which take another 0.2 s each,
+    /// is over in two minutes on two processors.
     #[arg(long, value_name = "TIME", default_value = "1500ms", value_parser = of_all_epochs,
           help_heading = headings::TIMING)]
     duration: Duration,

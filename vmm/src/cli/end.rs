@@ -77,12 +77,12 @@ fn last_word(end: Option<EndReason>) -> Result<(), Failure> {
     }
 }
 
-/// How long a guest whose memory is lost has to end in good order: a thread that waits for a lost page
-/// hears nothing.
+/// How long a guest whose memory is lost has to end in good order: a thread that waits for a lost
+/// page hears nothing.
 const LOST_LIMIT: Duration = Duration::from_millis(300);
 
-/// Ends the process, which cannot go on without a page of its guest's memory, even where its own end
-/// does not come about.
+/// Ends the process, which cannot go on without a page of its guest's memory, even where its own
+/// end does not come about.
 pub(super) fn when_memory_is_lost(why: &str) {
     let failure = Failure::error(format_args!("the guest crashed: {why}"));
     let end = move || {

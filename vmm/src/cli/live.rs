@@ -176,8 +176,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         let progress = watched.progress();
         Arriving { words: receiving_line(&progress), progress }
     };
-    // Until COMMIT the guest can be refused, which is made durable first if the source has heard PREPARED; from COMMIT on it is
-    // this host's (I7).
+    // Until COMMIT the guest can be refused, which is made durable first if the source has heard
+    // PREPARED; from COMMIT on it is this host's (I7).
     let stopped = Arc::new(OnceLock::new());
     let reason = stopped.clone();
     let app = App::waiting(arriving, move |why| {
@@ -228,7 +228,8 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     to_the_end(vm, jobs, server)
 }
 
-/// Disks of `config` that a guest may write to and that its clone, which is given `specs`, would use too.
+/// Disks of `config` that a guest may write to and that its clone, which is given `specs`, would
+/// use too.
 fn shared_disks(config: MachineConfig, specs: &[DiskSpec]) -> Vec<DiskConfig> {
     let host = HostConfig { disks: specs.to_vec(), ..HostConfig::default() };
     let original: Vec<DiskConfig> = vmm::config::disks(&config.devices).cloned().collect();
@@ -532,8 +533,8 @@ fn receive_failure(e: ReceiveError, stopped: Option<&str>) -> Failure {
     }
 }
 
-/// A guest that cannot be had here, by the cause of `e`: the host lacks something, devices are given that
-/// it has not, or neither.
+/// A guest that cannot be had here, by the cause of `e`: the host lacks something, devices are
+/// given that it has not, or neither.
 fn guest_failure(cause: &GuestError, e: &impl Display) -> Failure {
     match cause {
         GuestError::Unsupported { .. } => Failure::host_lacks(e),
@@ -560,7 +561,8 @@ fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
     }
 }
 
-/// Refuses rings that are larger than this host's KVM has. Those of the default size all hosts have.
+/// Refuses rings that are larger than this host's KVM has. Those of the default size all hosts
+/// have.
 fn check_rings(config: &MachineConfig) -> Result<(), Failure> {
     let rings = (config.backend, config.tracking) == (Backend::Kvm, TrackingMode::DirtyRing);
     if !rings || config.ring_entries == DEFAULT_RING_ENTRIES {

@@ -121,8 +121,8 @@ fn conclude(args: &SendArgs, page: MigrationPage) -> Result<ExitCode, Failure> {
     }
 }
 
-/// What `--json` says beside the error of a migration that failed, or was not begun. `guest` is null where
-/// nobody could be asked.
+/// What `--json` says beside the error of a migration that failed, or was not begun. `guest` is
+/// null where nobody could be asked.
 fn outcome(status: &str, phase: Phase, guest: Option<GuestWhere>) -> Value {
     json!({ "status": status, "phase": phase, "guest": guest })
 }

@@ -27,12 +27,14 @@ impl Unsettled {
         Self { state_dir, shared: None }
     }
 
-    /// Lets the guest pass as a clone, unless it would use disks of the original (`shared`, if they are known).
+    /// Lets the guest pass as a clone, unless it would use disks of the original (`shared`, if they
+    /// are known).
     pub(super) fn pass_clone(&mut self, shared: Option<Vec<DiskConfig>>) {
         self.shared = shared;
     }
 
-    /// Refuses the guest `vm_id`, or one that begins as it was, if it may be running at the peer of a hand-over.
+    /// Refuses the guest `vm_id`, or one that begins as it was, if it may be running at the peer of
+    /// a hand-over.
     pub(super) fn refuse(&self, vm_id: VmId) -> Result<(), Failure> {
         let clone = match &self.shared {
             None => "for a clone with an id of its own, use --new-id".to_owned(),

@@ -26,8 +26,8 @@ const HEADER: [&str; 13] = [
 const USUAL: [&str; 5] = ["tracking", "dirty", "epoch", "pause", "slow-down"];
 
 impl Report {
-    /// As aligned text: medians, and for the figures that matter most their least and greatest run. All columns
-    /// if it may be `wide`.
+    /// As aligned text: medians, and for the figures that matter most their least and greatest run.
+    /// All columns if it may be `wide`.
     pub fn table(&self, wide: bool) -> String {
         let mut out = String::new();
         let mut rows = self.cells.as_slice();

@@ -1,4 +1,5 @@
-//! Owns who a guest is, beside its id: its operator's name for it, where it comes from, and its line.
+//! Owns who a guest is, beside its id: its operator's name for it, where it comes from, and its
+//! line.
 
 use std::fmt;
 use std::str::FromStr;

@@ -144,8 +144,8 @@ impl CheckpointJob {
         self.cancel.store(true, Ordering::Relaxed);
     }
 
-    /// Has hold of the run until it is over. An attached run ends when the last of these is dropped: with the
-    /// connection of its client, however that ends.
+    /// Has hold of the run until it is over. An attached run ends when the last of these is
+    /// dropped: with the connection of its client, however that ends.
     pub(super) async fn hold(&self) {
         self.holders.fetch_add(1, Ordering::SeqCst);
         self.was_held.store(true, Ordering::SeqCst);
@@ -153,8 +153,8 @@ impl CheckpointJob {
         self.news_since(u64::MAX).await;
     }
 
-    /// Ends an attached run whose client never came to hold it. Counts its own waits, not time, in which this process may have
-    /// been stopped.
+    /// Ends an attached run whose client never came to hold it. Counts its own waits, not time, in
+    /// which this process may have been stopped.
     pub(super) async fn expect_client(&self) {
         for _ in 0..CLIENT_WAITS {
             if !self.attached || self.was_held.load(Ordering::SeqCst) || self.is_over() {

@@ -98,7 +98,8 @@ impl Holds {
         Ok(())
     }
 
-    /// The operator lets the guest run: now, or when the last holder lets go. One that runs already does.
+    /// The operator lets the guest run: now, or when the last holder lets go. One that runs already
+    /// does.
     pub(super) fn operator_resume(&self) -> Result<(), OperatorError> {
         let mut state = self.lock();
         if state.migrating {

@@ -29,8 +29,8 @@ const AROUND: u64 = 16;
 const HEAD_START: Duration = Duration::from_millis(100);
 /// How often it is looked whether it runs.
 const LOOK: Duration = Duration::from_micros(500);
-/// How long after the guest's end a lost page kills the thread that waits for it, and the process with
-/// it: by then a process that has one guest has ended in good order.
+/// How long after the guest's end a lost page kills the thread that waits for it, and the process
+/// with it: by then a process that has one guest has ended in good order.
 const LAST_RESORT: Duration = Duration::from_secs(1);
 /// How many places where the guest touched frames first are kept.
 const MOST_TOUCHED: usize = 1 << 16;
@@ -43,8 +43,8 @@ pub(crate) trait Owner: Send {
     /// Whether it has ended: its vCPUs stand, and its devices as far as they can.
     fn has_ended(&self) -> bool;
 
-    /// Whether its vCPUs are taking over their state: KVM alone touches guest memory, and no thread of
-    /// this process does, which a lost page would kill.
+    /// Whether its vCPUs are taking over their state: KVM alone touches guest memory, and no thread
+    /// of this process does, which a lost page would kill.
     fn takes_state(&self) -> bool;
 
     /// Whether it runs.
@@ -162,8 +162,9 @@ impl Late {
         self.shared.lock().asked = Some(frame);
     }
 
-    /// Returns when `frame` has come, so that a thread of this process may touch it: one that touches a
-    /// lost frame waits for ever, or is killed. Otherwise says why it has not, after `limit` at the latest.
+    /// Returns when `frame` has come, so that a thread of this process may touch it: one that
+    /// touches a lost frame waits for ever, or is killed. Otherwise says why it has not, after
+    /// `limit` at the latest.
     pub(super) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
         let mut state = self.shared.lock();
         state.asked = state.left.contains(frame).then_some(frame);
@@ -318,8 +319,8 @@ impl Fetcher {
         self.backlog.finish(&touched);
     }
 
-    /// Poisons lost pages, so that whoever waits for one does not wait for ever: KVM's calls fail, and a
-    /// thread of this process ends it by SIGBUS, which therefore is the last resort.
+    /// Poisons lost pages, so that whoever waits for one does not wait for ever: KVM's calls fail,
+    /// and a thread of this process ends it by SIGBUS, which therefore is the last resort.
     fn poison_lost(&mut self) {
         if self.lost.is_empty() {
             return;

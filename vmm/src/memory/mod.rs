@@ -222,8 +222,8 @@ impl Memory {
         }
     }
 
-    /// Returns when `frame` has come, so that this process may touch it; why it has not otherwise, after
-    /// `limit` at the latest.
+    /// Returns when `frame` has come, so that this process may touch it; why it has not otherwise,
+    /// after `limit` at the latest.
     pub(crate) fn require(&self, frame: Gfn, limit: Duration) -> Result<(), String> {
         self.kept.late().map_or(Ok(()), |late| late.require(frame, limit))
     }

@@ -195,7 +195,8 @@ pub fn spawn<T: Send + 'static>(
     })
 }
 
-/// As [`spawn`], of a thread that is restricted to `class` when it says so: it opens by name first, and serves no guest until then.
+/// As [`spawn`], of a thread that is restricted to `class` when it says so: it opens by name first,
+/// and serves no guest until then.
 pub fn spawn_late<T: Send + 'static>(
     class: Class,
     name: impl Into<String>,

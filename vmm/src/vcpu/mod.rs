@@ -156,8 +156,8 @@ impl Counters {
         self.pauses.fetch_add(1, Ordering::Release);
     }
 
-    /// The vCPU enters the guest again. Whoever asked for that may learn of it later: on a busy host the guest has its
-    /// processor.
+    /// The vCPU enters the guest again. Whoever asked for that may learn of it later: on a busy
+    /// host the guest has its processor.
     fn count_resume(&self) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);

@@ -54,8 +54,8 @@ impl StateContext {
 pub struct Adjust {
     /// What the guest's clocks do over the time in which it did not run.
     pub clock: Clock,
-    /// The host's wall clock, read once for all vCPUs, so that their counters stay as far apart as they
-    /// were.
+    /// The host's wall clock, read once for all vCPUs, so that their counters stay as far apart as
+    /// they were.
     pub now_ns: u64,
 }
 

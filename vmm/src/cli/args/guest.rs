@@ -21,8 +21,8 @@ use super::{headings, values};
 pub(crate) struct HostArgs {
     /// First serial port: stdio, null or file:PATH
     ///
-    /// With stdio, a terminal belongs to the guest until it ends (Ctrl-A x ends it). What comes from a
-    /// pipe or a file is typed to the guest.
+    /// With stdio, a terminal belongs to the guest until it ends (Ctrl-A x ends it). What comes
+    /// from a pipe or a file is typed to the guest.
     #[arg(long, value_name = "SINK", default_value = "stdio", help_heading = headings::DEVICES)]
     pub(crate) serial: SerialSink,
     /// What holds guest memory: anon or memfd
@@ -93,8 +93,8 @@ pub(crate) struct RunArgs {
     pub(crate) bare_cmdline: bool,
     /// Boot the embedded guest, such as payload,ws=64M,rate=320M
     ///
-    /// ws is the size of its working set. rate is in bytes a second, or max. pattern is seq, random,
-    /// zipf, stride or once; seed is a number.
+    /// ws is the size of its working set. rate is in bytes a second, or max. pattern is seq,
+    /// random, zipf, stride or once; seed is a number.
     #[arg(long, value_name = "SPEC", value_parser = values::guest_spec,
           help_heading = headings::BOOT)]
     pub(crate) guest: Option<String>,
@@ -139,8 +139,8 @@ pub(crate) struct RunArgs {
     pub(crate) rng: OnOff,
     /// Memory balloon for a --kernel guest, with settings or without
     ///
-    /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; all are
-    /// on by default. With reporting, the host gets back memory that the guest has freed. With
+    /// Settings are [size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]; all
+    /// are on by default. With reporting, the host gets back memory that the guest has freed. With
     /// hinting, a migration's first pass and a full checkpoint skip free memory.
     #[arg(long, value_name = "SPEC", num_args = 0..=1, default_missing_value = "",
           requires = "kernel", conflicts_with = "guest", help_heading = headings::DEVICES)]
@@ -158,8 +158,8 @@ pub(crate) struct RunArgs {
     /// Check that tracking misses no page: compare or userfault-wp
     ///
     /// For tests of a host or a kernel. compare reads all memory; userfault-wp asks the host's page
-    /// tables. At most ten times a second the guest is paused, and what changed is compared with what
-    /// was reported. A missed page is named on stderr, and the exit code is 1.
+    /// tables. At most ten times a second the guest is paused, and what changed is compared with
+    /// what was reported. A missed page is named on stderr, and the exit code is 1.
     #[arg(long, value_name = "MODE", help_heading = headings::TRACKING)]
     pub(crate) shadow: Option<ShadowMode>,
     /// The guest's id, a UUID; random by default
@@ -187,17 +187,18 @@ pub(crate) struct DeviceArgs {
     /// File for a disk: path=FILE[,readonly][,id=NAME][,identity=any][,copy]
     ///
     /// With id=NAME it is for the disk of that name, else for the next in the guest's order. A disk
-    /// without a file here has the path that it had at the source. The file or block device must not
-    /// be known to be another disk than the source's (by a file's inode and birth time, a device's
-    /// WWID or serial number). identity=any accepts it all the same: for a copy, or for storage whose
-    /// hosts number files differently. With copy the disk's content is received, too (send-migration
+    /// without a file here has the path that it had at the source. The file or block device must
+    /// not be known to be another disk than the source's (by a file's inode and birth time, a
+    /// device's WWID or serial number). identity=any accepts it all the same: for a copy, or for
+    /// storage whose hosts number files differently. With copy the disk's content is received, too
+    /// (send-migration
     /// --copy-disks): FILE is created, or holds no data, and is removed if the guest does not arrive.
     #[arg(long = "disk", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) disks: Vec<DiskSpec>,
     /// Tap for a network interface: tap=NAME[,id=NAME]
     ///
-    /// With id=NAME it is for the interface of that name, else for the next in the guest's order. An
-    /// interface without a tap here has the tap of the name that it had before.
+    /// With id=NAME it is for the interface of that name, else for the next in the guest's order.
+    /// An interface without a tap here has the tap of the name that it had before.
     #[arg(long = "net", value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) nets: Vec<NetSpec>,
     /// Unix socket for the guest's socket device: uds=PATH
@@ -236,8 +237,8 @@ pub(crate) struct RestoreArgs {
     /// Recovery: the restored guest is the one in the checkpoint
     ///
     /// No other host or process may have that guest. It keeps its id and name. From the latest
-    /// checkpoint of a store it may continue with checkpoints there. Without this option the guest is
-    /// a new one with an id of its own, whose checkpoints go into another store (checkpoint
+    /// checkpoint of a store it may continue with checkpoints there. Without this option the guest
+    /// is a new one with an id of its own, whose checkpoints go into another store (checkpoint
     /// --new-store).
     #[arg(long, help_heading = headings::IDENTITY)]
     pub(crate) same_id: bool,

@@ -27,8 +27,8 @@ pub(crate) struct SendArgs {
     pub(crate) timeout_strategy: TimeoutStrategy,
     /// Do not throttle vCPUs, even if the guest outruns the link
     ///
-    /// Otherwise vCPUs that write are slowed down, by at most 20 ms at a time, when passes over memory
-    /// do not get shorter.
+    /// Otherwise vCPUs that write are slowed down, by at most 20 ms at a time, when passes over
+    /// memory do not get shorter.
     #[arg(long, help_heading = headings::CONVERGENCE)]
     pub(crate) no_throttle: bool,
     /// Limit while the guest runs, in bytes a second, such as 100M
@@ -56,8 +56,9 @@ pub(crate) struct SendArgs {
     pub(crate) verify: bool,
     /// Copy the guest's disks, too: all, or those named
     ///
-    /// They go into files that the receiver names (--disk path=FILE,id=NAME,copy). Without this option
-    /// both hosts need access to the same disks. The source's files stay as the guest has left them.
+    /// They go into files that the receiver names (--disk path=FILE,id=NAME,copy). Without this
+    /// option both hosts need access to the same disks. The source's files stay as the guest has
+    /// left them.
     #[arg(long, value_name = "NAME,NAME", num_args = 0..=1, require_equals = true,
           default_missing_value = "", help_heading = headings::TRANSFER)]
     pub(crate) copy_disks: Option<CopyDrives>,

@@ -1,6 +1,7 @@
 //! Owns the options of every command.
 //!
-//! The first sentence of an option is its line in `-h`, and so fits into one; the rest is for `--help`.
+//! The first sentence of an option is its line in `-h`, and so fits into one; the rest is for
+//! `--help`.
 
 mod examples;
 mod guest;
@@ -123,15 +124,17 @@ pub(crate) enum Command {
     SendMigration(SendArgs),
     /// Predict how a migration of a running guest, and checkpoints of it, would go
     ///
-    /// Watches the guest for about four seconds, which slows its writes down as a migration does. Nothing is begun.
+    /// Watches the guest for about four seconds, which slows its writes down as a migration does.
+    /// Nothing is begun.
     #[command(after_help = examples::PLAN)]
     Plan(PlanArgs),
     /// Watch live where, how fast and by which vCPU a guest's memory is written
     ///
-    /// Shows a heat map of guest memory by write rate, the figures of each vCPU and its dirty ring, and
-    /// the migration or the checkpoints that are under way, which miss nothing. Keys: q quits, p pauses
-    /// the view, + and - change the interval. Watching slows the guest's writes down as a migration
-    /// does, at any interval, and ends with this command. NO_COLOR shows signs instead of colours.
+    /// Shows a heat map of guest memory by write rate, the figures of each vCPU and its dirty ring,
+    /// and the migration or the checkpoints that are under way, which miss nothing. Keys: q quits,
+    /// p pauses the view, + and - change the interval. Watching slows the guest's writes down as a
+    /// migration does, at any interval, and ends with this command. NO_COLOR shows signs instead of
+    /// colours.
     #[command(after_help = examples::TOP)]
     Top(TopArgs),
     /// Cancel a migration; the guest stays where it is

@@ -33,10 +33,10 @@ pub(crate) struct CheckpointArgs {
     pub(crate) direct_io: bool,
     /// What becomes of writable disks: epoch or external
     ///
-    /// With epoch, each checkpoint has what changed on the disks up to its pause, and restore writes
-    /// it back. With external, checkpoints have memory and devices only. For each you keep copies of
-    /// the disks as they were in its pause: made while the guest is paused, or a snapshot of the
-    /// storage from that moment.
+    /// With epoch, each checkpoint has what changed on the disks up to its pause, and restore
+    /// writes it back. With external, checkpoints have memory and devices only. For each you keep
+    /// copies of the disks as they were in its pause: made while the guest is paused, or a snapshot
+    /// of the storage from that moment.
     #[arg(long, value_name = "POLICY", default_value = "epoch", help_heading = headings::STORE)]
     pub(crate) disks: DisksPolicy,
     /// Take checkpoints at this interval, such as 200ms; without it, one
@@ -56,7 +56,8 @@ pub(crate) struct CheckpointArgs {
     pub(crate) max_pause: Option<Duration>,
     /// Leave the run active when this command ends
     ///
-    /// It then lasts until --count, --stop or the guest's end. Without it a run ends with this command.
+    /// It then lasts until --count, --stop or the guest's end. Without it a run ends with this
+    /// command.
     #[arg(long, requires = "every", help_heading = headings::SCHEDULE)]
     pub(crate) detach: bool,
     /// End the active run, after the checkpoint under way

@@ -194,8 +194,8 @@ fn open(path: &Path, readonly: bool) -> Result<File, DiskError> {
     OpenOptions::new().read(true).write(!readonly).open(path).map_err(failed)
 }
 
-/// Bytes of a file, or of a block device, whose metadata has none. A file's are not looked for by seeking: that may wait for
-/// another process's flush of it.
+/// Bytes of a file, or of a block device, whose metadata has none. A file's are not looked for by
+/// seeking: that may wait for another process's flush of it.
 fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> {
     let failed = |cause| DiskError::Open { path: path.to_owned(), readonly, cause };
     let metadata = file.metadata().map_err(failed)?;
@@ -302,9 +302,10 @@ impl DiskFile {
     /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not
     /// know: elsewhere nobody would tell it.
     ///
-    /// The lock is given up only once no flush of this host's is under way (I7): one that was begun may write blocks for as
-    /// long as it lasts, over those of the next host. A flush that is under way at `deadline` is an error, and goes on: its thread
-    /// has the open file, and so the lock, also if this disk is dropped meanwhile.
+    /// The lock is given up only once no flush of this host's is under way (I7): one that was begun
+    /// may write blocks for as long as it lasts, over those of the next host. A flush that is under
+    /// way at `deadline` is an error, and goes on: its thread has the open file, and so the lock,
+    /// also if this disk is dropped meanwhile.
     pub(super) fn flush_and_unlock(self: &Arc<Self>, deadline: Instant) -> Result<(), String> {
         if !self.readonly {
             let begun = Instant::now();

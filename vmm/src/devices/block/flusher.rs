@@ -7,8 +7,9 @@
 //!                                            failed: lost -----------------+--> answer: the guest's request fails
 //! ```
 //!
-//! Storage may never answer. So no thread that others wait for makes a file durable: those that do are waited for until
-//! a deadline, one at a time for each disk, and have the file for as long as they last.
+//! Storage may never answer. So no thread that others wait for makes a file durable: those that do
+//! are waited for until a deadline, one at a time for each disk, and have the file for as long as
+//! they last.
 //!
 //! Linux says once to each open file that data could not be written back. An error that the guest has not seen is kept:
 //! were it forgotten, the guest's next flush would succeed although data is lost. So that a flush of the guest's at the
@@ -37,8 +38,8 @@ pub(in crate::devices) struct Flusher {
     which: Option<Arc<File>>,
     state: Mutex<State>,
     ended: Condvar,
-    /// To the flush thread, which ends with this; `None` for a disk that is only read. The device's thread starts none: its
-    /// sandbox forbids it.
+    /// To the flush thread, which ends with this; `None` for a disk that is only read. The device's
+    /// thread starts none: its sandbox forbids it.
     orders: Option<Sender<Arc<DiskFile>>>,
 }
 
@@ -104,7 +105,8 @@ impl Flusher {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a thread make durable what was written, unless one is at it already. By the sandbox, the operator's threads may ask.
+    /// Has a thread make durable what was written, unless one is at it already. By the sandbox, the
+    /// operator's threads may ask.
     pub(in crate::devices) fn begin(self: &Arc<Self>) -> Result<(), String> {
         let failures = {
             let mut state = self.lock();
@@ -162,8 +164,8 @@ impl Flusher {
         self.ended.notify_all();
     }
 
-    /// What was begun has ended: on another open file, when the guest had heard of so many `failures`; or on the disk's own,
-    /// where the guest hears nothing of what was said here.
+    /// What was begun has ended: on another open file, when the guest had heard of so many
+    /// `failures`; or on the disk's own, where the guest hears nothing of what was said here.
     fn end(&self, failures: Option<u64>, result: io::Result<()>) {
         let mut state = self.lock();
         // The guest's own flush has met it meanwhile; what came after it, its next one meets.
@@ -177,8 +179,8 @@ impl Flusher {
         self.ended.notify_all();
     }
 
-    /// Waits for the end of what was begun, until `deadline`; whether it has ended, and made durable what was written. The
-    /// error is what it met.
+    /// Waits for the end of what was begun, until `deadline`; whether it has ended, and made
+    /// durable what was written. The error is what it met.
     pub(in crate::devices) fn wait(&self, deadline: Instant) -> Result<bool, String> {
         let mut state = self.lock();
         while state.under_way {
@@ -192,7 +194,8 @@ impl Flusher {
         state.last.map_or(Ok(!state.skipped), |errno| Err(self.sentence(errno)))
     }
 
-    /// Waits until nothing is under way, however that ends, and at most until `deadline`; the caller waits since `begun`.
+    /// Waits until nothing is under way, however that ends, and at most until `deadline`; the
+    /// caller waits since `begun`.
     pub(super) fn settle(&self, begun: Instant, deadline: Instant) -> Result<(), String> {
         // What it met is lost, or known.
         let _ = self.wait(deadline);

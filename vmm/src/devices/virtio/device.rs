@@ -142,8 +142,8 @@ pub(crate) trait Device: Send {
     fn acquire(&mut self) -> Result<(), String>;
 
     /// Makes durable what the guest wrote, and lets go of what only one host may hold, of a device
-    /// that stands; not of a tap, where what comes can wait. What cannot be made durable until `deadline` is an error, and
-    /// stays held. The error is a sentence.
+    /// that stands; not of a tap, where what comes can wait. What cannot be made durable until
+    /// `deadline` is an error, and stays held. The error is a sentence.
     fn release(&mut self, deadline: Instant) -> Result<(), String>;
 
     /// Lets go of that, too, of a device that was released. What came for it since it was saved,

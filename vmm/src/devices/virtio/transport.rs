@@ -22,7 +22,8 @@ use crate::testing::soon;
 
 /// How long a machine that ends waits for a device whose backend is stuck.
 const FAREWELL: Duration = Duration::from_secs(5);
-/// Added to a request's deadline by the caller: a thread that gives up at the deadline still says why.
+/// Added to a request's deadline by the caller: a thread that gives up at the deadline still says
+/// why.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
 
 /// See the module.
@@ -92,8 +93,9 @@ pub(crate) struct Asked<T> {
 impl<T> Asked<T> {
     /// Waits for the answer until [`GRACE`] after the deadline; the error names the device.
     ///
-    /// A thread that is stuck until the deadline does not carry the request out later. One that is already
-    /// carrying it out at the deadline may finish it unheard; a later request is behind it in the channel.
+    /// A thread that is stuck until the deadline does not carry the request out later. One that is
+    /// already carrying it out at the deadline may finish it unheard; a later request is behind it
+    /// in the channel.
     pub(crate) fn wait(self) -> Result<T, String> {
         let left = (self.deadline + GRACE).saturating_duration_since(Instant::now());
         let Self { label, what, limit, deadline, .. } = self;
@@ -151,7 +153,8 @@ impl Transport {
         self.front.kicks.iter().map(|k| &**k)
     }
 
-    /// Sends the thread a request, which it carries out unless `deadline` has passed when it comes to it.
+    /// Sends the thread a request, which it carries out unless `deadline` has passed when it comes
+    /// to it.
     fn ask<T>(
         &self,
         what: &'static str,
@@ -225,7 +228,8 @@ impl Transport {
         self.ask("let go of its peers", deadline, |reply| Command::Detach(room, reply)).wait()
     }
 
-    /// Has peers reach the guest here, and takes what [`detach_by`](Self::detach_by) gave at its last host.
+    /// Has peers reach the guest here, and takes what [`detach_by`](Self::detach_by) gave at its
+    /// last host.
     pub(crate) fn attach_by(&self, late: Vec<u8>, deadline: Instant) -> Result<(), String> {
         self.ask("attach its peers", deadline, |reply| Command::Attach(late, reply)).wait()?
     }

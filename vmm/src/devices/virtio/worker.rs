@@ -56,8 +56,8 @@ impl<T> Reply<T> {
         Self { to, deadline }
     }
 
-    /// Carries the request out and answers it. Not after the deadline: the caller has been told that it failed, and may
-    /// have had the guest go on, whose disk must not be given up then (I7).
+    /// Carries the request out and answers it. Not after the deadline: the caller has been told
+    /// that it failed, and may have had the guest go on, whose disk must not be given up then (I7).
     fn with(self, act: impl FnOnce(Instant) -> T) {
         if Instant::now() < self.deadline {
             answer(&self.to, act(self.deadline));

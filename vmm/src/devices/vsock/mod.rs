@@ -81,8 +81,8 @@ pub(super) struct Vsock {
     most: usize,
     tokens: HashMap<Ports, u32>,
     callers: VecDeque<(u32, UnixStream)>,
-    /// Connections that wait for the guest, and until when, in the order of that. Some have got what
-    /// they waited for.
+    /// Connections that wait for the guest, and until when, in the order of that. Some have got
+    /// what they waited for.
     deadlines: VecDeque<(Instant, u32)>,
     timer: Timer,
     /// The timer's time will come.
