@@ -74,7 +74,8 @@ fn a_killed_guest_is_restored_and_runs_on_without_errors() {
     let mut third =
         Vmm::start(&place, "third", &["restore", "--same-id", "--store", &store, "--epoch", "4"]);
     third.await_api();
-    assert!(third.said().contains("resumed from checkpoint 4 after "), "{}", third.said());
+    let resumed = || third.said().contains("resumed from checkpoint 4 after ").then_some(());
+    wait_for("the guest to be resumed", resumed);
     third.await_progress(2, &before);
     third.tell(&["stop"]);
     assert_eq!(third.wait(), Some(0));

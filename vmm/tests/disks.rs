@@ -166,7 +166,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
         let out = common::output(&[&export(format)[..], &["--force"]].concat());
         let said = common::text(&out.stderr);
         assert!(
-            out.status.success() && said.contains("in checkpoint 1 are not in this file"),
+            out.status.success() && said.contains("in checkpoint 1 is not in this file"),
             "{said}"
         );
     }

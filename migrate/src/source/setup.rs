@@ -122,7 +122,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         let cause = Box::new(cause);
                         Cause::Connection { which, of, cause }
                     };
-                    scope.spawn(move || self.join_one().map_err(named))
+                    let span = tracing::Span::current();
+                    scope.spawn(move || span.in_scope(|| self.join_one()).map_err(named))
                 };
                 let threads: Vec<_> = batch.iter().map(join).collect();
                 let ended = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {

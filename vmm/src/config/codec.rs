@@ -303,7 +303,7 @@ mod tests {
         assert!(refused(MachineConfig { vcpus: 33, ..payload() }).contains("33 vCPUs"));
         assert!(refused(MachineConfig { mem_bytes: 1 << 60, ..payload() }).contains("bytes of"));
         let odd = MachineConfig { mem_bytes: (64 << 20) + 1, ..payload() };
-        assert!(refused(odd).contains("whole frames"));
+        assert!(refused(odd).contains("whole pages"));
         assert!(
             refused(MachineConfig { ring_entries: 1000, ..payload() }).contains("power of two")
         );

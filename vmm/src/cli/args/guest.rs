@@ -133,8 +133,8 @@ pub(crate) struct RunArgs {
     /// connects listens on PATH_port.
     #[arg(long, value_name = "SPEC", help_heading = headings::DEVICES)]
     pub(crate) vsock: Option<VsockSpec>,
-    /// Randomness from the host for a --kernel guest
-    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On,
+    /// Host randomness for a --kernel guest: on or off
+    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = OnOff::On, hide_possible_values = true,
           help_heading = headings::DEVICES)]
     pub(crate) rng: OnOff,
     /// Memory balloon for a --kernel guest, with settings or without
@@ -264,7 +264,7 @@ pub(crate) struct ReceiveArgs {
     /// Where to listen: tcp:HOST:PORT; port 0 takes any
     #[arg(value_name = "ADDRESS", value_parser = values::tcp)]
     pub(crate) address: String,
-    /// How long to stay to tell the source that its guest was discarded
+    /// How long to stay to tell the source of a discarded guest
     ///
     /// A complete guest is discarded if its source does not commit. Digits and ms or s.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,

@@ -21,7 +21,7 @@ pub(crate) struct SendArgs {
     #[arg(long, value_name = "S", default_value_t = 3600, value_parser = values::timeout_s,
           help_heading = headings::CONVERGENCE)]
     pub(crate) timeout_s: u64,
-    /// What to do when that has passed: cancel or switchover
+    /// What to do after that time: cancel or switchover
     #[arg(long, value_name = "NAME", default_value_t = TimeoutStrategy::Cancel,
           help_heading = headings::CONVERGENCE)]
     pub(crate) timeout_strategy: TimeoutStrategy,
