@@ -343,7 +343,10 @@ fn check_state_dir(host: &HostArgs) -> Result<(), Failure> {
 /// As [`check_state_dir`], for a guest that needs it only if it is migrated.
 fn warn_of_state_dir(host: &HostArgs) {
     if let Err(e) = check_state_dir(host) {
-        tracing::warn!("{}; this guest cannot be migrated until it is started again with one", e.message());
+        tracing::warn!(
+            "{}; this guest cannot be migrated until it is started again with one",
+            e.message()
+        );
     }
 }
 
