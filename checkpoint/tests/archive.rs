@@ -264,7 +264,7 @@ fn every_field_that_the_format_fixes_is_checked() {
     refused(contents + 24 + 8, &[9], "are not in guest memory");
     refused(contents + 24 + 8 + 8, &[0xff; 8], "are not in guest memory");
     refused(contents + 24 + 8 + 16, &[1, 0], "the runs of a record ascend");
-    refused(packed, &[0], "cannot be unpacked");
+    refused(packed, &[0], "cannot be decompressed");
     refused(end + 24, &[2], "the epoch's number at its end is 2");
     refused(end + 24, &[0xff; 8], "an epoch's number is 18446744073709551615");
     refused(end, &[0xff], "a record of tag 0x80ff has no place here");

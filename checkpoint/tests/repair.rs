@@ -368,3 +368,26 @@ fn a_log_that_did_not_become_the_stores_is_removed() {
         check_repaired(&stored, disk, &numbers(disk));
     }
 }
+
+/// What is damaged in an epoch that was never finished stops readers and writers, too.
+#[test]
+fn damage_in_a_torn_end_is_repaired_or_refused() {
+    let stored = stored(&[3], 3);
+    let log = stored.disk.contents("log-1").unwrap();
+    let begins = begins(&log);
+    for epoch in 0..3 {
+        let end = begins.get(epoch + 1).map_or(log.len(), |begin| begin * 512);
+        for cut in (begins[epoch] * 512 + 256..end).step_by(256) {
+            for bent in [begins[epoch] * 512 + 40, (begins[epoch] + 1) * 512 + 40] {
+                let (disk, mut bytes) = (stored.disk.copy(), log[..cut].to_vec());
+                let Some(byte) = bytes.get_mut(bent) else { continue };
+                *byte ^= 1;
+                disk.put("log-1", bytes);
+                match repair(&disk) {
+                    Ok(_) => check_repaired(&stored, &disk, &[1, 2, 3][..epoch]),
+                    Err(e) => assert!(epoch == 0, "cut at {cut}, bent at {bent}: {e}"),
+                }
+            }
+        }
+    }
+}

@@ -198,6 +198,11 @@ impl LogFile {
                     log.end = later;
                 }
                 None => {
+                    // Damage that is passed over here stops every other reader.
+                    let stop = match log.end.digest {
+                        Some(_) => log.strictly(|log| log.next_group(None)).err().unwrap_or(stop),
+                        None => stop,
+                    };
                     match log.tail_of(stop)? {
                         Tail::Damaged(damage, epoch) => holes.push(Hole { at, damage, epoch }),
                         tail => log.tail = tail,
@@ -207,6 +212,14 @@ impl LogFile {
             }
         }
         Ok((log, header_damage, holes))
+    }
+
+    /// Reads without passing over anything.
+    fn strictly<T>(&mut self, read: impl FnOnce(&mut Self) -> T) -> T {
+        let lenient = std::mem::replace(&mut self.sectors.lenient, false);
+        let read = read(self);
+        self.sectors.lenient = lenient;
+        read
     }
 
     /// The oldest epoch that is kept; `None` if there is none at all.
