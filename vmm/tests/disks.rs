@@ -217,7 +217,7 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     let record = place.path("state").join(format!("{id}.source.json"));
     std::fs::write(&record, "torn").unwrap();
     let said = restore(&["--disk", &spec]);
-    assert!(said.contains("runs elsewhere"), "{said}");
+    assert!(said.contains("runs on another host"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     std::fs::remove_file(record).unwrap();
     let mut fourth = Vmm::start(&place, "fourth", &["restore", "--store", &store, "--disk", &spec]);
