@@ -42,14 +42,9 @@ fn main() {
                     vm.figure("ms=").filter(|_| vm.log().contains("all frames have come"))
                 }));
             } else {
-                // "N frames read in M ms".
-                let log = vm.log();
-                let line = log.lines().find(|l| l.contains(" frames read in ")).unwrap().to_owned();
-                let words: Vec<&str> = line.split_whitespace().collect();
-                let at = words.iter().position(|w| *w == "frames").unwrap();
-                let (frames, ms): (f64, f64) =
-                    (words[at - 1].parse().unwrap(), words[at + 3].parse().unwrap());
-                speeds.push(frames * 4096.0 / ms / 1e3);
+                // The event of the restore's end.
+                let figure = |name| wait_for("the restore's end", SOON, || vm.figure(name));
+                speeds.push(figure("frames=") * 4096.0 / figure("ms=") / 1e3);
             }
             vm.console().wait_reports(1, 1, SOON);
             vm.console().assert_clean();

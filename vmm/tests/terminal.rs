@@ -116,25 +116,36 @@ fn sighup_is_as_sigterm() {
     assert!(!place.path("a.sock").exists());
 }
 
+/// A process that ends with the test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// As `nohup` starts it.
 #[test]
 fn ignored_sighup_stays_ignored() {
     let place = Place::new();
     let args = ["--backend", "threads", "--api-sock", &place.text("a.sock")];
-    let mut child = Command::new("sh")
+    let child = Command::new("sh")
         .args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_driftline"), "run"])
         .args([&args[..], &["--state-dir", &place.text("state")], &GUEST[..]].concat())
         .stdin(Stdio::null())
         .stderr(File::create(place.path("a.err")).unwrap())
         .spawn()
         .unwrap();
+    let mut child = Killed(child);
     let info = || output(&["info", "--api-sock", &place.text("a.sock")]).status.success();
     wait_for("the API", || info().then_some(()));
-    kill_process(pid(child.id()), Signal::HUP).unwrap();
+    kill_process(pid(child.0.id()), Signal::HUP).unwrap();
     // Long enough for a signal that is not ignored to be named first.
     thread::sleep(Duration::from_millis(100));
-    kill_process(pid(child.id()), Signal::TERM).unwrap();
-    let ended = wait_for("the end", || child.try_wait().unwrap());
+    kill_process(pid(child.0.id()), Signal::TERM).unwrap();
+    let ended = wait_for("the end", || child.0.try_wait().unwrap());
     assert_eq!(ended.code(), Some(0));
     let said = place.read("a.err");
     assert!(said.contains("SIGTERM") && !said.contains("SIGHUP"), "{said}");

@@ -203,6 +203,9 @@ impl LogFile {
                         Some(_) => log.strictly(|log| log.next_group(None)).err().unwrap_or(stop),
                         None => stop,
                     };
+                    if let Stop::Wrong(e @ StoreError::Io { .. }) = stop {
+                        return Err(e);
+                    }
                     match log.tail_of(stop)? {
                         Tail::Damaged(damage, epoch) => holes.push(Hole { at, damage, epoch }),
                         tail => log.tail = tail,
