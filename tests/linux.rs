@@ -227,7 +227,7 @@ fn linux_and_network(test: &str) -> Option<(Linux, Network)> {
 
 /// Whether this host can track so; says if not that `test` is skipped.
 fn can_track(test: &str, tracking: &str) -> bool {
-    let guest = ["run", "--guest", "payload,passes=1", "--mem", "64M", "--serial", "null"];
+    let guest = ["run", "--guest", "payload,ws=1M,passes=1", "--mem", "64M", "--serial", "null"];
     let tried = tests::run_cli(&[&guest[..], &["--tracking", tracking]].concat());
     let said = String::from_utf8_lossy(&tried.stderr);
     match tried.status.code() {
