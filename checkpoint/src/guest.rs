@@ -119,7 +119,8 @@ pub enum GuestError {
     },
 }
 
-/// Most bytes that [`Guest::detach`] gives: they are sent while the guest stands, and whoever sends to it decides how many come.
+/// Most bytes that [`Guest::detach`] gives: they are sent while the guest stands, and whoever sends
+/// to it decides how many come.
 pub const MAX_LATE: usize = 256 << 10;
 
 /// What one vCPU has done since the guest was built here.
@@ -164,43 +165,48 @@ pub trait Guest: Send + Sync {
     /// The guest's memory. Writing to it marks the written frames in every subscriber's tree.
     fn ram(&self) -> &GuestRam;
 
-    /// Runs of frames, ascending, that a copy of all memory has to take. All others were never written
-    /// and read as zeros, or have a content that is of no use to the guest: a running guest may be
-    /// asked, for a second at most, what of its memory is free. What such a frame is written with after
-    /// this call is found by whoever has [subscribed](Self::subscribe) before it, and by nobody else.
-    /// May include frames that are zero too. Costs one look at the host's page tables.
+    /// Runs of frames, ascending, that a copy of all memory has to take. All others were never
+    /// written and read as zeros, or have a content that is of no use to the guest: a running guest
+    /// may be asked, for a second at most, what of its memory is free. What such a frame is written
+    /// with after this call is found by whoever has [subscribed](Self::subscribe) before it, and by
+    /// nobody else. May include frames that are zero too. Costs one look at the host's page tables.
     fn populated(&self) -> Result<Vec<FrameRun>, GuestError>;
 
-    /// As [`populated`](Self::populated), but nobody is asked: all frames that the host has memory for, whatever the guest
-    /// says of them. All others read as zeros.
+    /// As [`populated`](Self::populated), but nobody is asked: all frames that the host has memory
+    /// for, whatever the guest says of them. All others read as zeros.
     fn resident(&self) -> Result<Vec<FrameRun>, GuestError> {
         self.populated()
     }
 
-    /// Has the host give memory to frames that are about to be written, which is cheaper for many at once than
-    /// for one at a time. What it does not get to, it does at the write; contents stay as they are.
+    /// Has the host give memory to frames that are about to be written, which is cheaper for many
+    /// at once than for one at a time. What it does not get to, it does at the write; contents stay
+    /// as they are.
     fn prepare(&self, frames: FrameRun);
 
     /// Begins to follow writes for one more subscriber. When this returns, every later write will
-    /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is complete.
+    /// be in one of its epochs: a copy of memory taken from now on plus the epochs since is
+    /// complete.
     fn subscribe(&self, name: &str) -> Result<Subscription, GuestError>;
 
-    /// What keeps frames as they are while the guest runs on, so that they are copied behind its back; one at a time. `None`,
-    /// the default, where that cannot be had: then they are copied while it stands. Opening it costs about as much as
-    /// a few pauses do, so it is kept for as long as epochs are taken; while nothing is protected it costs the guest nothing.
+    /// What keeps frames as they are while the guest runs on, so that they are copied behind its
+    /// back; one at a time. `None`, the default, where that cannot be had: then they are copied
+    /// while it stands. Opening it costs about as much as a few pauses do, so it is kept for as
+    /// long as epochs are taken; while nothing is protected it costs the guest nothing.
     fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         Ok(None)
     }
 
-    /// What puts contents into the memory of a guest that is paused and has never run, which nobody has touched, cheaper than a write
-    /// does. `None`, the default, where that cannot be had, or pages are such that a write is cheaper.
+    /// What puts contents into the memory of a guest that is paused and has never run, which nobody
+    /// has touched, cheaper than a write does. `None`, the default, where that cannot be had, or
+    /// pages are such that a write is cheaper.
     fn fill(&self) -> Option<Box<dyn Fill>> {
         None
     }
 
-    /// Has `backlog` come when it is touched, and behind that, into memory that nobody has touched; the guest may run meanwhile.
-    /// Gives it back, the default, where that cannot be done: then it has to come first. If a frame cannot be had the guest ends,
-    /// before anybody sees something else in its place.
+    /// Has `backlog` come when it is touched, and behind that, into memory that nobody has touched;
+    /// the guest may run meanwhile. Gives it back, the default, where that cannot be done: then it
+    /// has to come first. If a frame cannot be had the guest ends, before anybody sees something
+    /// else in its place.
     fn fetch_late(
         &self,
         backlog: Box<dyn Backlog>,
@@ -222,22 +228,24 @@ pub trait Guest: Send + Sync {
     /// takes what has been reported so far; of a paused one, everything.
     fn collect(&self) -> Result<Collected, GuestError>;
 
-    /// What each vCPU has written, as of the last collection, in the order of vCPUs. Empty, the default, where it
-    /// is not known who writes.
+    /// What each vCPU has written, as of the last collection, in the order of vCPUs. Empty, the
+    /// default, where it is not known who writes.
     fn vcpu_writes(&self) -> Vec<VcpuWrites> {
         Vec::new()
     }
 
-    /// The pauses of each vCPU, in the order of vCPUs, that are over for it. Who asked for a pause learns of its end later, on a
-    /// host whose processors the guest has again. Empty, the default, where vCPUs do not know.
+    /// The pauses of each vCPU, in the order of vCPUs, that are over for it. Who asked for a pause
+    /// learns of its end later, on a host whose processors the guest has again. Empty, the default,
+    /// where vCPUs do not know.
     fn stood(&self) -> Vec<VcpuPauses> {
         Vec::new()
     }
 
-    /// From now on holds back each vCPU that makes more than so many frames a second dirty, in holds too short to be
-    /// noticed as pauses, and never for all of the time; `None` holds nobody. A vCPU that makes fewer dirty is let be. A pause
-    /// does not wait for a hold. Whoever asks for this takes it back: it is no part of the guest's state. Does nothing,
-    /// the default, where it is not known who [writes](Self::vcpu_writes).
+    /// From now on holds back each vCPU that makes more than so many frames a second dirty, in
+    /// holds too short to be noticed as pauses, and never for all of the time; `None` holds nobody.
+    /// A vCPU that makes fewer dirty is let be. A pause does not wait for a hold. Whoever asks for
+    /// this takes it back: it is no part of the guest's state. Does nothing, the default, where it
+    /// is not known who [writes](Self::vcpu_writes).
     fn throttle(&self, frames_per_s: Option<u64>) {
         let _ = frames_per_s;
     }
@@ -245,25 +253,27 @@ pub trait Guest: Send + Sync {
     /// Whether the guest runs.
     fn run_state(&self) -> RunState;
 
-    /// The guest is to be handed over: for some milliseconds this host's processors are better kept from sleeping, since threads
-    /// then wait for each other while it stands. A hint; does nothing, the default, where there is no way to.
+    /// The guest is to be handed over: for some milliseconds this host's processors are better kept
+    /// from sleeping, since threads then wait for each other while it stands. A hint; does nothing,
+    /// the default, where there is no way to.
     fn stay_awake(&self) {}
 
     /// Stops all vCPUs between two instructions and quiesces devices. Returns the state before; a
     /// guest that is paused already stays so. Prefer [`Paused::new`], which resumes by itself.
     fn pause(&self) -> Result<RunState, GuestError>;
 
-    /// [`pause`](Self::pause) and then [`save_state`](Self::save_state), for whoever wants both: a guest that does them
-    /// at one request stands for less. Where only saving fails, that is the inner error, and the guest is paused. Prefer
-    /// [`Paused::saving`], which resumes by itself.
+    /// [`pause`](Self::pause) and then [`save_state`](Self::save_state), for whoever wants both: a
+    /// guest that does them at one request stands for less. Where only saving fails, that is the
+    /// inner error, and the guest is paused. Prefer [`Paused::saving`], which resumes by itself.
     fn pause_and_save(&self) -> Result<(RunState, SavedState), GuestError> {
         let before = self.pause()?;
         Ok((before, self.save_state()))
     }
 
-    /// Lets a paused guest run. Returns when its vCPUs have gone on, where they know: whatever the caller does next keeps no
-    /// processor from one that was woken for it. Waits for nobody's write to guest memory, and makes none: frames that are
-    /// [shielded](Self::shield) are let go of only when it has returned.
+    /// Lets a paused guest run. Returns when its vCPUs have gone on, where they know: whatever the
+    /// caller does next keeps no processor from one that was woken for it. Waits for nobody's write
+    /// to guest memory, and makes none: frames that are [shielded](Self::shield) are let go of only
+    /// when it has returned.
     fn resume(&self) -> Result<(), GuestError>;
 
     /// The whole state besides memory, of a paused guest.
@@ -273,27 +283,28 @@ pub trait Guest: Send + Sync {
     /// input. Unknown ones that must be understood are refused by name.
     fn restore_state(&self, sections: &[Section], clock: Clock) -> Result<(), GuestError>;
 
-    /// Has disks make durable what the guest has written, without stopping it: whoever lets go of it soon has less left
-    /// to do then. Whether that was done within `limit`; what is not done then goes on. An error is
-    /// reported to the guest, too, as one of the next flush that it asks for itself; until then
-    /// [`release`](Self::release) fails.
+    /// Has disks make durable what the guest has written, without stopping it: whoever lets go of
+    /// it soon has less left to do then. Whether that was done within `limit`; what is not done
+    /// then goes on. An error is reported to the guest, too, as one of the next flush that it asks
+    /// for itself; until then [`release`](Self::release) fails.
     fn flush(&self, limit: Duration) -> Result<bool, GuestError>;
 
-    /// Makes durable what the guest wrote and lets go of what only one host may hold (drives' locks, listening sockets), of a
-    /// paused guest; but not of its taps: what comes by them waits.
+    /// Makes durable what the guest wrote and lets go of what only one host may hold (drives'
+    /// locks, listening sockets), of a paused guest; but not of its taps: what comes by them waits.
     fn release(&self) -> Result<(), GuestError>;
 
-    /// Lets go of a released guest's taps, too. What has come for it since its state was saved, opaque and at
-    /// most [`MAX_LATE`] bytes, is for [`attach`](Self::attach) on the next host; should it stay here after all, it gets
-    /// that nevertheless.
+    /// Lets go of a released guest's taps, too. What has come for it since its state was saved,
+    /// opaque and at most [`MAX_LATE`] bytes, is for [`attach`](Self::attach) on the next host;
+    /// should it stay here after all, it gets that nevertheless.
     fn detach(&self) -> Result<Vec<u8>, GuestError>;
 
-    /// On the next host, once the guest has its state and nobody else is reached in its name any more: has peers reach
-    /// it here, and takes what [`detach`](Self::detach) gave, which is hostile input. Whoever could not be
-    /// told is told when the guest goes on.
+    /// On the next host, once the guest has its state and nobody else is reached in its name any
+    /// more: has peers reach it here, and takes what [`detach`](Self::detach) gave, which is
+    /// hostile input. Whoever could not be told is told when the guest goes on.
     fn attach(&self, late: &[u8]) -> Result<(), GuestError>;
 
-    /// Takes again what [`release`](Self::release) and [`detach`](Self::detach) let go of, or takes it first on a new host.
+    /// Takes again what [`release`](Self::release) and [`detach`](Self::detach) let go of, or takes
+    /// it first on a new host.
     fn acquire(&self) -> Result<(), GuestError>;
 
     /// Ends the guest here for good; it can never be resumed. `why` is for the log.
@@ -315,8 +326,9 @@ pub trait GuestFactory: Send + Sync {
     /// bounds are checked before anything is allocated.
     fn create(&self, vm_id: VmId, config: &[u8]) -> Result<Arc<Self::Guest>, GuestError>;
 
-    /// As [`create`](Self::create), for a guest whose `drives`, hostile input too, are copied here: beside it, for each of them in
-    /// their order, its copy in the making, which the guest has for its drive. A factory that makes no copies refuses.
+    /// As [`create`](Self::create), for a guest whose `drives`, hostile input too, are copied here:
+    /// beside it, for each of them in their order, its copy in the making, which the guest has for
+    /// its drive. A factory that makes no copies refuses.
     fn create_with_copies(
         &self,
         vm_id: VmId,
@@ -353,9 +365,9 @@ pub trait GuestFactory: Send + Sync {
 /// A guest held still. Dropping it resumes the guest if it ran before, so that no error path leaves
 /// a guest standing; only [`keep_paused`](Self::keep_paused) ends the hold without that.
 ///
-/// Holds of one guest do not nest by themselves: the one that began first resumes it, whoever else holds it still. Where
-/// one guest is checkpointed and migrated, each does so through a [`Guest`] of its own that counts holds, as the machine's
-/// jobs do.
+/// Holds of one guest do not nest by themselves: the one that began first resumes it, whoever else
+/// holds it still. Where one guest is checkpointed and migrated, each does so through a [`Guest`]
+/// of its own that counts holds, as the machine's jobs do.
 #[must_use = "dropping this resumes the guest"]
 pub struct Paused<'g, G: Guest + ?Sized> {
     guest: &'g G,
@@ -393,7 +405,8 @@ impl<'g, G: Guest + ?Sized> Paused<'g, G> {
         self.guest.save_state()
     }
 
-    /// Lets the guest run on now, if it ran before; says whether that worked, which dropping cannot.
+    /// Lets the guest run on now, if it ran before; says whether that worked, which dropping
+    /// cannot.
     pub fn resume(mut self) -> Result<(), GuestError> {
         if std::mem::take(&mut self.resume) { self.guest.resume() } else { Ok(()) }
     }

@@ -1,5 +1,6 @@
-//! The instant of an epoch: the guest is stopped for as long as it takes to know what changed and to save its state.
-//! What changed is copied in that pause, or, where it is much and the guest can [shield](Shield) it, behind its back:
+//! The instant of an epoch: the guest is stopped for as long as it takes to know what changed and
+//! to save its state. What changed is copied in that pause, or, where it is much and the guest can
+//! [shield](Shield) it, behind its back:
 //!
 //! ```text
 //! this thread    collect, drain, protect; the same again   PAUSE: save, drain, copy that   write ............  publish
@@ -7,10 +8,12 @@
 //! the guest      runs ..................................                                   runs; writes wait for what is not copied
 //! ```
 //!
-//! So the pause depends on what changes while little is protected, and not on what changed before. Frames are
-//! protected before the pause, and so is what changes while that takes long; one that is written to in between is let go of at once,
-//! is dirty again, and is copied in the pause. From the pause on a frame is let go of when it has been copied: those that somebody waits for first, the
-//! others in order. Copies wait in the staging area for the file; where that is slow, writers wait for room in it.
+//! So the pause depends on what changes while little is protected, and not on what changed before.
+//! Frames are protected before the pause, and so is what changes while that takes long; one that is
+//! written to in between is let go of at once, is dirty again, and is copied in the pause. From the
+//! pause on a frame is let go of when it has been copied: those that somebody waits for first, the
+//! others in order. Copies wait in the staging area for the file; where that is slow, writers wait
+//! for room in it.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -33,12 +36,15 @@ use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
 use crate::{Guest, GuestError, Shield};
 
-/// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a writer for longer.
+/// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a
+/// writer for longer.
 const PIECE_FRAMES: u64 = 64;
-/// What changes while much is protected is copied in the pause if it is at most so many frames, else protected, too.
+/// What changes while much is protected is copied in the pause if it is at most so many frames,
+/// else protected, too.
 const LATE_FRAMES: u64 = 512;
-/// What changed while much was protected is protected, too, before the pause, if it is more than so many frames, or than are worth it
-/// at all. Mostly that is less than what was protected before it, takes less long, and less changes meanwhile.
+/// What changed while much was protected is protected, too, before the pause, if it is more than so
+/// many frames, or than are worth it at all. Mostly that is less than what was protected before it,
+/// takes less long, and less changes meanwhile.
 const AGAIN_FRAMES: u64 = LATE_FRAMES / 2;
 /// At most so often; then the guest writes faster than it can be protected from.
 const AGAIN_TIMES: u32 = 2;
@@ -86,8 +92,8 @@ impl Taken {
     }
 }
 
-/// Takes what changed since the last epoch, and the state. On every way out the guest runs again if it ran before, and
-/// nobody waits for a frame or a block.
+/// Takes what changed since the last epoch, and the state. On every way out the guest runs again if
+/// it ran before, and nobody waits for a frame or a block.
 pub(crate) fn take(
     means: Means<'_>,
     subscription: &mut Subscription,
@@ -216,7 +222,8 @@ fn behind(
         let saved = saving.join().unwrap_or_else(|_| {
             Err(system("copying behind the guest", io::Error::other("its thread panicked")))
         });
-        // First why the saver ended: what befell the other may have come of that. By itself it fails for no other's failure.
+        // First why the saver ended: what befell the other may have come of that. By itself it
+        // fails for no other's failure.
         let saved = saved.map_err(|cause| (Phase::CopyBehind, cause))?;
         let (mut taken, blocks) = taken?;
         (taken.behind, taken.waits, taken.waited) = (saved.frames, saved.waits, saved.waited);
@@ -271,8 +278,8 @@ impl Taker<'_, '_> {
                 Ok(late)
             })?;
         let resumed = Instant::now();
-        // From when `released` was taken nothing has been let go of that is not copied. A saver that has ended says why
-        // when it is joined.
+        // From when `released` was taken nothing has been let go of that is not copied. A saver
+        // that has ended says why when it is joined.
         let _ = go.send((frames, late.clone()));
         step::<_, Cause>(Phase::Write, || {
             let mut aside = Vec::new();
@@ -301,7 +308,8 @@ struct Ahead {
     epochs: Vec<Epoch>,
 }
 
-/// Protects what is in `early`, and what changes meanwhile while that is more than `again_over` frames.
+/// Protects what is in `early`, and what changes meanwhile while that is more than `again_over`
+/// frames.
 fn protect_ahead(
     guest: &dyn Guest,
     shield: &OfEpoch<'_>,
@@ -322,7 +330,8 @@ fn protect_ahead(
         if next.frames() <= again_over || again == AGAIN_TIMES {
             break;
         }
-        // Protected again with the others, so they are not late. What is let go of from now on and written is in the next drain.
+        // Protected again with the others, so they are not late. What is let go of from now on and
+        // written is in the next drain.
         if let Some(released) = &mut *before.lock().unwrap_or_else(PoisonError::into_inner) {
             next.insert_all(&std::mem::take(released));
         }

@@ -1,5 +1,5 @@
-//! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run, or, where it runs before its
-//! memory is there, before it gets to see it.
+//! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run,
+//! or, where it runs before its memory is there, before it gets to see it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -57,7 +57,8 @@ pub enum RestoreError {
         /// Hash of the stored layout.
         stored: u32,
     },
-    /// Its drives were being written over, after all that is stored of them had been read and found sound.
+    /// Its drives were being written over, after all that is stored of them had been read and found
+    /// sound.
     #[error(
         "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly overwritten: run no guest from \
          them until a checkpoint, this or another, has been restored to them",
@@ -96,7 +97,8 @@ pub struct RestoreReport {
     pub frames: u64,
     /// Of those, how many are still to come.
     pub late_frames: u64,
-    /// Drives that were written over: all that the guest can write to, or none if the epoch has none.
+    /// Drives that were written over: all that the guest can write to, or none if the epoch has
+    /// none.
     pub drives: u32,
     /// Blocks of them that are not zeros.
     pub disk_blocks: u64,
@@ -125,14 +127,17 @@ impl RestoreReport {
 }
 
 /// Builds the guest of `epoch`, or of the latest in the store, with `factory`, and puts memory and
-/// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`. If the epoch has drives, those that the
-/// guest has here are written over, after all else, and are as they were at its instant, durably, when this returns. Nothing is written to any of them
-/// before all that is stored of the guest has been read and found sound; blocks of drives are read twice for that.
+/// state into it. The guest is paused and has acquired nothing: `acquire`, then `resume`. If the
+/// epoch has drives, those that the guest has here are written over, after all else, and are as
+/// they were at its instant, durably, when this returns. Nothing is written to any of them before
+/// all that is stored of the guest has been read and found sound; blocks of drives are read twice
+/// for that.
 ///
-/// Reads each frame that is not zeros once, wherever its epoch came from, on up to four threads. All checksums are compared on
-/// the way; at the first that is wrong the guest is thrown away. The epoch is kept in the store for as long as it is read,
-/// whoever writes there meanwhile. The latest epoch is the one with the
-/// highest number: if that is damaged it is refused, not passed over; ask for another by number.
+/// Reads each frame that is not zeros once, wherever its epoch came from, on up to four threads.
+/// All checksums are compared on the way; at the first that is wrong the guest is thrown away. The
+/// epoch is kept in the store for as long as it is read, whoever writes there meanwhile. The latest
+/// epoch is the one with the highest number: if that is damaged it is refused, not passed over; ask
+/// for another by number.
 ///
 /// Contents go through buffers of 1 MiB that stay in the cache: their checksums have to be computed
 /// by reading them once anyway.
@@ -145,10 +150,11 @@ pub fn restore<F: GuestFactory>(
     restore_as(store, epoch, factory, clock, Whole::new, Whole::fill)
 }
 
-/// As [`restore`], but the guest may run before its memory is there, where it and its host can do that
-/// ([`Guest::fetch_late`]): a frame comes when it is touched, and the others behind that. Frames are checked when they come; the
-/// guest ends at one that is damaged. The epoch is kept in the store until all have come. Reads where frames are, 16 bytes of
-/// memory for each, and none of them.
+/// As [`restore`], but the guest may run before its memory is there, where it and its host can do
+/// that ([`Guest::fetch_late`]): a frame comes when it is touched, and the others behind that.
+/// Frames are checked when they come; the guest ends at one that is damaged. The epoch is kept in
+/// the store until all have come. Reads where frames are, 16 bytes of memory for each, and none of
+/// them.
 pub fn restore_lazily<F: GuestFactory>(
     store: &Store,
     epoch: Option<u64>,
@@ -159,7 +165,8 @@ pub fn restore_lazily<F: GuestFactory>(
     restore_as(store, epoch, factory, clock, late, lazily)
 }
 
-/// `prepare` finds out where frames are, and what else is in the epoch, beside the building of the machine; `fill` then puts them into it, or has them come.
+/// `prepare` finds out where frames are, and what else is in the epoch, beside the building of the
+/// machine; `fill` then puts them into it, or has them come.
 fn restore_as<F: GuestFactory, P: Send>(
     store: &Store,
     epoch: Option<u64>,
@@ -204,9 +211,11 @@ fn restore_as<F: GuestFactory, P: Send>(
     finish(filled, guest, report, since)
 }
 
-/// As [`restore`], of an archive: the guest has all of its memory when it is there. Unpacks on up to eight threads, each with
-/// 5 MiB; nothing else of the archive but its state, and which blocks of drives it has, is ever in memory. All checksums are compared on the way, those of
-/// the frames too. Its drives are written as [`restore`] does it, after all of it has been found sound: what is in them is unpacked twice.
+/// As [`restore`], of an archive: the guest has all of its memory when it is there. Unpacks on up
+/// to eight threads, each with 5 MiB; nothing else of the archive but its state, and which blocks
+/// of drives it has, is ever in memory. All checksums are compared on the way, those of the frames
+/// too. Its drives are written as [`restore`] does it, after all of it has been found sound: what
+/// is in them is unpacked twice.
 pub fn restore_archive<F: GuestFactory>(
     archive: &Archive,
     factory: &F,
@@ -260,7 +269,8 @@ fn finish<G: Guest + ?Sized>(
     Ok((guest, report))
 }
 
-/// Why a guest that is being restored refuses something: for want of a frame, if there is one that cannot be had.
+/// Why a guest that is being restored refuses something: for want of a frame, if there is one that
+/// cannot be had.
 fn lost<G: Guest + ?Sized>(guest: &G, epoch: u64, cause: GuestError) -> RestoreError {
     match guest.fetching().and_then(|fetching| fetching.lost) {
         Some(why) => RestoreError::Lost { epoch, why },
@@ -324,7 +334,8 @@ fn lazily<G: Guest + ?Sized>(
     Ok(())
 }
 
-/// A guest with zeroed memory, as the epoch's configuration says, and its drives as they are, if the epoch has them.
+/// A guest with zeroed memory, as the epoch's configuration says, and its drives as they are, if
+/// the epoch has them.
 fn build<F: GuestFactory>(
     factory: &F,
     from: &Origin,
@@ -380,8 +391,8 @@ impl<'g> Memory<'g> {
 impl Sink for Memory<'_> {
     type Error = RestoreError;
 
-    /// As long as this host has room for them twice, in memory and in its page cache: what is read ahead should still be there when its
-    /// turn comes.
+    /// As long as this host has room for them twice, in memory and in its page cache: what is read
+    /// ahead should still be there when its turn comes.
     fn in_order(&self, frames: u64) -> bool {
         let needed = frames.saturating_mul(2 * PAGE_SIZE);
         self.fill.as_ref().is_some_and(|fill| needed <= fill.available())

@@ -1,5 +1,5 @@
-//! How fast a guest's vCPUs may make frames dirty while precopy does not get ahead: a pure function over the
-//! passes measured so far, beside [`judge`].
+//! How fast a guest's vCPUs may make frames dirty while precopy does not get ahead: a pure function
+//! over the passes measured so far, beside [`judge`].
 //!
 //! | after a pass | the throttle |
 //! | --- | --- |
@@ -10,19 +10,22 @@
 //! | there is one, and what is left is less than [`SHRINKS`] of the frames that the last pass sent | stays as it is |
 //! | there is one, and it is not | their share becomes [`TIGHTER`] times what it was, but no less than [`LEAST_SHARE`] |
 //!
-//! *The approach*: what is left fits, but would pause the guest for longer than [`LONG_PAUSE`], and passes no longer shrink.
-//! Then one more pass is sent while all vCPUs together have [`APPROACH_SHARE`] of the link, and
-//! further ones while they shrink. So a guest that dirties memory as fast as the link carries it
-//! runs slowly for about as long as it would have been paused, and the pause is a small part of
-//! that. It happens once in a migration, and never past a limit.
+//! *The approach*: what is left fits, but would pause the guest for longer than [`LONG_PAUSE`], and
+//! passes no longer shrink. Then one more pass is sent while all vCPUs together have
+//! [`APPROACH_SHARE`] of the link, and further ones while they shrink. So a guest that dirties
+//! memory as fast as the link carries it runs slowly for about as long as it would have been
+//! paused, and the pause is a small part of that. It happens once in a migration, and never past a
+//! limit.
 //!
-//! The share is given out as evenly as can be: there is one rate for all vCPUs, the highest at which they together keep
-//! to the share if they go on as they did. So those that write less than the rate are not held at all, and a
-//! program that the guest moves to another vCPU gets no more there. The rate never rises in a migration: what
-//! is gained by holding a guest would be lost again.
+//! The share is given out as evenly as can be: there is one rate for all vCPUs, the highest at
+//! which they together keep to the share if they go on as they did. So those that write less than
+//! the rate are not held at all, and a program that the guest moves to another vCPU gets no more
+//! there. The rate never rises in a migration: what is gained by holding a guest would be lost
+//! again.
 //!
-//! A guest that keeps to a share `s` leaves at most `s` times what a pass sent for the next one, so that passes that take
-//! `t` shrink to a pause of `d` in `log(d / t) / log(s)` of them, which take `t / (1 - s)` together.
+//! A guest that keeps to a share `s` leaves at most `s` times what a pass sent for the next one, so
+//! that passes that take `t` shrink to a pause of `d` in `log(d / t) / log(s)` of them, which take
+//! `t / (1 - s)` together.
 
 use std::time::Duration;
 
@@ -33,13 +36,15 @@ use crate::convergence::{
     link_rate, shrinks,
 };
 
-/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that holds need not be exact.
+/// The part of the link's rate that vCPUs may fill first: far enough below [`SHRINKS`] that holds
+/// need not be exact.
 pub const FIRST_SHARE: f64 = 0.6;
 
 /// What the share is multiplied with when a pass did not shrink in spite of it.
 pub const TIGHTER: f64 = 0.5;
 
-/// The least share: a guest that outruns the link even so writes in ways that holds do not slow down.
+/// The least share: a guest that outruns the link even so writes in ways that holds do not slow
+/// down.
 pub const LEAST_SHARE: f64 = FIRST_SHARE / 8.0;
 
 /// The share during the approach. Less makes the pause shorter and the guest slower before it: with
@@ -75,13 +80,15 @@ impl Throttle {
     }
 }
 
-/// What follows from one more pass. `passes` are those measured so far, oldest first; `pending` frames wait; `dirtied`
-/// are the frames that each vCPU made dirty in `window`, the time from the last drain but one to the last, empty where
-/// that is not known. Costs a sort of as many numbers as there are vCPUs.
+/// What follows from one more pass. `passes` are those measured so far, oldest first; `pending`
+/// frames wait; `dirtied` are the frames that each vCPU made dirty in `window`, the time from the
+/// last drain but one to the last, empty where that is not known. Costs a sort of as many numbers
+/// as there are vCPUs.
 ///
-/// Laws (tests below): the same arguments give the same throttle; a guest that converges by itself is never throttled;
-/// the rate never rises; together vCPUs that go on as they did keep to their share, and with a frame a second more each
-/// they would not; whoever writes at most at the rate loses nothing; a guest that does not change converges.
+/// Laws (tests below): the same arguments give the same throttle; a guest that converges by itself
+/// is never throttled; the rate never rises; together vCPUs that go on as they did keep to their
+/// share, and with a frame a second more each they would not; whoever writes at most at the rate
+/// loses nothing; a guest that does not change converges.
 pub fn throttle(
     now: Throttle,
     goals: &Goals,
@@ -127,8 +134,8 @@ pub fn judge_and_throttle(
     }
 }
 
-/// Whether a pass as long as the pause would be, and one more, stay within the limits: what fits now
-/// must not be given up for the sake of a shorter pause.
+/// Whether a pass as long as the pause would be, and one more, stay within the limits: what fits
+/// now must not be given up for the sake of a shorter pause.
 fn has_room(goals: &Goals, passes: &[Measured], elapsed: Duration, expected: Duration) -> bool {
     let after = elapsed.saturating_add(expected.saturating_mul(2));
     (passes.len() as u32).saturating_add(1) < goals.max_passes && after < goals.timeout
@@ -174,8 +181,8 @@ fn gets_ahead(passes: &[Measured], pending: u64) -> bool {
     passes.len() < 2 || shrinks(&passes[..passes.len() - 1], pending)
 }
 
-/// The most for each by which all together have no more than `all`, if they would have more: the level of a flood
-/// that covers the high ones. No less than nothing.
+/// The most for each by which all together have no more than `all`, if they would have more: the
+/// level of a flood that covers the high ones. No less than nothing.
 fn level(each: &[u64], all: f64) -> Option<f64> {
     let mut ascending = each.to_vec();
     ascending.sort_unstable();
@@ -318,7 +325,8 @@ mod tests {
             let began = course.throttles.iter().position(|t| *t != Throttle::Off);
             if let Some((at, Throttle::On { share, rate })) = began.map(|at| (at, course.throttles[at])) {
                 prop_assert!(share == FIRST_SHARE || share == APPROACH_SHARE);
-                // Those who go on as in the last pass keep to it, but for a frame a second of rounding up.
+                // Those who go on as in the last pass keep to it, but for a frame a second of
+                // rounding up.
                 let window = course.passes[at - 1].time;
                 let by = dirtied(&vcpus, window, Throttle::Off);
                 let kept: f64 = by.iter().map(|d| (*d as f64 / window.as_secs_f64()).min(rate as f64)).sum();
@@ -342,7 +350,8 @@ mod tests {
             let goals = goals(Duration::from_millis(300));
             let with = migrate(&vcpus, link, &goals, true);
             prop_assert!(matches!(with.end, Judgement::SwitchOver(_)), "{:?}", with.end);
-            // From when it begins each pass shrinks, or makes the throttle tighter for the next one.
+            // From when it begins each pass shrinks, or makes the throttle tighter for the next
+            // one.
             let begins = with.throttles.iter().position(|t| *t != Throttle::Off);
             let Some(begins) = begins else { return Ok(()) };
             let first = with.passes[begins].time.as_secs_f64() / WORTH_A_PASS.as_secs_f64();
