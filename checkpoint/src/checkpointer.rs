@@ -5,8 +5,8 @@
 //! land     hear that the one that was handed over first is durable, or has failed
 //! ```
 //!
-//! Several may be in the air. If one fails, so do all behind it that build on it: their frames go back to the tracker (I4), and
-//! nothing is built on any of them once none is in the air any more.
+//! Several may be in the air. If one fails, so do all behind it that build on it: their frames go
+//! back to the tracker (I4), and nothing is built on any of them once none is in the air any more.
 
 mod early;
 
@@ -35,8 +35,8 @@ use crate::{DriveHead, Guest, GuestError};
 /// The first is full, later ones build on the one before. Made again for a store that has epochs
 /// already it begins with a full one, because nobody followed the guest's writes in between; so it
 /// does if somebody took away the store's files, or its lock (the
-/// epoch that notices that fails, the next takes the lock again unless another writer has it), and after a failed sync, because
-/// nobody knows then what got to the disk.
+/// epoch that notices that fails, the next takes the lock again unless another writer has it), and
+/// after a failed sync, because nobody knows then what got to the disk.
 ///
 /// ```
 /// use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -162,27 +162,31 @@ impl Checkpointer {
         })
     }
 
-    /// From so many changed frames on an epoch is copied behind the running guest, where that can keep its frames as they
-    /// are meanwhile ([`Guest::shield`]); with fewer, before the pause or in it, which then costs less than to protect and copy
-    /// them. `u64::MAX` has none copied behind. If this is not called, that begins with 1,280 frames, and with 5,120 where
-    /// by the epoch before little would be left for the pause.
+    /// From so many changed frames on an epoch is copied behind the running guest, where that can
+    /// keep its frames as they are meanwhile ([`Guest::shield`]); with fewer, before the pause or
+    /// in it, which then costs less than to protect and copy them. `u64::MAX` has none copied
+    /// behind. If this is not called, that begins with 1,280 frames, and with 5,120 where by the
+    /// epoch before little would be left for the pause.
     pub fn copy_behind_from(&mut self, frames: u64) {
         self.ways = Ways::new(frames);
     }
 
-    /// Leaves the guest's drives to somebody else, who has to keep each as it is in the pause of an epoch. At first epochs have all those that
-    /// the guest can write to. Not after the first epoch.
+    /// Leaves the guest's drives to somebody else, who has to keep each as it is in the pause of an
+    /// epoch. At first epochs have all those that the guest can write to. Not after the first
+    /// epoch.
     pub fn leave_drives(&mut self) {
         self.drives.clear();
     }
 
-    /// How many epochs are kept: with each one that is stored the oldest beyond so many, at least 1, are dropped, but for those
-    /// that somebody reads at the time, and later ones. Without a number, as at first, all are kept.
+    /// How many epochs are kept: with each one that is stored the oldest beyond so many, at least
+    /// 1, are dropped, but for those that somebody reads at the time, and later ones. Without a
+    /// number, as at first, all are kept.
     pub fn keep(&mut self, epochs: Option<u64>) {
         self.bounds.keep = epochs;
     }
 
-    /// From so many bytes on, 16 MiB unless said, the log is written anew when it is three times as long as it would be then.
+    /// From so many bytes on, 16 MiB unless said, the log is written anew when it is three times as
+    /// long as it would be then.
     pub fn log_bound(&mut self, bytes: u64) {
         self.bounds.log = bytes;
     }
@@ -200,12 +204,13 @@ impl Checkpointer {
 
     /// Takes one epoch and returns when it is durable.
     ///
-    /// The guest stands still while its state is saved. What changed is copied, and written, behind the running guest: who
-    /// writes to a frame that has not been copied waits for that. If it is little, or the guest offers no
-    /// [shield](Guest::shield), it is copied before the pause or in it and written behind. Then frames beyond the staging area's size
-    /// are written in the pause, which is as slow as the disk's cache; the area has grown, within its limit, by
-    /// the next epoch. A full epoch first copies populated memory while the guest runs, and, a few
-    /// times, what changed meanwhile.
+    /// The guest stands still while its state is saved. What changed is copied, and written, behind
+    /// the running guest: who writes to a frame that has not been copied waits for that. If it is
+    /// little, or the guest offers no [shield](Guest::shield), it is copied before the pause or in
+    /// it and written behind. Then frames beyond the staging area's size are written in the pause,
+    /// which is as slow as the disk's cache; the area has grown, within its limit, by the next
+    /// epoch. A full epoch first copies populated memory while the guest runs, and, a few times,
+    /// what changed meanwhile.
     pub fn take(&mut self) -> Result<EpochReport, CheckpointError> {
         self.launch();
         let mut landed = self.land(None);
@@ -224,7 +229,8 @@ impl Checkpointer {
         self.flights.len()
     }
 
-    /// Whether one has failed, and some that may have been built on it have not landed: what is launched now would fail, too.
+    /// Whether one has failed, and some that may have been built on it have not landed: what is
+    /// launched now would fail, too.
     pub(crate) fn must_land(&self) -> bool {
         self.trouble.any && self.in_the_air()
     }
@@ -233,7 +239,8 @@ impl Checkpointer {
         self.flights.iter().any(|flight| matches!(flight.state, FlightState::Air(_)))
     }
 
-    /// Takes one epoch and hands it over; what becomes of it is heard when it has [landed](Self::land).
+    /// Takes one epoch and hands it over; what becomes of it is heard when it has
+    /// [landed](Self::land).
     pub(crate) fn launch(&mut self) {
         let span = tracing::info_span!("epoch", epoch = self.next);
         let _entered = span.enter();
@@ -258,8 +265,9 @@ impl Checkpointer {
         self.deal_with_trouble(None);
     }
 
-    /// What became of the epoch that was launched first of those that have not landed, as soon as that is known, but at most after `limit`;
-    /// `None` if it is not known by then, or there is none.
+    /// What became of the epoch that was launched first of those that have not landed, as soon as
+    /// that is known, but at most after `limit`; `None` if it is not known by then, or there is
+    /// none.
     pub(crate) fn land(
         &mut self,
         limit: Option<Duration>,
@@ -310,7 +318,8 @@ impl Checkpointer {
                 drop(changed);
                 let cause = cause.into();
                 tracing::warn!(epoch, full, %cause, "not stored");
-                // After a failed sync nobody knows what got to the disk: the next one copies all of memory.
+                // After a failed sync nobody knows what got to the disk: the next one copies all of
+                // memory.
                 self.note_failure(&cause, full || answer.lost);
                 self.trouble.files |= answer.gone;
                 Err(self.failed(epoch, Phase::Publish, cause))
@@ -334,7 +343,8 @@ impl Checkpointer {
         *lost |= lock;
     }
 
-    /// Once nothing is in the air that could still be built on: `durable` is the latest epoch that is, if one has just landed.
+    /// Once nothing is in the air that could still be built on: `durable` is the latest epoch that
+    /// is, if one has just landed.
     fn deal_with_trouble(&mut self, durable: Option<u64>) {
         if !self.trouble.any || self.in_the_air() {
             return;
@@ -351,7 +361,8 @@ impl Checkpointer {
         }
     }
 
-    /// Sees to it that the store's files are open and its own, before an epoch is begun, and that there is a number for that.
+    /// Sees to it that the store's files are open and its own, before an epoch is begun, and that
+    /// there is a number for that.
     fn make_ready(&mut self) -> Result<(), (Phase, Cause)> {
         let begin = |e: StoreError| (Phase::Begin, e.into());
         if self.next > MAX_EPOCH {
@@ -383,7 +394,8 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Opens the store's files, which are made if there are none, if they are not open, or not the ones that are open.
+    /// Opens the store's files, which are made if there are none, if they are not open, or not the
+    /// ones that are open.
     fn open_again(&mut self) -> Result<(), StoreError> {
         match self.crew.as_ref().map(Crew::check) {
             Some(Err(e @ StoreError::Replaced { .. })) => {

@@ -128,7 +128,7 @@ pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let (file, (tell, told)) = (file.try_clone()?, mpsc::channel());
     // A thread of its own, because a call that hangs cannot be ended.
     Builder::new().name("drive-data".into()).spawn(move || {
-        // Nobody may be waiting any more.
+        // The caller has returned if the limit has passed.
         let _ = tell.send(data_within(&file, all, bytes));
     })?;
     told.recv_timeout(LOOK_LIMIT).unwrap_or_else(|e| {

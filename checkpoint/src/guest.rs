@@ -342,12 +342,14 @@ pub trait GuestFactory: Send + Sync {
         Err(GuestError::Unsupported { what: drive.to_string(), why })
     }
 
-    /// As [`create`](Self::create), for a guest that is restored from the checkpoint `from`; the
-    /// factory decides whether it is the guest that this is of, or a new one. Its `drives`, hostile
-    /// input too, are about to be written over: beside it, each of them in their order, which
-    /// nobody else has until it is yielded. A drive that is not there, is another one than said,
-    /// cannot be written to or is somebody else's is refused by its name; nothing has been written
-    /// to any by then. A factory whose guests have no drives refuses.
+    /// As [`create`](Self::create), for a guest that is restored from the checkpoint `from`. The
+    /// factory decides whether the guest is the one that was checkpointed, or a new one.
+    ///
+    /// Returns the guest and, in the order of `drives`, the files that are about to be written over.
+    /// Each is locked for this guest until it is yielded. `drives` is hostile input. A drive that is
+    /// missing, differs from its description, cannot be written to or is in use is refused by its
+    /// name, before anything is written to any of them. A factory whose guests have no drives
+    /// refuses.
     fn create_with_drives(
         &self,
         from: &Origin,

@@ -1,4 +1,5 @@
-//! Blocks of a drive that keep their content while the guest writes on, until somebody has copied them.
+//! Blocks of a drive that keep their content while the guest writes on, until somebody has copied
+//! them.
 //!
 //! ```text
 //! the guest stands   Keeper::keep: what changed is kept
@@ -6,9 +7,12 @@
 //! the copier         Keeping::next: what was set aside first, then the others in order; each is let go of
 //! ```
 //!
-//! While nothing is kept a write costs one look at a flag. Nobody waits for ever: the copier's end lets go of everything, and a write
-//! that has waited for two seconds, or the last of those that have for ten in all, does so itself, as does one that waits for room when the guest is to stand; one that waits for a
-//! block that is being read just then has that moment. The copier learns of it, and its epoch fails. What is kept costs 16 bytes a run of blocks, and 40 or so a block that was set aside.
+//! While nothing is kept a write costs one look at a flag. Nobody waits for ever: the copier's end
+//! lets go of everything, and a write that has waited for two seconds, or the last of those that
+//! have for ten in all, does so itself, as does one that waits for room when the guest is to stand;
+//! one that waits for a block that is being read just then has that moment. The copier learns of
+//! it, and its epoch fails. What is kept costs 16 bytes a run of blocks, and 40 or so a block that
+//! was set aside.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -30,7 +34,8 @@ pub(crate) const ROOM: usize = 1024;
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(10);
 /// How often who waits looks whether the guest is to stand.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long a guest that is to stand may wait for blocks that are being read: of at most some dozens, which mostly takes microseconds.
+/// How long a guest that is to stand may wait for blocks that are being read: of at most some
+/// dozens, which mostly takes microseconds.
 const LAST_READ: Duration = Duration::from_millis(10);
 
 /// Why blocks are not kept any more, or cannot be.
@@ -57,8 +62,8 @@ pub enum KeepError {
     Unread(io::Error),
 }
 
-/// What the device of a drive and whoever copies it share: see the module's drawing. The device asks before each change
-/// of the drive, and is told when that may be made.
+/// What the device of a drive and whoever copies it share: see the module's drawing. The device
+/// asks before each change of the drive, and is told when that may be made.
 pub struct Keeper {
     /// Some blocks are kept. Changes from false to true only while the device stands.
     keeps: AtomicBool,
@@ -117,7 +122,8 @@ impl Kept {
         self.reading.iter().any(|read| read.start < run.end() && run.start < read.end())
     }
 
-    /// Copies what was set aside, as much as `contents` has room for, and frees its room. How many blocks.
+    /// Copies what was set aside, as much as `contents` has room for, and frees its room. How many
+    /// blocks.
     fn take_aside(&mut self, room: &[u8], runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
         let before = runs.len();
         for to in contents.chunks_exact_mut(PAGE) {
@@ -179,8 +185,8 @@ impl Keeper {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be called by the device before it changes `bytes` bytes from `from` on: returns when it may. Waits for about two seconds
-    /// at most.
+    /// To be called by the device before it changes `bytes` bytes from `from` on: returns when it
+    /// may. Waits for about two seconds at most.
     pub fn before_write(&self, from: u64, bytes: u64) {
         if bytes > 0 && self.keeps.load(Ordering::Acquire) {
             let (start, last) = (Gfn::containing(from), Gfn::containing(from + bytes - 1));
@@ -247,22 +253,25 @@ impl Keeper {
         }
     }
 
-    /// The guest is to stand, or is not any more. While it is nobody waits for room: a write that would have to lets go of what is
-    /// kept; and for some milliseconds at most for a block that is being read. To be said before anybody who may wait for a write is told to stand,
-    /// and, of the end, before they go on; by one thread.
+    /// The guest is to stand, or is not any more. While it is nobody waits for room: a write that
+    /// would have to lets go of what is kept; and for some milliseconds at most for a block that is
+    /// being read. To be said before anybody who may wait for a write is told to stand, and, of the
+    /// end, before they go on; by one thread.
     pub fn hurry(&self, hurry: bool) {
         self.hurried.store(hurry, Ordering::Release);
         // Without the lock, which may be held while a block is read: who misses this looks soon.
         self.news.notify_all();
     }
 
-    /// How many blocks can be set aside: of so many, whatever is written over, no write waits for room.
+    /// How many blocks can be set aside: of so many, whatever is written over, no write waits for
+    /// room.
     pub(crate) fn room(&self) -> u64 {
         self.most as u64
     }
 
-    /// The guest lets go of the drive: from now on another host may write to it. Nothing of it is kept, nor read for an epoch, until it is
-    /// [held](Self::hold) again. To be called before that other one can have it.
+    /// The guest lets go of the drive: from now on another host may write to it. Nothing of it is
+    /// kept, nor read for an epoch, until it is [held](Self::hold) again. To be called before that
+    /// other one can have it.
     pub fn let_go(&self) {
         let mut state = self.lock();
         state.let_go = true;
@@ -284,8 +293,9 @@ impl Keeper {
         }
     }
 
-    /// Keeps `blocks` of the drive in `file`, of `bytes`, as they are now. The device stands: nothing that it was asked for is under way.
-    /// An error is that some are kept already, or that the drive is [let go of](Self::let_go).
+    /// Keeps `blocks` of the drive in `file`, of `bytes`, as they are now. The device stands:
+    /// nothing that it was asked for is under way. An error is that some are kept already, or that
+    /// the drive is [let go of](Self::let_go).
     pub fn keep(
         self: &Arc<Self>,
         file: Arc<File>,
@@ -328,8 +338,9 @@ pub struct Keeping {
 }
 
 impl Keeping {
-    /// Copies as many blocks as `contents` has room for, replaces `runs` with which those are, and lets go of them. How many; 0 if none
-    /// is left. After an error none is kept, and what was copied before is of no use.
+    /// Copies as many blocks as `contents` has room for, replaces `runs` with which those are, and
+    /// lets go of them. How many; 0 if none is left. After an error none is kept, and what was
+    /// copied before is of no use.
     pub fn next(
         &mut self,
         runs: &mut Vec<FrameRun>,
@@ -344,7 +355,8 @@ impl Keeping {
             return Err(e);
         }
         kept.failed = None;
-        // Under the one lock with the look whether any are left: or what is set aside in between would be in no epoch.
+        // Under the one lock with the look whether any are left: or what is set aside in between
+        // would be in no epoch.
         let aside = kept.take_aside(room, runs, contents);
         if aside > 0 {
             self.keeper.news.notify_all();
@@ -384,7 +396,8 @@ impl Keeping {
         Ok(aside + (filled / PAGE) as u64)
     }
 
-    /// As [`next`](Self::next), only what was set aside: somebody may wait for its room. 0 also after an error, of which `next` tells.
+    /// As [`next`](Self::next), only what was set aside: somebody may wait for its room. 0 also
+    /// after an error, of which `next` tells.
     pub(crate) fn aside(&mut self, runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
         runs.clear();
         let mut state = self.keeper.lock();

@@ -41,7 +41,7 @@ pub struct Origin {
 }
 
 /// What a guest's checkpoints may follow in a store: those of its own line, and the one checkpoint
-/// that it goes on from.
+/// from which it was restored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Line {
     /// Its own.

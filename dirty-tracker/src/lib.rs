@@ -2,8 +2,8 @@
 //!
 //! A virtual machine monitor that migrates or checkpoints a running guest has to know which of its
 //! 4 KiB frames changed since it last looked. This crate is that knowledge and nothing else: no
-//! KVM calls, no I/O, and unsafe code only where vector instructions are called and where lists are written behind their end.
-//! The way of a dirty frame through it:
+//! KVM calls, no I/O, and unsafe code only where vector instructions are called and where lists are
+//! written behind their end. The way of a dirty frame through it:
 //!
 //! ```text
 //! ring      KVM's per-vCPU dirty ring: take DIRTY entries in order, mark them RESET   Harvester
@@ -29,10 +29,10 @@
 //!
 //! # The structure
 //!
-//! A flat bitmap is cheap to write and dear to search: 12 TiB of memory have 400 MB of bits, and the
-//! ten that are set may be anywhere. So over the bitmap lies a second one with a bit for each of its
-//! words, *not zero*, over that a third, and so on up to one word. Here is the tree of a guest with two
-//! slots, of 100 and of 5,000 frames, in which one frame is dirty:
+//! A flat bitmap is cheap to write and dear to search: 12 TiB of memory have 400 MB of bits, and
+//! the ten that are set may be anywhere. So over the bitmap lies a second one with a bit for each
+//! of its words, *not zero*, over that a third, and so on up to one word. Here is the tree of a
+//! guest with two slots, of 100 and of 5,000 frames, in which one frame is dirty:
 //!
 //! ```text
 //! rings                     vCPU 0    vCPU 1 ..           the kernel appends what is written
@@ -50,9 +50,10 @@
 //! list       { 64 }                                       the words of a small epoch
 //! ```
 //!
-//! Level 0 is, bit for bit, the bitmap that `KVM_GET_DIRTY_LOG` hands out for each slot: KVM can write
-//! it in place and any old consumer can read it. All levels lie one behind the other in one allocation,
-//! so there are no pointers: the word above word *w* is word *w* / 64 of the next level, its bit *w* % 64.
+//! Level 0 is, bit for bit, the bitmap that `KVM_GET_DIRTY_LOG` hands out for each slot: KVM can
+//! write it in place and any old consumer can read it. All levels lie one behind the other in one
+//! allocation, so there are no pointers: the word above word *w* is word *w* / 64 of the next
+//! level, its bit *w* % 64.
 //!
 //! - An *insert* sets one bit a level, from the leaf up: bits 32, 0 and 1 in the drawing. Where a bit is
 //!   there already, that is a load. A run sets whole words.
@@ -88,18 +89,19 @@
 //! | test; next after a hit | O(1) | [`Cursor`]; O(levels) where the next frame is far away |
 //! | take a bitmap over | O(its words) | [`Tree::absorb_bitmap`], [`Tree::adopt_bitmap`] |
 //!
-//! Above every 64 neighbours that are dirty stands one summary, so a drain is rarely far from O(dirty
-//! words). In the steady state inserting and draining allocate nothing (`tests/alloc.rs`).
+//! Above every 64 neighbours that are dirty stands one summary, so a drain is rarely far from
+//! O(dirty words). In the steady state inserting and draining allocate nothing (`tests/alloc.rs`).
 //!
-//! In memory the leaves are 32 KiB for each GiB of guest, and the summaries 1/64 + 1/4096 + ... of that:
-//! at most 2 % on top, 400 MB in all for 12 TiB. That is address space: the system backs a page when a
-//! bit in it is first set, and a page of leaves is 128 MiB of guest. What nobody writes costs nothing.
+//! In memory the leaves are 32 KiB for each GiB of guest, and the summaries 1/64 + 1/4096 + ... of
+//! that: at most 2 % on top, 400 MB in all for 12 TiB. That is address space: the system backs a
+//! page when a bit in it is first set, and a page of leaves is 128 MiB of guest. What nobody writes
+//! costs nothing.
 //!
-//! Most of a walk is turning set bits into numbers. A tree asks the CPU for its instructions once, when
-//! it is made: with AVX-512 VBMI2 a word is compressed to the numbers of its bits at once, and lists of
-//! frames that have outgrown the cache (2 MiB) are written past it; with BMI, LZCNT and POPCNT the
-//! portable code is compiled to those; any other CPU runs the portable code as it is. Tests hold all
-//! to the same lists (`tree/kernel.rs`).
+//! Most of a walk is turning set bits into numbers. A tree asks the CPU for its instructions once,
+//! when it is made: with AVX-512 VBMI2 a word is compressed to the numbers of its bits at once, and
+//! lists of frames that have outgrown the cache (2 MiB) are written past it; with BMI, LZCNT and
+//! POPCNT the portable code is compiled to those; any other CPU runs the portable code as it is.
+//! Tests hold all to the same lists (`tree/kernel.rs`).
 //!
 //! # Invariants
 //!
@@ -123,8 +125,8 @@
 //!
 //! # Source
 //!
-//! Per-vCPU lists and the preallocated packed radix tree: Lei Cao (Stratus) and Radim Krcmar on the KVM
-//! list, April-June 2016, "Dirty memory tracking for performant checkpointing and improved live
+//! Per-vCPU lists and the preallocated packed radix tree: Lei Cao (Stratus) and Radim Krcmar on the
+//! KVM list, April-June 2016, "Dirty memory tracking for performant checkpointing and improved live
 //! migration"; the tree is in Krcmar's reply of 5 May 2016, with bytes as nodes, here 64-bit words.
 //! The lists became KVM's dirty ring in Linux 5.11.
 // Vector instructions need it, in `tree/kernel.rs` alone.

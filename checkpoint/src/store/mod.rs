@@ -191,8 +191,8 @@ pub struct Listing {
     pub unfinished: Vec<String>,
     /// Files that have no place in a store; never touched.
     pub foreign: Vec<String>,
-    /// What [`repair`](Store::repair) has kept aside; whoever does not need it any more may remove
-    /// it.
+    /// Files that [`repair`](Store::repair) replaced and kept under other names. The operator may
+    /// remove them.
     pub aside: Vec<String>,
 }
 
