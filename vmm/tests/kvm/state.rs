@@ -109,13 +109,16 @@ fn only_a_migration_shows_in_the_guests_clock() {
         let new = factory.create(machine.vm_id(), &machine.config()).unwrap();
         copy(&machine, &new, machine.populated().unwrap());
         let already = console.reports().len();
-        std::thread::sleep(Duration::from_secs(2));
+        let away = Duration::from_secs(2);
+        std::thread::sleep(away);
         new.restore_state(&sections, clock).unwrap();
         new.resume().unwrap();
         console.wait_for_reports(1, already + 2);
         let report = console.reports()[already];
         let gap = Duration::from_micros(report.gap_us);
-        assert_eq!(gap > Duration::from_secs(2), shows, "{clock:?}: {report:?}");
+        // The wall clock says how long it was away, and may be slewed: a little less than `away`
+        // by the guest's own clock.
+        assert_eq!(gap > away * 9 / 10, shows, "{clock:?}: {report:?}");
         console.assert_no_errors();
     }
 }
