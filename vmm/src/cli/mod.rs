@@ -15,6 +15,9 @@ pub(crate) mod output;
 mod pending;
 mod plan;
 mod progress;
+mod receive;
+mod restore;
+mod run;
 mod store;
 mod stored;
 mod top;
@@ -43,15 +46,15 @@ pub fn main(started: Instant) -> ExitCode {
 
 fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Failure> {
     match command {
-        Command::Run(args) => live::run(args, started),
+        Command::Run(args) => run::run(args, started),
         Command::Info(args) => client::info(&args),
         Command::Balloon(args) => balloon::balloon(&args),
         Command::Pause(args) => client::pause(&args),
         Command::Resume(args) => client::resume(&args),
         Command::Stop(args) => client::stop(&args),
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
-        Command::Restore(args) => live::restore(args, started),
-        Command::ReceiveMigration(args) => live::receive(args),
+        Command::Restore(args) => restore::restore(args, started),
+        Command::ReceiveMigration(args) => receive::receive(args),
         Command::SendMigration(args) => migration::send(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Top(args) => top::top(&args),

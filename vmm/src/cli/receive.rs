@@ -1,0 +1,106 @@
+//! `driftline receive-migration`: a guest that another process sends.
+
+use std::net::TcpListener;
+use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
+
+use migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
+use vmm::api::{App, Arriving, Server};
+use vmm::backend::Factory;
+use vmm::config::guest_span;
+use vmm::jobs::Jobs;
+
+use super::args::ReceiveArgs;
+use super::end::{end_in_bounded_time, to_the_end};
+use super::failure::Failure;
+use super::live::{Named, check_state_dir, guest_failure, host_config, log_machine, prepare};
+use super::output::{bytes, count, print_json, say};
+use super::progress::{Receiving, receiving_line};
+
+/// What became of a guest that was refused: until COMMIT its source keeps it, whatever this process
+/// does.
+const NOT_RECEIVED: &str = "no guest was received, and none runs here";
+
+/// `driftline receive-migration`.
+pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
+    check_state_dir(&args.host)?;
+    let named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    let socket = prepare(&args.host, named)?;
+    let listening = TcpListener::bind(&args.address).and_then(|l| Ok((l.local_addr()?, l)));
+    let (address, listener) = listening
+        .map_err(|e| Failure::error(format_args!("cannot listen on tcp:{}: {e}", args.address)))?;
+    let control = ReceiveControl::new();
+    let give_up = control.clone();
+    let watched = control.clone();
+    say(format_args!("waiting for a migration on tcp:{address}"));
+    let arriving = move || {
+        let progress = watched.progress();
+        Arriving { words: receiving_line(&progress), progress }
+    };
+    // Until COMMIT the guest can be refused, which is made durable first if the source has heard
+    // PREPARED; from COMMIT on it is this host's (I7).
+    let stopped = Arc::new(OnceLock::new());
+    let reason = stopped.clone();
+    let app = App::waiting(arriving, move |why| {
+        let _ = reason.set(why.replacen("interrupted", "stopped", 1));
+        let cancelled = give_up.cancel().map_err(|_| {
+            "its source has handed the guest over to this process, which has not taken it over in \
+             time: stop it again"
+                .to_owned()
+        });
+        cancelled.map(|()| end_in_bounded_time(0, NOT_RECEIVED))
+    });
+    let server = Server::start(socket, app.clone())?;
+    let host = host_config(&args.host, args.devices)?;
+    let memory = host.memory;
+    let factory = Factory::new(host);
+    let options = ReceiveOptions {
+        linger: args.linger,
+        once: args.once,
+        ..ReceiveOptions::new(&args.host.state_dir)
+    };
+    let showing = Receiving::show(&control);
+    let received = migrate::receive(listener, &factory, &options, &control);
+    drop(showing);
+    let Received { guest: vm, report, responder } = received.map_err(|e| {
+        end_in_bounded_time(0, NOT_RECEIVED);
+        receive_failure(e, stopped.get().map(String::as_str))
+    })?;
+    let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
+    log_machine(&*vm, &memory);
+    let jobs = Jobs::new(vm.clone(), args.host.state_dir);
+    jobs.keep_responder(responder);
+    app.provide(jobs.clone());
+    drop(app);
+    if report.disk_bytes > 0 {
+        say(format_args!("{} of its disks came along", bytes(report.disk_bytes)));
+    }
+    say(format_args!(
+        "guest {} has arrived and {}: {} in {:.1} ms, taken over in {:.1} ms",
+        report.vm_id,
+        if report.running { "runs" } else { "is paused, as it was" },
+        count(report.passes.into(), "pass"),
+        report.total_time_ms,
+        report.take_over_ms
+    ));
+    if args.json {
+        print_json(&report)?;
+    }
+    to_the_end(vm, jobs, server)
+}
+
+/// Why no guest was received, in a process that was `stopped` so, if it was.
+fn receive_failure(e: ReceiveError, stopped: Option<&str>) -> Failure {
+    match e.cause {
+        Cause::Cancelled if matches!(e.phase, Phase::Waiting) => {
+            let stopped = stopped.unwrap_or("stopped");
+            Failure::error(format_args!("{stopped} before a guest arrived"))
+        }
+        Cause::Cancelled => Failure::error(format_args!(
+            "the receiver was stopped before its guest had arrived ({}): the guest stays at its source",
+            e.phase
+        )),
+        Cause::Guest(ref cause) => guest_failure(cause, &e),
+        _ => Failure::error(e),
+    }
+}

@@ -1,0 +1,152 @@
+//! `driftline restore`: a guest as it was at a checkpoint.
+
+use std::fs::Metadata;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use checkpoint::{RestoreError, RestoreReport};
+use vmm::api::{App, Server};
+use vmm::backend::Factory;
+use vmm::config::{DiskConfig, DiskSpec, HostConfig, MachineConfig, Restored, guest_span};
+use vmm::jobs::Jobs;
+use vmm::machine::EarlyVm;
+
+use super::args::RestoreArgs;
+use super::end::{to_the_end, when_memory_is_lost};
+use super::failure::Failure;
+use super::live::{Named, guest_failure, host_config, log_machine, prepare};
+use super::output::{count, say};
+use super::pending::{Settled, Unsettled};
+use super::stored::Stored;
+
+/// `driftline restore`, in a process that has `started` then.
+pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, Failure> {
+    if args.devices.disks.iter().any(|disk| disk.copy) {
+        return Err(Failure::usage(
+            "'copy' of --disk is only for receive-migration; restore writes a disk's content to a file that exists",
+        ));
+    }
+    let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
+    named.read.push(args.store.clone());
+    let socket = prepare(&args.host, named)?;
+    vmm::exit::set_lost_memory(when_memory_is_lost);
+    let mut server = Server::begin()?;
+    // Beside the reading of the store, which says what guest it is for.
+    let early = EarlyVm::begin();
+    let stored = Stored::open(&args.store)?;
+    stored.check(args.epoch, args.lazy)?;
+    let mut unsettled = Unsettled::of(args.host.state_dir.clone());
+    if args.new_id {
+        let config = stored.config();
+        unsettled.pass_clone(config.map(|config| shared_disks(config, &args.devices.disks)));
+    }
+    if let Some(vm_id) = stored.owner()? {
+        unsettled.refuse(vm_id)?;
+    }
+    let copies = !args.devices.disks.is_empty();
+    let host = host_config(&args.host, args.devices)?;
+    let memory = host.memory;
+    let restored = Restored { same: args.same_id, name: args.name };
+    let host = HostConfig { disks_are_copies: true, restored, ..host };
+    let factory = Settled { inner: Factory::new(host).with_early(early), unsettled };
+    let restored = stored.restore(args.epoch, args.lazy, &factory);
+    let (vm, report) = restored.map_err(restore_failure)?;
+    let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
+    // Filling it took a while, in which its record may have come.
+    if let Err(e) = factory.unsettled.refuse(report.vm_id) {
+        vm.stop("it may be running elsewhere");
+        return Err(after_restore(&report, e));
+    }
+    log_machine(&*vm, &memory);
+    let left_alone = !copies && report.drives == 0;
+    for disk in
+        vmm::config::disks(&vm.machine_config().devices).filter(|d| left_alone && !d.readonly)
+    {
+        tracing::warn!(
+            "disk \"{}\" is used as {} is now; if that was written to after checkpoint {}, give a copy from \
+             then (--disk path=COPY), or the guest will damage it",
+            disk.id,
+            disk.path.display(),
+            report.epoch
+        );
+    }
+    let jobs = Jobs::new(vm.clone(), args.host.state_dir.clone());
+    let started_up = server.serve(socket, App::new(jobs.clone()));
+    started_up.map_err(|e| after_restore(&report, e.into()))?;
+    if let Err(e) = vm.acquire().and_then(|()| vm.resume()) {
+        // Perhaps for want of a frame.
+        let lost = vm.fetching().and_then(|fetching| fetching.lost);
+        let failure = match lost {
+            Some(why) => Failure::error(format_args!("its memory cannot be restored: {why}")),
+            None => e.into(),
+        };
+        return Err(after_restore(&report, failure));
+    }
+    tracing::info!(start_us = started.elapsed().as_micros(), "the guest runs");
+    let pages = match report.late_frames {
+        0 => format!("{} read", count(report.frames, "page")),
+        1 => "1 page follows on demand".to_owned(),
+        late => format!("{late} pages follow on demand"),
+    };
+    let disks = match (report.drives, report.disk_blocks) {
+        (0, _) => String::new(),
+        (drives, blocks) => {
+            format!(", {} written to {drives} of its disks", count(blocks, "block"))
+        }
+    };
+    let of = match args.same_id {
+        true => String::new(),
+        false => format!(" of {}", report.vm_id),
+    };
+    say(format_args!(
+        "guest {} resumed from checkpoint {}{of} after {:.1} ms; {pages}{disks}",
+        vm.vm_id(),
+        report.epoch,
+        report.time_ms
+    ));
+    to_the_end(vm, jobs, server)
+}
+
+/// Disks of `config` that a guest may write to and that its clone, which is given `specs`, would
+/// use too.
+fn shared_disks(config: MachineConfig, specs: &[DiskSpec]) -> Vec<DiskConfig> {
+    let host = HostConfig { disks: specs.to_vec(), ..HostConfig::default() };
+    let original: Vec<DiskConfig> = vmm::config::disks(&config.devices).cloned().collect();
+    // What cannot be replaced so is refused once the clone is built.
+    let Ok(clone) = config.on_host(&host) else { return Vec::new() };
+    let clones: Vec<&DiskConfig> = vmm::config::disks(&clone.devices).collect();
+    let is_used = |disk: &DiskConfig| clones.iter().any(|own| same_file(&own.path, &disk.path));
+    original.into_iter().filter(|disk| !disk.readonly && is_used(disk)).collect()
+}
+
+/// Whether two paths lead to one file, or to one block device.
+fn same_file(one: &Path, other: &Path) -> bool {
+    let device = |m: &Metadata| m.file_type().is_block_device().then(|| m.rdev());
+    match (one.metadata(), other.metadata()) {
+        (Ok(a), Ok(b)) => {
+            (a.dev(), a.ino()) == (b.dev(), b.ino())
+                || (device(&a).is_some() && device(&a) == device(&b))
+        }
+        _ => one == other,
+    }
+}
+
+fn restore_failure(e: RestoreError) -> Failure {
+    match e {
+        RestoreError::Guest { ref cause, .. } => guest_failure(cause, &e),
+        _ => Failure::error(e),
+    }
+}
+
+/// Why a restored guest does not run, and what has become of its disks by then.
+fn after_restore(report: &RestoreReport, why: Failure) -> Failure {
+    let epoch = report.epoch;
+    match report.drives {
+        0 => why.behind("nothing was started: "),
+        _ => why.behind(format_args!(
+            "the guest does not run, but its disks were overwritten with their content at checkpoint {epoch}: "
+        )),
+    }
+}

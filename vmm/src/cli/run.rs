@@ -1,0 +1,178 @@
+//! `driftline run`: a new guest, as the command line describes it.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use checkpoint::VmId;
+use dirty_tracker::TrackingMode;
+use vmm::api::{App, Server};
+use vmm::backend::{self, LaunchError};
+use vmm::config::{
+    Backend, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
+    MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, VsockConfig, VsockSpec,
+    guest_span,
+};
+use vmm::devices::probe_disk;
+use vmm::jobs::{Jobs, ShadowError, ShadowMode};
+
+use super::args::{DeviceArgs, OnOff, RunArgs};
+use super::end::to_the_end;
+use super::failure::Failure;
+use super::live::{Named, host_config, log_machine, prepare, warn_of_state_dir};
+use super::values;
+
+/// `driftline run`, in a process that has `started` then.
+pub(super) fn run(args: RunArgs, started: Instant) -> Result<ExitCode, Failure> {
+    let mut named = Named::of_devices(&args.disks, args.vsock.as_ref());
+    named.read.extend(args.kernel.iter().chain(&args.initrd).cloned());
+    let socket = prepare(&args.host, named)?;
+    let host = host_config(&args.host, DeviceArgs::default())?;
+    let state_dir = args.host.state_dir.clone();
+    warn_of_state_dir(&args.host);
+    let shadow = args.shadow;
+    check_shadow(shadow, args.tracking)?;
+    let vm_id = args.id.unwrap_or_else(VmId::random);
+    let config = machine_config(args)?;
+    check_rings(&config)?;
+    let _logged = guest_span(vm_id, &config.identity).entered();
+    let mut server = Server::begin()?;
+    let vm = backend::launch_as(vm_id, config, &host).map_err(launch_failure)?;
+    log_machine(&*vm, &host.memory);
+    let jobs = Jobs::new(vm.clone(), state_dir);
+    if let Some(mode) = shadow {
+        jobs.start_shadow(mode).map_err(shadow_failure)?;
+    }
+    server.serve(socket, App::new(jobs.clone()))?;
+    vm.resume()?;
+    // The vCPUs have just been told: what is left of the way to the guest's first instruction is one
+    // thread's waking up.
+    tracing::info!(boot_us = started.elapsed().as_micros(), "the guest runs");
+    to_the_end(vm, jobs, server)
+}
+
+fn machine_config(args: RunArgs) -> Result<MachineConfig, Failure> {
+    let boot = match (args.guest, args.kernel) {
+        (Some(spec), _) => Boot::Payload(spec),
+        (None, Some(kernel)) => {
+            let (initrd, cmdline) = (args.initrd, args.cmdline.unwrap_or_default());
+            Boot::Kernel { kernel, initrd, cmdline, bare: args.bare_cmdline }
+        }
+        // clap has one of them required.
+        (None, None) => return Err(Failure::error("neither --kernel nor --guest was given")),
+    };
+    let mut devices = Vec::new();
+    for (disk, i) in args.disks.into_iter().zip(0..) {
+        devices.push(DeviceConfig::Disk(disk_config(disk, i)?));
+    }
+    for (net, i) in args.nets.into_iter().zip(0..) {
+        devices.push(DeviceConfig::Net(net_config(net, i)));
+    }
+    if let Some(vsock) = args.vsock {
+        devices.push(DeviceConfig::Vsock(vsock_config(vsock)?));
+    }
+    // The payload has no drivers, and the threads backend no devices.
+    let has_drivers = args.backend == Backend::Kvm && matches!(boot, Boot::Kernel { .. });
+    if args.rng == OnOff::On && has_drivers {
+        devices.push(DeviceConfig::Rng);
+    }
+    devices.extend(args.balloon.map(DeviceConfig::Balloon));
+    Ok(MachineConfig {
+        identity: Identity::booted(args.name),
+        mem_bytes: args.mem,
+        vcpus: args.vcpus,
+        tracking: args.tracking,
+        ring_entries: args.ring_entries,
+        backend: args.backend,
+        boot,
+        cpu: args.cpu,
+        devices,
+    })
+}
+
+/// The disk of a new guest, number `i` of its disks: as large as its file.
+fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
+    let DiskSpec { path, readonly, id, serial, any_identity, copy } = spec;
+    if any_identity || copy {
+        let what = if copy { "copy" } else { "identity=any" };
+        return Err(Failure::usage(format_args!(
+            "'{what}' of --disk is only for receive-migration, where a guest arrives with its disks"
+        )));
+    }
+    let (bytes, block_bytes) = probe_disk(&path, readonly).map_err(Failure::error)?;
+    // The file may be looked for from another working directory, after a restore.
+    let path = std::path::absolute(path)?;
+    let id = id.unwrap_or_else(|| format!("disk{i}"));
+    Ok(DiskConfig {
+        serial: serial.unwrap_or_else(|| default_serial(&id)),
+        id,
+        path,
+        readonly,
+        bytes,
+        block_bytes,
+        // Noted once it is open.
+        identity: None,
+    })
+}
+
+/// The network interface of a new guest, number `i` of them.
+fn net_config(spec: NetSpec, i: u32) -> NetConfig {
+    let NetSpec { tap, mac, id, queues } = spec;
+    NetConfig {
+        id: id.unwrap_or_else(|| format!("net{i}")),
+        tap,
+        mac: mac.unwrap_or_else(MacAddr::random),
+        queues: queues.unwrap_or(1),
+    }
+}
+
+fn vsock_config(spec: VsockSpec) -> Result<VsockConfig, Failure> {
+    let cid = spec.cid.ok_or_else(|| {
+        Failure::usage("the vsock of a new guest needs a context ID: cid=N is missing")
+    })?;
+    Ok(VsockConfig { cid, uds: std::path::absolute(spec.uds)? })
+}
+
+/// A disk's name, as far as there is room for it.
+fn default_serial(id: &str) -> String {
+    id.chars().take(MAX_SERIAL_BYTES).collect()
+}
+
+fn launch_failure(e: LaunchError) -> Failure {
+    if e.host_lacks() { Failure::host_lacks(e) } else { Failure::error(e) }
+}
+
+/// Refuses rings that are larger than this host's KVM has. Those of the default size all hosts
+/// have.
+fn check_rings(config: &MachineConfig) -> Result<(), Failure> {
+    let rings = (config.backend, config.tracking) == (Backend::Kvm, TrackingMode::DirtyRing);
+    if !rings || config.ring_entries == DEFAULT_RING_ENTRIES {
+        return Ok(());
+    }
+    match values::most_ring_entries() {
+        Some(most) if most < config.ring_entries => Err(Failure::host_lacks(format_args!(
+            "this host's KVM supports at most {most} dirty-ring entries per vCPU (--ring-entries)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// What cannot be compared is said before there is a guest.
+fn check_shadow(shadow: Option<ShadowMode>, tracking: TrackingMode) -> Result<(), Failure> {
+    match (shadow, tracking) {
+        (Some(shadow), TrackingMode::None) => Err(Failure::usage(format_args!(
+            "--shadow {shadow} has nothing to compare with: --tracking none reports no pages"
+        ))),
+        (Some(ShadowMode::UserfaultWp), TrackingMode::UserfaultWp) => Err(Failure::usage(
+            "--shadow userfault-wp cannot stand beside --tracking userfault-wp: a memory has one userfaultfd at most; \
+             --shadow compare can",
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn shadow_failure(e: ShadowError) -> Failure {
+    match e {
+        ShadowError::HostLacks(_) => Failure::host_lacks(e),
+        _ => Failure::error(e),
+    }
+}
