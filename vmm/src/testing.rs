@@ -5,12 +5,15 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use dirty_tracker::TrackingMode;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch, apply_filter,
 };
 
-use crate::config::DiskConfig;
+use crate::config::{
+    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, Identity, MachineConfig,
+};
 use crate::kvm;
 
 /// Names a file to which each skipped test adds a line, for whoever counts them.
@@ -31,6 +34,37 @@ pub fn kvm_or_skip(test: &str) -> bool {
             skip(test, &why.to_string());
             false
         }
+    }
+}
+
+/// A guest of one vCPU and 32 MiB that runs the payload over 1 MiB of them, without devices.
+pub fn payload_config(backend: Backend) -> MachineConfig {
+    MachineConfig {
+        identity: Identity::default(),
+        mem_bytes: 32 << 20,
+        vcpus: 1,
+        tracking: TrackingMode::DirtyRing,
+        ring_entries: DEFAULT_RING_ENTRIES,
+        backend,
+        boot: Boot::Payload("payload,ws=1M".to_owned()),
+        cpu: CpuConfig::default(),
+        devices: Vec::new(),
+    }
+}
+
+/// A guest of one vCPU and 16 MiB that runs `kernel`, untracked and without devices.
+#[cfg(test)]
+pub(crate) fn kernel_config(kernel: &Path) -> MachineConfig {
+    MachineConfig {
+        mem_bytes: 16 << 20,
+        tracking: TrackingMode::None,
+        boot: Boot::Kernel {
+            kernel: kernel.to_owned(),
+            initrd: None,
+            cmdline: String::new(),
+            bare: true,
+        },
+        ..payload_config(Backend::Kvm)
     }
 }
 

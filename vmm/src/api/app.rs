@@ -107,24 +107,13 @@ mod tests {
     use checkpoint::VmId;
 
     use super::*;
-    use crate::config::{
-        Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
-    };
+    use crate::config::{Backend, HostConfig, SerialSink};
+    use crate::testing::payload_config;
     use crate::vm::EndReason;
 
     #[test]
     fn handed_over_guest_is_stopped_when_it_arrives() {
-        let config = MachineConfig {
-            identity: Default::default(),
-            mem_bytes: 32 << 20,
-            vcpus: 1,
-            tracking: Default::default(),
-            ring_entries: DEFAULT_RING_ENTRIES,
-            backend: Backend::Threads,
-            boot: Boot::Payload("payload,ws=1M".to_owned()),
-            cpu: Default::default(),
-            devices: Vec::new(),
-        };
+        let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = crate::backend::launch_as(VmId::random(), config, &host).unwrap();
         let app = App::waiting(Arriving::default, |_| Err("it is too late".to_owned()));

@@ -197,22 +197,13 @@ fn describe(record: &SourceRecord) -> String {
 mod tests {
     use super::*;
     use vmm::backend::Factory;
-    use vmm::config::{Backend, Boot, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink};
+    use vmm::config::{Backend, HostConfig, SerialSink};
+    use vmm::testing::payload_config;
 
     #[test]
     fn no_guest_is_built_that_may_be_running_elsewhere() {
         let dir = tempfile::tempdir().unwrap();
-        let config = MachineConfig {
-            identity: Default::default(),
-            mem_bytes: 32 << 20,
-            vcpus: 1,
-            tracking: Default::default(),
-            ring_entries: DEFAULT_RING_ENTRIES,
-            backend: Backend::Threads,
-            boot: Boot::Payload("payload,ws=1M".to_owned()),
-            cpu: Default::default(),
-            devices: Vec::new(),
-        };
+        let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let state_dir = dir.path().join("state");
         let unsettled = Unsettled::of(state_dir.clone());

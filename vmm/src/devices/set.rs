@@ -470,11 +470,12 @@ mod tests {
     use std::path::Path;
 
     use checkpoint::{GuestDrive, KeepError};
-    use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, TrackingMode};
+    use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 
     use super::*;
-    use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES};
+    use crate::config::Backend;
     use crate::devices::virtio::fake::{Fake, Script};
+    use crate::testing::payload_config;
 
     fn disk(dir: &Path, id: &str) -> DiskConfig {
         let path = dir.join(id);
@@ -497,15 +498,8 @@ mod tests {
 
     fn with_disks<const N: usize>(disks: [&DiskConfig; N], memory: &Memory) -> DeviceSet {
         let config = MachineConfig {
-            identity: Default::default(),
-            mem_bytes: 16 << 20,
-            vcpus: 1,
-            tracking: TrackingMode::None,
-            ring_entries: DEFAULT_RING_ENTRIES,
-            backend: Backend::Kvm,
-            boot: Boot::Payload(String::new()),
-            cpu: CpuConfig::default(),
             devices: disks.into_iter().cloned().map(DeviceConfig::Disk).collect(),
+            ..payload_config(Backend::Kvm)
         };
         DeviceSet::build(&config, memory, VmId::random(), false, &[]).unwrap()
     }

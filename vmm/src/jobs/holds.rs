@@ -330,30 +330,16 @@ impl Guest for View {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{
-        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DeviceConfig, HostConfig, MachineConfig,
-        SerialSink,
-    };
-    use crate::testing::kvm_or_skip;
+    use crate::config::{Backend, DeviceConfig, HostConfig, MachineConfig, SerialSink};
+    use crate::testing::{kvm_or_skip, payload_config};
     use RunState::{Paused, Running};
-    use dirty_tracker::TrackingMode;
 
     fn running() -> (SharedVm, Arc<Holds>) {
         launch(Backend::Threads, Vec::new())
     }
 
     fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<Holds>) {
-        let config = MachineConfig {
-            identity: Default::default(),
-            mem_bytes: 32 << 20,
-            vcpus: 1,
-            tracking: TrackingMode::DirtyRing,
-            ring_entries: DEFAULT_RING_ENTRIES,
-            backend,
-            boot: Boot::Payload("payload,ws=1M".into()),
-            cpu: CpuConfig::default(),
-            devices,
-        };
+        let config = MachineConfig { devices, ..payload_config(backend) };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
         let vm = crate::backend::launch(config, &host).unwrap();
         vm.resume().unwrap();

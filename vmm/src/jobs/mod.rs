@@ -305,20 +305,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A guest of threads that writes when it is resumed, for tests.
 #[cfg(test)]
 fn paused_guest() -> (SharedVm, Arc<Jobs>) {
-    use crate::config::{
-        Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
-    };
-    let config = MachineConfig {
-        identity: Default::default(),
-        mem_bytes: 32 << 20,
-        vcpus: 1,
-        tracking: dirty_tracker::TrackingMode::DirtyRing,
-        ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Threads,
-        boot: Boot::Payload("payload,ws=1M".into()),
-        cpu: CpuConfig::default(),
-        devices: Vec::new(),
-    };
+    use crate::config::{Backend, HostConfig, SerialSink};
+    use crate::testing::payload_config;
+    let config = payload_config(Backend::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let vm = crate::backend::launch(config, &host).unwrap();
     (vm.clone(), Jobs::new(vm, std::env::temp_dir()))

@@ -14,12 +14,11 @@ use dirty_tracker::TrackingMode;
 use super::tests::elf::Elf;
 use super::{EarlyVm, Machine, MachineFactory};
 use crate::config::{
-    Backend, BalloonConfig, Boot, CpuConfig, DeviceConfig, HostConfig, MachineConfig, SerialSink,
-    VsockConfig,
+    BalloonConfig, DeviceConfig, HostConfig, MachineConfig, SerialSink, VsockConfig,
 };
 use crate::fail_point;
 use crate::memory::{Backing, MemoryOptions};
-use crate::testing::kvm_or_skip;
+use crate::testing::{kernel_config, kvm_or_skip};
 
 /// Larger than any other mapping of the process.
 const MEM_BYTES: u64 = 1 << 30;
@@ -166,25 +165,17 @@ fn config(dir: &Path, way: &Way) -> MachineConfig {
     let is_copied = way.name == "a guest to be received";
     let disk = dir.join(if is_copied { "copy" } else { "disk" });
     MachineConfig {
-        identity: Default::default(),
         mem_bytes: MEM_BYTES,
         vcpus: 2,
         tracking: way.tracking,
         ring_entries: RING_ENTRIES,
-        backend: Backend::Kvm,
-        boot: Boot::Kernel {
-            kernel: dir.join("kernel"),
-            initrd: None,
-            cmdline: String::new(),
-            bare: true,
-        },
-        cpu: CpuConfig::default(),
         devices: vec![
             DeviceConfig::Disk(crate::testing::disk("disk", &disk, DISK_BYTES)),
             DeviceConfig::Rng,
             DeviceConfig::Vsock(VsockConfig { cid: 3, uds: dir.join("vsock") }),
             DeviceConfig::Balloon(BalloonConfig::default()),
         ],
+        ..kernel_config(&dir.join("kernel"))
     }
 }
 

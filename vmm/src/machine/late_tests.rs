@@ -6,15 +6,13 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
 use checkpoint::{Backlog, Clock, Guest, RunState, Section, StoreError, VmId};
-use dirty_tracker::{FrameRun, FrameSet, Gfn, TrackingMode};
+use dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use super::Machine;
 use super::tests::{LONG, elf, wait_until};
 use crate::boot;
-use crate::config::{
-    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
-};
-use crate::testing::{kvm_or_skip, skip};
+use crate::config::{HostConfig, SerialSink};
+use crate::testing::{kernel_config, kvm_or_skip, skip};
 
 /// Where the guest has its kvmclock.
 const CLOCK_FRAME: Gfn = Gfn(0x200);
@@ -60,32 +58,13 @@ impl Backlog for Stored {
     }
 }
 
-fn config(kernel: &std::path::Path) -> MachineConfig {
-    MachineConfig {
-        identity: Default::default(),
-        mem_bytes: 16 << 20,
-        vcpus: 1,
-        tracking: TrackingMode::None,
-        ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Kvm,
-        boot: Boot::Kernel {
-            kernel: kernel.to_owned(),
-            initrd: None,
-            cmdline: String::new(),
-            bare: true,
-        },
-        cpu: CpuConfig::default(),
-        devices: Vec::new(),
-    }
-}
-
 /// The state of a guest with a kvmclock.
 fn state() -> Vec<Section> {
     let dir = tempfile::tempdir().unwrap();
     let (kernel, serial) = (dir.path().join("kernel"), dir.path().join("serial"));
     std::fs::write(&kernel, elf::Elf::new(&CLOCKED).bytes()).unwrap();
     let host = HostConfig { serial: SerialSink::File(serial.clone()), ..Default::default() };
-    let machine = Machine::launch(config(&kernel), &host).unwrap();
+    let machine = Machine::launch(kernel_config(&kernel), &host).unwrap();
     machine.resume().unwrap();
     wait_until("a kvmclock", || std::fs::read_to_string(&serial).unwrap_or_default() == "R");
     machine.pause().unwrap();
@@ -99,7 +78,7 @@ fn coming(test: &str, damaged: Option<Gfn>) -> Option<(Arc<Machine>, Sender<()>)
     }
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let machine =
-        Machine::empty(VmId::random(), config(std::path::Path::new("none")), &host).unwrap();
+        Machine::empty(VmId::random(), kernel_config(std::path::Path::new("none")), &host).unwrap();
     let (open, gate) = mpsc::channel();
     let frames = [CLOCK_FRAME, boot::generation_frame()];
     let frames = frames.into_iter().map(|start| FrameRun { start, count: 1 }).collect();

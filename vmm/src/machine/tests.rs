@@ -5,14 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::{Guest, RunState, VmId};
-use dirty_tracker::TrackingMode;
 
 use super::Machine;
-use crate::config::{
-    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
-};
+use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceSet, Limits, fake};
-use crate::testing::kvm_or_skip;
+use crate::testing::{kernel_config, kvm_or_skip};
 use crate::vm::{EndReason, Vm};
 
 #[allow(dead_code, reason = "other tests use the rest")]
@@ -33,17 +30,7 @@ impl World {
         let dir = tempfile::tempdir().unwrap();
         let kernel = dir.path().join("kernel");
         std::fs::write(&kernel, elf::Elf::new(code).bytes()).unwrap();
-        let config = MachineConfig {
-            identity: Default::default(),
-            mem_bytes: 16 << 20,
-            vcpus: 1,
-            tracking: TrackingMode::None,
-            ring_entries: DEFAULT_RING_ENTRIES,
-            backend: Backend::Kvm,
-            boot: Boot::Kernel { kernel, initrd: None, cmdline: String::new(), bare: true },
-            cpu: CpuConfig::default(),
-            devices: Vec::new(),
-        };
+        let config = kernel_config(&kernel);
         let serial = SerialSink::File(dir.path().join("serial"));
         let host = HostConfig { serial, ..Default::default() };
         let script = Arc::new(fake::Script::default());
@@ -191,17 +178,7 @@ fn released_guest_never_runs() {
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
     std::fs::write(&kernel, elf::Elf::new(&ECHO).bytes()).unwrap();
-    let config = MachineConfig {
-        mem_bytes: 16 << 20,
-        vcpus: 1,
-        tracking: TrackingMode::None,
-        ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Kvm,
-        boot: Boot::Kernel { kernel, initrd: None, cmdline: String::new(), bare: true },
-        cpu: CpuConfig::default(),
-        devices: Vec::new(),
-        identity: Default::default(),
-    };
+    let config = kernel_config(&kernel);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let machine = Machine::launch(config, &host).unwrap();
     for round in 0..500 {

@@ -7,10 +7,10 @@ use syscalls::Sysno;
 
 use super::*;
 use crate::config::{
-    Backend, BalloonConfig, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, MacAddr, MachineConfig,
-    NetConfig, VsockConfig,
+    Backend, BalloonConfig, DeviceConfig, MacAddr, MachineConfig, NetConfig, VsockConfig,
 };
 use crate::devices::{DeviceSet, Drive};
+use crate::testing::payload_config;
 
 /// Tells a copy of this test binary which act to perform: `<class>:<act>`.
 const ACT: &str = "DRIFTLINE_SANDBOX_ACT";
@@ -311,15 +311,11 @@ fn devices() {
         devices.push(DeviceConfig::Net(NetConfig { id, tap, mac, queues: 1 }));
     }
     let config = MachineConfig {
-        identity: Default::default(),
         mem_bytes: 64 << 20,
         vcpus: 2,
         tracking: dirty_tracker::TrackingMode::None,
-        ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Kvm,
-        boot: Boot::Payload("payload".to_owned()),
-        cpu: Default::default(),
         devices,
+        ..payload_config(Backend::Kvm)
     };
     let memory = crate::memory::Memory::new(64 << 20, &Default::default()).unwrap();
     let set = DeviceSet::build(&config, &memory, checkpoint::VmId::random(), true, &[]).unwrap();

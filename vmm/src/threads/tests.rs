@@ -5,23 +5,19 @@ use std::path::Path;
 use std::time::Duration;
 
 use checkpoint::{Checkpointer, Clock, Guest, GuestError, Paused, RunState, Store, VmId, restore};
-use dirty_tracker::{FrameRun, TrackingMode};
+use dirty_tracker::FrameRun;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
-use crate::config::{Backend, CpuConfig, DEFAULT_RING_ENTRIES, SerialSink};
+use crate::config::{Backend, SerialSink};
+use crate::testing::payload_config;
 
 fn config(spec: &str, vcpus: u8) -> MachineConfig {
     MachineConfig {
-        identity: Default::default(),
         mem_bytes: 64 << 20,
         vcpus,
-        tracking: TrackingMode::DirtyRing,
-        ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Threads,
         boot: Boot::Payload(spec.into()),
-        cpu: CpuConfig::default(),
-        devices: Vec::new(),
+        ..payload_config(Backend::Threads)
     }
 }
 

@@ -4,13 +4,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::TrackingMode;
 use images::{Message, Report};
 use tempfile::TempDir;
-use vmm::config::{
-    Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
-};
+use vmm::config::{Backend, Boot, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::{Machine, MachineError};
+use vmm::testing::payload_config;
 use vmm::vm::{EndReason, Vm};
 
 pub const MIB: u64 = 1 << 20;
@@ -20,15 +18,9 @@ pub const LONG: Duration = Duration::from_secs(120);
 
 pub fn payload(spec: &str) -> MachineConfig {
     MachineConfig {
-        identity: Default::default(),
         mem_bytes: 64 * MIB,
-        vcpus: 1,
-        tracking: TrackingMode::DirtyRing,
-        ring_entries: DEFAULT_RING_ENTRIES,
-        backend: Backend::Kvm,
         boot: Boot::Payload(spec.to_owned()),
-        cpu: CpuConfig::default(),
-        devices: Vec::new(),
+        ..payload_config(Backend::Kvm)
     }
 }
 

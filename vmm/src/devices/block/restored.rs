@@ -135,8 +135,8 @@ fn is_sparse(file: &File) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Boot, DeviceConfig};
-    use crate::testing::disk;
+    use crate::config::{Backend, DeviceConfig};
+    use crate::testing::{disk, payload_config};
 
     const BYTES: u64 = 1 << 20;
 
@@ -184,17 +184,7 @@ mod tests {
     }
 
     fn machine(devices: Vec<DeviceConfig>) -> MachineConfig {
-        MachineConfig {
-            identity: Default::default(),
-            mem_bytes: 32 << 20,
-            vcpus: 1,
-            tracking: Default::default(),
-            ring_entries: crate::config::DEFAULT_RING_ENTRIES,
-            backend: Default::default(),
-            boot: Boot::Payload("payload,ws=1M".to_owned()),
-            cpu: Default::default(),
-            devices,
-        }
+        MachineConfig { devices, ..payload_config(Backend::Kvm) }
     }
 
     fn drives(devices: &[DeviceConfig]) -> Vec<DriveHead> {
