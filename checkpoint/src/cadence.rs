@@ -16,8 +16,9 @@ const CANCEL_LATENCY: Duration = Duration::from_millis(10);
 /// Epochs that are on their way to the disk at most.
 const MOST_IN_FLIGHT: usize = 4;
 
-/// A wait looks four times whether much has changed already, but not more often than this: each look protects anew what was
-/// written, and so costs a guest that writes to few frames again and again.
+/// A wait looks four times whether much has changed already, but not more often than this: each
+/// look protects anew what was written, and so costs a guest that writes to few frames again and
+/// again.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// When epochs are to be taken.
@@ -27,8 +28,8 @@ pub struct Cadence {
     pub every: Duration,
     /// How many; without it, until told to stop.
     pub count: Option<u64>,
-    /// How long the guest may stand still for one. One that would take longer if it were taken when it is due is taken
-    /// earlier, as far as that can be known: see [`Checkpointer::run`].
+    /// How long the guest may stand still for one. One that would take longer if it were taken when
+    /// it is due is taken earlier, as far as that can be known: see [`Checkpointer::run`].
     pub max_pause: Option<Duration>,
 }
 
@@ -127,18 +128,21 @@ impl<F: FnMut(Taken) -> ControlFlow<()>> Series<F> {
 }
 
 impl Checkpointer {
-    /// Takes epochs as `cadence` says, the first at once, until so many were tried, `cancel` becomes
-    /// true, or `on_taken` breaks off. Returns how many were tried.
+    /// Takes epochs as `cadence` says, the first at once, until so many were tried, `cancel`
+    /// becomes true, or `on_taken` breaks off. Returns how many were tried.
     ///
-    /// Up to four are on their way to the disk at once. They become durable in order, and `on_taken` hears of each, also after it has broken off,
-    /// when it is durable or has failed, in order, too. If one fails, so do those behind it that were built on it; the next has all that they had.
-    /// Nothing queues beyond that: an epoch that is due while four are being written is taken as
-    /// soon as the first of them is durable, and says how late it was; others that were due by then are skipped,
-    /// and the next is due one interval later. A failed epoch is handed over like a stored one.
+    /// Up to four are on their way to the disk at once. They become durable in order, and
+    /// `on_taken` hears of each, also after it has broken off, when it is durable or has failed, in
+    /// order, too. If one fails, so do those behind it that were built on it; the next has all that
+    /// they had. Nothing queues beyond that: an epoch that is due while four are being written is
+    /// taken as soon as the first of them is durable, and says how late it was; others that were
+    /// due by then are skipped, and the next is due one interval later. A failed epoch is handed
+    /// over like a stored one.
     ///
-    /// With a longest pause it looks now and then at what has changed, and takes an epoch early when that nears what fits
-    /// into the staging area or, where none can be copied behind the guest's back, into that pause, judged by those before. What will change while drives
-    /// are copied ahead of the pause counts.
+    /// With a longest pause it looks now and then at what has changed, and takes an epoch early
+    /// when that nears what fits into the staging area or, where none can be copied behind the
+    /// guest's back, into that pause, judged by those before. What will change while drives are
+    /// copied ahead of the pause counts.
     pub fn run(
         &mut self,
         cadence: &Cadence,
@@ -175,7 +179,8 @@ impl Checkpointer {
         tried
     }
 
-    /// Waits until `due`, or until much has changed: then it is early. `None` if that was cancelled.
+    /// Waits until `due`, or until much has changed: then it is early. `None` if that was
+    /// cancelled.
     fn wait<F: FnMut(Taken) -> ControlFlow<()>>(
         &mut self,
         due: Instant,
@@ -200,7 +205,8 @@ impl Checkpointer {
         }
     }
 
-    /// Waits until `due`, and hears of what lands meanwhile; `false` if that was cancelled, or nobody wants more.
+    /// Waits until `due`, and hears of what lands meanwhile; `false` if that was cancelled, or
+    /// nobody wants more.
     fn wait_until<F: FnMut(Taken) -> ControlFlow<()>>(
         &mut self,
         due: Instant,

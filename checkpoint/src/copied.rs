@@ -1,12 +1,14 @@
-//! Copies in the staging area of an epoch whose frames are not shielded. Most are taken before the pause, while the guest runs on:
-//! what it writes meanwhile has changed once more, is known in the pause, and is copied there over what is no longer true.
+//! Copies in the staging area of an epoch whose frames are not shielded. Most are taken before the
+//! pause, while the guest runs on: what it writes meanwhile has changed once more, is known in the
+//! pause, and is copied there over what is no longer true.
 //!
 //! ```text
 //! staging area   [ changed before the pause, in ascending runs ][ changed since, and not before ]
 //!                    ^ what changed again is copied to its place
 //! ```
 //!
-//! So the pause costs what the guest writes while the rest is copied. Where that is mostly the same again, nothing is won.
+//! So the pause costs what the guest writes while the rest is copied. Where that is mostly the same
+//! again, nothing is won.
 
 use dirty_tracker::{Epoch, FrameRun, Gfn};
 
@@ -16,18 +18,21 @@ use crate::staging::Staging;
 use crate::store::EpochWriter;
 use crate::{Guest, GuestRam};
 
-/// Of so many changed frames on they are copied behind the guest's back: those that take about a millisecond to copy. From 256 on
-/// that makes a single pause shorter (`tests/bench/pause.rs`), but at a hundred epochs a second of 1,000 frames it takes a guest that
-/// keeps all processors busy more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
+/// Of so many changed frames on they are copied behind the guest's back: those that take about a
+/// millisecond to copy. From 256 on that makes a single pause shorter (`tests/bench/pause.rs`), but
+/// at a hundred epochs a second of 1,000 frames it takes a guest that keeps all processors busy
+/// more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
 pub(crate) const BEHIND_FROM: u64 = 1280;
-/// So it is of those that take some milliseconds to copy before the pause, where by what the last epoch left for it that leaves
-/// little: an epoch that comes late has more than its share, and is not to cost the guest more than the others for that.
+/// So it is of those that take some milliseconds to copy before the pause, where by what the last
+/// epoch left for it that leaves little: an epoch that comes late has more than its share, and is
+/// not to cost the guest more than the others for that.
 const BEHIND_FROM_IF_FEW_LEFT: u64 = 5120;
 /// So many left for the pause are few: a third of a millisecond's.
 const FEW: u64 = 512;
 /// Fewer take no time in a pause.
 const LEAST: u64 = 64;
-/// After an epoch most of which was written again, so many that could be copied before their pauses are not.
+/// After an epoch most of which was written again, so many that could be copied before their pauses
+/// are not.
 const REST: u32 = 16;
 
 /// When the frames of an epoch are copied.
@@ -71,7 +76,8 @@ impl Ways {
         self.behind_from
     }
 
-    /// The way for an epoch of so many frames of a guest that is `shielded` or not, where there is room for so many.
+    /// The way for an epoch of so many frames of a guest that is `shielded` or not, where there is
+    /// room for so many.
     pub(crate) fn of_next(&mut self, frames: u64, room: u64, shielded: bool) -> Way {
         let may = frames >= LEAST && frames <= room / 2;
         let before = may && self.rest == 0;
@@ -133,7 +139,8 @@ impl Copied {
         Ok(copied)
     }
 
-    /// In the pause: copies what changed since, ascending. Where there is no room, what was copied goes into the file first.
+    /// In the pause: copies what changed since, ascending. Where there is no room, what was copied
+    /// goes into the file first.
     pub(crate) fn in_pause(
         &mut self,
         guest: &dyn Guest,
@@ -246,7 +253,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// Also where there is little room: each frame that changed is in the epoch as it was in the pause.
+        /// Also where there is little room: each frame that changed is in the epoch as it was in
+        /// the pause.
         #[test]
         fn what_is_in_the_epoch_is_what_changed_as_it_is_in_the_pause(
             early in prop::collection::btree_set(0u64..300, 0..120),

@@ -1,7 +1,9 @@
-//! Drives as whoever copies them sees them: at the host that has the guest, and where a copy is being made.
+//! Drives as whoever copies them sees them: at the host that has the guest, and where a copy is
+//! being made.
 //!
-//! A drive is counted in blocks of [`PAGE_SIZE`] bytes, as if they were the frames of one memory slot from 0 on. Its
-//! last block may reach over its end; what lies behind that reads as zeros, and is not written.
+//! A drive is counted in blocks of [`PAGE_SIZE`] bytes, as if they were the frames of one memory
+//! slot from 0 on. Its last block may reach over its end; what lies behind that reads as zeros, and
+//! is not written.
 
 use std::fmt;
 use std::fs::File;
@@ -49,7 +51,8 @@ impl fmt::Display for DriveHead {
     }
 }
 
-/// The blocks of a drive of `bytes`, as the frames of slot 0. The error is a drive of no bytes, or of more than 4 PiB.
+/// The blocks of a drive of `bytes`, as the frames of slot 0. The error is a drive of no bytes, or
+/// of more than 4 PiB.
 ///
 /// ```
 /// assert_eq!(checkpoint::block_layout(4096 * 3 + 512)?.frames(), 4);
@@ -62,16 +65,17 @@ pub fn block_layout(bytes: u64) -> Result<Layout, LayoutError> {
 
 /// A drive of a guest that is here, to be copied while the guest uses it.
 ///
-/// The device marks a write when it is done and before the guest is told so. So whoever subscribes first, then reads
-/// what is in the drive, and from then on reads what an epoch holds *after* it was drained, misses none: a write that
-/// was done before the drain is in the epoch and in what is read; one that is still under way is in the next epoch,
-/// whatever part of it was read. With the guest paused its devices stand, so nothing is under way.
+/// The device marks a write when it is done and before the guest is told so. So whoever subscribes
+/// first, then reads what is in the drive, and from then on reads what an epoch holds *after* it
+/// was drained, misses none: a write that was done before the drain is in the epoch and in what is
+/// read; one that is still under way is in the next epoch, whatever part of it was read. With the
+/// guest paused its devices stand, so nothing is under way.
 pub trait GuestDrive: Send + Sync {
     /// Which one it is.
     fn head(&self) -> DriveHead;
 
-    /// Begins to follow writes, by blocks; `None` for a drive that its guest cannot write to. Costs a bit of memory
-    /// for each block until it is dropped.
+    /// Begins to follow writes, by blocks; `None` for a drive that its guest cannot write to. Costs
+    /// a bit of memory for each block until it is dropped.
     ///
     /// # Errors
     /// There is no address space for that.
@@ -80,14 +84,15 @@ pub trait GuestDrive: Send + Sync {
     /// Its content, for reading: an open file of the caller's own, at least as long as the drive.
     fn open(&self) -> io::Result<File>;
 
-    /// What keeps its blocks as they are while the guest writes on, so that they are copied behind its back. `None`, the
-    /// default, where that cannot be had: then it can be in no epoch.
+    /// What keeps its blocks as they are while the guest writes on, so that they are copied behind
+    /// its back. `None`, the default, where that cannot be had: then it can be in no epoch.
     fn keeper(&self) -> Option<Arc<Keeper>> {
         None
     }
 }
 
-/// Reads whole blocks of a drive of `bytes` from `start` on; zeros behind its end, whatever `file` has there.
+/// Reads whole blocks of a drive of `bytes` from `start` on; zeros behind its end, whatever `file`
+/// has there.
 pub(crate) fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     let offset = start.gpa();
     let has = bytes.saturating_sub(offset).min(to.len() as u64) as usize;
@@ -96,9 +101,10 @@ pub(crate) fn read_blocks(file: &File, bytes: u64, start: Gfn, to: &mut [u8]) ->
     file.read_exact_at(content, offset)
 }
 
-/// A drive that is being filled, for a guest that is to come: one in the making, which reads as zeros at first, or, at a restore, the
-/// guest's own, whatever is in it. What was made for it goes when this is dropped, unless it is
-/// [kept](Self::keep); what was there before stays, written over or not. Offsets and lengths lie in the drive.
+/// A drive that is being filled, for a guest that is to come: one in the making, which reads as
+/// zeros at first, or, at a restore, the guest's own, whatever is in it. What was made for it goes
+/// when this is dropped, unless it is [kept](Self::keep); what was there before stays, written over
+/// or not. Offsets and lengths lie in the drive.
 pub trait DriveCopy: Send + Sync {
     /// Writes `bytes` at `offset`.
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
@@ -106,7 +112,8 @@ pub trait DriveCopy: Send + Sync {
     /// Makes `len` bytes from `offset` read as zeros.
     fn zero(&self, offset: u64, len: u64) -> io::Result<()>;
 
-    /// Returns when what was written before will survive a crash of the host. Another thread may write meanwhile.
+    /// Returns when what was written before will survive a crash of the host. Another thread may
+    /// write meanwhile.
     fn make_durable(&self) -> io::Result<()>;
 
     /// Lets the guest have it: what kept others from it is given up, so that
@@ -120,9 +127,9 @@ pub trait DriveCopy: Send + Sync {
 /// Upper bound on finding out where a drive has data: a file on storage that hangs never tells.
 const LOOK_LIMIT: Duration = Duration::from_secs(20);
 
-/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of a file or device
-/// that does not tell, and what lies behind the first 65,536 runs: a guest makes as many holes as it likes. Costs two
-/// calls a hole. Fails after 20 s: its storage hangs then.
+/// The blocks of the first `bytes` of `file` that are not in its holes, ascending. All of them, of
+/// a file or device that does not tell, and what lies behind the first 65,536 runs: a guest makes
+/// as many holes as it likes. Costs two calls a hole. Fails after 20 s: its storage hangs then.
 pub fn data_runs(file: &File, bytes: u64) -> io::Result<Vec<FrameRun>> {
     let all = FrameRun { start: Gfn(0), count: bytes.div_ceil(PAGE_SIZE) };
     let (file, (tell, told)) = (file.try_clone()?, mpsc::channel());

@@ -1,8 +1,11 @@
-//! The drives that a chain of epochs has: who follows their writes, and how their blocks get into an epoch.
+//! The drives that a chain of epochs has: who follows their writes, and how their blocks get into
+//! an epoch.
 //!
-//! What a drive holds is copied while the guest runs, before the pause of a full epoch; so is, before any, what changed, if that is much.
-//! In each pause what changed since is drained and [kept](crate::Keeper), and it is copied when the guest runs again: what was written
-//! over between pieces of memory, the rest after it. When a write has waited for too long, for some epochs what may have no room is copied in the pause.
+//! What a drive holds is copied while the guest runs, before the pause of a full epoch; so is,
+//! before any, what changed, if that is much. In each pause what changed since is drained and
+//! [kept](crate::Keeper), and it is copied when the guest runs again: what was written over between
+//! pieces of memory, the rest after it. When a write has waited for too long, for some epochs what
+//! may have no room is copied in the pause.
 
 use std::fs::File;
 use std::io;
@@ -19,14 +22,16 @@ use crate::staging::{Staging, window};
 use crate::store::{EpochWriter, StoreError, of_object};
 use crate::{DriveHead, Guest, GuestError, KeepError, Keeper, data_runs};
 
-/// Blocks that are copied at a time while the guest runs: of a drive that nobody waits for, and of one that is kept.
+/// Blocks that are copied at a time while the guest runs: of a drive that nobody waits for, and of
+/// one that is kept.
 const LIVE_BLOCKS: u64 = 256;
 const PIECE_BLOCKS: u64 = 64;
 /// How often what changed of a drive is copied ahead of a pause.
 const MOST_PASSES: usize = 4;
 /// Epochs in which no write waits for room, after one has waited for too long.
 const AFTER_STALL: u32 = 20;
-/// What is copied in a pause waits in memory for the file, up to so many bytes; what is beyond is written in the pause.
+/// What is copied in a pause waits in memory for the file, up to so many bytes; what is beyond is
+/// written in the pause.
 const MOST_IN_PAUSE: usize = 64 << 20;
 
 /// The drives of `guest` that its epochs have: those that it can write to.
@@ -53,7 +58,8 @@ pub(crate) struct Ahead {
     pub(crate) due: u64,
 }
 
-/// What of a drive is kept since a pause. Dropping it lets go of the blocks and gives them back (I4).
+/// What of a drive is kept since a pause. Dropping it lets go of the blocks and gives them back
+/// (I4).
 pub(crate) struct Stood {
     object: u16,
     id: String,
@@ -106,7 +112,8 @@ pub(crate) fn follow(guest: &dyn Guest, drives: &[DriveHead]) -> Result<Vec<Foll
     Ok(followed)
 }
 
-/// Copies what the drives hold while the guest runs; what is written meanwhile is in the epoch's own blocks, which come after.
+/// Copies what the drives hold while the guest runs; what is written meanwhile is in the epoch's
+/// own blocks, which come after.
 pub(crate) fn copy_live(
     drives: &[Followed],
     staging: &mut Staging,
@@ -119,8 +126,9 @@ pub(crate) fn copy_live(
     Ok(())
 }
 
-/// Copies what has changed while the guest runs, and what changed meanwhile, until that is little enough to be set aside whatever the
-/// guest writes over, or does not get less. The drives in turns: each changes while the others are copied.
+/// Copies what has changed while the guest runs, and what changed meanwhile, until that is little
+/// enough to be set aside whatever the guest writes over, or does not get less. The drives in
+/// turns: each changes while the others are copied.
 pub(crate) fn copy_ahead(
     drives: &mut [Followed],
     staging: &mut Staging,
@@ -155,7 +163,8 @@ pub(crate) fn copy_ahead(
     Ok(ahead)
 }
 
-/// How many blocks would be copied ahead of a pause if that began now, without what changes meanwhile.
+/// How many blocks would be copied ahead of a pause if that began now, without what changes
+/// meanwhile.
 pub(crate) fn due_ahead(drives: &mut [Followed]) -> u64 {
     let due = |drive: &mut Followed| {
         let changed = drive.writes.drain();
@@ -166,8 +175,9 @@ pub(crate) fn due_ahead(drives: &mut [Followed]) -> u64 {
     drives.iter_mut().map(due).sum()
 }
 
-/// Notes as zeros, unread, what of long runs of a drive of `bytes` are holes in its file: a guest that discards all that it does not use makes
-/// terabytes of them. The other blocks. What the guest writes there meanwhile is marked again.
+/// Notes as zeros, unread, what of long runs of a drive of `bytes` are holes in its file: a guest
+/// that discards all that it does not use makes terabytes of them. The other blocks. What the guest
+/// writes there meanwhile is marked again.
 fn without_holes(
     runs: impl Iterator<Item = FrameRun>,
     object: u16,
@@ -213,8 +223,9 @@ impl Followed {
     }
 }
 
-/// Keeps what has changed since the last epoch. The guest stands, and so all that was written is marked. Unless they are `patient`, only as
-/// much is kept as has room whatever the guest writes over, and the rest is copied here.
+/// Keeps what has changed since the last epoch. The guest stands, and so all that was written is
+/// marked. Unless they are `patient`, only as much is kept as has room whatever the guest writes
+/// over, and the rest is copied here.
 pub(crate) fn stand(
     drives: &mut [Followed],
     patient: bool,
@@ -257,7 +268,8 @@ pub(crate) fn in_pause(stood: &[Stood]) -> u64 {
 }
 
 impl Stood {
-    /// Copies the first `blocks` that changed; as many bytes of memory as there is `room` for, the rest to the file.
+    /// Copies the first `blocks` that changed; as many bytes of memory as there is `room` for, the
+    /// rest to the file.
     fn copy_now(
         &mut self,
         blocks: u64,
@@ -299,8 +311,8 @@ impl Stood {
     }
 }
 
-/// Writes what was set aside of what is kept, amid something else: somebody may wait for its room. That nothing is kept any more is said
-/// by [`copy_behind`].
+/// Writes what was set aside of what is kept, amid something else: somebody may wait for its room.
+/// That nothing is kept any more is said by [`copy_behind`].
 pub(crate) fn save_aside(
     stood: &mut [Stood],
     buffer: &mut Vec<u8>,
@@ -322,7 +334,8 @@ pub(crate) fn save_aside(
     Ok(())
 }
 
-/// Copies what is kept, behind the running guest. Returns what changed, to be committed once it is durable, and how devices waited.
+/// Copies what is kept, behind the running guest. Returns what changed, to be committed once it is
+/// durable, and how devices waited.
 pub(crate) fn copy_behind(
     mut stood: Vec<Stood>,
     staging: &mut Staging,
@@ -359,7 +372,8 @@ pub(crate) fn copy_behind(
     Ok((changed.collect(), waits))
 }
 
-/// Whether who writes to a drive waits for room: not in the next epochs, once somebody has waited for too long. Their pauses are rather longer.
+/// Whether who writes to a drive waits for room: not in the next epochs, once somebody has waited
+/// for too long. Their pauses are rather longer.
 #[derive(Default)]
 pub(crate) struct Patience {
     rests: u32,

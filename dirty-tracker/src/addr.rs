@@ -47,8 +47,8 @@ impl fmt::Display for Gfn {
     }
 }
 
-/// `count` consecutive frames from `start` on. Runs that go into a tree or come out of one lie in one
-/// slot. A run that would pass frame 2^64 - 1 ends there.
+/// `count` consecutive frames from `start` on. Runs that go into a tree or come out of one lie in
+/// one slot. A run that would pass frame 2^64 - 1 ends there.
 ///
 /// ```
 /// use dirty_tracker::{FrameRun, Gfn};

@@ -4,11 +4,12 @@
 //! or sent, what has arrived. What vCPUs write is scattered and goes into a [`Tree`](crate::Tree),
 //! which marks from many threads and costs the same however the frames lie.
 //!
-//! The idea of [`FrameSet::insert_all`], insert at once, grow only where the room ends, and go on from
-//! there, was proposed on linux-mm for `memblock_add_range()` ("delayed allocation",
+//! The idea of [`FrameSet::insert_all`], insert at once, grow only where the room ends, and go on
+//! from there, was proposed on linux-mm for `memblock_add_range()` ("delayed allocation",
 //! <https://mail.spinics.net/lists/linux-mm/msg422526.html>): the kernel counts in one pass what an
-//! insertion needs, grows, and inserts in a second. There it is one range at a time, cut up by those
-//! that it overlaps and joined with them afterwards; here it is a whole list, joined as it is written.
+//! insertion needs, grows, and inserts in a second. There it is one range at a time, cut up by
+//! those that it overlaps and joined with them afterwards; here it is a whole list, joined as it is
+//! written.
 
 use std::fmt;
 use std::iter::Copied;
@@ -20,8 +21,8 @@ use crate::{FrameRun, Gfn};
 /// A set of frames as ascending, disjoint runs with at least one frame between them.
 ///
 /// Two sets of the same frames are always the same runs, and so equal. As everywhere,
-/// [`FrameRun::end`] says where a run ends: one that would pass frame 2^64 - 1 ends there, and a run
-/// of no frames is no member of anything.
+/// [`FrameRun::end`] says where a run ends: one that would pass frame 2^64 - 1 ends there, and a
+/// run of no frames is no member of anything.
 ///
 /// With *n* runs in the set: looking up takes O(log *n*) steps; inserting or removing a run that,
 /// and one move of what lies behind it; 16 bytes of memory a run.
@@ -218,9 +219,9 @@ impl FrameSet {
     /// Adds the frames of all `runs`, which may overlap; returns how many were not in the set.
     ///
     /// One pass over the list and the part of the set that it reaches into. Runs are joined where
-    /// they stand; only where there is no room left for one more the rest of the set is moved, once,
-    /// by as much as the rest of the list may need, and the pass goes on from there. A list that does
-    /// not ascend by first frame is copied and sorted first.
+    /// they stand; only where there is no room left for one more the rest of the set is moved,
+    /// once, by as much as the rest of the list may need, and the pass goes on from there. A list
+    /// that does not ascend by first frame is copied and sorted first.
     ///
     /// ```
     /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
@@ -366,8 +367,9 @@ impl FrameSet {
 /// The places of so many runs go into the low bits of a key.
 const PLACES: u64 = (1 << 12) - 1;
 
-/// The order of a short list by first frame, as keys whose low bits are places in it: numbers of one word
-/// are sorted in half the time of runs. `None` if the list is long or its frames are far out.
+/// The order of a short list by first frame, as keys whose low bits are places in it: numbers of
+/// one word are sorted in half the time of runs. `None` if the list is long or its frames are far
+/// out.
 fn short_order(runs: &[FrameRun]) -> Option<Vec<u64>> {
     let far = u64::MAX >> PLACES.count_ones();
     if runs.len() as u64 > PLACES + 1 || runs.iter().any(|r| r.start.0 > far) {

@@ -52,10 +52,11 @@ impl Harvester {
         Self { dirtied: none.clone(), harvested: none, vcpus, distrust: false }
     }
 
-    /// Frames that each vCPU, in the order of the rings, has made dirty so far: those of its ring that
-    /// a subscriber did not have marked when they were [absorbed](Readable::absorb). A frame that two
-    /// vCPUs write is the first one's; one that is drained and written again counts again. For one
-    /// subscriber these sum up to what it drains, but for marks that came from elsewhere. O(1).
+    /// Frames that each vCPU, in the order of the rings, has made dirty so far: those of its ring
+    /// that a subscriber did not have marked when they were [absorbed](Readable::absorb). A frame
+    /// that two vCPUs write is the first one's; one that is drained and written again counts again.
+    /// For one subscriber these sum up to what it drains, but for marks that came from elsewhere.
+    /// O(1).
     ///
     /// ```
     /// # use dirty_tracker::*;
@@ -101,7 +102,8 @@ impl Harvester {
         &self.dirtied
     }
 
-    /// Entries that the last harvest found in each ring, in the order of the rings: how full it was. O(1).
+    /// Entries that the last harvest found in each ring, in the order of the rings: how full it
+    /// was. O(1).
     ///
     /// ```
     /// # use dirty_tracker::*;
@@ -118,9 +120,9 @@ impl Harvester {
         &self.harvested
     }
 
-    /// Where vCPU number `vcpu` (in the order of the rings) reports that it found its ring full; `None`
-    /// for a vCPU that does not exist. Without these reports a ring overrun by more than its whole
-    /// length holds its vCPU for ever.
+    /// Where vCPU number `vcpu` (in the order of the rings) reports that it found its ring full;
+    /// `None` for a vCPU that does not exist. Without these reports a ring overrun by more than its
+    /// whole length holds its vCPU for ever.
     ///
     /// ```
     /// let harvester = dirty_tracker::Harvester::new(2, 1024);
@@ -184,9 +186,9 @@ impl<'h> Harvest<'h> {
     /// `KVM_RESET_DIRTY_RINGS`. Any other count than [`entries`](Self::entries), like an overrun,
     /// means that tracking cannot be trusted: the result then marks all memory (I6).
     ///
-    /// Call the ioctl on a thread that blocks signals. A kernel that stops early for one (Linux 6.16
-    /// and later) has not protected the last frames that it counted; if the signal came after the
-    /// last entry, not even the count tells.
+    /// Call the ioctl on a thread that blocks signals. A kernel that stops early for one (Linux
+    /// 6.16 and later) has not protected the last frames that it counted; if the signal came after
+    /// the last entry, not even the count tells.
     pub fn reprotected(self, count: u32) -> Readable<'h> {
         if count == self.entries {
             self.lists.vcpus.iter_mut().for_each(|(consumer, _)| consumer.walked_all());
@@ -228,7 +230,8 @@ impl Readable<'_> {
     }
 
     /// States that every frame of every slot has been reprotected since the harvest, by taking
-    /// `KVM_MEM_LOG_DIRTY_PAGES` from every slot and giving it back. Tracking is exact again from here.
+    /// `KVM_MEM_LOG_DIRTY_PAGES` from every slot and giving it back. Tracking is exact again from
+    /// here.
     pub fn all_reprotected(mut self) -> Self {
         self.all_reprotected = true;
         self
@@ -239,9 +242,10 @@ impl Readable<'_> {
         self.overruns
     }
 
-    /// As [`absorb`](Self::absorb), for whoever keeps the frames elsewhere than in a tracker's trees: each goes to `keep`, which
-    /// says whether it lies in a slot. Where the answer says `marked_all`, the caller has to keep all memory. [`Harvester::dirtied`]
-    /// counts none of them. Costs a call of `keep` a frame.
+    /// As [`absorb`](Self::absorb), for whoever keeps the frames elsewhere than in a tracker's
+    /// trees: each goes to `keep`, which says whether it lies in a slot. Where the answer says
+    /// `marked_all`, the caller has to keep all memory. [`Harvester::dirtied`] counts none of them.
+    /// Costs a call of `keep` a frame.
     ///
     /// ```
     /// # use dirty_tracker::*;
@@ -288,7 +292,8 @@ impl Readable<'_> {
         let mut marking = tracker.marking();
         for ((_, list), dirtied) in self.lists.vcpus.iter_mut().zip(&mut self.lists.dirtied) {
             for frame in list.frames() {
-                // The high half is KVM's address space number; the guest's memory is the same in all.
+                // The high half is KVM's address space number; the guest's memory is the same in
+                // all.
                 match marking.mark_offset(SlotId(frame.slot & 0xffff), frame.offset) {
                     Ok(()) => out.frames += 1,
                     Err(_) => out.foreign += 1,

@@ -165,8 +165,9 @@ impl Placed {
 }
 
 impl Layout {
-    /// Checks and places `slots`, which may come in any order. Refuses none at all, slots without frames
-    /// or past the last guest frame, and two that share a number or frames. O(slots * log slots).
+    /// Checks and places `slots`, which may come in any order. Refuses none at all, slots without
+    /// frames or past the last guest frame, and two that share a number or frames. O(slots * log
+    /// slots).
     pub fn new(slots: impl IntoIterator<Item = Slot>) -> Result<Self, LayoutError> {
         let mut slots: Vec<Slot> = slots.into_iter().collect();
         slots.sort_by_key(|s| s.base);
@@ -228,9 +229,9 @@ impl Layout {
         run.count > 0 && self.bit_of_run(run).is_ok()
     }
 
-    /// A checksum that tells most layouts apart: CRC32C over count, then id, base and frames of each
-    /// slot ascending by frame, little-endian. Equal ones do not prove that two layouts are equal:
-    /// compare those. Goes into every stored and sent header. O(slots).
+    /// A checksum that tells most layouts apart: CRC32C over count, then id, base and frames of
+    /// each slot ascending by frame, little-endian. Equal ones do not prove that two layouts are
+    /// equal: compare those. Goes into every stored and sent header. O(slots).
     pub fn hash(&self) -> u32 {
         let mut bytes = Vec::with_capacity(8 + self.slots.len() * 20);
         bytes.extend_from_slice(&(self.slots.len() as u64).to_le_bytes());

@@ -9,8 +9,8 @@ pub struct DirtyFrame {
     pub offset: u64,
 }
 
-/// Dirty frames in the order in which they were harvested; never grows past its capacity. Everything
-/// on it is O(1).
+/// Dirty frames in the order in which they were harvested; never grows past its capacity.
+/// Everything on it is O(1).
 ///
 /// ```
 /// use dirty_tracker::{DirtyFrame, DirtyList};

@@ -72,14 +72,15 @@ impl RingEntry {
 }
 
 /// How often a vCPU found its ring full: the vCPU thread reports, the consumer reads. Cloning gives
-/// another handle to the same count. Example at [`Harvester::ring_full`](crate::Harvester::ring_full).
+/// another handle to the same count. Example at
+/// [`Harvester::ring_full`](crate::Harvester::ring_full).
 #[derive(Debug, Clone, Default)]
 pub struct RingFull(Arc<AtomicU32>);
 
 impl RingFull {
-    /// States that one more `KVM_RUN` of this vCPU returned `KVM_EXIT_DIRTY_RING_FULL`. To be called
-    /// once for each, before the vCPU's next `KVM_RUN`; when the collector gets to it does not matter.
-    /// One atomic add.
+    /// States that one more `KVM_RUN` of this vCPU returned `KVM_EXIT_DIRTY_RING_FULL`. To be
+    /// called once for each, before the vCPU's next `KVM_RUN`; when the collector gets to it does
+    /// not matter. One atomic add.
     pub fn report(&self) {
         self.0.fetch_add(1, Ordering::Release);
     }
@@ -103,9 +104,9 @@ pub struct RingHarvest {
 
 /// Whether we know where the kernel's walk is.
 ///
-/// Entries before `next` that are dirty again were either overwritten before the walk, or walked and
-/// published anew, and then the ring is overrun as well. Nothing is taken until a probe shows which:
-/// entries are marked RESET so that a walk that begins among them ends at a known place.
+/// Entries before `next` that are dirty again were either overwritten before the walk, or walked
+/// and published anew, and then the ring is overrun as well. Nothing is taken until a probe shows
+/// which: entries are marked RESET so that a walk that begins among them ends at a known place.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Doubt {
     #[default]
@@ -116,8 +117,9 @@ enum Doubt {
     At,
 }
 
-/// Our place in one ring. There is one for the life of the ring: its index cannot be asked for later.
-/// A [`Harvester`](crate::Harvester) has one for each vCPU; alone it is for a VMM with lists of its own.
+/// Our place in one ring. There is one for the life of the ring: its index cannot be asked for
+/// later. A [`Harvester`](crate::Harvester) has one for each vCPU; alone it is for a VMM with lists
+/// of its own.
 ///
 /// ```
 /// # use std::sync::atomic::Ordering::{Acquire, Release};
@@ -171,7 +173,8 @@ impl RingConsumer {
         let mut overrun = self.settle(ring);
         let mut list_full = false;
         while self.doubt == Doubt::None {
-            // The last entry before the walk is the fence: dirty, it says that the ring was overrun.
+            // The last entry before the walk is the fence: dirty, it says that the ring was
+            // overrun.
             if self.marked == size - 1 {
                 break;
             }

@@ -32,7 +32,8 @@ pub enum TrackingMode {
     // Stored configurations know a mode by its place here: new ones come last.
     /// `KVM_GET_DIRTY_LOG` that reads alone, and `KVM_CLEAR_DIRTY_LOG` for what it found.
     DirtyBitmapManual,
-    /// Asynchronous write protection of userfaultfd, and `PAGEMAP_SCAN`: what the host's page tables know.
+    /// Asynchronous write protection of userfaultfd, and `PAGEMAP_SCAN`: what the host's page
+    /// tables know.
     UserfaultWp,
 }
 
@@ -118,8 +119,8 @@ pub struct Collected {
 /// A way of learning which frames a guest wrote.
 ///
 /// One thread owns a source. `start` and `collect` uphold I2 and I3: what `collect` delivers has
-/// been reprotected before it reaches `tracker`. Each of them costs a few system calls, and errors are
-/// theirs.
+/// been reprotected before it reaches `tracker`. Each of them costs a few system calls, and errors
+/// are theirs.
 ///
 /// ```
 /// # use std::{sync::Arc, sync::mpsc::{Receiver, channel}};
@@ -166,8 +167,8 @@ pub trait DirtySource: Send {
     /// The mode it implements. No system call.
     fn mode(&self) -> TrackingMode;
 
-    /// Begins to catch writes: every write that starts after this returns will be collected. From here
-    /// on the guest pays for the first write to each frame.
+    /// Begins to catch writes: every write that starts after this returns will be collected. From
+    /// here on the guest pays for the first write to each frame.
     fn start(&mut self) -> Result<(), SourceError>;
 
     /// Stops catching writes; the guest runs at full speed again. What was not collected is gone.
@@ -177,14 +178,16 @@ pub trait DirtySource: Send {
     /// stopped the trees are then complete. On an error nothing is lost: the next call has it.
     fn collect(&mut self, tracker: &Tracker) -> Result<Collected, SourceError>;
 
-    /// Frames that each vCPU has made dirty so far, see [`Harvester::dirtied`](crate::Harvester::dirtied);
-    /// nothing, the default, where it is not known whose writes are caught. No system call.
+    /// Frames that each vCPU has made dirty so far, see
+    /// [`Harvester::dirtied`](crate::Harvester::dirtied); nothing, the default, where it is not
+    /// known whose writes are caught. No system call.
     fn dirtied(&self) -> &[u64] {
         &[]
     }
 
-    /// Entries that the last collection found in each vCPU's ring, see [`Harvester::harvested`](crate::Harvester::harvested);
-    /// nothing, the default, where there are no rings. No system call.
+    /// Entries that the last collection found in each vCPU's ring, see
+    /// [`Harvester::harvested`](crate::Harvester::harvested); nothing, the default, where there are
+    /// no rings. No system call.
     fn harvested(&self) -> &[u64] {
         &[]
     }

@@ -161,8 +161,9 @@ impl Tracker {
         self.active.load(Ordering::SeqCst)
     }
 
-    /// Marks a run of frames, which must lie in one slot; otherwise the error names the run, and nothing
-    /// is marked. A run of no frames is none. Costs one insert in each tree, O(words of 64 frames).
+    /// Marks a run of frames, which must lie in one slot; otherwise the error names the run, and
+    /// nothing is marked. A run of no frames is none. Costs one insert in each tree, O(words of 64
+    /// frames).
     pub fn mark(&self, run: FrameRun) -> Result<(), OutOfSlot> {
         if run.count == 0 {
             return Ok(());
@@ -172,16 +173,16 @@ impl Tracker {
         Ok(())
     }
 
-    /// Marks a frame as KVM names it, by slot and offset in frames. A slot that does not exist, or is
-    /// shorter, is an error that names both. Costs O(log slots) and one insert in each tree.
+    /// Marks a frame as KVM names it, by slot and offset in frames. A slot that does not exist, or
+    /// is shorter, is an error that names both. Costs O(log slots) and one insert in each tree.
     pub fn mark_offset(&self, slot: SlotId, offset: u64) -> Result<(), OutOfSlot> {
         let bit = self.layout.bit_of_offset(slot, offset)?;
         self.mark_bits(bit, 1);
         Ok(())
     }
 
-    /// Marks every frame of every slot (I6). Costs a write of every leaf, a 32,768th of guest memory, in
-    /// each tree.
+    /// Marks every frame of every slot (I6). Costs a write of every leaf, a 32,768th of guest
+    /// memory, in each tree.
     pub fn mark_all(&self) {
         self.stats.marked_all.fetch_add(1, Ordering::Relaxed);
         for p in self.layout.placed() {
@@ -213,7 +214,8 @@ impl Tracker {
         Ok(frames)
     }
 
-    /// Whether `gfn` is marked in any subscriber's tree; a frame of no slot is not. A load for each.
+    /// Whether `gfn` is marked in any subscriber's tree; a frame of no slot is not. A load for
+    /// each.
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         let Ok(bit) = self.layout.bit_of_run(run) else { return false };
@@ -253,8 +255,8 @@ impl Tracker {
     }
 }
 
-/// A batch of marks: the subscribers locked once, the last slot remembered, frames of one word joined
-/// and words gathered before they are inserted. Dropping it inserts the last ones.
+/// A batch of marks: the subscribers locked once, the last slot remembered, frames of one word
+/// joined and words gathered before they are inserted. Dropping it inserts the last ones.
 pub(crate) struct Marking<'t> {
     tracker: &'t Tracker,
     homes: RwLockReadGuard<'t, Arc<[Arc<Home>]>>,
@@ -297,8 +299,9 @@ impl Marking<'_> {
         }
     }
 
-    /// Inserts what is gathered. How many of the frames since the last call a subscriber did not have
-    /// marked yet: of each gathered lot, those of the subscriber who had fewest, of those that only look on if there are no others.
+    /// Inserts what is gathered. How many of the frames since the last call a subscriber did not
+    /// have marked yet: of each gathered lot, those of the subscriber who had fewest, of those that
+    /// only look on if there are no others.
     pub(crate) fn take_new(&mut self) -> u64 {
         self.flush();
         std::mem::take(&mut self.new)
@@ -367,8 +370,9 @@ impl Subscription {
         &self.home.name
     }
 
-    /// From now on what is new to this one is no measure of who makes frames dirty ([`Harvester::dirtied`](crate::Harvester::dirtied))
-    /// while there are others: somebody who drains often, to show what is written, shall not make a vCPU look busier to a migration. It
+    /// From now on what is new to this one is no measure of who makes frames dirty
+    /// ([`Harvester::dirtied`](crate::Harvester::dirtied)) while there are others: somebody who
+    /// drains often, to show what is written, shall not make a vCPU look busier to a migration. It
     /// gets every frame as before. One store.
     pub fn look_on(&self) {
         self.home.looks_on.store(true, Ordering::Relaxed);
@@ -388,9 +392,10 @@ impl Subscription {
         self.epoch(runs, frames)
     }
 
-    /// As [`drain`](Self::drain), but at most `words` leaf words (of 64 frames) that hold something: for
-    /// callers that must not hold their thread for longer. The flag says that this was the last slice
-    /// of a round; what was marked before the round is then in one of its epochs.
+    /// As [`drain`](Self::drain), but at most `words` leaf words (of 64 frames) that hold
+    /// something: for callers that must not hold their thread for longer. The flag says that this
+    /// was the last slice of a round; what was marked before the round is then in one of its
+    /// epochs.
     pub fn drain_slice(&mut self, words: usize) -> (Epoch, bool) {
         let mut runs = self.home.buffer();
         let Self { home, slices, .. } = self;
@@ -403,14 +408,15 @@ impl Subscription {
         Epoch::new(self.home.clone(), number, runs, frames)
     }
 
-    /// Whether `gfn` is in the tree: marked and not drained. Frames of no slot are not. O(log slots).
+    /// Whether `gfn` is in the tree: marked and not drained. Frames of no slot are not. O(log
+    /// slots).
     pub fn is_marked(&self, gfn: Gfn) -> bool {
         let run = FrameRun { start: gfn, count: 1 };
         self.home.layout.bit_of_run(run).is_ok_and(|bit| self.home.tree.contains(bit))
     }
 
-    /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For tests;
-    /// exact only while nobody marks.
+    /// Checks I1 by walking the whole tree, and answers with the first word that breaks it. For
+    /// tests; exact only while nobody marks.
     pub fn check(&self) -> Result<(), MissingSummary> {
         self.home.tree.check()
     }

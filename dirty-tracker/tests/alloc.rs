@@ -1,6 +1,6 @@
-//! What allocates, and how often, as a counting allocator says: harvest -> absorb -> drain -> commit
-//! not at all in the steady state, and a set of frames at most once for a list of runs. It counts by
-//! thread, which is by test.
+//! What allocates, and how often, as a counting allocator says: harvest -> absorb -> drain ->
+//! commit not at all in the steady state, and a set of frames at most once for a list of runs. It
+//! counts by thread, which is by test.
 //!
 //! `cargo test -p dirty-tracker --test alloc`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]

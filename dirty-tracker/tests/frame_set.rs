@@ -253,7 +253,8 @@ proptest! {
         prop_assert_eq!(again, set);
     }
 
-    /// As [`FrameRun::end`] has it; what lies at the other end of the numbers behaves like the rest.
+    /// As [`FrameRun::end`] has it; what lies at the other end of the numbers behaves like the
+    /// rest.
     #[test]
     fn a_run_past_the_last_frame_ends_there(
         back in 0..20u64, count in 0..40u64, cut in 0..20u64, more in any::<u64>(),

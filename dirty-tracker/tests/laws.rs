@@ -338,7 +338,8 @@ fn summaries_cost_at_most_two_percent_of_the_leaves() {
     };
     let words = if cfg!(miri) { 4096..4100 } else { 4096..8400 };
     let small = words.map(|words| slots(1, words * 64 - 63));
-    // 16 GiB, 4 TiB and 12 TiB, one frame less and one more, and the worst slots: of one frame each.
+    // 16 GiB, 4 TiB and 12 TiB, one frame less and one more, and the worst slots: of one frame
+    // each.
     let sizes = if cfg!(miri) { vec![1 << 18] } else { vec![1 << 22, 1 << 30, 3 << 30] };
     let large = sizes.iter().flat_map(|size| [size - 1, *size, size + 1]).map(|n| slots(1, n));
     for layout in small.chain(large).chain([slots(4096, 1)]) {

@@ -23,7 +23,8 @@ impl Line {
     }
 }
 
-/// The mark finds its bit set, and changes nothing, while a drain takes the bit and reads the frame.
+/// The mark finds its bit set, and changes nothing, while a drain takes the bit and reads the
+/// frame.
 fn lost_writes(rounds: u64, mark: impl Fn(&Tree, &Layout, FrameRun) + Sync) -> u64 {
     let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 * 8 }]).unwrap();
     let tree = Tree::new(&layout).unwrap();

@@ -79,8 +79,8 @@ fn tree(layout: &Layout, share: usize) -> Tree {
     tree
 }
 
-/// In a pool of so many threads as few hosts of tests have. Not under miri, which objects to threads
-/// that outlive the test, as a pool's do.
+/// In a pool of so many threads as few hosts of tests have. Not under miri, which objects to
+/// threads that outlive the test, as a pool's do.
 fn in_pool<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     if cfg!(miri) {
         return work();
@@ -202,8 +202,8 @@ proptest! {
         })?;
     }
 
-    /// A spurious summary costs a drain a look; none is left, and none is missing. That no summary is
-    /// spurious shows in a second tree, which never had any: both are equal word for word.
+    /// A spurious summary costs a drain a look; none is left, and none is missing. That no summary
+    /// is spurious shows in a second tree, which never had any: both are equal word for word.
     #[test]
     fn rebuild_makes_each_summary_say_what_is_below((layout, [first, second], share) in cases()) {
         in_pool(|| {
@@ -282,8 +282,8 @@ fn a_writer_of_leaves_that_panics_leaves_the_tree_in_order() {
     assert_eq!(tree.drain(&layout, &mut Vec::new()), frames);
 }
 
-/// Two threads mark, one absorbs bitmaps, and drains by several threads go on meanwhile: every frame
-/// comes out, as often as it could have gone in and not more.
+/// Two threads mark, one absorbs bitmaps, and drains by several threads go on meanwhile: every
+/// frame comes out, as often as it could have gone in and not more.
 #[test]
 fn a_drain_by_many_loses_nothing_that_is_inserted_meanwhile() {
     let rounds = if cfg!(miri) { 1 } else { 20 };

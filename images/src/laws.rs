@@ -1,5 +1,5 @@
-//! Owns the proof that the payload's checks work: each law here is one thing a machine may do to memory, and the
-//! payload must notice; or one promise about what it writes.
+//! Owns the proof that the payload's checks work: each law here is one thing a machine may do to
+//! memory, and the payload must notice; or one promise about what it writes.
 
 use proptest::prelude::*;
 

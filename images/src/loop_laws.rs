@@ -1,4 +1,5 @@
-//! Owns the proof of what surrounds the pages: pace, gaps, placement, lines, and the file that the guest boots from.
+//! Owns the proof of what surrounds the pages: pace, gaps, placement, lines, and the file that the
+//! guest boots from.
 
 use proptest::prelude::*;
 
@@ -258,8 +259,8 @@ fn the_ready_line_is_read_back() {
     );
 }
 
-/// The guest's code as the compiler emitted it; see `build.rs`. What is linked of `core`, which was compiled with
-/// vector instructions, is the subject of the next test.
+/// The guest's code as the compiler emitted it; see `build.rs`. What is linked of `core`, which was
+/// compiled with vector instructions, is the subject of the next test.
 #[test]
 fn the_guest_uses_no_vector_registers() {
     let assembly = include_str!(concat!(env!("OUT_DIR"), "/payload.s"));
@@ -280,7 +281,8 @@ fn the_guest_contains_nothing_of_core_but_panics_and_their_messages() {
         .filter(|name| name.contains("4core"))
         .collect();
     for name in of_core {
-        // `str::count` belongs to padding, which the handler never asks for: it prints the place only.
+        // `str::count` belongs to padding, which the handler never asks for: it prints the place
+        // only.
         let known = ["panicking", "3fmt", "3str5count"].iter().any(|part| name.contains(part));
         assert!(known, "{name} is linked into the guest and may use what an emulator lacks");
     }

@@ -1,7 +1,8 @@
 //! Owns the reading of the lines that the payload prints on its console.
 //!
-//! Each line is printed whole, whatever the other vCPUs print, and ends with a newline. Numbers are decimal unless they
-//! begin with `0x`; the order of fields is fixed; a program that reads them should skip lines it does not know.
+//! Each line is printed whole, whatever the other vCPUs print, and ends with a newline. Numbers are
+//! decimal unless they begin with `0x`; the order of fields is fixed; a program that reads them
+//! should skip lines it does not know.
 //!
 //! ```text
 //! payload ready vcpus=2 ws_pages=16384 pattern=seq rate=320M seed=1
@@ -21,8 +22,8 @@
 //! | `max_gap_us` | the longest time between two ticks of its loop since it began; sleeping as intended is no gap, waking too late is |
 //! | `gap_us` | the same since its last line |
 //!
-//! `ready` comes from vCPU 0 before any page is written, a report from each vCPU about once a second, `done` once at its
-//! end, `fault` and `fatal` when the payload itself cannot go on.
+//! `ready` comes from vCPU 0 before any page is written, a report from each vCPU about once a
+//! second, `done` once at its end, `fault` and `fatal` when the payload itself cannot go on.
 
 use crate::workload::{Kind, Mismatch};
 

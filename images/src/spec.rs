@@ -21,8 +21,7 @@ impl FromStr for PayloadSpec {
     type Err = SpecError;
 
     /// Reads
-    /// `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N][,ring=0|3]
-    /// [,fill=zero|random][,seconds=N][,passes=N][,writers=N][,idle=halt|spin][,burst=N][,check=always|end]`.
+    /// `payload[,ws=64M][,rate=320M|max][,pattern=seq|random|zipf|stride[:K]|once][,seed=N][,ring=0|3] [,fill=zero|random][,seconds=N][,passes=N][,writers=N][,idle=halt|spin][,burst=N][,check=always|end]`.
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut items = text.split(',');
         if items.next() != Some("payload") {

@@ -11,12 +11,12 @@
 //! | longer | no limit is reached | keep going |
 //! | longer | passes or time have run out | as the strategy says: a long pause, or none |
 //!
-//! A guest that does not let passes shrink is throttled before a limit is reached. Where its pause would
-//! fit into the target but be long, passes under a tight throttle come before it (the approach): for
-//! both see [`throttle`](crate::throttle).
+//! A guest that does not let passes shrink is throttled before a limit is reached. Where its pause
+//! would fit into the target but be long, passes under a tight throttle come before it (the
+//! approach): for both see [`throttle`](crate::throttle).
 //!
-//! The passes that only make the pause shorter take together at most `1 / (1 - SHRINKS)` times what the pause would have taken
-//! without them, if the guest goes on as it did.
+//! The passes that only make the pause shorter take together at most `1 / (1 - SHRINKS)` times what
+//! the pause would have taken without them, if the guest goes on as it did.
 
 use std::fmt;
 use std::str::FromStr;
@@ -197,8 +197,8 @@ impl fmt::Display for Reason {
 /// A pass with less than this on the wire says little about the link.
 pub(crate) const TELLING_BYTES: u64 = 1 << 20;
 
-/// How fast the link is, or is let be, bytes/s: by the last pass that is large enough to tell, else by all
-/// together. `None` before anything was measured.
+/// How fast the link is, or is let be, bytes/s: by the last pass that is large enough to tell, else
+/// by all together. `None` before anything was measured.
 pub fn link_rate(passes: &[Measured]) -> Option<u64> {
     let rate = |bytes: u64, time: Duration| {
         let seconds = time.as_secs_f64();
@@ -211,8 +211,8 @@ pub fn link_rate(passes: &[Measured]) -> Option<u64> {
     }
 }
 
-/// As [`link_rate`], in frames a second, by the same passes: what the link carries of what this guest writes, whatever
-/// becomes of it on the wire.
+/// As [`link_rate`], in frames a second, by the same passes: what the link carries of what this
+/// guest writes, whatever becomes of it on the wire.
 pub(crate) fn frame_rate(passes: &[Measured]) -> Option<f64> {
     let telling =
         passes.iter().rev().find(|p| p.bytes >= TELLING_BYTES).map_or(passes, std::slice::from_ref);
@@ -230,8 +230,9 @@ pub fn expected_downtime(frames: u64, link_rate: u64) -> Option<Duration> {
 /// A pause for less than this is short enough: stopping and starting a guest takes about as long.
 pub const WORTH_A_PASS: Duration = Duration::from_millis(2);
 
-/// The part of a pass's frames that the guest may have written meanwhile for another pass to be called
-/// a gain. Frames, not bytes: those of zeros and packed ones are few bytes, whoever sends them.
+/// The part of a pass's frames that the guest may have written meanwhile for another pass to be
+/// called a gain. Frames, not bytes: those of zeros and packed ones are few bytes, whoever sends
+/// them.
 pub const SHRINKS: f64 = 0.7;
 
 /// Whether the guest wrote so little during the last pass that the next one would leave less still.
@@ -243,8 +244,9 @@ pub(crate) fn shrinks(passes: &[Measured], pending: u64) -> bool {
 /// `elapsed` counts from the first pass's begin. Costs nothing, allocates nothing.
 ///
 /// Laws (tests below): the same arguments give the same verdict; nothing pending always switches
-/// over; at a limit the verdict is never `KeepGoing`; less pending never turns a switch-over into giving
-/// up; what fits is never given up, and is sent while the guest runs only if that shrinks it.
+/// over; at a limit the verdict is never `KeepGoing`; less pending never turns a switch-over into
+/// giving up; what fits is never given up, and is sent while the guest runs only if that shrinks
+/// it.
 pub fn judge(goals: &Goals, passes: &[Measured], pending: u64, elapsed: Duration) -> Judgement {
     if pending == 0 {
         return Judgement::SwitchOver(Reason::Quiet);
@@ -342,8 +344,8 @@ mod tests {
             }
         }
 
-        /// A guest that writes at one rate and a link of one rate: the passes that only make the pause
-        /// shorter cost no more than the table says.
+        /// A guest that writes at one rate and a link of one rate: the passes that only make the
+        /// pause shorter cost no more than the table says.
         #[test]
         fn a_shorter_pause_has_its_price_bounded(link in 1u64 << 20..1 << 34, share in 0.0f64..1.0, set in 1u64..1 << 22, target_ms in 2u64..1000) {
             let goals = Goals {

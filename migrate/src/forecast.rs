@@ -1,4 +1,5 @@
-//! What a migration would come to, before anyone begins it: a pure function over what a guest was seen to write.
+//! What a migration would come to, before anyone begins it: a pure function over what a guest was
+//! seen to write.
 //!
 //! A guest's writes are a [`Curve`]: how many distinct frames it makes dirty in a window of each
 //! length. [`forecast`] goes from pass to pass along it, and after each asks [`judge`] and
@@ -13,7 +14,8 @@
 //! | the downtime | what waits by the bandwidth, and [`STAND`] |
 //! | total | [`SETUP`], the passes, the downtime |
 //!
-//! Not in it: drives that go along, compression, and a source or destination that is slower than the link.
+//! Not in it: drives that go along, compression, and a source or destination that is slower than
+//! the link.
 
 use std::time::Duration;
 
@@ -47,19 +49,22 @@ pub struct Window {
     pub by_vcpu: Vec<f64>,
 }
 
-/// Distinct frames that a guest makes dirty over the length of a window: never fewer in a longer one, nor more than its memory has.
-/// Between the windows measured it is a line; beyond the longest it goes on as between the last two.
+/// Distinct frames that a guest makes dirty over the length of a window: never fewer in a longer
+/// one, nor more than its memory has. Between the windows measured it is a line; beyond the longest
+/// it goes on as between the last two.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Curve {
-    /// Ascending in seconds, the first at no time; for each, the frames of every vCPU, and last of all that is not theirs.
+    /// Ascending in seconds, the first at no time; for each, the frames of every vCPU, and last of
+    /// all that is not theirs.
     points: Vec<(f64, Vec<f64>)>,
     vcpus: usize,
     most: f64,
 }
 
 impl Curve {
-    /// Through `windows`, in any order, of a guest of `memory` frames. What no window can have (no length, a number that is none)
-    /// is left out; where a longer window has seen less than a shorter one, the shorter one counts.
+    /// Through `windows`, in any order, of a guest of `memory` frames. What no window can have (no
+    /// length, a number that is none) is left out; where a longer window has seen less than a
+    /// shorter one, the shorter one counts.
     pub fn new(windows: &[Window], memory: u64) -> Self {
         let usable = |w: &&Window| !w.length.is_zero() && w.frames.is_finite() && w.frames >= 0.0;
         let mut windows: Vec<&Window> = windows.iter().filter(usable).collect();
@@ -109,7 +114,8 @@ impl Curve {
     }
 }
 
-/// A window's frames by who made them dirty. Whoever else drains the tracker makes vCPUs count frames again: no more than there were.
+/// A window's frames by who made them dirty. Whoever else drains the tracker makes vCPUs count
+/// frames again: no more than there were.
 fn parts(window: &Window, vcpus: usize) -> Vec<f64> {
     let count = |n: &f64| if n.is_finite() { n.max(0.0) } else { 0.0 };
     let mut parts: Vec<f64> = window.by_vcpu.iter().take(vcpus).map(count).collect();
@@ -161,7 +167,8 @@ pub struct Forecast {
     pub reason: String,
     /// The passes while the guest runs.
     pub passes: Vec<ForecastPass>,
-    /// From the beginning until the guest runs there, ms; if it does not converge, until it is given up.
+    /// From the beginning until the guest runs there, ms; if it does not converge, until it is
+    /// given up.
     pub total_time_ms: f64,
     /// The pause, ms; if it does not converge, what it would be if it were forced then.
     pub downtime_ms: f64,
@@ -188,9 +195,10 @@ pub struct ForecastPass {
 ///
 /// Costs a few hundred operations for each pass and vCPU; there are at most `goals.max_passes`.
 ///
-/// Laws (tests below): the verdict after each pass is that of [`judge`]. Without a throttle, and but for what is written in [`SETTLE`]:
-/// over a faster link, and of a guest that writes less, no pass has more frames; what converges does so then, too, and takes longer by
-/// no more than passes that make the pause shorter may. With a throttle all converges that only vCPUs write.
+/// Laws (tests below): the verdict after each pass is that of [`judge`]. Without a throttle, and
+/// but for what is written in [`SETTLE`]: over a faster link, and of a guest that writes less, no
+/// pass has more frames; what converges does so then, too, and takes longer by no more than passes
+/// that make the pause shorter may. With a throttle all converges that only vCPUs write.
 pub fn forecast(conditions: &Conditions, curve: &Curve) -> Forecast {
     told(conditions, &course(conditions, curve, SETTLE))
 }

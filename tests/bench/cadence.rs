@@ -1,11 +1,13 @@
 //! A hundred checkpoints a second: what they achieve, and what is left of the guest.
 //!
-//! `cargo bench -p tests --bench cadence [-- SECONDS]`, 5 unless given; issue 6 asks for a minute. A guest of 2 vCPUs and 1 GiB
-//! writes a thousand frames in each 10 ms, going over 64 MiB: first by itself, then with its writes followed and nothing
-//! stored, then with a checkpoint every 10 ms, of which 20 are kept. `DRIFTLINE_BENCH_STORE` names a folder for the store: a
-//! thousand frames in 10 ms are 410 MB a second, which not every disk takes; a memory file system does. With `DRIFTLINE_BENCH_DIRECT`
-//! set they go past the page cache, as with `checkpoint --direct-io`. What a fault of tracking
-//! costs drifts with a machine's neighbours: the guest is followed without checkpoints before and after each row.
+//! `cargo bench -p tests --bench cadence [-- SECONDS]`, 5 unless given; issue 6 asks for a minute.
+//! A guest of 2 vCPUs and 1 GiB writes a thousand frames in each 10 ms, going over 64 MiB: first by
+//! itself, then with its writes followed and nothing stored, then with a checkpoint every 10 ms, of
+//! which 20 are kept. `DRIFTLINE_BENCH_STORE` names a folder for the store: a thousand frames in 10
+//! ms are 410 MB a second, which not every disk takes; a memory file system does. With
+//! `DRIFTLINE_BENCH_DIRECT` set they go past the page cache, as with `checkpoint --direct-io`. What
+//! a fault of tracking costs drifts with a machine's neighbours: the guest is followed without
+//! checkpoints before and after each row.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;
@@ -64,7 +66,8 @@ fn followed(guest: &BenchGuest, time: Duration) -> f64 {
     })
 }
 
-/// What it costs a guest that it could be shielded, while nothing is protected: as fast as it can, in turns.
+/// What it costs a guest that it could be shielded, while nothing is protected: as fast as it can,
+/// in turns.
 fn idle_shield(time: Duration) {
     let guest = BenchGuest::start("payload,ws=64M,rate=max,pattern=random", 2);
     let (mut without, mut with) = (Vec::new(), Vec::new());

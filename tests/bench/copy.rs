@@ -1,4 +1,5 @@
-//! What the machine allows: memory copied through a loopback socket by two threads that do nothing else.
+//! What the machine allows: memory copied through a loopback socket by two threads that do nothing
+//! else.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

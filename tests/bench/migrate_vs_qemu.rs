@@ -6,11 +6,12 @@
 //! | migration | loads | total and downtime as each program reports them, the time without a guest by what its two processes say, and the guest's own longest gap |
 //! | throughput | pass 0 of incompressible memory | MB/s beside a plain copy through a socket, CPU seconds a GiB |
 //!
-//! QEMU's own downtime is in whole milliseconds, and ends at the source, when all has been sent. Driftline's is from the pause to the
-//! first instruction at the destination, as far as the source can know. What compares is what both processes of a program say, by
-//! the one clock of this host: of Driftline from the moment at which the source asks for the pause to the one at which the destination has
-//! let the guest run; of QEMU between the events STOP, of the source, when vCPUs stand already, and RESUME, of the destination, before they
-//! run. The ratio is of those.
+//! QEMU's own downtime is in whole milliseconds, and ends at the source, when all has been sent.
+//! Driftline's is from the pause to the first instruction at the destination, as far as the source
+//! can know. What compares is what both processes of a program say, by the one clock of this host:
+//! of Driftline from the moment at which the source asks for the pause to the one at which the
+//! destination has let the guest run; of QEMU between the events STOP, of the source, when vCPUs
+//! stand already, and RESUME, of the destination, before they run. The ratio is of those.
 //!
 //! Medians of five pairs. A word as an argument chooses the rows whose name contains it, a number
 //! says how many pairs.
@@ -277,8 +278,8 @@ impl Before {
         cpu_s(self.pids[side]) - self.cpu_s[side]
     }
 
-    /// The longest gap that the guest has told of since then: the last thing that it says at the source, and the first
-    /// two at the destination.
+    /// The longest gap that the guest has told of since then: the last thing that it says at the
+    /// source, and the first two at the destination.
     fn gap_ms(&self, source: &Console, destination: &Console, vcpus: u32) -> f64 {
         destination.wait_reports(vcpus, 2, SOON);
         let (there, here) = (destination.reports(), source.reports());

@@ -1,10 +1,13 @@
-//! How long a guest stands still for an epoch, and what it loses behind it, over the number of frames that changed.
+//! How long a guest stands still for an epoch, and what it loses behind it, over the number of
+//! frames that changed.
 //!
-//! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`, 100 and 2 unless given. A guest of so many vCPUs and 1 GiB writes a
-//! working set of that many frames as fast as it can, so that all of it changes in each epoch. Three ways: all copied in the
-//! pause; all copied behind the guest's back; and what is built in, which takes the one or the other. A processor that the host
-//! takes away stands in the figures, so how much of them was stolen is beside them. Firecracker is no part of the table: its binary is not
-//! fetched here. Issue 6 has what its diff snapshots took (26-33 ms at 64 MiB, 1.1 s the full one).
+//! `cargo bench -p tests --bench pause [-- EPOCHS [VCPUS]]`, 100 and 2 unless given. A guest of so
+//! many vCPUs and 1 GiB writes a working set of that many frames as fast as it can, so that all of
+//! it changes in each epoch. Three ways: all copied in the pause; all copied behind the guest's
+//! back; and what is built in, which takes the one or the other. A processor that the host takes
+//! away stands in the figures, so how much of them was stolen is beside them. Firecracker is no
+//! part of the table: its binary is not fetched here. Issue 6 has what its diff snapshots took
+//! (26-33 ms at 64 MiB, 1.1 s the full one).
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 mod guest;

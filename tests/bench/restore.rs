@@ -1,8 +1,10 @@
-//! How fast a stored guest runs again: 1 GiB of which 256 MiB are populated, eagerly and lazily, warm cache.
+//! How fast a stored guest runs again: 1 GiB of which 256 MiB are populated, eagerly and lazily,
+//! warm cache.
 //!
-//! `cargo bench -p tests --bench restore`: medians of five, least and most. "Runs" is from the start of the process to the guest
-//! running, by the process's own clock; "read" is the eager restore's own time for memory, beside a plain copy of as many bytes
-//! into memory that nobody has touched, on as many threads.
+//! `cargo bench -p tests --bench restore`: medians of five, least and most. "Runs" is from the
+//! start of the process to the guest running, by the process's own clock; "read" is the eager
+//! restore's own time for memory, beside a plain copy of as many bytes into memory that nobody has
+//! touched, on as many threads.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 use std::time::{Duration, Instant};

@@ -1,10 +1,11 @@
-//! How long a guest takes to begin, beside QEMU's microvm and Firecracker where they are on the path:
-//! `cargo bench -p vmm --bench boot`.
+//! How long a guest takes to begin, beside QEMU's microvm and Firecracker where they are on the
+//! path: `cargo bench -p vmm --bench boot`.
 //!
-//! First a kernel of three instructions, whose first effect is a byte on the console: from the start of
-//! the process to that byte, at 1 GiB, and what Driftline says itself (`boot_us`). Then, where
-//! `DRIFTLINE_LINUX_GUEST` names the folder that `images/linux/build.sh` makes, Linux with a disk
-//! and a network (in a network namespace that ends with the process): to its shell. Medians, the rivals in turn.
+//! First a kernel of three instructions, whose first effect is a byte on the console: from the
+//! start of the process to that byte, at 1 GiB, and what Driftline says itself (`boot_us`). Then,
+//! where `DRIFTLINE_LINUX_GUEST` names the folder that `images/linux/build.sh` makes, Linux with a
+//! disk and a network (in a network namespace that ends with the process): to its shell. Medians,
+//! the rivals in turn.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 #[path = "../tests/kvm/elf.rs"]
@@ -142,7 +143,8 @@ fn at_hand(name: &str, line: &str) -> bool {
     found.status.success()
 }
 
-/// Starts `line` and stops it when `there` says so of its output; ms until then, and its standard error.
+/// Starts `line` and stops it when `there` says so of its output; ms until then, and its standard
+/// error.
 fn until(line: &str, there: impl FnOnce(&mut dyn Read) -> bool) -> (f64, String) {
     let start = Instant::now();
     // `timeout` is the process that is killed, and takes the guest with it.

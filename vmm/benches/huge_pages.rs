@@ -1,8 +1,9 @@
-//! What huge pages are worth to a guest, and what tracking does to them: `cargo bench -p vmm --bench huge_pages`.
+//! What huge pages are worth to a guest, and what tracking does to them:
+//! `cargo bench -p vmm --bench huge_pages`.
 //!
 //! A guest with one vCPU writes 512 MiB as fast as it can: first touches, then nobody follows its
-//! writes, then somebody drains them every 100 ms, then nobody again. Medians of several rounds, each
-//! with a guest of every kind. `hugetlbfs` needs a pool: `sysctl vm.nr_hugepages=600`.
+//! writes, then somebody drains them every 100 ms, then nobody again. Medians of several rounds,
+//! each with a guest of every kind. `hugetlbfs` needs a pool: `sysctl vm.nr_hugepages=600`.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
 use std::path::Path;

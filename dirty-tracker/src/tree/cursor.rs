@@ -6,8 +6,8 @@ use crate::layout::Placed;
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::{FrameRun, Gfn, Layout, OutOfSlot};
 
-/// A place in a tree, in the manner of the hibernation bitmap's (Joerg Roedel, linux-pm, July 2014): a look at a frame near
-/// the last one costs a load.
+/// A place in a tree, in the manner of the hibernation bitmap's (Joerg Roedel, linux-pm, July
+/// 2014): a look at a frame near the last one costs a load.
 ///
 /// Others may insert and drain meanwhile: each answer was right at some moment of the call.
 ///
@@ -66,23 +66,23 @@ impl<'t> Cursor<'t> {
         Gfn(self.placed.slot.base.0 + bit - (self.placed.first_word << SHIFT))
     }
 
-    /// Whether `gfn` is in the tree; an error names a frame of no slot. O(1) within the slot of the last
-    /// call, else O(log slots). Does not change which frame is next.
+    /// Whether `gfn` is in the tree; an error names a frame of no slot. O(1) within the slot of the
+    /// last call, else O(log slots). Does not change which frame is next.
     pub fn test(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
         let bit = self.bit_of(gfn)?;
         Ok(self.tree.contains(bit))
     }
 
-    /// Inserts `gfn` as [`Tree::mark`] does, and answers whether it was new: of several threads that
-    /// insert it at once, to one. An error names a frame of no slot. O(levels) within the slot of the
-    /// last call.
+    /// Inserts `gfn` as [`Tree::mark`] does, and answers whether it was new: of several threads
+    /// that insert it at once, to one. An error names a frame of no slot. O(levels) within the slot
+    /// of the last call.
     pub fn set(&mut self, gfn: Gfn) -> Result<bool, OutOfSlot> {
         let bit = self.bit_of(gfn)?;
         Ok(self.tree.insert_word(bit >> SHIFT, 1 << (bit & 63)) != 0)
     }
 
-    /// Goes to `gfn`, or if it lies in no slot to the first frame after it that does. O(1) within the
-    /// slot of the last call, else O(log slots).
+    /// Goes to `gfn`, or if it lies in no slot to the first frame after it that does. O(1) within
+    /// the slot of the last call, else O(log slots).
     pub fn seek(&mut self, gfn: Gfn) {
         self.bit = match self.bit_of(gfn) {
             Ok(bit) => bit,
@@ -94,8 +94,8 @@ impl<'t> Cursor<'t> {
         };
     }
 
-    /// The next frame in the tree from here on; goes behind it. O(1) if it is in the same word of 64
-    /// frames or the next one, else O(levels).
+    /// The next frame in the tree from here on; goes behind it. O(1) if it is in the same word of
+    /// 64 frames or the next one, else O(levels).
     pub fn next_frame(&mut self) -> Option<Gfn> {
         let bit = self.tree.next_bit(self.bit)?;
         self.bit = bit + 1;
@@ -107,7 +107,8 @@ impl<'t> Cursor<'t> {
     }
 
     /// The frames in the tree from the next one on, as far as they are consecutive and in one slot;
-    /// goes behind them. Costs as [`next_frame`](Self::next_frame), and a load for each word of the run.
+    /// goes behind them. Costs as [`next_frame`](Self::next_frame), and a load for each word of the
+    /// run.
     pub fn next_run(&mut self) -> Option<FrameRun> {
         let start = self.next_frame()?;
         let first = self.bit - 1;
@@ -131,8 +132,8 @@ impl Tree {
         Cursor::new(self, layout)
     }
 
-    /// The frames in the tree as runs, ascending, adjacent frames of a slot joined; they stay in it.
-    /// Costs a [`Cursor::next_run`] each.
+    /// The frames in the tree as runs, ascending, adjacent frames of a slot joined; they stay in
+    /// it. Costs a [`Cursor::next_run`] each.
     ///
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -150,8 +151,8 @@ impl Tree {
         std::iter::from_fn(move || cursor.next_run())
     }
 
-    /// The frames in the tree, ascending, one by one; they stay in it. Costs a [`Cursor::next_frame`]
-    /// each. Example at [`runs`](Self::runs).
+    /// The frames in the tree, ascending, one by one; they stay in it. Costs a
+    /// [`Cursor::next_frame`] each. Example at [`runs`](Self::runs).
     pub fn frames<'t>(&'t self, layout: &'t Layout) -> impl Iterator<Item = Gfn> + 't {
         let mut cursor = self.cursor(layout);
         std::iter::from_fn(move || cursor.next_frame())

@@ -1,6 +1,6 @@
 //! How set bits become numbers, the one step of a walk that is worth vector instructions: for CPUs
-//! with AVX-512 VBMI2, for x86-64 with BMI, and for any other. With its `x86.rs` the only module of this
-//! crate with unsafe code; `mod tests` below holds every kernel to the portable one.
+//! with AVX-512 VBMI2, for x86-64 with BMI, and for any other. With its `x86.rs` the only module of
+//! this crate with unsafe code; `mod tests` below holds every kernel to the portable one.
 #![allow(
     unsafe_code,
     reason = "vector instructions, and lists that are written behind their end; each block says why it is sound"
@@ -19,20 +19,21 @@ pub(super) trait Kernel: Copy {
     /// Whether sparse words are best taken eight at once.
     const EIGHTS: bool = false;
 
-    /// So many frames of a list are best written where they belong; what follows is best gathered, and
-    /// appended in pieces.
+    /// So many frames of a list are best written where they belong; what follows is best gathered,
+    /// and appended in pieces.
     const IN_PLACE: usize;
 
-    /// Writes `base` plus the number of each set bit of `bits` to `room`, ascending, and returns how
-    /// many. What lies behind them in `room` is undefined afterwards.
+    /// Writes `base` plus the number of each set bit of `bits` to `room`, ascending, and returns
+    /// how many. What lies behind them in `room` is undefined afterwards.
     fn expand(self, bits: u64, base: u32, room: &mut [u32; 64]) -> usize;
 
     /// As [`expand`](Self::expand), to frames. As many places as it returns are initialized.
     fn write(self, bits: u64, base: u64, room: &mut Places) -> usize;
 
-    /// Takes the words `base` plus each offset and writes for each of their bits, ascending, the number that
-    /// [`expand`](Self::expand) gives it if the word's first bit is 64 times its offset less `first`. Returns how many,
-    /// and leaves zeros; or changes nothing, if a word has more than two bits or the CPU can't do this well.
+    /// Takes the words `base` plus each offset and writes for each of their bits, ascending, the
+    /// number that [`expand`](Self::expand) gives it if the word's first bit is 64 times its offset
+    /// less `first`. Returns how many, and leaves zeros; or changes nothing, if a word has more
+    /// than two bits or the CPU can't do this well.
     fn expand_eight(
         self,
         _words: &mut [AtomicU64],
@@ -69,7 +70,8 @@ pub(super) trait Kernel: Copy {
     fn prefetch(self, word: &AtomicU64);
 }
 
-/// The room behind a list's end, being filled. Nothing is allocated: what finds no room is not written.
+/// The room behind a list's end, being filled. Nothing is allocated: what finds no room is not
+/// written.
 pub(super) struct Room<'l> {
     list: &'l mut Vec<Gfn>,
     /// The places behind the list's end, of which the first `len` are initialized.
@@ -109,7 +111,8 @@ impl<'l> Room<'l> {
         }
     }
 
-    /// As [`write`](Self::write), if `bits` are at most two and two frames find room; whether it was so.
+    /// As [`write`](Self::write), if `bits` are at most two and two frames find room; whether it
+    /// was so.
     #[inline(always)]
     pub(super) fn write_two(&mut self, bits: u64, base: u64) -> bool {
         let second = bits & bits.wrapping_sub(1);
@@ -153,7 +156,8 @@ impl<'l> Room<'l> {
     #[inline(always)]
     pub(super) fn keep(self) {
         let len = self.list.len() + self.len;
-        // SAFETY: the places from the list's end on that `len` counts lie in its capacity and are initialized.
+        // SAFETY: the places from the list's end on that `len` counts lie in its capacity and are
+        // initialized.
         unsafe { self.list.set_len(len) };
     }
 }
@@ -254,8 +258,8 @@ impl Kernel for Portable {
     }
 }
 
-/// Puts the number of each set bit to a place, ascending; returns how many. Four or eight at a time,
-/// there or not: a branch or two a word instead of one a bit.
+/// Puts the number of each set bit to a place, ascending; returns how many. Four or eight at a
+/// time, there or not: a branch or two a word instead of one a bit.
 #[inline(always)]
 fn each_bit<T>(mut bits: u64, room: &mut [T; 64], put: impl Fn(&mut T, u32)) -> usize {
     if bits == u64::MAX {

@@ -32,8 +32,8 @@ impl Tree {
     /// then makes the summaries anew. KVM can write its bitmap here, with no copy in between.
     ///
     /// Bits past the slot's end are cleared, and then the error names the first of them; the other
-    /// bits are in the tree. Also when `write` panics the tree is left in order (I1). Costs what `write`
-    /// does and a look at each word, by several threads from 32 GiB of memory on.
+    /// bits are in the tree. Also when `write` panics the tree is left in order (I1). Costs what
+    /// `write` does and a look at each word, by several threads from 32 GiB of memory on.
     ///
     /// ```
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
@@ -222,8 +222,8 @@ impl Drop for Written<'_> {
     }
 }
 
-/// Has the summary say which of `count` words from word `at` on, at most 64 and all its own, are not
-/// zero. As with leaves, what is right already is not written.
+/// Has the summary say which of `count` words from word `at` on, at most 64 and all its own, are
+/// not zero. As with leaves, what is right already is not written.
 fn renew(summary: &mut u64, at: usize, count: usize, found: u64) {
     let mask = u64::MAX.checked_shr(64 - count as u32).unwrap_or(0) << (at & 63);
     let new = *summary & !mask | found << (at & 63);

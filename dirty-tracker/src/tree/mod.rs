@@ -12,9 +12,9 @@
 //! # Ordering
 //! Insert writes the leaf, then looks at each summary from the bottom up; drain clears each summary
 //! before it looks below, from the top down. Both are store-then-load on two words, so all accesses
-//! are SeqCst: either the inserter sees the summary cleared and sets it again, or the drainer, going
-//! down after its clear, sees the leaf. Summaries are looked at even when the bit was already there:
-//! the other inserter may not have got to them yet (I1).
+//! are SeqCst: either the inserter sees the summary cleared and sets it again, or the drainer,
+//! going down after its clear, sees the leaf. Summaries are looked at even when the bit was already
+//! there: the other inserter may not have got to them yet (I1).
 //!
 //! The frames themselves are plain memory beside the tree. A caller writes to a frame, then marks
 //! it; a drainer takes the mark, then reads the frame. A mark that finds its bit set stores nothing
@@ -57,8 +57,8 @@ const FEW: u64 = 4;
 /// 64^8 = 2^48 frames: more than the 2^40 of a guest, even if every slot pads its last word.
 const MAX_LEVELS: usize = 8;
 
-/// A word that is not zero and whose summary bit is not set, which I1 forbids: [`Tree::check`] found a
-/// mistake in this crate.
+/// A word that is not zero and whose summary bit is not set, which I1 forbids: [`Tree::check`]
+/// found a mistake in this crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("word {index} of tree level {level} is not zero, but its summary bit is not set")]
 pub struct MissingSummary {
@@ -88,7 +88,8 @@ pub struct NoMemory {
 /// without atomic operations.
 ///
 /// # Panics
-/// A tree is made for a layout. Methods panic if they are given one with another number of leaf words.
+/// A tree is made for a layout. Methods panic if they are given one with another number of leaf
+/// words.
 ///
 /// ```
 /// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -160,8 +161,8 @@ impl Tree {
         Ok(Self { words, levels, kernel, scratch, recent, share: share::SHARE })
     }
 
-    /// Bytes reserved for the levels: the leaves and at most 2 % more, from 4,096 leaf words (1 GiB of
-    /// guest) on. Only what was ever dirty is backed by memory. O(1).
+    /// Bytes reserved for the levels: the leaves and at most 2 % more, from 4,096 leaf words (1 GiB
+    /// of guest) on. Only what was ever dirty is backed by memory. O(1).
     ///
     /// ```
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
@@ -181,8 +182,8 @@ impl Tree {
     }
 
     /// Inserts a run of frames, which must lie in one slot; otherwise the error names the run, and
-    /// nothing changes. From many threads at once. What the caller wrote to the frames before is seen
-    /// by whoever drains them. A run of no frames is none.
+    /// nothing changes. From many threads at once. What the caller wrote to the frames before is
+    /// seen by whoever drains them. A run of no frames is none.
     ///
     /// Costs a load for each word of 64 frames and its summaries, an atomic OR for each word that
     /// changes, and a look at the list of small epochs.
@@ -274,8 +275,8 @@ impl Tree {
         new
     }
 
-    /// As [`insert_word`](Self::insert_word) of each, with one look at the list for all. Returns how
-    /// many bits were new.
+    /// As [`insert_word`](Self::insert_word) of each, with one look at the list for all. Returns
+    /// how many bits were new.
     pub(crate) fn insert_words(&self, words: &[(u64, u64)]) -> u64 {
         let mut list = self.recent.try_list();
         let mut listed = list.is_some();
@@ -359,8 +360,8 @@ impl Tree {
     /// one that overlaps it is in the result or still in the tree. Of two drains at once each frame
     /// is in one. Returns the number of frames.
     ///
-    /// Costs a few loads and an exchange for each dirty word, wherever in the tree it is. Allocates only
-    /// where `runs` has no more room, or two threads drain at once.
+    /// Costs a few loads and an exchange for each dirty word, wherever in the tree it is. Allocates
+    /// only where `runs` has no more room, or two threads drain at once.
     pub fn drain(&self, layout: &Layout, runs: &mut Vec<FrameRun>) -> u64 {
         self.belongs(layout);
         let mut frames = 0;
@@ -468,8 +469,8 @@ impl Tree {
         }
     }
 
-    /// The slot's leaves, word by word: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it. A load each;
-    /// an error names a slot that does not exist.
+    /// The slot's leaves, word by word: its dirty bitmap as `KVM_GET_DIRTY_LOG` gives it. A load
+    /// each; an error names a slot that does not exist.
     ///
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
@@ -514,7 +515,8 @@ fn masks(lo: u64, hi: u64) -> impl Iterator<Item = (u64, u64)> {
 
 /// Which of up to 64 words are not zero.
 fn nonzero(words: &[u64]) -> u64 {
-    // Bytes of 0 or 1, which the compiler makes with vectors; the product gathers eight to one byte.
+    // Bytes of 0 or 1, which the compiler makes with vectors; the product gathers eight to one
+    // byte.
     let eight = |words: &[u64]| {
         let mut flags = [0; 8];
         flags.iter_mut().zip(words).for_each(|(flag, word)| *flag = u8::from(*word != 0));

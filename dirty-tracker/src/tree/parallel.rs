@@ -16,16 +16,17 @@ struct Cut {
     level: usize,
     /// The words of that level that may not be zero, ascending.
     words: Vec<u64>,
-    /// Neighbours among them, that a thread takes at a time, as many as a walk does. With much the same number of words one
-    /// level below that are not zero; there may be 64 times as much below one of those as another.
+    /// Neighbours among them, that a thread takes at a time, as many as a walk does. With much the
+    /// same number of words one level below that are not zero; there may be 64 times as much below
+    /// one of those as another.
     pieces: Vec<Range<usize>>,
     helpers: usize,
 }
 
 impl Tree {
     /// Sets how finely work over this tree is split between threads: no thread takes on less than
-    /// `words` leaf words (64 frames each), so that less than two times that stays on one thread. The
-    /// default, 65,536, is the bitmap of 16 GiB of memory. 0 counts as 1.
+    /// `words` leaf words (64 frames each), so that less than two times that stays on one thread.
+    /// The default, 65,536, is the bitmap of 16 GiB of memory. 0 counts as 1.
     ///
     /// ```
     /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
@@ -111,8 +112,9 @@ impl Tree {
     /// As [`drain`](Self::drain), by several threads if more than 32 GiB of memory have something
     /// dirty in them: each thread has its own list, and `runs` shows them in ascending order, the
     /// same runs as a drain by one thread. What `runs` held is forgotten, its room is used again.
-    /// Returns the number of frames. Costs what a drain does, over the threads. Unlike [`drain`](Self::drain) it
-    /// allocates: a list of the subtrees that are not empty, and what each thread needs for its walk.
+    /// Returns the number of frames. Costs what a drain does, over the threads. Unlike
+    /// [`drain`](Self::drain) it allocates: a list of the subtrees that are not empty, and what
+    /// each thread needs for its walk.
     ///
     /// ```
     /// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};

@@ -2,22 +2,22 @@
 //! zero.
 //!
 //! # Protocol
-//! An insert that gets the lock makes its whole insertion under it and puts its word on the list. Any
-//! other insert, and one that finds the list full, goes straight into the tree and *afterwards* makes
-//! sure that the list is known to be incomplete. A drain that gets the lock and finds the list
-//! complete takes the list's leaves and nothing else: an insert that had returned is on the list, for
-//! had it not been, the list would be known to be incomplete. A drain that walks
-//! declares the list complete *before* it looks at the tree: an insert that it misses says
-//! otherwise after that. So both sides store, then load, and all accesses are SeqCst.
+//! An insert that gets the lock makes its whole insertion under it and puts its word on the list.
+//! Any other insert, and one that finds the list full, goes straight into the tree and *afterwards*
+//! makes sure that the list is known to be incomplete. A drain that gets the lock and finds the
+//! list complete takes the list's leaves and nothing else: an insert that had returned is on the
+//! list, for had it not been, the list would be known to be incomplete. A drain that walks declares
+//! the list complete *before* it looks at the tree: an insert that it misses says otherwise after
+//! that. So both sides store, then load, and all accesses are SeqCst.
 
 use crate::sync::{self, AtomicBool, Mutex, MutexGuard, Ordering::SeqCst};
 
 /// Words that a list holds: the leaves of up to 16,384 frames. More are found faster by a walk.
 pub(super) const BOUND: usize = if cfg!(driftline_shuttle) { 2 } else { 256 };
 
-/// Leaves drained by lists before a walk comes in between: lists leave the summaries set, and this bounds
-/// what a walk spends on those.
-/// Under miri, where a tree that holds so many takes minutes, fewer.
+/// Leaves drained by lists before a walk comes in between: lists leave the summaries set, and this
+/// bounds what a walk spends on those. Under miri, where a tree that holds so many takes minutes,
+/// fewer.
 pub(super) const MAX_SPURIOUS: usize = if cfg!(miri) { 4 } else { 64 } * BOUND;
 
 /// See the module.

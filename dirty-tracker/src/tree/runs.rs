@@ -104,7 +104,8 @@ impl RunLists {
         self.pieces().flatten().copied()
     }
 
-    /// The same runs in pieces of some length, ascending: to be handed out again to several threads.
+    /// The same runs in pieces of some length, ascending: to be handed out again to several
+    /// threads.
     pub fn pieces(&self) -> impl Iterator<Item = &[FrameRun]> {
         let runs = |(list, piece): &(usize, Piece)| &self.lists[*list].runs[piece.from..piece.to];
         self.pieces.iter().map(runs).filter(|runs| !runs.is_empty())

@@ -10,8 +10,8 @@ use crate::sync::{self, Mutex};
 use pool::{on_threads, threads};
 
 /// Leaf words that are worth a thread: the bitmap of 16 GiB of guest memory, 512 KiB. The cheapest
-/// pass over them takes 50 us, which is what it costs to wake a second thread, so less than two times
-/// that stays on one thread.
+/// pass over them takes 50 us, which is what it costs to wake a second thread, so less than two
+/// times that stays on one thread.
 pub(super) const SHARE: usize = 16 << (2 * SHIFT);
 
 /// Pieces that a thread takes of large work: none waits for the last one longer than a 64th of its
@@ -40,8 +40,8 @@ impl Split {
         Self { helpers, piece }
     }
 
-    /// The same with pieces of whole summaries, and of whole subtrees of level 2 if they are larger:
-    /// no two threads meet at a summary of those levels.
+    /// The same with pieces of whole summaries, and of whole subtrees of level 2 if they are
+    /// larger: no two threads meet at a summary of those levels.
     pub(super) fn of_leaves(work: usize, share: usize) -> Self {
         let Self { helpers, piece } = Self::of(work, share);
         let subtree = if piece < 1 << (2 * SHIFT) { SHIFT } else { 2 * SHIFT };
@@ -69,7 +69,8 @@ pub(super) fn share_out<T: Send, S: Send>(
     });
 }
 
-/// Gives `work` a count for each of the helpers, and answers with their sum. One helper allocates nothing.
+/// Gives `work` a count for each of the helpers, and answers with their sum. One helper allocates
+/// nothing.
 pub(super) fn sum(helpers: usize, work: impl FnOnce(&mut [u64])) -> u64 {
     let (mut one, mut many) = ([0], Vec::new());
     let counts = match helpers {

@@ -39,7 +39,8 @@ impl<'a> Place<'a> {
         self.base = p.slot.base.0;
     }
 
-    /// Splits off the first of the words `base` plus each offset that lie in one slot and in reach of 32 bits.
+    /// Splits off the first of the words `base` plus each offset that lie in one slot and in reach
+    /// of 32 bits.
     #[inline(always)]
     fn split<'o>(&mut self, base: u64, offsets: &'o [u32]) -> Option<(Segment<'o>, &'o [u32])> {
         let (first, last) = (*offsets.first()?, *offsets.last()?);
@@ -105,7 +106,8 @@ const FULL: usize = STAGE - 65;
 /// Frame numbers on their way into a list, less a base.
 type Stage = [u32; STAGE];
 
-/// Where frames are gathered before they are appended to a list: some 32 KiB, allocated with the tree.
+/// Where frames are gathered before they are appended to a list: some 32 KiB, allocated with the
+/// tree.
 #[derive(Debug)]
 pub(super) struct Stages {
     starts: Stage,
@@ -131,8 +133,8 @@ fn expand(k: impl Kernel, stage: &mut Stage, len: usize, bits: u64, base: u32) -
 /// changing between the two costs more than it saves.
 const LONG: usize = 16;
 
-/// Appends single frames to a list: behind its end where it has room and the kernel wants it so, else
-/// by way of a stage.
+/// Appends single frames to a list: behind its end where it has room and the kernel wants it so,
+/// else by way of a stage.
 pub(super) struct Frames<'a> {
     place: Place<'a>,
     out: &'a mut Vec<Gfn>,
@@ -166,8 +168,8 @@ impl<'a> Frames<'a> {
         (Room::new(list, if in_place { spare } else { STAGE }), in_place)
     }
 
-    /// Takes words of a segment from `at` on. `carried` is what the one before it holds and what found no
-    /// room. Returns where it stopped, and what the last word holds that found no room.
+    /// Takes words of a segment from `at` on. `carried` is what the one before it holds and what
+    /// found no room. Returns where it stopped, and what the last word holds that found no room.
     #[inline(always)]
     fn take_some<W: Words>(
         &mut self,

@@ -31,10 +31,11 @@ enum Found {
 }
 
 impl Tree {
-    /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, where a
-    /// summary that says more than there is counts as one, too; a `words` of 0 counts as 1. They are
-    /// appended to `runs` as by [`drain`](Self::drain), but not joined with the slice before. Returns
-    /// the frames. A round is over when [`Slices::is_over`] says so. Costs O(levels) for each word.
+    /// Drains the next slice: at most `words` leaf words (of 64 frames) that hold something, where
+    /// a summary that says more than there is counts as one, too; a `words` of 0 counts as 1. They
+    /// are appended to `runs` as by [`drain`](Self::drain), but not joined with the slice before.
+    /// Returns the frames. A round is over when [`Slices::is_over`] says so. Costs O(levels) for
+    /// each word.
     ///
     /// Meanwhile others may insert and drain. What was inserted before a round is in one of its
     /// slices; what is inserted during it is in one of them or still in the tree.
@@ -101,8 +102,8 @@ impl Tree {
         &self.words[self.levels[level].0 + (index >> SHIFT) as usize]
     }
 
-    /// The first leaf word from `word` on that the summaries call not zero. Clears summary bits that say
-    /// so of a summary that is zero, and takes each such look from `left`, to the last.
+    /// The first leaf word from `word` on that the summaries call not zero. Clears summary bits
+    /// that say so of a summary that is zero, and takes each such look from `left`, to the last.
     fn search(&self, word: u64, left: &mut usize) -> Found {
         if self.levels.len() == 1 {
             let there = word == 0 && self.leaf(0) != 0;
@@ -135,8 +136,8 @@ impl Tree {
         }
     }
 
-    /// Clears the bit at level `level` for word `index` of the level below, which was zero; whether it was
-    /// set.
+    /// Clears the bit at level `level` for word `index` of the level below, which was zero; whether
+    /// it was set.
     fn clear_stale(&self, level: usize, index: u64) -> bool {
         let bit = 1 << (index & 63);
         if level >= self.levels.len() || self.summary(level, index).load(SeqCst) & bit == 0 {

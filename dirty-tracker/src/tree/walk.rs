@@ -79,13 +79,14 @@ impl Pending {
     pub(super) const EMPTY: Self = Self { words: [0; PENDING], base: 0, next: 0, len: 0 };
 }
 
-/// How words are best taken apart, by how far they are from one another: that says how many bits each has, if
-/// those are where chance put them.
+/// How words are best taken apart, by how far they are from one another: that says how many bits
+/// each has, if those are where chance put them.
 #[derive(Clone, Copy)]
 pub(super) struct Sparsity {
     /// One by one; mostly a bit or two each.
     pub(super) two: bool,
-    /// From this place on eight at once can be tried. Where that fails, which costs, it is tried less and less often.
+    /// From this place on eight at once can be tried. Where that fails, which costs, it is tried
+    /// less and less often.
     eights_from: usize,
     skip: usize,
 }
@@ -102,7 +103,8 @@ impl Sparsity {
         Self { two, eights_from: if eights { 0 } else { usize::MAX }, skip: 8 }
     }
 
-    /// For how many frames there should be room before a word is taken: those of words as they mostly are.
+    /// For how many frames there should be room before a word is taken: those of words as they
+    /// mostly are.
     #[inline(always)]
     pub(super) fn needed(self) -> usize {
         match (self.two, self.eights_from) {

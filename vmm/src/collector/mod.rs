@@ -2,8 +2,8 @@
 //!
 //! It starts the source for the first subscriber and stops it when the last one has gone. In
 //! between it collects when asked, when a vCPU finds its ring full, and now and then by itself, so
-//! that rings seldom get that far. While a throttle is on it collects as often as that needs, and holds
-//! vCPUs back (see `pacing`).
+//! that rings seldom get that far. While a throttle is on it collects as often as that needs, and
+//! holds vCPUs back (see `pacing`).
 //!
 //! It waits for no other thread: a vCPU that waits for it can be paused all the same.
 
@@ -39,9 +39,11 @@ pub(crate) enum Message {
     Collect { reply: Sender<Result<Collected, GuestError>> },
     /// A vCPU waits for room in its ring.
     RingFull { vcpu: u8, reply: Sender<Command> },
-    /// A vCPU has run for the slice that a hold gave it, and waits for the next word. So many of its holds were over.
+    /// A vCPU has run for the slice that a hold gave it, and waits for the next word. So many of
+    /// its holds were over.
     SliceOver { vcpu: u8, holds: u64 },
-    /// From now on no vCPU makes more frames dirty in a second than this; `None`: as many as it can.
+    /// From now on no vCPU makes more frames dirty in a second than this; `None`: as many as it
+    /// can.
     Throttle(Option<u64>),
     /// No more collections.
     Quit,
@@ -58,8 +60,8 @@ pub(crate) struct Collector {
 }
 
 impl Collector {
-    /// Starts a collector over `source`, of vCPUs with these `brakes`. A collection of `many` frames or
-    /// more is worth hurrying for: the next one comes sooner.
+    /// Starts a collector over `source`, of vCPUs with these `brakes`. A collection of `many`
+    /// frames or more is worth hurrying for: the next one comes sooner.
     pub(crate) fn spawn(
         source: Box<dyn DirtySource>,
         tracker: Arc<Tracker>,
@@ -106,12 +108,14 @@ impl Collector {
         self.overruns.load(Ordering::Relaxed)
     }
 
-    /// Frames that each vCPU has made dirty, as of the last collection; nothing where that is not known.
+    /// Frames that each vCPU has made dirty, as of the last collection; nothing where that is not
+    /// known.
     pub(crate) fn dirtied(&self) -> impl Iterator<Item = u64> {
         self.dirtied.iter().map(|frames| frames.load(Ordering::Relaxed))
     }
 
-    /// The most entries that a collection of the last second has found in each vCPU's ring; nothing where there are none.
+    /// The most entries that a collection of the last second has found in each vCPU's ring; nothing
+    /// where there are none.
     pub(crate) fn peaks(&self) -> impl Iterator<Item = u64> {
         self.peaks.iter().map(|entries| entries.load(Ordering::Relaxed))
     }
@@ -281,7 +285,8 @@ impl Work {
             return;
         }
         match self.collect() {
-            // Only rings fill; a bitmap that is read more often than somebody asks costs the guest faults.
+            // Only rings fill; a bitmap that is read more often than somebody asks costs the guest
+            // faults.
             Ok(frames) if frames >= self.many && self.source.mode() == TrackingMode::DirtyRing => {
                 self.period = (self.period / 2).max(PERIOD_LEAST);
             }

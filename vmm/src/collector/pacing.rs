@@ -1,11 +1,14 @@
-//! Holds back vCPUs that make frames dirty faster than a throttle allows: the collector's part of it.
+//! Holds back vCPUs that make frames dirty faster than a throttle allows: the collector's part of
+//! it.
 //!
-//! *Looks*: whenever rings have been harvested, each vCPU owes the time that its new frames take at the rate, counted from
-//! the look before; time that it has not used it cannot save up. *Hold*: a vCPU that owes enough stays out of the guest
-//! until it has paid, [`HOLD_MOST`] at a time; then it runs for [`SLICE_LEAST`] at least, whatever it owes, so that
-//! interrupts never wait longer than a hold, and the guest has 1 % of the time in any case. What it owes beyond
-//! [`OWED_MOST`] is forgiven. *Slice*: the time until the next look at a vCPU that runs, so chosen that a hold pays for it.
-//! After a hold the vCPU itself reports when its slice is over, and waits; one that was not held is looked at by the clock.
+//! *Looks*: whenever rings have been harvested, each vCPU owes the time that its new frames take at
+//! the rate, counted from the look before; time that it has not used it cannot save up. *Hold*: a
+//! vCPU that owes enough stays out of the guest until it has paid, [`HOLD_MOST`] at a time; then it
+//! runs for [`SLICE_LEAST`] at least, whatever it owes, so that interrupts never wait longer than a
+//! hold, and the guest has 1 % of the time in any case. What it owes beyond [`OWED_MOST`] is
+//! forgiven. *Slice*: the time until the next look at a vCPU that runs, so chosen that a hold pays
+//! for it. After a hold the vCPU itself reports when its slice is over, and waits; one that was not
+//! held is looked at by the clock.
 //!
 //! Nothing here waits: a vCPU is told, and its count of holds says when it runs again.
 
@@ -24,9 +27,11 @@ const HOLD_LEAST: Duration = Duration::from_millis(1);
 const SLICE_LEAST: Duration = Duration::from_micros(200);
 /// How late a vCPU may report before it is looked at by the clock.
 const SLICE_GRACE: Duration = Duration::from_millis(2);
-/// The longest time between two looks at a vCPU that runs: as long as that a program may write that is moved to it.
+/// The longest time between two looks at a vCPU that runs: as long as that a program may write that
+/// is moved to it.
 const SLICE_MOST: Duration = Duration::from_millis(5);
-/// The most that is ever owed: after a burst the guest shall not have to do with its least share for long.
+/// The most that is ever owed: after a burst the guest shall not have to do with its least share
+/// for long.
 const OWED_MOST: Duration = Duration::from_millis(250);
 
 /// The way to hold one vCPU.
@@ -108,8 +113,8 @@ impl<B: Holdable> Pacing<B> {
         Self { vcpus: brakes.into_iter().map(paced).collect(), cost: None }
     }
 
-    /// From `now` on at most so many frames a second each; `None` lets all of them go. `dirtied` is what each has made
-    /// dirty so far; where that is not known nobody is held.
+    /// From `now` on at most so many frames a second each; `None` lets all of them go. `dirtied` is
+    /// what each has made dirty so far; where that is not known nobody is held.
     pub(super) fn set_rate(&mut self, rate: Option<u64>, dirtied: &[u64], now: Instant) {
         let before = self.cost;
         let rate = rate.filter(|_| dirtied.len() == self.vcpus.len());
@@ -136,8 +141,8 @@ impl<B: Holdable> Pacing<B> {
         }
     }
 
-    /// A vCPU has run for its slice, rings have been harvested after that, and it waits for a word. So many of its holds were
-    /// over when it reported.
+    /// A vCPU has run for its slice, rings have been harvested after that, and it waits for a word.
+    /// So many of its holds were over when it reported.
     pub(super) fn reported(&mut self, vcpu: usize, holds: u64, now: Instant) {
         let Some(vcpu) = self.vcpus.get_mut(vcpu) else { return };
         match (self.cost, vcpu.state) {
@@ -167,7 +172,8 @@ impl<B: Holdable> Paced<B> {
         let owed = self.paid.saturating_duration_since(now);
         self.state = match self.state {
             State::Held { until, holds, .. } if self.brake.holds() < holds => {
-                // Its host has not let it go on yet, or it waits for a device; or somebody else had rings harvested.
+                // Its host has not let it go on yet, or it waits for a device; or somebody else had
+                // rings harvested.
                 let late = now.saturating_duration_since(until);
                 let look = until.max(now + (late / 2).clamp(SLICE_LEAST / 2, HOLD_MOST));
                 State::Held { until, holds, look }
@@ -208,7 +214,8 @@ impl<B: Holdable> Paced<B> {
         State::Held { until, holds: holds + 1, look: until + slice + SLICE_GRACE }
     }
 
-    /// Slices become shorter where a hold does not pay for one, and longer where there is little to pay.
+    /// Slices become shorter where a hold does not pay for one, and longer where there is little to
+    /// pay.
     fn fit_slice(&mut self, owed: Duration) {
         if owed > HOLD_MOST / 2 {
             self.slice = (self.slice / 2).max(SLICE_LEAST);
@@ -296,8 +303,8 @@ mod tests {
 
     const STEP: Duration = Duration::from_micros(50);
 
-    /// Lets vCPUs that would write `speeds` frames a second run under a throttle to `rate` for `time`. Their reports, and
-    /// looks by the clock, come `late`.
+    /// Lets vCPUs that would write `speeds` frames a second run under a throttle to `rate` for
+    /// `time`. Their reports, and looks by the clock, come `late`.
     fn course(speeds: &[u64], rate: u64, time: Duration, late: Duration) -> Vec<Did> {
         let fakes: Vec<Rc<Fake>> = speeds.iter().map(|_| Rc::default()).collect();
         let mut pacing = Pacing::new(fakes.clone());

@@ -1,6 +1,7 @@
 //! Owns how full each dirty ring was, at most, when it was emptied in the last second.
 //!
-//! Anyone may read it, any number of times: a peak goes by itself, half a second to a second after it was.
+//! Anyone may read it, any number of times: a peak goes by itself, half a second to a second after
+//! it was.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! One run of one cell: a machine is launched, its guest warms up, its writes are followed for a while, and it is thrown away.
+//! One run of one cell: a machine is launched, its guest warms up, its writes are followed for a
+//! while, and it is thrown away.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +20,8 @@ use crate::vm::{EndReason, Vm};
 
 /// How long a payload may take until it has been over its working set.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(20);
-/// A working set of which so much was written is warm: a random choice may take for ever to all of it.
+/// A working set of which so much was written is warm: a random choice may take for ever to all of
+/// it.
 const WARM: f64 = 0.8;
 /// The part of a run in which the guest is not paused.
 const RUNNING_PART: f64 = 0.7;
@@ -61,9 +63,11 @@ impl EpochTimes {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sample {
     pub(super) epochs: Vec<EpochTimes>,
-    /// Each from the order to pause to the order to go on, without the time in which pages were looked at.
+    /// Each from the order to pause to the order to go on, without the time in which pages were
+    /// looked at.
     pub(super) pauses_ns: Vec<u64>,
-    /// How long the guest was followed without being paused; times, writes and counts below that are not of pauses are of this.
+    /// How long the guest was followed without being paused; times, writes and counts below that
+    /// are not of pauses are of this.
     pub(super) window: Duration,
     /// Page writes in that time; unknown of guests that do not tell.
     pub(super) writes: Option<u64>,
@@ -78,7 +82,8 @@ pub(super) struct Sample {
     pub(super) marked_all_looks: u64,
     /// Of the pauses, the strict looks; unknown of guests that do not tell.
     pub(super) audit: Option<Audit>,
-    /// Pages written in the window that none of its epochs reported. No strict look: one report hides that another was lost.
+    /// Pages written in the window that none of its epochs reported. No strict look: one report
+    /// hides that another was lost.
     pub(super) missed_in_window: u64,
     pub(super) tracking_bytes: u64,
 }
@@ -162,7 +167,8 @@ impl Bench {
             }
             GuestKind::Kernel(_) => None,
         };
-        // What the host takes to find memory, which on a host that is a guest is long, is nobody's price of tracking.
+        // What the host takes to find memory, which on a host that is a guest is long, is nobody's
+        // price of tracking.
         for run in truth.iter().flat_map(Truth::frames) {
             machine.fault_in(run);
         }
@@ -199,7 +205,8 @@ impl Bench {
 
     /// From here on writes are caught.
     fn follow(&mut self) -> Result<(), CellError> {
-        // Looking gives a page that was never written the host's page of zeros, which userfaultfd would report later.
+        // Looking gives a page that was never written the host's page of zeros, which userfaultfd
+        // would report later.
         if let Some(truth) = &mut self.truth {
             truth.look(self.machine.ram()).map_err(CellError::Other)?;
         }
@@ -250,8 +257,8 @@ impl Bench {
         Ok(Taken { times, drain_cpu, marked_all: collected.marked_all })
     }
 
-    /// Epoch after epoch while the guest runs, with a look at its pages before and after. Time, processor time and writes are all of
-    /// what lies between the two standstills.
+    /// Epoch after epoch while the guest runs, with a look at its pages before and after. Time,
+    /// processor time and writes are all of what lies between the two standstills.
     fn window(&mut self, settings: &Settings) -> Result<(), CellError> {
         self.machine.pause()?;
         self.epoch()?;
@@ -358,12 +365,13 @@ impl Bench {
     }
 }
 
-/// By how much the epoch of this number is late on purpose: evenly spread over what a guest sleeps between two bursts, or a quarter of
-/// the interval if that is shorter.
+/// By how much the epoch of this number is late on purpose: evenly spread over what a guest sleeps
+/// between two bursts, or a quarter of the interval if that is shorter.
 ///
-/// A guest that paces itself writes in bursts, one a [`SLICE`]. An interval of whole slices would meet all epochs of a run at one point
-/// of the guest's round: in one run at work, in another asleep, by chance. A vCPU at work has to be interrupted when frames
-/// are reprotected, which takes longer than all else together; so it would be that chance which a run measures.
+/// A guest that paces itself writes in bursts, one a [`SLICE`]. An interval of whole slices would
+/// meet all epochs of a run at one point of the guest's round: in one run at work, in another
+/// asleep, by chance. A vCPU at work has to be interrupted when frames are reprotected, which takes
+/// longer than all else together; so it would be that chance which a run measures.
 fn dither(epoch: u32, interval: Duration) -> Duration {
     /// Multiples of it fill the space between 0 and 1 evenly, however many there are.
     const GOLDEN: f64 = 0.618_033_988_749_895;
@@ -376,7 +384,8 @@ fn available() -> u64 {
     memory::meminfo_bytes(&meminfo, "MemAvailable:").unwrap_or(0)
 }
 
-/// Whether a guest is known to touch no more than is `available`: only then may it be larger than the host.
+/// Whether a guest is known to touch no more than is `available`: only then may it be larger than
+/// the host.
 fn touches_little(guest: &GuestKind, available: u64) -> bool {
     match guest {
         GuestKind::Payload(spec) => {

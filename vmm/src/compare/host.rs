@@ -18,7 +18,8 @@ pub struct Host {
     pub mem_bytes: u64,
     /// System and release.
     pub kernel: String,
-    /// How KVM gets at the processor: `yes`, `nested`, or `missing` where guest kernels may be emulated.
+    /// How KVM gets at the processor: `yes`, `nested`, or `missing` where guest kernels may be
+    /// emulated.
     pub hardware_virtualization: String,
     /// How transparent huge pages are set.
     pub transparent_huge_pages: String,
@@ -27,7 +28,8 @@ pub struct Host {
 impl Host {
     /// Reads a few files of `/proc` and `/sys`. To be called before the process is restricted.
     pub fn describe() -> Self {
-        // At its first look at a clock rustix asks the kernel where the vDSO is, which no filter knows.
+        // At its first look at a clock rustix asks the kernel where the vDSO is, which no filter
+        // knows.
         let _ = super::cpu::this_thread();
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = cpuinfo.lines().find(|l| l.starts_with("model name"));

@@ -60,7 +60,8 @@ fn marked_all(rows: &[CellReport]) -> Option<String> {
     })
 }
 
-/// Rows of which it is not known whether they missed a frame, and why: nothing was measured, or no look was strict.
+/// Rows of which it is not known whether they missed a frame, and why: nothing was measured, or no
+/// look was strict.
 fn unknown(rows: &[CellReport]) -> Vec<String> {
     let measured = |r: &CellReport| r.figures.is_some();
     let looked = |r: &CellReport| {

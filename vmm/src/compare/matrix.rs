@@ -53,8 +53,9 @@ pub const BUSY: &str = "payload,ws=64M,rate=max,pattern=random";
 /// Of the memory series.
 const SIZES: [u64; 4] = [1 << 30, 4 << 30, 16 << 30, 64 << 30];
 
-/// What is measured unless something else is asked for: three guests of 1 GiB by all of `ways`, and the lightest with up to 64 GiB by
-/// those that a curve over memory is worth drawing of. Without tracking a paced guest does not care how much memory it has.
+/// What is measured unless something else is asked for: three guests of 1 GiB by all of `ways`, and
+/// the lightest with up to 64 GiB by those that a curve over memory is worth drawing of. Without
+/// tracking a paced guest does not care how much memory it has.
 pub fn default_cells(ways: &[Way]) -> Vec<Cell> {
     let guests = [LIGHT, BRISK, BUSY].map(|g| GuestKind::Payload(g.to_owned()));
     let mut cells = product(ways, &guests, &SIZES[..1]);
@@ -79,8 +80,9 @@ pub fn product(ways: &[Way], guests: &[GuestKind], sizes: &[u64]) -> Vec<Cell> {
     cells
 }
 
-/// The order of the runs: in each round every one of `cells` once, each round beginning elsewhere, so that what drifts, or comes with
-/// the place in a round, favours nobody. Answers with (round, cell).
+/// The order of the runs: in each round every one of `cells` once, each round beginning elsewhere,
+/// so that what drifts, or comes with the place in a round, favours nobody. Answers with (round,
+/// cell).
 pub fn interleaved(cells: usize, rounds: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..rounds).flat_map(move |round| {
         let shift = (cells * round).checked_div(rounds).unwrap_or(0);

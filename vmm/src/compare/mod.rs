@@ -13,12 +13,14 @@
 //! | `table` | the report for a terminal |
 //! | `plot`, `page` | drawings, and the page around them |
 //!
-//! An *epoch* here is: collect (harvest, reprotect, insert), then drain, every interval while the guest runs. What it takes is the sum of
-//! those steps as the threads that do them measure it; waking those threads is part of the pauses only. A run's figure is the median of its
-//! epochs, and a row's the median of its runs, with their quartiles and extremes beside it: a run that the host slowed down
-//! is in the spread and not in the figure, an epoch that it interrupted in the 99th percentile alone. Epochs and pauses come at points of the guest's
-//! round that are spread evenly (`cell::dither`), so that no run has all of them at the same. An epoch whose guest is at work costs more than one whose guest sleeps: the
-//! median is the commoner of the two.
+//! An *epoch* here is: collect (harvest, reprotect, insert), then drain, every interval while the
+//! guest runs. What it takes is the sum of those steps as the threads that do them measure it;
+//! waking those threads is part of the pauses only. A run's figure is the median of its epochs, and
+//! a row's the median of its runs, with their quartiles and extremes beside it: a run that the host
+//! slowed down is in the spread and not in the figure, an epoch that it interrupted in the 99th
+//! percentile alone. Epochs and pauses come at points of the guest's round that are spread evenly
+//! (`cell::dither`), so that no run has all of them at the same. An epoch whose guest is at work
+//! costs more than one whose guest sleeps: the median is the commoner of the two.
 
 mod cell;
 mod cpu;
@@ -89,8 +91,8 @@ pub struct Step<'c> {
     pub cell: &'c Cell,
 }
 
-/// Measures `cells` one at a time, `settings.repeat` times each; `watch` is told of every run before it. A cell that cannot be measured
-/// is a row that says why, and no error.
+/// Measures `cells` one at a time, `settings.repeat` times each; `watch` is told of every run
+/// before it. A cell that cannot be measured is a row that says why, and no error.
 pub fn compare(
     cells: &[Cell],
     settings: &Settings,

@@ -50,7 +50,8 @@ impl Report {
         out
     }
 
-    /// The drawing of an epoch's cost over memory size as a picture of its own; `None` where only one size was measured.
+    /// The drawing of an epoch's cost over memory size as a picture of its own; `None` where only
+    /// one size was measured.
     pub fn memory_svg(&self) -> Option<String> {
         self.over_memory().map(|picture| standalone(&picture.svg))
     }

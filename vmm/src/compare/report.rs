@@ -1,4 +1,5 @@
-//! What a comparison found: figures with their spreads, ready to be printed, drawn or written as JSON.
+//! What a comparison found: figures with their spreads, ready to be printed, drawn or written as
+//! JSON.
 
 use serde::Serialize;
 
@@ -85,15 +86,15 @@ pub struct Figures {
     pub marked_all_epochs: u64,
     /// Pauses of which the same is true: they are no strict looks.
     pub marked_all_looks: u64,
-    /// Looks at the guest while it stood, with one epoch since the look before. What follows is of these, all runs together, and each
-    /// frame counts once a look.
+    /// Looks at the guest while it stood, with one epoch since the look before. What follows is of
+    /// these, all runs together, and each frame counts once a look.
     pub strict_looks: Option<u64>,
     /// Frames reported.
     pub reported_frames: Option<u64>,
     /// Pages of the working set that were truly written.
     pub written_frames: Option<u64>,
-    /// Written and not reported: must be none. Those are with them that were written while the guest ran and that no epoch of that time
-    /// reported.
+    /// Written and not reported: must be none. Those are with them that were written while the
+    /// guest ran and that no epoch of that time reported.
     pub missed_frames: Option<u64>,
     /// Reported and not written.
     pub extra_frames: Option<u64>,
@@ -136,7 +137,8 @@ fn figures(way: Way, samples: &[&Sample], own: &[Outcome], base: &[Outcome]) -> 
     let per_s = |s: &Sample, n: f64| n / s.window.as_secs_f64();
     let step =
         |f: fn(&EpochTimes) -> u64| over(&|s| median(s.epochs.iter().map(|e| f(e) as f64 / 1e3)));
-    // Only looks that are strict; where every one of them was marked there are none, and nothing is known.
+    // Only looks that are strict; where every one of them was marked there are none, and nothing is
+    // known.
     let strict = |f: fn(&Audit) -> u64| -> Option<u64> {
         samples.iter().filter_map(|s| s.audit.as_ref()).map(f).reduce(|a, b| a + b)
     };

@@ -40,8 +40,8 @@ impl Spread {
         Some(Self { median, lower_quartile, upper_quartile, min, max, runs: sorted.len() })
     }
 
-    /// Whether the middle halves of the two do not overlap, so that the order of their medians is no accident of a run. Of fewer than
-    /// three runs on either side nothing of the kind is known.
+    /// Whether the middle halves of the two do not overlap, so that the order of their medians is
+    /// no accident of a run. Of fewer than three runs on either side nothing of the kind is known.
     pub fn is_apart_from(&self, other: &Self) -> bool {
         self.runs.min(other.runs) >= ENOUGH_RUNS
             && (self.upper_quartile < other.lower_quartile
@@ -56,7 +56,8 @@ pub(crate) fn sorted(values: impl IntoIterator<Item = f64>) -> Vec<f64> {
     sorted
 }
 
-/// The value below which `part` (0 to 1) of the `sorted` ones lie, between neighbours in proportion.
+/// The value below which `part` (0 to 1) of the `sorted` ones lie, between neighbours in
+/// proportion.
 pub(crate) fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     let last = sorted.len().checked_sub(1)?;
     let at = part.clamp(0.0, 1.0) * last as f64;

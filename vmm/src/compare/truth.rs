@@ -1,4 +1,5 @@
-//! What a payload guest has truly written, read out of its memory while it stands: each page of its working set says how often it was.
+//! What a payload guest has truly written, read out of its memory while it stands: each page of its
+//! working set says how often it was.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,8 +26,9 @@ pub(super) struct Truth {
     beside: u64,
 }
 
-/// What two looks say of the time between them. Frames are counted once a look: where there was one epoch between two looks, that is once
-/// an epoch, and the look is strict. Over more epochs one report of a page hides that another was lost.
+/// What two looks say of the time between them. Frames are counted once a look: where there was one
+/// epoch between two looks, that is once an epoch, and the look is strict. Over more epochs one
+/// report of a page hides that another was lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Audit {
     /// How many looks.
@@ -39,10 +41,11 @@ pub(super) struct Audit {
     pub(super) reported: u64,
     /// Written and not reported.
     pub(super) missed: u64,
-    /// Pages of the working set reported and not written. One for each vCPU may be: it stopped between two stores, of which the first
-    /// had changed nothing.
+    /// Pages of the working set reported and not written. One for each vCPU may be: it stopped
+    /// between two stores, of which the first had changed nothing.
     pub(super) extra: u64,
-    /// Reported frames outside of the working set, of which nothing is known: stacks, tables, clocks.
+    /// Reported frames outside of the working set, of which nothing is known: stacks, tables,
+    /// clocks.
     pub(super) beside: u64,
 }
 
@@ -133,7 +136,8 @@ impl Truth {
         }
     }
 
-    /// Looks at all pages of a guest that stands, and compares with what was reported since the last look.
+    /// Looks at all pages of a guest that stands, and compares with what was reported since the
+    /// last look.
     pub(super) fn look(&mut self, ram: &GuestRam) -> Result<Audit, String> {
         let mut audit =
             Audit { looks: 1, beside: self.beside, reported: self.beside, ..Audit::default() };

@@ -67,8 +67,8 @@ impl Way {
 
     /// Every combination that makes sense, `none` last.
     ///
-    /// A ring can be kept in any; a bitmap in all three too, though its list is nothing but a scan done earlier. Sources that KVM's
-    /// dirty log does not stand behind deliver to trees only.
+    /// A ring can be kept in any; a bitmap in all three too, though its list is nothing but a scan
+    /// done earlier. Sources that KVM's dirty log does not stand behind deliver to trees only.
     pub fn all() -> impl Iterator<Item = Way> {
         TrackingMode::ALL.iter().flat_map(|source| {
             let sinks: &[Sink] = match source {
@@ -91,7 +91,8 @@ impl Way {
         self.source != TrackingMode::None
     }
 
-    /// Why a host of these `capabilities` cannot track so, with rings of `entries` entries; a sentence.
+    /// Why a host of these `capabilities` cannot track so, with rings of `entries` entries; a
+    /// sentence.
     pub fn lacking(self, capabilities: &Capabilities, entries: u32) -> Option<String> {
         match (self.source, capabilities.dirty_ring()) {
             (TrackingMode::DirtyRing, None) => {

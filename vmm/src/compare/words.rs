@@ -1,4 +1,5 @@
-//! Figures into sentences. Nothing here knows beforehand who wins: every name comes out of the comparison of medians.
+//! Figures into sentences. Nothing here knows beforehand who wins: every name comes out of the
+//! comparison of medians.
 
 use std::cmp::Ordering;
 
@@ -27,7 +28,8 @@ impl Measure {
 
 const EPOCH: Measure = Measure { what: "an epoch", of: |f| f.epoch_us, shown: us, least: 0.0 };
 const PAUSE: Measure = Measure { what: "the pause", of: |f| f.pause_us, shown: us, least: 0.0 };
-/// Of a guest that keeps to a rate it is about 0 by every way: a tenth of a percentage point is no victory.
+/// Of a guest that keeps to a rate it is about 0 by every way: a tenth of a percentage point is no
+/// victory.
 const SLOW_DOWN: Measure = Measure {
     what: "the guest's slow-down",
     of: |f| f.slow_down_percent,
@@ -153,7 +155,8 @@ fn verdict(measure: Measure, order: &[(Way, Spread)]) -> Option<String> {
     })
 }
 
-/// Where the best ring is behind the best that is none, and where ahead: said plainly, whichever it is.
+/// Where the best ring is behind the best that is none, and where ahead: said plainly, whichever it
+/// is.
 fn where_the_ring_stands(groups: &[Group<'_>]) -> Vec<String> {
     let (mut loses, mut wins, mut behind) = (Vec::new(), Vec::new(), Vec::new());
     let (mut ahead, mut even) = (0, 0);

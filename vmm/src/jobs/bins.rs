@@ -16,7 +16,8 @@ pub(super) struct Bins {
 }
 
 impl Bins {
-    /// At most so many bins (at least one) over all of `layout`: each of the fewest frames, a power of two, with which they suffice.
+    /// At most so many bins (at least one) over all of `layout`: each of the fewest frames, a power
+    /// of two, with which they suffice.
     pub(super) fn new(layout: &Layout, most: u32) -> Self {
         let mut frames = 0;
         let place = |run: FrameRun| {

@@ -1,7 +1,8 @@
-//! Owns those who look on at what a running guest writes: for each a thread with a subscription of its own, so that none of them,
-//! and no migration or checkpoint, has a frame less for it.
+//! Owns those who look on at what a running guest writes: for each a thread with a subscription of
+//! its own, so that none of them, and no migration or checkpoint, has a frame less for it.
 //!
-//! A thread ends when it is told to, when nobody has asked it for a while, or when the guest has ended and that was said.
+//! A thread ends when it is told to, when nobody has asked it for a while, or when the guest has
+//! ended and that was said.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, Weak};
@@ -68,7 +69,8 @@ impl Watches {
 }
 
 impl Jobs {
-    /// Begins to follow the guest's writes, counted in at most so many ranges of its memory; the watch's number. An error is a sentence.
+    /// Begins to follow the guest's writes, counted in at most so many ranges of its memory; the
+    /// watch's number. An error is a sentence.
     pub fn begin_watch(self: &Arc<Self>, bins: u32) -> Result<u64, String> {
         let _beginning = lock(&self.watches.beginning);
         let number = {
@@ -103,7 +105,8 @@ impl Jobs {
         Ok(number)
     }
 
-    /// What was written since the last answer of watch `number`, once that is at least `wait` ago. No answer comes if it ends before.
+    /// What was written since the last answer of watch `number`, once that is at least `wait` ago.
+    /// No answer comes if it ends before.
     pub fn ask_watch(
         &self,
         number: u64,
@@ -132,7 +135,8 @@ impl Jobs {
     }
 }
 
-/// What a watch's thread owns. It keeps nobody from going: of the guest and its jobs it has a weak reference.
+/// What a watch's thread owns. It keeps nobody from going: of the guest and its jobs it has a weak
+/// reference.
 struct Work {
     number: u64,
     jobs: Weak<Jobs>,
@@ -260,7 +264,8 @@ impl Work {
 }
 
 impl Jobs {
-    /// Where a guest that has ended here runs now, if it has moved. The migration may take a moment to say so.
+    /// Where a guest that has ended here runs now, if it has moved. The migration may take a moment
+    /// to say so.
     fn moved_to(&self) -> Option<String> {
         let job = self.migration_job()?;
         let end = Instant::now() + LAST_NEWS;

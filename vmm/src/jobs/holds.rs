@@ -1,9 +1,9 @@
-//! Owns who holds the guest still. Checkpoints, a migration and the operator pause it independently; it
-//! runs only while none of them wants it to stand still.
+//! Owns who holds the guest still. Checkpoints, a migration and the operator pause it
+//! independently; it runs only while none of them wants it to stand still.
 //!
-//! Each job sees the guest through a *view*, which is the guest itself but for pause and resume: those
-//! count holders. Without this, the end of a checkpoint's pause would let a guest run that a migration
-//! has already copied to its last frame.
+//! Each job sees the guest through a *view*, which is the guest itself but for pause and resume:
+//! those count holders. Without this, the end of a checkpoint's pause would let a guest run that a
+//! migration has already copied to its last frame.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -45,7 +45,8 @@ impl State {
         RunState::Running
     }
 
-    /// A checkpoint that copies at this moment keeps its hold, and leaves the guest paused at its end.
+    /// A checkpoint that copies at this moment keeps its hold, and leaves the guest paused at its
+    /// end.
     fn drop_migrations_hold(&mut self) {
         if std::mem::take(&mut self.migration_holds) {
             self.holders = self.holders.saturating_sub(1);
@@ -123,8 +124,8 @@ impl Holds {
         self.lock().migrating = true;
     }
 
-    /// A migration has ended. If it still holds the guest, it could not give it back: it stays paused, and is
-    /// the operator's to resume.
+    /// A migration has ended. If it still holds the guest, it could not give it back: it stays
+    /// paused, and is the operator's to resume.
     pub(super) fn end_migration(&self) {
         let mut state = self.lock();
         state.migrating = false;

@@ -172,7 +172,8 @@ fn panicked() -> MigrationFailure {
     }
 }
 
-/// Says that the migration is over however its thread ends, and gives the guest back to the operator.
+/// Says that the migration is over however its thread ends, and gives the guest back to the
+/// operator.
 struct EndGuard<'j> {
     job: &'j MigrationJob,
     holds: &'j Holds,
@@ -180,7 +181,8 @@ struct EndGuard<'j> {
 
 impl Drop for EndGuard<'_> {
     fn drop(&mut self) {
-        // A thread that panicked past the record may have handed the guest over: nobody may resume it.
+        // A thread that panicked past the record may have handed the guest over: nobody may resume
+        // it.
         if thread::panicking() && self.job.control.is_sealed() {
             self.job.lost.store(true, Ordering::Relaxed);
             return;

@@ -1,5 +1,6 @@
-//! What is done to a guest over time, beside running it. One object owns each run of checkpoints and
-//! each migration, with its thread; a run of checkpoints and a migration may be under way together.
+//! What is done to a guest over time, beside running it. One object owns each run of checkpoints
+//! and each migration, with its thread; a run of checkpoints and a migration may be under way
+//! together.
 
 mod bins;
 mod checkpoints;
@@ -45,7 +46,8 @@ pub struct Jobs {
     holds: Arc<Holds>,
     /// Where this host's hand-over records are.
     records: PathBuf,
-    /// Held while a job is begun, so that there is one of a kind; looking at one never waits for it.
+    /// Held while a job is begun, so that there is one of a kind; looking at one never waits for
+    /// it.
     beginning: Mutex<()>,
     /// Held while the guest is watched for a plan; nobody waits for it.
     watching: Mutex<()>,
@@ -129,7 +131,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Looks a last time, at a guest that has ended. `None` if nothing was compared; an error if the comparison has died.
+    /// Looks a last time, at a guest that has ended. `None` if nothing was compared; an error if
+    /// the comparison has died.
     pub fn end_shadow(&self) -> Option<Result<ShadowReport, &'static str>> {
         let shadow = lock(&self.shadow).take()?;
         Some(shadow.end().ok_or("the thread of --shadow has died of a defect of the VMM"))

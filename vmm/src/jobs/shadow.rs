@@ -1,15 +1,18 @@
-//! Owns the second look at a guest's writes, `run --shadow`: whether the guest's tracking has told of every frame that changed.
+//! Owns the second look at a guest's writes, `run --shadow`: whether the guest's tracking has told
+//! of every frame that changed.
 //!
-//! Now and then it holds the guest still, devices included, and collects. A frame whose content is another than the last time, and
-//! that was not reported since, was *missed*: there is no innocent way to that, because what changes memory is known by the time a
-//! guest stands. Contents are known by a checksum of 32 bits a frame, so one change in four thousand million does not show.
+//! Now and then it holds the guest still, devices included, and collects. A frame whose content is
+//! another than the last time, and that was not reported since, was *missed*: there is no innocent
+//! way to that, because what changes memory is known by the time a guest stands. Contents are known
+//! by a checksum of 32 bits a frame, so one change in four thousand million does not show.
 //!
 //! | mode | which frames are looked at |
 //! | --- | --- |
 //! | `compare` | all that have memory; a pause reads all of it |
 //! | `userfault-wp` | those that either side reports; a pause costs what is written |
 //!
-//! The reverse is no error: KVM counts a frame that it maps writable for a read, and a write of the same bytes changes nothing.
+//! The reverse is no error: KVM counts a frame that it maps writable for a read, and a write of the
+//! same bytes changes nothing.
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,7 +34,8 @@ const PERIOD: Duration = Duration::from_millis(100);
 const REST: u32 = 9;
 /// Frames that are named.
 const NAMED: usize = 16;
-/// Between the two looks at a guest that has ended, whose devices may not have told of their last writes yet.
+/// Between the two looks at a guest that has ended, whose devices may not have told of their last
+/// writes yet.
 const LAST: Duration = Duration::from_millis(50);
 
 /// What the guest's tracking is compared with. Reads and shows as its name on the command line.
@@ -112,7 +116,8 @@ pub(super) struct Shadow {
 }
 
 impl Shadow {
-    /// Begins with a guest as it is now; best before it runs, since all of its memory is read first.
+    /// Begins with a guest as it is now; best before it runs, since all of its memory is read
+    /// first.
     pub(super) fn start(guest: Arc<View>, mode: ShadowMode) -> Result<Self, ShadowError> {
         let mut looker = Looker::new(guest, mode)?;
         let (end, ended) = mpsc::channel();
@@ -123,7 +128,8 @@ impl Shadow {
         Ok(Self { end, thread: thread.map_err(ShadowError::Thread)? })
     }
 
-    /// Looks a last time, at a guest that has ended; `None` if the looking itself has died of a defect.
+    /// Looks a last time, at a guest that has ended; `None` if the looking itself has died of a
+    /// defect.
     pub(super) fn end(self) -> Option<ShadowReport> {
         drop(self.end);
         self.thread.join().ok()
@@ -203,7 +209,8 @@ impl Looker {
         Ok(missed)
     }
 
-    /// At a guest that has ended: what is missed must be missed still when its devices have come to an end, too.
+    /// At a guest that has ended: what is missed must be missed still when its devices have come to
+    /// an end, too.
     fn last_look(&mut self) -> Result<Vec<Gfn>, GuestError> {
         let mut missed = self.compare()?;
         if !missed.is_empty() {

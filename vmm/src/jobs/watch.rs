@@ -1,7 +1,9 @@
-//! Owns a short look at what a running guest writes: a subscription of its own, drained after windows of several lengths.
+//! Owns a short look at what a running guest writes: a subscription of its own, drained after
+//! windows of several lengths.
 //!
-//! One subscription, and one window after another: so that a frame which a vCPU writes again in a window counts once, as it does in a
-//! pass of a migration. Short windows come several times, spread over the look, for a guest that does not always do the same.
+//! One subscription, and one window after another: so that a frame which a vCPU writes again in a
+//! window counts once, as it does in a pass of a migration. Short windows come several times,
+//! spread over the look, for a guest that does not always do the same.
 
 use std::sync::TryLockError;
 use std::thread;
@@ -16,7 +18,8 @@ use vm_memory::{Bytes, GuestAddress};
 use super::Jobs;
 use crate::api::model::GuestState;
 
-/// Thrown away: when tracking begins each frame's first write is dear, and what was running goes slower for a moment.
+/// Thrown away: when tracking begins each frame's first write is dear, and what was running goes
+/// slower for a moment.
 const WARM_UP: Duration = Duration::from_millis(100);
 /// Windows of a round, ms, and how many rounds.
 const ROUND_MS: [u64; 7] = [10, 10, 10, 10, 50, 50, 250];
@@ -27,7 +30,8 @@ const LONG_MS: [u64; 2] = [750, 1500];
 const LOOK: Duration = Duration::from_millis(50);
 /// Frames that are read to see how many are zeros.
 const SAMPLES: u64 = 1024;
-/// Rates of windows of one length that are this far apart, and by more than some frames, are not one guest's habit.
+/// Rates of windows of one length that are this far apart, and by more than some frames, are not
+/// one guest's habit.
 const UNSTEADY: f64 = 1.5;
 const SOME_FRAMES: u64 = 64;
 
@@ -91,8 +95,8 @@ struct Seen {
 }
 
 impl Jobs {
-    /// Watches the guest for some four seconds, in which its writes are followed as in a migration. An error is a sentence:
-    /// why it cannot be watched, or why that ended early.
+    /// Watches the guest for some four seconds, in which its writes are followed as in a migration.
+    /// An error is a sentence: why it cannot be watched, or why that ended early.
     pub fn watch(&self) -> Result<Watched, String> {
         let _alone = match self.watching.try_lock() {
             Ok(alone) => alone,
@@ -132,7 +136,8 @@ impl Jobs {
         })
     }
 
-    /// A window that began at the last drain: how long it was, how many frames it had, and how many of each vCPU.
+    /// A window that began at the last drain: how long it was, how many frames it had, and how many
+    /// of each vCPU.
     fn window(
         &self,
         guest: &dyn Guest,

@@ -1,5 +1,5 @@
-//! Owns what lies behind guest memory on this host: anonymous memory or a memory file, pages of what
-//! size, and whether they are there before the guest asks for them.
+//! Owns what lies behind guest memory on this host: anonymous memory or a memory file, pages of
+//! what size, and whether they are there before the guest asks for them.
 //!
 //! None of it moves with a guest: a destination or a restore chooses anew.
 
@@ -28,7 +28,8 @@ pub enum Backing {
 }
 
 impl Backing {
-    /// Whether the administrator has set that such memory gets pages larger than a frame, of whatever size, though nobody asks for them.
+    /// Whether the administrator has set that such memory gets pages larger than a frame, of
+    /// whatever size, though nobody asks for them.
     fn is_huge_unasked(self) -> bool {
         let dir = Path::new("/sys/kernel/mm/transparent_hugepage");
         let (all, each) = match self {
@@ -70,15 +71,16 @@ impl FromStr for Backing {
 /// Host pages larger than a frame.
 ///
 /// They make a guest's first touches cheap and its address translation faster, as long as nobody
-/// follows its writes: KVM write-protects frame by frame, so tracking splits its own mapping of each
-/// huge page that is written, and joins it again only some time after tracking has ended.
+/// follows its writes: KVM write-protects frame by frame, so tracking splits its own mapping of
+/// each huge page that is written, and joins it again only some time after tracking has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HugePages {
     /// None, whatever the administrator has set.
     None,
     /// Where the kernel has one at hand (`madvise`).
     Thp,
-    /// From the pool that the administrator has reserved (`vm.nr_hugepages`), all of them, or no guest.
+    /// From the pool that the administrator has reserved (`vm.nr_hugepages`), all of them, or no
+    /// guest.
     Hugetlbfs,
 }
 
@@ -198,7 +200,8 @@ fn memory_file(len: u64, from_pool: bool) -> io::Result<File> {
     Ok(file.into())
 }
 
-/// One call populates so much: enough to be worth it, little enough to be shared among threads evenly.
+/// One call populates so much: enough to be worth it, little enough to be shared among threads
+/// evenly.
 const PIECE: usize = 16 << 20;
 
 /// Takes `len` bytes at `start` from the host now, on all threads of rayon's pool.
@@ -210,7 +213,8 @@ pub(super) fn populate(start: *mut u8, len: usize) -> io::Result<()> {
         .try_for_each(|offset| populate_piece(start + offset, PIECE.min(len - offset)))
 }
 
-/// The most ranges for which huge pages are asked: each may split a mapping in three, and a process has 65,530 at most.
+/// The most ranges for which huge pages are asked: each may split a mapping in three, and a process
+/// has 65,530 at most.
 const MAX_HUGE_RANGES: usize = 4096;
 
 /// Where huge pages were asked for.
@@ -222,8 +226,9 @@ pub(super) struct HugeRanges {
 }
 
 impl HugeRanges {
-    /// Has the kernel use huge pages for what of `len` bytes at `start`, part of a mapping of ours, they fit into: all of it is
-    /// about to be written. Whether it was asked; where the administrator has switched them off it comes to nothing.
+    /// Has the kernel use huge pages for what of `len` bytes at `start`, part of a mapping of ours,
+    /// they fit into: all of it is about to be written. Whether it was asked; where the
+    /// administrator has switched them off it comes to nothing.
     pub(super) fn prefer(&mut self, start: usize, len: usize) -> bool {
         let first = start.next_multiple_of(HUGE_PAGE as usize);
         let end = (start + len) / HUGE_PAGE as usize * HUGE_PAGE as usize;

@@ -1,12 +1,13 @@
 //! Owns giving frames back to the host.
 //!
 //! A frame that is discarded costs no memory and reads as zeros until it is written again. That
-//! changes its content like a write of zeros, and is followed like one: the tree is marked *after* the
-//! content has changed, as for every write of the VMM. Who copies the frame meanwhile copies the old
-//! content or zeros, and either way finds it in the next epoch and reads zeros then (I3, I4). Frames
-//! that had no memory read as zeros before and after, and are not marked.
+//! changes its content like a write of zeros, and is followed like one: the tree is marked *after*
+//! the content has changed, as for every write of the VMM. Who copies the frame meanwhile copies
+//! the old content or zeros, and either way finds it in the next epoch and reads zeros then (I3,
+//! I4). Frames that had no memory read as zeros before and after, and are not marked.
 //!
-//! A frame that is protected until it has been copied (`shield.rs`) is waited for. One that has not come yet (`late.rs`) never will.
+//! A frame that is protected until it has been copied (`shield.rs`) is waited for. One that has not
+//! come yet (`late.rs`) never will.
 //!
 //! The guest's next write is followed too: with the host's page goes KVM's mapping of it, so that
 //! the write faults and is reported, whether or not the frame was reported before.
@@ -35,14 +36,15 @@ pub(crate) struct Discarder {
 }
 
 impl Discarder {
-    /// Opens all that it needs of the system. Frames that are `kept` are discarded when they no longer are.
+    /// Opens all that it needs of the system. Frames that are `kept` are discarded when they no
+    /// longer are.
     pub(crate) fn open(kept: Arc<Kept>) -> io::Result<Self> {
         Ok(Self { populated: Populated::open()?, runs: Vec::new(), kept })
     }
 
-    /// Discards the frames of `run`, which lie in one slot of `ram`, and returns how many of them had
-    /// memory: those read as zeros now, and are marked. Of huge pages from the pool only whole ones
-    /// are discarded; what the pool gets back so is promised to nobody, this guest included.
+    /// Discards the frames of `run`, which lie in one slot of `ram`, and returns how many of them
+    /// had memory: those read as zeros now, and are marked. Of huge pages from the pool only whole
+    /// ones are discarded; what the pool gets back so is promised to nobody, this guest included.
     ///
     /// An error leaves the content of each frame as it was, or zero and marked.
     pub(crate) fn discard(&mut self, ram: &GuestRam, run: FrameRun) -> io::Result<u64> {

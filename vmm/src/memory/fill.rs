@@ -1,5 +1,6 @@
-//! Owns the first contents of memory that nobody has touched: the kernel makes pages of them (userfaultfd) and puts those into
-//! place, where a write would fault, and clear each page before it is written over. Half the price of a write, on one machine.
+//! Owns the first contents of memory that nobody has touched: the kernel makes pages of them
+//! (userfaultfd) and puts those into place, where a write would fault, and clear each page before
+//! it is written over. Half the price of a write, on one machine.
 
 use std::io;
 
@@ -21,7 +22,8 @@ pub(super) struct MemoryFill {
 }
 
 impl MemoryFill {
-    /// The error is a host that does not let this process do that, or memory that another descriptor has.
+    /// The error is a host that does not let this process do that, or memory that another
+    /// descriptor has.
     pub(super) fn open(ram: &GuestRam) -> io::Result<Self> {
         let userfault = Userfault::open_for_filling()?;
         for region in ram.iter() {
@@ -40,7 +42,8 @@ impl MemoryFill {
             Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {}
             done => return done,
         }
-        // Somebody has touched one, or this call has filled some of them: one by one, for a write to one that is not there would wait for ever.
+        // Somebody has touched one, or this call has filled some of them: one by one, for a write
+        // to one that is not there would wait for ever.
         for (offset, page) in (0..).step_by(PAGE).zip(contents.chunks_exact(PAGE)) {
             match self.userfault.copy(address + offset as u64, page) {
                 Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {

@@ -1,9 +1,11 @@
-//! Owns the frames of a restored guest that have not come yet: whoever touches one waits in the kernel (userfaultfd) until it has
-//! been fetched, and the others are fetched behind the running guest.
+//! Owns the frames of a restored guest that have not come yet: whoever touches one waits in the
+//! kernel (userfaultfd) until it has been fetched, and the others are fetched behind the running
+//! guest.
 //!
-//! One thread fetches, and it alone; it never touches guest memory itself, but has the kernel put contents into place. When all
-//! has come it lets go of the memory. Where it has not, because a frame cannot be had or the guest ends early, memory is never let go
-//! of: nobody sees zeros for what was stored, and who waits waits until the process ends.
+//! One thread fetches, and it alone; it never touches guest memory itself, but has the kernel put
+//! contents into place. When all has come it lets go of the memory. Where it has not, because a
+//! frame cannot be had or the guest ends early, memory is never let go of: nobody sees zeros for
+//! what was stored, and who waits waits until the process ends.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,12 +22,13 @@ use crate::log;
 use super::populated::{all, is_pooled};
 use super::userfault::Userfault;
 
-/// Frames that are fetched at once behind the guest: while that lasts somebody may wait for another.
+/// Frames that are fetched at once behind the guest: while that lasts somebody may wait for
+/// another.
 const BEHIND: u64 = 64;
 /// Frames that are fetched with one that is touched: neighbours are touched next.
 const AROUND: u64 = 16;
-/// How long at most nothing is fetched but what is touched, or was the last time, before the guest runs: who builds it needs the
-/// processors.
+/// How long at most nothing is fetched but what is touched, or was the last time, before the guest
+/// runs: who builds it needs the processors.
 const HEAD_START: Duration = Duration::from_millis(100);
 /// How often it is looked whether it runs.
 const LOOK: Duration = Duration::from_micros(500);
@@ -77,14 +80,15 @@ struct State {
     under_way: Option<FrameRun>,
     /// A frame that somebody waits for without touching it.
     asked: Option<Gfn>,
-    /// Somebody has asked which have not come, to read them: what is touched from then on tells nothing of the guest.
+    /// Somebody has asked which have not come, to read them: what is touched from then on tells
+    /// nothing of the guest.
     is_read: bool,
     fetching: Fetching,
 }
 
 impl Late {
-    /// Has the frames of `backlog` come to `ram`, which nobody has touched yet. Gives the backlog back where its pages or the host
-    /// do not allow that.
+    /// Has the frames of `backlog` come to `ram`, which nobody has touched yet. Gives the backlog
+    /// back where its pages or the host do not allow that.
     pub(super) fn begin(
         ram: &GuestRam,
         backlog: Box<dyn Backlog>,
@@ -370,7 +374,8 @@ impl Fetcher {
         }
     }
 
-    /// Fetches those of `frames`, at most [`BEHIND`], that have not come, and returns how many those were.
+    /// Fetches those of `frames`, at most [`BEHIND`], that have not come, and returns how many
+    /// those were.
     fn fetch(&mut self, frames: FrameRun) -> u64 {
         let shared = self.shared.clone();
         let (mut at, mut brought) = (frames.start, 0);

@@ -113,7 +113,8 @@ fn ways() -> impl Iterator<Item = MemoryOptions> {
     })
 }
 
-/// Memory to which `frames` come, what opens the gate (a word each read, or dropping it), and who is told of a loss.
+/// Memory to which `frames` come, what opens the gate (a word each read, or dropping it), and who
+/// is told of a loss.
 #[allow(clippy::type_complexity)]
 fn coming(
     test: &str,

@@ -29,7 +29,8 @@ pub fn frames(bytes: u64) -> Result<FrameSet, MemoryError> {
     let mut memory = FrameSet::with_capacity(2);
     memory.insert(FrameRun { start: Gfn(0), count: bytes / PAGE_SIZE });
     let displaced = memory.remove(HOLE);
-    // Memory that reaches past the hole without being displaced moves up, behind what was displaced.
+    // Memory that reaches past the hole without being displaced moves up, behind what was
+    // displaced.
     let end = memory.as_slice().last().map_or(HOLE.end(), |run| run.end().max(HOLE.end()));
     if displaced > 0 {
         memory.insert(FrameRun { start: end, count: displaced });

@@ -88,7 +88,8 @@ impl MemoryError {
 pub struct Memory {
     ram: GuestRam,
     tracker: Arc<Tracker>,
-    /// The choice of pages where nobody has said whether there may be huge ones; `None` where somebody has.
+    /// The choice of pages where nobody has said whether there may be huge ones; `None` where
+    /// somebody has.
     preparing: Option<Preparing>,
     /// Frames that nobody may change now.
     kept: Arc<Kept>,
@@ -105,7 +106,8 @@ impl Memory {
         Self::of_layout(layout(bytes)?, options)
     }
 
-    /// As [`new`](Self::new), for a guest of which it is known that it touches little: of any size that the kernel maps.
+    /// As [`new`](Self::new), for a guest of which it is known that it touches little: of any size
+    /// that the kernel maps.
     pub(crate) fn sparse(bytes: u64, options: &MemoryOptions) -> Result<Self, MemoryError> {
         Self::map(layout(bytes)?, options, None)
     }
@@ -166,8 +168,8 @@ impl Memory {
         &self.kept
     }
 
-    /// What keeps frames as they are while the guest runs; one at a time. `None` where the host or this memory's pages
-    /// do not allow it.
+    /// What keeps frames as they are while the guest runs; one at a time. `None` where the host or
+    /// this memory's pages do not allow it.
     pub(crate) fn shield(&self) -> Result<Option<Box<dyn Shield>>, GuestError> {
         // Each memory has one descriptor at most.
         if self.kept.late().is_some_and(|late| !late.wait(LATE_LIMIT)) {
@@ -182,9 +184,10 @@ impl Memory {
         Ok(opened.map(|shield| Box::new(shield) as Box<dyn Shield>))
     }
 
-    /// Has the frames of `backlog` come when they are touched, and behind that; nobody has touched this memory before. Gives the
-    /// backlog back where the host or this memory's pages do not allow that: then they have to come first, as in memory that was populated beforehand. `owner` is
-    /// told if one cannot be had.
+    /// Has the frames of `backlog` come when they are touched, and behind that; nobody has touched
+    /// this memory before. Gives the backlog back where the host or this memory's pages do not
+    /// allow that: then they have to come first, as in memory that was populated beforehand.
+    /// `owner` is told if one cannot be had.
     pub(crate) fn fetch_late(
         &self,
         backlog: Box<dyn Backlog>,
@@ -204,8 +207,8 @@ impl Memory {
         }
     }
 
-    /// What puts first contents into memory that nobody has touched. `None` where the host does not allow that, or where a write
-    /// gets more than a frame's page: it then costs less.
+    /// What puts first contents into memory that nobody has touched. `None` where the host does not
+    /// allow that, or where a write gets more than a frame's page: it then costs less.
     pub(crate) fn fill(&self) -> Option<Box<dyn Fill>> {
         if self.options.prefault || self.kept.late().is_some() || !self.options.faults_are_small() {
             return None;
@@ -238,9 +241,10 @@ impl Memory {
         self.tracker.layout()
     }
 
-    /// Gives host memory to the frames of `run` that lie in this memory, in one call of the kernel for each
-    /// 2 MiB; huge pages where they fit into the run, the options leave it open and they are the cheaper way now: mostly 512
-    /// frames for the price of a few. They get it at their first write where the kernel cannot, before 5.14, or has none.
+    /// Gives host memory to the frames of `run` that lie in this memory, in one call of the kernel
+    /// for each 2 MiB; huge pages where they fit into the run, the options leave it open and they
+    /// are the cheaper way now: mostly 512 frames for the price of a few. They get it at their
+    /// first write where the kernel cannot, before 5.14, or has none.
     pub fn prepare(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
@@ -256,7 +260,8 @@ impl Memory {
         }
     }
 
-    /// As [`prepare`](Self::prepare), in pages of the size that the guest's own first writes would get.
+    /// As [`prepare`](Self::prepare), in pages of the size that the guest's own first writes would
+    /// get.
     pub(crate) fn fault_in(&self, run: FrameRun) {
         let start = GuestAddress(run.start.gpa());
         let Ok(len) = usize::try_from(run.bytes()) else { return };
@@ -268,9 +273,9 @@ impl Memory {
         }
     }
 
-    /// Runs of frames, ascending, that have host memory, are swapped out, or are still to come: all others were never
-    /// written and read as zeros. Reads eight bytes a frame from the kernel, or, of a memory file,
-    /// asks for the bounds of each run.
+    /// Runs of frames, ascending, that have host memory, are swapped out, or are still to come: all
+    /// others were never written and read as zeros. Reads eight bytes a frame from the kernel, or,
+    /// of a memory file, asks for the bounds of each run.
     pub fn populated(&self) -> io::Result<Vec<FrameRun>> {
         // First: what comes after this is in memory.
         let left = self.kept.late().map(Late::left).filter(|left| !left.is_empty());
@@ -291,7 +296,8 @@ const LATE_LIMIT: Duration = Duration::from_secs(1);
 
 type Region = GuestRegionMmap<TrackedBitmap>;
 
-/// Refuses a guest that the pool of huge pages has no room for: the kernel would say "out of memory".
+/// Refuses a guest that the pool of huge pages has no room for: the kernel would say "out of
+/// memory".
 fn check_pool(bytes: u64) -> Result<(), MemoryError> {
     if !bytes.is_multiple_of(backing::HUGE_PAGE) {
         return Err(MemoryError::NotHuge(bytes));

@@ -24,8 +24,8 @@ impl Populated {
     }
 
     /// Adds those of `frames` that have host memory or are swapped out, as ascending runs. `frames`
-    /// lie in `region`. Reads eight bytes a frame from the kernel, or, of a memory file, asks for the
-    /// bounds of each run.
+    /// lie in `region`. Reads eight bytes a frame from the kernel, or, of a memory file, asks for
+    /// the bounds of each run.
     pub(super) fn find(
         &mut self,
         region: &Region,
@@ -83,8 +83,9 @@ fn in_file(
     Ok(())
 }
 
-/// The frames of the data from byte `start` to byte `end` of the file of a region at `base`. None if what was
-/// there is discarded between the two questions: then the hole begins where the data did.
+/// The frames of the data from byte `start` to byte `end` of the file of a region at `base`. None
+/// if what was there is discarded between the two questions: then the hole begins where the data
+/// did.
 fn run_of(base: u64, start: u64, end: u64) -> Option<FrameRun> {
     let (first, last) = (start / PAGE_SIZE, end.div_ceil(PAGE_SIZE));
     (end > start).then(|| FrameRun { start: Gfn(base + first), count: last - first })

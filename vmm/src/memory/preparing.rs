@@ -1,9 +1,10 @@
-//! Owns the choice of pages for memory that is taken from the host ahead of the guest's writes: huge ones as long as they are
-//! the cheaper way to the same bytes.
+//! Owns the choice of pages for memory that is taken from the host ahead of the guest's writes:
+//! huge ones as long as they are the cheaper way to the same bytes.
 //!
-//! Mostly they are: one fault instead of 512. But a host that has none at hand compacts memory to make one, and a host
-//! that is a guest itself may have given whole free blocks back and has to fetch them anew, while small pages come from what
-//! was freed a moment ago. Then a huge page takes milliseconds, and a migration waits for each. So both ways are timed.
+//! Mostly they are: one fault instead of 512. But a host that has none at hand compacts memory to
+//! make one, and a host that is a guest itself may have given whole free blocks back and has to
+//! fetch them anew, while small pages come from what was freed a moment ago. Then a huge page takes
+//! milliseconds, and a migration waits for each. So both ways are timed.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -13,10 +14,12 @@ use nix::time::{ClockId, clock_gettime};
 
 use super::backing::{HUGE_PAGE, HugeRanges, populate_piece};
 
-/// A huge page that takes no longer is taken without a look at small ones: it costs little more than clearing it does.
+/// A huge page that takes no longer is taken without a look at small ones: it costs little more
+/// than clearing it does.
 const CHEAP: Duration = Duration::from_micros(300);
 
-/// So many are taken the one way before the other is tried again; twice as many each time that it proves worse, up to the most.
+/// So many are taken the one way before the other is tried again; twice as many each time that it
+/// proves worse, up to the most.
 const FIRST_TRIAL: u32 = 8;
 const MOST_BETWEEN: u32 = 128;
 
@@ -119,9 +122,11 @@ impl Preparing {
     }
 }
 
-/// Time that this thread has had of a processor: where others take turns with it, that is nothing of what pages cost.
+/// Time that this thread has had of a processor: where others take turns with it, that is nothing
+/// of what pages cost.
 fn time_of_thread() -> Duration {
-    // Not by rustix, whose first look at a clock asks by prctl where the kernel's page is: these threads may not.
+    // Not by rustix, whose first look at a clock asks by prctl where the kernel's page is: these
+    // threads may not.
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 

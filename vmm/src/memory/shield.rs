@@ -1,9 +1,10 @@
-//! Owns which frames nobody writes to until they have been copied (see [`Shield`]): userfaultfd's write protection of guest
-//! memory, and those who would change frames without a fault.
+//! Owns which frames nobody writes to until they have been copied (see [`Shield`]): userfaultfd's
+//! write protection of guest memory, and those who would change frames without a fault.
 //!
-//! Whoever writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in its store or in its `readv`, KVM
-//! for a vCPU. All of them can be interrupted or killed. Giving a frame back to the host is no write, and would empty it at
-//! once: the balloon therefore asks [`Kept`] first, and waits there.
+//! Whoever writes to a protected frame waits in the kernel: a vCPU in `KVM_RUN`, a device in its
+//! store or in its `readv`, KVM for a vCPU. All of them can be interrupted or killed. Giving a
+//! frame back to the host is no write, and would empty it at once: the balloon therefore asks
+//! [`Kept`] first, and waits there.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,7 +20,8 @@ use super::late::Late;
 use super::populated::{all, is_pooled};
 use super::userfault::Userfault;
 
-/// The frames that are protected, and those that have not come yet, for those who do not write and must know all the same.
+/// The frames that are protected, and those that have not come yet, for those who do not write and
+/// must know all the same.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
     /// Whether any are: looked at before the lock is taken.
@@ -53,8 +55,8 @@ impl Kept {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns when none of `frames` is protected. Not to be called by whoever a pause does not wait for: frames are
-    /// protected in earnest only while the guest and its devices stand.
+    /// Returns when none of `frames` is protected. Not to be called by whoever a pause does not
+    /// wait for: frames are protected in earnest only while the guest and its devices stand.
     pub(crate) fn wait(&self, frames: FrameRun) {
         if !self.any.load(Ordering::Acquire) {
             return;
@@ -109,14 +111,15 @@ pub(crate) struct MemoryShield {
     kept: Arc<Kept>,
     /// Addresses that are not asked for yet.
     faults: Mutex<VecDeque<u64>>,
-    /// Memory had to be given back to be let go of: nothing can be protected or let go of by this one any more.
+    /// Memory had to be given back to be let go of: nothing can be protected or let go of by this
+    /// one any more.
     broken: AtomicBool,
 }
 
 impl MemoryShield {
-    /// Over `ram`; `None` where its pages or the host do not allow it. While nothing is protected the guest writes as fast as
-    /// before (`tests/bench/cadence.rs`); of a memory file the kernel maps no more pages around one that is touched, and khugepaged
-    /// fills no holes.
+    /// Over `ram`; `None` where its pages or the host do not allow it. While nothing is protected
+    /// the guest writes as fast as before (`tests/bench/cadence.rs`); of a memory file the kernel
+    /// maps no more pages around one that is touched, and khugepaged fills no holes.
     pub(super) fn open(ram: &GuestRam, kept: &Arc<Kept>) -> io::Result<Option<Self>> {
         if ram.iter().any(is_pooled) {
             // Their smallest unit is 2 MiB.
@@ -184,7 +187,8 @@ impl Shield for MemoryShield {
         // First, so that whoever asks waits.
         self.kept.add(frames);
         let protected = frames.iter().try_for_each(|run| self.each(*run, Userfault::protect));
-        // What was let go of meanwhile may have been protected after that. Whatever became of it, it is let go of with the rest.
+        // What was let go of meanwhile may have been protected after that. Whatever became of it,
+        // it is let go of with the rest.
         self.kept.add(frames);
         protected.map_err(|e| failed("protecting frames", e))
     }

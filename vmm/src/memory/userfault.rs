@@ -1,8 +1,8 @@
-//! The kernel's userfaultfd: a write to a protected page waits, or whoever touches a page that is not there yet, and whoever
-//! reads from the descriptor is told of it.
+//! The kernel's userfaultfd: a write to a protected page waits, or whoever touches a page that is
+//! not there yet, and whoever reads from the descriptor is told of it.
 //!
-//! The calls are few and plain; the crate that wraps them (`userfaultfd`) wants libclang when it is built, and knows the
-//! kernel's features up to 5.13.
+//! The calls are few and plain; the crate that wraps them (`userfaultfd`) wants libclang when it is
+//! built, and knows the kernel's features up to 5.13.
 
 use std::fs::File;
 use std::io;
@@ -88,7 +88,8 @@ const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 /// Pages can be lost (6.6).
 const FEATURE_POISON: u64 = 1 << 14;
 
-/// Nobody waits at a protected page: the kernel lets the write go on and notes it in the page table (6.7).
+/// Nobody waits at a protected page: the kernel lets the write go on and notes it in the page table
+/// (6.7).
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
@@ -107,23 +108,26 @@ const MESSAGES: usize = 32;
 pub(crate) struct Userfault(OwnedFd);
 
 impl Userfault {
-    /// Opens one. The error is a host that does not let this process have one, or whose kernel is older than 6.4.
+    /// Opens one. The error is a host that does not let this process have one, or whose kernel is
+    /// older than 6.4.
     pub(crate) fn open() -> io::Result<Self> {
         Self::with(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
 
-    /// As [`open`](Self::open), for pages that are not there yet; the kernel has to be 6.6 or later.
+    /// As [`open`](Self::open), for pages that are not there yet; the kernel has to be 6.6 or
+    /// later.
     pub(crate) fn open_for_missing() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM | FEATURE_POISON)
     }
 
-    /// As [`open`](Self::open), for contents of pages that are not there yet, of which nobody is told; the kernel has to be 4.11 or later.
+    /// As [`open`](Self::open), for contents of pages that are not there yet, of which nobody is
+    /// told; the kernel has to be 4.11 or later.
     pub(crate) fn open_for_filling() -> io::Result<Self> {
         Self::with(FEATURE_MISSING_SHMEM)
     }
 
-    /// As [`open`](Self::open), of which writes do not wait: they take away the protection, and that is what
-    /// tells of them. The kernel has to be 6.7 or later.
+    /// As [`open`](Self::open), of which writes do not wait: they take away the protection, and
+    /// that is what tells of them. The kernel has to be 6.7 or later.
     pub(crate) fn open_async() -> io::Result<Self> {
         Self::with(FEATURE_WP_ASYNC | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED)
     }
@@ -136,8 +140,8 @@ impl Userfault {
         Ok(Self(fd))
     }
 
-    /// For root, and for everyone where `vm.unprivileged_userfaultfd` says so. Faults of the kernel are to be seen, too: KVM and
-    /// devices write to guest memory.
+    /// For root, and for everyone where `vm.unprivileged_userfaultfd` says so. Faults of the kernel
+    /// are to be seen, too: KVM and devices write to guest memory.
     fn by_system_call() -> io::Result<OwnedFd> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         // SAFETY: the call takes flags and returns a descriptor.
@@ -161,13 +165,14 @@ impl Userfault {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// Takes `len` bytes at `start`, whole pages of a mapping: they can be protected from now on. Each memory has one
-    /// descriptor at most. Closing the descriptor undoes it.
+    /// Takes `len` bytes at `start`, whole pages of a mapping: they can be protected from now on.
+    /// Each memory has one descriptor at most. Closing the descriptor undoes it.
     pub(crate) fn register(&self, start: u64, len: u64) -> io::Result<()> {
         self.register_for(start, len, REGISTER_MODE_WP)
     }
 
-    /// Takes `len` bytes at `start`, whole pages of a mapping: whoever touches one that is not there waits from now on.
+    /// Takes `len` bytes at `start`, whole pages of a mapping: whoever touches one that is not
+    /// there waits from now on.
     pub(crate) fn register_missing(&self, start: u64, len: u64) -> io::Result<()> {
         self.register_for(start, len, REGISTER_MODE_MISSING)
     }
@@ -175,12 +180,13 @@ impl Userfault {
     fn register_for(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
         let range = Range { start, len };
         let mut register = Register { range, mode, ioctls: 0 };
-        // SAFETY: the kernel reads and writes the structure. What it does with the memory changes no content; who waits for a
-        // page is served by the one who has asked for this.
+        // SAFETY: the kernel reads and writes the structure. What it does with the memory changes
+        // no content; who waits for a page is served by the one who has asked for this.
         check(unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_REGISTER(), &mut register) })
     }
 
-    /// Gives back what was registered; nothing in it is protected any more. Who waits is not told: see [`wake`](Self::wake).
+    /// Gives back what was registered; nothing in it is protected any more. Who waits is not told:
+    /// see [`wake`](Self::wake).
     pub(crate) fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
         let mut range = Range { start, len };
         // SAFETY: as for `register`.
@@ -207,7 +213,8 @@ impl Userfault {
     fn write_protect(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
         loop {
             let mut protect = WriteProtect { range: Range { start, len }, mode };
-            // SAFETY: the kernel reads the structure. Protection changes no content; who writes meanwhile waits.
+            // SAFETY: the kernel reads the structure. Protection changes no content; who writes
+            // meanwhile waits.
             let done = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_WRITEPROTECT(), &mut protect) };
             match check(done) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
@@ -216,13 +223,14 @@ impl Userfault {
         }
     }
 
-    /// Puts `contents`, whole pages, at `start`, where no page may be yet: one that is there is an error. Who waits for them goes on.
+    /// Puts `contents`, whole pages, at `start`, where no page may be yet: one that is there is an
+    /// error. Who waits for them goes on.
     pub(crate) fn copy(&self, start: u64, contents: &[u8]) -> io::Result<()> {
         self.fill(start, contents.len() as u64, false, |done, to, len| {
             let from = contents.as_ptr() as u64 + done;
             let mut copy = Copy { to, from, len, mode: 0, copied: 0 };
-            // SAFETY: the kernel reads `len` bytes of `contents` behind `done`, and puts them only where the descriptor was given
-            // memory and no page is.
+            // SAFETY: the kernel reads `len` bytes of `contents` behind `done`, and puts them only
+            // where the descriptor was given memory and no page is.
             let r = unsafe { ioctl_with_mut_ref(&self.0, UFFDIO_COPY(), &mut copy) };
             (check(r), copy.copied)
         })
@@ -238,7 +246,8 @@ impl Userfault {
         })
     }
 
-    /// Whoever touches these pages, which are not there, is told that their content is lost: as by broken memory.
+    /// Whoever touches these pages, which are not there, is told that their content is lost: as by
+    /// broken memory.
     pub(crate) fn poison(&self, start: u64, len: u64) -> io::Result<()> {
         self.fill(start, len, true, |_, start, len| {
             let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
@@ -248,7 +257,8 @@ impl Userfault {
         })
     }
 
-    /// Passes over pages that are there if they may be. Calls `step` with what is done, where to go on and how much is left, until nothing is.
+    /// Passes over pages that are there if they may be. Calls `step` with what is done, where to go
+    /// on and how much is left, until nothing is.
     fn fill(
         &self,
         start: u64,
@@ -273,8 +283,8 @@ impl Userfault {
         Ok(())
     }
 
-    /// Adds to `faults` the addresses at which somebody has begun to wait, some at a time; waits for one for up to
-    /// `limit`.
+    /// Adds to `faults` the addresses at which somebody has begun to wait, some at a time; waits
+    /// for one for up to `limit`.
     pub(crate) fn faults(&self, limit: Duration, faults: &mut impl Extend<u64>) -> io::Result<()> {
         if !limit.is_zero() {
             let limit = Timespec::try_from(limit).map_err(io::Error::other)?;

@@ -1,15 +1,19 @@
-//! Owns what the host's page tables know of writes to guest memory: userfaultfd's asynchronous write protection, which a
-//! write takes away, and `PAGEMAP_SCAN`, which finds where it is gone and puts it back in the same step.
+//! Owns what the host's page tables know of writes to guest memory: userfaultfd's asynchronous
+//! write protection, which a write takes away, and `PAGEMAP_SCAN`, which finds where it is gone and
+//! puts it back in the same step.
 //!
-//! Nobody waits at such a page, and whoever writes is seen: vCPUs, KVM, devices. A page that has not been protected since it was
-//! mapped counts as written: each first touch of anonymous memory is, if only by a read, and so are all frames of a
-//! huge page that one brings. That is more than was written, never less.
+//! Nobody waits at such a page, and whoever writes is seen: vCPUs, KVM, devices. A page that has
+//! not been protected since it was mapped counts as written: each first touch of anonymous memory
+//! is, if only by a read, and so are all frames of a huge page that one brings. That is more than
+//! was written, never less.
 //!
 //! What is *not* there differs by what holds the memory:
 //! - Anonymous memory leaves the page table only when it is discarded, and then `discard.rs` marks it. Absent pages are left alone:
-//!   a marker in their place would look like memory in use to `populated.rs`. So it is with pages of the pool.
+//! a marker in their place would look like memory in use to `populated.rs`. So it is with pages of
+//! the pool.
 //! - The page of a memory file may leave it at any time, to swap or for a huge page, and with it goes the trace of a write, unless
-//!   it was protected: then a marker stays. So all of a file is protected at the start, page tables and all, and an entry that is
+//! it was protected: then a marker stays. So all of a file is protected at the start, page tables
+//! and all, and an entry that is
 //!   empty afterwards counts as written.
 //!
 //! Discarding takes protection away or leaves a marker; either way the next write is seen.
@@ -69,7 +73,8 @@ const FOUND: usize = 4096;
 /// One call protects as many bytes of a memory file.
 const PIECE: u64 = 1 << 30;
 
-/// Up to so many runs in one look, each is protected by a call of its own; more of them share calls.
+/// Up to so many runs in one look, each is protected by a call of its own; more of them share
+/// calls.
 const FEW: usize = 64;
 /// Clean bytes that go with the written ones around them: of few runs, and of many.
 const NEAR_OF_FEW: u64 = 16 * PAGE_SIZE;
@@ -87,8 +92,9 @@ pub(crate) struct WriteWatch {
 }
 
 impl WriteWatch {
-    /// Opens what it needs of the system, which later may not be allowed; nothing is watched yet. The error is a host that
-    /// does not let this process have it, or whose kernel is older than 6.7.
+    /// Opens what it needs of the system, which later may not be allowed; nothing is watched yet.
+    /// The error is a host that does not let this process have it, or whose kernel is older than
+    /// 6.7.
     pub(crate) fn open(ram: &GuestRam) -> io::Result<Self> {
         Ok(Self {
             userfault: Userfault::open_async()?,
@@ -99,8 +105,9 @@ impl WriteWatch {
         })
     }
 
-    /// Every write that starts after this returns will be found. No other userfaultfd can have this memory until
-    /// [`end`](Self::end). Takes some 20 ms for each GiB that is there, or that a memory file may have.
+    /// Every write that starts after this returns will be found. No other userfaultfd can have this
+    /// memory until [`end`](Self::end). Takes some 20 ms for each GiB that is there, or that a
+    /// memory file may have.
     pub(crate) fn begin(&mut self) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);
@@ -123,11 +130,13 @@ impl WriteWatch {
         })
     }
 
-    /// Tells `each` of the frames that were written since the last time, in ascending runs, each after it has been
-    /// protected again. After an error frames may be protected that nobody was told of.
+    /// Tells `each` of the frames that were written since the last time, in ascending runs, each
+    /// after it has been protected again. After an error frames may be protected that nobody was
+    /// told of.
     ///
-    /// KVM's mappings of whatever is protected go, written or not, for the guest to fault them in again. So this
-    /// looks first, which costs the guest nothing, and then protects no more than it has to.
+    /// KVM's mappings of whatever is protected go, written or not, for the guest to fault them in
+    /// again. So this looks first, which costs the guest nothing, and then protects no more than it
+    /// has to.
     pub(crate) fn written(&mut self, mut each: impl FnMut(FrameRun)) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);
@@ -186,7 +195,8 @@ struct Scan {
 }
 
 impl Scan {
-    /// How many runs of written pages it has put into `found`, and where it has stopped for want of room there.
+    /// How many runs of written pages it has put into `found`, and where it has stopped for want of
+    /// room there.
     fn call(&self, pagemap: &File, found: &mut [PageRegion]) -> io::Result<(usize, u64)> {
         let mut arg = ScanArg {
             size: size_of::<ScanArg>() as u64,
@@ -200,8 +210,8 @@ impl Scan {
             return_mask: PAGE_IS_WRITTEN,
             ..ScanArg::default()
         };
-        // SAFETY: the kernel reads and writes the structure, and writes at most `vec_len` runs to `found`. What it does to
-        // the memory between `start` and `end` changes no content.
+        // SAFETY: the kernel reads and writes the structure, and writes at most `vec_len` runs to
+        // `found`. What it does to the memory between `start` and `end` changes no content.
         let count = unsafe { ioctl_with_mut_ref(pagemap, PAGEMAP_SCAN(), &mut arg) };
         let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
         let inside = |r: &PageRegion| self.start <= r.start && r.start < r.end && r.end <= self.end;
@@ -337,7 +347,8 @@ mod tests {
             let mut discarder = Discarder::open(memory.kept().clone()).unwrap();
             for round in 0..3 {
                 assert!(discarder.discard(memory.ram(), run(600, 1000)).unwrap() > 0, "{round}");
-                // The discarder has marked them in the tree; whether they are found here is all the same.
+                // The discarder has marked them in the tree; whether they are found here is all the
+                // same.
                 written(&mut watch);
                 assert_eq!(written(&mut watch), []);
                 (700..720).for_each(|gfn| write(&memory, gfn));

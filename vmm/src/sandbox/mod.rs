@@ -1,4 +1,5 @@
-//! The sandbox: what the process, and each of its threads, may ask of the kernel once it has a guest.
+//! The sandbox: what the process, and each of its threads, may ask of the kernel once it has a
+//! guest.
 //!
 //! A guest that breaks out of a device runs on a thread of this process. What it finds there:
 //!
@@ -11,13 +12,15 @@
 //! | `serial-input` | the same, and the port's interrupt | none |
 //! | `virtio-*` | events, and data of what is open: each kind of device its own few | none |
 //!
-//! Threads inherit filters and domains and can only narrow them. So the widest ones go on main, before
-//! it starts anything, and each thread narrows itself before its first own step: [`spawn`]. All threads share one memory:
-//! whoever takes over a thread can try to have another one act for it, which may do what the first row says.
+//! Threads inherit filters and domains and can only narrow them. So the widest ones go on main,
+//! before it starts anything, and each thread narrows itself before its first own step: [`spawn`].
+//! All threads share one memory: whoever takes over a thread can try to have another one act for
+//! it, which may do what the first row says.
 //!
-//! A forbidden call ends the process with `SIGSYS` and a line that names thread and call. Filters are
-//! seccomp's (`seccomp.rs`), domains landlock's (`landlock.rs`), which older kernels lack:
-//! a warning says so. A process that has not called [`start`], such as a test, is not restricted at all.
+//! A forbidden call ends the process with `SIGSYS` and a line that names thread and call. Filters
+//! are seccomp's (`seccomp.rs`), domains landlock's (`landlock.rs`), which older kernels lack: a
+//! warning says so. A process that has not called [`start`], such as a test, is not restricted at
+//! all.
 
 mod calls;
 mod filters;
@@ -100,8 +103,8 @@ pub struct Options {
     pub write: Vec<PathBuf>,
     /// Sockets that are bound, now or later, and removed at the end.
     pub sockets: Vec<PathBuf>,
-    /// Directories for whatever the operator names later; if there are none, all but the system's own.
-    /// They are there already, as is all else: only what exists can be let through.
+    /// Directories for whatever the operator names later; if there are none, all but the system's
+    /// own. They are there already, as is all else: only what exists can be let through.
     pub allowed: Vec<PathBuf>,
 }
 
@@ -139,8 +142,8 @@ struct Started {
 /// Set once, by main, before any thread that serves a guest exists.
 static STARTED: OnceLock<Started> = OnceLock::new();
 
-/// Restricts the calling thread and all that it starts from now on: to be called once, by main, before
-/// there are others. Warns about what is switched off or missing.
+/// Restricts the calling thread and all that it starts from now on: to be called once, by main,
+/// before there are others. Warns about what is switched off or missing.
 pub fn start(options: &Options) -> Result<(), StartError> {
     let begun = Instant::now();
     native::one_arena();
@@ -173,8 +176,9 @@ pub fn start(options: &Options) -> Result<(), StartError> {
     Ok(())
 }
 
-/// Starts a thread of `class`, which is restricted before it does anything, if the process is. It takes none of the process's
-/// signals: the kernel gives one to any thread that may, if the first has one already, and a handler writes to the control thread.
+/// Starts a thread of `class`, which is restricted before it does anything, if the process is. It
+/// takes none of the process's signals: the kernel gives one to any thread that may, if the first
+/// has one already, and a handler writes to the control thread.
 pub fn spawn<T: Send + 'static>(
     class: Class,
     name: impl Into<String>,

@@ -1,5 +1,5 @@
-//! A Linux guest that frees memory: what it has freed is neither stored nor held by this host. Needs
-//! the Linux image that `images/linux/build.sh` makes.
+//! A Linux guest that frees memory: what it has freed is neither stored nor held by this host.
+//! Needs the Linux image that `images/linux/build.sh` makes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 quiet noxsave tsc=reliabl
      clearcpuid=popcnt,smap,erms,fsrm noreplace-smp rdinit=/frees \
      GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW";
 
-/// Fills files in memory, and removes them once some of its memory is in the balloon. What is still used
-/// then is moved together, so that what is free lies in large blocks.
+/// Fills files in memory, and removes them once some of its memory is in the balloon. What is still
+/// used then is moved together, so that what is free lies in large blocks.
 const FREES: &str = r#"#!/bin/busybox sh
 /bin/busybox mkdir /proc /files
 /bin/busybox mount -t proc proc /proc
@@ -49,8 +49,8 @@ while :; do
 done
 "#;
 
-/// The least that the host hears of: the guest frees twenty times a static busybox, nearly 40 MiB, but
-/// Linux reports blocks of 2 MiB and hints blocks of 4 MiB, which have to be free as a whole.
+/// The least that the host hears of: the guest frees twenty times a static busybox, nearly 40 MiB,
+/// but Linux reports blocks of 2 MiB and hints blocks of 4 MiB, which have to be free as a whole.
 const FREED: u64 = 12 * MIB;
 
 /// The image's initramfs with one more file, an executable.

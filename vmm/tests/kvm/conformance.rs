@@ -1,6 +1,7 @@
-//! One test for all sources: a copy of a guest's memory that is kept up with what its source reports, and nothing else, is that
-//! memory whenever the guest stands; however harvests, pauses, ends and beginnings of tracking fall. And the tests of the test: a source
-//! that loses frames is found out, by this and by the guest itself.
+//! One test for all sources: a copy of a guest's memory that is kept up with what its source
+//! reports, and nothing else, is that memory whenever the guest stands; however harvests, pauses,
+//! ends and beginnings of tracking fall. And the tests of the test: a source that loses frames is
+//! found out, by this and by the guest itself.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -88,8 +89,9 @@ impl Copied {
     }
 }
 
-/// Harvests at random until `harvests` are done or a frame is lost; gives the frames that are, and how many were reported. After one
-/// harvest in so many, `looks`, and before tracking is begun anew, the guest is held, and the copy compared with it. Gives up after `limit`.
+/// Harvests at random until `harvests` are done or a frame is lost; gives the frames that are, and
+/// how many were reported. After one harvest in so many, `looks`, and before tracking is begun
+/// anew, the guest is held, and the copy compared with it. Gives up after `limit`.
 fn harvest_at_random(
     machine: Arc<Machine>,
     seed: u64,
@@ -152,13 +154,14 @@ fn memories(mode: TrackingMode) -> Vec<MemoryOptions> {
 /// Fewer would show little.
 const LEAST_REPORTED: u64 = 1000;
 
-/// One source: of whatever rings and memory make a difference to it. Ring 0 overruns the smallest ring, where it is emulated; what else
-/// has room for all is to lose nothing of the same guest.
+/// One source: of whatever rings and memory make a difference to it. Ring 0 overruns the smallest
+/// ring, where it is emulated; what else has room for all is to lose nothing of the same guest.
 fn loses_no_frame(test: &str, mode: TrackingMode) {
     if !kvm_or_skip(test) || !modes().contains(&mode) {
         return;
     }
-    // A look costs as much as a hundred harvests. A page that was lost is seen unless it is written and reported once more before.
+    // A look costs as much as a hundred harvests. A page that was lost is seen unless it is written
+    // and reported once more before.
     let (harvests, looks) = if full() { (HARVESTS.0, 64) } else { (HARVESTS.1, 16) };
     let usual = DEFAULT_RING_ENTRIES;
     let rings = match mode {
@@ -177,7 +180,8 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
             let begun = Instant::now();
             let what = format!("{mode}, rings of {ring_entries}, guest in ring {ring}, {memory:?}");
             let mut reported = 0;
-            // On a busy host a guest whose ring 0 is emulated writes little in the time of so many harvests.
+            // On a busy host a guest whose ring 0 is emulated writes little in the time of so many
+            // harvests.
             while reported <= LEAST_REPORTED && begun.elapsed() < Duration::from_secs(60) {
                 let (lost, more) =
                     harvest_at_random(machine.clone(), 42, (harvests, Duration::MAX), looks);
@@ -246,7 +250,8 @@ fn a_source_that_loses_frames_is_found_out() {
         return;
     }
     for mode in modes() {
-        // So that a million are soon there: fewer looks, and a guest that comes to each page again only after one.
+        // So that a million are soon there: fewer looks, and a guest that comes to each page again
+        // only after one.
         let (one_in, looks, spec, limit) = match full() {
             true => (1_000_000, 128, "payload,ws=40M,rate=max", Duration::from_secs(3600)),
             false => (2_000, 16, "payload,ws=24M,rate=max,pattern=random", LONG),
@@ -264,8 +269,8 @@ fn a_source_that_loses_frames_is_found_out() {
     }
 }
 
-/// One frame in so many is lost, and how long the guest runs between two moves. In the long form many moves lose nothing: what counts
-/// is a frame's last report before the guest stands.
+/// One frame in so many is lost, and how long the guest runs between two moves. In the long form
+/// many moves lose nothing: what counts is a frame's last report before the guest stands.
 fn lost_to_the_payload() -> (u64, Duration, Duration) {
     match full() {
         true => (1_000_000, Duration::from_millis(5), Duration::from_secs(1800)),
@@ -291,7 +296,8 @@ fn the_payload_finds_out_that_frames_were_lost() {
         machine.resume().unwrap();
         console.wait_for("start", |text| text.contains("payload ready"));
         let begun = Instant::now();
-        // Of a frame that was lost the new machine has an older content, which its check of each page shows.
+        // Of a frame that was lost the new machine has an older content, which its check of each
+        // page shows.
         let found = |text: &str| {
             text.lines().any(|line| match Message::parse(line) {
                 Some(Message::Report(report)) => report.errors > 0,

@@ -1,4 +1,5 @@
-//! The KVM machine on this host's KVM: booting, stopping and going on, tracking, and what it refuses.
+//! The KVM machine on this host's KVM: booting, stopping and going on, tracking, and what it
+//! refuses.
 // A helper that fails fails its test.
 #![allow(clippy::unwrap_used)]
 

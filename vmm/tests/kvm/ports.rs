@@ -6,8 +6,8 @@ use vmm::testing::kvm_or_skip;
 use crate::elf::{CODE_AT, Elf};
 use crate::harness::*;
 
-/// Runs `code`, followed by `data`, in a guest until it powers itself off; what it printed. `code` has the address of
-/// `data` in ESI.
+/// Runs `code`, followed by `data`, in a guest until it powers itself off; what it printed. `code`
+/// has the address of `data` in ESI.
 fn printed(code: &[u8], data: &[u8]) -> Vec<u8> {
     const ESI_BYTES: u32 = 5;
     let mut rest = code.to_vec();

@@ -1,4 +1,5 @@
-//! The guest's processor: the baseline, features taken away, and what a host refuses for lack of one.
+//! The guest's processor: the baseline, features taken away, and what a host refuses for lack of
+//! one.
 
 use checkpoint::{Clock, Guest, GuestError, GuestFactory};
 use vmm::config::{Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink};
@@ -21,8 +22,9 @@ fn supported(function: u32) -> [u32; 4] {
     found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
 }
 
-/// The baseline, or as much of it as this host's KVM has: without what it lacks, by name. Hosts that
-/// emulate the guest's kernel lack much. That the whole was not looked at is said loudly for `test`.
+/// The baseline, or as much of it as this host's KVM has: without what it lacks, by name. Hosts
+/// that emulate the guest's kernel lack much. That the whole was not looked at is said loudly for
+/// `test`.
 fn baseline_or_less(test: &str) -> String {
     let mut cpu = "baseline".to_owned();
     loop {
@@ -44,8 +46,8 @@ fn baseline_or_less(test: &str) -> String {
 }
 
 /// Prints what CPUID says of CX16 (leaf 1 ECX bit 13), "1" or "0"; then "-" or "+" for leaf 7 EBX,
-/// leaf 0xa EAX and leaf 0x8000_0007 EDX, as they are all zeros or not. Then resets. In ring 0, where
-/// KVM answers on every host.
+/// leaf 0xa EAX and leaf 0x8000_0007 EDX, as they are all zeros or not. Then resets. In ring 0,
+/// where KVM answers on every host.
 fn asks_cpuid() -> Vec<u8> {
     let mut code = vec![0xb8, 1, 0, 0, 0, 0x0f, 0xa2]; // mov eax, 1; cpuid
     code.extend([0xc1, 0xe9, 13, 0x80, 0xe1, 1, 0x80, 0xc1, b'0', 0x88, 0xc8]); // shr, and, add; mov al, cl

@@ -15,7 +15,8 @@ use crate::harness::*;
 /// The first vCPU writes, the second one reads what it has written once.
 const GUEST: &str = "payload,ws=32M,rate=max,writers=1";
 
-/// Frames that each vCPU makes dirty in a second, measured for `time` while somebody drains now and then.
+/// Frames that each vCPU makes dirty in a second, measured for `time` while somebody drains now and
+/// then.
 fn rates(machine: &Machine, subscription: &mut Subscription, time: Duration) -> Vec<f64> {
     let (before, begun) = (machine.vcpu_writes(), Instant::now());
     while begun.elapsed() < time {

@@ -78,8 +78,9 @@ fn whole_run(config: MachineConfig) -> (Vec<u64>, Vec<u64>) {
 /// would show nothing. What all modes lose, equality would not show either: so each frame whose
 /// content has changed must be in all.
 ///
-/// KVM's modes also have frames that the guest only read, code for instance: where the host's page is writable KVM
-/// maps it so, and counts it. `userfault-wp` knows better, and may differ in frames whose content is the same.
+/// KVM's modes also have frames that the guest only read, code for instance: where the host's page
+/// is writable KVM maps it so, and counts it. `userfault-wp` knows better, and may differ in frames
+/// whose content is the same.
 #[test]
 fn all_modes_leave_the_same_leaves() {
     if !kvm_or_skip("all_modes_leave_the_same_leaves") {

@@ -1,4 +1,5 @@
-//! The time stamp counters of several vCPUs. In a process of its own, whose only vCPUs are the test's.
+//! The time stamp counters of several vCPUs. In a process of its own, whose only vCPUs are the
+//! test's.
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
@@ -27,8 +28,8 @@ fn vcpus() -> BTreeSet<RawFd> {
     of_vcpus.map(|path| path.file_name().unwrap().to_str().unwrap().parse().unwrap()).collect()
 }
 
-/// What KVM adds to the host's counter for this vCPU. `None` before Linux 5.16, and where a guest has the host's
-/// counter as it is, whatever is written to its own.
+/// What KVM adds to the host's counter for this vCPU. `None` before Linux 5.16, and where a guest
+/// has the host's counter as it is, whatever is written to its own.
 fn offset(vcpu: RawFd) -> Option<u64> {
     let mut offset = 0u64;
     let attr = kvm_device_attr {

@@ -23,8 +23,8 @@ pub(crate) struct BoxRow {
     pub(crate) values: Vec<f64>,
 }
 
-/// From the least value to the greatest, the middle half as a box, the median as a line across it; `None` where there is nothing to be
-/// drawn.
+/// From the least value to the greatest, the middle half as a box, the median as a line across it;
+/// `None` where there is nothing to be drawn.
 pub(crate) fn boxes(title: &str, x: &Axis, rows: &[BoxRow]) -> Option<String> {
     let rows: Vec<(&BoxRow, Vec<f64>)> = rows
         .iter()

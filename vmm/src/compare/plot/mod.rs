@@ -1,7 +1,9 @@
-//! Plots as SVG: points with their spreads over one axis, joined by lines, and boxes of distributions.
+//! Plots as SVG: points with their spreads over one axis, joined by lines, and boxes of
+//! distributions.
 //!
-//! Every mark has a colour (of Okabe and Ito's palette, which people with any colour vision can tell apart) and a shape of its own; colours
-//! come from the page's style, so that one drawing serves light, dark and print.
+//! Every mark has a colour (of Okabe and Ito's palette, which people with any colour vision can
+//! tell apart) and a shape of its own; colours come from the page's style, so that one drawing
+//! serves light, dark and print.
 
 mod axis;
 mod boxes;

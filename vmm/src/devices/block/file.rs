@@ -76,7 +76,8 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
-    /// It is to be written over for a new guest, and is the disk of the guest that was checkpointed.
+    /// It is to be written over for a new guest, and is the disk of the guest that was
+    /// checkpointed.
     #[error(
         "disk \"{id}\", in file \"{}\", is guest {guest}'s: give the new guest a file of its own, of \
          {bytes} bytes (--disk id={id},path=FILE), or restore that guest itself (--same-id)",
@@ -171,8 +172,8 @@ pub(in crate::devices) enum FileIdentity {
     BlockDevice(u64),
 }
 
-/// What `bytes` and `block_bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole sectors; and the blocks
-/// by which it is addressed, if it has whole ones.
+/// What `bytes` and `block_bytes` of [`DiskConfig`] are for the file at `path`: all of it, in whole
+/// sectors; and the blocks by which it is addressed, if it has whole ones.
 pub fn probe(path: &Path, readonly: bool) -> Result<(u64, u32), DiskError> {
     let file = open(path, readonly)?;
     let block = identity::block_bytes(&file);
@@ -206,8 +207,8 @@ fn size(mut file: &File, path: &Path, readonly: bool) -> Result<u64, DiskError> 
 }
 
 impl DiskFile {
-    /// Opens the file of `disk` of the guest `holder`, which must have room for all that the guest knows
-    /// of it, and be in no other guest's use.
+    /// Opens the file of `disk` of the guest `holder`, which must have room for all that the guest
+    /// knows of it, and be in no other guest's use.
     pub(super) fn open(disk: &DiskConfig, holder: VmId) -> Result<Self, DiskError> {
         let DiskConfig { id, path, readonly, bytes, .. } = disk;
         let file = open(path, *readonly)?;
@@ -299,8 +300,8 @@ impl DiskFile {
         }
     }
 
-    /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the guest does not
-    /// know: elsewhere nobody would tell it.
+    /// Makes durable what was written, and lets go of the lock. Not while data is lost of which the
+    /// guest does not know: elsewhere nobody would tell it.
     ///
     /// The lock is given up only once no flush of this host's is under way (I7): one that was begun
     /// may write blocks for as long as it lasts, over those of the next host. A flush that is under

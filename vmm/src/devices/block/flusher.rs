@@ -1,4 +1,5 @@
-//! Makes a disk's file durable while its guest uses it, and remembers what was lost until the guest knows it.
+//! Makes a disk's file durable while its guest uses it, and remembers what was lost until the guest
+//! knows it.
 //!
 //! ```text
 //! the guest's FLUSH -> engine -> fdatasync on the disk's own open file --------+
@@ -11,10 +12,11 @@
 //! are waited for until a deadline, one at a time for each disk, and have the file for as long as
 //! they last.
 //!
-//! Linux says once to each open file that data could not be written back. An error that the guest has not seen is kept:
-//! were it forgotten, the guest's next flush would succeed although data is lost. So that a flush of the guest's at the
-//! same moment hears of it by itself, a thread has an open file of its own. It is opened anew for each flush: a new one
-//! hears what nobody has heard of yet; one that is older than an error would hear of it again, long after the guest has.
+//! Linux says once to each open file that data could not be written back. An error that the guest
+//! has not seen is kept: were it forgotten, the guest's next flush would succeed although data is
+//! lost. So that a flush of the guest's at the same moment hears of it by itself, a thread has an
+//! open file of its own. It is opened anew for each flush: a new one hears what nobody has heard of
+//! yet; one that is older than an error would hear of it again, long after the guest has.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -33,8 +35,8 @@ use crate::sandbox::{self, Class};
 pub(in crate::devices) struct Flusher {
     disk: String,
     path: PathBuf,
-    /// Says which file it is, whatever its path leads to by now; not open for anything, and the lock is not its.
-    /// `None` if the system does not give it.
+    /// Says which file it is, whatever its path leads to by now; not open for anything, and the
+    /// lock is not its. `None` if the system does not give it.
     which: Option<Arc<File>>,
     state: Mutex<State>,
     ended: Condvar,
@@ -222,8 +224,8 @@ impl Flusher {
         self.lock().lost.map(|errno| self.sentence(errno))
     }
 
-    /// The answer to a request of the guest's that ended so: by one that promises something it is told, this once, of
-    /// what was lost. [`told`](Self::told) is to be told of it.
+    /// The answer to a request of the guest's that ended so: by one that promises something it is
+    /// told, this once, of what was lost. [`told`](Self::told) is to be told of it.
     pub(super) fn answer(&self, promise: Promise, outcome: io::Result<()>) -> Answer {
         let own = outcome.is_err();
         let lost = match promise {
@@ -279,8 +281,8 @@ fn errno(e: &io::Error) -> i32 {
     e.raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// Makes durable what was written to all of them, at the same time; whether that was done within `limit`. What is not done
-/// then goes on.
+/// Makes durable what was written to all of them, at the same time; whether that was done within
+/// `limit`. What is not done then goes on.
 pub(in crate::devices) fn flush_all<'f>(
     flushers: impl Iterator<Item = &'f Arc<Flusher>> + Clone,
     limit: Duration,

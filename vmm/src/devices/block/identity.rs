@@ -1,7 +1,9 @@
-//! What a disk is beside its bytes: how it is addressed, and which one it is, said so that every host that shares it says the same.
+//! What a disk is beside its bytes: how it is addressed, and which one it is, said so that every
+//! host that shares it says the same.
 //!
-//! Of a file it is its number and the time at which it was made; of a block device, whose number is this host's alone, what
-//! the kernel knows of its maker's or volume manager's name for it. What has none is not compared.
+//! Of a file it is its number and the time at which it was made; of a block device, whose number is
+//! this host's alone, what the kernel knows of its maker's or volume manager's name for it. What
+//! has none is not compared.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -29,7 +31,8 @@ pub(super) fn of(file: &File) -> Option<DiskIdentity> {
     Some(DiskIdentity::File { inode: metadata.ino(), born_ns })
 }
 
-/// Bytes of the blocks in which `file` is best read and written: what it is addressed by, of a block device. A page at most.
+/// Bytes of the blocks in which `file` is best read and written: what it is addressed by, of a
+/// block device. A page at most.
 pub(super) fn block_bytes(file: &File) -> u32 {
     let number = file.metadata().ok().filter(|m| m.file_type().is_block_device());
     let folder = number.map(|m| sysfs(m.rdev()));

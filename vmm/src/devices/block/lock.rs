@@ -33,8 +33,8 @@ pub(super) enum Lock {
     None,
 }
 
-/// Sets the lock on all of `file`, for `holder`, without waiting; whether nobody else's stands against
-/// it.
+/// Sets the lock on all of `file`, for `holder`, without waiting; whether nobody else's stands
+/// against it.
 pub(super) fn set(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
     if lock == Lock::None {
         return call(file, libc::F_OFD_SETLK, Lock::None, 0, 0).map(|_| true);
@@ -50,7 +50,8 @@ pub(super) fn set(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Whether another guest than `holder`, or another program, has a lock that stands against this one.
+/// Whether another guest than `holder`, or another program, has a lock that stands against this
+/// one.
 pub(super) fn is_anothers(file: &File, lock: Lock, holder: VmId) -> io::Result<bool> {
     let found = call(file, libc::F_OFD_GETLK, lock, byte_of(holder), 1)?;
     Ok(found != libc::F_UNLCK)
@@ -70,8 +71,8 @@ fn refusal(result: io::Result<libc::c_int>) -> Option<io::Result<()>> {
     }
 }
 
-/// Sets or looks for a lock on `len` bytes from `start`, 0 being all that follow; the kind of lock that
-/// was found.
+/// Sets or looks for a lock on `len` bytes from `start`, 0 being all that follow; the kind of lock
+/// that was found.
 fn call(
     file: &File,
     command: libc::c_int,
@@ -104,8 +105,8 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Waits for what another's closed file stands in the way of: a process that a test beside this one starts has that
-    /// file, too, until it runs its own program.
+    /// Waits for what another's closed file stands in the way of: a process that a test beside this
+    /// one starts has that file, too, until it runs its own program.
     pub(in super::super) fn eventually(mut is_so: impl FnMut() -> bool) {
         let began = Instant::now();
         while !is_so() {

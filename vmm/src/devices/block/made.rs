@@ -1,7 +1,8 @@
 //! A disk's file that is made here, for a guest whose disks come along with it.
 //!
-//! Nothing that has data in it is ever written over. What was made goes again unless the guest stays; while it is
-//! being filled it is locked for its guest, so that no second one is filled into it.
+//! Nothing that has data in it is ever written over. What was made goes again unless the guest
+//! stays; while it is being filled it is locked for its guest, so that no second one is filled into
+//! it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -19,8 +20,8 @@ use super::lock::{self, Lock};
 use crate::config::{DiskConfig, MachineConfig, disks};
 use crate::sandbox::hint;
 
-/// For each of `drives`, which are hostile input, a copy in the making, at the path that `config` has for it on this
-/// host. On an error there is nothing of any.
+/// For each of `drives`, which are hostile input, a copy in the making, at the path that `config`
+/// has for it on this host. On an error there is nothing of any.
 pub(crate) fn make_copies(
     guest: VmId,
     config: &MachineConfig,
@@ -180,7 +181,8 @@ impl Drop for MadeDisk {
     }
 }
 
-/// The file at `path`, made if there is none, and what was there; `None` if that is no regular file.
+/// The file at `path`, made if there is none, and what was there; `None` if that is no regular
+/// file.
 fn open(path: &Path) -> io::Result<Option<(File, Before)>> {
     let mut options = OpenOptions::new();
     options.read(true).write(true);
@@ -198,8 +200,8 @@ fn open(path: &Path) -> io::Result<Option<(File, Before)>> {
     Ok(Some((file, Before::Room(bytes))))
 }
 
-/// Whether anything was ever written to `file`, as far as its file system tells: one that does not tell holds for
-/// data what has a length.
+/// Whether anything was ever written to `file`, as far as its file system tells: one that does not
+/// tell holds for data what has a length.
 fn has_data(file: &File) -> io::Result<bool> {
     match rustix::fs::seek(file.as_fd(), SeekFrom::Data(0)) {
         Ok(_) => Ok(true),

@@ -7,7 +7,8 @@
 //!   used ring <- status byte <- completion +--> the drive's tree: blocks of 4 KiB written
 //! ```
 //!
-//! Errors of the file go to the guest as `VIRTIO_BLK_S_IOERR`; the first one is said, all are counted.
+//! Errors of the file go to the guest as `VIRTIO_BLK_S_IOERR`; the first one is said, all are
+//! counted.
 
 mod engine;
 mod file;
@@ -63,8 +64,8 @@ const QUEUE_SIZE: u16 = 256;
 const MAX_QUEUES: u8 = 4;
 /// Buffers of one request: what the queue has room for beside header and status.
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
-/// A device that has this many bytes under way begins no more requests: it comes to a stand in about the time
-/// that the disk takes for twice as many.
+/// A device that has this many bytes under way begins no more requests: it comes to a stand in
+/// about the time that the disk takes for twice as many.
 const MOST_UNDER_WAY: u64 = 32 << 20;
 /// How long the device works on a queue before it listens to others.
 const TURN: Duration = Duration::from_millis(10);
@@ -93,7 +94,8 @@ pub(super) struct Block {
     held: bool,
     /// The file was made here, for a guest that comes.
     made_here: bool,
-    /// Another host may have written to the file since it was opened: the guest comes from there, and has not run here.
+    /// Another host may have written to the file since it was opened: the guest comes from there,
+    /// and has not run here.
     may_be_stale: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
@@ -242,7 +244,8 @@ impl Block {
             to.write(io.ram, 0, &id)?;
             return self.complete(under_way, Ok(()), io);
         }
-        // It is asked only here: what is under way when blocks are first kept, while the device stands, is nothing.
+        // It is asked only here: what is under way when blocks are first kept, while the device
+        // stands, is nothing.
         for (from, bytes) in &under_way.writes {
             self.keeper.before_write(*from, *bytes);
         }
@@ -282,9 +285,11 @@ impl Block {
         io: &mut Io<'_>,
     ) -> Result<(), Violation> {
         for (from, bytes) in request.writes {
-            // After it was done, and before the driver hears of it: whoever drains the tree and then reads the file has it, if
-            // it was done by then; if not, it is marked after the drain, and in the next epoch, whatever of it was read. A device
-            // that stands has nothing under way, so all of it is marked. Also if it failed: part of it may be written.
+            // After it was done, and before the driver hears of it: whoever drains the tree and
+            // then reads the file has it, if it was done by then; if not, it is marked after the
+            // drain, and in the next epoch, whatever of it was read. A device that stands has
+            // nothing under way, so all of it is marked. Also if it failed: part of it may be
+            // written.
             self.mark(from, bytes);
         }
         let answer = self.file.flusher().answer(request.promise, result);
@@ -449,8 +454,9 @@ impl Device for Block {
     }
 
     fn resume(&mut self, _: bool, _: &mut Io<'_>) -> Result<(), Violation> {
-        // Should it let go of the file from now on, and take it again, its guest ran nowhere else meanwhile. Not sooner:
-        // when another of the guest's devices cannot be had, the guest goes on where it was, and writes.
+        // Should it let go of the file from now on, and take it again, its guest ran nowhere else
+        // meanwhile. Not sooner: when another of the guest's devices cannot be had, the guest goes
+        // on where it was, and writes.
         self.may_be_stale &= !self.held;
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! What a chain asks of a disk, read from guest memory and bounded; and what the disk says of itself.
+//! What a chain asks of a disk, read from guest memory and bounded; and what the disk says of
+//! itself.
 
 use checkpoint::GuestRam;
 use virtio_bindings::virtio_blk::*;
@@ -18,7 +19,8 @@ const RANGE_BYTES: u32 = 16;
 /// Bytes of one buffer, as drivers are told; as many of them as a request may have are less than
 /// [`MOST_BYTES`].
 pub(super) const SIZE_MAX: u32 = 128 << 10;
-/// Bytes that one request moves at most: what is under way in a device is finished before it stands.
+/// Bytes that one request moves at most: what is under way in a device is finished before it
+/// stands.
 const MOST_BYTES: u32 = 32 << 20;
 /// Ranges in one such request.
 const MAX_RANGES: u32 = 16;

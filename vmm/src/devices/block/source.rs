@@ -1,5 +1,5 @@
-//! A disk of a guest that is here, as whoever copies it sees it: read beside the device, through an open file of the
-//! copier's own.
+//! A disk of a guest that is here, as whoever copies it sees it: read beside the device, through an
+//! open file of the copier's own.
 
 use std::fs::File;
 use std::io;
@@ -63,8 +63,8 @@ mod tests {
     use crate::devices::virtio::Device;
     use crate::devices::virtio::driver::Driver;
 
-    /// What one epoch after the other holds, read from the disk behind its device's back, until it `stands`; and then
-    /// the rest.
+    /// What one epoch after the other holds, read from the disk behind its device's back, until it
+    /// `stands`; and then the rest.
     fn copy_on(source: &DriveSource, stands: &AtomicBool) -> (Vec<u8>, u64) {
         let mut writes = source.subscribe("copy").unwrap().unwrap();
         let file = source.open().unwrap();
@@ -89,7 +89,8 @@ mod tests {
         (copy, epochs)
     }
 
-    /// Writes a block of the driver's choice in each of so many requests, and waits for all of them.
+    /// Writes a block of the driver's choice in each of so many requests, and waits for all of
+    /// them.
     fn write_some(driver: &mut Driver, blocks: u64, round: u64) {
         let mut sent = Vec::new();
         for n in 0..24u64 {
@@ -112,7 +113,8 @@ mod tests {
         driver.forget_buffers();
     }
 
-    /// As a checkpoint does it: what the driver writes after the pause, over what is not copied yet, is not in the epoch.
+    /// As a checkpoint does it: what the driver writes after the pause, over what is not copied
+    /// yet, is not in the epoch.
     #[test]
     fn what_is_kept_is_copied_as_it_was_in_the_pause() {
         for with in engines() {
@@ -160,7 +162,8 @@ mod tests {
         }
     }
 
-    /// As a migration does it that ends while an epoch is copied: the destination may write from then on.
+    /// As a migration does it that ends while an epoch is copied: the destination may write from
+    /// then on.
     #[test]
     fn a_disk_that_is_let_go_of_is_not_copied_on() {
         let disk = Disk::new();
@@ -182,7 +185,8 @@ mod tests {
         assert_eq!(keep().unwrap().next(&mut runs, &mut some).unwrap(), 4);
     }
 
-    /// As a migration does it: whatever was under way when, the copy is what the driver has written.
+    /// As a migration does it: whatever was under way when, the copy is what the driver has
+    /// written.
     #[test]
     fn epochs_read_after_they_were_drained_make_the_disk() {
         for with in engines() {
@@ -197,7 +201,8 @@ mod tests {
                 for round in 0..60u64 {
                     let mut sent = Vec::new();
                     for n in 0..24u64 {
-                        // Of two that are under way none writes what the other does: virtio has no order between them.
+                        // Of two that are under way none writes what the other does: virtio has no
+                        // order between them.
                         let (n, seed) = (round * 24 + n, n);
                         let block = (round * 7 + seed * (blocks / 24)) % blocks;
                         let (sector, len) = (block * 8 + n % 3, 512 * (1 + n as usize % 5));

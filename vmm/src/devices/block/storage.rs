@@ -14,8 +14,8 @@ use crate::devices::virtio::driver::Driver;
 use crate::memory::Memory;
 use crate::testing::{skip, soon};
 
-/// Whether the host has any of the disk in its cache; asked without a read, which would fetch it. The error is a host that
-/// does not say.
+/// Whether the host has any of the disk in its cache; asked without a read, which would fetch it.
+/// The error is a host that does not say.
 fn is_cached(disk: &Disk) -> Result<bool, String> {
     let mut fincore = Command::new("fincore");
     let said = fincore.args(["--noheadings", "--output", "PAGES"]).arg(disk.file.path()).output();
@@ -96,8 +96,8 @@ impl Loop {
     }
 }
 
-/// A disk that takes whatever is written, and loses it when it is to be made durable: a block device over memory that
-/// has been sealed.
+/// A disk that takes whatever is written, and loses it when it is to be made durable: a block
+/// device over memory that has been sealed.
 fn losing_disk() -> Result<(Disk, Loop), String> {
     let mut disk = Disk::new();
     let memory = memfd_create("losing", MemfdFlags::ALLOW_SEALING).map_err(|e| e.to_string())?;
@@ -109,7 +109,8 @@ fn losing_disk() -> Result<(Disk, Loop), String> {
     Ok((disk, device))
 }
 
-/// Linux keeps for each open file what it has said of lost data; all of them must not say it to the guest.
+/// Linux keeps for each open file what it has said of lost data; all of them must not say it to the
+/// guest.
 #[test]
 fn what_linux_says_of_lost_data_the_guest_hears_once() {
     const TEST: &str = "what_linux_says_of_lost_data_the_guest_hears_once";

@@ -1,4 +1,5 @@
-//! Tests of what is under way: how much, and what becomes of it when the device is to stand, or its driver wants it no more.
+//! Tests of what is under way: how much, and what becomes of it when the device is to stand, or its
+//! driver wants it no more.
 
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 

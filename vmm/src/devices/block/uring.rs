@@ -1,4 +1,5 @@
-//! A disk's reads, writes and flushes by io_uring: many at a time, and the thread is free meanwhile.
+//! A disk's reads, writes and flushes by io_uring: many at a time, and the thread is free
+//! meanwhile.
 //!
 //! The only unsafe code of the block device besides its locks: the kernel reads and writes guest
 //! memory at addresses that it is given here, until it has said that it is done.
@@ -53,8 +54,8 @@ struct UnderWay {
     done: u32,
 }
 
-// SAFETY: the pointers in `iovecs` are addresses of guest memory, which `ram` keeps mapped and which
-// belongs to no thread; nobody but the kernel follows them.
+// SAFETY: the pointers in `iovecs` are addresses of guest memory, which `ram` keeps mapped and
+// which belongs to no thread; nobody but the kernel follows them.
 unsafe impl Send for UnderWay {}
 
 impl Uring {
@@ -72,9 +73,9 @@ impl Uring {
         }
         let announcer = EventFd::new(EFD_NONBLOCK)?;
         ring.submitter().register_eventfd(announcer.as_raw_fd())?;
-        // No filter of system calls sees what a ring does, so the ring itself does these and nothing
-        // else. It could be kept to this file, too, but would then hold it, and its lock, for some time
-        // after its process was killed.
+        // No filter of system calls sees what a ring does, so the ring itself does these and
+        // nothing else. It could be kept to this file, too, but would then hold it, and its lock,
+        // for some time after its process was killed.
         let mut only = OPERATIONS.map(Restriction::sqe_op);
         ring.submitter().register_restrictions(&mut only)?;
         ring.submitter().register_enable_rings()?;
@@ -155,8 +156,9 @@ impl Uring {
         Ok(())
     }
 
-    /// Gives the kernel all that is in the ring. What it does not take, because completions are in the
-    /// way or memory is short, stays there: whoever waits or looks for completions does this again.
+    /// Gives the kernel all that is in the ring. What it does not take, because completions are in
+    /// the way or memory is short, stays there: whoever waits or looks for completions does this
+    /// again.
     fn flush(&mut self) {
         while !self.ring.submission().is_empty() {
             match self.try_submit() {
