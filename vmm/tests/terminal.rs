@@ -106,16 +106,6 @@ fn signals_within_a_second_are_one_request() {
     }
 }
 
-#[test]
-fn sighup_is_as_sigterm() {
-    let place = Place::new();
-    let mut vmm = Vmm::run(&place, "a", &[&["--backend", "threads"], &GUEST[..]].concat());
-    kill_process(pid(vmm.pid()), Signal::HUP).unwrap();
-    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
-    assert!(vmm.said().contains("interrupted by SIGHUP"), "{}", vmm.said());
-    assert!(!place.path("a.sock").exists());
-}
-
 /// A process that ends with the test.
 struct Killed(Child);
 
@@ -126,27 +116,55 @@ impl Drop for Killed {
     }
 }
 
+impl Killed {
+    /// A guest in a process that inherits SIGHUP as `option` of `env` says: the test's own may be
+    /// ignored.
+    fn run(place: &Place, option: &str) -> Self {
+        let socket = place.text("a.sock");
+        let args = ["--backend", "threads", "--api-sock", &socket];
+        let child = Command::new("env")
+            .args([option, env!("CARGO_BIN_EXE_driftline"), "run"])
+            .args([&args[..], &["--state-dir", &place.text("state")], &GUEST[..]].concat())
+            .stdin(Stdio::null())
+            .stderr(File::create(place.path("a.err")).unwrap())
+            .spawn()
+            .unwrap();
+        let vmm = Self(child);
+        let info = || output(&["info", "--api-sock", &socket]).status.success();
+        wait_for("the API", || info().then_some(()));
+        vmm
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(pid(self.0.id()), signal).unwrap();
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        wait_for("the end", || self.0.try_wait().unwrap())
+    }
+}
+
+#[test]
+fn sighup_is_as_sigterm() {
+    let place = Place::new();
+    let mut vmm = Killed::run(&place, "--default-signal=HUP");
+    vmm.signal(Signal::HUP);
+    assert_eq!(vmm.wait().code(), Some(0), "{}", place.read("a.err"));
+    let said = place.read("a.err");
+    assert!(said.contains("interrupted by SIGHUP"), "{said}");
+    assert!(!place.path("a.sock").exists());
+}
+
 /// As `nohup` starts it.
 #[test]
 fn ignored_sighup_stays_ignored() {
     let place = Place::new();
-    let args = ["--backend", "threads", "--api-sock", &place.text("a.sock")];
-    let child = Command::new("sh")
-        .args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_driftline"), "run"])
-        .args([&args[..], &["--state-dir", &place.text("state")], &GUEST[..]].concat())
-        .stdin(Stdio::null())
-        .stderr(File::create(place.path("a.err")).unwrap())
-        .spawn()
-        .unwrap();
-    let mut child = Killed(child);
-    let info = || output(&["info", "--api-sock", &place.text("a.sock")]).status.success();
-    wait_for("the API", || info().then_some(()));
-    kill_process(pid(child.0.id()), Signal::HUP).unwrap();
+    let mut vmm = Killed::run(&place, "--ignore-signal=HUP");
+    vmm.signal(Signal::HUP);
     // Long enough for a signal that is not ignored to be named first.
     thread::sleep(Duration::from_millis(100));
-    kill_process(pid(child.0.id()), Signal::TERM).unwrap();
-    let ended = wait_for("the end", || child.0.try_wait().unwrap());
-    assert_eq!(ended.code(), Some(0));
+    vmm.signal(Signal::TERM);
+    assert_eq!(vmm.wait().code(), Some(0));
     let said = place.read("a.err");
     assert!(said.contains("SIGTERM") && !said.contains("SIGHUP"), "{said}");
 }

@@ -14,7 +14,7 @@ use vmm::vm::{EndReason, Vm};
 pub const MIB: u64 = 1 << 20;
 
 /// Longer than anything here takes, on the slowest host.
-pub const LONG: Duration = Duration::from_secs(120);
+pub const LONG: Duration = Duration::from_secs(300);
 
 pub fn payload(spec: &str) -> MachineConfig {
     MachineConfig {
