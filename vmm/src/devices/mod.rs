@@ -44,6 +44,8 @@ pub use power::{PowerManagement, PowerState};
 #[cfg(any(test, fuzzing))]
 pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
+#[cfg(feature = "api")]
+pub(crate) use set::ACQUIRE_LIMIT;
 pub(crate) use set::DeviceSet;
 #[cfg(test)]
 pub(crate) use set::Limits;

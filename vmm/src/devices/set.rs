@@ -27,10 +27,13 @@ use crate::memory::{Kept, Memory};
 
 /// How long a pause waits for requests that are under way in a device.
 const STALL_LIMIT: Duration = Duration::from_secs(10);
-/// How long a device may take to make durable what the guest wrote and to release its files, and how
-/// long to acquire them, which drops cached pages of theirs. The guest is paused meanwhile: storage
-/// that needs longer is too slow to hand the guest over now.
+/// How long devices may take, side by side, to make durable what the guest wrote and to release their
+/// files, and how long to acquire them, which drops cached pages of theirs. The guest is paused
+/// meanwhile: storage that needs longer is too slow to hand the guest over now.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
+/// Upper bound on [`DeviceSet::acquire`] where it succeeds.
+#[cfg(feature = "api")]
+pub(crate) const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(GRACE);
 /// How long each device may take for any other request, none of which waits for a backend.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 /// Bytes that encode whose what came late is: number and length, and of all how many.
@@ -342,21 +345,30 @@ impl DeviceSet {
 
     /// Takes what only one host may hold. If one device cannot, those that did let go of it again.
     pub(crate) fn acquire(&self) -> Result<(), String> {
-        for (i, device) in self.devices.iter().enumerate() {
-            if let Err(why) = device.acquire_by(Instant::now() + self.limits.release) {
-                if let Err(e) = self.release_these(&self.devices[..i]) {
-                    tracing::error!("{e}");
-                }
-                // Also those that were attached before they were acquired.
-                for device in &self.devices {
-                    if let Err(e) = device.detach_by(0, self.ask_deadline()) {
-                        tracing::warn!("{e}");
-                    }
-                }
-                return Err(why);
+        let deadline = Instant::now() + self.limits.release;
+        // Side by side: each may wait for its storage.
+        let asked: Vec<_> = self.devices.iter().map(|d| (d, d.begin_acquire(deadline))).collect();
+        let mut taken = Vec::new();
+        let mut result = Ok(());
+        for (device, asked) in asked {
+            match asked.wait().flatten() {
+                Ok(()) => taken.push(device),
+                Err(why) => result = result.and(Err(why)),
             }
         }
-        Ok(())
+        if result.is_ok() {
+            return result;
+        }
+        if let Err(e) = self.release_these(taken) {
+            tracing::error!("{e}");
+        }
+        // Also those that were attached before they were acquired.
+        for device in &self.devices {
+            if let Err(e) = device.detach_by(0, self.ask_deadline()) {
+                tracing::warn!("{e}");
+            }
+        }
+        result
     }
 
     /// Makes durable what the guest wrote and lets go of what only one host may hold. All devices
@@ -365,10 +377,14 @@ impl DeviceSet {
         self.release_these(&self.devices)
     }
 
-    fn release_these(&self, devices: &[Transport]) -> Result<(), String> {
+    fn release_these<'d>(
+        &self,
+        devices: impl IntoIterator<Item = &'d Transport>,
+    ) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.release;
-        // Side by side: each may wait for its storage.
-        let asked: Vec<_> = devices.iter().map(|device| device.begin_release(deadline)).collect();
+        // As they are acquired.
+        let devices = devices.into_iter();
+        let asked: Vec<_> = devices.map(|device| device.begin_release(deadline)).collect();
         asked.into_iter().map(|asked| asked.wait()?).fold(Ok(()), Result::and)
     }
 
@@ -565,6 +581,27 @@ mod tests {
         assert!(!is_free(&a) && !is_free(&b));
         set.release().unwrap();
         assert!(is_free(&a) && is_free(&b));
+    }
+
+    /// All of them have the time of one.
+    #[test]
+    fn devices_are_acquired_side_by_side() {
+        let memory = memory();
+        let scripts: [Arc<Script>; 2] = Default::default();
+        let device =
+            |(script, id): (&Arc<Script>, _)| spawn(id, Box::new(Fake(script.clone())), &memory);
+        let devices = scripts.iter().zip(["one", "other"]).map(device).collect();
+        let set = DeviceSet::of(devices, Limits::default());
+        scripts.iter().for_each(|script| Script::set(&script.stuck, true));
+        std::thread::scope(|scope| {
+            let acquiring = scope.spawn(|| set.acquire());
+            let all_wait = || scripts.iter().all(|script| Script::is(&script.got_stuck));
+            while !all_wait() && !acquiring.is_finished() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            scripts.iter().for_each(|script| Script::set(&script.stuck, false));
+            acquiring.join().unwrap().unwrap();
+        });
     }
 
     #[test]

@@ -24,6 +24,8 @@ pub(crate) struct Script {
     pub(crate) refuses_release: AtomicBool,
     /// Its thread is stuck in whatever it is asked for.
     pub(crate) stuck: AtomicBool,
+    /// Its thread has got stuck.
+    pub(crate) got_stuck: AtomicBool,
     /// It was let go of.
     pub(crate) released: AtomicBool,
     /// It has its peers.
@@ -41,6 +43,7 @@ impl Script {
 
     fn get_stuck(&self) {
         while Self::is(&self.stuck) {
+            Self::set(&self.got_stuck, true);
             std::thread::sleep(Duration::from_millis(1));
         }
     }

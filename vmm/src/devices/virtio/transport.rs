@@ -105,7 +105,7 @@ impl<T> Asked<T> {
                 format!("{label}'s thread has ended")
             }
             _ => format!(
-                "{label} did not {what} within {limit:?}: its backend is stuck; look at the storage or \
+                "{label} did not {what} within {limit:.1?}: its backend is stuck; look at the storage or \
                  network behind it"
             ),
         })
@@ -214,8 +214,8 @@ impl Transport {
     }
 
     /// Takes what only one host may hold.
-    pub(crate) fn acquire_by(&self, deadline: Instant) -> Result<(), String> {
-        self.ask("take hold of its files", deadline, Command::Acquire).wait()?
+    pub(crate) fn begin_acquire(&self, deadline: Instant) -> Asked<Result<(), String>> {
+        self.ask("take hold of its files", deadline, Command::Acquire)
     }
 
     /// Begins to make durable what the guest wrote, and to let go of what only one host may hold.
@@ -258,7 +258,7 @@ impl Transport {
 #[cfg(test)]
 impl Transport {
     pub(crate) fn acquire(&self) -> Result<(), String> {
-        self.acquire_by(soon())
+        self.begin_acquire(soon()).wait()?
     }
 
     pub(crate) fn release(&self) -> Result<(), String> {
