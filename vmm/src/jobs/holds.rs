@@ -5,6 +5,7 @@
 //! those count holders. Without this, the end of a checkpoint's pause would let a guest run that a
 //! migration has already copied to its last frame.
 
+use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,7 +20,37 @@ use crate::vm::SharedVm;
 /// The guest, and everyone who holds it.
 pub(super) struct Holds {
     vm: SharedVm,
+    /// Held while the guest is paused or resumed, for as long as a stuck device keeps that waiting.
     state: Mutex<State>,
+    /// What the operator is shown in place of the guest's own state, while that is being changed or
+    /// a job holds the guest. Never held for long.
+    shown: Mutex<Option<RunState>>,
+}
+
+/// The state, locked. What the operator is shown changes when this is dropped.
+struct Turn<'h> {
+    holds: &'h Holds,
+    state: MutexGuard<'h, State>,
+}
+
+impl Deref for Turn<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for Turn<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *lock(&self.holds.shown) = (self.state.holders > 0).then_some(self.state.wanted);
+    }
 }
 
 struct State {
@@ -74,15 +105,17 @@ impl Holds {
             wanted: RunState::Paused,
             migrating: false,
         };
-        Arc::new(Self { vm, state: Mutex::new(state) })
+        Arc::new(Self { vm, state: Mutex::new(state), shown: Mutex::default() })
     }
 
-    /// The guest's state as the operator knows it: a job's short hold is none of theirs.
+    /// The guest's state as the operator knows it: a job's short hold is none of theirs, and a
+    /// pause that is under way has not come about. Does not wait for one.
     pub(super) fn operator_state(&self) -> RunState {
-        let state = self.lock();
+        let shown = lock(&self.shown);
+        // Without `shown` nobody is changing it, nor does before the lock is released.
         match self.vm.run_state() {
-            RunState::Paused if state.holders > 0 => state.wanted,
-            real => real,
+            RunState::Stopped => RunState::Stopped,
+            real => shown.unwrap_or(real),
         }
     }
 
@@ -146,8 +179,12 @@ impl Holds {
         Arc::new(View { holds: self.clone(), role })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Turn<'_> {
+        let state = lock(&self.state);
+        let mut shown = lock(&self.shown);
+        shown.get_or_insert_with(|| self.vm.run_state());
+        drop(shown);
+        Turn { holds: self, state }
     }
 
     fn hold(&self, role: Role) -> Result<RunState, GuestError> {
@@ -182,6 +219,10 @@ impl Holds {
         state.holders = 0;
         self.vm.resume().inspect_err(|_| state.wanted = RunState::Paused)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Which job looks at the guest.
