@@ -4,11 +4,12 @@
 
 mod common;
 
+use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use common::{Place, Vmm, wait_for};
+use common::{Place, Vmm, attack, wait_for};
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
 /// What may be open beside connections: of the operator's own, and of threads that end.
@@ -31,6 +32,23 @@ fn client(of: &Vmm<'_>, says: &str) -> UnixStream {
     stream
 }
 
+/// Connects for as long as an attack takes, at least `least` times, and says one of `says` each time.
+/// Returns the last of the connections, as many.
+fn flood(of: &Vmm<'_>, least: usize, says: &[&str]) -> VecDeque<UnixStream> {
+    let began = Instant::now();
+    let mut open = VecDeque::new();
+    for n in 0.. {
+        if n >= least && began.elapsed() >= attack() {
+            break;
+        }
+        open.push_back(client(of, says[n % says.len()]));
+        if open.len() > least {
+            open.pop_front();
+        }
+    }
+    open
+}
+
 #[test]
 fn clients_that_say_nothing_keep_no_operator_out() {
     let place = Place::new();
@@ -42,7 +60,7 @@ fn clients_that_say_nothing_keep_no_operator_out() {
         "PATCH /vm HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
         "GET /version HTTP/1.1\r\nHost: x\r\n\r\n",
     ];
-    let held_open: Vec<UnixStream> = (0..400).map(|n| client(&vmm, says[n % says.len()])).collect();
+    let held_open = flood(&vmm, 400, &says);
     // They come in order: the last of them is in.
     assert_eq!(vmm.state(), "running");
     vmm.tell(&["pause"]);
@@ -51,6 +69,22 @@ fn clients_that_say_nothing_keep_no_operator_out() {
     assert!(now.1 <= files + 64 + SLACK, "{} files, {files} before", now.1);
     assert!(now.0 <= threads + SLACK, "{} threads, {threads} before", now.0);
     assert!(now.2 <= kib + (32 << 10), "{} KiB, {kib} before", now.2);
+    drop(held_open);
+    wait_for("files as before", || (held(&vmm).1 <= files).then_some(()));
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+}
+
+#[test]
+fn clients_that_read_no_answer_give_way() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let (_, files, _) = held(&vmm);
+    // More answers than go into a socket's buffers.
+    let many = "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(500);
+    let held_open = flood(&vmm, 160, &[&many]);
+    assert_eq!(vmm.state(), "running");
+    wait_for("room", || (held(&vmm).1 <= files + 64 + SLACK).then_some(()));
     drop(held_open);
     wait_for("files as before", || (held(&vmm).1 <= files).then_some(()));
     vmm.tell(&["stop"]);

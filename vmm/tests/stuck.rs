@@ -7,10 +7,13 @@ mod script;
 #[path = "common/stuck.rs"]
 mod storage;
 
-use std::process::Stdio;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Place, Vmm, driftline, receiver, text, wait_for};
+use common::{Place, Vmm, attack, driftline, receiver, text, wait_for};
+use images::Report;
 use rustix::process::{Pid, Signal, kill_process};
 use script::{MEM_BYTES, Script, Target};
 use storage::StuckStorage;
@@ -20,19 +23,17 @@ const DISK_BYTES: usize = 1 << 20;
 /// More than any of it takes; what waited for the storage would wait for ever.
 const LIMIT: Duration = Duration::from_secs(50);
 
-/// A guest with a disk on such storage, which goes first: a thread that waits for a flush cannot be
-/// killed.
+/// A process with a disk on such storage. The storage is dropped first: a thread that waits for a
+/// flush cannot be killed.
 struct World<'p> {
     storage: StuckStorage,
     vmm: Vmm<'p>,
 }
 
 impl<'p> World<'p> {
+    /// A guest with such a disk.
     fn or_skip(place: &'p Place, test: &str) -> Option<Self> {
-        if !kvm_or_skip(test) {
-            return None;
-        }
-        let storage = StuckStorage::new(DISK_BYTES).inspect_err(|why| skip(test, why)).ok()?;
+        let storage = storage_or_skip(test)?;
         let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk"];
         let vmm = Vmm::run(place, "source", &[&guest[..], &[&disk(&storage)]].concat());
         Some(Self { storage, vmm })
@@ -40,10 +41,7 @@ impl<'p> World<'p> {
 
     /// A guest that flushes such a disk, which does not come to an end.
     fn in_a_flush(place: &'p Place, test: &str) -> Option<Self> {
-        if !kvm_or_skip(test) {
-            return None;
-        }
-        let storage = StuckStorage::new(DISK_BYTES).inspect_err(|why| skip(test, why)).ok()?;
+        let storage = storage_or_skip(test)?;
         let mut script = Script::default();
         script.flush(Target { index: 0, queue: 0, label: "virtio-blk \"disk0\"" });
         std::fs::write(place.path("kernel"), script.kernel()).unwrap();
@@ -54,6 +52,26 @@ impl<'p> World<'p> {
         wait_for("the guest's flush", || (storage.stuck() > 0).then_some(()));
         Some(Self { storage, vmm })
     }
+
+    fn await_stuck(&self, what: &str) {
+        wait_for(what, || (self.storage.stuck() > 0).then_some(()));
+    }
+
+    /// Waits for the end of the process, which does not wait for the storage; what it said.
+    fn ends_with(mut self, code: i32) -> String {
+        in_time("the end", || await_end(&self.vmm));
+        // It has an exit code once the threads that wait in the kernel have ended, too.
+        drop(self.storage);
+        assert_eq!(self.vmm.wait(), Some(code), "{}", self.vmm.said());
+        self.vmm.said()
+    }
+}
+
+fn storage_or_skip(test: &str) -> Option<StuckStorage> {
+    if !kvm_or_skip(test) {
+        return None;
+    }
+    StuckStorage::new(DISK_BYTES).inspect_err(|why| skip(test, why)).ok()
 }
 
 /// Waits until all of the process has ended but threads that wait in the kernel for the storage: those
@@ -73,6 +91,10 @@ fn await_end(vmm: &Vmm<'_>) {
 
 fn sigterm(vmm: &Vmm<'_>) {
     kill_process(Pid::from_raw(vmm.pid() as i32).unwrap(), Signal::TERM).unwrap();
+}
+
+fn stop(vmm: &Vmm<'_>) {
+    vmm.tell(&["stop"]);
 }
 
 fn disk(storage: &StuckStorage) -> String {
@@ -112,8 +134,8 @@ fn hand_over_fails_where_a_flush_hangs() {
     assert!(said.contains("in use by another"), "{said}");
     in_time("a pause", || vmm.tell(&["pause"]));
     in_time("a resume", || vmm.tell(&["resume"]));
-    in_time("a stop", || vmm.tell(&["stop"]));
-    in_time("the end", || await_end(&world.vmm));
+    in_time("a stop", || stop(vmm));
+    world.ends_with(0);
 }
 
 #[test]
@@ -128,9 +150,9 @@ fn sigterm_ends_a_process_whose_flush_hangs() {
     let socket = vmm.socket();
     let mut sending =
         common::driftline(&["send-migration", &address, "--api-sock", &socket]).spawn().unwrap();
-    wait_for("the flush in the hand-over", || (storage.stuck() > 0).then_some(()));
+    world.await_stuck("the flush in the hand-over");
     sigterm(vmm);
-    in_time("the end", || await_end(&world.vmm));
+    world.ends_with(0);
     assert_ne!(sending.wait().unwrap().code(), Some(0), "it did not move");
 }
 
@@ -152,9 +174,9 @@ fn guest_in_a_flush_that_hangs_is_named_and_stopped() {
     let said = vmm.refuse(1, &["checkpoint", "--stop", "--timeout", "1s"]);
     assert!(said.contains("was told to end, and has not in 1s"), "{said}");
     in_time("the end of the run", || vmm.tell(&["checkpoint", "--stop", "--timeout", "60s"]));
-    in_time("a stop", || vmm.tell(&["stop"]));
-    in_time("the end", || await_end(vmm));
-    assert!(vmm.said().contains("\"disk0\""), "{}", vmm.said());
+    in_time("a stop", || stop(vmm));
+    let said = world.ends_with(0);
+    assert!(said.contains("\"disk0\""), "{said}");
 }
 
 #[test]
@@ -163,78 +185,145 @@ fn sigterm_ends_a_guest_in_a_flush_that_hangs() {
     let test = "sigterm_ends_a_guest_in_a_flush_that_hangs";
     let Some(world) = World::in_a_flush(&place, test) else { return };
     sigterm(&world.vmm);
-    in_time("the end", || await_end(&world.vmm));
-    assert!(world.vmm.said().contains("\"disk0\""), "{}", world.vmm.said());
+    let said = world.ends_with(0);
+    assert!(said.contains("\"disk0\""), "{said}");
 }
 
-/// A guest with a disk of its own, and storage for the copy, whose writes are not answered.
-fn with_a_copy<'p>(place: &'p Place, test: &str) -> Option<(StuckStorage, Vmm<'p>)> {
-    if !kvm_or_skip(test) {
-        return None;
+/// Threads of a process.
+fn threads(of: &Vmm<'_>) -> usize {
+    std::fs::read_dir(format!("/proc/{}/task", of.pid())).unwrap().count()
+}
+
+/// Sends a request and leaves before the answer, unless it is at once that too many others are
+/// being answered: `true`.
+fn leave(vmm: &Vmm<'_>, head: &str, body: &str) -> bool {
+    let mut stream = UnixStream::connect(vmm.socket()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
+    let length = body.len();
+    // It may have been displaced already.
+    let _ = write!(stream, "{head} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{body}");
+    let mut begin = [0; 12];
+    stream.read_exact(&mut begin).is_ok() && begin.ends_with(b"503")
+}
+
+/// Threads that answer requests, and as many as may come and go beside them.
+const ANSWERING: usize = 64 + 2 * 16 + 16;
+
+#[test]
+fn abandoned_requests_keep_nobody_out() {
+    let place = Place::new();
+    let test = "abandoned_requests_keep_nobody_out";
+    let Some(world) = World::in_a_flush(&place, test) else { return };
+    let vmm = &world.vmm;
+    let before = threads(vmm);
+    // A watchdog whose timeout is shorter than a pause that waits for a disk.
+    let began = Instant::now();
+    let (mut sent, mut most, mut refused) = (0, 0, false);
+    while sent < 700 || began.elapsed() < attack() {
+        refused |= leave(vmm, "PATCH /vm", r#"{"state":"Paused"}"#);
+        sent += 1;
+        most = most.max(threads(vmm));
     }
-    let storage = StuckStorage::new(DISK_BYTES).inspect_err(|why| skip(test, why)).ok()?;
-    std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
-    let own = format!("path={}", place.text("own"));
-    let source =
-        Vmm::run(place, "source", &["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own]);
-    storage.answer_only_writes(0);
-    Some((storage, source))
+    assert!(refused, "{sent} pauses were under way at once");
+    assert!(most <= before + ANSWERING, "{most} threads, {before} before");
+    // Each look at the guest comes past the pauses.
+    assert_eq!(vmm.state(), "running");
+    sigterm(vmm);
+    wait_for("the guest's end", || vmm.said().contains("a device has not").then_some(()));
+    world.ends_with(0);
+}
+
+#[test]
+fn stops_that_wait_are_bounded() {
+    let place = Place::new();
+    let Some(world) = World::in_a_flush(&place, "stops_that_wait_are_bounded") else { return };
+    let vmm = &world.vmm;
+    let before = threads(vmm);
+    // The first one waits for the flush, and the others for it.
+    wait_for("a refusal", || {
+        let refused = leave(vmm, "POST /stop", "");
+        let now = threads(vmm);
+        assert!(now <= before + ANSWERING, "{now} threads, {before} before");
+        refused.then_some(())
+    });
+    assert!(vmm.info().is_some(), "stops have places of their own");
+    world.ends_with(0);
+}
+
+/// A guest with a disk of its own, and a receiver whose copy of that is on such storage.
+struct Copying<'p> {
+    source: Vmm<'p>,
+    before: Vec<Report>,
+    receiver: World<'p>,
+    to: String,
+}
+
+impl<'p> Copying<'p> {
+    /// The storage answers no write, and what `stuck` says.
+    fn or_skip(place: &'p Place, test: &str, stuck: impl Fn(&StuckStorage)) -> Option<Self> {
+        let storage = storage_or_skip(test)?;
+        std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
+        let own = format!("path={}", place.text("own"));
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+        let source = Vmm::run(place, "source", &guest);
+        storage.answer_only_writes(0);
+        stuck(&storage);
+        let before = source.await_progress(1, &[]);
+        let copy = format!("{},id=disk0,copy", disk(&storage));
+        let (vmm, to) = receiver(place, "receiving", &["--disk", &copy]);
+        Some(Self { source, before, receiver: World { storage, vmm }, to })
+    }
+
+    fn send(&self) -> Child {
+        let socket = self.source.socket();
+        let send = ["send-migration", &self.to, "--copy-disks", "--api-sock", &socket];
+        driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// The receiver ends, the sender fails, and the guest runs where it was; what the receiver said.
+    fn ends(self, sending: Option<Child>) -> String {
+        let Self { source, before, receiver, .. } = self;
+        let said = receiver.ends_with(1);
+        if let Some(sending) = sending {
+            let sent = sending.wait_with_output().unwrap();
+            assert_eq!(sent.status.code(), Some(4), "{}", text(&sent.stderr));
+        }
+        assert_eq!(source.state(), "running");
+        source.await_progress(1, &before);
+        said
+    }
 }
 
 #[test]
 fn receiver_refuses_where_writes_to_a_copy_hang() {
     let place = Place::new();
     let test = "receiver_refuses_where_writes_to_a_copy_hang";
-    let Some((storage, source)) = with_a_copy(&place, test) else { return };
-    let before = source.await_progress(1, &[]);
-    let copy = format!("{},id=disk0,copy", disk(&storage));
-    let (receiving, to) = receiver(&place, "receiving", &["--disk", &copy]);
-    // The storage goes first.
-    let held = (storage, receiving);
-    let (storage, receiving) = &held;
-    let said =
-        in_time("a migration", || source.refuse(4, &["send-migration", &to, "--copy-disks"]));
+    let Some(copying) = Copying::or_skip(&place, test, |_| {}) else { return };
+    let (source, receiving) = (&copying.source, &copying.receiver.vmm);
+    let send = ["send-migration", &copying.to, "--copy-disks"];
+    let said = in_time("a migration", || source.refuse(4, &send));
     assert!(said.contains("copying disk \"disk0\" failed: writing its copy: "), "{said}");
     assert!(said.contains("the guest continues here"), "{said}");
-    assert!(storage.stuck() > 0, "no write hung");
+    assert!(copying.receiver.storage.stuck() > 0, "no write hung");
     wait_for("the receiver to wait on", || {
         receiving.said().contains("waiting for another source").then_some(())
     });
-    receiving.tell(&["stop"]);
-    in_time("the end", || await_end(receiving));
-    let said = receiving.said();
+    stop(receiving);
+    let said = copying.ends(None);
     assert!(said.contains("copying disk \"disk0\" failed"), "{said}");
-    assert_eq!(source.state(), "running");
-    source.await_progress(1, &before);
 }
 
 #[test]
 fn receiver_whose_copy_hangs_can_be_stopped() {
-    type How = fn(&Vmm<'_>);
-    let hows: [How; 2] = [|vmm| _ = vmm.tell(&["stop"]), sigterm];
+    let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
     for how in hows {
         let place = Place::new();
         let test = "receiver_whose_copy_hangs_can_be_stopped";
-        let Some((storage, source)) = with_a_copy(&place, test) else { return };
-        let before = source.await_progress(1, &[]);
-        let copy = format!("{},id=disk0,copy", disk(&storage));
-        let (receiving, to) = receiver(&place, "receiving", &["--disk", &copy]);
-        // The storage goes first.
-        let held = (storage, receiving);
-        let (storage, receiving) = &held;
-        let sending =
-            driftline(&["send-migration", &to, "--copy-disks", "--api-sock", &source.socket()])
-                .stdout(Stdio::null())
-                .stderr(Stdio::piped())
-                .spawn()
-                .unwrap();
-        wait_for("a write that hangs", || (storage.stuck() > 0).then_some(()));
-        how(receiving);
-        in_time("the end", || await_end(receiving));
-        let sent = sending.wait_with_output().unwrap();
-        assert_eq!(sent.status.code(), Some(4), "{}", text(&sent.stderr));
-        assert_eq!(source.state(), "running");
-        source.await_progress(1, &before);
+        let Some(copying) = Copying::or_skip(&place, test, |_| {}) else { return };
+        let sending = copying.send();
+        copying.receiver.await_stuck("a write that hangs");
+        how(&copying.receiver.vmm);
+        copying.ends(Some(sending));
     }
 }
 
@@ -242,24 +331,12 @@ fn receiver_whose_copy_hangs_can_be_stopped() {
 fn receiver_that_cannot_make_a_copy_can_be_stopped() {
     let place = Place::new();
     let test = "receiver_that_cannot_make_a_copy_can_be_stopped";
-    let Some((storage, source)) = with_a_copy(&place, test) else { return };
-    let before = source.await_progress(1, &[]);
     // Its size is made durable before anything comes: the receiving thread hangs itself.
-    storage.answer_only(0);
-    let copy = format!("{},id=disk0,copy", disk(&storage));
-    let (receiving, to) = receiver(&place, "receiving", &["--disk", &copy]);
-    // The storage goes first.
-    let held = (storage, receiving);
-    let (storage, receiving) = &held;
-    let socket = source.socket();
-    let send = ["send-migration", &to, "--copy-disks", "--api-sock", &socket];
-    let sending = driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    wait_for("a flush that hangs", || (storage.stuck() > 0).then_some(()));
-    receiving.tell(&["stop"]);
-    in_time("the end", || await_end(receiving));
-    assert!(receiving.said().contains("no guest was received"), "{}", receiving.said());
-    let sent = sending.wait_with_output().unwrap();
-    assert_eq!(sent.status.code(), Some(4), "{}", text(&sent.stderr));
-    assert_eq!(source.state(), "running");
-    source.await_progress(1, &before);
+    let flushes = |storage: &StuckStorage| storage.answer_only(0);
+    let Some(copying) = Copying::or_skip(&place, test, flushes) else { return };
+    let sending = copying.send();
+    copying.receiver.await_stuck("a flush that hangs");
+    stop(&copying.receiver.vmm);
+    let said = copying.ends(Some(sending));
+    assert!(said.contains("no guest was received"), "{said}");
 }

@@ -6,8 +6,9 @@ mod common;
 use std::fs::File;
 use std::io::Write;
 use std::net::TcpStream;
+use std::time::Instant;
 
-use common::{Place, Vmm, receiver, wait_for};
+use common::{Place, Vmm, attack, receiver, wait_for};
 use vmm::testing::kvm_or_skip;
 
 /// Memory that takes a while to send at [`SLOW`].
@@ -46,7 +47,11 @@ fn moves(place: &Place, machine: &[&str], there: &[&str]) {
     let (mut destination, to) = receiver(place, "destination", there);
     let address = to.strip_prefix("tcp:").unwrap();
 
-    for n in 0..200 {
+    let began = Instant::now();
+    for n in 0.. {
+        if n >= 200 && began.elapsed() >= attack() {
+            break;
+        }
         let mut stream = TcpStream::connect(address).unwrap();
         // It may have been turned away already.
         let _ = stream.write_all([&b""[..], b"DRIFTMIG", &[b'x'; 200]][n % 3]);

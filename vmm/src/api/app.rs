@@ -1,26 +1,31 @@
 //! Owns what the API serves: at first nothing, then one guest with its jobs, to its end.
 
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use migrate::Progress;
+use tokio::sync::oneshot;
 use tracing::Span;
 
+use crate::devices::ACQUIRE_LIMIT;
 use crate::jobs::Jobs;
 
 /// Takes the reason.
 type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 
-/// Upper bound on taking over a guest once its source has handed it over: devices and vCPUs have
-/// limits of their own, and the guest ends where those are reached.
-const TAKE_OVER_LIMIT: Duration = Duration::from_secs(20);
+/// Upper bound on taking over a guest once its source has handed it over: all devices together take
+/// their files in [`ACQUIRE_LIMIT`], after copies of disks have been given up to them, which takes
+/// up to 8 s (`ReceiveOptions::disk_limit`). The guest ends where one of the two takes longer.
+const TAKE_OVER_LIMIT: Duration = ACQUIRE_LIMIT.saturating_add(Duration::from_secs(9));
 
 /// The state behind every request.
 pub struct App {
     jobs: OnceLock<Arc<Jobs>>,
-    /// For those who wait for `jobs`.
-    waits: Mutex<()>,
-    provided: Condvar,
+    /// No guest comes any more: the process ends. Whoever waits for `jobs` waits with this.
+    is_over: Mutex<bool>,
+    changed: Condvar,
     /// How far a guest is that comes from another host.
     arriving: Box<dyn Fn() -> Arriving + Send + Sync>,
     /// Ends the wait for a guest.
@@ -52,8 +57,8 @@ impl App {
     ) -> Arc<Self> {
         Arc::new(Self {
             jobs: OnceLock::new(),
-            waits: Mutex::default(),
-            provided: Condvar::new(),
+            is_over: Mutex::default(),
+            changed: Condvar::new(),
             arriving: Box::new(arriving),
             give_up: Box::new(give_up),
         })
@@ -61,10 +66,20 @@ impl App {
 
     /// Here is the guest. Only the first one counts.
     pub fn provide(&self, jobs: Arc<Jobs>) {
-        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_over = self.lock();
         let _ = self.jobs.set(jobs);
-        drop(waits);
-        self.provided.notify_all();
+        drop(is_over);
+        self.changed.notify_all();
+    }
+
+    /// The process ends: a guest that is not here yet does not come.
+    pub(super) fn close(&self) {
+        *self.lock() = true;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.is_over.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The guest and its jobs, or why there is none.
@@ -90,15 +105,28 @@ impl App {
             return jobs.span().in_scope(|| jobs.stop(why));
         }
         let Err(too_late) = (self.give_up)(why) else { return Ok(()) };
-        let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self
-            .provided
-            .wait_timeout_while(waits, TAKE_OVER_LIMIT, |()| self.jobs.get().is_none());
-        drop(waited);
+        let waits = |is_over: &mut bool| !*is_over && self.jobs.get().is_none();
+        let waited = self.changed.wait_timeout_while(self.lock(), TAKE_OVER_LIMIT, waits);
+        let is_over = *waited.unwrap_or_else(PoisonError::into_inner).0;
         match self.jobs.get() {
             Some(jobs) => jobs.span().in_scope(|| jobs.stop(why)),
+            // It could not be taken over, and the process says why.
+            None if is_over => Ok(()),
             None => Err(too_late),
         }
+    }
+
+    /// As [`interrupt`](Self::interrupt), on a thread of its own, which starts at once: those of
+    /// the runtime may all wait for storage.
+    pub(super) async fn interrupt_aside(self: Arc<Self>, why: &'static str) -> Result<(), String> {
+        let (answer, answered) = oneshot::channel();
+        let interrupt = move || {
+            // A client that asked for it may have left.
+            let _ = answer.send(self.interrupt(why));
+        };
+        let failed = |e: io::Error| format!("a thread that ends it cannot be started: {e}");
+        thread::Builder::new().name("stop".to_owned()).spawn(interrupt).map_err(failed)?;
+        answered.await.unwrap_or_else(|_| Err("the thread that ends it has panicked".to_owned()))
     }
 }
 

@@ -185,9 +185,7 @@ async fn act(
 
 /// Also of a process that has no guest yet.
 async fn stop(State(app): Shared) -> Result<StatusCode, Fault> {
-    let stopping = move || app.interrupt("stopped over the API").map_err(Fault::new);
-    let stopped = tokio::task::spawn_blocking(stopping).await;
-    stopped.unwrap_or_else(|e| Err(Fault::internal(format!("the request failed: {e}"))))?;
+    app.interrupt_aside("stopped over the API").await.map_err(Fault::new)?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -199,15 +197,13 @@ async fn begin_checkpoints(
         let store = request.store.display();
         return Err(Fault::new(format!("the store {store} is not an absolute path")));
     }
-    // The watch begins here, not behind the answer: a client that leaves before that takes the rest
-    // of this function with it.
     let begin = move |jobs: &Arc<Jobs>| {
         let job = jobs.start_checkpoints(&request).map_err(Fault::new)?;
-        let jobs = jobs.clone();
-        tokio::spawn(async move { jobs.expect_client(job).await });
-        Ok(job)
+        Ok((job, jobs.clone()))
     };
-    let job = blocking(app, begin).await?;
+    // The client may have left meanwhile, which does not end this.
+    let (job, jobs) = blocking(app, begin).await?;
+    tokio::spawn(async move { jobs.expect_client(job).await });
     Ok(Json(JobBegun { job }))
 }
 

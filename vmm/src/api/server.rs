@@ -119,20 +119,29 @@ async fn control(
     };
     let Serving { app, listener, socket } = serving;
     tokio::spawn(forward(signals, app.clone()));
+    let closing = app.clone();
+    let ended = async move {
+        // Only the end of the sender matters.
+        let _ = ended.await;
+        closing.close();
+    };
     match listener {
         Some(listener) => serve(app, listener, ended).await,
-        // Only the end of the sender matters.
-        None => _ = ended.await,
+        None => ended.await,
     }
     socket
 }
 
-async fn serve(app: Arc<App>, listener: UnixListener, ended: oneshot::Receiver<()>) {
+async fn serve(
+    app: Arc<App>,
+    listener: UnixListener,
+    ended: impl Future<Output = ()> + Send + 'static,
+) {
     let (last_words, begin_last_words) = oneshot::channel::<()>();
     let service = routes::all(app).layer(middleware::from_fn(callers::admit));
     let service = service.into_make_service_with_connect_info::<Caller>();
     let serving = axum::serve(Callers::new(listener), service).with_graceful_shutdown(async {
-        let _ = ended.await;
+        ended.await;
         drop(last_words);
     });
     tokio::select! {
@@ -216,8 +225,8 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
         app.span().in_scope(|| tracing::info!("{why}"));
         (asked, before) = (Some(Instant::now()), refused);
         let (app, refusals) = (app.clone(), refusals.clone());
-        tokio::task::spawn_blocking(move || {
-            if let Err(refused) = app.interrupt(why) {
+        tokio::spawn(async move {
+            if let Err(refused) = app.clone().interrupt_aside(why).await {
                 let refused = format_args!("{why}, but this process does not end yet: {refused}");
                 app.span().in_scope(|| tracing::error!("{refused}"));
                 refusals.fetch_add(1, Ordering::SeqCst);

@@ -3,7 +3,7 @@
 
 use std::fs::DirEntry;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -14,6 +14,12 @@ use tempfile::TempDir;
 
 /// How long anything may take before a test gives up.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long an attack takes at the least: a minute with `DRIFTLINE_FULL=1`, else no longer than its
+/// first steps.
+pub fn attack() -> Duration {
+    Duration::from_secs(if vmm::testing::full() { 60 } else { 0 })
+}
 
 /// The binary under test.
 pub fn driftline(args: &[&str]) -> Command {
@@ -259,6 +265,24 @@ fn last_reports(serial: &Path) -> Vec<Report> {
 /// Passes bytes on to `to` until a hand-over record appears in `state`: COMMIT, which comes after
 /// it, never arrives, and the connection stays open.
 pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
+    proxy(to, state, |mut source, _, _| {
+        // Kept open until the source ends.
+        let mut piece = vec![0; 1 << 16];
+        while matches!(source.read(&mut piece), Ok(1..)) {}
+    })
+}
+
+/// As [`proxy_that_keeps_commit`], but COMMIT arrives, and both connections end with it.
+pub fn proxy_that_ends_with_commit(to: &str, state: PathBuf) -> String {
+    proxy(to, state, |source, mut destination, commit| {
+        source.shutdown(Shutdown::Both).unwrap();
+        destination.write_all(commit).unwrap();
+        destination.shutdown(Shutdown::Write).unwrap();
+    })
+}
+
+/// Passes bytes on to `to` until those that end with COMMIT, which are `then`'s.
+fn proxy(to: &str, state: PathBuf, then: fn(TcpStream, TcpStream, &[u8])) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap());
     let to = to.trim_start_matches("tcp:").to_owned();
@@ -273,9 +297,7 @@ pub fn proxy_that_keeps_commit(to: &str, state: PathBuf) -> String {
             // The record stands earlier, while the destination restores.
             if ends_with_commit(&piece[..n]) {
                 assert!(record_in(&state));
-                // Kept open until the source ends.
-                while matches!(source.read(&mut piece), Ok(1..)) {}
-                return;
+                return then(source, destination, &piece[..n]);
             }
             if destination.write_all(&piece[..n]).is_err() {
                 return;
