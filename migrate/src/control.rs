@@ -114,6 +114,8 @@ pub enum Resolution {
 const OPEN: u8 = 0;
 const CANCELLED: u8 = 1;
 const SEALED: u8 = 2;
+/// Sealed, and asked to stop since.
+const URGED: u8 = 3;
 
 /// The stop flag, and the point after which it cannot be set any more: one of the two comes first.
 #[derive(Debug, Default)]
@@ -123,7 +125,11 @@ impl Stop {
     pub(crate) fn cancel(&self) -> Result<(), ControlError> {
         match self.0.compare_exchange(OPEN, CANCELLED, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) | Err(CANCELLED) => Ok(()),
-            Err(_) => Err(ControlError::TooLate),
+            Err(sealed) => {
+                // Fails if it was urged before, or forced.
+                let _ = self.0.compare_exchange(sealed, URGED, Ordering::SeqCst, Ordering::SeqCst);
+                Err(ControlError::TooLate)
+            }
         }
     }
 
@@ -134,11 +140,16 @@ impl Stop {
     }
 
     fn is_sealed(&self) -> bool {
-        self.0.load(Ordering::SeqCst) == SEALED
+        matches!(self.0.load(Ordering::SeqCst), SEALED | URGED)
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::SeqCst) == CANCELLED
+    }
+
+    /// Whether it was cancelled, or should have been when that was too late.
+    pub(crate) fn is_asked(&self) -> bool {
+        matches!(self.0.load(Ordering::SeqCst), CANCELLED | URGED)
     }
 
     /// Sets the flag for good: whoever reads with it is to end.
@@ -213,7 +224,8 @@ impl ReceiveControl {
         Arc::default()
     }
 
-    /// Ends the waiting or receiving within about 100 ms. Refused once COMMIT has come.
+    /// Ends the waiting or receiving within about 100 ms. Refused once COMMIT has come: then it only
+    /// ends the time for which a receiver that could not take the guest over stays to say so.
     pub fn cancel(&self) -> Result<(), ControlError> {
         self.stop.cancel()
     }

@@ -4,10 +4,16 @@
 
 mod common;
 
+use std::fs::File;
 use std::process::{Child, Output, Stdio};
 
-use common::{Place, Vmm, driftline, proxy_that_keeps_commit, receiver, text, wait_for};
+use common::{
+    Place, Vmm, driftline, proxy_that_ends_with_commit, proxy_that_keeps_commit, receiver, text,
+    wait_for,
+};
+use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::{Pid, Signal, kill_process};
+use vmm::testing::kvm_or_skip;
 
 const GUEST: &[&str] =
     &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=32M,rate=1M,fill=random"];
@@ -113,5 +119,42 @@ fn stop_after_commit_ends_the_guest_where_it_arrived() {
         assert_eq!(receiving.wait(), Some(0), "{how:?}: {}", receiving.said());
         assert!(receiving.said().contains("the guest was stopped"), "{}", receiving.said());
         assert_eq!(source.wait(), Some(0), "{}", source.said());
+    }
+}
+
+/// The destination's disk is another's when it would take it, and the source does not hear that.
+#[test]
+fn stop_ends_a_process_whose_take_over_failed() {
+    if !kvm_or_skip("stop_ends_a_process_whose_take_over_failed") {
+        return;
+    }
+    for how in [How::Command, How::Sigterm] {
+        let place = Place::new();
+        let disk = |name: &str| {
+            File::create(place.path(name)).unwrap().set_len(1 << 20).unwrap();
+            format!("path={}", place.text(name))
+        };
+        let guest = ["--mem", "32M", "--guest", "payload,ws=16M,rate=1M,fill=random", "--disk"];
+        let source = Vmm::run(&place, "source", &[&guest[..], &[&disk("own")]].concat());
+        source.await_progress(1, &[]);
+        let there = format!("{},id=disk0,identity=any", disk("there"));
+        let (mut receiving, to) =
+            receiver(&place, "receiving", &["--disk", &there, "--linger", "600s"]);
+        let to = proxy_that_ends_with_commit(&to, place.path("state"));
+        let mut sending = send(&source, &[&to, "--max-bandwidth", "4M"]);
+        wait_for("a part of the guest", || {
+            (receiving.info()?["migration"]["phase"] == "precopy").then_some(())
+        });
+        let thief = File::options().write(true).open(place.path("there")).unwrap();
+        fcntl_lock(&thief, FlockOperation::NonBlockingLockExclusive).unwrap();
+        wait_for("the take-over to fail", || {
+            receiving.said().contains("staying up to").then_some(())
+        });
+        how.tell(&receiving);
+        assert_eq!(receiving.wait(), Some(1), "{how:?}: {}", receiving.said());
+        let said = receiving.said();
+        assert!(said.contains("is in use by another"), "{said}");
+        sending.kill().unwrap();
+        sending.wait().unwrap();
     }
 }

@@ -191,13 +191,14 @@ impl Ledger {
         }
     }
 
-    /// Waits until a source has heard that the guest was discarded, at most `limit`.
+    /// Waits until a source has heard that the guest was discarded, at most `limit`, or until this
+    /// is to stop.
     pub(super) fn linger(&self, limit: Duration, stop: &Stop) {
         let until = Instant::now() + limit;
         let mut seat = self.lock();
         while !seat.session.as_ref().is_none_or(|s| s.told)
             && Instant::now() < until
-            && !stop.is_cancelled()
+            && !stop.is_asked()
         {
             let waited = self.changed.wait_timeout(seat, SLICE);
             seat = waited.unwrap_or_else(PoisonError::into_inner).0;
