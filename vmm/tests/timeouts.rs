@@ -3,14 +3,19 @@
 
 mod common;
 
+use std::fs::rename;
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Place, Vmm, driftline, output, receiver, wait_for};
+use common::{Place, Vmm, driftline, output, receiver, text, wait_for};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -110,21 +115,60 @@ fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
 }
 
 /// As many connections as a stopped process can have wait for it: one more would wait, too.
+fn unix_socket() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()
+}
+
+/// Connects to a socket at which nobody accepts until no other connection may wait there.
+fn fill(path: &str) -> Vec<OwnedFd> {
+    let address = SocketAddrUnix::new(path).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let fd = unix_socket();
+        match connect(&fd, &address) {
+            Ok(()) => waiting.push(fd),
+            Err(e) => {
+                assert_eq!(e, Errno::AGAIN);
+                return waiting;
+            }
+        }
+    }
+}
+
+/// A run's client finds another socket, at which nobody accepts, behind the path of the VMM's.
+#[test]
+fn vmm_that_accepts_nobody_has_not_ended() {
+    let place = Place::new();
+    let vmm = Vmm::run(&place, "guest", GUEST);
+    let (path, full, store) = (place.text("path"), place.text("full"), place.text("store"));
+    symlink(vmm.socket(), &path).unwrap();
+    let listener = unix_socket();
+    bind(&listener, &SocketAddrUnix::new(&full).unwrap()).unwrap();
+    listen(&listener, 1).unwrap();
+    let _waiting = fill(&full);
+    let run = ["checkpoint", "--store", &store, "--every", "10ms", "--keep", "2"];
+    let client = driftline(&[&run[..], &["--api-sock", &path]].concat())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    await_checkpoints(&vmm, 3);
+    symlink(&full, place.path("next")).unwrap();
+    rename(place.path("next"), &path).unwrap();
+    let out = client.wait_with_output().unwrap();
+    let said = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("the VMM on {path} does not answer: ")), "{said}");
+    assert!(said.contains("; the last durable checkpoint is "), "{said}");
+}
+
 #[test]
 fn stopped_vmm_does_not_hold_up_another_start() {
     let place = Place::new();
     let vmm = Vmm::run(&place, "stopped", GUEST);
     signal(&vmm, Signal::STOP);
-    let address = SocketAddrUnix::new(vmm.socket()).unwrap();
-    let mut waiting = Vec::new();
-    loop {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
-        match connect(&fd, &address) {
-            Ok(()) => waiting.push(fd),
-            Err(e) => break assert_eq!(e, Errno::AGAIN),
-        }
-    }
+    let waiting = fill(&vmm.socket());
     let path = vmm.socket();
     let args = [&["run"], GUEST, &["--api-sock", &path]].concat();
     let mut other = driftline(&args).stderr(Stdio::piped()).spawn().unwrap();

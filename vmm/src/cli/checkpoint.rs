@@ -1,5 +1,6 @@
 //! Owns `driftline checkpoint`: starts a run of checkpoints over the API and follows it.
 
+use std::io;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
@@ -172,23 +173,31 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     }
 }
 
-/// No answer about the run, of which checkpoint `last` is durable: says that the VMM has ended, if
-/// it has.
+/// No answer about the run, of which checkpoint `last` is durable: says whether the VMM has ended, or
+/// does not answer.
 async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     let durable = match last {
         Some(last) => format!("; the last durable checkpoint is {last}"),
         None => "; it has reported no durable checkpoint of this run".to_owned(),
     };
-    let broken = matches!(e, ClientError::Broken { .. } | ClientError::Connect { .. });
-    let failure = Failure::from(e);
-    match broken && client.process().await.is_err() {
-        true => {
-            let socket = client.socket().display();
-            failure.reworded(format_args!("the VMM on {socket} has ended{durable}"))
-        }
-        false if broken => failure.followed_by(&durable),
-        false => failure,
-    }
+    let why = match &e {
+        ClientError::Connect { cause, .. } => cause.to_string(),
+        ClientError::Broken { why, .. } => why.clone(),
+        ClientError::Silent { .. } => return Failure::from(e).followed_by(&durable),
+        _ => return e.into(),
+    };
+    let socket = client.socket().display();
+    let said = match is_gone(client).await {
+        true => format!("the VMM on {socket} has ended{durable}"),
+        false => format!("the VMM on {socket} does not answer: {why}{durable}"),
+    };
+    Failure::from(e).reworded(said)
+}
+
+/// Whether nothing listens on the socket any more. A VMM whose backlog is full is there.
+async fn is_gone(client: &Client) -> bool {
+    let Err(ClientError::Connect { cause, .. }) = client.process().await else { return false };
+    matches!(cause.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
 }
 
 /// Reports from `since` on. Ctrl-C stops the run; its last reports still come.
