@@ -8,16 +8,37 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use checkpoint::format::FORMAT_VERSION;
 use checkpoint::testing::{MemoryConfig, Op};
-use common::raw::{JOIN, MOVE, QUERY, ask, caller, greeted, header, hello};
-use common::{Host, Receiver, Sender, exactly_one_runs, quick_send, within};
+use common::raw::{
+    JOIN, MOVE, QUERY, admitted, ask, caller, ends, golden, greeted, header, hello, next, record,
+};
+use common::{Host, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use migrate::Records;
 
 /// Verdicts of ANSWER.
 const DISCARDED: u64 = 3;
+
+/// Connections that a receiver serves at once: those that have not said HELLO, sources, connections
+/// that join, and questions.
+const SERVED: usize = 4 * 16;
+
+/// How long an attack lasts with `DRIFTLINE_FULL=1`.
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Attacks in so many rounds, or for a minute with `DRIFTLINE_FULL=1`.
+fn attack(rounds: u32, mut round: impl FnMut(u32)) {
+    let full = std::env::var("DRIFTLINE_FULL").is_ok_and(|v| v == "1");
+    let until = full.then(|| Instant::now() + MINUTE);
+    for n in 0.. {
+        if n >= rounds && until.is_none_or(|until| Instant::now() >= until) {
+            return;
+        }
+        round(n);
+    }
+}
 
 /// These tests count what the process has: one at a time.
 fn alone() -> MutexGuard<'static, ()> {
@@ -50,6 +71,32 @@ fn as_before(before: (usize, usize)) {
     within(Duration::from_secs(60), &format!("as before: {before:?}"), done);
 }
 
+/// Waits until the receiver has ended the threads of connections that were displaced.
+fn serves_few(before: (usize, usize)) {
+    let done = || held().0 <= before.0 + SERVED;
+    within(Duration::from_secs(60), &format!("at most {SERVED} more threads: {before:?}"), done);
+}
+
+/// What this process holds once `there` listens and has answered.
+fn at_rest(host: &Host, there: &Receiver) -> (usize, usize) {
+    assert_eq!(ask(&there.to, [1; 16], site(host)), DISCARDED);
+    held()
+}
+
+fn site(host: &Host) -> [u8; 16] {
+    Records::open(host.destination_records()).unwrap().site().into_bytes()
+}
+
+/// A guest moves there.
+fn takes_a_guest(host: &Host, there: Receiver, connections: u32, context: &str) {
+    let guest = host.start(MemoryConfig::small());
+    let mut options = quick_send(host);
+    options.connections = connections;
+    let sent = Sender::start(&guest, &there.to, &options).result();
+    assert!(sent.is_ok(), "{sent:?}");
+    exactly_one_runs(host, &guest, &sent, there, context);
+}
+
 /// No wait of this receiver ends by itself within the test.
 fn patient(host: &Host) -> Receiver {
     let mut options = host.receive_options();
@@ -63,23 +110,18 @@ fn questions_about_unknown_tokens_leave_nothing() {
     let _alone = alone();
     let host = Host::new();
     let there = host.receiver();
-    let site = Records::open(host.destination_records()).unwrap().site().into_bytes();
-    let token = |n: u128| (n | 1 << 100).to_le_bytes();
+    let site = site(&host);
+    let question = |n: u128| {
+        assert_eq!(ask(&there.to, (n | 1 << 100).to_le_bytes(), site), DISCARDED);
+    };
     // What the first ones need stays: threads' stacks that the allocator keeps, for one.
-    for n in 0..100 {
-        assert_eq!(ask(&there.to, token(n), site), DISCARDED);
-    }
+    (0..100).for_each(question);
     let (before, memory) = (files(&host.destination_records()), resident());
-    for n in 100..2_100 {
-        assert_eq!(ask(&there.to, token(n), site), DISCARDED);
-    }
+    attack(2_000, |n| question(100 + u128::from(n)));
     assert_eq!(files(&host.destination_records()), before);
     let grown = resident().saturating_sub(memory);
     assert!(grown < 16 << 20, "{grown} bytes more");
-    let guest = host.start(MemoryConfig::small());
-    let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
-    assert!(sent.is_ok(), "{sent:?}");
-    exactly_one_runs(&host, &guest, &sent, there, "after questions");
+    takes_a_guest(&host, there, 1, "after questions");
 }
 
 #[test]
@@ -87,24 +129,74 @@ fn idle_connections_keep_out_neither_questions_nor_connections_that_join() {
     let _alone = alone();
     let host = Host::new();
     let there = patient(&host);
-    let before = held();
-    let mut idle: Vec<TcpStream> =
-        (0..64).map(|_| TcpStream::connect(&there.to).unwrap()).collect();
-    for purpose in [MOVE, JOIN, QUERY] {
-        idle.extend((0..20).map(|_| caller(&there.to, purpose)));
-    }
-    let site = Records::open(host.destination_records()).unwrap().site().into_bytes();
-    assert_eq!(ask(&there.to, [7; 16], site), DISCARDED);
-    let guest = host.start(MemoryConfig::small());
-    let mut options = quick_send(&host);
-    options.connections = 4;
-    let sent = Sender::start(&guest, &there.to, &options).result();
-    assert!(sent.is_ok(), "{sent:?}");
+    let before = at_rest(&host, &there);
+    let mut idle: Vec<TcpStream> = Vec::new();
+    attack(1, |_| {
+        let mut more: Vec<TcpStream> =
+            (0..64).map(|_| TcpStream::connect(&there.to).unwrap()).collect();
+        for purpose in [MOVE, JOIN, QUERY] {
+            more.extend((0..20).map(|_| caller(&there.to, purpose)));
+        }
+        idle = more;
+    });
+    serves_few(before);
+    assert_eq!(ask(&there.to, [7; 16], site(&host)), DISCARDED);
+    takes_a_guest(&host, there, 4, "beside idle connections");
     let (threads, _) = held();
-    assert!(threads < before.0 + 160, "{threads} threads, {} before", before.0);
+    assert!(threads <= before.0 + SERVED, "{threads} threads, {} before", before.0);
     drop(idle);
-    exactly_one_runs(&host, &guest, &sent, there, "beside idle connections");
-    drop(guest);
+    as_before(before);
+}
+
+#[test]
+fn connections_that_join_nothing_keep_nobody_out() {
+    let _alone = alone();
+    let host = Host::new();
+    let there = patient(&host);
+    let before = at_rest(&host, &there);
+    let mut refused = Vec::new();
+    attack(160, |n| {
+        let mut stream = greeted(&there.to, JOIN);
+        stream.write_all(&record(tag("JOIN"), 1, 16, &[n as u8; 16])).unwrap();
+        assert_eq!(next(&mut stream, 1).0, tag("REFUSED"));
+        // It does not hang up; the receiver waits for that.
+        refused.push(stream);
+        if refused.len() > 300 {
+            refused.remove(0);
+        }
+    });
+    serves_few(before);
+    takes_a_guest(&host, there, 4, "beside connections that join nothing");
+    drop(refused);
+    as_before(before);
+}
+
+#[test]
+fn sources_that_came_second_keep_nobody_out() {
+    let _alone = alone();
+    let host = Host::new();
+    let there = patient(&host);
+    let before = at_rest(&host, &there);
+    let (stream, ends) = (golden(), ends(&golden()));
+    let mut refused = Vec::new();
+    attack(12, |n| {
+        let mut late: Vec<TcpStream> = (0..15).map(|_| greeted(&there.to, MOVE)).collect();
+        let first = admitted(&there.to);
+        for late in &mut late {
+            late.write_all(&stream[ends[1]..ends[2]]).unwrap();
+            assert_eq!(next(late, 1).0, tag("REFUSED"));
+        }
+        refused.extend(late);
+        refused.drain(..refused.len().saturating_sub(300));
+        drop(first);
+        // Each of them, and the first one.
+        within(Duration::from_secs(60), "it waits on", || {
+            there.waits_on() && there.control.progress().refused == 16 * u64::from(n + 1)
+        });
+    });
+    serves_few(before);
+    takes_a_guest(&host, there, 1, "beside sources that came second");
+    drop(refused);
     as_before(before);
 }
 
@@ -113,22 +205,21 @@ fn short_connections_end_no_receiver() {
     let _alone = alone();
     let host = Host::new();
     let there = host.receiver();
+    let before = at_rest(&host, &there);
     let whole = [header(FORMAT_VERSION), hello(MOVE)].concat();
     let kinds: [&[u8]; 4] = [b"", &whole[..30], &[b'x'; 200], &whole];
-    for n in 0..200 {
+    attack(200, |n| {
         let mut stream = TcpStream::connect(&there.to).unwrap();
         // It may have been turned away already.
-        let _ = stream.write_all(kinds[n % kinds.len()]);
-    }
+        let _ = stream.write_all(kinds[n as usize % kinds.len()]);
+    });
     // And those that get further.
     for _ in 0..8 {
         drop(greeted(&there.to, MOVE));
         drop(greeted(&there.to, JOIN));
     }
-    let guest = host.start(MemoryConfig::small());
-    let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
-    assert!(sent.is_ok(), "{sent:?}");
-    exactly_one_runs(&host, &guest, &sent, there, "after short connections");
+    as_before(before);
+    takes_a_guest(&host, there, 1, "after short connections");
 }
 
 #[test]
@@ -141,13 +232,13 @@ fn migrations_that_fail_leave_a_receiver_as_it_was() {
         host.there.fail_next(Op::Restore, 1);
         let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
         assert!(sent.unwrap_err().to_string().contains("restor"), "the source hears why");
-        within(Duration::from_secs(15), "it waits on", || {
+        within(Duration::from_secs(60), "it waits on", || {
             there.waits_on() && there.control.progress().refused == nth
         });
     };
     fail(1);
     let before = (held(), files(&host.destination_records()));
-    (2..10).for_each(fail);
+    attack(8, |n| fail(2 + u64::from(n)));
     as_before(before.0);
     assert_eq!(files(&host.destination_records()), before.1);
     let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();

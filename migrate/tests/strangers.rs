@@ -11,7 +11,7 @@ use checkpoint::Guest;
 use checkpoint::MAX_LATE;
 use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use checkpoint::testing::MemoryConfig;
-use common::raw::{MOVE, greeted, header, hello, record};
+use common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
 use common::{Host, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
@@ -270,36 +270,6 @@ fn nobody_there_is_said_so() {
     assert!(error.to_string().contains("cannot connect to nonsense"), "{error}");
 }
 
-/// A whole stream as a source sent it.
-fn golden() -> Vec<u8> {
-    include_bytes!("golden/stream-v1.bin").to_vec()
-}
-
-/// The ends of the header and of each record.
-fn ends(stream: &[u8]) -> Vec<usize> {
-    let mut ends = vec![64];
-    while let Some(length) = stream.get(ends[ends.len() - 1] + 8..).and_then(|b| b.first_chunk()) {
-        let at = ends[ends.len() - 1];
-        ends.push(at + RECORD_HEAD_LEN + u32::from_le_bytes(*length) as usize);
-    }
-    ends
-}
-
-/// A source up to READY, by hand.
-fn admitted(there: &Receiver) -> TcpStream {
-    let stream = golden();
-    let ends = ends(&stream);
-    let mut source = TcpStream::connect(&there.to).unwrap();
-    source.write_all(&stream[..ends[2]]).unwrap();
-    Header::read_from(&mut source, MAGIC_STREAM).unwrap();
-    for (sequence, expected) in ["HELLO", "READY"].into_iter().enumerate() {
-        let head = RecordHead::read_from(&mut source, sequence as u32).unwrap();
-        assert_eq!(head.tag, tag(expected));
-        source.read_exact(&mut vec![0; head.length as usize]).unwrap();
-    }
-    source
-}
-
 #[test]
 fn a_source_that_trickles_does_not_keep_the_receiver() {
     let host = Host::new();
@@ -308,7 +278,7 @@ fn a_source_that_trickles_does_not_keep_the_receiver() {
     options.patience = Duration::from_secs(600);
     options.pace_window = Duration::from_millis(300);
     let there = host.receiver_with(options);
-    let mut source = admitted(&there);
+    let mut source = admitted(&there.to);
     let (stream, from) = (golden(), ends(&golden())[2]);
     for byte in &stream[from..] {
         if there.waits_on() || source.write_all(&[*byte]).is_err() {
@@ -369,7 +339,7 @@ fn what_came_late_comes_once_and_with_a_bound() {
 fn a_source_of_endless_empty_passes_is_given_up() {
     let host = Host::new();
     let there = host.receiver();
-    let mut source = admitted(&there);
+    let mut source = admitted(&there.to);
     let mut sequence = 2;
     let mut say = |source: &mut TcpStream, name: &str, payload: &[u8]| {
         let record = record(tag(name), sequence, payload.len() as u32, payload);

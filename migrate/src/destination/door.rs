@@ -260,10 +260,7 @@ impl Porter {
             Err(e) if e.is_loss() => return self.left(peer, e),
             Err(e) => return refuse(wire, &e.to_string()),
         };
-        if !place.leave() {
-            return self.refused(Stage::Source, &peer, DISPLACED);
-        }
-        match self.ledger.claim(header.vm_id(), described.token) {
+        match self.ledger.claim(header.vm_id(), described.token, || leave(place)) {
             Ok(()) => {
                 wire.stream_mut().set_deadline(None);
                 let Described { token, drives, layout, config } = described;
@@ -299,11 +296,7 @@ impl Porter {
             Message::Join { token } => token,
             other => return Err(unexpected(&other, "JOIN")),
         };
-        let joined = match place.leave() {
-            true => self.ledger.join(token),
-            false => Err(DISPLACED.to_owned()),
-        };
-        if let Err(reason) = joined {
+        if let Err(reason) = self.ledger.join(token, || leave(place)) {
             self.refused(Stage::Join, &wire.stream().peer(), &reason);
             wire.abort(Tag::Refused, &reason);
             return Ok(());
@@ -352,6 +345,12 @@ fn closed(e: &WireError) -> bool {
 
 /// Why a connection that was displaced has ended.
 const DISPLACED: &str = "it gave way to another connection: too many were open";
+
+/// Gives up the place of a connection that the ledger accepts. One that is refused keeps its place
+/// until it has heard so: another connection can displace it, and its thread is not one more.
+fn leave(place: &Place) -> Result<(), String> {
+    if place.leave() { Ok(()) } else { Err(DISPLACED.to_owned()) }
+}
 
 /// Why a connection was not heard.
 fn said(e: &WireError, place: &Place) -> String {

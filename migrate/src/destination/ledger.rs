@@ -69,10 +69,16 @@ impl Ledger {
         self.lock().vacant()
     }
 
-    /// Gives the only seat to a source, or says who has it.
-    pub(super) fn claim(&self, vm_id: VmId, token: Token) -> Result<(), String> {
+    /// Gives the only seat to a source, or says who has it. If `accept` fails, the seat stays free.
+    pub(super) fn claim(
+        &self,
+        vm_id: VmId,
+        token: Token,
+        accept: impl FnOnce() -> Result<(), String>,
+    ) -> Result<(), String> {
         let mut seat = self.lock();
         seat.vacant()?;
+        accept()?;
         seat.occupant = Some((vm_id, token));
         Ok(())
     }
@@ -105,8 +111,13 @@ impl Ledger {
         }
     }
 
-    /// Lets one more connection take part in a migration whose guest is being received, or says why not.
-    pub(super) fn join(&self, token: Token) -> Result<(), String> {
+    /// Lets one more connection take part in a migration whose guest is being received, or says why
+    /// not. If `accept` fails, the connection does not count.
+    pub(super) fn join(
+        &self,
+        token: Token,
+        accept: impl FnOnce() -> Result<(), String>,
+    ) -> Result<(), String> {
         let mut seat = self.lock();
         let session = seat.session.as_mut().filter(|s| s.token == token);
         let session = session.filter(|s| s.state == Destination::Assembling);
@@ -116,6 +127,7 @@ impl Ledger {
         if session.joined + 1 >= MAX_CONNECTIONS {
             return Err(format!("a migration has at most {MAX_CONNECTIONS} connections"));
         }
+        accept()?;
         session.joined += 1;
         Ok(())
     }

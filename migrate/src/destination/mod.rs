@@ -435,7 +435,7 @@ mod tests {
         };
         // So that the waiting ends in any case, after what is queued.
         control.cancel().unwrap();
-        host.ledger.claim(VmId::random(), Token::random()).unwrap();
+        host.ledger.claim(VmId::random(), Token::random(), || Ok(())).unwrap();
         left();
         let failed = host.welcome().err().unwrap();
         assert!(matches!(failed.cause, Cause::Cancelled), "{failed:?}");

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use checkpoint::VmId;
-use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RecordHead};
+use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 
 use super::tag;
 
@@ -70,4 +70,34 @@ pub fn ask(to: &str, token: [u8; 16], site: [u8; 16]) -> u64 {
     let (answer, payload) = next(&mut stream, 1);
     assert_eq!(answer, tag("ANSWER"));
     u64::from_le_bytes(*payload[16..].first_chunk().unwrap())
+}
+
+/// A whole stream as a source sent it.
+pub fn golden() -> Vec<u8> {
+    include_bytes!("../golden/stream-v1.bin").to_vec()
+}
+
+/// The ends of the header and of each record.
+pub fn ends(stream: &[u8]) -> Vec<usize> {
+    let mut ends = vec![64];
+    while let Some(length) = stream.get(ends[ends.len() - 1] + 8..).and_then(|b| b.first_chunk()) {
+        let at = ends[ends.len() - 1];
+        ends.push(at + RECORD_HEAD_LEN + u32::from_le_bytes(*length) as usize);
+    }
+    ends
+}
+
+/// A source up to READY, by hand.
+pub fn admitted(to: &str) -> TcpStream {
+    let stream = golden();
+    let ends = ends(&stream);
+    let mut source = TcpStream::connect(to).unwrap();
+    source.write_all(&stream[..ends[2]]).unwrap();
+    Header::read_from(&mut source, MAGIC_STREAM).unwrap();
+    for (sequence, expected) in ["HELLO", "READY"].into_iter().enumerate() {
+        let head = RecordHead::read_from(&mut source, sequence as u32).unwrap();
+        assert_eq!(head.tag, tag(expected));
+        source.read_exact(&mut vec![0; head.length as usize]).unwrap();
+    }
+    source
 }
