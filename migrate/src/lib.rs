@@ -29,7 +29,7 @@
 //! let to = listener.local_addr()?.to_string();
 //! let options = ReceiveOptions::new(records.path());
 //! let there = std::thread::spawn(move || {
-//!     receive(listener, &MemoryGuestFactory::default(), &options, &ReceiveControl::new())
+//!     receive(listener, Arc::new(MemoryGuestFactory::default()), &options, &ReceiveControl::new())
 //! });
 //! let report = send(&*guest, &to, &SendOptions::new(records.path()), &SendControl::new())?;
 //! let received = there.join().expect("no panic")?;

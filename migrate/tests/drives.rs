@@ -53,11 +53,12 @@ impl World {
         self.host.receiver_of(DiskedFactory { faults: self.faults.clone(), ..factory })
     }
 
-    /// Whose copies may take so long.
-    fn receiver_with(&self, disk_limit: Duration) -> Receiver {
+    /// Which builds guests and copies of drives with such limits.
+    fn receiver_by(&self, limits: impl FnOnce(&mut ReceiveOptions)) -> Receiver {
         let factory = DiskedFactory::new(&self.host, self.there.path());
         let factory = DiskedFactory { faults: self.faults.clone(), ..factory };
-        let options = ReceiveOptions { disk_limit, ..self.host.receive_options() };
+        let mut options = self.host.receive_options();
+        limits(&mut options);
         self.host.receive(factory, options)
     }
 
@@ -319,7 +320,7 @@ fn copy_that_hangs_leaves_the_guest_here() {
         [(&faults.write_hangs, "writing its copy"), (&faults.sync_hangs, "making its copy durable")]
     {
         hangs.store(true, Ordering::SeqCst);
-        let there = world.receiver_with(Duration::from_millis(500));
+        let there = world.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
         // Longer than the destination waits for its storage.
         let options = SendOptions { patience: LONG, ..world.options() };
         let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
@@ -341,7 +342,7 @@ fn stop_ends_a_receiver_whose_copy_hangs() {
     let world = World::new();
     let guest = world.guest(15);
     world.faults.write_hangs.store(true, Ordering::SeqCst);
-    let there = world.receiver_with(LONG);
+    let there = world.receiver_by(|o| o.disk_limit = LONG);
     let options = SendOptions { patience: LONG, ..world.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "a write hangs", || world.faults.hung.load(Ordering::SeqCst) > 0);
@@ -352,4 +353,66 @@ fn stop_ends_a_receiver_whose_copy_hangs() {
     let refused = there.error();
     assert!(matches!(refused.cause, migrate::Cause::Cancelled), "{refused}");
     world.faults.write_hangs.store(false, Ordering::SeqCst);
+}
+
+#[test]
+fn guest_whose_copies_cannot_be_made_is_refused() {
+    let world = World::new();
+    let guest = world.guest(19);
+    world.faults.make_hangs.store(true, Ordering::SeqCst);
+    let there = world.receiver_by(|o| o.build_limit = Duration::from_millis(500));
+    let options = SendOptions { setup_timeout: LONG, ..world.options() };
+    for why in ["it is not there after 500ms: a disk may hang", "is still being built"] {
+        let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
+        let said = error.to_string();
+        assert!(said.contains("building the guest failed") && said.contains(why), "{said}");
+        assert_eq!(guest.run_state(), RunState::Running);
+        within(LONG, "it waits on", || there.waits_on());
+    }
+    assert_eq!(world.faults.hung.load(Ordering::SeqCst), 1, "one thread");
+    // It answers after all: what was left behind goes.
+    world.faults.make_hangs.store(false, Ordering::SeqCst);
+    within(LONG, "the next guest is built", || {
+        send(&*guest, &there.to, &options, &SendControl::new()).is_ok()
+    });
+    there.guest().guest.verify().unwrap();
+    world.compare(&guest);
+}
+
+#[test]
+fn stop_ends_a_receiver_whose_copies_are_not_made() {
+    let world = World::new();
+    let guest = world.guest(21);
+    world.faults.make_hangs.store(true, Ordering::SeqCst);
+    let there = world.receiver_by(|o| o.build_limit = LONG);
+    let options = SendOptions { setup_timeout: LONG, ..world.options() };
+    let sending = Sender::start(&guest, &there.to, &options);
+    within(LONG, "it hangs", || world.faults.hung.load(Ordering::SeqCst) > 0);
+    there.control.cancel().unwrap();
+    let said = sending.result().unwrap_err().to_string();
+    assert!(said.contains("the receiver was stopped"), "{said}");
+    let refused = there.error();
+    assert!(matches!(refused.cause, migrate::Cause::Cancelled), "{refused}");
+    world.faults.make_hangs.store(false, Ordering::SeqCst);
+    within(LONG, "the copies are gone", || world.copies() == 0);
+}
+
+/// Many drives of a block: the receiving thread waits for the first one while few bytes come.
+#[test]
+fn source_is_not_too_slow_while_storage_makes_it_wait() {
+    let world = World::new();
+    let guest = world.host.start(MemoryConfig::still());
+    let guest = Disked::start(guest, world.here.path(), &[4096; 24], 23);
+    let faults = &world.faults;
+    faults.write_hangs.store(true, Ordering::SeqCst);
+    let window = Duration::from_secs(4);
+    let there = world.receiver_by(|o| (o.disk_limit, o.pace_window) = (LONG, window));
+    let options = SendOptions { patience: LONG, ..world.options() };
+    let sending = Sender::start(&guest, &there.to, &options);
+    within(LONG, "a write hangs", || faults.hung.load(Ordering::SeqCst) > 0);
+    std::thread::sleep(window + Duration::from_secs(1));
+    faults.write_hangs.store(false, Ordering::SeqCst);
+    sending.result().unwrap();
+    there.guest().guest.verify().unwrap();
+    (0..24).for_each(|i| guest.compare(i, &world.copy(i)));
 }

@@ -65,8 +65,12 @@ fn role_destination() {
     say(&listener.local_addr().unwrap().to_string());
     let mut options = ReceiveOptions::new(records);
     options.commit_deadline = Duration::from_secs(2);
-    let result =
-        receive(listener, &MemoryGuestFactory::default(), &options, &ReceiveControl::new());
+    let result = receive(
+        listener,
+        Arc::new(MemoryGuestFactory::default()),
+        &options,
+        &ReceiveControl::new(),
+    );
     if result.is_ok() {
         std::thread::sleep(Duration::from_secs(60));
     }

@@ -62,6 +62,11 @@ impl Pace {
         (self.until, self.before) = (Instant::now() + self.window, moved);
     }
 
+    /// Adds time in which this side did not read.
+    fn allow(&mut self, waited: Duration) {
+        self.until += waited;
+    }
+
     /// What silence until now means: at the window's end, that the source was too slow.
     fn judge(&self, e: WireError, moved: u64) -> WireError {
         if e.is_silence() && Instant::now() >= self.until {
@@ -193,11 +198,11 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                         self.shares.add(scope, share, layout, placing, patience)?;
                     }
                 }
-                Step::Drive(step) => self.copies.take(step)?,
+                // The source does not pay for the time that this host's disks take.
+                Step::Drive(step) => pace.allow(self.copies.take(step)?),
                 Step::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
                     placing.end_expecting();
-                    // The source does not pay for the time that this host's disks take.
                     if self.copies.settle()? {
                         pace.renew(self.moved_bytes());
                     }

@@ -1,10 +1,11 @@
 //! Copies of drives while they arrive, and the threads that write them.
 //!
-//! The thread that receives never touches a copy itself, because storage that hangs would keep it for
+//! The receiving thread never touches a copy itself, because storage that hangs would keep it for
 //! ever. A writer thread takes pieces from it, [`PIECES`] at most, and has a second thread make them
 //! durable while more come, so that little is left to do at the end of a pass. The receiving thread
-//! waits for either in slices, and gives up once an operation has taken longer than the limit or the
-//! receiver is stopped. Threads whose storage never answers are left behind; they touch nothing else.
+//! waits for either in slices. It gives up when one operation takes longer than the limit, when one
+//! of its own waits takes longer than that and [`MARGIN`], or when the receiver is stopped. Threads
+//! whose storage never answers are left behind; they touch nothing else.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -26,6 +27,12 @@ const PIECES: usize = 8;
 /// Bytes of blocks after which copies are made durable, while more comes: twice as many at most wait
 /// for that.
 const SYNC_EVERY: u64 = 64 << 20;
+/// Blocks of zeros in one operation, 64 MiB: storage that cannot make room for them in one go, but
+/// writes them, does so within the limit of an operation.
+const ZEROS: u64 = 16 << 10;
+/// Time that one wait may take on top of the limit of an operation. Together they are less than the
+/// source waits by default, so it hears why the migration fails.
+const MARGIN: Duration = Duration::from_secs(1);
 /// Upper bound on waiting for files to be removed. What takes longer goes on without being waited for.
 const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 
@@ -118,12 +125,26 @@ impl Set {
 
     /// The operation that has taken longer than the limit, as a failure.
     fn overdue(&self) -> Option<Cause> {
+        let why = format!("its storage has not answered for {:?}", self.limit);
+        self.under_way(self.limit, &why)
+    }
+
+    /// The failure of a wait that has taken too long, though each operation may be in time.
+    fn too_slow(&self) -> Cause {
+        let why = format!("its storage has not kept up for {:?}", self.limit + MARGIN);
+        self.under_way(Duration::ZERO, &why).unwrap_or_else(|| {
+            let cause = io::Error::new(io::ErrorKind::TimedOut, why);
+            Cause::System { what: "writing copies of disks", cause }
+        })
+    }
+
+    /// An operation under way that has taken at least so long, failed for this reason.
+    fn under_way(&self, least: Duration, why: &str) -> Option<Cause> {
         self.doing.iter().find_map(|doing| {
             let doing = lock(doing);
             let Doing { drive, what, since } = doing.as_ref()?;
-            let why = format!("its storage has not answered for {:?}", self.limit);
             let cause = io::Error::new(io::ErrorKind::TimedOut, why);
-            (since.elapsed() > self.limit).then(|| self.failed(*drive, what, cause))
+            (since.elapsed() >= least).then(|| self.failed(*drive, what, cause))
         })
     }
 
@@ -141,12 +162,15 @@ impl Set {
     fn write(&self, piece: &Piece) -> Result<u64, Cause> {
         let (drive, mut contents) = (piece.drive, &piece.contents[..]);
         for run in &piece.runs {
-            let (at, has) = (run.start.gpa(), self.part(drive, run));
             if contents.is_empty() {
-                let zero = |copy: &dyn DriveCopy| copy.zero(at, has);
-                self.attempt(Slot::Writer, drive, "writing zeros to its copy", zero)?;
+                for part in run.chunks(ZEROS) {
+                    let (at, has) = (part.start.gpa(), self.part(drive, &part));
+                    let zero = |copy: &dyn DriveCopy| copy.zero(at, has);
+                    self.attempt(Slot::Writer, drive, "writing zeros to its copy", zero)?;
+                }
                 continue;
             }
+            let (at, has) = (run.start.gpa(), self.part(drive, run));
             // Parsing has compared the runs with the length.
             let (bytes, rest) = contents.split_at(run.bytes() as usize);
             let write = |copy: &dyn DriveCopy| copy.write(at, &bytes[..has as usize]);
@@ -185,22 +209,26 @@ impl Copies {
         Ok(Self { threads: Some(threads) })
     }
 
-    /// Has blocks written. Returns before they are, and fails with what became of earlier ones.
-    pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<(), Cause> {
+    /// Has blocks written. Returns before they are, with the time spent on waiting for earlier ones,
+    /// and fails with what became of those.
+    pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<Duration, Cause> {
         let (drive, runs, contents): (_, Runs<'_>, &[u8]) = match step {
-            DriveStep::Noted => return Ok(()),
+            DriveStep::Noted => return Ok(Duration::ZERO),
             DriveStep::Place { drive, runs, contents } => (drive, runs, contents),
             DriveStep::Zero { drive, runs } => (drive, runs, &[]),
         };
         let threads = self.threads.as_mut().ok_or_else(gone)?;
+        let begun = Instant::now();
         let mut piece = threads.free_piece()?;
+        let waited = begun.elapsed();
         piece.drive = drive;
         piece.runs.clear();
         piece.runs.extend(runs.iter());
         piece.contents.clear();
         piece.contents.extend_from_slice(contents);
         threads.unsettled = true;
-        threads.ask(Job::Write(piece))
+        threads.ask(Job::Write(piece));
+        Ok(waited)
     }
 
     /// Returns when all that has come is durable; whether that was worth waiting for.
@@ -255,14 +283,14 @@ impl Drop for Copies {
 }
 
 impl Threads {
-    fn ask(&self, job: Job) -> Result<(), Cause> {
+    fn ask(&self, job: Job) {
         // Without the thread there is no answer either, which says why.
         let _ = self.jobs.send(job);
-        Ok(())
     }
 
     /// A piece that nobody uses, as soon as there is one.
     fn free_piece(&mut self) -> Result<Piece, Cause> {
+        let until = self.give_up_at();
         loop {
             while let Ok(told) = self.told.try_recv() {
                 self.note(told?);
@@ -270,7 +298,7 @@ impl Threads {
             if let Some(piece) = self.free.pop() {
                 return Ok(piece);
             }
-            let told = self.next()?;
+            let told = self.next(until)?;
             self.note(told);
         }
     }
@@ -284,17 +312,23 @@ impl Threads {
 
     /// Has a job done, after all that was asked before.
     fn perform(&mut self, job: Job) -> Result<(), Cause> {
-        self.ask(job)?;
+        self.ask(job);
+        let until = self.give_up_at();
         loop {
-            match self.next()? {
+            match self.next(until)? {
                 Told::Done => return Ok(()),
                 written => self.note(written),
             }
         }
     }
 
-    /// What the writer thread says next.
-    fn next(&mut self) -> Result<Told, Cause> {
+    /// When a wait that begins now has taken too long.
+    fn give_up_at(&self) -> Instant {
+        Instant::now() + self.set.limit + MARGIN
+    }
+
+    /// What the writer thread says next, in a wait that ends at `until`.
+    fn next(&mut self, until: Instant) -> Result<Told, Cause> {
         loop {
             match self.told.recv_timeout(SLICE) {
                 Ok(told) => return told,
@@ -306,6 +340,9 @@ impl Threads {
             }
             if let Some(overdue) = self.set.overdue() {
                 return Err(overdue);
+            }
+            if Instant::now() >= until {
+                return Err(self.set.too_slow());
             }
         }
     }
@@ -418,3 +455,6 @@ fn gone() -> Cause {
     let cause = io::Error::other("its thread has ended");
     Cause::System { what: "writing copies of disks", cause }
 }
+
+#[cfg(test)]
+mod tests;

@@ -21,7 +21,7 @@ use crate::wire::{Wire, unexpected};
 /// How long a settled source may take to say so.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
-impl<F: GuestFactory + ?Sized> Host<'_, F> {
+impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     /// Offers the guest, waits for the decision, makes it, and takes the guest over.
     pub(super) fn hand_over(
         &self,

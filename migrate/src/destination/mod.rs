@@ -5,6 +5,7 @@
 
 mod ahead;
 mod assembly;
+mod building;
 mod copies;
 mod door;
 mod drives;
@@ -36,6 +37,7 @@ use crate::records::Records;
 use crate::report::{ReceiveReport, ms};
 use crate::wire::Wire;
 use assembly::{Assembly, Pace, Reading};
+use building::Builder;
 use copies::Copies;
 pub use door::Responder;
 use door::{Caller, Knock};
@@ -55,8 +57,13 @@ pub struct ReceiveOptions {
     /// The time in which the source has to move at least 256 KiB of memory or state: a peer that
     /// trickles does not keep this receiver for nothing. A minute.
     pub pace_window: Duration,
+    /// How long building a guest may take, its disks opened and copies of drives made, after which
+    /// it is refused: a disk hangs. 25 s: a source that waits for longer gives up without hearing
+    /// why.
+    pub build_limit: Duration,
     /// How long one operation on the copy of a drive may take, after which the guest is thrown away:
-    /// its storage hangs. 8 s: a source that waits for longer gives up without hearing why.
+    /// its storage hangs. A wait for several operations may take a second more. 8 s: a source that
+    /// waits for longer gives up without hearing why.
     pub disk_limit: Duration,
     /// Time from PREPARED to COMMIT, after which the guest is thrown away. 10 s.
     pub commit_deadline: Duration,
@@ -74,6 +81,7 @@ impl ReceiveOptions {
             handshake_timeout: Duration::from_secs(5),
             patience: Duration::from_secs(10),
             pace_window: Duration::from_secs(60),
+            build_limit: Duration::from_secs(25),
             disk_limit: Duration::from_secs(8),
             commit_deadline: Duration::from_secs(10),
             linger: Duration::from_secs(30),
@@ -104,9 +112,9 @@ pub struct Received<G: ?Sized> {
 ///
 /// The listener's side costs one thread, and one for each caller while it introduces itself, in a
 /// bounded number.
-pub fn receive<F: GuestFactory + ?Sized>(
+pub fn receive<F: GuestFactory + ?Sized + 'static>(
     listener: TcpListener,
-    factory: &F,
+    factory: Arc<F>,
     options: &ReceiveOptions,
     control: &Arc<ReceiveControl>,
 ) -> Result<Received<F::Guest>, ReceiveError> {
@@ -132,7 +140,7 @@ pub fn receive<F: GuestFactory + ?Sized>(
 }
 
 /// The migration, a phase a line.
-fn migrate<F: GuestFactory + ?Sized>(
+fn migrate<F: GuestFactory + ?Sized + 'static>(
     host: &Host<'_, F>,
 ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
     let (arrival, prepared) = loop {
@@ -163,7 +171,7 @@ impl<E: Into<Cause>> From<E> for Failed {
 
 /// What all phases know.
 struct Host<'a, F: GuestFactory + ?Sized> {
-    factory: &'a F,
+    builder: Builder<F>,
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
     ledger: Arc<Ledger>,
@@ -198,9 +206,9 @@ struct Whole {
     written: Option<Subscription>,
 }
 
-fn open<'a, F: GuestFactory + ?Sized>(
+fn open<'a, F: GuestFactory + ?Sized + 'static>(
     listener: TcpListener,
-    factory: &'a F,
+    factory: Arc<F>,
     options: &'a ReceiveOptions,
     control: &'a Arc<ReceiveControl>,
 ) -> Result<(Host<'a, F>, Responder), Failed> {
@@ -209,10 +217,11 @@ fn open<'a, F: GuestFactory + ?Sized>(
     let (responder, callers) =
         door::open(listener, ledger.clone(), control.clone(), patience, handshake)
             .map_err(|cause| Cause::System { what: "listening", cause })?;
-    Ok((Host { factory, options, control, ledger, callers }, responder))
+    let builder = Builder::new(factory, options.build_limit, options.disk_limit);
+    Ok((Host { builder, options, control, ledger, callers }, responder))
 }
 
-impl<F: GuestFactory + ?Sized> Host<'_, F> {
+impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     fn phase<T>(
         &self,
         phase: Phase,
@@ -302,17 +311,14 @@ impl<F: GuestFactory + ?Sized> Host<'_, F> {
         if theirs != ours {
             return Err(Cause::Differs { what: "the layout's hash", ours, theirs });
         }
-        let (guest, copies) = self.factory.create_with_copies(vm_id, config, drives)?;
+        let (guest, copies) = self.builder.build(vm_id, config, drives, &self.control.stop)?;
         let differs = LayoutDifference::between(guest.layout(), layout);
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
-            let (limit, stop) = (self.options.disk_limit, self.control.stop.clone());
-            let copies = Copies::new(copies, drives, limit, stop)?;
             self.ledger.begin(token, vm_id)?;
-            wire.send(&Message::Ready { site: self.ledger.site() })?;
-            Ok(copies)
+            Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
         });
         match ready {
-            Ok(copies) => Ok((guest, copies)),
+            Ok(()) => Ok((guest, copies)),
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
                 let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
@@ -411,113 +417,4 @@ fn words(cause: &Cause) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use checkpoint::VmId;
-    use checkpoint::format::MAGIC_STREAM;
-    use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-    use dirty_tracker::{Gfn, Slot, SlotId};
-
-    use super::*;
-
-    #[test]
-    fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
-        let dir = tempfile::tempdir().unwrap();
-        let (factory, options) = (MemoryGuestFactory::default(), ReceiveOptions::new(dir.path()));
-        let control = ReceiveControl::new();
-        let ledger = Arc::new(Ledger::new(Records::open(dir.path()).unwrap()));
-        let (knock, callers) = std::sync::mpsc::channel();
-        let (factory, options) = (&factory, &ReceiveOptions { once: true, ..options });
-        let host = Host { factory, options, control: &control, ledger, callers };
-        let left = || {
-            let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
-            let cause = checkpoint::format::FormatError::Io(cause).into();
-            knock.send(Knock::Left { peer: "somebody".into(), cause }).unwrap();
-        };
-        // So that the waiting ends in any case, after what is queued.
-        control.cancel().unwrap();
-        host.ledger.claim(VmId::random(), Token::random(), || Ok(())).unwrap();
-        left();
-        let failed = host.welcome().err().unwrap();
-        assert!(matches!(failed.cause, Cause::Cancelled), "{failed:?}");
-        assert_eq!(control.progress().refused, 1);
-        host.ledger.vacate();
-        left();
-        let failed = host.welcome().err().unwrap();
-        assert!(matches!(failed.cause, Cause::SourceLeft { .. }), "{failed:?}");
-    }
-
-    /// Two layouts of one hash, the first with few frames: CRC32C has 32 bits, and layouts have more.
-    fn of_one_hash() -> (Layout, Layout) {
-        let mut seen = std::collections::HashMap::new();
-        let mut random = 1u64;
-        loop {
-            // xorshift64
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            let (base, frames) = (random >> 40, 1 + random % 4096);
-            let slot = Slot { id: SlotId(0), base: Gfn(base), frames };
-            let layout = Layout::new([slot]).unwrap();
-            match seen.insert(layout.hash(), layout.clone()) {
-                Some(other) if other != layout => return (other, layout),
-                _ => {}
-            }
-        }
-    }
-
-    #[test]
-    fn layouts_of_one_hash_are_told_apart() {
-        let dir = tempfile::tempdir().unwrap();
-        let (factory, options) = (MemoryGuestFactory::default(), ReceiveOptions::new(dir.path()));
-        let control = ReceiveControl::new();
-        let ledger = Arc::new(Ledger::new(Records::open(dir.path()).unwrap()));
-        let (_knock, callers) = std::sync::mpsc::channel();
-        let host =
-            Host { factory: &factory, options: &options, control: &control, ledger, callers };
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let _source = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (stream, _) = listener.accept().unwrap();
-        let mut wire = Wire::new(Link::new(stream, SLICE, Arc::default()).unwrap());
-
-        let (ours, theirs) = of_one_hash();
-        assert_eq!(ours.hash(), theirs.hash());
-        let config =
-            MemoryConfig { slots: ours.slots().copied().collect(), ..MemoryConfig::still() };
-        let guest = MemoryGuest::new(VmId::random(), config).unwrap();
-        let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, theirs.hash());
-        let mut build = |layout: &Layout| {
-            host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[])
-        };
-        let cause = build(&theirs).err().expect("it is not the guest that is sent");
-        assert!(matches!(cause, Cause::LayoutDiffers(LayoutDifference::Slot { nth: 0, .. })));
-        let said = cause.to_string();
-        assert!(said.contains("the first gfn of its memory slot 0 is 0x"), "{said}");
-        assert!(build(&ours).is_ok());
-    }
-
-    #[test]
-    fn the_first_difference_of_layouts_is_named() {
-        let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
-        let layout = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap();
-        let ours = layout(&[slot(0, 0, 8), slot(1, 16, 8)]);
-        for (theirs, said) in [
-            (layout(&[slot(0, 0, 8)]), "1 memory slots there and 2 here"),
-            (
-                layout(&[slot(0, 0, 8), slot(2, 16, 8)]),
-                "the number of its memory slot 1 is 0x2 there and 0x1 here",
-            ),
-            (
-                layout(&[slot(0, 1, 7), slot(1, 16, 8)]),
-                "the first gfn of its memory slot 0 is 0x1 there and 0x0 here",
-            ),
-            (
-                layout(&[slot(0, 0, 8), slot(1, 16, 9)]),
-                "the length of its memory slot 1 is 0x9 there and 0x8 here",
-            ),
-        ] {
-            let difference = LayoutDifference::between(&ours, &theirs).unwrap();
-            assert_eq!(difference.to_string(), said);
-        }
-        assert_eq!(LayoutDifference::between(&ours, &ours.clone()), None);
-    }
-}
+mod tests;

@@ -247,6 +247,8 @@ pub struct CopyFaults {
     pub room: AtomicU64,
     /// Making it durable fails.
     pub loses: AtomicBool,
+    /// Making it, for a guest that comes, never returns.
+    pub make_hangs: AtomicBool,
     /// Writing never returns.
     pub write_hangs: AtomicBool,
     /// Making it durable never returns.
@@ -344,6 +346,7 @@ impl GuestFactory for DiskedFactory {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<MemoryGuest>, GuestError> {
+        hang(&self.faults.make_hangs, &self.faults.hung);
         let copy = |head: &DriveHead| {
             let path = self.dir.join(&head.id);
             let file = File::create_new(&path).unwrap();

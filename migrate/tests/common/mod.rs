@@ -117,7 +117,8 @@ impl Host {
         let to = listener.local_addr().unwrap().to_string();
         let control = ReceiveControl::new();
         let mine = control.clone();
-        let thread = std::thread::spawn(move || receive(listener, &factory, &options, &mine));
+        let thread =
+            std::thread::spawn(move || receive(listener, Arc::new(factory), &options, &mine));
         Receiver { to, control, thread, again: true }
     }
 }

@@ -60,7 +60,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         ..ReceiveOptions::new(&args.host.state_dir)
     };
     let showing = Receiving::show(&control);
-    let received = migrate::receive(listener, &factory, &options, &control);
+    let received = migrate::receive(listener, Arc::new(factory), &options, &control);
     drop(showing);
     let Received { guest: vm, report, responder } = received.map_err(|e| {
         end_in_bounded_time(0, NOT_RECEIVED);

@@ -1,0 +1,203 @@
+//! Building the guest of a source: what is refused, and what is waited for.
+
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use checkpoint::format::MAGIC_STREAM;
+use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use checkpoint::{DriveCopy, VmId};
+use dirty_tracker::{Gfn, Slot, SlotId};
+
+use super::*;
+
+fn host<'a>(
+    options: &'a ReceiveOptions,
+    control: &'a ReceiveControl,
+    callers: Receiver<Knock>,
+) -> Host<'a, MemoryGuestFactory> {
+    host_of(Arc::default(), options, control, callers)
+}
+
+/// A wire to a source that says nothing.
+fn wire() -> (Wire<Link>, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    (Wire::new(Link::new(stream, SLICE, Arc::default()).unwrap()), source)
+}
+
+fn host_of<'a, F: GuestFactory + 'static>(
+    factory: Arc<F>,
+    options: &'a ReceiveOptions,
+    control: &'a ReceiveControl,
+    callers: Receiver<Knock>,
+) -> Host<'a, F> {
+    let builder = Builder::new(factory, options.build_limit, options.disk_limit);
+    let ledger = Arc::new(Ledger::new(Records::open(&options.records).unwrap()));
+    Host { builder, options, control, ledger, callers }
+}
+
+#[test]
+fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = ReceiveOptions { once: true, ..ReceiveOptions::new(dir.path()) };
+    let control = ReceiveControl::new();
+    let (knock, callers) = std::sync::mpsc::channel();
+    let host = host(&options, &control, callers);
+    let left = || {
+        let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
+        let cause = checkpoint::format::FormatError::Io(cause).into();
+        knock.send(Knock::Left { peer: "somebody".into(), cause }).unwrap();
+    };
+    // So that the waiting ends in any case, after what is queued.
+    control.cancel().unwrap();
+    host.ledger.claim(VmId::random(), Token::random(), || Ok(())).unwrap();
+    left();
+    let failed = host.welcome().err().unwrap();
+    assert!(matches!(failed.cause, Cause::Cancelled), "{failed:?}");
+    assert_eq!(control.progress().refused, 1);
+    host.ledger.vacate();
+    left();
+    let failed = host.welcome().err().unwrap();
+    assert!(matches!(failed.cause, Cause::SourceLeft { .. }), "{failed:?}");
+}
+
+/// Two layouts of one hash, the first with few frames: CRC32C has 32 bits, and layouts have more.
+fn of_one_hash() -> (Layout, Layout) {
+    let mut seen = std::collections::HashMap::new();
+    let mut random = 1u64;
+    loop {
+        // xorshift64
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        let (base, frames) = (random >> 40, 1 + random % 4096);
+        let slot = Slot { id: SlotId(0), base: Gfn(base), frames };
+        let layout = Layout::new([slot]).unwrap();
+        match seen.insert(layout.hash(), layout.clone()) {
+            Some(other) if other != layout => return (other, layout),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn layouts_of_one_hash_are_told_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
+    let (_knock, callers) = std::sync::mpsc::channel();
+    let host = host(&options, &control, callers);
+    let (mut wire, _source) = wire();
+    let (ours, theirs) = of_one_hash();
+    assert_eq!(ours.hash(), theirs.hash());
+    let config = MemoryConfig { slots: ours.slots().copied().collect(), ..MemoryConfig::still() };
+    let guest = MemoryGuest::new(VmId::random(), config).unwrap();
+    let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, theirs.hash());
+    let mut build = |layout: &Layout| {
+        host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[])
+    };
+    let cause = build(&theirs).err().expect("it is not the guest that is sent");
+    assert!(matches!(cause, Cause::LayoutDiffers(LayoutDifference::Slot { nth: 0, .. })));
+    let said = cause.to_string();
+    assert!(said.contains("the first gfn of its memory slot 0 is 0x"), "{said}");
+    assert!(build(&ours).is_ok());
+}
+
+/// Whose removal takes until it is released, or a minute.
+struct Lasting(Arc<AtomicBool>);
+
+impl DriveCopy for Lasting {
+    fn write(&self, _: u64, _: &[u8]) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn zero(&self, _: u64, _: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn make_durable(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn yield_to_guest(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn keep(&self) {}
+}
+
+impl Drop for Lasting {
+    fn drop(&mut self) {
+        let until = Instant::now() + Duration::from_secs(60);
+        while !self.0.load(Ordering::SeqCst) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Builds guests with one such copy.
+#[derive(Default)]
+struct LastingFactory(MemoryGuestFactory, Arc<AtomicBool>);
+
+impl GuestFactory for LastingFactory {
+    type Guest = MemoryGuest;
+
+    fn create(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+    ) -> Result<Arc<MemoryGuest>, checkpoint::GuestError> {
+        self.0.create(vm_id, config)
+    }
+
+    fn create_with_copies(
+        &self,
+        vm_id: VmId,
+        config: &[u8],
+        _: &[DriveHead],
+    ) -> Result<checkpoint::WithCopies<MemoryGuest>, checkpoint::GuestError> {
+        Ok((self.create(vm_id, config)?, vec![Box::new(Lasting(self.1.clone()))]))
+    }
+}
+
+#[test]
+fn refused_guest_is_not_waited_for_while_its_copies_hang() {
+    let dir = tempfile::tempdir().unwrap();
+    let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
+    let (_knock, callers) = std::sync::mpsc::channel();
+    let factory = Arc::<LastingFactory>::default();
+    let released = factory.1.clone();
+    let host = host_of(factory, &options, &control, callers);
+    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+    let theirs = Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 1 }]).unwrap();
+    let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, theirs.hash());
+    let drives = [DriveHead { id: "d".into(), bytes: 4096, readonly: false }];
+    let (mut wire, _source) = wire();
+    let token = Token::random();
+    let cause = host.build(&mut wire, &header, token, &theirs, &guest.config(), &drives);
+    assert!(matches!(cause.err().unwrap(), Cause::LayoutDiffers(_)));
+    assert!(!released.swap(true, Ordering::SeqCst), "its copies are still being removed");
+}
+
+#[test]
+fn the_first_difference_of_layouts_is_named() {
+    let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+    let layout = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap();
+    let ours = layout(&[slot(0, 0, 8), slot(1, 16, 8)]);
+    for (theirs, said) in [
+        (layout(&[slot(0, 0, 8)]), "1 memory slots there and 2 here"),
+        (
+            layout(&[slot(0, 0, 8), slot(2, 16, 8)]),
+            "the number of its memory slot 1 is 0x2 there and 0x1 here",
+        ),
+        (
+            layout(&[slot(0, 1, 7), slot(1, 16, 8)]),
+            "the first gfn of its memory slot 0 is 0x1 there and 0x0 here",
+        ),
+        (
+            layout(&[slot(0, 0, 8), slot(1, 16, 9)]),
+            "the length of its memory slot 1 is 0x9 there and 0x8 here",
+        ),
+    ] {
+        let difference = LayoutDifference::between(&ours, &theirs).unwrap();
+        assert_eq!(difference.to_string(), said);
+    }
+    assert_eq!(LayoutDifference::between(&ours, &ours.clone()), None);
+}
