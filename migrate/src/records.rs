@@ -51,6 +51,9 @@ const SOURCE_SUFFIX: &str = ".source.json";
 /// The end of a prepared record's name, behind its token.
 const PREPARED_SUFFIX: &str = ".prepared.json";
 
+/// The end of a decision's name, behind its token.
+const DECISION_SUFFIX: &str = ".destination.json";
+
 /// The beginning of the name of a file that is no record yet.
 const STAGED: &str = ".staged-";
 /// The age of such a file after which the process that made it has died: no migration takes as long.
@@ -191,7 +194,7 @@ impl Records {
             #[cfg(test)]
             pretended: None,
         };
-        records.sweep_prepared();
+        records.sweep_settled();
         Ok(records)
     }
 
@@ -361,26 +364,53 @@ impl Records {
         Ok(PreparedMark { _lock, names_boot: boot.is_some() })
     }
 
-    /// Removes prepared records of processes that have died and had decided nothing, where that is
-    /// certain: their guests never ran. Whatever fails is tried again next time.
-    fn sweep_prepared(&self) {
+    /// Removes what processes that have died left behind, where every answer stays as it is:
+    ///
+    /// | prepared record | decision | what goes |
+    /// | --- | --- | --- |
+    /// | its process has died | none, and none can have been lost | the record: its guest never ran |
+    /// | its process has died | `discarded` | both: without them the answer is *discarded*, too |
+    /// | its process has died | `committed` | the record, once the decision is durable |
+    /// | none | `discarded` | the decision: without it the answer is *discarded*, too |
+    ///
+    /// Whatever fails is tried again next time.
+    fn sweep_settled(&self) {
         let life = self.life();
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let name = entry.file_name();
-            let stem = name.to_str().and_then(|name| name.strip_suffix(PREPARED_SUFFIX));
-            let Some(Ok(token)) = stem.map(|stem| Uuid::parse_str(stem).map(Token)) else {
-                continue;
-            };
-            let path = entry.path();
-            let certain = matches!(
-                read::<PreparedRecord>(&path, token),
-                Ok(Some(record)) if record.decision_would_stand(life)
-            );
-            let has_died = || fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
-            // In this order: a process decides before it dies.
-            if certain && has_died() && matches!(self.decision(token), Ok(None)) {
-                let _ = fs::remove_file(&path);
+            let name = name.to_str().unwrap_or_default();
+            let stem = [PREPARED_SUFFIX, DECISION_SUFFIX].iter().find_map(|s| name.strip_suffix(s));
+            if let Some(Ok(token)) = stem.map(|stem| Uuid::parse_str(stem).map(Token)) {
+                // It is tried again next time.
+                let _ = self.sweep_token(token, life);
             }
+        }
+    }
+
+    /// As [`sweep_settled`](Self::sweep_settled), of one migration.
+    fn sweep_token(&self, token: Token, life: Option<Life>) -> Result<(), RecordsError> {
+        let path = self.prepared_path(token);
+        let Some(record) = read::<PreparedRecord>(&path, token)? else {
+            // In this order: only about a guest whose prepared record stands is one decided.
+            let discarded = self.decision(token)? == Some(Decision::Discarded);
+            let none = read::<PreparedRecord>(&path, token)?.is_none();
+            return if discarded && none { self.remove_both(token) } else { Ok(()) };
+        };
+        // In this order: a process decides before it dies.
+        let has_died = fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
+        if !has_died {
+            return Ok(());
+        }
+        match self.decision(token)? {
+            Some(Decision::Discarded) => self.remove_both(token),
+            Some(Decision::Committed) => {
+                self.sync(token)?;
+                remove(&self.dir, &path).map_err(failed("remove", &path))
+            }
+            None if record.decision_would_stand(life) => {
+                remove(&self.dir, &path).map_err(failed("remove", &path))
+            }
+            None => Ok(()),
         }
     }
 
@@ -397,8 +427,8 @@ impl Records {
     /// unless it may have been decided and is forgotten: the host has crashed since, or lost this
     /// directory. Of any other token nothing is stored: its guest was never prepared here.
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
-        // Nobody removes a prepared record while its source may ask, unless the guest never ran; so
-        // it is looked for first.
+        // While its source may ask, a prepared record is removed only if its guest never ran, or
+        // behind a durable decision; so it is looked for first.
         let prepared: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
         let decision = self.decision(token)?;
         let Some(prepared) = prepared.filter(|_| decision.is_none()) else {
@@ -449,22 +479,30 @@ impl Records {
             .map_err(failed("write", &path))
     }
 
-    /// Forgets a decision that nobody will ask for again, and first that its guest was `prepared` by this process.
+    /// Forgets a decision that nobody will ask for again, and that its guest was `prepared` by this
+    /// process.
     pub(crate) fn forget_decision(
         &self,
         token: Token,
         prepared: Option<PreparedMark>,
     ) -> Result<(), RecordsError> {
-        let prepared = prepared.map(|_| self.prepared_path(token));
-        for path in prepared.into_iter().chain([self.decision_path(token)]) {
-            match fs::remove_file(&path) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                    return Err(failed("remove", &path)(e));
-                }
-                _ => {}
+        match prepared {
+            Some(_mark) => self.remove_both(token),
+            None => {
+                let path = self.decision_path(token);
+                remove(&self.dir, &path).map_err(failed("remove", &path))
             }
         }
-        sync_dir(&self.dir).map_err(failed("remove", &self.decision_path(token)))
+    }
+
+    /// Removes a prepared record, and once that is durable, the decision. A crash in between leaves
+    /// the decision, which answers as before. The other way round it would leave a prepared record
+    /// whose decision may have been lost: its answer, *committed*, nobody could ever take back.
+    fn remove_both(&self, token: Token) -> Result<(), RecordsError> {
+        for path in [self.prepared_path(token), self.decision_path(token)] {
+            remove(&self.dir, &path).map_err(failed("remove", &path))?;
+        }
+        Ok(())
     }
 
     fn source_path(&self, token: Token) -> PathBuf {
@@ -472,7 +510,7 @@ impl Records {
     }
 
     fn decision_path(&self, token: Token) -> PathBuf {
-        self.dir.join(format!("{token}.destination.json"))
+        self.dir.join(format!("{token}{DECISION_SUFFIX}"))
     }
 
     fn prepared_path(&self, token: Token) -> PathBuf {

@@ -197,6 +197,14 @@ impl World {
         if !self.destination_alive && self.prepared && undecided {
             all.push((Kind::Good, Self { prepared: false, ..self.clone() }));
         }
+        // As `Records::sweep_settled`: a prepared record behind a durable decision tells no more,
+        // and without a prepared record `discarded` tells no more than nothing.
+        if !self.destination_alive && self.prepared && self.disk.is_some() {
+            all.push((Kind::Good, Self { prepared: false, durable: true, ..self.clone() }));
+        }
+        if !self.prepared && self.disk == Some(Decision::Discarded) {
+            all.push((Kind::Good, Self { disk: None, durable: true, ..self.clone() }));
+        }
         // The network loses what is under way.
         for (lost, w) in [
             (&self.to_source, Self { to_source: Vec::new(), ..self.clone() }),

@@ -108,13 +108,45 @@ fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
     let stands = |token| records.prepared_path(token).exists();
     assert_eq!(
         [lives, died, decided, rebooted].map(stands),
-        [true, false, true, true],
+        [true, false, false, true],
         "of one who lives, one who died, one who had decided, and of another boot"
     );
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 6, "nor what is no record");
+    assert_eq!(records.decision(decided).unwrap(), Some(Decision::Committed), "which tells it");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5, "nor what is no record");
     drop(held);
     Records::open(dir.path()).unwrap();
     assert!(!stands(lives));
+}
+
+#[test]
+fn decisions_of_the_dead_are_swept_where_the_answer_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
+    let earlier = Records { pretended: Some(earlier), ..records.clone() };
+    let [lives, died, rebooted, alone, committed] = [(); 5].map(|()| Token::random());
+    let vm = VmId::random();
+    let held = records.prepare(lives, vm).unwrap();
+    for (token, records) in [(died, &records), (rebooted, &earlier)] {
+        drop(records.prepare(token, vm).unwrap());
+    }
+    for token in [lives, died, rebooted, alone] {
+        records.decide(token, Some(vm), Decision::Discarded).unwrap();
+    }
+    records.decide(committed, Some(vm), Decision::Committed).unwrap();
+    let again = Records::open(dir.path()).unwrap();
+    let left = [lives, died, rebooted, alone, committed].map(|t| records.decision(t).unwrap());
+    let (discarded, ran) = (Some(Decision::Discarded), Some(Decision::Committed));
+    assert_eq!(left, [discarded, None, None, None, ran]);
+    assert!(records.prepared_path(lives).exists());
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 4, "the site and these");
+    for token in [lives, died, rebooted, alone] {
+        assert_eq!(again.decide_unknown(token).unwrap(), Decision::Discarded);
+    }
+    assert_eq!(again.decide_unknown(committed).unwrap(), Decision::Committed);
+    drop(held);
+    Records::open(dir.path()).unwrap();
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
 }
 
 #[test]
@@ -140,12 +172,12 @@ fn what_was_staged_long_ago_is_swept_and_nothing_else() {
     let old = records.stage(Token::random(), None, Decision::Discarded).unwrap();
     old.file.as_file().set_modified(UNIX_EPOCH).unwrap();
     let decided = Token::random();
-    records.decide(decided, None, Decision::Discarded).unwrap();
+    records.decide(decided, None, Decision::Committed).unwrap();
     let record = fs::File::options().write(true).open(records.decision_path(decided)).unwrap();
     record.set_modified(UNIX_EPOCH).unwrap();
     let again = Records::open(dir.path()).unwrap();
     assert!(staged.file.path().exists() && !old.file.path().exists());
-    assert_eq!(again.decision(decided).unwrap(), Some(Decision::Discarded));
+    assert_eq!(again.decision(decided).unwrap(), Some(Decision::Committed));
 }
 
 #[test]
