@@ -15,7 +15,7 @@ use checkpoint::testing::{MemoryConfig, Op};
 use common::raw::{
     JOIN, MOVE, QUERY, admitted, ask, caller, ends, golden, greeted, header, hello, next, record,
 };
-use common::{Host, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{Host, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use migrate::Records;
 
 /// Verdicts of ANSWER.
@@ -68,13 +68,13 @@ fn as_before(before: (usize, usize)) {
         let now = held();
         now.0 <= before.0 && now.1 <= before.1
     };
-    within(Duration::from_secs(60), &format!("as before: {before:?}"), done);
+    within(LONG, &format!("as before: {before:?}"), done);
 }
 
 /// Waits until the receiver has ended the threads of connections that were displaced.
 fn serves_few(before: (usize, usize)) {
     let done = || held().0 <= before.0 + SERVED;
-    within(Duration::from_secs(60), &format!("at most {SERVED} more threads: {before:?}"), done);
+    within(LONG, &format!("at most {SERVED} more threads: {before:?}"), done);
 }
 
 /// What this process holds once `there` listens and has answered.
@@ -190,7 +190,7 @@ fn sources_that_came_second_keep_nobody_out() {
         refused.drain(..refused.len().saturating_sub(300));
         drop(first);
         // Each of them, and the first one.
-        within(Duration::from_secs(60), "it waits on", || {
+        within(LONG, "it waits on", || {
             there.waits_on() && there.control.progress().refused == 16 * u64::from(n + 1)
         });
     });
@@ -232,9 +232,7 @@ fn migrations_that_fail_leave_a_receiver_as_it_was() {
         host.there.fail_next(Op::Restore, 1);
         let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
         assert!(sent.unwrap_err().to_string().contains("restor"), "the source hears why");
-        within(Duration::from_secs(60), "it waits on", || {
-            there.waits_on() && there.control.progress().refused == nth
-        });
+        within(LONG, "it waits on", || there.waits_on() && there.control.progress().refused == nth);
     };
     fail(1);
     let before = (held(), files(&host.destination_records()));

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest};
-use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 
 /// One pass, then the rest, so that runs are alike.
 fn options(host: &Host) -> migrate::SendOptions {
@@ -24,7 +24,7 @@ fn config() -> MemoryConfig {
 /// Once it has written so much that there are runs long enough for FRAMES.
 fn start(host: &Host) -> Arc<MemoryGuest> {
     let guest = host.start(config());
-    within(Duration::from_secs(8), "2,000 writes", || guest.writes() > 2000);
+    within(LONG, "2,000 writes", || guest.writes() > 2000);
     guest
 }
 
@@ -90,12 +90,14 @@ fn cut_at(cut: Cut, source: bool, unit: usize, tag: u16) {
     let mut sending = options(&host);
     if cut == Cut::Stall {
         // Only limits end these: short where the stall is, long where a busy machine would reach them before it.
-        let limit = |here| Duration::from_millis(if here { 300 } else { 60_000 });
+        let limit = |here| if here { Duration::from_millis(300) } else { LONG };
         sending.connect_timeout = limit(unit <= 1);
         receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });
         sending.setup_timeout = limit(unit == 2);
         receiving.patience = limit(true);
         sending.patience = limit(true);
+        receiving.commit_deadline = Duration::from_millis(500);
+        sending.settle_timeout = Duration::from_millis(400);
     }
     let mut there = host.receiver_with(receiving);
     // A busy machine may need longer than that for a whole migration.

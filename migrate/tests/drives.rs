@@ -14,7 +14,7 @@ use checkpoint::format::{Header, MAGIC_STREAM, RecordHead};
 use checkpoint::testing::MemoryConfig;
 use checkpoint::{Guest, RunState, VmId};
 use common::{
-    At, Cut, Disked, DiskedFactory, Host, Plan, Proxy, Receiver, Sender, exactly_one_runs,
+    At, Cut, Disked, DiskedFactory, Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs,
     quick_send, tag, within,
 };
 use migrate::{
@@ -24,9 +24,6 @@ use proptest::prelude::*;
 
 /// A partial last block, and a drive of less than a block.
 const SIZES: [u64; 3] = [(4 << 20) + 512, 1536, 1 << 20];
-
-/// More than anything takes here.
-const LONG: Duration = Duration::from_secs(60);
 
 /// Hosts, and the directories of their drives.
 struct World {
@@ -172,7 +169,7 @@ fn a_host_that_makes_no_copies_refuses_by_name() {
     assert!(said.contains("disk \"disk0\" (4194816 bytes)"), "{said}");
     assert!(said.contains("no copies of drives are made here"), "{said}");
     assert_eq!(guest.run_state(), RunState::Running);
-    within(Duration::from_secs(5), "it waits on", || there.waits_on());
+    within(LONG, "it waits on", || there.waits_on());
     let sent = Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result();
     sent.unwrap();
     there.guest().guest.verify().unwrap();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, Op};
 use checkpoint::{Guest, RunState};
-use common::{At, Cut, Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 use migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
 
 /// One pass, then the rest.
@@ -127,7 +127,7 @@ fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
             }
             handle.lock().unwrap().as_ref().unwrap().cancel().unwrap();
             // So that nothing of what follows is through before it is noticed.
-            std::thread::sleep(Duration::from_millis(200));
+            std::thread::sleep(Duration::from_secs(1));
         };
         let plan = Plan::default().before_from_source(tag(at), cancel);
         let proxy = Proxy::start(&there.to, plan);
@@ -176,7 +176,7 @@ fn it_is_too_late_to_cancel_after_the_record() {
 fn a_receiver_can_be_cancelled_while_it_waits() {
     let host = Host::new();
     let there = host.receiver();
-    within(Duration::from_secs(2), "it waits", || there.control.progress().phase == Phase::Waiting);
+    within(LONG, "it waits", || there.control.progress().phase == Phase::Waiting);
     there.control.cancel().unwrap();
     assert!(matches!(there.error().cause, Cause::Cancelled));
 }
@@ -209,9 +209,7 @@ fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it
     });
     let proxy = Proxy::start(&there.to, plan);
     let sender = Sender::start(&guest, &proxy.to, &options(&host));
-    within(Duration::from_secs(5), "the source is in doubt", || {
-        sender.control.progress().phase == Phase::InDoubt
-    });
+    within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(sender.control.progress().phase, Phase::InDoubt, "nothing durable was said");
     assert_eq!(guest.run_state(), RunState::Paused);
@@ -233,9 +231,7 @@ fn in_doubt(
     let proxy =
         Proxy::start(&there.to, Plan::cut_for_good(false, At::Tag(tag("RUNNING")), Cut::Before));
     let sender = Sender::start(&guest, &proxy.to, &options(host));
-    within(Duration::from_secs(5), "the source is in doubt", || {
-        sender.control.progress().phase == Phase::InDoubt
-    });
+    within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
     (guest, there, proxy, sender)
 }
 
@@ -279,9 +275,7 @@ fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decide
     let plan = Plan::cut_for_good(true, At::Tag(tag("COMMIT")), Cut::Before);
     let proxy = Proxy::start(&there.to, plan);
     let sender = Sender::start(&guest, &proxy.to, &options(&host));
-    within(Duration::from_secs(5), "the source is in doubt", || {
-        sender.control.progress().phase == Phase::InDoubt
-    });
+    within(LONG, "the source is in doubt", || sender.control.progress().phase == Phase::InDoubt);
     assert!(there.error().was_prepared);
     for left in host.records_left() {
         if left.to_string_lossy().contains(".destination.") {
@@ -292,7 +286,7 @@ fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decide
     let stranger = Host::new();
     let elsewhere = stranger.receiver();
     proxy.redirect(&elsewhere.to);
-    within(Duration::from_secs(5), "a stranger answers", || {
+    within(LONG, "a stranger answers", || {
         sender.control.progress().doubt.is_some_and(|d| d.contains("does not know"))
     });
     let second = host.receiver();
@@ -362,6 +356,6 @@ fn after_a_doubt_that_an_answer_settled_no_record_is_left() {
     proxy.redirect(&there.to);
     let sent = sender.result();
     assert_eq!(sent.as_ref().unwrap().status, SendStatus::Completed);
-    within(Duration::from_secs(5), "the decision is forgotten", || host.records_left().is_empty());
+    within(LONG, "the decision is forgotten", || host.records_left().is_empty());
     exactly_one_runs(&host, &guest, &sent, there, "in doubt, then answered");
 }

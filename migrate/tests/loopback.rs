@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest};
 use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
-use common::{Host, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use common::{Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
 use dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
 use migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
@@ -39,7 +39,7 @@ fn twenty_migrations_in_a_row_while_the_guest_writes() {
     guest.pause().unwrap();
     guest.verify().unwrap();
     assert_eq!(host.drive.most_running(), 1, "I7");
-    within(Duration::from_secs(2), "every record is removed", || host.records_left().is_empty());
+    within(LONG, "every record is removed", || host.records_left().is_empty());
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn memory_is_prepared_before_it_comes() {
     }
     let there = host.receiver();
     // Pass 0 comes when the destination has had time for what it will bring.
-    let nap = || std::thread::sleep(Duration::from_millis(300));
+    let nap = || std::thread::sleep(Duration::from_secs(2));
     let plan = Plan::default().before_from_source(tag("PASS_BEGIN"), nap);
     let proxy = Proxy::start(&there.to, plan);
     send(&*guest, &proxy.to, &quick_send(&host), &SendControl::new()).unwrap();

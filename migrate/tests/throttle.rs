@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
 use checkpoint::{Guest, RunState};
-use common::{Host, Sender, exactly_one_runs, quick_send, within};
+use common::{Host, LONG, Sender, exactly_one_runs, quick_send, within};
 use migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
 
 /// 2 MiB, written as fast as two threads can.
@@ -73,7 +73,7 @@ fn whatever_ends_a_migration_ends_the_throttle() {
         let guest = restless(&host);
         let there = host.receiver();
         let sender = Sender::start(&guest, &there.to, &slow_send(&host));
-        within(Duration::from_secs(60), "a throttle", || guest.throttled().is_some());
+        within(LONG, "a throttle", || guest.throttled().is_some());
         match ends {
             "cancelled here" => sender.control.cancel().unwrap(),
             "cancelled there" => there.control.cancel().unwrap(),
@@ -84,6 +84,6 @@ fn whatever_ends_a_migration_ends_the_throttle() {
         assert_eq!(guest.throttled(), None, "{ends}: {error}");
         assert_eq!(guest.run_state(), RunState::Running, "{ends}: {error}");
         let before = guest.writes();
-        within(Duration::from_secs(60), "more writes", || guest.writes() > before + 5000);
+        within(LONG, "more writes", || guest.writes() > before + 5000);
     }
 }
