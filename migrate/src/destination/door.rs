@@ -1,9 +1,10 @@
-//! The listener: who calls, and what they are told.
+//! The listener: accepts connections, and answers each or passes it to the receiving thread.
 //!
-//! One thread accepts; each caller is heard by a short-lived thread of its own, in a bounded number of
-//! [places](super::places), so that nobody who is silent keeps another waiting. The first source whose CONFIG is here
-//! gets the seat, the others are refused; a question is answered, all else is turned away. The door
-//! outlives the migration: it answers questions until it is dropped.
+//! One thread accepts connections. A short-lived thread serves each, in a bounded number of
+//! [places](super::places), so that a silent caller keeps no other waiting. The first source whose
+//! CONFIG has come gets the seat, and the others are refused. Questions are answered, and every
+//! other caller is turned away. The listener outlives the migration: it answers questions until it
+//! is dropped.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -26,17 +27,17 @@ use crate::log_limit::LogLimit;
 use crate::message::{DriveMessage, FEATURES, Message, Purpose, Tag, Token, Verdict};
 use crate::wire::{Wire, unexpected};
 
-/// How long a source that was told the verdict may take to say that it is settled.
+/// Time for a source that was told the verdict to say that it is settled.
 const ENDED_LIMIT: Duration = Duration::from_secs(5);
 
-/// What the door tells the thread that receives.
+/// What the listener tells the receiving thread.
 #[derive(Debug)]
 pub(super) enum Knock {
     /// A source that has the seat.
     Source(Box<Caller>),
     /// One more connection of the migration that has the seat.
     Joined(Token, Box<Wire<Link>>),
-    /// A source that was heard and then lost, while nobody had the seat.
+    /// A source whose connection ended before CONFIG, while the seat was free.
     Left { peer: String, cause: WireError },
 }
 
@@ -85,7 +86,7 @@ impl Drop for Responder {
     }
 }
 
-/// What each caller's thread needs.
+/// What the thread of each connection needs.
 struct Porter {
     ledger: Arc<Ledger>,
     control: Arc<ReceiveControl>,
@@ -96,7 +97,7 @@ struct Porter {
     places: Arc<Places>,
 }
 
-/// Opens the door: sources come out of the channel.
+/// Starts to listen: sources come out of the channel.
 pub(super) fn open(
     listener: TcpListener,
     ledger: Arc<Ledger>,
@@ -191,7 +192,7 @@ impl Porter {
         turned_away(&self.control, stage, peer, reason);
     }
 
-    /// Stays a moment after an answer that settles it, to learn that it was heard.
+    /// Waits, after an answer that settles the migration, for the source to acknowledge it.
     fn await_end(&self, wire: &mut Wire<Link>, place: &Place, token: Token, verdict: Verdict) {
         wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
         let heard = match wire.recv() {
@@ -202,18 +203,18 @@ impl Porter {
             Ok(_) => false,
             Err(e) => closed(&e) && !place.is_displaced(),
         };
-        // Last: whoever waits for this may close the door at once.
+        // Last: the receiving thread waits for this, and may then drop the listener.
         if heard && verdict == Verdict::Discarded {
             self.ledger.told(token);
         }
     }
 
-    /// Who calls, and what for. It has not been answered yet.
+    /// Reads a caller's header and HELLO, and answers neither.
     fn greet(&self, wire: &mut Wire<Link>) -> Result<(Header, Purpose), WireError> {
         let header = match wire.recv_header() {
             Ok(header) => header,
             Err(e) => {
-                // One of ours, of another time: it can read a header, and so perhaps the refusal.
+                // Another version of this program can read a header, and so perhaps the refusal.
                 if let WireError::Format(
                     FormatError::Version { .. }
                     | FormatError::Features { .. }
@@ -238,7 +239,7 @@ impl Porter {
         wire.send(&Message::Hello { purpose: Purpose::Serve, features: FEATURES, version })
     }
 
-    /// A source: hears its CONFIG, and gives it the seat if nobody else was faster.
+    /// Serves a source: reads its CONFIG, and gives it the seat if that is still free.
     fn seat(&self, mut wire: Wire<Link>, header: Header, place: &Place, came: Instant) {
         let peer = wire.stream().peer();
         let refuse = |mut wire: Wire<Link>, reason: &str| {
@@ -273,7 +274,7 @@ impl Porter {
         }
     }
 
-    /// Answers a source's HELLO and hears the guest that it has.
+    /// Answers a source's HELLO, and reads what guest it has.
     fn configuration(&self, wire: &mut Wire<Link>) -> Result<Described, WireError> {
         self.say_hello(wire)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
@@ -289,7 +290,7 @@ impl Porter {
         }
     }
 
-    /// One more connection of the migration that is under way: it goes to the thread that receives.
+    /// Serves one more connection of the migration under way: passes it to the receiving thread.
     fn join(&self, mut wire: Wire<Link>, place: &Place) -> Result<(), WireError> {
         self.say_hello(&mut wire)?;
         let token = match wire.recv()? {
@@ -303,15 +304,15 @@ impl Porter {
         }
         wire.send(&Message::Ready { site: self.ledger.site() })?;
         wire.stream_mut().set_deadline(None);
-        // Where nobody listens any more, the migration is over.
+        // Without a receiver of the channel the migration is over.
         drop(self.callers.send(Knock::Joined(token, Box::new(wire))));
         Ok(())
     }
 
-    /// A source said who it is, and its connection ended before it said more.
+    /// Notes that a source's connection ended between HELLO and CONFIG.
     fn left(&self, peer: String, cause: WireError) {
         match self.ledger.vacant() {
-            // Where nobody listens any more, nobody waits for a source.
+            // Without a receiver of the channel no source is waited for.
             Ok(()) => drop(self.callers.send(Knock::Left { peer, cause })),
             Err(_) => left_early(&self.control, &peer, &cause),
         }
@@ -352,7 +353,7 @@ fn leave(place: &Place) -> Result<(), String> {
     if place.leave() { Ok(()) } else { Err(DISPLACED.to_owned()) }
 }
 
-/// Why a connection was not heard.
+/// Why a connection has ended.
 fn said(e: &WireError, place: &Place) -> String {
     if place.is_displaced() { DISPLACED.to_owned() } else { e.to_string() }
 }
@@ -385,8 +386,8 @@ pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError
     turned_away(control, Stage::Source, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
-/// In the background: makes the decision durable, and waits for the source to say that its guest has ended; then the
-/// decision is not needed any more.
+/// Makes the decision durable in the background, and waits for the source to say that its guest has
+/// ended. Then the decision is not needed any more.
 pub(super) fn await_end(mut wire: Wire<Link>, ledger: Arc<Ledger>, token: Token, limit: Duration) {
     let records = ledger.clone();
     let wait = move || {

@@ -1,8 +1,8 @@
-//! What this receiver has promised: who occupies it, and what became of the guest.
+//! The receiver's session: which guest occupies it, and how far its hand-over is.
 //!
-//! Shared by the thread that receives and the threads that answer callers. Every change of the
-//! hand-over's state goes through [`Ledger::post`], under one lock, together with the
-//! decision that it needs; so an answer never runs ahead of what other processes find on the disk.
+//! The receiving thread and the threads of connections share it. Every change of the hand-over's
+//! state goes through [`Ledger::post`], under one lock, together with the decision that it needs.
+//! So an answer never runs ahead of what other processes find on the disk.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -88,7 +88,8 @@ impl Ledger {
         *self.lock() = Seat::default();
     }
 
-    /// Something is begun: from now on this receiver knows of `token`, and its prepared record is durable.
+    /// Begins a session: from now on this process answers for `token`, and its prepared record is
+    /// durable.
     pub(super) fn begin(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
         let prepared = Some(self.records.prepare(token, vm_id)?);
         // Not in the pause. Should it fail now, it is tried again then, and said.
@@ -151,8 +152,8 @@ impl Ledger {
         session.map_or(Verdict::Unknown, |s| s.state.verdict())
     }
 
-    /// Answers a source that asks. Of a token that this process does not know the site's records tell: afterwards no process
-    /// that shares them can run that guest.
+    /// Answers a question. About a token that this process does not know the site's records decide:
+    /// after *discarded* no process that shares them can run that guest.
     pub(super) fn answer(&self, token: Token, site: Uuid) -> Verdict {
         let mut seat = self.lock();
         if let Some(session) = seat.session.as_mut().filter(|s| s.token == token) {
@@ -180,7 +181,7 @@ impl Ledger {
         }
     }
 
-    /// A source has heard that the guest was discarded: nobody needs to stay for another question.
+    /// Notes that the source knows that the guest was discarded: it will not ask again.
     pub(super) fn told(&self, token: Token) {
         if let Some(session) = self.lock().session.as_mut().filter(|s| s.token == token) {
             session.told = true;
@@ -188,8 +189,9 @@ impl Ledger {
         self.changed.notify_all();
     }
 
-    /// The source is settled and will not ask again. Only the process that had the guest, and will
-    /// not decide about it any more, forgets: to another the decision is all that holds that one back.
+    /// Removes the records of a migration whose source is settled. Only the process that had the
+    /// guest, and will not decide about it any more, does: a decision that another process made is
+    /// all that keeps that one from running the guest.
     pub(super) fn forget(&self, token: Token) {
         let mut seat = self.lock();
         let session = seat.session.as_mut().filter(|s| s.token == token && s.state.may_forget());
