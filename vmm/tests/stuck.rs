@@ -331,12 +331,12 @@ fn receiver_whose_copy_hangs_can_be_stopped() {
 fn receiver_that_cannot_make_a_copy_can_be_stopped() {
     let place = Place::new();
     let test = "receiver_that_cannot_make_a_copy_can_be_stopped";
-    // Its size is made durable before anything comes: the receiving thread hangs itself.
+    // Its size is made durable before anything comes: the thread that builds the guest hangs.
     let flushes = |storage: &StuckStorage| storage.answer_only(0);
     let Some(copying) = Copying::or_skip(&place, test, flushes) else { return };
     let sending = copying.send();
     copying.receiver.await_stuck("a flush that hangs");
     stop(&copying.receiver.vmm);
     let said = copying.ends(Some(sending));
-    assert!(said.contains("no guest was received"), "{said}");
+    assert!(said.contains("stopped over the API before a guest arrived"), "{said}");
 }
