@@ -413,3 +413,20 @@ fn source_is_not_too_slow_while_storage_makes_it_wait() {
     there.guest().guest.verify().unwrap();
     (0..24).for_each(|i| guest.compare(i, &world.copy(i)));
 }
+
+#[test]
+fn no_guest_is_built_while_copies_of_the_last_are_being_removed() {
+    let world = World::new();
+    let guest = world.guest(25);
+    world.faults.write_hangs.store(true, Ordering::SeqCst);
+    let there = world.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
+    for why in ["copying disk \"disk0\" failed", "are still being removed"] {
+        let error = send(&*guest, &there.to, &world.options(), &SendControl::new()).unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
+        within(LONG, "it waits on", || there.waits_on());
+    }
+    world.faults.write_hangs.store(false, Ordering::SeqCst);
+    within(LONG, "the copies are gone", || world.copies() == 0);
+    there.control.cancel().unwrap();
+    there.error();
+}

@@ -3,8 +3,9 @@
 //! A factory opens the guest's disks and makes copies of those that come along, and storage that
 //! hangs would keep the receiving thread for ever. So the receiving thread waits for a builder
 //! thread in slices, and gives up after the limit or when the receiver is stopped. A builder thread
-//! whose storage never answers is left behind, with what it has built. No other guest is built
-//! until it has ended: callers cannot make such threads accumulate (I9).
+//! whose storage never answers is left behind, with what it has built, and so are the threads of
+//! copies that cannot be removed. No other guest is built until they have ended: callers cannot make
+//! such threads accumulate (I9).
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError};
@@ -31,11 +32,13 @@ pub(super) struct Builder<F: GuestFactory + ?Sized> {
     disk_limit: Duration,
     /// A thread that was not waited for.
     left: Mutex<Option<JoinHandle<()>>>,
+    /// Shared with copies that are not removed yet.
+    busy: Arc<()>,
 }
 
 impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
     pub(super) fn new(factory: Arc<F>, limit: Duration, disk_limit: Duration) -> Self {
-        Self { factory, limit, disk_limit, left: Mutex::default() }
+        Self { factory, limit, disk_limit, left: Mutex::default(), busy: Arc::default() }
     }
 
     /// Builds a guest and copies of `drives`.
@@ -51,13 +54,26 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
             let why = "the one before it is still being built: a disk of its has not answered";
             return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
         }
+        if Arc::strong_count(&self.busy) > 1 {
+            let why = "copies of disks of the one before it are still being removed";
+            return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
+        }
         let (tell, told) = mpsc::channel();
-        let (factory, limit, copies_stop) = (self.factory.clone(), self.disk_limit, stop.clone());
+        let (factory, limit) = (self.factory.clone(), self.disk_limit);
+        let (copies_stop, busy) = (stop.clone(), self.busy.clone());
         let (config, drives) = (config.to_vec(), drives.to_vec());
         let span = tracing::Span::current();
         let work = move || {
             let _span = span.entered();
-            let built = make(&*factory, vm_id, &config, &drives, limit, copies_stop);
+            let built = factory.create_with_copies(vm_id, &config, &drives);
+            let built = built.map_err(Cause::from).and_then(|(guest, copies)| {
+                // A guest whose copies cannot be served goes on this thread, too.
+                let copies = Copies::new(copies, &drives, limit, copies_stop, busy);
+                let copies = copies.inspect_err(|cause| {
+                    guest.stop(&format!("it was not received: {cause}"));
+                })?;
+                Ok((guest, copies))
+            });
             if let Err(SendError(Ok((guest, _copies)))) = tell.send(built) {
                 guest.stop("it was not received: it took too long to build");
             }
@@ -98,25 +114,6 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
         }
         let why = format!("it is not there after {:?}: a disk may hang", self.limit);
         failed(io::Error::new(io::ErrorKind::TimedOut, why))
-    }
-}
-
-/// On the thread: a guest whose copies cannot be served goes there, too.
-fn make<F: GuestFactory + ?Sized>(
-    factory: &F,
-    vm_id: VmId,
-    config: &[u8],
-    drives: &[DriveHead],
-    limit: Duration,
-    stop: Arc<Stop>,
-) -> Result<Built<F>, Cause> {
-    let (guest, copies) = factory.create_with_copies(vm_id, config, drives)?;
-    match Copies::new(copies, drives, limit, stop) {
-        Ok(copies) => Ok((guest, copies)),
-        Err(cause) => {
-            guest.stop(&format!("it was not received: {cause}"));
-            Err(cause)
-        }
     }
 }
 

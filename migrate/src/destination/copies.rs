@@ -62,6 +62,8 @@ struct Set {
     /// What each thread is doing, by [`Slot`].
     doing: [Mutex<Option<Doing>>; 2],
     limit: Duration,
+    /// Held while a copy may still have to be removed.
+    _busy: Arc<()>,
 }
 
 #[derive(Clone, Copy)]
@@ -188,18 +190,20 @@ impl Set {
 
 impl Copies {
     /// `copies` are those of `heads`, in the same order. One operation on one of them may take
-    /// `limit`.
+    /// `limit`. `busy` is held until they are kept or removed, and their threads have ended.
     pub(super) fn new(
         copies: Vec<Box<dyn DriveCopy>>,
         heads: &[DriveHead],
         limit: Duration,
         stop: Arc<Stop>,
+        busy: Arc<()>,
     ) -> Result<Self, Cause> {
         if copies.is_empty() {
             return Ok(Self { threads: None });
         }
         let heads = heads.to_vec();
-        let set = Arc::new(Set { heads, copies, doing: Default::default(), limit });
+        let doing = Default::default();
+        let set = Arc::new(Set { heads, copies, doing, limit, _busy: busy });
         let ((jobs, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
         let syncer = Syncer::spawn(set.clone())?;
         let writer = Writer { set: set.clone(), syncer, unsynced: 0 };

@@ -36,7 +36,7 @@ fn copies(bytes: u64, takes: Duration, limit: Duration) -> (Copies, Receiver<(u6
     let (tell, told) = mpsc::channel();
     let copy: Box<dyn DriveCopy> = Box::new(Zeroed { tell, takes });
     let head = DriveHead { id: "d".into(), bytes, readonly: false };
-    (Copies::new(vec![copy], &[head], limit, Arc::default()).unwrap(), told)
+    (Copies::new(vec![copy], &[head], limit, Arc::default(), Arc::default()).unwrap(), told)
 }
 
 /// Has `count` blocks from the first one on made zero.
