@@ -260,3 +260,39 @@ fn unreadable_sector_of_dropped_checkpoints_forbids_nothing() {
     let e = Checkpointer::new(guest, open(&kept, true)).unwrap_err().to_string();
     assert!(e.contains("cannot be read") && e.contains("store repair /memory-disk"), "{e}");
 }
+
+/// The rename has been done, and what was done cannot be read back.
+#[test]
+fn failed_repair_removes_nothing_that_it_cannot_judge() {
+    let stored = stored(&[3, 4], 6);
+    let begins = begins(&stored.disk.contents("log-1").unwrap());
+    for lost in [false, true] {
+        let damaged = match lost {
+            true => with_bad_sector(&stored.disk, begins[5], false),
+            false => stored.disk.copy(),
+        };
+        damaged.put("manifest", b"noise".to_vec());
+        let before: Vec<Vec<u8>> = contents(&damaged);
+        let mut reads = 0;
+        loop {
+            let disk = damaged.copy();
+            disk.fail(DiskOp::Renamed, libc::EIO, 0);
+            disk.fail(DiskOp::Read, libc::EMFILE, reads);
+            let renamed = repair(&disk).unwrap_err().to_string().contains("renaming");
+            disk.heal();
+            let after = contents(&disk);
+            assert!(before.iter().all(|file| after.contains(file)), "lost: {lost}, {reads} reads");
+            // The new manifest, if it is there, names files that are there.
+            assert!(open(&disk, false).survey().unwrap().sound >= 4);
+            if renamed {
+                assert!(!numbers(&disk).is_empty(), "lost: {lost}, {reads} reads");
+                break;
+            }
+            reads += 1;
+        }
+    }
+}
+
+fn contents(disk: &MemoryDisk) -> Vec<Vec<u8>> {
+    disk.names().iter().map(|name| disk.contents(name).unwrap()).collect()
+}

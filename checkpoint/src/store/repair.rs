@@ -9,6 +9,8 @@
 //! replaced stays under its second name until an operator removes it. Page files are copied if a
 //! checkpoint is given up, so that all that is left of it stays.
 
+use std::io;
+
 use serde::Serialize;
 
 use super::manifest::Manifest;
@@ -17,7 +19,8 @@ use super::records::{Files, NO_SLOT};
 use super::rotate::copy_log;
 use super::salvage::{Salvage, Survey};
 use super::{
-    ASIDE, MANIFEST_NEW, Named, Store, StoreError, is_leftover, log_name, pages_name, parse_name,
+    ASIDE, MANIFEST, MANIFEST_NEW, Named, Store, StoreError, is_leftover, log_name, pages_name,
+    parse_name,
 };
 
 /// What [`Store::repair`] has found and done.
@@ -54,6 +57,7 @@ impl Store {
             return Err(StoreError::NothingSound { dir: self.dir() });
         }
         let names = self.names()?;
+        let manifest_was = self.manifest_file();
         let next = self.next_files()?;
         let next = next.log.max(next.pages);
         let copies = lost || !salvage.pages_are_sound;
@@ -95,8 +99,11 @@ impl Store {
         };
         drop(held);
         if let Err((e, unsettled)) = unsettled {
-            let named = self.manifest().ok().flatten().map(|manifest| manifest.files);
-            if !unsettled && named != Some(new) {
+            // A rename may say that it failed, and have been done. Only the same file under the
+            // manifest's name shows that it was not, whatever can be read of that file.
+            let is_old =
+                manifest_was.is_ok_and(|was| self.manifest_file().is_ok_and(|is| was == is));
+            if !unsettled && is_old {
                 // What cannot be removed is in nobody's way.
                 let made =
                     [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];
@@ -117,6 +124,15 @@ impl Store {
             tracing::warn!("{e}; the store is repaired");
         }
         Ok(RepairReport { survey, repaired: true, aside })
+    }
+
+    /// The identity of the file under the manifest's name; `None` if there is none.
+    fn manifest_file(&self) -> Result<Option<(u64, u64)>, StoreError> {
+        match self.backend().open(MANIFEST).and_then(|file| file.identity()) {
+            Ok(identity) => Ok(Some(identity)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(self.io("looking at", MANIFEST, e)),
+        }
     }
 
     /// Has all page files alone, since it is not known yet which of them is the store's.
