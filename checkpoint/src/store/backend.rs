@@ -189,6 +189,18 @@ impl DirBackend {
     }
 }
 
+/// What came of linking `from` to `to`; a copy where the file system has no hard links.
+fn linked_or_copied(linked: io::Result<()>, from: &Path, to: &Path) -> io::Result<()> {
+    match linked {
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP)) => {
+            let (mut from, mut to) = (File::open(from)?, File::create_new(to)?);
+            io::copy(&mut from, &mut to)?;
+            to.sync_all()
+        }
+        linked => linked,
+    }
+}
+
 impl Backend for DirBackend {
     fn location(&self) -> &Path {
         &self.dir
@@ -256,14 +268,7 @@ impl Backend for DirBackend {
 
     fn link(&self, from: &str, to: &str) -> io::Result<()> {
         let (from, to) = (self.dir.join(from), self.dir.join(to));
-        match fs::hard_link(&from, &to) {
-            // A file system without hard links.
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP)) => {
-                fs::copy(&from, &to)?;
-                File::open(&to)?.sync_all()
-            }
-            linked => linked,
-        }
+        linked_or_copied(fs::hard_link(&from, &to), &from, &to)
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
@@ -407,5 +412,33 @@ impl StoreFile for DirectFile {
 
     fn identity(&self) -> io::Result<(u64, u64)> {
         self.file.identity()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_is_copied_where_it_cannot_be_linked() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("log-1"), [7; 5000]).unwrap();
+        let link = |errno, to: &str| {
+            let refused = Err(io::Error::from_raw_os_error(errno));
+            linked_or_copied(refused, &path("log-1"), &path(to))
+        };
+        for (errno, to) in [(libc::EPERM, "one"), (libc::EOPNOTSUPP, "two")] {
+            link(errno, to).unwrap();
+            assert_eq!(fs::read(path(to)).unwrap(), [7; 5000]);
+            assert_eq!(fs::read(path("log-1")).unwrap(), [7; 5000]);
+            // Nothing is replaced.
+            fs::write(path(to), "precious").unwrap();
+            assert_eq!(link(errno, to).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+            assert_eq!(fs::read(path(to)).unwrap(), b"precious");
+        }
+        assert_eq!(link(libc::ENOSPC, "three").unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+        assert!(!path("three").exists());
     }
 }

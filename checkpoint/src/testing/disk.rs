@@ -37,6 +37,8 @@ pub enum DiskOp {
     Rename,
     /// `Backend::rename`, which says so although it has done it
     Renamed,
+    /// `Backend::link`
+    Link,
     /// `Backend::sync_dir`
     SyncDir,
     /// `StoreFile::read_exact_at`
@@ -412,7 +414,7 @@ impl Backend for MemoryDisk {
 
     fn link(&self, from: &str, to: &str) -> io::Result<()> {
         let mut disk = MemoryDisk::lock(self);
-        disk.check(None)?;
+        disk.check(Some(DiskOp::Link))?;
         let inode = disk.find(from)?;
         disk.rename(NameOp::Set(to.to_owned(), inode));
         Ok(())
