@@ -1,8 +1,13 @@
 //! What a damaged store must not lose, however else the disk fails.
 #![allow(clippy::unwrap_used)]
 
+use std::fmt;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
 use checkpoint::testing::{DiskOp, MemoryDisk};
-use checkpoint::{Backend, Checkpointer, Store, StoreError, VmId};
+use checkpoint::{Backend, Checkpointer, LockError, Store, StoreError, StoreFile, VmId};
 
 #[path = "common/stored.rs"]
 mod stored;
@@ -291,6 +296,190 @@ fn failed_repair_removes_nothing_that_it_cannot_judge() {
             reads += 1;
         }
     }
+}
+
+/// A failing disk takes seconds for each read that it fails.
+#[test]
+fn long_unreadable_stretch_costs_few_reads() {
+    let Stored { disk, all, .. } = stored(&[3, 80], 90);
+    let begins = begins(&disk.contents("log-1").unwrap());
+    let survey = |name: &str, from: u64| {
+        let disk = disk.copy();
+        let len = disk.contents(name).unwrap().len() as u64;
+        disk.fail_reads(name, from..len, 0).unwrap();
+        let survey = open(&disk, false).survey().unwrap();
+        assert!(survey.checkpoints.iter().any(|c| c.damage.is_some()), "{survey:?}");
+        (survey, disk)
+    };
+    let from = begins[3] as u64 * 512;
+    let (found, disk_of_log) = survey("log-1", from);
+    assert_eq!((found.sound, found.latest_sound), (3, Some(3)), "{found:?}");
+    let sectors = (disk.contents("log-1").unwrap().len() as u64 - from) / 512;
+    let failed = disk_of_log.failed_reads();
+    assert!(sectors > 100 && failed < 250, "{failed} reads of {sectors} sectors failed");
+    repair(&disk_of_log).unwrap();
+    assert_eq!(restored(&disk_of_log, 3), all[&3]);
+    let (found, disk_of_pages) = survey("pages-1", 4 * 4096);
+    assert_eq!(found.sound, 1, "{found:?}");
+    let slots = disk.contents("pages-1").unwrap().len() / 4096;
+    let failed = disk_of_pages.failed_reads();
+    assert!(slots > 150 && failed < 100, "{failed} reads of {slots} slots failed");
+}
+
+/// One that a writer would drop, and give its slots to the next, while it is looked at.
+#[test]
+fn surveyed_checkpoints_are_pinned() {
+    let Stored { disk, guest, .. } = stored(&[3], 2);
+    let mut checkpointer = Checkpointer::new(guest.clone(), open(&disk, true)).unwrap();
+    checkpointer.keep(Some(2));
+    let mut byte = 100;
+    let write_on = move || {
+        for _ in 0..4 {
+            byte += 1;
+            (0..stored::FRAMES).for_each(|gfn| stored::write(&guest, gfn, byte));
+            checkpointer.take().unwrap();
+        }
+    };
+    let busy = BusyStore { disk: disk.clone(), writer: Arc::new(Mutex::new(Box::new(write_on))) };
+    for _ in 0..4 {
+        let store = Store::with_backend(Box::new(busy.clone()), false).unwrap();
+        let survey = store.survey().unwrap();
+        assert!(survey.is_sound() && survey.sound >= 2, "{survey:?}");
+    }
+}
+
+type Writer = Arc<Mutex<Box<dyn FnMut() + Send>>>;
+
+/// A disk on which a writer goes on whenever a page file is opened.
+#[derive(Clone)]
+struct BusyStore {
+    disk: MemoryDisk,
+    writer: Writer,
+}
+
+impl fmt::Debug for BusyStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.disk.fmt(f)
+    }
+}
+
+impl Backend for BusyStore {
+    fn location(&self) -> &Path {
+        self.disk.location()
+    }
+    fn again(&self) -> io::Result<Box<dyn Backend>> {
+        Ok(Box::new(self.clone()))
+    }
+    fn lock(&self) -> Result<(), LockError> {
+        Backend::lock(&self.disk)
+    }
+    fn is_locked(&self) -> io::Result<bool> {
+        self.disk.is_locked()
+    }
+    fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        self.disk.create(name)
+    }
+    fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        self.disk.create_new(name)
+    }
+    fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        if name.starts_with("pages-") {
+            self.writer.lock().unwrap()();
+        }
+        self.disk.open(name)
+    }
+    fn open_for_writing(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        self.disk.open_for_writing(name)
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.disk.rename(from, to)
+    }
+    fn link(&self, from: &str, to: &str) -> io::Result<()> {
+        self.disk.link(from, to)
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.disk.remove(name)
+    }
+    fn sync_dir(&self) -> io::Result<()> {
+        self.disk.sync_dir()
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.disk.list()
+    }
+}
+
+/// Nothing can be had from it, and what it says is what is wrong.
+#[test]
+fn hopeless_stores_are_told_apart() {
+    let Stored { disk, guest, .. } = stored(&[2], 2);
+    let refusal = |disk: &MemoryDisk| {
+        let before = contents(disk);
+        let e = repair(disk).unwrap_err();
+        assert!(before == contents(disk), "{e}");
+        let survey = open(disk, false).survey().unwrap_err().to_string();
+        assert_eq!(survey, e.to_string());
+        e
+    };
+    let bend = |disk: &MemoryDisk, name: &str| {
+        let mut bytes = disk.contents(name).unwrap();
+        bytes[9] ^= 1;
+        disk.put(name, bytes);
+    };
+    let without = disk.copy();
+    without.remove("log-1").unwrap();
+    let e = refusal(&without);
+    assert!(e.to_string().contains("/memory-disk has lost its log (log-1)"), "{e}");
+    let e = open(&without, false).epochs().unwrap_err();
+    assert!(matches!(e, StoreError::NoLog { .. }), "{e}");
+    without.remove("manifest").unwrap();
+    let e = refusal(&without);
+    assert!(e.to_string().contains("/memory-disk has lost its log, without which"), "{e}");
+
+    let headers = disk.copy();
+    ["manifest", "log-1", "pages-1"].iter().for_each(|name| bend(&headers, name));
+    let e = refusal(&headers).to_string();
+    assert!(e.contains("are all damaged or missing") && e.contains("from a backup"), "{e}");
+
+    let old = MemoryDisk::default();
+    old.put("epoch-00000000000000000001.dl", vec![1; 4096]);
+    let e = repair(&old).unwrap_err();
+    assert!(matches!(e, StoreError::Format1 { .. }), "{e}");
+
+    // A writer is told what is damaged, and of repair, which finds it again.
+    for (name, part) in [
+        ("manifest", "because its manifest is damaged: /memory-disk/manifest, byte 0"),
+        ("log-1", "because the header of its log is damaged: /memory-disk/log-1, byte 0"),
+        ("pages-1", "because the header of its page file is damaged: /memory-disk/pages-1, byte 0"),
+    ] {
+        let disk = disk.copy();
+        bend(&disk, name);
+        let opened = Store::with_backend(Box::new(disk.clone()), true);
+        let refused = opened.and_then(|store| Checkpointer::new(guest.clone(), store).map(drop));
+        let e = refused.unwrap_err().to_string();
+        assert!(e.contains(part), "{e}");
+        assert!(e.contains("driftline store repair /memory-disk"), "{e}");
+        assert_eq!(repair(&disk).unwrap().survey.sound, 2, "{name}");
+    }
+}
+
+/// A checkpoint that stands alone brings no frame that was copied for one before it.
+#[test]
+fn each_frame_is_copied_once() {
+    let stored = stored(&[6], 6);
+    let begins = begins(&stored.disk.contents("log-1").unwrap());
+    // The state of the third is damaged: the fourth stands alone.
+    let damaged = with_bad_sector(&stored.disk, begins[3] - 2, false);
+    assert_eq!(open(&damaged, false).survey().unwrap().sound, 5);
+    let slots = damaged.contents("pages-1").unwrap().len() as u64 / 4096;
+    let mut reads = 0;
+    for slot in 1..slots {
+        let disk = damaged.copy();
+        // Once to see whether it is sound, once to copy it.
+        disk.fail_reads("pages-1", slot * 4096..(slot + 1) * 4096, 2).unwrap();
+        repair(&disk).unwrap();
+        reads += 1;
+    }
+    assert!(reads > 16);
 }
 
 fn contents(disk: &MemoryDisk) -> Vec<Vec<u8>> {

@@ -3,9 +3,11 @@
 use std::io;
 use std::path::PathBuf;
 
-use dirty_tracker::{FrameRun, Gfn, LayoutError};
+use dirty_tracker::{FrameRun, Gfn, LayoutError, PAGE_SIZE};
 
-use super::object;
+use super::backend::is_media_error;
+use super::sectors::SECTOR;
+use super::{Named, object, parse_name};
 use crate::VmId;
 use crate::format::FormatError;
 use crate::slots::{SlotError, SlotRun};
@@ -34,12 +36,12 @@ pub enum StoreError {
         /// What is wrong there.
         damage: Damage,
     },
-    /// A checkpoint that is kept is damaged, or one that it builds on.
+    /// A checkpoint that is kept is damaged, or one that it builds on, or what says which there are.
     #[error(
         "the store {} takes no new checkpoints, because {} is damaged: {cause}. Salvage the sound ones with: \
          driftline store repair {}",
         dir.display(),
-        epoch.map_or("a checkpoint".to_owned(), |epoch| format!("checkpoint {epoch}")),
+        epoch.map_or_else(|| damaged_part(cause).to_owned(), |epoch| format!("checkpoint {epoch}")),
         dir.display()
     )]
     NeedsRepair {
@@ -90,8 +92,36 @@ pub enum StoreError {
         /// The store.
         dir: PathBuf,
     },
+    /// The log is gone, which alone says which checkpoints there are.
+    #[error(
+        "the store {} has lost its log{}, without which nothing says which checkpoints it has, and nothing can be \
+         salvaged. Put the log back, from a backup",
+        dir.display(),
+        log.as_ref().map_or(String::new(), |log| format!(" ({log})"))
+    )]
+    NoLog {
+        /// The store.
+        dir: PathBuf,
+        /// The log's name, if the manifest can be read.
+        log: Option<String>,
+    },
+    /// Nothing says whose the files are.
+    #[error(
+        "the manifest of the store {} and the headers of its log and page file are all damaged or missing, so nothing \
+         says whose checkpoints it has, and nothing was changed. Put one of the three files back, from a backup, and \
+         repair again",
+        dir.display()
+    )]
+    HeadersDamaged {
+        /// The store.
+        dir: PathBuf,
+    },
     /// A store of an older version, which had a file for each epoch.
-    #[error("{} is a store of format 1, which this version does not read", dir.display())]
+    #[error(
+        "{} is a store of format 1, which this version does not read. Restore from it with the version that \
+         wrote it, and take checkpoints to a new store",
+        dir.display()
+    )]
     Format1 {
         /// The store.
         dir: PathBuf,
@@ -173,8 +203,8 @@ pub enum StoreError {
     },
     /// The store has another guest's epochs.
     #[error(
-        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}: \
-         name another directory (--new-store makes a store there)",
+        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}: a store has checkpoints of one \
+         guest. Name another directory (--store DIR --new-store)",
         dir.display()
     )]
     OtherVm {
@@ -187,10 +217,15 @@ pub enum StoreError {
     },
     /// The store has epochs of the same guest that this one was not restored from.
     #[error(
-        "the store {} holds checkpoints of guest {asked} up to {last}, and this one {}: its line has moved on without it; name another \
-         directory (--new-store makes a store there)",
+        "checkpoint {last}, the latest in the store {}, was taken by another process that ran guest {asked}, and this one \
+         {}. Name another directory (--store DIR --new-store), or stop this guest and continue from checkpoint {last} \
+         (restore --same-id)",
         dir.display(),
-        from.map_or("did not begin there".to_owned(), |from| format!("continued from checkpoint {from} of another line or before that"))
+        match from {
+            None => "was not restored from it".to_owned(),
+            Some(from) if from < last => format!("continues from checkpoint {from}"),
+            Some(from) => format!("continues from checkpoint {from} of another store or process"),
+        }
     )]
     OtherLine {
         /// The store.
@@ -225,6 +260,34 @@ pub enum StoreError {
         /// The epoch asked for; none for the latest.
         epoch: Option<u64>,
     },
+}
+
+impl StoreError {
+    /// Whether a file is damaged, or the disk does not give it back: what is sound can be
+    /// [salvaged](crate::Store::repair).
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Self::Damaged { .. } => true,
+            Self::Io { cause, .. } => is_media_error(cause),
+            _ => false,
+        }
+    }
+}
+
+/// Which part of a store `damage` is of, if no checkpoint's number is known.
+fn damaged_part(damage: &StoreError) -> &'static str {
+    let (file, offset) = match damage {
+        StoreError::Damaged { file, offset, .. } => (file, *offset),
+        StoreError::Io { path, .. } => (path, 0),
+        _ => return "a checkpoint",
+    };
+    let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    match parse_name(name) {
+        Named::Manifest => "its manifest",
+        Named::Log(_) if offset < SECTOR as u64 => "the header of its log",
+        Named::Pages(_) if offset < PAGE_SIZE => "the header of its page file",
+        _ => "a checkpoint",
+    }
 }
 
 /// What is wrong with a file of a store.

@@ -41,6 +41,7 @@ mod salvage;
 mod sectors;
 mod space;
 mod touched;
+mod unreadable;
 mod verify;
 mod writer;
 
@@ -252,7 +253,7 @@ impl Store {
         if has(Named::Epoch1) && !has(Named::Manifest) {
             return Err(StoreError::Format1 { dir: store.dir() });
         }
-        if writable && let Some(manifest) = store.manifest()? {
+        if writable && let Some(manifest) = store.or_repair(store.manifest())? {
             store.remove_leftovers(&names, &manifest)?;
         }
         Ok(store)
@@ -386,7 +387,12 @@ impl Store {
             let Some(manifest) = self.manifest()? else { return self.without_manifest() };
             match LogFile::open(self, manifest.files.log) {
                 // A writer has begun another one in this moment.
-                Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => {}
+                Err(e) if is_not_found(&e) => {
+                    if self.manifest()? == Some(manifest) {
+                        let log = Some(log_name(manifest.files.log));
+                        return Err(StoreError::NoLog { dir: self.dir(), log });
+                    }
+                }
                 Err(e) => return Err(e),
                 Ok(log) if log.vm_id != manifest.vm_id => {
                     let damage = Damage::OtherVm { found: log.vm_id, expected: manifest.vm_id };

@@ -25,17 +25,27 @@ impl Store {
     /// The store's page file, which nobody else writes to until it is closed, its manifest, and its log as it is since then;
     /// `None` if there are none.
     pub(super) fn hold(&self) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
-        let Some(before) = self.manifest()? else {
+        let Some(before) = self.or_repair(self.manifest())? else {
             // There may be a log that has lost it.
             return self.open_log().map(|_| None);
         };
         let held = PageReader::hold(self, before.files.pages)?;
-        match self.open_log()? {
+        match self.or_repair(self.open_log())? {
             Some((manifest, log)) if manifest.files.pages == before.files.pages => {
                 Ok(Some((held, manifest, log)))
             }
             _ => Err(StoreError::Replaced { file: self.path(MANIFEST) }),
         }
+    }
+}
+
+impl Store {
+    /// Says of damage that keeps a writer from the store how to salvage what is sound.
+    pub(super) fn or_repair<T>(&self, found: Result<T, StoreError>) -> Result<T, StoreError> {
+        found.map_err(|e| match e.is_damage() {
+            true => StoreError::NeedsRepair { dir: self.dir(), epoch: None, cause: Box::new(e) },
+            false => e,
+        })
     }
 }
 
@@ -50,7 +60,7 @@ impl Committer {
             None if manifest.vm_id != vm_id => return Ok(None),
             None => {}
         }
-        held.check_header(manifest.files.pages, vm_id)?;
+        store.or_repair(held.check_header(manifest.files.pages, vm_id))?;
         let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
         // A manifest that took another's place may be in the cache alone, and the names of the files in it.
         store.sync_dir()?;

@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use dirty_tracker::PAGE_SIZE;
 
 use super::backend::{RangeLock, StoreFile, is_media_error};
+use super::unreadable::Unreadable;
 use super::{Damage, Store, StoreError, pages_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_PAGES};
 use crate::slots::{MAX_RUN, SlotRun, Slots};
@@ -37,8 +38,8 @@ pub(crate) fn begin_pages(file: &dyn StoreFile, vm_id: VmId, generation: u64) ->
 pub(crate) struct PageReader {
     file: Box<dyn StoreFile>,
     pub(crate) path: PathBuf,
-    /// What the disk cannot read is damage.
-    lenient: bool,
+    /// For who salvages: what the disk cannot read is damage, and noted here.
+    unreadable: Option<Mutex<Unreadable>>,
 }
 
 impl PageReader {
@@ -47,7 +48,7 @@ impl PageReader {
     pub(crate) fn open_damaged(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        Ok(Self { file, path: store.path(&name), lenient: true })
+        Ok(Self { file, path: store.path(&name), unreadable: Some(Mutex::default()) })
     }
 
     /// Whose the page file of `generation` is; `None` if it is gone, or its header is damaged.
@@ -59,7 +60,7 @@ impl PageReader {
     pub(crate) fn open(store: &Store, generation: u64, vm_id: VmId) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let new = Self { file, path: store.path(&name), lenient: false };
+        let new = Self { file, path: store.path(&name), unreadable: None };
         new.check_header(generation, vm_id)?;
         Ok(new)
     }
@@ -72,7 +73,7 @@ impl PageReader {
         let file = file.map_err(|e| store.io("opening", &name, e))?;
         let alone = file.lock_range(WRITER, RangeLock::Alone);
         match alone.map_err(|e| store.io("locking", &name, e))? {
-            true => Ok(Self { file, path: store.path(&name), lenient: false }),
+            true => Ok(Self { file, path: store.path(&name), unreadable: None }),
             false => Err(StoreError::InUse { dir: store.dir(), pid: None }),
         }
     }
@@ -123,18 +124,40 @@ impl PageReader {
     /// Fills `buf` with slots from `slot` on.
     pub(crate) fn read(&self, slot: u32, buf: &mut [u8]) -> Result<(), StoreError> {
         let offset = u64::from(slot) * PAGE_SIZE;
+        let damaged = |damage| StoreError::Damaged { file: self.path.clone(), offset, damage };
+        let unreadable = |e: io::Error| damaged(Damage::Unreadable { why: e.to_string() });
+        self.check_readable(slot, buf.len()).map_err(unreadable)?;
         self.file.read_exact_at(buf, offset).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => {
                 let length = self.file.len().unwrap_or(0);
-                let damage = Damage::EndsEarly { length, wanted: buf.len() as u64 };
-                StoreError::Damaged { file: self.path.clone(), offset, damage }
+                damaged(Damage::EndsEarly { length, wanted: buf.len() as u64 })
             }
-            _ if self.lenient && is_media_error(&e) => {
-                let damage = Damage::Unreadable { why: e.to_string() };
-                StoreError::Damaged { file: self.path.clone(), offset, damage }
+            _ if is_media_error(&e) && self.unreadable.is_some() => {
+                self.note_unreadable(slot, buf.len(), &e);
+                unreadable(e)
             }
             _ => self.io(e),
         })
+    }
+
+    /// Refuses to read slots of which it is known that one cannot be read.
+    fn check_readable(&self, slot: u32, len: usize) -> io::Result<()> {
+        let Some(unreadable) = &self.unreadable else { return Ok(()) };
+        let unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
+        let (slot, count) = (u64::from(slot), len.div_ceil(PAGE) as u64);
+        match unreadable.next(slot) {
+            Some(next) if next < slot + count => Err(unreadable.error()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes a slot that was read by itself, and could not be. Of several each is tried.
+    fn note_unreadable(&self, slot: u32, len: usize, cause: &io::Error) {
+        let Some(unreadable) = self.unreadable.as_ref().filter(|_| len <= PAGE) else { return };
+        let end = self.slots().map_or(0, u64::from);
+        let reads = |slot: u64| self.file.read_exact_at(&mut [0; PAGE], slot * PAGE_SIZE).is_ok();
+        let mut unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
+        unreadable.note(slot.into(), end, cause, reads);
     }
 }
 

@@ -4,6 +4,7 @@
 //! new files takes the place of the one before; a crash leaves either, and whatever it names.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry::Vacant;
 use std::sync::Arc;
 
 use dirty_tracker::PAGE_SIZE;
@@ -207,7 +208,7 @@ impl Store {
         let Manifest { vm_id, files } = manifest;
         let new = self.next_files()?;
         let before_bytes = self.bytes_of(files)?;
-        pages.check_header(files.pages, vm_id)?;
+        self.or_repair(pages.check_header(files.pages, vm_id))?;
         let chosen = kept_of(&old);
         let made = self.copy_pages(&mut old, &chosen, &pages, new.pages).and_then(|slots| {
             let to = |slot: u32| slots.get(&slot).copied().unwrap_or(NO_SLOT);
@@ -288,12 +289,13 @@ impl Store {
                 entries.extend(map_of(log, index)?.all());
             }
             before = Some(index);
-            for (_, cell) in &entries {
-                slots.entry(cell.slot).or_insert_with(|| {
-                    next += 1;
-                    next - 1
-                });
-            }
+            // Those of an epoch that stands alone may have been copied for one before it.
+            entries.retain(|(_, cell)| {
+                let Vacant(slot) = slots.entry(cell.slot) else { return false };
+                slot.insert(next);
+                next += 1;
+                true
+            });
             let sink =
                 Moved { store: self, file: &*file, name: &name, slots: &slots, entries: &entries };
             let mut sorted = entries.clone();

@@ -9,15 +9,18 @@ use std::cmp::Ordering;
 use dirty_tracker::PAGE_SIZE;
 use serde::Serialize;
 
-use super::backend::is_media_error;
 use super::log::{Hole, LogFile, is_not_found};
 use super::manifest::Manifest;
 use super::pages::PageReader;
+use super::pin::Pinned;
 use super::records::Files;
 use super::space::apply;
 use super::verify::{PageCheck, verdict};
 use super::{Damage, FrameMap, Named, Store, StoreError, log_name, pages_name, parse_name};
 use crate::VmId;
+
+/// How often a store is looked at whose files are replaced meanwhile.
+const LOOKS: u32 = 10;
 
 /// A checkpoint that is kept, as it was found.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -88,7 +91,27 @@ impl Store {
     /// If nothing there is a store's, if it is not known which guest's store it is, or if the
     /// system refuses.
     pub fn survey(&self) -> Result<Survey, StoreError> {
+        for _ in 1..LOOKS {
+            let manifest = self.manifest().ok();
+            let _pinned = self.pin_for_survey()?;
+            let salvage = self.salvage();
+            // Else its writer has begun another log, or compacted it, in this moment.
+            if self.manifest().ok() == manifest {
+                return salvage.map(|salvage| salvage.survey);
+            }
+        }
         self.salvage().map(|salvage| salvage.survey)
+    }
+
+    /// Keeps a writer from giving slots away while they are looked at. A writer whose checkpoints
+    /// cannot be pinned, because the manifest or a header is damaged since it opened the store, may
+    /// do so: then a frame may be reported as damaged that is not. [`repair`](Self::repair) holds
+    /// the page files themselves, and needs no pin.
+    fn pin_for_survey(&self) -> Result<Option<Pinned>, StoreError> {
+        match self.pin_all() {
+            Err(e @ StoreError::Io { .. }) if !is_damage(&e) => Err(e),
+            pinned => Ok(pinned.ok().flatten()),
+        }
     }
 
     pub(super) fn salvage(&self) -> Result<Salvage, StoreError> {
@@ -115,7 +138,8 @@ impl Store {
                 best = Some(found);
             }
         }
-        let mut best = best.ok_or_else(|| StoreError::NotAStore { dir: self.dir() })?;
+        // There are candidates, or an error.
+        let mut best = best.ok_or_else(|| StoreError::HeadersDamaged { dir: self.dir() })?;
         best.manifest_is_sound =
             manifest == Some(Manifest { vm_id: best.vm_id, files: best.files });
         if let Some(manifest) = manifest.filter(|_| !best.manifest_is_sound) {
@@ -154,21 +178,52 @@ impl Store {
             }
             return Ok(vec![(files, vm_id)]);
         }
+        if logs.is_empty() {
+            return Err(self.without_log(manifest)?);
+        }
         if pages.is_empty() {
             // Its checkpoints without contents, if there are any.
             pages.push(manifest.map_or(1, |manifest| manifest.files.pages));
         }
         let mut candidates = Vec::new();
+        let mut owners: Vec<(String, VmId)> = Vec::new();
         for &log in &logs {
             let of_log = LogFile::vm_of(self, log)?;
+            owners.extend(of_log.map(|vm_id| (log_name(log), vm_id)));
             for &pages in &pages {
                 let of_pages = PageReader::vm_of(self, pages)?;
+                owners.extend(of_pages.map(|vm_id| (pages_name(pages), vm_id)));
                 let known = manifest.map(|m| m.vm_id).or(of_log).or(of_pages);
                 let fits = |vm_id: &VmId| [of_log, of_pages].iter().flatten().all(|of| of == vm_id);
                 candidates.extend(known.filter(fits).map(|vm_id| (Files { log, pages }, vm_id)));
             }
         }
+        if candidates.is_empty() {
+            return Err(self.without_owner(manifest, &owners));
+        }
         Ok(candidates)
+    }
+
+    /// What there is in place of a log.
+    fn without_log(&self, manifest: Option<Manifest>) -> Result<StoreError, StoreError> {
+        let dir = self.dir();
+        if self.names()?.iter().any(|name| parse_name(name) == Named::Epoch1) {
+            return Ok(StoreError::Format1 { dir });
+        }
+        Ok(StoreError::NoLog { dir, log: manifest.map(|manifest| log_name(manifest.files.log)) })
+    }
+
+    /// Why no log and page file belong together: they are of several guests, or of nobody knows whom.
+    fn without_owner(&self, manifest: Option<Manifest>, owners: &[(String, VmId)]) -> StoreError {
+        let dir = self.dir();
+        let Some((file, one)) = owners.first() else { return StoreError::HeadersDamaged { dir } };
+        match (manifest, owners.iter().find(|(_, other)| other != one)) {
+            (Some(Manifest { vm_id, .. }), _) => {
+                StoreError::Mixed { file: self.path(file), found: *one, expected: vm_id }
+            }
+            (None, Some((_, other))) => StoreError::Ambiguous { dir, one: *one, other: *other },
+            (None, None) => StoreError::HeadersDamaged { dir },
+        }
     }
 
     /// Reads all of these files.
@@ -251,10 +306,7 @@ impl Store {
 
 /// Whether an error says that a file is damaged or gone, and not that the system refuses to read it.
 fn is_damage(e: &StoreError) -> bool {
-    match e {
-        StoreError::Io { cause, .. } => is_media_error(cause) || is_not_found(e),
-        e => matches!(e, StoreError::Damaged { .. }),
-    }
+    e.is_damage() || is_not_found(e)
 }
 
 /// Notes what is missing in front of group number `at`; whether there is something.

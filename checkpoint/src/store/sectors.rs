@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::backend::{StoreFile, is_media_error};
+use super::unreadable::Unreadable;
 use super::{Damage, StoreError};
 use crate::calm::Calm;
 use crate::format::FormatError;
@@ -178,6 +179,8 @@ pub(crate) struct Sectors {
     calm: Calm,
     /// The last of sectors that could not be read at once.
     bad: Option<u64>,
+    /// What could not be read by itself.
+    unreadable: Unreadable,
     /// Damaged state of a guest is passed over, for a salvage.
     pub(super) lenient: bool,
 }
@@ -197,6 +200,7 @@ impl Sectors {
             buffered: 0,
             calm,
             bad: None,
+            unreadable: Unreadable::default(),
             lenient: false,
         };
         new.look_again()?;
@@ -216,6 +220,7 @@ impl Sectors {
     /// Learns how long the file is now, and forgets what was read.
     pub(crate) fn look_again(&mut self) -> Result<(), StoreError> {
         self.buffer.clear();
+        self.unreadable = Unreadable::default();
         self.len = self.file.len().map_err(|e| self.io(e))?;
         Ok(())
     }
@@ -233,25 +238,51 @@ impl Sectors {
         self.file.read_exact_at(&mut self.buffer, number * SECTOR as u64)
     }
 
+    /// Reads sector `number`, and as many behind it as can be had at once.
+    fn fill(&mut self, number: u64) -> io::Result<()> {
+        let end = match self.unreadable.next(number) {
+            Some(next) if next == number => return Err(self.unreadable.error()),
+            next => next.map_or(self.count(), |next| next.min(self.count())),
+        };
+        let mut count = READ.min(end.saturating_sub(number)).max(1);
+        // What is behind an unreadable sector is likely to be one.
+        if number.checked_sub(1).is_some_and(|before| self.unreadable.has(before)) {
+            count = 1;
+        }
+        // One sector that cannot be read does not cost those around it: halves are tried.
+        if let Some(bad) = self.bad.filter(|bad| (number..number + count).contains(bad)) {
+            count = ((bad + 1 - number) / 2).max(1);
+        }
+        loop {
+            match self.read(number, count) {
+                Err(e) if is_media_error(&e) && count > 1 => {
+                    self.bad = Some(number + count - 1);
+                    count /= 2;
+                }
+                Err(e) => {
+                    if is_media_error(&e) {
+                        let at = |number: u64| number * SECTOR as u64;
+                        let (file, end) = (&self.file, self.len / SECTOR as u64);
+                        let reads = |n| file.read_exact_at(&mut [0; SECTOR], at(n)).is_ok();
+                        self.unreadable.note(number, end, &e, reads);
+                    }
+                    return Err(e);
+                }
+                Ok(()) => return Ok(()),
+            }
+        }
+    }
+
     /// The bytes of sector `number`, which is there.
     pub(super) fn raw(&mut self, number: u64) -> Result<&[u8], StoreError> {
         let have = (self.buffer.len() / SECTOR) as u64;
         if number < self.buffered || number >= self.buffered + have {
             self.calm.stand_aside();
-            let mut count = READ.min(self.count().saturating_sub(number)).max(1);
             self.buffered = number;
-            // One sector that cannot be read does not cost those around it: halves are tried.
-            if let Some(bad) = self.bad.filter(|bad| (number..number + count).contains(bad)) {
-                count = ((bad + 1 - number) / 2).max(1);
-            }
-            while let Err(e) = self.read(number, count) {
-                if count == 1 || !is_media_error(&e) {
-                    self.buffer.clear();
-                    return Err(self.io(e));
-                }
-                self.bad = Some(number + count - 1);
-                count /= 2;
-            }
+            self.fill(number).map_err(|e| {
+                self.buffer.clear();
+                self.io(e)
+            })?;
         }
         let at = (number - self.buffered) as usize * SECTOR;
         Ok(&self.buffer[at..at + SECTOR])

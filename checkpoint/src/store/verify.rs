@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::log::LogFile;
 use super::pages::PageReader;
 use super::space::apply;
-use super::{Cell, EpochInfo, FrameMap, Pinned, Record, Sink, Store, StoreError, fetch};
+use super::{Cell, Damage, EpochInfo, FrameMap, Pinned, Record, Sink, Store, StoreError, fetch};
 
 /// What a sound store holds.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
@@ -41,11 +41,70 @@ pub(super) fn verdict(sound: u64, total: u64, latest: Option<u64>) -> String {
     format!("{sound} of {total} {plural} sound{}", latest.unwrap_or_default())
 }
 
-/// Damaged frames, by number.
-#[derive(Default)]
-struct Damaged(Mutex<BTreeMap<Gfn, Arc<StoreError>>>);
+/// Damaged frames that follow one another, in slots that do, and were found in the same epoch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Run {
+    count: u64,
+    /// Of the first.
+    slot: u32,
+    epoch: u64,
+}
 
-impl Sink for Damaged {
+impl Run {
+    /// Whether a frame so far behind its first, in this slot, is its next or one of it.
+    fn reaches(&self, behind: u64, slot: u32, epoch: u64) -> bool {
+        behind <= self.count
+            && u64::from(self.slot) + behind == u64::from(slot)
+            && (self.epoch == epoch || behind < self.count)
+    }
+}
+
+/// Damaged frames: as runs, since a disk that fails may have millions of them.
+#[derive(Default, Debug)]
+struct Runs(BTreeMap<u64, Run>);
+
+impl Runs {
+    /// Adds a frame, unless it is there already.
+    fn add(&mut self, gfn: u64, slot: u32, epoch: u64) {
+        let next = self.0.get(&(gfn + 1)).copied();
+        let next =
+            next.filter(|next| slot.checked_add(1) == Some(next.slot) && next.epoch == epoch);
+        if let Some((start, run)) = self.0.range_mut(..=gfn).next_back() {
+            let behind = gfn - start;
+            if run.reaches(behind, slot, epoch) {
+                if behind == run.count {
+                    run.count += 1 + next.map_or(0, |next| next.count);
+                    self.0.remove(&(gfn + 1));
+                }
+                return;
+            }
+        }
+        if next.is_some() {
+            self.0.remove(&(gfn + 1));
+        }
+        let count = 1 + next.map_or(0, |next| next.count);
+        self.0.insert(gfn, Run { count, slot, epoch });
+    }
+
+    /// Keeps the frames that are still where they were.
+    fn keep_those_of(&mut self, map: &FrameMap) {
+        for (start, run) in std::mem::take(&mut self.0) {
+            for (gfn, slot) in (start..start + run.count).zip(run.slot..) {
+                if map.get(Gfn(gfn)).is_some_and(|cell| cell.slot == slot) {
+                    self.add(gfn, slot, run.epoch);
+                }
+            }
+        }
+    }
+}
+
+/// Notes the frames that are damaged, of those of `epoch` that are read.
+struct Damaged<'c> {
+    runs: Mutex<&'c mut Runs>,
+    epoch: u64,
+}
+
+impl Sink for Damaged<'_> {
     type Error = StoreError;
 
     fn frames(&self, _: FrameRun, _: &[u8]) -> Result<(), StoreError> {
@@ -53,7 +112,10 @@ impl Sink for Damaged {
     }
 
     fn damaged(&self, gfn: Gfn, damage: StoreError) -> Result<(), StoreError> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(gfn, Arc::new(damage));
+        let StoreError::Damaged { offset, .. } = damage else { return Err(damage) };
+        let slot = (offset / PAGE_SIZE) as u32;
+        let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
+        runs.add(gfn.0, slot, self.epoch);
         Ok(())
     }
 }
@@ -119,7 +181,9 @@ fn verify_epochs(
 /// Reads the frames of epochs that follow one another, each frame once.
 #[derive(Default)]
 pub(super) struct PageCheck {
-    damaged: Damaged,
+    damaged: Runs,
+    /// The first damaged frame of the epoch that was read last, its slot, and its damage.
+    first: Option<(u64, u32, Arc<StoreError>)>,
 }
 
 impl PageCheck {
@@ -145,16 +209,69 @@ impl PageCheck {
             }
         }
         // What this epoch has in another place, or does not have, is no longer damaged.
-        let damaged = self.damaged.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        damaged.retain(|gfn, damage| map.get(*gfn).is_some_and(|cell| is_of(damage, cell)));
-        fetch(pages, log.groups[index].info.epoch, &mut new, &self.damaged)?;
-        let damaged = self.damaged.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let first = damaged.first_key_value().map(|(_, damage)| damage.clone());
+        self.damaged.keep_those_of(map);
+        let epoch = log.groups[index].info.epoch;
+        let damaged = Damaged { runs: Mutex::new(&mut self.damaged), epoch };
+        fetch(pages, epoch, &mut new, &damaged)?;
+        self.first = match self.damaged.0.first_key_value() {
+            None => None,
+            Some((gfn, run)) => match self.first.take() {
+                Some(first) if (first.0, first.1) == (*gfn, run.slot) => Some(first),
+                _ => {
+                    let damage = damage_of(pages, map, Gfn(*gfn), *run)?;
+                    Some((*gfn, run.slot, Arc::new(damage)))
+                }
+            },
+        };
+        let first = self.first.as_ref().map(|(.., damage)| damage.clone());
         Ok((new.len() as u64, first))
     }
 }
 
-/// Whether a damage is of the slot that a frame is in.
-fn is_of(damage: &StoreError, cell: Cell) -> bool {
-    matches!(damage, StoreError::Damaged { offset, .. } if *offset == u64::from(cell.slot) * PAGE_SIZE)
+/// What is wrong with the first frame of a run, which is read once more for that.
+fn damage_of(
+    pages: &PageReader,
+    map: &FrameMap,
+    gfn: Gfn,
+    run: Run,
+) -> Result<StoreError, StoreError> {
+    let mut page = vec![0; PAGE_SIZE as usize];
+    let damage = match pages.read(run.slot, &mut page) {
+        Err(e @ StoreError::Damaged { .. }) => return Ok(e),
+        Err(e) => return Err(e),
+        Ok(()) => {
+            let (found, expected) = (crc32c::crc32c(&page), map.get(gfn).map(|cell| cell.crc));
+            match expected.filter(|expected| *expected != found) {
+                Some(expected) => Damage::Frame { gfn, epoch: run.epoch, found, expected },
+                None => Damage::Unreadable { why: "it was another one when read before".into() },
+            }
+        }
+    };
+    let offset = u64::from(run.slot) * PAGE_SIZE;
+    Ok(StoreError::Damaged { file: pages.path.clone(), offset, damage })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damaged_frames_that_follow_one_another_take_one_run() {
+        let mut runs = Runs::default();
+        // By several threads, in pieces, some twice.
+        for start in [512, 0, 256, 512, 768, 256] {
+            (start..start + 256).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 3));
+        }
+        (0..1024).step_by(2).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 4));
+        let all = Run { count: 1024, slot: 9, epoch: 3 };
+        assert_eq!(runs.0, BTreeMap::from([(0, all)]));
+        // Another epoch, another slot, a frame between.
+        runs.add(1024, 1024 + 9, 4);
+        runs.add(1025, 7, 4);
+        runs.add(1027, 9, 4);
+        runs.add(1026, 8, 4);
+        let more = [(1024, 1, 1033, 4), (1025, 3, 7, 4)];
+        let more = more.map(|(gfn, count, slot, epoch)| (gfn, Run { count, slot, epoch }));
+        assert_eq!(runs.0, BTreeMap::from_iter([(0, all)].into_iter().chain(more)));
+    }
 }
