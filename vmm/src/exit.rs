@@ -27,7 +27,11 @@ impl SocketFile {
     /// Removes the file, unless another one has its name by now.
     pub(crate) fn remove(&self) -> std::io::Result<()> {
         match fs::symlink_metadata(&self.path) {
-            Ok(m) if (m.dev(), m.ino()) == self.identity => fs::remove_file(&self.path),
+            Ok(m) if (m.dev(), m.ino()) == self.identity => match fs::remove_file(&self.path) {
+                // Another process has, in this moment.
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+                removed => removed,
+            },
             _ => Ok(()),
         }
     }

@@ -3,7 +3,10 @@
 //!
 //! A starter holds a lock of the socket's directory while it looks at the socket that is there, removes it, binds its
 //! own and listens. So it takes no other starter's socket, which refuses connections until its owner listens, for
-//! one that a dead process left behind. Nothing here waits for the process behind a socket.
+//! one that a dead process left behind. Any user who may read the directory can hold that lock for ever, so it is
+//! waited for only [`LOCK_LIMIT`]. Without it two starters cannot both have the socket either: a socket gets its name
+//! only when its owner listens; a stale one is given another name first, looked at again, and put back if its process
+//! listens by then; and an owner looks after a while whether the file under the name is still its own. Nothing here waits for the process behind a socket.
 
 use std::fs;
 use std::io;
@@ -11,6 +14,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
@@ -22,10 +26,14 @@ use crate::sandbox::hint;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 16;
-/// Upper bound on waiting for the directory's lock, which others hold for microseconds.
-const LOCK_LIMIT: Duration = Duration::from_secs(2);
+/// Upper bound on waiting for the directory's lock, which starters hold for microseconds.
+const LOCK_LIMIT: Duration = Duration::from_secs(1);
 /// Interval at which the lock is tried.
 const LOCK_RETRY: Duration = Duration::from_millis(1);
+/// How long a starter without the lock waits for others that have taken its socket for a stale one.
+const SETTLE: Duration = Duration::from_millis(50);
+/// Most starters that may get in the way of one.
+const TRIES: u32 = 16;
 
 /// A listening socket, whose file is removed when this is dropped.
 #[derive(Debug)]
@@ -44,18 +52,12 @@ pub enum SocketError {
         .0.display()
     )]
     InUse(PathBuf),
-    /// Another process does not finish starting.
+    /// Other processes begin to listen there and end, one after the other.
     #[error(
-        "cannot listen on {}: another process has locked its directory for {limit:?} \
-         (`lslocks` and `fuser -v` tell which); stop that one, or name a path in another directory",
-        path.display()
+        "cannot listen on {}: other processes take that name again and again; stop them, or name another path",
+        .0.display()
     )]
-    Locked {
-        /// The socket's path.
-        path: PathBuf,
-        /// How long the lock was waited for.
-        limit: Duration,
-    },
+    Contended(PathBuf),
     /// Something else has that name.
     #[error("cannot listen on {}: it exists and is not a socket", .0.display())]
     NotASocket(PathBuf),
@@ -72,23 +74,39 @@ pub enum SocketError {
 impl ListeningSocket {
     /// Listens on `path`, only for this user. A socket that a dead process left behind is replaced.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
+        Self::bind_within(path, LOCK_LIMIT)
+    }
+
+    /// As [`bind`](Self::bind), with another bound on waiting for the directory's lock.
+    fn bind_within(path: &Path, limit: Duration) -> Result<Self, SocketError> {
         let system = |cause| SocketError::System { path: path.to_owned(), cause };
-        let _lock = lock(path)?;
-        let listener = match listen(path) {
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
-                remove_stale(path)?;
-                listen(path)
+        let lock = lock(path, limit);
+        for _ in 0..TRIES {
+            let bound = match lock {
+                Some(_) => listen(path),
+                None => listen_unlocked(path),
+            };
+            let (listener, identity) = match bound {
+                Ok(bound) => bound,
+                Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+                    remove_stale(path)?;
+                    continue;
+                }
+                Err(e) => return Err(system(e)),
+            };
+            if lock.is_none() {
+                std::thread::sleep(SETTLE);
             }
-            other => other,
-        };
-        let listener = listener.map_err(system)?;
-        listener.set_nonblocking(true).map_err(system)?;
-        let metadata = fs::symlink_metadata(path).map_err(system)?;
-        // Absolute, because it is removed by whatever thread ends the process.
-        let absolute = std::path::absolute(path).map_err(system)?;
-        let file = SocketFile { path: absolute, identity: (metadata.dev(), metadata.ino()) };
-        exit::add(file.clone());
-        Ok(Self { listener, file })
+            if identity_of(path).map_err(system)? != Some(identity) {
+                continue;
+            }
+            listener.set_nonblocking(true).map_err(system)?;
+            // Absolute, because it is removed by whatever thread ends the process.
+            let file = SocketFile { path: std::path::absolute(path).map_err(system)?, identity };
+            exit::add(file.clone());
+            return Ok(Self { listener, file });
+        }
+        Err(SocketError::Contended(path.to_owned()))
     }
 
     /// The listener, for whoever accepts; it does not block.
@@ -106,20 +124,47 @@ impl Drop for ListeningSocket {
     }
 }
 
-fn listen(path: &Path) -> io::Result<UnixListener> {
+/// Device and inode of the file at `path`, if there is one.
+fn identity_of(path: &Path) -> io::Result<Option<(u64, u64)>> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) => Ok(Some((metadata.dev(), metadata.ino()))),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Listens at `path`; also the identity of the socket's file.
+fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC;
     let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // The file gets the socket's mode when it is bound, so nobody else can ever connect.
     rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&fd, &address)?;
+    // Another starter may have taken it for a stale one, and removed it.
+    let identity = identity_of(path)?.ok_or(io::ErrorKind::AddrInUse)?;
     rustix::net::listen(&fd, BACKLOG)?;
-    Ok(fd.into())
+    Ok((fd.into(), identity))
 }
 
-/// Locks the directory of `path`. `None` where it cannot be locked: not all file systems can, and it may be
-/// unreadable. Then two processes that start at once may both replace what a dead one left behind.
-fn lock(path: &Path) -> Result<Option<OwnedFd>, SocketError> {
+/// As [`listen`], but the socket has its name only once it listens, so that nobody takes it for a stale one.
+fn listen_unlocked(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
+    let aside = aside_of(path);
+    if SocketAddrUnix::new(&aside).is_err() {
+        return listen(path);
+    }
+    let bound = listen(&aside)?;
+    let named = fs::hard_link(&aside, path).map_err(|e| match e.kind() {
+        io::ErrorKind::AlreadyExists => io::ErrorKind::AddrInUse.into(),
+        _ => e,
+    });
+    fs::remove_file(&aside)?;
+    named.map(|()| bound)
+}
+
+/// Locks the directory of `path`. `None` where it cannot be locked: another process keeps the lock, not all
+/// file systems can, and the directory may be unreadable.
+fn lock(path: &Path, limit: Duration) -> Option<OwnedFd> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(parent.unwrap_or(Path::new(".")), flags, Mode::empty());
@@ -128,7 +173,7 @@ fn lock(path: &Path) -> Result<Option<OwnedFd>, SocketError> {
         loop {
             match flock(&dir, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(dir),
-                Err(Errno::WOULDBLOCK) if since.elapsed() < LOCK_LIMIT => {
+                Err(Errno::WOULDBLOCK) if since.elapsed() < limit => {
                     std::thread::sleep(LOCK_RETRY);
                 }
                 Err(Errno::INTR) => {}
@@ -136,16 +181,13 @@ fn lock(path: &Path) -> Result<Option<OwnedFd>, SocketError> {
             }
         }
     });
-    match locked {
-        Ok(dir) => Ok(Some(dir)),
-        Err(Errno::WOULDBLOCK) => {
-            Err(SocketError::Locked { path: path.to_owned(), limit: LOCK_LIMIT })
-        }
-        Err(e) => {
-            tracing::debug!("the directory of {} cannot be locked: {e}", path.display());
-            Ok(None)
-        }
+    if let Err(Errno::WOULDBLOCK) = locked {
+        tracing::warn!(
+            "another process keeps the directory of {} locked (`lslocks` tells which): listening there without the lock",
+            path.display()
+        );
     }
+    locked.inspect_err(|e| tracing::debug!("no lock for {}: {e}", path.display())).ok()
 }
 
 /// Whether a process listens at `path`. Does not wait for that process, which may be stopped.
@@ -161,17 +203,62 @@ fn is_listened_at(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Removes the socket at `path` if nobody listens there.
+/// Removes the socket at `path` if nobody listens there. One that is gone already was removed by its owner.
 fn remove_stale(path: &Path) -> Result<(), SocketError> {
-    let system = |cause| SocketError::System { path: path.to_owned(), cause };
-    if !fs::symlink_metadata(path).map_err(system)?.file_type().is_socket() {
-        return Err(SocketError::NotASocket(path.to_owned()));
+    let unless_gone = |e: io::Error| match e.kind() {
+        io::ErrorKind::NotFound => Ok(()),
+        _ => Err(SocketError::System { path: path.to_owned(), cause: e }),
+    };
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            return Err(SocketError::NotASocket(path.to_owned()));
+        }
+        Ok(_) => {}
+        Err(e) => return unless_gone(e),
     }
-    if is_listened_at(path).map_err(system)? {
+    match is_listened_at(path) {
+        Ok(true) => return Err(SocketError::InUse(path.to_owned())),
+        Ok(false) => {}
+        Err(e) => return unless_gone(e),
+    }
+    // Another starter may have replaced it since.
+    let aside = aside_of(path);
+    if let Err(e) = fs::rename(path, &aside) {
+        return unless_gone(e);
+    }
+    // What cannot be connected to there, because that name is too long, was stale a moment ago.
+    if is_listened_at(&aside).unwrap_or(false) {
+        put_back(&aside, path);
         return Err(SocketError::InUse(path.to_owned()));
     }
     tracing::info!("replacing {}: its process is gone", path.display());
-    fs::remove_file(path).map_err(system)
+    fs::remove_file(&aside).or_else(unless_gone)
+}
+
+/// A name beside `path` that nothing else has.
+fn aside_of(path: &Path) -> PathBuf {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let (pid, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    path.with_file_name(format!(".sock-{pid}-{count}"))
+}
+
+/// Gives a socket at which a process listens its name back.
+fn put_back(aside: &Path, path: &Path) {
+    let put = match fs::hard_link(aside, path) {
+        Ok(()) => fs::remove_file(aside),
+        // Its owner has begun anew.
+        Err(e)
+            if e.kind() == io::ErrorKind::AlreadyExists
+                && !is_listened_at(aside).unwrap_or(false) =>
+        {
+            fs::remove_file(aside)
+        }
+        // Another starter has taken the name while it was free, and finds that out.
+        Err(_) => fs::rename(aside, path),
+    };
+    if let Err(e) = put {
+        tracing::warn!("{} cannot be named {} again: {e}", aside.display(), path.display());
+    }
 }
 
 #[cfg(test)]
@@ -234,20 +321,17 @@ mod tests {
         assert!(e.to_string().ends_with("; stop that one, or name another path"), "{e}");
     }
 
-    #[test]
-    fn of_starters_at_once_one_gets_the_socket() {
-        const STARTERS: usize = 3;
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("api");
-        for round in 0..200 {
-            drop(UnixListener::bind(&path).unwrap());
-            let all = Barrier::new(STARTERS);
+    /// So many start at once beside a dead one's socket, in each round.
+    fn start_at_once(path: &Path, starters: usize, rounds: u32, limit: Duration) {
+        for round in 0..rounds {
+            drop(UnixListener::bind(path).unwrap());
+            let all = Barrier::new(starters);
             let bound: Vec<_> = std::thread::scope(|scope| {
                 let start = || {
                     all.wait();
-                    ListeningSocket::bind(&path)
+                    ListeningSocket::bind_within(path, limit)
                 };
-                let starters: Vec<_> = (0..STARTERS).map(|_| scope.spawn(start)).collect();
+                let starters: Vec<_> = (0..starters).map(|_| scope.spawn(start)).collect();
                 starters.into_iter().map(|starter| starter.join().unwrap()).collect()
             });
             let (owners, refused): (Vec<_>, Vec<_>) = bound.into_iter().partition(Result::is_ok);
@@ -256,22 +340,75 @@ mod tests {
                 assert!(matches!(e, SocketError::InUse(_)), "round {round}: {e}");
             }
             let owner = owners.into_iter().next().unwrap().unwrap();
-            UnixStream::connect(&path).unwrap();
+            UnixStream::connect(path).unwrap();
             owner.listener().unwrap().accept().unwrap();
             drop(owner);
-            assert!(!path.exists());
+            let left = fs::read_dir(path.parent().unwrap()).unwrap().count();
+            assert_eq!(left, 0, "round {round}");
         }
     }
 
     #[test]
-    fn directory_that_stays_locked_is_an_error() {
+    fn of_starters_at_once_one_gets_the_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        start_at_once(&dir.path().join("api"), 3, 200, Duration::from_secs(60));
+    }
+
+    #[test]
+    fn locked_directory_forbids_no_socket() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
-        let lock = lock(&path).unwrap().unwrap();
-        let e = ListeningSocket::bind(&path).unwrap_err();
-        assert!(e.to_string().contains("another process has locked its directory for 2s"), "{e}");
+        // As any user does who may read the directory.
+        let lock = lock(&path, LOCK_LIMIT).unwrap();
+        let socket = ListeningSocket::bind(&path).unwrap();
+        let e = ListeningSocket::bind_within(&path, Duration::ZERO).unwrap_err();
+        assert!(matches!(e, SocketError::InUse(_)), "{e}");
+        drop(socket);
+        start_at_once(&path, 2, 50, Duration::ZERO);
         drop(lock);
-        ListeningSocket::bind(&path).unwrap();
+    }
+
+    #[test]
+    fn socket_that_came_to_life_gets_its_name_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, aside) = (dir.path().join("api"), dir.path().join("aside"));
+        let listener = UnixListener::bind(&aside).unwrap();
+        put_back(&aside, &path);
+        UnixStream::connect(&path).unwrap();
+        assert!(!aside.exists());
+        // Its owner listens at another one by then.
+        fs::rename(&path, &aside).unwrap();
+        drop(listener);
+        let listener = UnixListener::bind(&path).unwrap();
+        put_back(&aside, &path);
+        UnixStream::connect(&path).unwrap();
+        assert!(!aside.exists());
+        drop(listener);
+    }
+
+    #[test]
+    fn socket_that_its_owner_removes_is_stale() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let stop = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            // An owner that ends, again and again.
+            scope.spawn(|| {
+                while stop.load(Ordering::Relaxed) == 0 {
+                    if let Ok(listener) = UnixListener::bind(&path) {
+                        drop(listener);
+                        // Or another starter has.
+                        let _ = fs::remove_file(&path);
+                    }
+                }
+            });
+            let bound: Vec<_> = (0..2000).map(|_| ListeningSocket::bind(&path).map(drop)).collect();
+            stop.store(1, Ordering::Relaxed);
+            for e in bound.into_iter().filter_map(Result::err) {
+                let known = matches!(e, SocketError::InUse(_) | SocketError::Contended(_));
+                assert!(known, "{e}");
+            }
+        });
     }
 
     #[test]
