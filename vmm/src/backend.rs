@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use checkpoint::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
 use crate::config::{Backend, HostConfig, MachineConfig, guest_span};
-use crate::devices::{make_copies, open_drives};
+use crate::devices::{Parent, make_copies, open_drives};
 use crate::machine::{EarlyVm, Machine, MachineError};
 use crate::threads::ThreadMachine;
 use crate::vm::{SharedVm, Vm};
@@ -121,8 +121,10 @@ impl GuestFactory for Factory {
         drives: &[DriveHead],
     ) -> Result<WithCopies<dyn Vm>, GuestError> {
         let host = self.host.writing_over(drives);
-        let (vm_id, config) = MachineConfig::decode(config)?.on_host(&host)?.restored(from, &host);
-        let drives = open_drives(vm_id, from.vm_id, &config, drives, &host)?;
+        let stored = MachineConfig::decode(config)?;
+        let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);
+        let parent = Parent { guest: from.vm_id, devices: &stored.devices };
+        let drives = open_drives(vm_id, &parent, &config, drives, &host)?;
         Ok((self.empty(vm_id, config, &host)?, drives))
     }
 }

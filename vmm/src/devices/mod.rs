@@ -32,7 +32,7 @@ mod vsock;
 
 pub use balloon::{BalloonControl, BalloonFigures};
 pub use block::{DiskError, probe as probe_disk};
-pub(crate) use block::{DriveSource, make_copies, open_drives};
+pub(crate) use block::{DriveSource, Parent, make_copies, open_drives};
 pub use figures::DeviceFigures;
 pub(crate) use figures::Meter;
 pub(crate) use input::InputThread;

@@ -6,7 +6,7 @@ use checkpoint::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
 use super::Machine;
 use crate::config::{HostConfig, MachineConfig};
-use crate::devices::{make_copies, open_drives};
+use crate::devices::{Parent, make_copies, open_drives};
 
 /// Builds KVM machines that wait for their memory and state.
 #[derive(Clone, Debug, Default)]
@@ -41,8 +41,10 @@ impl GuestFactory for MachineFactory {
         drives: &[DriveHead],
     ) -> Result<WithCopies<Machine>, GuestError> {
         let host = self.host.writing_over(drives);
-        let (vm_id, config) = MachineConfig::decode(config)?.on_host(&host)?.restored(from, &host);
-        let drives = open_drives(vm_id, from.vm_id, &config, drives, &host)?;
+        let stored = MachineConfig::decode(config)?;
+        let (vm_id, config) = stored.clone().on_host(&host)?.restored(from, &host);
+        let parent = Parent { guest: from.vm_id, devices: &stored.devices };
+        let drives = open_drives(vm_id, &parent, &config, drives, &host)?;
         Ok((Machine::empty(vm_id, config, &host)?, drives))
     }
 }

@@ -56,7 +56,7 @@ pub use self::file::probe;
 use self::flusher::Promise;
 pub(super) use self::flusher::{Flusher, flush_all};
 pub(crate) use self::made::make_copies;
-pub(crate) use self::restored::open_drives;
+pub(crate) use self::restored::{Parent, open_drives};
 pub(crate) use self::source::DriveSource;
 
 const QUEUE_SIZE: u16 = 256;

@@ -5,22 +5,29 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::path::Path;
 
 use checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
 
 use super::file::{DiskError, DiskFile, write_zeroes};
 use super::lock::{self, Lock};
 use super::request::SECTOR;
-use crate::config::{DiskConfig, HostConfig, MachineConfig, disks};
+use crate::config::{DeviceConfig, DiskConfig, HostConfig, MachineConfig, disks};
+
+/// The guest in the checkpoint, as it was then.
+pub(crate) struct Parent<'c> {
+    pub(crate) guest: VmId,
+    pub(crate) devices: &'c [DeviceConfig],
+}
 
 /// Opens and locks the files that `config` has on this host for `drives`, which are hostile input. Their
 /// content is not changed yet. They must be all the disks that the guest can write to. A file that the
-/// operator has not named must be known to be that of `parent`, the guest in the epoch, and `guest` must
-/// be that one.
+/// operator has not named must be known to be that of `parent`. A guest that is not `parent` must have
+/// other files than that, named or not.
 pub(crate) fn open_drives(
     guest: VmId,
-    parent: VmId,
+    parent: &Parent<'_>,
     config: &MachineConfig,
     drives: &[DriveHead],
     host: &HostConfig,
@@ -51,20 +58,43 @@ pub(crate) fn open_drives(
             return Err(malformed(drive.to_string(), "is there twice"));
         }
         let known = !host.names(disk);
-        if known && guest != parent {
-            let (id, path) = (disk.id.clone(), disk.path.clone());
-            return Err(GuestError::System {
-                what: "opening the disks to restore",
-                cause: Box::new(DiskError::Parents { id, path, guest: parent, bytes: disk.bytes }),
-            });
-        }
-        let disk = RestoredDisk::open(disk, guest, known).map_err(|e| GuestError::System {
+        let refused = |e: DiskError| GuestError::System {
             what: "opening the disks to restore",
             cause: Box::new(e),
-        })?;
-        opened.push(Box::new(disk));
+        };
+        let is_parents = || {
+            let (id, path) = (disk.id.clone(), disk.path.clone());
+            refused(DiskError::Parents { id, path, guest: parent.guest, bytes: disk.bytes })
+        };
+        if known && guest != parent.guest {
+            return Err(is_parents());
+        }
+        let file = RestoredDisk::open(disk, guest, known).map_err(refused)?;
+        if guest != parent.guest && parent.has(&file.file) {
+            return Err(is_parents());
+        }
+        opened.push(Box::new(file));
     }
     Ok(opened)
+}
+
+impl Parent<'_> {
+    /// Whether `file` is that of one of its disks, by whatever name.
+    fn has(&self, file: &DiskFile) -> bool {
+        disks(self.devices).any(|disk| match (&disk.identity, file.disk_identity()) {
+            (Some(known), Some(found)) => !known.differs(&found),
+            // A device without a name: all that is known is where it was.
+            _ => is_same(file.file(), &disk.path),
+        })
+    }
+}
+
+/// Whether `path` leads to this file, or to the same block device.
+fn is_same(file: &File, path: &Path) -> bool {
+    let (Ok(one), Ok(other)) = (file.metadata(), fs::metadata(path)) else { return false };
+    let device = |m: &fs::Metadata| m.file_type().is_block_device().then(|| m.rdev());
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+        || (device(&one).is_some() && device(&one) == device(&other))
 }
 
 /// See the module.
@@ -135,7 +165,7 @@ fn is_sparse(file: &File) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Backend, DeviceConfig};
+    use crate::config::Backend;
     use crate::testing::{disk, payload_config};
 
     const BYTES: u64 = 1 << 20;
@@ -209,16 +239,31 @@ mod tests {
         let config = machine(vec![DeviceConfig::Disk(parents)]);
         let drives = drives(&config.devices);
         let (guest, parent) = (VmId::random(), VmId::random());
+        let stored = config.devices.clone();
         let open = |host: &HostConfig| {
             let config = config.clone().on_host(&host.writing_over(&drives))?;
+            let parent = &Parent { guest: parent, devices: &stored };
             open_drives(guest, parent, &config, &drives, host).map(|opened| opened.len())
         };
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
         let said = open(&host).unwrap_err().to_string();
         assert!(said.contains(&format!("guest {parent}'s")), "{said}");
         assert!(said.contains("--disk id=d,path=FILE") && said.contains("--same-id"), "{said}");
-        let copy = format!("path={}", dir.path().join("copy").display()).parse().unwrap();
-        assert_eq!(open(&HostConfig { disks: vec![copy], ..host }).unwrap(), 1);
+        // Nor by its name, or another one of it.
+        fs::hard_link(&path, dir.path().join("link")).unwrap();
+        std::os::unix::fs::symlink(&path, dir.path().join("symlink")).unwrap();
+        let named = |name: &str, more: &str| {
+            let spec = format!("path={}{more}", dir.path().join(name).display()).parse().unwrap();
+            open(&HostConfig { disks: vec![spec], ..host.clone() })
+        };
+        for (name, more) in [("disk", ""), ("disk", ",identity=any"), ("link", ""), ("symlink", "")]
+        {
+            let said = named(name, more).unwrap_err().to_string();
+            let file = dir.path().join(name);
+            assert!(said.contains(&format!("in file \"{}\", is guest", file.display())), "{said}");
+            assert!(said.contains("give the new guest a file of its own"), "{said}");
+        }
+        assert_eq!(named("copy", "").unwrap(), 1);
     }
 
     /// After a reboot a path may lead to another disk. Only who names it may have it written over.
@@ -236,7 +281,8 @@ mod tests {
         let open = |host: &HostConfig, drives: &[DriveHead]| {
             let config = config.clone().on_host(&host.writing_over(drives))?;
             let guest = VmId::random();
-            open_drives(guest, guest, &config, drives, host).map(|opened| opened.len())
+            let parent = &Parent { guest, devices: &config.devices };
+            open_drives(guest, parent, &config, drives, host).map(|opened| opened.len())
         };
         let host = HostConfig { disks_are_copies: true, ..Default::default() };
         assert_eq!(open(&host, &drives).unwrap(), 1);
@@ -256,7 +302,8 @@ mod tests {
         let mut nameless = config.clone();
         crate::config::disks_mut(&mut nameless.devices).for_each(|disk| disk.identity = None);
         let guest = VmId::random();
-        let unknown = open_drives(guest, guest, &nameless, &drives, &host).map(drop).unwrap_err();
+        let parent = &Parent { guest, devices: &nameless.devices };
+        let unknown = open_drives(guest, parent, &nameless, &drives, &host).map(drop).unwrap_err();
         assert!(unknown.to_string().contains("nothing tells whether"), "{unknown}");
         // Without drives in the epoch nothing is written over, and a copy is what is expected.
         let there = config.clone().on_host(&host.writing_over(&[])).unwrap();
