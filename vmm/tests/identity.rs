@@ -96,14 +96,18 @@ fn only_the_line_that_went_on_continues() {
         assert_eq!((&info["vm_id"], &info["name"]), (&json!(ID), &json!("a")));
     }
     let said = older.refuse(4, &["checkpoint", "--store", &store]);
-    assert!(said.contains("continued from checkpoint 1") && said.contains("--new-store"), "{said}");
+    assert!(
+        said.contains("continues from checkpoint 1.") && said.contains("--new-store"),
+        "{said}"
+    );
     latest.tell(&["checkpoint", "--store", &store]);
     latest.tell(&["checkpoint", "--store", &store]);
     // The store has gone on without them.
     let said = stale.refuse(4, &["checkpoint", "--store", &store]);
-    assert!(said.contains("up to 4"), "{said}");
+    assert!(said.contains("checkpoint 4, the latest in the store"), "{said}");
+    assert!(said.contains("continue from checkpoint 4 (restore --same-id)"), "{said}");
     let said = first.refuse(4, &["checkpoint", "--store", &store]);
-    assert!(said.contains("its line has moved on without it"), "{said}");
+    assert!(said.contains("this one was not restored from it"), "{said}");
     assert_eq!(epochs(&store), [1, 2, 3, 4]);
     first.kill();
 }

@@ -42,7 +42,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         let config = stored.config();
         unsettled.pass_clone(config.map(|config| shared_disks(config, &args.devices.disks)));
     }
-    if let Some(vm_id) = stored.owner()? {
+    if let Some(vm_id) = stored.owner().map_err(|e| stored.failure(e))? {
         unsettled.refuse(vm_id)?;
     }
     let copies = !args.devices.disks.is_empty();
@@ -52,7 +52,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let host = HostConfig { disks_are_copies: true, restored, ..host };
     let factory = Settled { inner: Factory::new(host).with_early(early), unsettled };
     let restored = stored.restore(args.epoch, args.lazy, &factory);
-    let (vm, report) = restored.map_err(restore_failure)?;
+    let (vm, report) = restored.map_err(|e| restore_failure(e, &stored))?;
     let _logged = guest_span(vm.vm_id(), &vm.machine_config().identity).entered();
     // Filling it took a while, in which its record may have come.
     if let Err(e) = factory.unsettled.refuse(report.vm_id) {
@@ -79,7 +79,10 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
         // Perhaps for want of a frame.
         let lost = vm.fetching().and_then(|fetching| fetching.lost);
         let failure = match lost {
-            Some(why) => Failure::error(format_args!("its memory cannot be restored: {why}")),
+            Some(why) => Failure::error(format_args!(
+                "its memory cannot be restored: {why}{}",
+                stored.way_out()
+            )),
             None => e.into(),
         };
         return Err(after_restore(&report, failure));
@@ -133,8 +136,10 @@ fn same_file(one: &Path, other: &Path) -> bool {
     }
 }
 
-fn restore_failure(e: RestoreError) -> Failure {
+fn restore_failure(e: RestoreError, stored: &Stored) -> Failure {
     match e {
+        RestoreError::Store(e) => stored.failure(e),
+        RestoreError::Lost { .. } => Failure::error(e).followed_by(&stored.way_out()),
         RestoreError::Guest { ref cause, .. } => guest_failure(cause, &e),
         _ => Failure::error(e),
     }

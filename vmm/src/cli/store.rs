@@ -12,7 +12,7 @@ use vmm::config::Identity;
 use super::args::{ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand};
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
-use super::stored::Stored;
+use super::stored::{Stored, repair_hint, store_failure};
 
 /// `driftline store`.
 pub(super) fn store(command: &StoreCommand) -> Result<ExitCode, Failure> {
@@ -29,10 +29,11 @@ fn compact(args: &StoreArgs) -> Result<ExitCode, Failure> {
     // A store that is not there is not made.
     let store = Store::open(&args.store)?;
     store.check_is_store()?;
-    if store.epochs()?.is_empty() {
+    let failure = |e| store_failure(&args.store, e);
+    if store.epochs().map_err(failure)?.is_empty() {
         return Err(Failure::error(format_args!("{} holds no checkpoints", args.store.display())));
     }
-    let report = Store::create_or_open(&args.store)?.compact()?;
+    let report = Store::create_or_open(&args.store)?.compact().map_err(failure)?;
     if args.json {
         print_json(&report)?;
     } else {
@@ -74,10 +75,11 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     // It has its name only once it is whole.
     let file = tempfile::NamedTempFile::new_in(dir).map_err(refused)?;
     let report = match args.format {
-        ExportFormat::Raw => store.export_raw(args.epoch, file.as_file(), path)?,
-        ExportFormat::ElfCore => vmm::export::elf_core(&store, args.epoch, file.as_file(), path)?,
-        ExportFormat::DriftlineZstd => store.export_archive(args.epoch, file.as_file(), path)?,
+        ExportFormat::Raw => store.export_raw(args.epoch, file.as_file(), path),
+        ExportFormat::ElfCore => vmm::export::elf_core(&store, args.epoch, file.as_file(), path),
+        ExportFormat::DriftlineZstd => store.export_archive(args.epoch, file.as_file(), path),
     };
+    let report = report.map_err(|e| store_failure(&args.store, e))?;
     let kept = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
     kept.map_err(|e| refused(e.error))?;
     checkpoint::durable::sync_dir(dir).map_err(refused)?;
@@ -106,7 +108,8 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
 
 fn list(args: &StoreArgs) -> Result<ExitCode, Failure> {
     let stored = Stored::open(&args.store)?;
-    let (listing, identity) = (stored.list()?, stored.identity());
+    let listing = stored.list().map_err(|e| stored.failure(e))?;
+    let identity = stored.identity();
     let listed = args.json.then(|| {
         let damaged: Vec<String> = listing.damaged.iter().map(ToString::to_string).collect();
         json!({
@@ -179,10 +182,6 @@ fn age(seconds: u64) -> String {
         3600..86_400 => format!("{} h", seconds / 3600),
         _ => format!("{} d", seconds / 86_400),
     }
-}
-
-fn repair_hint(dir: &Path) -> String {
-    format!("Salvage what is sound with: driftline store repair {}", dir.display())
 }
 
 /// Says on stderr what of a store is damaged, and why.

@@ -12,6 +12,17 @@ use vmm::config::{Identity, MachineConfig};
 
 use super::failure::Failure;
 
+/// The way out of damage in the store at `dir`.
+pub(super) fn repair_hint(dir: &Path) -> String {
+    format!("Salvage what is sound with: driftline store repair {}", dir.display())
+}
+
+/// A failure of the store at `dir`, with the way out if it is damage.
+pub(super) fn store_failure(dir: &Path, e: StoreError) -> Failure {
+    let hint = e.is_damage().then(|| format!(". {}", repair_hint(dir)));
+    Failure::from(e).followed_by(&hint.unwrap_or_default())
+}
+
 /// What a path leads to: a directory is a store, a file an archive.
 pub(super) enum Stored {
     Store(Store),
@@ -50,6 +61,22 @@ impl Stored {
             )));
         }
         Ok(())
+    }
+
+    /// The way out where what is stored is damaged, to be put behind a sentence: an archive has none.
+    pub(super) fn way_out(&self) -> String {
+        match self {
+            Self::Store(store) => format!(". {}", repair_hint(store.location())),
+            Self::Archive(_) => String::new(),
+        }
+    }
+
+    /// A failure to read it.
+    pub(super) fn failure(&self, e: StoreError) -> Failure {
+        match self {
+            Self::Store(store) => store_failure(store.location(), e),
+            Self::Archive(_) => e.into(),
+        }
     }
 
     /// Everything that is there.
