@@ -1,12 +1,14 @@
-//! Owns the file of a unix socket at which this process listens, the API's and the socket device's: who
-//! may connect to it, what is done about one that is already there, and its removal.
+//! Owns the file of a unix socket at which this process listens, the API's and the socket device's:
+//! who may connect to it, what is done about one that is already there, and its removal.
 //!
-//! A starter holds a lock of the socket's directory while it looks at the socket that is there, removes it, binds its
-//! own and listens. So it takes no other starter's socket, which refuses connections until its owner listens, for
-//! one that a dead process left behind. Any user who may read the directory can hold that lock for ever, so it is
-//! waited for only [`LOCK_LIMIT`]. Without it two starters cannot both have the socket either: a socket gets its name
-//! only when its owner listens; a stale one is given another name first, looked at again, and put back if its process
-//! listens by then; and an owner looks after a while whether the file under the name is still its own. Nothing here waits for the process behind a socket.
+//! A starter holds a lock of the socket's directory while it looks at the socket that is there,
+//! removes it, binds its own and listens. So it takes no other starter's socket, which refuses
+//! connections until its owner listens, for one that a dead process left behind. Any user who may
+//! read the directory can hold that lock for ever, so it is waited for only [`LOCK_LIMIT`]. Without
+//! it two starters cannot both have the socket either: a socket gets its name only when its owner
+//! listens; a stale one is given another name first, looked at again, and put back if its process
+//! listens by then; and an owner looks after a while whether the file under the name is still its
+//! own. Nothing here waits for the process behind a socket.
 
 use std::fs;
 use std::io;
@@ -147,7 +149,8 @@ fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     Ok((fd.into(), identity))
 }
 
-/// As [`listen`], but the socket has its name only once it listens, so that nobody takes it for a stale one.
+/// As [`listen`], but the socket has its name only once it listens, so that nobody takes it for a
+/// stale one.
 fn listen_unlocked(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     let aside = aside_of(path);
     if SocketAddrUnix::new(&aside).is_err() {
@@ -162,8 +165,8 @@ fn listen_unlocked(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     named.map(|()| bound)
 }
 
-/// Locks the directory of `path`. `None` where it cannot be locked: another process keeps the lock, not all
-/// file systems can, and the directory may be unreadable.
+/// Locks the directory of `path`. `None` where it cannot be locked: another process keeps the lock,
+/// not all file systems can, and the directory may be unreadable.
 fn lock(path: &Path, limit: Duration) -> Option<OwnedFd> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -183,7 +186,8 @@ fn lock(path: &Path, limit: Duration) -> Option<OwnedFd> {
     });
     if let Err(Errno::WOULDBLOCK) = locked {
         tracing::warn!(
-            "another process keeps the directory of {} locked (`lslocks` tells which): listening there without the lock",
+            "another process keeps the directory of {} locked (`lslocks` tells which): listening there \
+             without the lock",
             path.display()
         );
     }
@@ -203,7 +207,8 @@ fn is_listened_at(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Removes the socket at `path` if nobody listens there. One that is gone already was removed by its owner.
+/// Removes the socket at `path` if nobody listens there. One that is gone already was removed by
+/// its owner.
 fn remove_stale(path: &Path) -> Result<(), SocketError> {
     let unless_gone = |e: io::Error| match e.kind() {
         io::ErrorKind::NotFound => Ok(()),

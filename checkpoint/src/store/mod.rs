@@ -11,6 +11,7 @@
 //! space, block_map   which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
 //! salvage            what is left of a damaged store    repair             a sound one of that
+//! unreadable         what of a file the disk does not give back
 //! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
 

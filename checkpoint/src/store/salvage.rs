@@ -213,7 +213,7 @@ impl Store {
         Ok(StoreError::NoLog { dir, log: manifest.map(|manifest| log_name(manifest.files.log)) })
     }
 
-    /// Why no log and page file belong together: they are of several guests, or of nobody knows whom.
+    /// Why no log and page file belong together: they are of several guests, or nothing says whose.
     fn without_owner(&self, manifest: Option<Manifest>, owners: &[(String, VmId)]) -> StoreError {
         let dir = self.dir();
         let Some((file, one)) = owners.first() else { return StoreError::HeadersDamaged { dir } };
