@@ -185,9 +185,13 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     assert!(said.contains("has 1048576 bytes, and its file"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     // The first guest may be restored itself, and then has its disk.
-    let said = restore(&[]);
-    assert!(said.contains(&format!("is guest {id}'s: give the new guest a file")), "{said}");
-    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    for more in [&[][..], &["--disk", &spec]] {
+        let said = restore(more);
+        assert!(said.contains(&format!("is guest {id}'s: give the new guest a file")), "{said}");
+        assert!(said.contains("--disk id=disk0,path=FILE") && said.contains("--same-id"), "{said}");
+        let content = std::fs::read(place.path("disk")).unwrap();
+        assert!(content == later, "refused before it was touched");
+    }
     let named = format!("path={}", place.text("named"));
     let lazily = ["--lazy", "--disk", &named];
     let same = &["--same-id"][..];
