@@ -4,7 +4,7 @@ use std::io;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use checkpoint::{Achieved, Spread};
 use hyper::Method;
@@ -194,10 +194,25 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     Failure::from(e).reworded(said)
 }
 
-/// Whether nothing listens on the socket any more. A VMM whose backlog is full is there.
+/// How long a process that has closed a connection may take to close its listening socket, too, if
+/// it is ending.
+const ENDING_LIMIT: Duration = Duration::from_secs(2);
+const ENDING_POLL: Duration = Duration::from_millis(20);
+
+/// Whether nothing listens on the socket any more, now or soon. A VMM whose backlog is full is there.
 async fn is_gone(client: &Client) -> bool {
-    let Err(ClientError::Connect { cause, .. }) = client.process().await else { return false };
-    matches!(cause.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
+    let since = Instant::now();
+    loop {
+        if let Err(ClientError::Connect { cause, .. }) = client.process().await
+            && matches!(cause.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
+        {
+            return true;
+        }
+        if since.elapsed() >= ENDING_LIMIT {
+            return false;
+        }
+        tokio::time::sleep(ENDING_POLL).await;
+    }
 }
 
 /// Reports from `since` on. Ctrl-C stops the run; its last reports still come.
