@@ -8,13 +8,13 @@
 //! was written, never less.
 //!
 //! What is *not* there differs by what holds the memory:
-//! - Anonymous memory leaves the page table only when it is discarded, and then `discard.rs` marks it. Absent pages are left alone:
-//! a marker in their place would look like memory in use to `populated.rs`. So it is with pages of
-//! the pool.
-//! - The page of a memory file may leave it at any time, to swap or for a huge page, and with it goes the trace of a write, unless
-//! it was protected: then a marker stays. So all of a file is protected at the start, page tables
-//! and all, and an entry that is
-//!   empty afterwards counts as written.
+//! - Anonymous memory leaves the page table only when it is discarded, and then `discard.rs` marks
+//!   it. Absent pages are left alone: a marker in their place would look like memory in use to
+//!   `populated.rs`. So it is with pages of the pool.
+//! - The page of a memory file may leave it at any time, to swap or for a huge page, and with it
+//!   goes the trace of a write, unless it was protected: then a marker stays. So all of a file is
+//!   protected at the start, page tables and all, and an entry that is empty afterwards counts as
+//!   written.
 //!
 //! Discarding takes protection away or leaves a marker; either way the next write is seen.
 
