@@ -64,6 +64,7 @@ impl Server {
             runtime.shutdown_timeout(LAST_WORDS);
             drop(socket);
         })?;
+        leave_signals_to_others();
         Ok(Self { runtime: handle, serve: Some(serve), end: Some(end), thread: Some(thread) })
     }
 
@@ -194,6 +195,21 @@ impl Signals {
             _ = hang_up => "interrupted by SIGHUP",
         }
     }
+}
+
+/// Has the calling thread, and those that it starts, take no signal that ends the process. The
+/// kernel gives a signal to the main thread if that may take it, even one that waits for a disk that
+/// never answers: then no other thread would hear of it.
+fn leave_signals_to_others() {
+    let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
+    // SAFETY: the set is this function's own; `sigemptyset` initializes it.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: the set is initialized, and the signals exist.
+        unsafe { libc::sigaddset(set.as_mut_ptr(), signal) };
+    }
+    // SAFETY: the set is initialized; the old mask is not asked for.
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut()) };
 }
 
 fn is_ignored(signal: libc::c_int) -> bool {
