@@ -332,6 +332,9 @@ pub enum Damage {
         /// The system's answer.
         why: String,
     },
+    /// A frame failed its checksum, and passed it when it was read again.
+    #[error("its content changed between two reads: the disk or its cable is failing")]
+    Changed,
     /// Blocks of a drive that the epoch does not have.
     #[error("it has pages of object {object}, which the checkpoint does not have")]
     Object {
