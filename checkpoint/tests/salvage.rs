@@ -462,6 +462,44 @@ fn hopeless_stores_are_told_apart() {
     }
 }
 
+/// A manifest from a backup, whose files a rotation or a compaction has replaced since.
+#[test]
+fn writer_removes_no_log_before_the_named_one_is_sound() {
+    let Stored { disk, guest, taken, .. } = stored(&[3], 3);
+    let [manifest, log, pages] =
+        ["manifest", "log-1", "pages-1"].map(|name| disk.contents(name).unwrap());
+    open(&disk, true).compact().unwrap();
+    disk.put("manifest", manifest);
+    let bent = |bytes: &[u8]| {
+        let mut bytes = bytes.to_vec();
+        bytes[9] ^= 1;
+        bytes
+    };
+    let cases: [&[(&str, Vec<u8>)]; 5] = [
+        &[],
+        &[("pages-1", pages.clone())],
+        &[("log-1", log.clone())],
+        &[("log-1", bent(&log)), ("pages-1", pages.clone())],
+        &[("log-1", log.clone()), ("pages-1", bent(&pages))],
+    ];
+    for files in cases {
+        let disk = disk.copy();
+        files.iter().for_each(|(name, bytes)| disk.put(name, bytes.clone()));
+        let (names, before) = (disk.names(), contents(&disk));
+        let opened = Store::with_backend(Box::new(disk.clone()), true);
+        let refused = opened.and_then(|store| Checkpointer::new(guest.clone(), store).map(drop));
+        assert!((names, before) == (disk.names(), contents(&disk)), "{files:?}");
+        let e = refused.unwrap_err().to_string();
+        assert!(e.contains("driftline store repair /memory-disk"), "{e}");
+        if !files.iter().any(|(name, _)| *name == "log-1") {
+            let e = open(&disk, false).epochs().unwrap_err().to_string();
+            assert!(e.contains("names log-1, which is not there"), "{e}");
+        }
+        assert_eq!(repair(&disk).unwrap().survey.sound, 3);
+        assert!(taken.iter().all(|(epoch, memory)| restored(&disk, *epoch) == *memory));
+    }
+}
+
 /// A checkpoint that stands alone brings no frame that was copied for one before it.
 #[test]
 fn each_frame_is_copied_once() {

@@ -105,6 +105,19 @@ pub enum StoreError {
         /// The log's name, if the manifest can be read.
         log: Option<String>,
     },
+    /// A file that the manifest names is gone, and other files of a store are there.
+    #[error(
+        "the manifest of the store {} names {file}, which is not there, and other logs or page files are: nothing \
+         was changed. Look for sound checkpoints in those with: driftline store repair {}",
+        dir.display(),
+        dir.display()
+    )]
+    NotThere {
+        /// The store.
+        dir: PathBuf,
+        /// The missing file's name.
+        file: String,
+    },
     /// Nothing says whose the files are.
     #[error(
         "the manifest of the store {} and the headers of its log and page file are all damaged or missing, so nothing \

@@ -82,6 +82,13 @@ pub(crate) struct LogFile {
     pub(crate) lost: BTreeMap<u64, StoreError>,
 }
 
+fn check_owner(sectors: &Sectors, found: VmId, expected: VmId) -> Result<(), StoreError> {
+    match found == expected {
+        true => Ok(()),
+        false => Err(sectors.damaged(0, Damage::OtherVm { found, expected })),
+    }
+}
+
 /// Damage of a log that is salvaged, in place of an epoch or several.
 #[derive(Debug)]
 pub(crate) struct Hole {
@@ -95,6 +102,40 @@ pub(crate) struct Hole {
 impl LogFile {
     /// Opens the log of `generation` and looks through all of it.
     pub(crate) fn open(store: &Store, generation: u64) -> Result<Self, StoreError> {
+        let (sectors, header) = Self::open_header(store, generation)?;
+        let end = Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
+        let vm_id = header.vm_id();
+        let (groups, tail) = (Vec::new(), Tail::Clean);
+        let mut log = Self {
+            sectors,
+            vm_id,
+            groups,
+            end,
+            sealed: None,
+            tail,
+            skipped: None,
+            lost: BTreeMap::new(),
+        };
+        log.go_on()?;
+        Ok(log)
+    }
+
+    /// Refuses a log of `generation` that is missing, has a damaged header, or is not `vm_id`'s.
+    pub(crate) fn check_header(
+        store: &Store,
+        generation: u64,
+        vm_id: VmId,
+    ) -> Result<(), StoreError> {
+        let (sectors, header) = Self::open_header(store, generation)?;
+        check_owner(&sectors, header.vm_id(), vm_id)
+    }
+
+    /// Refuses a log that is not `vm_id`'s.
+    pub(crate) fn check_owner(&self, vm_id: VmId) -> Result<(), StoreError> {
+        check_owner(&self.sectors, self.vm_id, vm_id)
+    }
+
+    fn open_header(store: &Store, generation: u64) -> Result<(Sectors, Header), StoreError> {
         let name = log_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
         let mut sectors = Sectors::new(file, store.path(&name), store.calm().clone())?;
@@ -119,21 +160,7 @@ impl LogFile {
                 return Err(sectors.damaged(0, Damage::Mismatch { what, found, expected }));
             }
         }
-        let end = Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
-        let vm_id = header.vm_id();
-        let (groups, tail) = (Vec::new(), Tail::Clean);
-        let mut log = Self {
-            sectors,
-            vm_id,
-            groups,
-            end,
-            sealed: None,
-            tail,
-            skipped: None,
-            lost: BTreeMap::new(),
-        };
-        log.go_on()?;
-        Ok(log)
+        Ok((sectors, header))
     }
 
     /// Whose the log of `generation` is; `None` if it is gone, or its header is damaged.

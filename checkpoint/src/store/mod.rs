@@ -78,6 +78,7 @@ pub(crate) use writer::{EpochWriter, Written};
 use self::backend::is_media_error;
 use self::log::{Tail, is_not_found};
 use self::manifest::Manifest;
+use self::pages::PageReader;
 use self::records::{Files, MAX_GENERATION};
 use self::sectors::SECTOR;
 use crate::calm::Calm;
@@ -260,12 +261,18 @@ impl Store {
         Ok(store)
     }
 
-    /// Removes files that the manifest does not name.
+    /// Removes files that the manifest does not name, once those that it names are known to be the
+    /// store's: a manifest from a backup names none, and the others are all that there is.
     fn remove_leftovers(&self, names: &[String], manifest: &Manifest) -> Result<(), StoreError> {
         let leftovers = names.iter().filter(|name| is_leftover(name, Some(manifest)));
         let leftovers: Vec<&String> = leftovers.collect();
         if leftovers.is_empty() {
             return Ok(());
+        }
+        let has_content =
+            |name: &&String| matches!(parse_name(name), Named::Log(_) | Named::Pages(_));
+        if leftovers.iter().any(|name| has_content(name)) {
+            self.or_repair(self.check_named(manifest))?;
         }
         // First: a crash may yet bring back the manifest before this one, and it names some of them.
         self.sync_dir()?;
@@ -281,6 +288,21 @@ impl Store {
             }
         }
         self.sync_dir()
+    }
+
+    /// Refuses a manifest that names a log or page file that is missing, or whose header is not
+    /// that of this store's.
+    fn check_named(&self, manifest: &Manifest) -> Result<(), StoreError> {
+        let Manifest { vm_id, files } = *manifest;
+        let log = LogFile::check_header(self, files.log, vm_id);
+        let pages = PageReader::open(self, files.pages, vm_id).map(drop);
+        for (checked, file) in [(log, log_name(files.log)), (pages, pages_name(files.pages))] {
+            checked.map_err(|e| match is_not_found(&e) {
+                true => StoreError::NotThere { dir: self.dir(), file },
+                false => e,
+            })?;
+        }
+        Ok(())
     }
 
     pub(crate) fn sync_dir(&self) -> Result<(), StoreError> {
@@ -390,19 +412,25 @@ impl Store {
                 // A writer has begun another one in this moment.
                 Err(e) if is_not_found(&e) => {
                     if self.manifest()? == Some(manifest) {
-                        let log = Some(log_name(manifest.files.log));
-                        return Err(StoreError::NoLog { dir: self.dir(), log });
+                        return Err(self.log_is_gone(log_name(manifest.files.log))?);
                     }
                 }
                 Err(e) => return Err(e),
-                Ok(log) if log.vm_id != manifest.vm_id => {
-                    let damage = Damage::OtherVm { found: log.vm_id, expected: manifest.vm_id };
-                    let file = self.path(&log_name(manifest.files.log));
-                    return Err(StoreError::Damaged { file, offset: 0, damage });
+                Ok(log) => {
+                    log.check_owner(manifest.vm_id)?;
+                    return Ok(Some((manifest, log)));
                 }
-                Ok(log) => return Ok(Some((manifest, log))),
             }
         }
+    }
+
+    /// What it means that the manifest names a log that is not there.
+    fn log_is_gone(&self, name: String) -> Result<StoreError, StoreError> {
+        let (dir, names) = (self.dir(), self.names()?);
+        Ok(match names.iter().any(|name| matches!(parse_name(name), Named::Log(_))) {
+            true => StoreError::NotThere { dir, file: name },
+            false => StoreError::NoLog { dir, log: Some(name) },
+        })
     }
 
     /// Without a manifest there may be files of a store that was never finished. A log that is
