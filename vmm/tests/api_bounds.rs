@@ -133,6 +133,43 @@ fn requests_that_wait_leave_room_for_an_operator() {
     refused.truncate(12);
     assert_eq!(refused, "HTTP/1.1 503");
     assert_eq!(vmm.state(), "running");
+    vmm.tell(&["pause"]);
+    vmm.tell(&["resume"]);
+    vmm.tell(&["checkpoint", "--stop"]);
+    vmm.tell(&["stop"]);
+    assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
+}
+
+/// Whether one more request that waits is refused now.
+fn is_full(of: &Vmm<'_>) -> bool {
+    let mut more = client(of, "GET /checkpoint?wait_ms=1 HTTP/1.1\r\nHost: x\r\n\r\n");
+    let mut begin = [0; 12];
+    more.read_exact(&mut begin).unwrap();
+    begin.ends_with(b"503")
+}
+
+#[test]
+fn requests_that_wait_end_with_their_clients() {
+    let place = Place::new();
+    let mut vmm = Vmm::run(&place, "vmm", GUEST);
+    let store = place.text("store");
+    vmm.tell(&["checkpoint", "--store", &store, "--every", "1s", "--detach"]);
+    for hold in [
+        "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n",
+        "HEAD /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\n",
+        // The byte behind it hides the end of the connection from who reads no further.
+        "GET /checkpoint/hold HTTP/1.1\r\nHost: x\r\n\r\nX",
+    ] {
+        let mut waiting: Vec<UnixStream> = (0..64).map(|_| client(&vmm, hold)).collect();
+        wait_for("a refusal", || {
+            let full = is_full(&vmm);
+            // Those that were not heard yet may have given way.
+            waiting.extend((!full).then(|| client(&vmm, hold)));
+            full.then_some(())
+        });
+        drop(waiting);
+        wait_for("room", || (!is_full(&vmm)).then_some(()));
+    }
     vmm.tell(&["stop"]);
     assert_eq!(vmm.wait(), Some(0), "{}", vmm.said());
 }

@@ -114,7 +114,6 @@ fn run_ends_when_its_client_gives_up_a_stopped_vmm() {
     assert_eq!(vmm.state(), "running");
 }
 
-/// As many connections as a stopped process can have wait for it: one more would wait, too.
 fn unix_socket() -> OwnedFd {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()

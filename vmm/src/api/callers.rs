@@ -8,21 +8,24 @@
 //! A request is answered once all of it has come, for which it has [`BODY_LIMIT`], unless the limit
 //! of its [`Class`] is reached. It runs to its end and counts until then, also when its client has
 //! left: it may wait for a stuck disk, and clients that give up and come again must not pile such
-//! waits up. Only a request that waits for news ends with its client.
+//! waits up. Only a request that waits for news ([`Class::Wait`]) ends with its client, at the
+//! latest [`LOOK_EVERY`] after it.
 
 use std::io;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Waker};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::Request;
 use axum::extract::connect_info::{ConnectInfo, Connected};
-use axum::http::{Method, StatusCode};
+use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::serve::{IncomingStream, Listener};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
 
@@ -30,13 +33,12 @@ use super::fault::{Fault, read_body};
 
 /// Idle connections that stay open.
 const IDLE: usize = 64;
-/// Requests of [`Class::Other`] that are answered at once.
+/// Requests of [`Class::Wait`], and of [`Class::Other`], that are answered at once.
 const BUSY: usize = 64;
 /// Requests of each other class that are answered at once.
 const RESERVE: usize = 16;
-/// `GET` of these waits for news, and changes nothing when it is dropped; to drop
-/// `/checkpoint/hold` is to end an attached run.
-const WAITS: [&str; 4] = ["/checkpoint", "/checkpoint/hold", "/dirty/watch", "/migration"];
+/// Interval at which a request that waits looks whether its client has left.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Time for a request's body to come.
 const BODY_LIMIT: Duration = Duration::from_secs(10);
 /// Pause after a connection could not be accepted, most likely for want of file descriptors.
@@ -80,23 +82,39 @@ enum Class {
     Look,
     /// An operator ends the guest.
     Stop,
+    /// An operator ends a job, or says what becomes of a guest in doubt.
+    End,
+    /// A client waits for news.
+    Wait,
     Other,
 }
 
 impl Class {
-    const COUNT: usize = 3;
+    const COUNT: usize = 5;
 
-    fn of(path: &str) -> Self {
+    fn of(method: &Method, uri: &Uri) -> Self {
+        // A router that answers GET answers HEAD in the same way.
+        let reads = [Method::GET, Method::HEAD].contains(method);
+        let path = uri.path();
+        // Neither changes anything when it is dropped, but that to drop the first ends a run.
+        let waits =
+            path == "/checkpoint/hold" || uri.query().is_some_and(|q| q.contains("wait_ms="));
         match path {
-            "/" | "/info" => Self::Look,
+            "/" | "/info" if reads => Self::Look,
             "/stop" => Self::Stop,
+            "/migration/resolve" => Self::End,
+            _ if method == Method::DELETE => Self::End,
+            _ if reads && waits => Self::Wait,
             _ => Self::Other,
         }
     }
 
     /// How many of them are answered at once.
     fn limit(self) -> usize {
-        if self == Self::Other { BUSY } else { RESERVE }
+        match self {
+            Self::Wait | Self::Other => BUSY,
+            Self::Look | Self::Stop | Self::End => RESERVE,
+        }
     }
 }
 
@@ -105,12 +123,13 @@ impl Class {
 pub(super) struct Caller {
     open: Arc<Open>,
     name: u64,
+    stream: Weak<UnixStream>,
 }
 
 /// A connection's bytes. It ends when it gives way to another one.
 #[derive(Debug)]
 pub(super) struct Stream {
-    stream: UnixStream,
+    stream: Arc<UnixStream>,
     caller: Caller,
 }
 
@@ -157,7 +176,9 @@ impl Listener for Callers {
                     let name = open.named;
                     open.places.push(Place { name, busy: false, reader: None, writer: None });
                     drop(open);
-                    let caller = Caller { open: self.open.clone(), name };
+                    let stream = Arc::new(stream);
+                    let open = self.open.clone();
+                    let caller = Caller { open, name, stream: Arc::downgrade(&stream) };
                     return (Stream { stream, caller: caller.clone() }, caller);
                 }
                 Err(e) => {
@@ -210,11 +231,27 @@ impl Caller {
         place.busy = true;
         Ok(Busy { caller: self.clone(), class })
     }
+
+    /// Waits until the client has left. The server itself does not see that if the client has sent
+    /// a byte more than its request.
+    async fn departure(&self) {
+        let left = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        while let Some(stream) = self.stream.upgrade() {
+            let mut polled = [PollFd::new(&*stream, left)];
+            // A failure says nothing of the client.
+            let _ = poll(&mut polled, Some(&Timespec::default()));
+            if polled[0].revents().intersects(left) {
+                return;
+            }
+            drop(stream);
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
 }
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        let Caller { open, name } = &self.caller;
+        let Caller { open, name, .. } = &self.caller;
         let mut open = open.lock();
         open.answering[self.class as usize] -= 1;
         if let Some(at) = open.places.iter().position(|place| place.name == *name) {
@@ -240,27 +277,28 @@ pub(super) async fn admit(
             return Fault::of(StatusCode::REQUEST_TIMEOUT, why).into_response();
         }
     };
-    let path = head.uri.path();
-    let class = Class::of(path);
+    let class = Class::of(&head.method, &head.uri);
     let busy = match caller.begin(class) {
         Ok(busy) => busy,
         Err(refusal) => {
             let why = match refusal {
-                Refusal::Full => format!("{} requests are being answered", class.limit()),
+                Refusal::Full => format!("{} requests like it are being answered", class.limit()),
                 Refusal::Displaced => "this connection gave way to another one".to_owned(),
             };
             let why = format!("{why}: try again");
             return Fault::of(StatusCode::SERVICE_UNAVAILABLE, why).into_response();
         }
     };
-    let ends_with_client = head.method == Method::GET && WAITS.contains(&path);
     let answer = next.run(Request::from_parts(head, Body::from(body)));
     let answer = async move {
         let _busy = busy;
         answer.await
     };
-    if ends_with_client {
-        return answer.await;
+    if class == Class::Wait {
+        return tokio::select! {
+            answer = answer => answer,
+            () = caller.departure() => Fault::new("its client has left").into_response(),
+        };
     }
     let failed = |e| Fault::internal(format!("the request failed: {e}")).into_response();
     tokio::spawn(answer).await.unwrap_or_else(failed)
@@ -281,56 +319,80 @@ impl Stream {
         kept.map(|kept| *kept = Some(waker.clone())).is_some()
     }
 
-    /// The stream, to be written to.
-    fn writable(&mut self, context: &Context<'_>) -> io::Result<Pin<&mut UnixStream>> {
-        match self.keep(context.waker(), |place| &mut place.writer) {
-            true => Ok(Pin::new(&mut self.stream)),
-            false => Err(io::ErrorKind::BrokenPipe.into()),
+    /// Writes by `write` as soon as the stream takes something.
+    fn poll_with(
+        &self,
+        context: &mut Context<'_>,
+        write: impl Fn(&UnixStream) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        if !self.keep(context.waker(), |place| &mut place.writer) {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        }
+        loop {
+            ready!(self.stream.poll_write_ready(context))?;
+            match write(&self.stream) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                wrote => return Poll::Ready(wrote),
+            }
         }
     }
 }
 
 impl AsyncRead for Stream {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        match self.keep(context.waker(), |place| &mut place.reader) {
-            true => Pin::new(&mut self.stream).poll_read(context, buf),
+        if !self.keep(context.waker(), |place| &mut place.reader) {
             // As if the client had closed it.
-            false => Poll::Ready(Ok(())),
+            return Poll::Ready(Ok(()));
+        }
+        loop {
+            ready!(self.stream.poll_read_ready(context))?;
+            match self.stream.try_read(buf.initialize_unfilled()) {
+                Ok(bytes) => {
+                    buf.advance(bytes);
+                    return Poll::Ready(Ok(()));
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(e) => return Poll::Ready(Err(e)),
+            }
         }
     }
 }
 
 impl AsyncWrite for Stream {
     fn poll_write(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.writable(context)?.poll_write(context, buf)
+        self.poll_with(context, |stream| stream.try_write(buf))
     }
 
     fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.writable(context)?.poll_write_vectored(context, bufs)
+        self.poll_with(context, |stream| stream.try_write_vectored(bufs))
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        true
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.writable(context)?.poll_flush(context)
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // Nothing is kept back here; one that was displaced ends all the same.
+        Poll::Ready(match self.keep(context.waker(), |place| &mut place.writer) {
+            true => Ok(()),
+            false => Err(io::ErrorKind::BrokenPipe.into()),
+        })
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(rustix::net::shutdown(&*self.stream, Shutdown::Write).map_err(io::Error::from))
     }
 }
 
@@ -395,8 +457,10 @@ mod tests {
     #[tokio::test]
     async fn requests_count_by_class_until_they_end() {
         let (mut callers, connect) = listen();
-        for class in [Class::Look, Class::Stop, Class::Other] {
-            let mut begun = Vec::new();
+        let classes = [Class::Other, Class::Wait, Class::End, Class::Stop, Class::Look];
+        let mut begun = Vec::new();
+        // What fills one class takes nothing of the others.
+        for class in classes {
             for _ in 0..class.limit() {
                 let client = connect();
                 let (stream, caller) = callers.accept().await;
@@ -408,7 +472,7 @@ mod tests {
             let (_stream, caller) = callers.accept().await;
             assert_eq!(caller.begin(class).unwrap_err(), Refusal::Full, "{class:?}");
             drop(begun.pop());
-            drop(caller.begin(class).unwrap());
+            begun.push(caller.begin(class).unwrap());
         }
     }
 }

@@ -86,6 +86,8 @@ pub struct Client {
 /// How long a request waits for its answer unless said otherwise: more than twice what a VMM takes
 /// to refuse a pause because a device is stuck.
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// Interval at which a request is sent again of which as many are being answered as may be.
+const RETRY: Duration = Duration::from_millis(200);
 
 impl Client {
     /// A client of the API on `socket`. Nothing is opened yet.
@@ -133,9 +135,20 @@ impl Client {
         let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
         let left = self.deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let left = left.map_or(limit, |left| left.min(limit));
-        let exchange = tokio::time::timeout(left, self.exchange(method, path, body)).await;
+        let until = Instant::now() + left.saturating_sub(RETRY).min(TIMEOUT);
+        let exchange = async {
+            loop {
+                let answer = self.exchange(method.clone(), path, body).await?;
+                // The VMM has not begun with it.
+                if answer.0 != StatusCode::SERVICE_UNAVAILABLE || Instant::now() >= until {
+                    return Ok(answer);
+                }
+                tokio::time::sleep(RETRY).await;
+            }
+        };
+        let exchange = tokio::time::timeout(left, exchange).await;
         let silent = |_| ClientError::Silent { socket: self.socket.clone(), request, limit };
-        let (status, bytes) = exchange.map_err(silent)??;
+        let (status, bytes) = exchange.map_err(silent).flatten()?;
         let json: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
         if status.is_success() {
             return serde_json::from_slice(json).map_err(|e| self.broken(e));

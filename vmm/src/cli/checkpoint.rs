@@ -173,23 +173,23 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
     }
 }
 
-/// No answer about the run, of which checkpoint `last` is durable: says whether the VMM has ended, or
-/// does not answer.
+/// No answer about the run, of which checkpoint `last` is durable: says whether the VMM has ended,
+/// does not answer, or has closed the connection.
 async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     let durable = match last {
         Some(last) => format!("; the last durable checkpoint is {last}"),
         None => "; it has reported no durable checkpoint of this run".to_owned(),
     };
     let why = match &e {
-        ClientError::Connect { cause, .. } => cause.to_string(),
-        ClientError::Broken { why, .. } => why.clone(),
+        ClientError::Connect { cause, .. } => format!("does not answer: {cause}"),
+        ClientError::Broken { why, .. } => format!("closed the connection: {why}"),
         ClientError::Silent { .. } => return Failure::from(e).followed_by(&durable),
         _ => return e.into(),
     };
     let socket = client.socket().display();
     let said = match is_gone(client).await {
         true => format!("the VMM on {socket} has ended{durable}"),
-        false => format!("the VMM on {socket} does not answer: {why}{durable}"),
+        false => format!("the VMM on {socket} {why}{durable}"),
     };
     Failure::from(e).reworded(said)
 }
