@@ -304,7 +304,7 @@ pub trait Guest: Send + Sync {
     fn attach(&self, late: &[u8]) -> Result<(), GuestError>;
 
     /// Takes again what [`release`](Self::release) and [`detach`](Self::detach) let go of, or takes
-    /// it first on a new host.
+    /// it first on a new host. If that fails, the guest holds nothing, and no peer reaches it here.
     fn acquire(&self) -> Result<(), GuestError>;
 
     /// Ends the guest here for good; it can never be resumed. `why` is for the log.

@@ -31,7 +31,7 @@ const STALL_LIMIT: Duration = Duration::from_secs(10);
 /// files, and how long to acquire them, which drops cached pages of theirs. The guest is paused
 /// meanwhile: storage that needs longer is too slow to hand the guest over now.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
-/// Upper bound on [`DeviceSet::acquire`] where it succeeds.
+/// Upper bound on [`DeviceSet::acquire`] where it succeeds, or fails at a stuck device.
 #[cfg(feature = "api")]
 pub(crate) const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(GRACE);
 /// How long each device may take for any other request, none of which waits for a backend.
@@ -343,48 +343,42 @@ impl DeviceSet {
         Instant::now() + self.limits.ask
     }
 
-    /// Takes what only one host may hold. If one device cannot, those that did let go of it again.
+    /// Takes what only one host may hold. If one device cannot, none holds anything, and no peer
+    /// reaches the guest here. A stuck device releases what it takes as soon as its backend answers,
+    /// and is not waited for.
     pub(crate) fn acquire(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.release;
         // Side by side: each may wait for its storage.
-        let asked: Vec<_> = self.devices.iter().map(|d| (d, d.begin_acquire(deadline))).collect();
-        let mut taken = Vec::new();
-        let mut result = Ok(());
-        for (device, asked) in asked {
-            match asked.wait().flatten() {
-                Ok(()) => taken.push(device),
-                Err(why) => result = result.and(Err(why)),
-            }
+        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_acquire(deadline)).collect();
+        let (mut result, mut answered) = (Ok(()), Vec::with_capacity(asked.len()));
+        for asked in asked {
+            let answer = asked.wait();
+            answered.push(answer.is_ok());
+            result = result.and(answer.flatten());
         }
-        if result.is_ok() {
-            return result;
-        }
-        if let Err(e) = self.release_these(taken) {
-            tracing::error!("{e}");
-        }
-        // Also those that were attached before they were acquired.
-        for device in &self.devices {
-            if let Err(e) = device.detach_by(0, self.ask_deadline()) {
-                tracing::warn!("{e}");
-            }
+        if result.is_err() {
+            self.undo_acquire(&answered);
         }
         result
+    }
+
+    /// Has all devices release their files and peers, and waits for those that have `answered`.
+    fn undo_acquire(&self, answered: &[bool]) {
+        let deadline = Instant::now() + self.limits.release;
+        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_undo(deadline)).collect();
+        for (asked, answered) in asked.into_iter().zip(answered) {
+            if *answered && let Err(e) = asked.wait().flatten() {
+                tracing::error!("{e}");
+            }
+        }
     }
 
     /// Makes durable what the guest wrote and lets go of what only one host may hold. All devices
     /// are tried; if one fails, what the others let go of is to be acquired again.
     pub(crate) fn release(&self) -> Result<(), String> {
-        self.release_these(&self.devices)
-    }
-
-    fn release_these<'d>(
-        &self,
-        devices: impl IntoIterator<Item = &'d Transport>,
-    ) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.release;
-        // As they are acquired.
-        let devices = devices.into_iter();
-        let asked: Vec<_> = devices.map(|device| device.begin_release(deadline)).collect();
+        // Side by side, as in `acquire`.
+        let asked: Vec<_> = self.devices.iter().map(|d| d.begin_release(deadline)).collect();
         asked.into_iter().map(|asked| asked.wait()?).fold(Ok(()), Result::and)
     }
 
@@ -707,6 +701,24 @@ mod tests {
         assert!(why.contains("\"stuck\" did not let go of its peers"), "{why}");
         assert!(!Script::is(&scripts[1].attached));
         Script::set(&scripts[0].stuck, false);
+    }
+
+    #[test]
+    fn device_that_acquires_late_releases_again() {
+        let memory = memory();
+        let (mut set, script) = stuck_set(&memory);
+        // Longer than this test takes: the stuck device is not asked for anything else.
+        set.limits.ask = Duration::from_secs(60);
+        let began = Instant::now();
+        let why = set.acquire().unwrap_err();
+        assert!(why.contains("\"stuck\" did not take hold of its files"), "{why}");
+        assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+        Script::set(&script.attached, true);
+        Script::set(&script.stuck, false);
+        // Behind it in the channel.
+        set.devices[0].save().unwrap();
+        assert!(Script::is(&script.released));
+        assert!(!Script::is(&script.attached));
     }
 
     /// A guest whose hand-over has failed goes on, and its disk with it (I7).

@@ -353,7 +353,10 @@ impl Supervisor {
         if let Halted::Late(why) = self.halt() {
             tracing::warn!("the guest has ended, and a processor has not: {why}");
         }
-        if let Err(why) = self.bus.virtio().quiesce() {
+        // The devices of a paused guest stand already: a stuck one would only be waited for.
+        if self.status.state() == RunState::Running
+            && let Err(why) = self.bus.virtio().quiesce()
+        {
             tracing::warn!(
                 "the guest has ended, and a device has not: {why}; what the guest last wrote to it may not be durable"
             );

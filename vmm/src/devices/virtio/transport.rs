@@ -223,6 +223,14 @@ impl Transport {
         self.ask("let go of its files", deadline, Command::Release)
     }
 
+    /// Begins to undo [`begin_acquire`](Self::begin_acquire) and [`attach_by`](Self::attach_by). It
+    /// is carried out after `deadline`, too: the guest does not run before the next acquire, which is
+    /// behind this in the channel.
+    pub(crate) fn begin_undo(&self, deadline: Instant) -> Asked<Result<(), String>> {
+        let limit = deadline.saturating_duration_since(Instant::now());
+        self.ask("let go of its files", deadline, |reply| Command::Undo(limit, reply))
+    }
+
     /// Lets go of what peers reach the guest by; what came for it late, in at most `room` bytes.
     pub(crate) fn detach_by(&self, room: usize, deadline: Instant) -> Result<Vec<u8>, String> {
         self.ask("let go of its peers", deadline, |reply| Command::Detach(room, reply)).wait()

@@ -13,7 +13,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use checkpoint::GuestRam;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
@@ -39,6 +39,8 @@ pub(super) enum Command {
     Restore(Box<RestoredWorker>, Reply<Result<(), String>>),
     Acquire(Reply<Result<(), String>>),
     Release(Reply<Result<(), String>>),
+    /// Release and detach, however late; to be durable within this time.
+    Undo(Duration, Reply<Result<(), String>>),
     /// In so many bytes.
     Detach(usize, Reply<Vec<u8>>),
     Attach(Vec<u8>, Reply<Result<(), String>>),
@@ -62,6 +64,11 @@ impl<T> Reply<T> {
         if Instant::now() < self.deadline {
             answer(&self.to, act(self.deadline));
         }
+    }
+
+    /// Carries the request out and answers it, also after the deadline.
+    fn even_late(self, act: impl FnOnce() -> T) {
+        answer(&self.to, act());
     }
 }
 
@@ -251,6 +258,7 @@ impl Worker {
             Command::Restore(state, reply) => reply.with(|_| self.restore(*state)),
             Command::Acquire(reply) => reply.with(|_| self.acquire()),
             Command::Release(reply) => reply.with(|deadline| self.release(deadline)),
+            Command::Undo(limit, reply) => reply.even_late(|| self.undo(limit)),
             Command::Detach(room, reply) => reply.with(|_| self.detach(room)),
             Command::Attach(late, reply) => reply.with(|_| self.attach(&late)),
             Command::Quit => return false,
@@ -461,6 +469,14 @@ impl Worker {
         self.device.release(deadline)
     }
 
+    /// Releases files and peers.
+    fn undo(&mut self, limit: Duration) -> Result<(), String> {
+        let released = self.release(Instant::now() + limit);
+        // The guest does not run here, so what came for it late is of no use.
+        self.detach(0);
+        released
+    }
+
     pub(super) fn detach(&mut self, room: usize) -> Vec<u8> {
         self.device.detach(room)
     }
@@ -472,7 +488,7 @@ impl Worker {
 
 /// For those who wait as long as it takes.
 fn far_away() -> Instant {
-    Instant::now() + std::time::Duration::from_secs(3600)
+    Instant::now() + Duration::from_secs(3600)
 }
 
 /// Sends a reply; whoever asked may have gone meanwhile.
