@@ -1,7 +1,7 @@
 //! What others may see of a migration and do to it while it is under way.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
@@ -114,47 +114,57 @@ pub enum Resolution {
 const OPEN: u8 = 0;
 const CANCELLED: u8 = 1;
 const SEALED: u8 = 2;
-/// Sealed, and asked to stop since.
-const URGED: u8 = 3;
+/// The guest that was sealed does not run here after all.
+const UNSEALED: u8 = 3;
 
 /// The stop flag, and the point after which it cannot be set any more: one of the two comes first.
 #[derive(Debug, Default)]
-pub(crate) struct Stop(AtomicU8);
+pub(crate) struct Stop {
+    state: AtomicU8,
+    /// It was asked to stop, in time or not.
+    asked: AtomicBool,
+}
 
 impl Stop {
     pub(crate) fn cancel(&self) -> Result<(), ControlError> {
-        match self.0.compare_exchange(OPEN, CANCELLED, Ordering::SeqCst, Ordering::SeqCst) {
-            Ok(_) | Err(CANCELLED) => Ok(()),
-            Err(sealed) => {
-                // Fails if it was urged before, or forced.
-                let _ = self.0.compare_exchange(sealed, URGED, Ordering::SeqCst, Ordering::SeqCst);
-                Err(ControlError::TooLate)
-            }
+        self.asked.store(true, Ordering::SeqCst);
+        match self.exchange(OPEN, CANCELLED) {
+            Ok(_) | Err(CANCELLED | UNSEALED) => Ok(()),
+            Err(_) => Err(ControlError::TooLate),
         }
     }
 
     /// Passes the point of no return; `false` if it was cancelled before.
     pub(crate) fn seal(&self) -> bool {
-        let sealed = self.0.compare_exchange(OPEN, SEALED, Ordering::SeqCst, Ordering::SeqCst);
-        !matches!(sealed, Err(CANCELLED))
+        !matches!(self.exchange(OPEN, SEALED), Err(CANCELLED))
+    }
+
+    /// At a destination whose take-over has failed: requests to stop are no longer refused.
+    pub(crate) fn unseal(&self) {
+        // Fails if the flag was forced meanwhile.
+        let _ = self.exchange(SEALED, UNSEALED);
+    }
+
+    fn exchange(&self, from: u8, to: u8) -> Result<u8, u8> {
+        self.state.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst)
     }
 
     fn is_sealed(&self) -> bool {
-        matches!(self.0.load(Ordering::SeqCst), SEALED | URGED)
+        self.state.load(Ordering::SeqCst) == SEALED
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::SeqCst) == CANCELLED
+        self.state.load(Ordering::SeqCst) == CANCELLED
     }
 
-    /// Whether it was cancelled, or should have been when that was too late.
+    /// Whether anybody has asked to stop, also when that was too late.
     pub(crate) fn is_asked(&self) -> bool {
-        matches!(self.0.load(Ordering::SeqCst), CANCELLED | URGED)
+        self.asked.load(Ordering::SeqCst)
     }
 
     /// Sets the flag for good: whoever reads with it is to end.
     pub(crate) fn force(&self) {
-        self.0.store(CANCELLED, Ordering::SeqCst);
+        self.state.store(CANCELLED, Ordering::SeqCst);
     }
 }
 
@@ -224,8 +234,9 @@ impl ReceiveControl {
         Arc::default()
     }
 
-    /// Ends the waiting or receiving within about 100 ms. Refused once COMMIT has come: then it only
-    /// ends the time for which a receiver that could not take the guest over stays to say so.
+    /// Ends the waiting or receiving within about 100 ms. Refused once COMMIT has come, until taking
+    /// the guest over has failed: then the receiver ends as soon as the source knows that, or has had
+    /// time to ask.
     pub fn cancel(&self) -> Result<(), ControlError> {
         self.stop.cancel()
     }
@@ -237,5 +248,22 @@ impl ReceiveControl {
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
         change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stop_is_refused_between_commit_and_a_failure_alone() {
+        let stop = Stop::default();
+        assert!(stop.seal() && !stop.is_asked());
+        assert_eq!(stop.cancel(), Err(ControlError::TooLate));
+        assert!(stop.is_asked());
+        stop.unseal();
+        assert_eq!(stop.cancel(), Ok(()));
+        // The failure is told as what it is.
+        assert!(!stop.is_cancelled());
     }
 }

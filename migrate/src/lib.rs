@@ -62,7 +62,9 @@ mod wire;
 pub use compression::{Compression, UnknownCompression};
 pub use control::{ControlError, Phase, Progress, ReceiveControl, Resolution, SendControl};
 pub use convergence::{TimeoutStrategy, UnknownStrategy};
-pub use destination::{ReceiveOptions, Received, Responder, StreamSummary, inspect, receive};
+pub use destination::{
+    ReceiveOptions, Received, Responder, StreamSummary, YIELD_LIMIT, inspect, receive,
+};
 pub use error::{
     Cause, GuestPlace, LayoutDifference, MemoryDigests, ReceiveError, SendError, WireError,
 };

@@ -32,7 +32,7 @@ const SYNC_EVERY: u64 = 64 << 20;
 const ZEROS: u64 = 16 << 10;
 /// Time that one wait may take on top of the limit of an operation. Together they are less than the
 /// source waits by default, so it hears why the migration fails.
-const MARGIN: Duration = Duration::from_secs(1);
+pub(super) const MARGIN: Duration = Duration::from_secs(1);
 /// Upper bound on waiting for files to be removed. What takes longer goes on without being waited for.
 const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 

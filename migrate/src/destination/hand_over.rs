@@ -38,6 +38,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
                 // Not stored, or decided otherwise by another process of this site.
+                self.control.stop.unseal();
                 throw_away(
                     &*guest,
                     "it was not received: the decision to run it could not be made",
@@ -48,11 +49,9 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             }
         };
         if let Err(e) = take_over(&*guest, &mut copies, permit, whole.was_running) {
-            // It never ran. What it took it lets go of before the source may have it.
-            if let Err(e) = guest.release() {
-                tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
-            }
-            throw_away(&*guest, &format!("it was not received: {e}"));
+            // It never ran, holds nothing, and never will.
+            self.control.stop.unseal();
+            guest.stop(&format!("it was not received: {e}"));
             drop(copies);
             let (_, fault) = self.ledger.post(DestinationEvent::NotResumed);
             if let Some(fault) = fault {
@@ -168,31 +167,50 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         } else {
             wire.stream().close();
             tracing::warn!(%token, "staying up to {:?} to tell the source", self.options.linger);
-            self.ledger.linger(self.options.linger, &self.control.stop);
+            if !self.ledger.linger(self.options.linger, &self.control.stop) {
+                tracing::warn!(
+                    %token,
+                    "the source was not told that the guest does not run here: if it is in doubt, \
+                     run `driftline resolve --run` there"
+                );
+            }
         }
         Failed { cause, was_prepared: true }
     }
 }
 
-/// Takes what only one host may hold, and lets the guest run if it ran on its source.
+/// Takes what only one host may hold, and lets the guest run if it ran on its source. If that fails,
+/// the guest holds nothing, and no peer reaches it here: its source may want it back.
 fn take_over<G: Guest + ?Sized>(
     guest: &G,
     copies: &mut Copies,
     _permit: MayRun,
     was_running: bool,
 ) -> Result<(), Cause> {
-    copies.yield_to_guest()?;
+    if let Err(cause) = copies.yield_to_guest() {
+        detach(guest);
+        return Err(cause);
+    }
+    // This undoes itself where it fails.
     guest.acquire()?;
-    if was_running {
-        guest.resume()?;
+    if was_running && let Err(e) = guest.resume() {
+        if let Err(e) = guest.release() {
+            tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
+        }
+        detach(guest);
+        return Err(e.into());
     }
     Ok(())
 }
 
 /// Ends a guest that never ran here. First peers are to reach it here no more: its source may want it back.
 pub(super) fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
+    detach(guest);
+    guest.stop(why);
+}
+
+fn detach<G: Guest + ?Sized>(guest: &G) {
     if let Err(e) = guest.detach() {
         tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
     }
-    guest.stop(why);
 }

@@ -17,6 +17,10 @@ use crate::log_limit::LogLimit;
 use crate::message::{MAX_CONNECTIONS, Token, Verdict};
 use crate::records::{Decision, PreparedMark, Records, RecordsError, StagedDecision};
 
+/// Time from the begin of [`Ledger::linger`] for a source to ask, also where the receiver is to stop:
+/// a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
+const STOPPED_LINGER: Duration = Duration::from_secs(2);
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -205,15 +209,19 @@ impl Ledger {
         }
     }
 
-    /// Waits until a source has heard that the guest was discarded, at most `limit`, or until this
-    /// is to stop.
-    pub(super) fn linger(&self, limit: Duration, stop: &Stop) {
-        let until = Instant::now() + limit;
+    /// Waits until a source has heard that the guest was discarded, at most `limit`, and at most
+    /// [`STOPPED_LINGER`] once this is to stop. Returns whether the source has heard.
+    pub(super) fn linger(&self, limit: Duration, stop: &Stop) -> bool {
+        let began = Instant::now();
         let mut seat = self.lock();
-        while !seat.session.as_ref().is_none_or(|s| s.told)
-            && Instant::now() < until
-            && !stop.is_asked()
-        {
+        loop {
+            if seat.session.as_ref().is_none_or(|s| s.told) {
+                return true;
+            }
+            let limit = if stop.is_asked() { limit.min(STOPPED_LINGER) } else { limit };
+            if began.elapsed() >= limit {
+                return false;
+            }
             let waited = self.changed.wait_timeout(seat, SLICE);
             seat = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -320,6 +328,23 @@ mod tests {
         // Now nobody has it.
         holder.forget(token);
         assert_eq!(holder.records.decision(token).unwrap(), None);
+    }
+
+    #[test]
+    fn stop_before_lingering_leaves_the_source_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let (ledger, token, stop) = (ledger(&dir), Token::random(), Stop::default());
+        prepared(&ledger, token);
+        assert!(stop.seal());
+        // During the take-over, which fails.
+        stop.cancel().unwrap_err();
+        stop.unseal();
+        let began = Instant::now();
+        // Nobody asks.
+        assert!(!ledger.linger(Duration::from_secs(600), &stop));
+        assert!(began.elapsed() >= STOPPED_LINGER, "a source may have been about to ask");
+        ledger.told(token);
+        assert!(ledger.linger(Duration::from_secs(600), &stop));
     }
 
     fn files(dir: &tempfile::TempDir, end: &str) -> Vec<std::path::PathBuf> {

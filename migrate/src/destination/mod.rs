@@ -45,6 +45,12 @@ pub use inspect::{StreamSummary, inspect};
 use ledger::Ledger;
 use places::Stage;
 
+/// The default of [`ReceiveOptions::disk_limit`].
+const DISK_LIMIT: Duration = Duration::from_secs(8);
+/// Upper bound on giving copies of disks up to a guest that is taken over, with the default
+/// [`ReceiveOptions::disk_limit`].
+pub const YIELD_LIMIT: Duration = DISK_LIMIT.saturating_add(copies::MARGIN);
+
 /// How a guest is received. [`ReceiveOptions::new`] gives the defaults.
 #[derive(Clone, Debug)]
 pub struct ReceiveOptions {
@@ -67,7 +73,8 @@ pub struct ReceiveOptions {
     pub disk_limit: Duration,
     /// Time from PREPARED to COMMIT, after which the guest is thrown away. 10 s.
     pub commit_deadline: Duration,
-    /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s.
+    /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s, or 2 s
+    /// once it is cancelled.
     pub linger: Duration,
     /// Take one source only: fail with it, wherever it fails before PREPARED, instead of waiting for another. False.
     pub once: bool,
@@ -82,7 +89,7 @@ impl ReceiveOptions {
             patience: Duration::from_secs(10),
             pace_window: Duration::from_secs(60),
             build_limit: Duration::from_secs(25),
-            disk_limit: Duration::from_secs(8),
+            disk_limit: DISK_LIMIT,
             commit_deadline: Duration::from_secs(10),
             linger: Duration::from_secs(30),
             once: false,
