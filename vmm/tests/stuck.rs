@@ -250,6 +250,44 @@ fn stops_that_wait_are_bounded() {
     world.ends_with(0);
 }
 
+/// The source gives up waiting before the take-over does, and asks.
+#[test]
+fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
+    let test = "receiver_whose_disk_hangs_in_the_take_over_can_be_stopped";
+    let hows: [fn(&Vmm<'_>); 2] = [stop, sigterm];
+    for how in hows {
+        if !kvm_or_skip(test) {
+            return;
+        }
+        let storage = StuckStorage::without_locks(DISK_BYTES);
+        let Ok(storage) = storage.inspect_err(|why| skip(test, why)) else { return };
+        let place = Place::new();
+        std::fs::write(place.path("own"), vec![7; DISK_BYTES]).unwrap();
+        let own = format!("path={}", place.text("own"));
+        let guest = ["--mem", "32M", "--guest", "payload,ws=1M", "--disk", &own];
+        let source = Vmm::run(&place, "source", &guest);
+        let before = source.await_progress(1, &[]);
+        let there = format!("{},id=disk0,identity=any", disk(&storage));
+        // Longer than this test takes: the source's question ends the wait.
+        let receive = ["--disk", &there, "--linger", "600s"];
+        let (vmm, to) = receiver(&place, "receiving", &receive);
+        let receiver = World { storage, vmm };
+        let socket = source.socket();
+        let send = ["send-migration", &to, "--api-sock", &socket];
+        let sending = driftline(&send).stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+        receiver.await_stuck("a lock that hangs");
+        in_time("a stop", || how(&receiver.vmm));
+        let said = receiver.ends_with(1);
+        assert!(said.contains("virtio-blk \"disk0\" did not take hold of its files"), "{said}");
+        assert!(!said.contains("does not end yet"), "{said}");
+        let sent = sending.unwrap().wait_with_output().unwrap();
+        let sent = (sent.status.code(), text(&sent.stderr));
+        assert_eq!(sent.0, Some(4), "{}", sent.1);
+        assert!(sent.1.contains("the guest continues here"), "{}", sent.1);
+        source.await_progress(1, &before);
+    }
+}
+
 /// A guest with a disk of its own, and a receiver whose copy of that is on such storage.
 struct Copying<'p> {
     source: Vmm<'p>,

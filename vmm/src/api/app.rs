@@ -1,9 +1,10 @@
 //! Owns what the API serves: at first nothing, then one guest with its jobs, to its end.
 
 use std::io;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use migrate::Progress;
 use tokio::sync::oneshot;
@@ -15,21 +16,36 @@ use crate::jobs::Jobs;
 /// Takes the reason.
 type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 
-/// Upper bound on taking over a guest once its source has handed it over: all devices together take
-/// their files in [`ACQUIRE_LIMIT`], after copies of disks have been given up to them, which takes
-/// up to 8 s (`ReceiveOptions::disk_limit`). The guest ends where one of the two takes longer.
-const TAKE_OVER_LIMIT: Duration = ACQUIRE_LIMIT.saturating_add(Duration::from_secs(9));
+/// Time for storing the decision that a guest runs here, and for resuming it.
+const DECISION_LIMIT: Duration = Duration::from_secs(5);
+/// Upper bound on taking over a guest once its source has handed it over: copies of disks are given
+/// up to the devices, which then take their files, side by side. Either fails if it takes longer. In
+/// all, less than the 30 s for which a client waits by default.
+const TAKE_OVER_LIMIT: Duration =
+    ACQUIRE_LIMIT.saturating_add(migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
+/// Interval between requests to end the wait for a guest, while they are refused.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The state behind every request.
 pub struct App {
     jobs: OnceLock<Arc<Jobs>>,
-    /// No guest comes any more: the process ends. Whoever waits for `jobs` waits with this.
+    /// No guest comes any more: the process ends.
     is_over: Mutex<bool>,
+    /// Notified when `is_over` or `jobs` is set.
     changed: Condvar,
+    /// Threads that end the guest, or the wait for one.
+    stops: Mutex<Vec<StopThread>>,
     /// How far a guest is that comes from another host.
     arriving: Box<dyn Fn() -> Arriving + Send + Sync>,
     /// Ends the wait for a guest.
     give_up: Hook,
+}
+
+/// A thread of [`App::interrupt_aside`].
+struct StopThread {
+    thread: JoinHandle<()>,
+    /// Disconnected once the thread has no reference to the [`App`] any more.
+    ended: mpsc::Receiver<()>,
 }
 
 /// Where a guest that is not here yet stands.
@@ -59,6 +75,7 @@ impl App {
             jobs: OnceLock::new(),
             is_over: Mutex::default(),
             changed: Condvar::new(),
+            stops: Mutex::default(),
             arriving: Box::new(arriving),
             give_up: Box::new(give_up),
         })
@@ -101,18 +118,23 @@ impl App {
     /// another host may have the guest. A guest that was just handed over to this process is
     /// stopped as soon as it has been taken over. Blocks.
     pub fn interrupt(&self, why: &str) -> Result<(), String> {
-        if let Some(jobs) = self.jobs.get() {
-            return jobs.span().in_scope(|| jobs.stop(why));
-        }
-        let Err(too_late) = (self.give_up)(why) else { return Ok(()) };
-        let waits = |is_over: &mut bool| !*is_over && self.jobs.get().is_none();
-        let waited = self.changed.wait_timeout_while(self.lock(), TAKE_OVER_LIMIT, waits);
-        let is_over = *waited.unwrap_or_else(PoisonError::into_inner).0;
-        match self.jobs.get() {
-            Some(jobs) => jobs.span().in_scope(|| jobs.stop(why)),
-            // It could not be taken over, and the process says why.
-            None if is_over => Ok(()),
-            None => Err(too_late),
+        let until = Instant::now() + TAKE_OVER_LIMIT;
+        loop {
+            if let Some(jobs) = self.jobs.get() {
+                return jobs.span().in_scope(|| jobs.stop(why));
+            }
+            // No longer refused once the take-over has failed.
+            let Err(too_late) = (self.give_up)(why) else { return Ok(()) };
+            let waits = |is_over: &mut bool| !*is_over && self.jobs.get().is_none();
+            let waited = self.changed.wait_timeout_while(self.lock(), RETRY_INTERVAL, waits);
+            let is_over = *waited.unwrap_or_else(PoisonError::into_inner).0;
+            match self.jobs.get() {
+                Some(_) => {}
+                // The guest could not be taken over, and the process says why.
+                None if is_over => return Ok(()),
+                None if Instant::now() >= until => return Err(too_late),
+                None => {}
+            }
         }
     }
 
@@ -120,24 +142,68 @@ impl App {
     /// the runtime may all wait for storage.
     pub(super) async fn interrupt_aside(self: Arc<Self>, why: &'static str) -> Result<(), String> {
         let (answer, answered) = oneshot::channel();
+        let (end, ended) = mpsc::channel::<()>();
+        let app = self.clone();
         let interrupt = move || {
             // A client that asked for it may have left.
-            let _ = answer.send(self.interrupt(why));
+            let _ = answer.send(app.interrupt(why));
+            drop(app);
+            drop(end);
         };
         let failed = |e: io::Error| format!("a thread that ends it cannot be started: {e}");
-        thread::Builder::new().name("stop".to_owned()).spawn(interrupt).map_err(failed)?;
+        let thread =
+            thread::Builder::new().name("stop".to_owned()).spawn(interrupt).map_err(failed)?;
+        self.keep(StopThread { thread, ended });
+        drop(self);
         answered.await.unwrap_or_else(|_| Err("the thread that ends it has panicked".to_owned()))
+    }
+
+    /// Keeps a thread for [`join_stops`](Self::join_stops).
+    fn keep(&self, stop: StopThread) {
+        let mut stops = self.stops.lock().unwrap_or_else(PoisonError::into_inner);
+        stops.retain(|stop| !stop.thread.is_finished());
+        stops.push(stop);
+    }
+
+    /// Joins the threads of [`interrupt_aside`](Self::interrupt_aside), each of which may have a
+    /// reference to the guest. Those that have not ended within `limit` are left behind.
+    pub(super) fn join_stops(&self, limit: Duration) {
+        let until = Instant::now() + limit;
+        let stops = std::mem::take(&mut *self.stops.lock().unwrap_or_else(PoisonError::into_inner));
+        for StopThread { thread, ended } in stops {
+            let left = until.saturating_duration_since(Instant::now());
+            match ended.recv_timeout(left) {
+                Err(RecvTimeoutError::Timeout) => {
+                    tracing::warn!("a request to stop is still under way: ending without it");
+                }
+                // If it has panicked, its client was told.
+                _ => _ = thread.join(),
+            }
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU32;
+    use std::sync::atomic::Ordering::SeqCst;
+
     use checkpoint::VmId;
 
     use super::*;
     use crate::config::{Backend, HostConfig, SerialSink};
     use crate::testing::payload_config;
     use crate::vm::EndReason;
+
+    #[test]
+    fn stop_is_accepted_once_the_take_over_has_failed() {
+        let refusals = AtomicU32::new(3);
+        let app = App::waiting(Arriving::default, move |_| {
+            let left = refusals.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1));
+            left.map_or(Ok(()), |_| Err("it is too late".to_owned()))
+        });
+        assert_eq!(app.interrupt("the test says so"), Ok(()));
+    }
 
     #[test]
     fn handed_over_guest_is_stopped_when_it_arrives() {

@@ -27,12 +27,15 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// managers signal a process and its group within microseconds.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
-/// The control thread. Dropping it ends it, after the requests under way.
+/// The control thread. Dropping it ends it and the threads that stop the guest, after the requests
+/// under way. None of them has the guest then.
 pub struct Server {
     runtime: Handle,
     serve: Option<oneshot::Sender<Serving>>,
     end: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
+    /// Once it is served.
+    app: Option<Arc<App>>,
 }
 
 /// What [`Server::serve`] gives the thread.
@@ -65,7 +68,8 @@ impl Server {
             drop(socket);
         })?;
         leave_signals_to_others();
-        Ok(Self { runtime: handle, serve: Some(serve), end: Some(end), thread: Some(thread) })
+        let (serve, end, thread) = (Some(serve), Some(end), Some(thread));
+        Ok(Self { runtime: handle, serve, end, thread, app: None })
     }
 
     /// Serves `app` on `socket`, if there is one, and passes it the signals.
@@ -78,6 +82,7 @@ impl Server {
             let listen = |s: &ListeningSocket| UnixListener::from_std(s.listener()?);
             socket.as_ref().map(listen).transpose()?
         };
+        self.app = Some(app.clone());
         match self.serve.take().map(|to| to.send(Serving { app, listener, socket })) {
             Some(Ok(())) => Ok(()),
             _ => Err(io::Error::other("the control thread has ended")),
@@ -100,6 +105,10 @@ impl Drop for Server {
         drop((self.serve.take(), self.end.take()));
         if self.thread.take().is_some_and(|t| t.join().is_err()) {
             tracing::error!("the control thread had panicked");
+        }
+        // Nobody starts another one.
+        if let Some(app) = self.app.take() {
+            app.join_stops(LAST_WORDS);
         }
     }
 }
@@ -248,5 +257,29 @@ async fn forward(mut signals: Signals, app: Arc<App>) {
                 refusals.fetch_add(1, Ordering::SeqCst);
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::api::Arriving;
+
+    #[test]
+    fn threads_that_stop_are_joined() {
+        let (begin, begun) = mpsc::channel();
+        let app = App::waiting(Arriving::default, move |_| {
+            let _ = begin.send(());
+            // Long enough for a server that does not wait.
+            std::thread::sleep(Duration::from_millis(300));
+            Err("it is too late".to_owned())
+        });
+        let server = Server::start(None, app.clone()).unwrap();
+        let stopping = server.runtime.spawn(app.clone().interrupt_aside("the test says so"));
+        begun.recv().unwrap();
+        drop((server, stopping));
+        assert_eq!(Arc::strong_count(&app), 1, "a thread has the guest");
     }
 }

@@ -1,8 +1,9 @@
-//! A file system with one file, `disk`, whose flushes or writes stop being answered when a test
-//! says so.
+//! A file system with one file, `disk`, whose flushes, writes or locks stop being answered when a
+//! test says so.
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsStr;
+use std::io;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,8 +12,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{
     BackgroundSession, BsdFileFlags, Config, Errno, FileAttr, FileHandle, FileType, Filesystem,
-    Generation, INodeNo, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry,
-    ReplyLseek, ReplyWrite, Request, TimeOrNow, WriteFlags,
+    Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData,
+    ReplyEmpty, ReplyEntry, ReplyLock, ReplyLseek, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 use tempfile::TempDir;
 
@@ -65,11 +66,14 @@ impl<R> Gate<R> {
 struct Gates {
     flushes: Gate<ReplyEmpty>,
     writes: Gate<ReplyWrite>,
+    locks: Gate<ReplyEmpty>,
 }
 
 struct OneFile {
     content: Mutex<Vec<u8>>,
     gates: Arc<Gates>,
+    /// It is asked for locks, and gives each; else the kernel keeps them.
+    has_locks: bool,
 }
 
 /// The mounted file system. Dropping it answers what is stuck and unmounts it, whoever uses it.
@@ -82,8 +86,20 @@ pub struct StuckStorage {
 impl StuckStorage {
     /// With a disk of `bytes`; the error is the host's that has no FUSE, or forbids it.
     pub fn new(bytes: usize) -> Result<Self, String> {
+        Self::mount(bytes, false)
+    }
+
+    /// Which answers no request for a lock.
+    pub fn without_locks(bytes: usize) -> Result<Self, String> {
+        let storage = Self::mount(bytes, true)?;
+        storage.gates.locks.answer_only(0);
+        Ok(storage)
+    }
+
+    fn mount(bytes: usize, has_locks: bool) -> Result<Self, String> {
         let (gates, dir) = (Arc::new(Gates::default()), tempfile::tempdir().unwrap());
-        let files = OneFile { content: Mutex::new(vec![0; bytes]), gates: gates.clone() };
+        let content = Mutex::new(vec![0; bytes]);
+        let files = OneFile { content, gates: gates.clone(), has_locks };
         let session = fuser::spawn_mount(files, dir.path(), &Config::default());
         let session =
             Some(session.map_err(|e| format!("no FUSE file system can be mounted: {e}"))?);
@@ -104,15 +120,17 @@ impl StuckStorage {
         self.gates.writes.answer_only(writes);
     }
 
-    /// Flushes and writes that wait for an answer.
+    /// Flushes, writes and locks that wait for an answer.
     pub fn stuck(&self) -> usize {
-        self.gates.flushes.stuck() + self.gates.writes.stuck()
+        let Gates { flushes, writes, locks } = &*self.gates;
+        flushes.stuck() + writes.stuck() + locks.stuck()
     }
 }
 
 impl Drop for StuckStorage {
     fn drop(&mut self) {
         self.gates.flushes.open().into_iter().for_each(ReplyEmpty::ok);
+        self.gates.locks.open().into_iter().for_each(ReplyEmpty::ok);
         self.gates.writes.open().into_iter().for_each(|reply| reply.error(Errno::EIO));
         // Lazily: a process that a test has not ended yet may still have the disk open, and then it
         // could not be unmounted in any other way.
@@ -157,6 +175,14 @@ impl OneFile {
 }
 
 impl Filesystem for OneFile {
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        if self.has_locks {
+            let locks = InitFlags::FUSE_POSIX_LOCKS;
+            config.add_capabilities(locks).map_err(|_| io::ErrorKind::Unsupported)?;
+        }
+        Ok(())
+    }
+
     fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
         match name == "disk" {
             true => reply.entry(&TTL, &self.attributes(DISK), Generation(0)),
@@ -209,6 +235,39 @@ impl Filesystem for OneFile {
 
     fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
         if let Some(reply) = self.gates.flushes.pass(reply) {
+            reply.ok();
+        }
+    }
+
+    fn getlk(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: LockOwner,
+        _: u64,
+        _: u64,
+        _: i32,
+        _: u32,
+        reply: ReplyLock,
+    ) {
+        reply.locked(0, 0, libc::F_UNLCK, 0);
+    }
+
+    fn setlk(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: LockOwner,
+        _: u64,
+        _: u64,
+        _: i32,
+        _: u32,
+        _: bool,
+        reply: ReplyEmpty,
+    ) {
+        if let Some(reply) = self.gates.locks.pass(reply) {
             reply.ok();
         }
     }

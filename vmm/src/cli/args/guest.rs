@@ -266,7 +266,8 @@ pub(crate) struct ReceiveArgs {
     pub(crate) address: String,
     /// How long to stay to tell the source of a discarded guest
     ///
-    /// A complete guest is discarded if its source does not commit. Digits and ms or s.
+    /// A complete guest is discarded if its source does not commit, or it cannot be taken over.
+    /// `driftline stop` and signals shorten this to 2 s. Digits and ms or s.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
           help_heading = headings::WAITING)]
     pub(crate) linger: Duration,
