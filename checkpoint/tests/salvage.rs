@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use checkpoint::testing::{DiskOp, MemoryDisk};
 use checkpoint::{Backend, Checkpointer, LockError, Store, StoreError, StoreFile, VmId};
@@ -307,7 +308,9 @@ fn long_unreadable_stretch_costs_few_reads() {
         let disk = disk.copy();
         let len = disk.contents(name).unwrap().len() as u64;
         disk.fail_reads(name, from..len, 0).unwrap();
-        let survey = open(&disk, false).survey().unwrap();
+        let mut store = open(&disk, false);
+        store.set_patience(Duration::ZERO);
+        let survey = store.survey().unwrap();
         assert!(survey.checkpoints.iter().any(|c| c.damage.is_some()), "{survey:?}");
         (survey, disk)
     };
@@ -324,6 +327,51 @@ fn long_unreadable_stretch_costs_few_reads() {
     let slots = disk.contents("pages-1").unwrap().len() / 4096;
     let failed = disk_of_pages.failed_reads();
     assert!(slots > 150 && failed < 100, "{failed} reads of {slots} slots failed");
+}
+
+/// What cannot be read costs what damage of the same bytes does, wherever a step would land.
+#[test]
+fn scattered_unreadable_parts_cost_no_sound_checkpoint() {
+    let Stored { disk, all, .. } = stored(&[3, 80], 90);
+    let begins = begins(&disk.contents("log-1").unwrap());
+    for (name, unit, first) in [("log-1", 512, begins[8]), ("pages-1", 4096, 20)] {
+        let (unreadable, bent) = (disk.copy(), disk.copy());
+        let mut bytes = disk.contents(name).unwrap();
+        for n in (first..first + 16).chain([31, 63, 127].map(|behind| first + behind)) {
+            let at = n * unit;
+            if at >= bytes.len() {
+                break;
+            }
+            bytes[at..at + unit].iter_mut().for_each(|byte| *byte ^= 4);
+            unreadable.fail_reads(name, at as u64..(at + unit) as u64, 0).unwrap();
+        }
+        bent.put(name, bytes);
+        let sound = |disk: &MemoryDisk| {
+            let survey = open(disk, false).survey().unwrap();
+            let sound = survey.checkpoints.iter().filter(|c| c.damage.is_none());
+            sound.filter_map(|c| c.epoch).collect::<Vec<u64>>()
+        };
+        let expected = sound(&bent);
+        assert!(!expected.is_empty() && expected.len() < all.len(), "{expected:?}");
+        assert_eq!(sound(&unreadable), expected, "{name}");
+        repair(&unreadable).unwrap();
+        assert_eq!(numbers(&unreadable), expected);
+        assert!(expected.iter().all(|epoch| restored(&unreadable, *epoch) == all[epoch]));
+    }
+}
+
+/// Of a log that is damaged where no kept checkpoint needs it.
+#[test]
+fn reader_without_time_left_ends_with_the_error_of_the_disk() {
+    let Stored { disk, .. } = stored(&[3, 4], 2);
+    let at = begins(&disk.contents("log-1").unwrap())[1] as u64 * 512;
+    disk.fail_reads("log-1", at..at + 512, 0).unwrap();
+    let mut store = open(&disk, false);
+    assert_eq!(store.epochs().unwrap().len(), 2);
+    store.set_patience(Duration::ZERO);
+    let e = store.epochs().unwrap_err();
+    assert!(e.is_damage() && matches!(e, StoreError::Io { .. }), "{e}");
+    assert_eq!(store.survey().unwrap().sound, 2);
 }
 
 /// One that a writer would drop, and give its slots to the next, while it is looked at.

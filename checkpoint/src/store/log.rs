@@ -138,7 +138,8 @@ impl LogFile {
     fn open_header(store: &Store, generation: u64) -> Result<(Sectors, Header), StoreError> {
         let name = log_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let mut sectors = Sectors::new(file, store.path(&name), store.calm().clone())?;
+        let (path, calm) = (store.path(&name), store.calm().clone());
+        let mut sectors = Sectors::new(file, path, calm, store.unreadable(false))?;
         let data = match sectors.data(0, Kind::Other) {
             Ok(data) => data,
             Err(Stop::Wrong(e)) => return Err(e),
@@ -178,7 +179,8 @@ impl LogFile {
     ) -> Result<(Self, Option<StoreError>, Vec<Hole>), StoreError> {
         let name = log_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        let mut sectors = Sectors::new(file, store.path(&name), store.calm().clone())?;
+        let (path, calm) = (store.path(&name), store.calm().clone());
+        let mut sectors = Sectors::new(file, path, calm, store.unreadable(true))?;
         sectors.lenient = true;
         let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
         let found = sectors.data(0, Kind::Other).map(|data| Header::read_from(data, MAGIC_LOG));

@@ -11,7 +11,7 @@
 //! space, block_map   which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
 //! salvage            what is left of a damaged store    repair             a sound one of that
-//! unreadable         what of a file the disk does not give back
+//! unreadable         parts of a file that its disk cannot read
 //! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
 
@@ -48,6 +48,7 @@ mod writer;
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::Serialize;
 
@@ -81,6 +82,7 @@ use self::manifest::Manifest;
 use self::pages::PageReader;
 use self::records::{Files, MAX_GENERATION};
 use self::sectors::SECTOR;
+use self::unreadable::{PATIENCE, Unreadable};
 use crate::calm::Calm;
 use crate::format::{HEADER_LEN, Header};
 use crate::{Guest, LineId, Origin, VmId};
@@ -215,6 +217,8 @@ pub struct Store {
     backend: Box<dyn Backend>,
     writable: bool,
     calm: Calm,
+    /// Time that reads of each file may take which fail.
+    patience: Duration,
 }
 
 impl Store {
@@ -246,7 +250,7 @@ impl Store {
 
     /// A store on something other than a directory.
     pub fn with_backend(backend: Box<dyn Backend>, writable: bool) -> Result<Self, StoreError> {
-        let store = Self { backend, writable, calm: Calm::default() };
+        let store = Self { backend, writable, calm: Calm::default(), patience: PATIENCE };
         if writable {
             store.lock()?;
         }
@@ -319,7 +323,8 @@ impl Store {
 
     /// As [`open_to_repair`](Self::open_to_repair), on something other than a directory.
     pub fn with_backend_to_repair(backend: Box<dyn Backend>) -> Result<Self, StoreError> {
-        let store = Self { backend, writable: true, calm: Calm::default() };
+        let calm = Calm::default();
+        let store = Self { backend, writable: true, calm, patience: PATIENCE };
         store.check_is_store()?;
         store.lock()?;
         Ok(store)
@@ -491,6 +496,17 @@ impl Store {
     /// Held while the guest stands for an epoch that goes through this one: work on the store that can wait does.
     pub(crate) fn calm(&self) -> &Calm {
         &self.calm
+    }
+
+    /// For a reader of a file, none of which has been read; one that `guesses` salvages.
+    fn unreadable(&self, guesses: bool) -> Unreadable {
+        Unreadable::new(self.patience, guesses)
+    }
+
+    /// Bounds the time that reads may take which fail, for each file.
+    #[cfg(feature = "testing")]
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     pub(crate) fn is_writable(&self) -> bool {

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use dirty_tracker::PAGE_SIZE;
 
@@ -38,17 +39,17 @@ pub(crate) fn begin_pages(file: &dyn StoreFile, vm_id: VmId, generation: u64) ->
 pub(crate) struct PageReader {
     file: Box<dyn StoreFile>,
     pub(crate) path: PathBuf,
-    /// For who salvages: what the disk cannot read is damage, and noted here.
+    /// Of a reader that salvages: what the disk cannot read is damage, and noted here.
     unreadable: Option<Mutex<Unreadable>>,
 }
 
 impl PageReader {
-    /// Opens the page file of `generation` for who salvages what is left. Nothing in it has been
-    /// looked at.
+    /// Opens the page file of `generation` to salvage what is left. Nothing in it has been checked.
     pub(crate) fn open_damaged(store: &Store, generation: u64) -> Result<Self, StoreError> {
         let name = pages_name(generation);
         let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
-        Ok(Self { file, path: store.path(&name), unreadable: Some(Mutex::default()) })
+        let unreadable = Mutex::new(store.unreadable(true));
+        Ok(Self { file, path: store.path(&name), unreadable: Some(unreadable) })
     }
 
     /// Whose the page file of `generation` is; `None` if it is gone, or its header is damaged.
@@ -125,39 +126,38 @@ impl PageReader {
     pub(crate) fn read(&self, slot: u32, buf: &mut [u8]) -> Result<(), StoreError> {
         let offset = u64::from(slot) * PAGE_SIZE;
         let damaged = |damage| StoreError::Damaged { file: self.path.clone(), offset, damage };
-        let unreadable = |e: io::Error| damaged(Damage::Unreadable { why: e.to_string() });
-        self.check_readable(slot, buf.len()).map_err(unreadable)?;
-        self.file.read_exact_at(buf, offset).map_err(|e| match e.kind() {
-            io::ErrorKind::UnexpectedEof => {
+        if let Some(why) = self.known_unreadable(slot, buf.len()) {
+            return Err(damaged(Damage::Unreadable { why }));
+        }
+        let begun = Instant::now();
+        let Err(e) = self.file.read_exact_at(buf, offset) else { return Ok(()) };
+        Err(match &self.unreadable {
+            _ if e.kind() == io::ErrorKind::UnexpectedEof => {
                 let length = self.file.len().unwrap_or(0);
                 damaged(Damage::EndsEarly { length, wanted: buf.len() as u64 })
             }
-            _ if is_media_error(&e) && self.unreadable.is_some() => {
-                self.note_unreadable(slot, buf.len(), &e);
-                unreadable(e)
+            Some(unreadable) if is_media_error(&e) => {
+                let mut unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
+                unreadable.took(begun.elapsed());
+                // Of several each is tried.
+                if buf.len() <= PAGE {
+                    let end = self.slots()?;
+                    let read = |n: u64| self.file.read_exact_at(&mut [0; PAGE], n * PAGE_SIZE);
+                    unreadable.note(slot.into(), end.into(), &e, read).map_err(|e| self.io(e))?;
+                }
+                damaged(Damage::Unreadable { why: e.to_string() })
             }
             _ => self.io(e),
         })
     }
 
-    /// Refuses to read slots of which it is known that one cannot be read.
-    fn check_readable(&self, slot: u32, len: usize) -> io::Result<()> {
-        let Some(unreadable) = &self.unreadable else { return Ok(()) };
+    /// Why slots are not to be read: one of them was given up.
+    fn known_unreadable(&self, slot: u32, len: usize) -> Option<String> {
+        let unreadable = self.unreadable.as_ref()?;
         let unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
         let (slot, count) = (u64::from(slot), len.div_ceil(PAGE) as u64);
-        match unreadable.next(slot) {
-            Some(next) if next < slot + count => Err(unreadable.error()),
-            _ => Ok(()),
-        }
-    }
-
-    /// Notes a slot that was read by itself, and could not be. Of several each is tried.
-    fn note_unreadable(&self, slot: u32, len: usize, cause: &io::Error) {
-        let Some(unreadable) = self.unreadable.as_ref().filter(|_| len <= PAGE) else { return };
-        let end = self.slots().map_or(0, u64::from);
-        let reads = |slot: u64| self.file.read_exact_at(&mut [0; PAGE], slot * PAGE_SIZE).is_ok();
-        let mut unreadable = unreadable.lock().unwrap_or_else(PoisonError::into_inner);
-        unreadable.note(slot.into(), end, cause, reads);
+        let next = unreadable.next(slot).filter(|next| *next < slot + count)?;
+        Some(unreadable.why(next))
     }
 }
 

@@ -13,7 +13,7 @@
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::backend::{StoreFile, is_media_error};
 use super::unreadable::Unreadable;
@@ -186,11 +186,12 @@ pub(crate) struct Sectors {
 }
 
 impl Sectors {
-    /// Of the log in `file`; who reads it stands aside for `calm`.
-    pub(crate) fn new(
+    /// Of the log in `file`; reading yields to `calm`.
+    pub(super) fn new(
         file: Box<dyn StoreFile>,
         path: PathBuf,
         calm: Calm,
+        unreadable: Unreadable,
     ) -> Result<Self, StoreError> {
         let mut new = Self {
             file,
@@ -200,7 +201,7 @@ impl Sectors {
             buffered: 0,
             calm,
             bad: None,
-            unreadable: Unreadable::default(),
+            unreadable,
             lenient: false,
         };
         new.look_again()?;
@@ -220,7 +221,7 @@ impl Sectors {
     /// Learns how long the file is now, and forgets what was read.
     pub(crate) fn look_again(&mut self) -> Result<(), StoreError> {
         self.buffer.clear();
-        self.unreadable = Unreadable::default();
+        self.unreadable.forget();
         self.len = self.file.len().map_err(|e| self.io(e))?;
         Ok(())
     }
@@ -254,22 +255,20 @@ impl Sectors {
             count = ((bad + 1 - number) / 2).max(1);
         }
         loop {
-            match self.read(number, count) {
-                Err(e) if is_media_error(&e) && count > 1 => {
-                    self.bad = Some(number + count - 1);
-                    count /= 2;
-                }
-                Err(e) => {
-                    if is_media_error(&e) {
-                        let at = |number: u64| number * SECTOR as u64;
-                        let (file, end) = (&self.file, self.len / SECTOR as u64);
-                        let reads = |n| file.read_exact_at(&mut [0; SECTOR], at(n)).is_ok();
-                        self.unreadable.note(number, end, &e, reads);
-                    }
-                    return Err(e);
-                }
-                Ok(()) => return Ok(()),
+            let begun = Instant::now();
+            let e = match self.read(number, count) {
+                Err(e) if is_media_error(&e) => e,
+                read => return read,
+            };
+            self.unreadable.took(begun.elapsed());
+            if count == 1 {
+                let (file, end) = (&self.file, self.len / SECTOR as u64);
+                let read = |n: u64| file.read_exact_at(&mut [0; SECTOR], n * SECTOR as u64);
+                self.unreadable.note(number, end, &e, read)?;
+                return Err(e);
             }
+            self.bad = Some(number + count - 1);
+            count /= 2;
         }
     }
 
@@ -308,9 +307,11 @@ impl Sectors {
                 return Err(Stop::Unwritten(self.path.clone(), offset.min(self.len)));
             }
             Err(StoreError::Io { cause, .. }) if is_media_error(&cause) => {
-                return Err(self
-                    .damaged(offset, Damage::Unreadable { why: cause.to_string() })
-                    .into());
+                let why = self.unreadable.why(number);
+                return Err(Stop::Wrong(match self.unreadable.is_hopeless() {
+                    true => self.io(cause),
+                    false => self.damaged(offset, Damage::Unreadable { why }),
+                }));
             }
             raw => raw?,
         };
