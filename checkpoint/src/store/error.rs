@@ -1,7 +1,7 @@
 //! What can be wrong with a store, each with the place where it was found.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use dirty_tracker::{FrameRun, Gfn, LayoutError, PAGE_SIZE};
 
@@ -276,12 +276,16 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Whether a file is damaged, or the disk does not give it back: what is sound can be
+    /// Whether a file is damaged, or the disk cannot read one of a store: what is sound can be
     /// [salvaged](crate::Store::repair).
     pub fn is_damage(&self) -> bool {
         match self {
             Self::Damaged { .. } => true,
-            Self::Io { cause, .. } => is_media_error(cause),
+            // Not what failed to be written, there or to an export.
+            Self::Io { what: "opening" | "reading", path, cause } => {
+                matches!(named_by(path), Named::Manifest | Named::Log(_) | Named::Pages(_))
+                    && is_media_error(cause)
+            }
             _ => false,
         }
     }
@@ -294,13 +298,16 @@ fn damaged_part(damage: &StoreError) -> &'static str {
         StoreError::Io { path, .. } => (path, 0),
         _ => return "a checkpoint",
     };
-    let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    match parse_name(name) {
+    match named_by(file) {
         Named::Manifest => "its manifest",
         Named::Log(_) if offset < SECTOR as u64 => "the header of its log",
         Named::Pages(_) if offset < PAGE_SIZE => "the header of its page file",
         _ => "a checkpoint",
     }
+}
+
+fn named_by(path: &Path) -> Named {
+    parse_name(path.file_name().and_then(|name| name.to_str()).unwrap_or_default())
 }
 
 /// What is wrong with a file of a store.
@@ -443,6 +450,32 @@ fn outside(object: u16, run: FrameRun) -> String {
         n => {
             let (first, end) = (run.start.0, run.start.0.saturating_add(run.count));
             format!("blocks {first:#x}..{end:#x} are not in drive {n}")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::libc;
+
+    use super::*;
+
+    #[test]
+    fn only_failed_reads_of_a_store_are_damage() {
+        let is_damage = |what, name: &str, errno| {
+            let (path, cause) = (Path::new("/s").join(name), io::Error::from_raw_os_error(errno));
+            StoreError::Io { what, path, cause }.is_damage()
+        };
+        for name in ["manifest", "log-1", "pages-2"] {
+            assert!(is_damage("reading", name, libc::EIO), "{name}");
+            assert!(is_damage("opening", name, libc::EUCLEAN), "{name}");
+            assert!(!is_damage("reading", name, libc::ENOMEM), "{name}");
+            for what in ["writing", "syncing", "making room in", "locking", "committing to"] {
+                assert!(!is_damage(what, name, libc::EIO), "{what}");
+            }
+        }
+        for (what, name) in [("writing", "out.raw"), ("syncing", "out.raw"), ("reading", "lock")] {
+            assert!(!is_damage(what, name, libc::EIO), "{what} {name}");
         }
     }
 }
