@@ -1,7 +1,7 @@
 //! Stores with damage: what of it is in nobody's way, and what repair makes of the rest.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use checkpoint::testing::{DiskOp, MemoryDisk, Survives};
 use checkpoint::{Checkpointer, Store, StoreError};
@@ -246,8 +246,38 @@ fn damaged_state_costs_its_checkpoint_alone() {
     assert!(alone > 0, "none of {} sectors", begins[3] - begins[2]);
 }
 
+/// Where files have one name only, and those that are put aside cannot all be read.
+#[test]
+fn damaged_files_are_renamed_where_they_cannot_be_linked() {
+    let stored = stored(&[3, 4, 4], 6);
+    let needs = needs(&stored);
+    for errno in [libc::EPERM, libc::EOPNOTSUPP, libc::ENOSYS] {
+        let disk = with_bad_sector(&stored.disk, needs[&7].log[0].start + 1, false);
+        disk.put("manifest", b"noise".to_vec());
+        let before: Vec<Vec<u8>> = FILES.map(|name| disk.contents(name).unwrap()).into();
+        let slot = needs[&8].slots[0] as u64;
+        disk.fail_reads("pages-1", slot * 4096..slot * 4096 + 4096, 0).unwrap();
+        disk.fail(DiskOp::Link, errno, 0);
+        let report = repair(&disk).unwrap();
+        disk.heal();
+        let aside = FILES.map(|name| format!("damaged-1.{name}"));
+        assert_eq!(BTreeSet::from_iter(report.aside), BTreeSet::from_iter(aside.clone()));
+        let after: Vec<Vec<u8>> = aside.map(|name| disk.contents(&name).unwrap()).into();
+        assert!(before == after);
+        assert!(FILES[1..].iter().all(|name| disk.contents(name).is_err()));
+        let sound = numbers(&disk);
+        check_repaired(&stored, &disk, &sound);
+    }
+}
+
 #[test]
 fn a_kill_at_any_sync_of_a_repair_loses_nothing() {
+    for links in [true, false] {
+        kill_at_any_sync(links);
+    }
+}
+
+fn kill_at_any_sync(links: bool) {
     let stored = stored(&[3, 4, 4], 6);
     let needs = needs(&stored);
     let begins = begins(&stored.disk.contents("log-1").unwrap());
@@ -275,6 +305,9 @@ fn a_kill_at_any_sync_of_a_repair_loses_nothing() {
         loop {
             let disk = damaged.copy();
             disk.stop_at_sync(disk.syncs() + stop);
+            if !links {
+                disk.fail(DiskOp::Link, libc::EPERM, 0);
+            }
             let repaired = repair(&disk);
             // The last sync takes away old names alone, and a repair has succeeded without it.
             assert!(repaired.is_ok() || disk.is_stopped());

@@ -68,7 +68,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Gives a file a second name, which nothing has: its bytes stay for as long as either is
-    /// there. Not durable before [`sync_dir`](Self::sync_dir).
+    /// there. Not durable before [`sync_dir`](Self::sync_dir). EPERM, EOPNOTSUPP or ENOSYS where
+    /// files have one name only.
     fn link(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Removes a file.
@@ -139,6 +140,11 @@ pub(super) fn is_media_error(e: &io::Error) -> bool {
     matches!(errno, Some(libc::EIO | libc::EBADMSG | libc::EUCLEAN | libc::ENODATA | libc::EILSEQ))
 }
 
+/// Whether a link failed because the file system gives a file one name only, or this one.
+pub(super) fn has_no_links(e: &io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS))
+}
+
 /// Files in a directory.
 #[derive(Debug)]
 pub struct DirBackend {
@@ -186,18 +192,6 @@ impl DirBackend {
             _ => e,
         })?;
         Ok(Box::new(DirectFile { file, direct }))
-    }
-}
-
-/// What came of linking `from` to `to`; a copy where the file system has no hard links.
-fn linked_or_copied(linked: io::Result<()>, from: &Path, to: &Path) -> io::Result<()> {
-    match linked {
-        Err(e) if matches!(e.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP)) => {
-            let (mut from, mut to) = (File::open(from)?, File::create_new(to)?);
-            io::copy(&mut from, &mut to)?;
-            to.sync_all()
-        }
-        linked => linked,
     }
 }
 
@@ -267,8 +261,7 @@ impl Backend for DirBackend {
     }
 
     fn link(&self, from: &str, to: &str) -> io::Result<()> {
-        let (from, to) = (self.dir.join(from), self.dir.join(to));
-        linked_or_copied(fs::hard_link(&from, &to), &from, &to)
+        fs::hard_link(self.dir.join(from), self.dir.join(to))
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
@@ -412,33 +405,5 @@ impl StoreFile for DirectFile {
 
     fn identity(&self) -> io::Result<(u64, u64)> {
         self.file.identity()
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn file_is_copied_where_it_cannot_be_linked() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = |name: &str| dir.path().join(name);
-        fs::write(path("log-1"), [7; 5000]).unwrap();
-        let link = |errno, to: &str| {
-            let refused = Err(io::Error::from_raw_os_error(errno));
-            linked_or_copied(refused, &path("log-1"), &path(to))
-        };
-        for (errno, to) in [(libc::EPERM, "one"), (libc::EOPNOTSUPP, "two")] {
-            link(errno, to).unwrap();
-            assert_eq!(fs::read(path(to)).unwrap(), [7; 5000]);
-            assert_eq!(fs::read(path("log-1")).unwrap(), [7; 5000]);
-            // Nothing is replaced.
-            fs::write(path(to), "precious").unwrap();
-            assert_eq!(link(errno, to).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
-            assert_eq!(fs::read(path(to)).unwrap(), b"precious");
-        }
-        assert_eq!(link(libc::ENOSPC, "three").unwrap_err().raw_os_error(), Some(libc::ENOSPC));
-        assert!(!path("three").exists());
     }
 }

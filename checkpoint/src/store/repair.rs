@@ -8,11 +8,17 @@
 //! A crash leaves the store as it was, and files that are nobody's, or the new one. What was
 //! replaced stays under its second name until an operator removes it. Page files are copied if a
 //! checkpoint is given up, so that all that is left of it stays.
+//!
+//! Where files have one name only, the manifest is copied, and the other files are renamed instead
+//! of removed at the end: none of them is read, since a disk that fails may not give it back.
 
+use std::collections::HashMap;
 use std::io;
 
+use dirty_tracker::PAGE_SIZE;
 use serde::Serialize;
 
+use super::backend::{has_no_links, is_media_error};
 use super::manifest::Manifest;
 use super::pages::{PageReader, begin_pages};
 use super::records::{Files, NO_SLOT};
@@ -85,10 +91,19 @@ impl Store {
             .unwrap_or(0);
         let aside: Vec<String> =
             replaced.iter().map(|name| format!("{ASIDE}{number}.{name}")).collect();
+        let mut later: HashMap<&str, &str> = HashMap::new();
         let prepared = self.write_sound(&mut salvage, new).and_then(|()| {
-            replaced.iter().zip(&aside).try_for_each(|(name, aside)| {
-                self.backend().link(name, aside).map_err(|e| self.io("keeping aside", name, e))
-            })?;
+            for (name, aside) in replaced.iter().zip(&aside) {
+                let kept = match self.backend().link(name, aside) {
+                    Err(e) if has_no_links(&e) && **name == MANIFEST => self.copy_manifest(aside),
+                    Err(e) if has_no_links(&e) => {
+                        later.insert(name, aside);
+                        Ok(())
+                    }
+                    linked => linked,
+                };
+                kept.map_err(|e| self.io("keeping aside", name, e))?;
+            }
             self.sync_dir()
         });
         let unsettled = match prepared {
@@ -108,7 +123,7 @@ impl Store {
                 let made =
                     [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];
                 let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
-                made.chain(aside).chain([MANIFEST_NEW.to_owned()]).for_each(|name| {
+                made.chain(aside.clone()).chain([MANIFEST_NEW.to_owned()]).for_each(|name| {
                     let _ = self.backend().remove(&name);
                 });
             }
@@ -116,14 +131,38 @@ impl Store {
         }
         let manifest = Manifest { vm_id, files: new };
         for name in names.iter().filter(|name| is_leftover(name, Some(&manifest))) {
-            // What cannot be removed now is when the store is next opened.
-            let _ = self.backend().remove(name);
+            match later.get(name.as_str()) {
+                Some(aside) => {
+                    if let Err(e) = self.backend().rename(name, aside) {
+                        let e = self.io("keeping aside", name, e);
+                        tracing::warn!("{e}; copy it: the next writer removes it");
+                    }
+                }
+                // What cannot be removed now is when the store is next opened.
+                None => _ = self.backend().remove(name),
+            }
         }
         if let Err(e) = self.sync_dir() {
             // The new manifest is durable: a crash may bring back old names, and no more.
             tracing::warn!("{e}; the store is repaired");
         }
         Ok(RepairReport { survey, repaired: true, aside })
+    }
+
+    /// Copies what is readable of the manifest.
+    fn copy_manifest(&self, to: &str) -> io::Result<()> {
+        let read = || {
+            let file = self.backend().open(MANIFEST)?;
+            let mut bytes = vec![0; file.len()?.min(PAGE_SIZE) as usize];
+            file.read_exact_at(&mut bytes, 0).map(|()| bytes)
+        };
+        let bytes = match read() {
+            Err(e) if is_media_error(&e) => Vec::new(),
+            read => read?,
+        };
+        let file = self.backend().create_new(to)?;
+        file.write_all_at(&bytes, 0)?;
+        file.sync()
     }
 
     /// The identity of the file under the manifest's name; `None` if there is none.
