@@ -5,6 +5,7 @@
 //! that log's is none.
 
 use std::cmp::Ordering;
+use std::io;
 
 use dirty_tracker::PAGE_SIZE;
 use serde::Serialize;
@@ -92,11 +93,14 @@ impl Store {
     /// system refuses.
     pub fn survey(&self) -> Result<Survey, StoreError> {
         for _ in 1..LOOKS {
-            let manifest = self.manifest().ok();
+            let before = self.manifest().ok().flatten();
             let _pinned = self.pin_for_survey()?;
             let salvage = self.salvage();
-            // Else its writer has begun another log, or compacted it, in this moment.
-            if self.manifest().ok() == manifest {
+            let now = self.manifest().ok().flatten();
+            // A log that was replaced behind this is read to its end, and its page file stays.
+            let pages = |manifest: Option<Manifest>| manifest.map(|m| m.files.pages);
+            let found_all = salvage.as_ref().is_ok_and(|s| s.manifest_is_sound);
+            if now == before || found_all && pages(now) == pages(before) {
                 return salvage.map(|salvage| salvage.survey);
             }
         }
@@ -104,11 +108,15 @@ impl Store {
     }
 
     /// Keeps a writer from giving slots away while they are looked at. A writer whose checkpoints
-    /// cannot be pinned, because the manifest or a header is damaged since it opened the store, may
-    /// do so: then a frame may be reported as damaged that is not. [`repair`](Self::repair) holds
-    /// the page files themselves, and needs no pin.
+    /// cannot be pinned, because the manifest or a header is damaged since it opened the store, or
+    /// because a sync of it does not end, may do so: then a frame may be reported as damaged that
+    /// is not. [`repair`](Self::repair) holds the page files themselves, and needs no pin.
     fn pin_for_survey(&self) -> Result<Option<Pinned>, StoreError> {
         match self.pin_all() {
+            Err(e) if is_timeout(&e) => {
+                tracing::warn!("{e}: checkpoints that its writer drops meanwhile look damaged");
+                Ok(None)
+            }
             Err(e @ StoreError::Io { .. }) if !is_damage(&e) => Err(e),
             pinned => Ok(pinned.ok().flatten()),
         }
@@ -216,13 +224,15 @@ impl Store {
     /// Why no log and page file belong together: they are of several guests, or nothing says whose.
     fn without_owner(&self, manifest: Option<Manifest>, owners: &[(String, VmId)]) -> StoreError {
         let dir = self.dir();
-        let Some((file, one)) = owners.first() else { return StoreError::HeadersDamaged { dir } };
-        match (manifest, owners.iter().find(|(_, other)| other != one)) {
-            (Some(Manifest { vm_id, .. }), _) => {
-                StoreError::Mixed { file: self.path(file), found: *one, expected: vm_id }
-            }
-            (None, Some((_, other))) => StoreError::Ambiguous { dir, one: *one, other: *other },
-            (None, None) => StoreError::HeadersDamaged { dir },
+        let other_than = |vm_id: VmId| owners.iter().find(|(_, owner)| *owner != vm_id);
+        if let Some(Manifest { vm_id: expected, .. }) = manifest
+            && let Some((file, found)) = other_than(expected)
+        {
+            return StoreError::Mixed { file: self.path(file), found: *found, expected };
+        }
+        match owners.first().map(|(_, one)| (*one, other_than(*one))) {
+            Some((one, Some((_, other)))) => StoreError::Ambiguous { dir, one, other: *other },
+            _ => StoreError::HeadersDamaged { dir },
         }
     }
 
@@ -307,6 +317,10 @@ impl Store {
 /// Whether an error says that a file is damaged or gone, and not that the system refuses to read it.
 fn is_damage(e: &StoreError) -> bool {
     e.is_damage() || is_not_found(e)
+}
+
+fn is_timeout(e: &StoreError) -> bool {
+    matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::TimedOut)
 }
 
 /// Notes what is missing in front of group number `at`; whether there is something.
