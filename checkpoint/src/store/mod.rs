@@ -275,7 +275,7 @@ impl Store {
         }
         let has_content =
             |name: &&String| matches!(parse_name(name), Named::Log(_) | Named::Pages(_));
-        if leftovers.iter().any(|name| has_content(name)) {
+        if leftovers.iter().any(has_content) {
             self.or_repair(self.check_named(manifest))?;
         }
         // First: a crash may yet bring back the manifest before this one, and it names some of them.
