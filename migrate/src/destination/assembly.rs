@@ -1,8 +1,8 @@
 //! Memory as it arrives: messages into frames of the guest that is being built.
 //!
-//! Scattered frames are received whole into the wire's buffer, their checksum is compared, and only then are
-//! they written; the content of long runs goes from the socket to where it belongs. Meanwhile a second thread has
-//! the host give memory to the frames that are still to come.
+//! Scattered frames are received whole into the wire's buffer, their checksum is compared, and only
+//! then are they written; the content of long runs goes from the socket to where it belongs.
+//! Meanwhile a second thread has the host give memory to the frames that are still to come.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,8 +31,8 @@ use crate::wire::Wire;
 /// Bytes of memory and state that a source has to move in each window of its [`Pace`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
-/// Frames of a last pass beside which the state is restored by another thread: to place fewer takes less time than to
-/// start one.
+/// Frames of a last pass beside which the state is restored by another thread: to place fewer takes
+/// less time than to start one.
 const BESIDE: u64 = 512;
 /// For so long processors stay awake for sure when they were told to.
 const AWAKE: Duration = Duration::from_millis(10);
@@ -262,7 +262,8 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         }
     }
 
-    /// The guest stands. Processors are told only if it is long ago that they were: it takes time itself.
+    /// The guest stands. Processors are told only if it is long ago that they were: it takes time
+    /// itself.
     fn keep_awake(&self, told: Option<Instant>) {
         if told.is_none_or(|at| at.elapsed() > AWAKE) {
             self.guest.stay_awake();
@@ -285,8 +286,8 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         spawned.map_err(|cause| Cause::System { what: "starting a thread", cause })
     }
 
-    /// Over all connections. The shares of completed passes are in the first connection's totals too: they only make a
-    /// pace look better that is good.
+    /// Over all connections. The shares of completed passes are in the first connection's totals
+    /// too: they only make a pace look better that is good.
     fn moved_bytes(&self) -> u64 {
         self.inbound.moved_bytes().saturating_add(self.shares.moved_bytes())
     }
@@ -314,5 +315,23 @@ struct EndExpecting<'p, 'g, G: Guest + ?Sized>(&'p Placing<'g, G>);
 impl<G: Guest + ?Sized> Drop for EndExpecting<'_, '_, G> {
     fn drop(&mut self) {
         self.0.end_expecting();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Error, ErrorKind};
+
+    use checkpoint::format::FormatError;
+
+    use super::*;
+
+    #[test]
+    fn waits_for_storage_lengthen_the_window() {
+        let silence = || WireError::from(FormatError::Io(Error::from(ErrorKind::TimedOut)));
+        let mut pace = Pace::begin(Duration::ZERO);
+        assert!(matches!(pace.judge(silence(), 0), WireError::TooSlow { .. }));
+        pace.allow(Duration::from_secs(3600));
+        assert!(pace.judge(silence(), 0).is_silence());
     }
 }

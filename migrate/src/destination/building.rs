@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{DriveHead, Guest, GuestFactory, VmId};
 
-use super::copies::Copies;
+use super::copies::{Copies, Limits};
 use crate::control::Stop;
 use crate::error::Cause;
 use crate::link::SLICE;
@@ -59,7 +59,7 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
             return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
         }
         let (tell, told) = mpsc::channel();
-        let (factory, limit) = (self.factory.clone(), self.disk_limit);
+        let (factory, limits) = (self.factory.clone(), Limits::of(self.disk_limit));
         let (copies_stop, busy) = (stop.clone(), self.busy.clone());
         let (config, drives) = (config.to_vec(), drives.to_vec());
         let span = tracing::Span::current();
@@ -68,7 +68,7 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
             let built = factory.create_with_copies(vm_id, &config, &drives);
             let built = built.map_err(Cause::from).and_then(|(guest, copies)| {
                 // A guest whose copies cannot be served goes on this thread, too.
-                let copies = Copies::new(copies, &drives, limit, copies_stop, busy);
+                let copies = Copies::new(copies, &drives, limits, copies_stop, busy);
                 let copies = copies.inspect_err(|cause| {
                     guest.stop(&format!("it was not received: {cause}"));
                 })?;

@@ -1,11 +1,11 @@
 //! Copies of drives while they arrive, and the threads that write them.
 //!
 //! The receiving thread never touches a copy itself, because storage that hangs would keep it for
-//! ever. A writer thread takes pieces from it, [`PIECES`] at most, and has a second thread make them
-//! durable while more come, so that little is left to do at the end of a pass. The receiving thread
-//! waits for either in slices. It gives up when one operation takes longer than the limit, when one
-//! of its own waits takes longer than that and [`MARGIN`], or when the receiver is stopped. Threads
-//! whose storage never answers are left behind; they touch nothing else.
+//! ever. A writer thread takes pieces from it, [`PIECES`] at most, and has a second thread make
+//! them durable while more come, so that little is left to do at the end of a pass. The receiving
+//! thread waits for either in slices. It gives up when one operation takes longer than the limit,
+//! when one of its own waits takes longer than that and [`MARGIN`], or when the receiver is
+//! stopped. Threads whose storage never answers are left behind; they touch nothing else.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -24,17 +24,35 @@ use crate::message::Runs;
 
 /// Messages that may wait for the writer thread, a megabyte each at most (I9).
 const PIECES: usize = 8;
-/// Bytes of blocks after which copies are made durable, while more comes: twice as many at most wait
-/// for that.
+/// Bytes of blocks after which copies are made durable, while more comes: twice as many at most
+/// wait for that.
 const SYNC_EVERY: u64 = 64 << 20;
 /// Blocks of zeros in one operation, 64 MiB: storage that cannot make room for them in one go, but
 /// writes them, does so within the limit of an operation.
 const ZEROS: u64 = 16 << 10;
 /// Time that one wait may take on top of the limit of an operation. Together they are less than the
-/// source waits by default, so it hears why the migration fails.
+/// source waits by default without progress, so it hears why the migration fails, unless several
+/// such waits delay one answer, or the guest is paused: the pause may have a shorter limit.
 pub(super) const MARGIN: Duration = Duration::from_secs(1);
-/// Upper bound on waiting for files to be removed. What takes longer goes on without being waited for.
+/// Upper bound on waiting for files to be removed. What takes longer goes on without being waited
+/// for.
 const REMOVE_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long the storage of copies may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// For one operation.
+    operation: Duration,
+    /// For one wait of the receiving thread, which may be for several operations.
+    wait: Duration,
+}
+
+impl Limits {
+    /// With so much time for one operation.
+    pub(super) fn of(operation: Duration) -> Self {
+        Self { operation, wait: operation.saturating_add(MARGIN) }
+    }
+}
 
 /// The copies of one guest's drives. Files are removed when it is dropped without having been kept.
 pub(super) struct Copies {
@@ -61,7 +79,7 @@ struct Set {
     copies: Vec<Box<dyn DriveCopy>>,
     /// What each thread is doing, by [`Slot`].
     doing: [Mutex<Option<Doing>>; 2],
-    limit: Duration,
+    limits: Limits,
     /// Held while a copy may still have to be removed.
     _busy: Arc<()>,
 }
@@ -127,13 +145,13 @@ impl Set {
 
     /// The operation that has taken longer than the limit, as a failure.
     fn overdue(&self) -> Option<Cause> {
-        let why = format!("its storage has not answered for {:?}", self.limit);
-        self.under_way(self.limit, &why)
+        let limit = self.limits.operation;
+        self.under_way(limit, &format!("its storage has not answered for {limit:?}"))
     }
 
     /// The failure of a wait that has taken too long, though each operation may be in time.
     fn too_slow(&self) -> Cause {
-        let why = format!("its storage has not kept up for {:?}", self.limit + MARGIN);
+        let why = format!("its storage has not kept up for {:?}", self.limits.wait);
         self.under_way(Duration::ZERO, &why).unwrap_or_else(|| {
             let cause = io::Error::new(io::ErrorKind::TimedOut, why);
             Cause::System { what: "writing copies of disks", cause }
@@ -189,12 +207,12 @@ impl Set {
 }
 
 impl Copies {
-    /// `copies` are those of `heads`, in the same order. One operation on one of them may take
-    /// `limit`. `busy` is held until they are kept or removed, and their threads have ended.
+    /// `copies` are those of `heads`, in the same order. `busy` is held until they are kept or
+    /// removed, and their threads have ended.
     pub(super) fn new(
         copies: Vec<Box<dyn DriveCopy>>,
         heads: &[DriveHead],
-        limit: Duration,
+        limits: Limits,
         stop: Arc<Stop>,
         busy: Arc<()>,
     ) -> Result<Self, Cause> {
@@ -203,7 +221,7 @@ impl Copies {
         }
         let heads = heads.to_vec();
         let doing = Default::default();
-        let set = Arc::new(Set { heads, copies, doing, limit, _busy: busy });
+        let set = Arc::new(Set { heads, copies, doing, limits, _busy: busy });
         let ((jobs, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
         let syncer = Syncer::spawn(set.clone())?;
         let writer = Writer { set: set.clone(), syncer, unsynced: 0 };
@@ -213,8 +231,8 @@ impl Copies {
         Ok(Self { threads: Some(threads) })
     }
 
-    /// Has blocks written. Returns before they are, with the time spent on waiting for earlier ones,
-    /// and fails with what became of those.
+    /// Has blocks written. Returns before they are, with the time spent on waiting for earlier
+    /// ones, and fails with what became of those.
     pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<Duration, Cause> {
         let (drive, runs, contents): (_, Runs<'_>, &[u8]) = match step {
             DriveStep::Noted => return Ok(Duration::ZERO),
@@ -274,7 +292,8 @@ impl Copies {
             }
         }
         tracing::warn!(
-            "incomplete copies of disks may be left behind, because removing them takes too long: {}",
+            "incomplete copies of disks may be left behind, because removing them takes too long: \
+             {}",
             names.join(", ")
         );
     }
@@ -328,7 +347,7 @@ impl Threads {
 
     /// When a wait that begins now has taken too long.
     fn give_up_at(&self) -> Instant {
-        Instant::now() + self.set.limit + MARGIN
+        Instant::now() + self.set.limits.wait
     }
 
     /// What the writer thread says next, in a wait that ends at `until`.

@@ -67,9 +67,9 @@ pub struct ReceiveOptions {
     /// it is refused: a disk hangs. 25 s: a source that waits for longer gives up without hearing
     /// why.
     pub build_limit: Duration,
-    /// How long one operation on the copy of a drive may take, after which the guest is thrown away:
-    /// its storage hangs. A wait for several operations may take a second more. 8 s: a source that
-    /// waits for longer gives up without hearing why.
+    /// How long one operation on the copy of a drive may take, after which the guest is thrown
+    /// away: its storage hangs. A wait for several operations may take a second more. 8 s: a source
+    /// gives up before it hears why if it waits for less without progress, or in the pause.
     pub disk_limit: Duration,
     /// Time from PREPARED to COMMIT, after which the guest is thrown away. 10 s.
     pub commit_deadline: Duration,
