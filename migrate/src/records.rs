@@ -20,6 +20,7 @@
 //! of a decision that a prepared record with a boot stands for, the directory is synced after the
 //! guest has resumed. What is written in a pause is *staged* before.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -56,7 +57,8 @@ const DECISION_SUFFIX: &str = ".destination.json";
 
 /// The beginning of the name of a file that is no record yet.
 const STAGED: &str = ".staged-";
-/// The age of such a file after which the process that made it has died: no migration takes as long.
+/// The age of such a file after which the process that made it has died: no migration takes as
+/// long.
 const STALE: Duration = Duration::from_secs(60 * 24 * 3600);
 
 /// A record could not be read or made durable.
@@ -137,12 +139,14 @@ impl PreparedRecord {
     }
 }
 
-/// The time in which every process finds in the directory what any of them has put there, durable or not.
+/// The time in which every process finds in the directory what any of them has put there, durable
+/// or not.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Life {
     /// The host's boot.
     boot: Uuid,
-    /// The mount that the directory is on, by a number that is not used again in that boot; of Linux before 6.8 it is not known.
+    /// The mount that the directory is on, by a number that is not used again in that boot; of
+    /// Linux before 6.8 it is not known.
     mount: Option<u64>,
 }
 
@@ -188,14 +192,12 @@ impl Records {
         let text = text.map_err(failed("read", &path))?;
         let site = Uuid::parse_str(text.trim())
             .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
-        let records = Self {
+        Ok(Self {
             dir,
             site,
             #[cfg(test)]
             pretended: None,
-        };
-        records.sweep_settled();
-        Ok(records)
+        })
     }
 
     /// The present life, looked at anew: a process outlives a mount.
@@ -212,8 +214,9 @@ impl Records {
         self.site
     }
 
-    /// Migrations from here that are not settled: after a crash, guests that may be running elsewhere.
-    /// An error only if the directory cannot be read; files in it that are no records are named.
+    /// Migrations from here that are not settled: after a crash, guests that may be running
+    /// elsewhere. An error only if the directory cannot be read; files in it that are no records
+    /// are named.
     pub fn pending(&self) -> Result<Pending, RecordsError> {
         let mut pending = Pending::default();
         for entry in fs::read_dir(&self.dir).map_err(failed("read", &self.dir))? {
@@ -241,7 +244,8 @@ impl Records {
         remove(&self.dir, &path).map_err(failed("remove", &path))
     }
 
-    /// Writes the source's record without giving it its name: it is none yet, and goes with what this returns.
+    /// Writes the source's record without giving it its name: it is none yet, and goes with what
+    /// this returns.
     pub(crate) fn stage_source(
         &self,
         token: Token,
@@ -373,48 +377,62 @@ impl Records {
     /// | its process has died | `committed` | the record, once the decision is durable |
     /// | none | `discarded` | the decision: without it the answer is *discarded*, too |
     ///
-    /// Whatever fails is tried again next time.
-    fn sweep_settled(&self) {
-        let life = self.life();
+    /// Costs two syncs of the directory at most. What fails goes next time, and so does a decision
+    /// that comes back after a crash.
+    pub(crate) fn sweep_settled(&self) {
+        let (life, mut tokens) = (self.life(), HashSet::new());
         for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.to_str().unwrap_or_default();
             let stem = [PREPARED_SUFFIX, DECISION_SUFFIX].iter().find_map(|s| name.strip_suffix(s));
-            if let Some(Ok(token)) = stem.map(|stem| Uuid::parse_str(stem).map(Token)) {
-                // It is tried again next time.
-                let _ = self.sweep_token(token, life);
+            tokens.extend(stem.and_then(|stem| Uuid::parse_str(stem).ok()).map(Token));
+        }
+        let settled = tokens.into_iter().filter_map(|token| self.settled(token, life).ok()?);
+        let settled: Vec<Settled> = settled.collect();
+        if settled.is_empty() {
+            return;
+        }
+        let committed = settled.iter().any(|of| of.decision == Some(Decision::Committed));
+        if committed && sync_removed(&self.dir).is_err() {
+            return;
+        }
+        let mut discarded = Vec::new();
+        for Settled { token, decision } in settled {
+            if unlink(&self.prepared_path(token)).is_ok() && decision == Some(Decision::Discarded) {
+                discarded.push(token);
+            }
+        }
+        // As `remove_both`.
+        if sync_removed(&self.dir).is_ok() {
+            for token in discarded {
+                let _ = unlink(&self.decision_path(token));
             }
         }
     }
 
-    /// As [`sweep_settled`](Self::sweep_settled), of one migration.
-    fn sweep_token(&self, token: Token, life: Option<Life>) -> Result<(), RecordsError> {
+    /// A migration of which something can go, by the table of
+    /// [`sweep_settled`](Self::sweep_settled).
+    fn settled(&self, token: Token, life: Option<Life>) -> Result<Option<Settled>, RecordsError> {
         let path = self.prepared_path(token);
         let Some(record) = read::<PreparedRecord>(&path, token)? else {
             // In this order: only about a guest whose prepared record stands is one decided.
-            let discarded = self.decision(token)? == Some(Decision::Discarded);
+            let decision = self.decision(token)?;
             let none = read::<PreparedRecord>(&path, token)?.is_none();
-            return if discarded && none { self.remove_both(token) } else { Ok(()) };
+            let goes = decision == Some(Decision::Discarded) && none;
+            return Ok(goes.then_some(Settled { token, decision }));
         };
         // In this order: a process decides before it dies.
         let has_died = fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
         if !has_died {
-            return Ok(());
+            return Ok(None);
         }
-        match self.decision(token)? {
-            Some(Decision::Discarded) => self.remove_both(token),
-            Some(Decision::Committed) => {
-                self.sync(token)?;
-                remove(&self.dir, &path).map_err(failed("remove", &path))
-            }
-            None if record.decision_would_stand(life) => {
-                remove(&self.dir, &path).map_err(failed("remove", &path))
-            }
-            None => Ok(()),
-        }
+        let decision = self.decision(token)?;
+        let goes = decision.is_some() || record.decision_would_stand(life);
+        Ok(goes.then_some(Settled { token, decision }))
     }
 
-    /// Removes the prepared record of a guest for which COMMIT cannot come any more. It need not be durable: nobody will ask.
+    /// Removes the prepared record of a guest for which COMMIT cannot come any more. It need not be
+    /// durable: nobody will ask.
     pub(crate) fn withdraw(&self, token: Token, _prepared: PreparedMark) {
         let path = self.prepared_path(token);
         if let Err(e) = fs::remove_file(&path) {
@@ -429,8 +447,24 @@ impl Records {
     pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
         // While its source may ask, a prepared record is removed only if its guest never ran, or
         // behind a durable decision; so it is looked for first.
-        let prepared: Option<PreparedRecord> = read(&self.prepared_path(token), token)?;
-        let decision = self.decision(token)?;
+        let prepared = read(&self.prepared_path(token), token)?;
+        self.decide_behind(token, prepared)
+    }
+
+    /// As [`decide_unknown`](Self::decide_unknown), after its prepared record was looked for.
+    fn decide_behind(
+        &self,
+        token: Token,
+        mut prepared: Option<PreparedRecord>,
+    ) -> Result<Decision, RecordsError> {
+        let mut decision = self.decision(token)?;
+        if prepared.is_some() && decision.is_none() {
+            // It is removed before its decision is. If it is there still, there was none.
+            prepared = read(&self.prepared_path(token), token)?;
+            if prepared.is_none() {
+                decision = self.decision(token)?;
+            }
+        }
         let Some(prepared) = prepared.filter(|_| decision.is_none()) else {
             if decision.is_some() {
                 // It may be another process's, and not durable yet; an answer that rests on it must
@@ -445,8 +479,9 @@ impl Records {
                 tracing::warn!(
                     %token,
                     unshown,
-                    "its guest was prepared here in another boot, or on another mount of {}: it may have run, and its source stays in doubt until \
-                     the operator resolves that", self.dir.display()
+                    "its guest was prepared here in another boot, or on another mount of {}: it \
+                     may have run, and its source stays in doubt until the operator resolves that",
+                    self.dir.display()
                 );
             }
             return Ok(Decision::Committed);
@@ -499,8 +534,9 @@ impl Records {
     /// the decision, which answers as before. The other way round it would leave a prepared record
     /// whose decision may have been lost: its answer, *committed*, nobody could ever take back.
     fn remove_both(&self, token: Token) -> Result<(), RecordsError> {
+        // Synced even if another process has removed the first: that may not be durable yet.
         for path in [self.prepared_path(token), self.decision_path(token)] {
-            remove(&self.dir, &path).map_err(failed("remove", &path))?;
+            unlink(&path).and_then(|_| sync_removed(&self.dir)).map_err(failed("remove", &path))?;
         }
         Ok(())
     }
@@ -516,6 +552,12 @@ impl Records {
     fn prepared_path(&self, token: Token) -> PathBuf {
         self.dir.join(format!("{token}{PREPARED_SUFFIX}"))
     }
+}
+
+/// A migration of which nobody will ask what its records alone can answer.
+struct Settled {
+    token: Token,
+    decision: Option<Decision>,
 }
 
 /// A source's record, synced, that does not stand yet. Dropping it removes it.
@@ -644,11 +686,22 @@ fn place(dir: &Path, file: NamedTempFile, path: &Path) -> io::Result<()> {
 }
 
 fn remove(dir: &Path, path: &Path) -> io::Result<()> {
+    if unlink(path)? { sync_removed(dir) } else { Ok(()) }
+}
+
+/// Removes a file, not durably; whether there was one.
+fn unlink(path: &Path) -> io::Result<bool> {
     match fs::remove_file(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(e),
-        Ok(()) => sync_dir(dir),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        removed => removed.map(|()| true),
     }
+}
+
+/// Makes durable that files were removed, or what has to be durable before they are.
+fn sync_removed(dir: &Path) -> io::Result<()> {
+    #[cfg(test)]
+    tests::SYNCS.set(tests::SYNCS.get() + 1);
+    sync_dir(dir)
 }
 
 #[cfg(test)]

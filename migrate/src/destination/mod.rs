@@ -219,7 +219,9 @@ fn open<'a, F: GuestFactory + ?Sized + 'static>(
     options: &'a ReceiveOptions,
     control: &'a Arc<ReceiveControl>,
 ) -> Result<(Host<'a, F>, Responder), Failed> {
-    let ledger = Arc::new(Ledger::new(Records::open(&options.records)?));
+    let records = Records::open(&options.records)?;
+    records.sweep_settled();
+    let ledger = Arc::new(Ledger::new(records));
     let (patience, handshake) = (options.patience, options.handshake_timeout);
     let (responder, callers) =
         door::open(listener, ledger.clone(), control.clone(), patience, handshake)

@@ -2,9 +2,9 @@
 //!
 //! A [`World`] is two processes, the messages between them, the destination's disk, and whether a
 //! second process shares that disk. [`World::next`] lists every step that can happen: a message
-//! arrives or is lost, a side notices a failure, an order is performed or fails, a process dies, the
-//! destination's host crashes and forgets what is not durable, the source asks, the operator resolves.
-//! The test visits every world that can be reached.
+//! arrives or is lost, a side notices a failure, an order is performed or fails, a process dies,
+//! the destination's host crashes and forgets what is not durable, the source asks, the operator
+//! resolves. The test visits every world that can be reached.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -66,15 +66,39 @@ struct World {
     prepared: bool,
     /// The destination's host tells its boots apart, and its prepared record names one.
     names_boot: bool,
-    /// The destination's host has crashed and is up again, or has mounted its records anew: what was not durable may be gone.
+    /// The destination's host has crashed and is up again, or has mounted its records anew: what
+    /// was not durable may be gone.
     rebooted: bool,
     to_source: Vec<Message>,
     to_destination: Vec<Message>,
     source_hung_up: bool,
     destination_hung_up: bool,
+    /// A question that another process of the site is answering.
+    question: Option<Question>,
     /// The answer to a question, under way.
     answer: Option<Verdict>,
     operator: Option<Resolution>,
+}
+
+/// How far `Records::decide_unknown` is: others may act between any two of its accesses.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+struct Question {
+    /// `discarded` stood when it was asked.
+    discarded: bool,
+    read: Read,
+}
+
+/// What it has read.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum Read {
+    /// Whether there is a prepared record.
+    Prepared(bool),
+    /// A prepared record, and no decision.
+    Undecided,
+    /// Then the prepared record was gone.
+    Gone,
+    /// Or it was there still, and no decision can have been lost.
+    Never,
 }
 
 /// What a step is, for the search for a way out.
@@ -113,6 +137,7 @@ impl World {
             to_destination: Vec::new(),
             source_hung_up: false,
             destination_hung_up: false,
+            question: None,
             answer: None,
             operator: None,
         }
@@ -181,10 +206,12 @@ impl World {
         if self.destination_alive {
             self.destination_steps(&mut all);
         }
-        // The destination's host crashes, or loses the file system of its records and mounts it anew: once.
+        // The destination's host crashes, or loses the file system of its records and mounts it
+        // anew: once.
         if !self.rebooted {
             for survivor in [self.destination_dies(), self.clone()] {
-                let w = Self { rebooted: true, durable: true, ..survivor };
+                // A process that answers has died, too, or its file system has.
+                let w = Self { rebooted: true, durable: true, question: None, ..survivor };
                 if !self.durable {
                     all.push((Kind::Bad, Self { disk: None, ..w.clone() }));
                 }
@@ -204,6 +231,9 @@ impl World {
         }
         if !self.prepared && self.disk == Some(Decision::Discarded) {
             all.push((Kind::Good, Self { disk: None, durable: true, ..self.clone() }));
+        }
+        if let Some(question) = self.question {
+            all.push((self.elsewhere(), self.answer_on(question)));
         }
         // The network loses what is under way.
         for (lost, w) in [
@@ -243,7 +273,8 @@ impl World {
         if self.source == Source::Streaming {
             all.push((Good, self.source_event(E::Converged)));
         }
-        // After the record, or before it where digests are compared first; never while it is written.
+        // After the record, or before it where digests are compared first; never while it is
+        // written.
         let may_send = matches!(self.source, Source::Streaming | Source::Recorded);
         if may_send && self.source_todo != ToDo::Record && !self.sent {
             all.push((Good, Self { sent: true, source_runs: false, ..self.clone() }));
@@ -320,23 +351,54 @@ impl World {
                 all.push((Kind::Good, answered(self.clone(), self.destination.verdict())));
             }
         }
-        // With the first process alive too: both at one address, one after the other.
-        let kind = if self.destination_alive { Kind::Bad } else { Kind::Good };
-        // As `Records::decide_unknown`.
-        let w = match (self.disk, self.prepared) {
-            (None, false) => answered(self.clone(), Verdict::Discarded),
-            (None, true) if self.rebooted && self.names_boot => {
-                answered(self.clone(), Verdict::Committed)
-            }
-            (None | Some(Decision::Discarded), _) => {
-                let w = Self { disk: Some(Decision::Discarded), durable: true, ..self.clone() };
-                answered(w, Verdict::Discarded)
-            }
-            (Some(Decision::Committed), _) => {
-                answered(Self { durable: true, ..self.clone() }, Verdict::Committed)
-            }
+        if self.question.is_none() {
+            let discarded = self.disk == Some(Decision::Discarded);
+            let read = Read::Prepared(self.prepared);
+            let question = Some(Question { discarded, read });
+            all.push((self.elsewhere(), Self { question, ..self.clone() }));
+        }
+    }
+
+    /// Of what another process than the destination's does. With that one alive, too, both are at
+    /// one address, one after the other.
+    fn elsewhere(&self) -> Kind {
+        if self.destination_alive { Kind::Bad } else { Kind::Good }
+    }
+
+    /// As `Records::decide_unknown`, one access at a time.
+    fn answer_on(&self, question: Question) -> Self {
+        let reads = |read| {
+            let question = Some(Question { read, ..question });
+            Self { question, ..self.clone() }
         };
-        all.push((kind, w));
+        let answered = |w: Self, decision| {
+            let wrong = question.discarded && decision == Decision::Committed;
+            assert!(!wrong, "a discarded guest is said to be committed: {w:#?}");
+            let verdict = match decision {
+                Decision::Committed => Verdict::Committed,
+                Decision::Discarded => Verdict::Discarded,
+            };
+            Self { question: None, answer: Some(verdict), ..w }
+        };
+        match (question.read, self.disk) {
+            (Read::Prepared(_) | Read::Gone, Some(decision)) => {
+                answered(Self { durable: true, ..self.clone() }, decision)
+            }
+            (Read::Prepared(false) | Read::Gone, None) => {
+                answered(self.clone(), Decision::Discarded)
+            }
+            (Read::Prepared(true), None) => reads(Read::Undecided),
+            (Read::Undecided, _) if !self.prepared => reads(Read::Gone),
+            (Read::Undecided, _) if self.rebooted && self.names_boot => {
+                answered(self.clone(), Decision::Committed)
+            }
+            (Read::Undecided, _) => reads(Read::Never),
+            // The link fails if another decision stands.
+            (Read::Never, stands) => {
+                let stands = stands.unwrap_or(Decision::Discarded);
+                answered(Self { disk: Some(stands), durable: true, ..self.clone() }, stands)
+            }
+        }
     }
 
     /// As `Ledger::store`, when the disk works.

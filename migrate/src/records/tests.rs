@@ -1,6 +1,27 @@
 //! Records of hand-overs: who decides first, what outlives what, and what is swept.
 
+use std::cell::Cell;
+
 use super::*;
+
+thread_local! {
+    /// Syncs of directories from which something was removed.
+    pub(super) static SYNCS: Cell<u32> = const { Cell::new(0) };
+}
+
+/// How many syncs `what` has cost.
+fn syncs(what: impl FnOnce()) -> u32 {
+    let before = SYNCS.get();
+    what();
+    SYNCS.get() - before
+}
+
+/// The directory as a receiver opens it.
+fn swept(dir: &tempfile::TempDir) -> Records {
+    let records = Records::open(dir.path()).unwrap();
+    records.sweep_settled();
+    records
+}
 
 #[test]
 fn the_first_decision_stands() {
@@ -78,7 +99,7 @@ fn a_host_that_cannot_tell_its_boots_apart_decides_durably() {
     assert_eq!(untold.decision(token).unwrap(), Some(Decision::Discarded));
     untold.forget_decision(token, Some(prepared)).unwrap();
     drop(untold.prepare(token, vm).unwrap());
-    Records::open(dir.path()).unwrap();
+    swept(&dir);
     assert!(!untold.prepared_path(token).exists(), "its process has died");
 }
 
@@ -104,7 +125,7 @@ fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
     }
     records.decide(decided, Some(vm), Decision::Committed).unwrap();
     fs::write(records.prepared_path(Token::random()), "{").unwrap();
-    Records::open(dir.path()).unwrap();
+    swept(&dir);
     let stands = |token| records.prepared_path(token).exists();
     assert_eq!(
         [lives, died, decided, rebooted].map(stands),
@@ -114,7 +135,7 @@ fn prepared_records_of_the_dead_are_swept_unless_they_may_tell_something() {
     assert_eq!(records.decision(decided).unwrap(), Some(Decision::Committed), "which tells it");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5, "nor what is no record");
     drop(held);
-    Records::open(dir.path()).unwrap();
+    swept(&dir);
     assert!(!stands(lives));
 }
 
@@ -134,7 +155,7 @@ fn decisions_of_the_dead_are_swept_where_the_answer_stays() {
         records.decide(token, Some(vm), Decision::Discarded).unwrap();
     }
     records.decide(committed, Some(vm), Decision::Committed).unwrap();
-    let again = Records::open(dir.path()).unwrap();
+    let again = swept(&dir);
     let left = [lives, died, rebooted, alone, committed].map(|t| records.decision(t).unwrap());
     let (discarded, ran) = (Some(Decision::Discarded), Some(Decision::Committed));
     assert_eq!(left, [discarded, None, None, None, ran]);
@@ -145,8 +166,67 @@ fn decisions_of_the_dead_are_swept_where_the_answer_stays() {
     }
     assert_eq!(again.decide_unknown(committed).unwrap(), Decision::Committed);
     drop(held);
-    Records::open(dir.path()).unwrap();
+    swept(&dir);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+#[test]
+fn answer_about_a_discarded_guest_survives_a_sweep() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let earlier = Life::of(dir.path()).map(|life| Life { boot: Uuid::new_v4(), ..life });
+    let earlier = Records { pretended: Some(earlier), ..records.clone() };
+    for decision in [Decision::Discarded, Decision::Committed] {
+        let (token, vm) = (Token::random(), VmId::random());
+        drop(earlier.prepare(token, vm).unwrap());
+        // It is looked for, then another process decides and a third one sweeps.
+        let prepared = read(&records.prepared_path(token), token).unwrap();
+        assert!(prepared.is_some());
+        records.decide(token, Some(vm), decision).unwrap();
+        swept(&dir);
+        assert!(!records.prepared_path(token).exists());
+        assert_eq!(records.decide_behind(token, prepared).unwrap(), decision);
+    }
+}
+
+#[test]
+fn prepared_record_goes_durably_before_its_decision() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    for removed_by_another in [false, true] {
+        let (token, vm) = (Token::random(), VmId::random());
+        let prepared = records.prepare(token, vm).unwrap();
+        records.decide(token, Some(vm), Decision::Discarded).unwrap();
+        if removed_by_another {
+            fs::remove_file(records.prepared_path(token)).unwrap();
+        }
+        let forget = || records.forget_decision(token, Some(prepared)).unwrap();
+        assert_eq!(syncs(forget), 2, "one behind each: {removed_by_another}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the site alone");
+    }
+}
+
+#[test]
+fn sweep_costs_two_syncs_and_opening_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::open(dir.path()).unwrap();
+    let vm = VmId::random();
+    for _ in 0..5 {
+        for decision in [None, Some(Decision::Committed), Some(Decision::Discarded)] {
+            let token = Token::random();
+            drop(records.prepare(token, vm).unwrap());
+            if let Some(decision) = decision {
+                records.decide(token, Some(vm), decision).unwrap();
+            }
+        }
+    }
+    let files = || fs::read_dir(dir.path()).unwrap().count();
+    let before = files();
+    assert_eq!(syncs(|| drop(Records::open(dir.path()).unwrap())), 0);
+    assert_eq!(files(), before, "it may be the source's");
+    assert_eq!(syncs(|| records.sweep_settled()), 2);
+    assert_eq!(files(), 1 + 5, "the site, and what was committed");
+    assert_eq!(syncs(|| records.sweep_settled()), 0);
 }
 
 #[test]
