@@ -1,4 +1,5 @@
-//! Drives that go along: copied while their guest writes to them, and what is left of a copy that fails.
+//! Drives that go along: copied while their guest writes to them, and what is left of a copy that
+//! fails.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -63,8 +64,8 @@ impl World {
         SendOptions { copy_drives: CopyDrives::All, ..quick_send(&self.host) }
     }
 
-    /// Slow enough for the guest to write during passes, and a pause that takes several to reach; on a busy machine
-    /// it may take too many.
+    /// Slow enough for the guest to write during passes, and a pause that takes several to reach;
+    /// on a busy machine it may take too many.
     fn slow_options(&self) -> SendOptions {
         let (max_bandwidth, downtime) = (Some(48 << 20), Duration::from_millis(4));
         let timeout_strategy = TimeoutStrategy::Switchover;
@@ -85,10 +86,17 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 6, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 6,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
-    fn the_copy_is_what_the_guest_wrote_whenever_it_wrote_it(seed in any::<u64>(), wait_ms in 0u64..40) {
+    fn the_copy_is_what_the_guest_wrote_whenever_it_wrote_it(
+        seed in any::<u64>(),
+        wait_ms in 0u64..40,
+    ) {
         let world = World::new();
         let guest = world.guest(seed);
         std::thread::sleep(Duration::from_millis(wait_ms));
@@ -175,7 +183,8 @@ fn a_host_that_makes_no_copies_refuses_by_name() {
     there.guest().guest.verify().unwrap();
 }
 
-/// A destination of before there were copies: it says hello, without the feature, and hears the rest.
+/// A destination of before there were copies: it says hello, without the feature, and hears the
+/// rest.
 #[test]
 fn a_destination_that_is_too_old_is_told_so() {
     let world = World::new();
@@ -216,7 +225,8 @@ fn a_destination_that_is_too_old_is_told_so() {
     assert!(String::from_utf8_lossy(&heard[1].1).contains("--copy-disks"));
 }
 
-/// The connection cut in every message: exactly one guest runs, and of a guest that did not go there is no copy.
+/// The connection cut in every message: exactly one guest runs, and of a guest that did not go
+/// there is no copy.
 fn cut_everywhere(cut: Cut) {
     let units = {
         let (world, plan) = (World::new(), Plan::default());
@@ -359,21 +369,41 @@ fn guest_whose_copies_cannot_be_made_is_refused() {
     world.faults.make_hangs.store(true, Ordering::SeqCst);
     let there = world.receiver_by(|o| o.build_limit = Duration::from_millis(500));
     let options = SendOptions { setup_timeout: LONG, ..world.options() };
-    for why in ["it is not there after 500ms: a disk may hang", "is still being built"] {
+    let late = "was not built within 500ms (its disks or copies may be on storage that does not";
+    let full = "earlier guests are still being built";
+    for why in [late, late, late, late, full, full] {
         let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
         let said = error.to_string();
         assert!(said.contains("building the guest failed") && said.contains(why), "{said}");
+        assert!(said.contains(&guest.vm_id().to_string()), "{said}");
         assert_eq!(guest.run_state(), RunState::Running);
         within(LONG, "it waits on", || there.waits_on());
     }
-    assert_eq!(world.faults.hung.load(Ordering::SeqCst), 1, "one thread");
-    // It answers after all: what was left behind goes.
+    assert_eq!(world.faults.hung.load(Ordering::SeqCst), 4, "threads");
+    // They answer after all: what was left behind goes.
     world.faults.make_hangs.store(false, Ordering::SeqCst);
     within(LONG, "the next guest is built", || {
         send(&*guest, &there.to, &options, &SendControl::new()).is_ok()
     });
     there.guest().guest.verify().unwrap();
     world.compare(&guest);
+}
+
+#[test]
+fn guest_is_built_beside_one_whose_storage_hangs() {
+    let world = World::new();
+    let guest = world.guest(27);
+    world.faults.make_hangs.store(true, Ordering::SeqCst);
+    let there = world.receiver_by(|o| o.build_limit = Duration::from_millis(500));
+    let options = SendOptions { setup_timeout: LONG, ..world.options() };
+    let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
+    assert!(error.to_string().contains("was not built within 500ms"), "{error}");
+    within(LONG, "it waits on", || there.waits_on());
+    // Another one, of which no copies are made.
+    Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result().unwrap();
+    there.guest().guest.verify().unwrap();
+    assert_eq!(world.copies(), 0, "the first one's storage hangs still");
+    world.faults.make_hangs.store(false, Ordering::SeqCst);
 }
 
 #[test]

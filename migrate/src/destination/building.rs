@@ -3,12 +3,12 @@
 //! A factory opens the guest's disks and makes copies of those that come along, and storage that
 //! hangs would keep the receiving thread for ever. So the receiving thread waits for a builder
 //! thread in slices, and gives up after the limit or when the receiver is stopped. A builder thread
-//! whose storage never answers is left behind, with what it has built, and so are the threads of
-//! copies that cannot be removed. No other guest is built until they have ended: callers cannot make
-//! such threads accumulate (I9).
+//! whose storage never answers is left behind, with what it has built, [`MAX_LEFT`] of them at
+//! most. No guest is built beside more, nor while copies are being removed: callers cannot make
+//! threads accumulate (I9).
 
 use std::io;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder as Thread, JoinHandle};
 use std::time::{Duration, Instant};
@@ -23,6 +23,9 @@ use crate::link::SLICE;
 /// A guest, and the copies of drives that come along with it.
 type Built<F> = (Arc<<F as GuestFactory>::Guest>, Copies);
 
+/// Builder threads that may be left behind.
+const MAX_LEFT: usize = 4;
+
 /// Builds guests, one at a time.
 pub(super) struct Builder<F: GuestFactory + ?Sized> {
     factory: Arc<F>,
@@ -30,8 +33,8 @@ pub(super) struct Builder<F: GuestFactory + ?Sized> {
     limit: Duration,
     /// Upper bound on one operation on a copy.
     disk_limit: Duration,
-    /// A thread that was not waited for.
-    left: Mutex<Option<JoinHandle<()>>>,
+    /// Threads that were not waited for, and their guests.
+    left: Mutex<Vec<(VmId, JoinHandle<()>)>>,
     /// Shared with copies that are not removed yet.
     busy: Arc<()>,
 }
@@ -50,17 +53,24 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
         stop: &Arc<Stop>,
     ) -> Result<Built<F>, Cause> {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        if left.as_ref().is_some_and(|thread| !thread.is_finished()) {
-            let why = "the one before it is still being built: a disk of its has not answered";
+        left.retain(|(_, thread)| !thread.is_finished());
+        if left.len() >= MAX_LEFT {
+            let guests: Vec<_> = left.iter().map(|(vm_id, _)| vm_id.to_string()).collect();
+            let why = format!(
+                "earlier guests are still being built ({}); restart the receiver if their storage \
+                 is lost",
+                guests.join(", ")
+            );
             return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
         }
         if Arc::strong_count(&self.busy) > 1 {
-            let why = "copies of disks of the one before it are still being removed";
+            let why = "copies of disks of an earlier guest are still being removed";
             return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, why)));
         }
-        let (tell, told) = mpsc::channel();
+        let (tell, told) = meeting();
         let (factory, limits) = (self.factory.clone(), Limits::of(self.disk_limit));
-        let (copies_stop, busy) = (stop.clone(), self.busy.clone());
+        // There are no copies before the factory has made them.
+        let (copies_stop, busy) = (stop.clone(), Arc::downgrade(&self.busy));
         let (config, drives) = (config.to_vec(), drives.to_vec());
         let span = tracing::Span::current();
         let work = move || {
@@ -68,6 +78,7 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
             let built = factory.create_with_copies(vm_id, &config, &drives);
             let built = built.map_err(Cause::from).and_then(|(guest, copies)| {
                 // A guest whose copies cannot be served goes on this thread, too.
+                let busy = busy.upgrade().unwrap_or_default();
                 let copies = Copies::new(copies, &drives, limits, copies_stop, busy);
                 let copies = copies.inspect_err(|cause| {
                     guest.stop(&format!("it was not received: {cause}"));
@@ -82,8 +93,10 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
         let thread = thread.map_err(|cause| Cause::System { what: "starting a thread", cause })?;
         let built = self.wait(&told, stop);
         // One that has answered is ending, and counts as ended.
-        *left = built.is_none().then_some(thread);
-        built.unwrap_or_else(|| Err(self.late(stop)))
+        built.unwrap_or_else(|| {
+            left.push((vm_id, thread));
+            Err(self.late(vm_id, stop))
+        })
     }
 
     /// What the thread says; `None` if it is not waited for any longer.
@@ -108,15 +121,41 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
     }
 
     /// Why the thread is not waited for any longer.
-    fn late(&self, stop: &Stop) -> Cause {
+    fn late(&self, vm_id: VmId, stop: &Stop) -> Cause {
         if stop.is_cancelled() {
             return Cause::Cancelled;
         }
-        let why = format!("it is not there after {:?}: a disk may hang", self.limit);
+        let why = format!(
+            "guest {vm_id} was not built within {:?} (its disks or copies may be on storage that \
+             does not answer)",
+            self.limit
+        );
+        tracing::error!(vm = %vm_id, "{why}; restart the receiver if that storage is lost");
         failed(io::Error::new(io::ErrorKind::TimedOut, why))
     }
 }
 
+/// A channel in which nothing waits: what nobody receives goes back to the sender, who disposes of
+/// it.
+fn meeting<T>() -> (SyncSender<T>, Receiver<T>) {
+    mpsc::sync_channel(0)
+}
+
 fn failed(cause: io::Error) -> Cause {
     Cause::System { what: "building the guest", cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nobody_receives_goes_back() {
+        let (tell, told) = meeting();
+        let sender = std::thread::spawn(move || tell.send("a guest"));
+        // Long enough for it to be sent, before or after: it is lost in neither case.
+        std::thread::sleep(Duration::from_millis(100));
+        drop(told);
+        assert_eq!(sender.join().unwrap(), Err(SendError("a guest")));
+    }
 }

@@ -64,8 +64,7 @@ pub struct ReceiveOptions {
     /// trickles does not keep this receiver for nothing. A minute.
     pub pace_window: Duration,
     /// How long building a guest may take, its disks opened and copies of drives made, after which
-    /// it is refused: a disk hangs. 25 s: a source that waits for longer gives up without hearing
-    /// why.
+    /// it is refused: a disk hangs. 25 s: less than a source waits for READY, so that it hears why.
     pub build_limit: Duration,
     /// How long one operation on the copy of a drive may take, after which the guest is thrown
     /// away: its storage hangs. A wait for several operations may take a second more. 8 s: a source
@@ -76,7 +75,8 @@ pub struct ReceiveOptions {
     /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s, or 2 s
     /// once it is cancelled.
     pub linger: Duration,
-    /// Take one source only: fail with it, wherever it fails before PREPARED, instead of waiting for another. False.
+    /// Take one source only: fail with it, wherever it fails before PREPARED, instead of waiting
+    /// for another. False.
     pub once: bool,
 }
 
@@ -112,10 +112,11 @@ pub struct Received<G: ?Sized> {
 /// Waits on `listener` for one source and receives its guest, which `factory` builds.
 ///
 /// Callers that are no proper source, or whose guest cannot be built here, are refused, and the
-/// waiting goes on; see `control.progress()` for them. A migration that fails before PREPARED leaves
-/// nothing here: its source has its guest and hears why, and the waiting goes on, unless
-/// [`ReceiveOptions::once`] is set. A failure after PREPARED ends this: then the guest does not run here
-/// and never will, which is made durable, and this stays [`ReceiveOptions::linger`] to tell the source.
+/// waiting goes on; see `control.progress()` for them. A migration that fails before PREPARED
+/// leaves nothing here: its source has its guest and hears why, and the waiting goes on, unless
+/// [`ReceiveOptions::once`] is set. A failure after PREPARED ends this: then the guest does not run
+/// here and never will, which is made durable, and this stays [`ReceiveOptions::linger`] to tell
+/// the source.
 ///
 /// The listener's side costs one thread, and one for each caller while it introduces itself, in a
 /// bounded number.
@@ -195,6 +196,19 @@ struct Arrival<G: Guest + ?Sized> {
     copies: Copies,
     token: Token,
     came: Instant,
+}
+
+/// Why a source was not told READY.
+struct Unready {
+    cause: Cause,
+    /// Of its drives, to be removed.
+    copies: Option<Box<Copies>>,
+}
+
+impl From<Cause> for Unready {
+    fn from(cause: Cause) -> Self {
+        Self { cause, copies: None }
+    }
 }
 
 /// Everything of a guest: memory in place, state to be restored.
@@ -280,20 +294,22 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         }
     }
 
-    /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone and no other is to come.
+    /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone
+    /// and no other is to come.
     fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
         let Caller { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
-        let cause = match self.build(&mut wire, &header, token, &layout, &config, &drives) {
+        let built = self.build(&mut wire, &header, token, &layout, &config, &drives);
+        let (cause, copies) = match built {
             Ok((guest, copies)) => {
                 return Ok(Some(Arrival { wire, guest, drives, copies, token, came }));
             }
-            Err(cause) => cause,
+            Err(Unready { cause, copies }) => (cause, copies),
         };
         let peer = wire.stream().peer();
-        self.ledger.vacate();
         match cause {
             Cause::Wire(cause) if cause.is_loss() && self.options.once => {
+                self.ledger.vacate();
                 let (before, cause) = ("its guest stood here", Box::new(cause));
                 Err(Cause::SourceLeft { peer, before, cause }.into())
             }
@@ -301,6 +317,9 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                 let reason = words(&cause);
                 door::turned_away(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
+                // Removing them takes time, and the next source with the seat waits for READY.
+                drop(copies);
+                self.ledger.vacate();
                 Ok(None)
             }
         }
@@ -314,11 +333,11 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         layout: &Layout,
         config: &[u8],
         drives: &[DriveHead],
-    ) -> Result<(Arc<F::Guest>, Copies), Cause> {
+    ) -> Result<(Arc<F::Guest>, Copies), Unready> {
         let vm_id = header.vm_id();
         let (theirs, ours) = (header.layout_hash().into(), layout.hash().into());
         if theirs != ours {
-            return Err(Cause::Differs { what: "the layout's hash", ours, theirs });
+            return Err(Cause::Differs { what: "the layout's hash", ours, theirs }.into());
         }
         let (guest, copies) = self.builder.build(vm_id, config, drives, &self.control.stop)?;
         let differs = LayoutDifference::between(guest.layout(), layout);
@@ -331,12 +350,13 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
                 let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
-                Err(cause)
+                Err(Unready { cause, copies: Some(Box::new(copies)) })
             }
         }
     }
 
-    /// Before PREPARED: the source has its guest, and this host takes another one, or the same again.
+    /// Before PREPARED: the source has its guest, and this host takes another one, or the same
+    /// again.
     fn wait_on(&self, arrival: Arrival<F::Guest>, failed: Failed) -> Result<(), Failed> {
         if self.options.once || self.control.stop.is_cancelled() {
             return Err(failed);
@@ -368,7 +388,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 
-    /// The connections that have joined; the source has heard of each before it says how many there are.
+    /// The connections that have joined; the source has heard of each before it says how many there
+    /// are.
     fn joined(&self, token: Token, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
         let mut joined = Vec::with_capacity(count as usize);
         let until = Instant::now() + self.options.handshake_timeout;

@@ -2,6 +2,7 @@
 
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 use checkpoint::format::MAGIC_STREAM;
 use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
@@ -94,7 +95,8 @@ fn layouts_of_one_hash_are_told_apart() {
     let guest = MemoryGuest::new(VmId::random(), config).unwrap();
     let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, theirs.hash());
     let mut build = |layout: &Layout| {
-        host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[])
+        let built = host.build(&mut wire, &header, Token::random(), layout, &guest.config(), &[]);
+        built.map_err(|unready| unready.cause)
     };
     let cause = build(&theirs).err().expect("it is not the guest that is sent");
     assert!(matches!(cause, Cause::LayoutDiffers(LayoutDifference::Slot { nth: 0, .. })));
@@ -103,10 +105,10 @@ fn layouts_of_one_hash_are_told_apart() {
     assert!(build(&ours).is_ok());
 }
 
-/// Whose removal takes until it is released, or a minute.
-struct Lasting(Arc<AtomicBool>);
+/// A copy whose removal does this.
+struct Copy(Arc<dyn Fn() + Send + Sync>);
 
-impl DriveCopy for Lasting {
+impl DriveCopy for Copy {
     fn write(&self, _: u64, _: &[u8]) -> std::io::Result<()> {
         Ok(())
     }
@@ -122,21 +124,16 @@ impl DriveCopy for Lasting {
     fn keep(&self) {}
 }
 
-impl Drop for Lasting {
+impl Drop for Copy {
     fn drop(&mut self) {
-        let until = Instant::now() + Duration::from_secs(60);
-        while !self.0.load(Ordering::SeqCst) && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        self.0.store(true, Ordering::SeqCst);
+        (self.0)();
     }
 }
 
 /// Builds guests with one such copy.
-#[derive(Default)]
-struct LastingFactory(MemoryGuestFactory, Arc<AtomicBool>);
+struct Copying(MemoryGuestFactory, Arc<dyn Fn() + Send + Sync>);
 
-impl GuestFactory for LastingFactory {
+impl GuestFactory for Copying {
     type Guest = MemoryGuest;
 
     fn create(
@@ -153,8 +150,19 @@ impl GuestFactory for LastingFactory {
         config: &[u8],
         _: &[DriveHead],
     ) -> Result<checkpoint::WithCopies<MemoryGuest>, checkpoint::GuestError> {
-        Ok((self.create(vm_id, config)?, vec![Box::new(Lasting(self.1.clone()))]))
+        Ok((self.create(vm_id, config)?, vec![Box::new(Copy(self.1.clone()))]))
     }
+}
+
+/// A source with a drive that goes along, and the seat, whose memory is laid out otherwise than its
+/// guest's.
+fn mislaid(wire: Wire<Link>) -> Caller {
+    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+    let layout = Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 1 }]).unwrap();
+    let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, layout.hash());
+    let drives = vec![DriveHead { id: "d".into(), bytes: 4096, readonly: false }];
+    let (token, config, came) = (Token::random(), guest.config(), Instant::now());
+    Caller { wire, header, token, drives, layout, config, came }
 }
 
 #[test]
@@ -162,18 +170,49 @@ fn refused_guest_is_not_waited_for_while_its_copies_hang() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
     let (_knock, callers) = std::sync::mpsc::channel();
-    let factory = Arc::<LastingFactory>::default();
-    let released = factory.1.clone();
+    let released = Arc::new(AtomicBool::new(false));
+    let removal = released.clone();
+    let until = Instant::now() + Duration::from_secs(60);
+    let removing = move || {
+        while !removal.load(Ordering::SeqCst) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        removal.store(true, Ordering::SeqCst);
+    };
+    let factory = Arc::new(Copying(MemoryGuestFactory::default(), Arc::new(removing)));
     let host = host_of(factory, &options, &control, callers);
-    let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
-    let theirs = Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 1 }]).unwrap();
-    let header = Header::new(MAGIC_STREAM, guest.vm_id(), 0, theirs.hash());
-    let drives = [DriveHead { id: "d".into(), bytes: 4096, readonly: false }];
-    let (mut wire, _source) = wire();
-    let token = Token::random();
-    let cause = host.build(&mut wire, &header, token, &theirs, &guest.config(), &drives);
-    assert!(matches!(cause.err().unwrap(), Cause::LayoutDiffers(_)));
+    let (wire, source) = wire();
+    source.shutdown(std::net::Shutdown::Write).unwrap();
+    assert!(host.admit(mislaid(wire)).unwrap().is_none());
     assert!(!released.swap(true, Ordering::SeqCst), "its copies are still being removed");
+    let said = control.progress().last_refusal.unwrap();
+    assert!(said.contains("memory slot"), "{said}");
+}
+
+#[test]
+fn source_hears_refused_before_copies_are_removed_and_then_the_seat_is_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
+    let (_knock, callers) = std::sync::mpsc::channel();
+    let (wire, source) = wire();
+    source.shutdown(std::net::Shutdown::Write).unwrap();
+    source.set_nonblocking(true).unwrap();
+    let ledger: Arc<OnceLock<Arc<Ledger>>> = Arc::default();
+    let (seen, seat) = (Arc::new(Mutex::new(Vec::new())), ledger.clone());
+    let tell = seen.clone();
+    let removing = move || {
+        let heard = source.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
+        let taken = seat.get().is_some_and(|ledger| ledger.vacant().is_err());
+        tell.lock().unwrap().push((heard, taken));
+    };
+    let factory = Arc::new(Copying(MemoryGuestFactory::default(), Arc::new(removing)));
+    let host = host_of(factory, &options, &control, callers);
+    ledger.set(host.ledger.clone()).unwrap();
+    let caller = mislaid(wire);
+    host.ledger.claim(caller.header.vm_id(), caller.token, || Ok(())).unwrap();
+    assert!(host.admit(caller).unwrap().is_none());
+    assert_eq!(*seen.lock().unwrap(), [(true, true)]);
+    host.ledger.vacant().unwrap();
 }
 
 #[test]

@@ -28,8 +28,8 @@ pub struct TestDrive {
 }
 
 impl TestDrive {
-    /// As a disk of a virtual machine: first the file, and when that is done, the mark. `slowly` lets others look in
-    /// between.
+    /// As a disk of a virtual machine: first the file, and when that is done, the mark. `slowly`
+    /// lets others look in between.
     fn write(&self, offset: u64, bytes: &[u8], hole: bool, slowly: bool) {
         let file = OpenOptions::new().write(true).open(&self.path).unwrap();
         let mut model = self.model.lock().unwrap();
@@ -65,7 +65,8 @@ impl GuestDrive for Shown {
     }
 }
 
-/// See the module. Its drives are written to by a thread of their own, which stands when the guest does.
+/// See the module. Its drives are written to by a thread of their own, which stands when the guest
+/// does.
 pub struct Disked {
     guest: Arc<MemoryGuest>,
     pub drives: Vec<Arc<TestDrive>>,
@@ -88,8 +89,8 @@ impl Random {
 }
 
 impl Disked {
-    /// A running guest with drives of so many bytes, the first half of each written to; the last one is read-only if
-    /// there are several. `seed` decides what is written.
+    /// A running guest with drives of so many bytes, the first half of each written to; the last
+    /// one is read-only if there are several. `seed` decides what is written.
     pub fn start(guest: Arc<MemoryGuest>, dir: &Path, sizes: &[u64], seed: u64) -> Arc<Self> {
         let drives: Vec<_> = sizes
             .iter()
@@ -346,15 +347,23 @@ impl GuestFactory for DiskedFactory {
         config: &[u8],
         drives: &[DriveHead],
     ) -> Result<WithCopies<MemoryGuest>, GuestError> {
-        hang(&self.faults.make_hangs, &self.faults.hung);
+        if !drives.is_empty() {
+            hang(&self.faults.make_hangs, &self.faults.hung);
+        }
         let copy = |head: &DriveHead| {
             let path = self.dir.join(&head.id);
-            let file = File::create_new(&path).unwrap();
-            file.set_len(head.bytes).unwrap();
+            let made = File::create_new(&path).and_then(|file| {
+                file.set_len(head.bytes)?;
+                Ok(file)
+            });
+            let failed =
+                |e: io::Error| GuestError::System { what: "making a copy", cause: e.into() };
+            let file = made.map_err(failed)?;
             let (faults, written) = (self.faults.clone(), AtomicU64::new(0));
-            Box::new(Copy { file, path, faults, written, kept: AtomicBool::new(false) })
-                as Box<dyn DriveCopy>
+            let copy = Copy { file, path, faults, written, kept: AtomicBool::new(false) };
+            Ok(Box::new(copy) as Box<dyn DriveCopy>)
         };
-        Ok((self.create(vm_id, config)?, drives.iter().map(copy).collect()))
+        let copies: Result<Vec<_>, GuestError> = drives.iter().map(copy).collect();
+        Ok((self.create(vm_id, config)?, copies?))
     }
 }
