@@ -90,8 +90,7 @@ pub(super) fn enter_process(options: &Options) -> Result<bool, StartError> {
             .add_rules(path_beneath_rules(&options.write, writable() | AccessFs::IoctlDev))?
             .add_rules(path_beneath_rules(
                 options.sockets.iter().map(|socket| parent(socket)),
-                // Read, because a starter locks it.
-                AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ReadDir,
+                AccessFs::MakeSock | AccessFs::RemoveFile,
             ))?;
         if options.allowed.is_empty() {
             rules

@@ -24,9 +24,9 @@ impl VsockError {
         Self(SocketError::System { path: path.to_owned(), cause })
     }
 
-    /// Somebody listens there already.
+    /// Another process listens there already, or is about to.
     pub(super) fn is_in_use(&self) -> bool {
-        matches!(self.0, SocketError::InUse(_))
+        matches!(self.0, SocketError::InUse(_) | SocketError::Contended(_))
     }
 }
 

@@ -1,0 +1,300 @@
+use std::collections::HashSet;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Barrier, mpsc};
+
+use super::*;
+
+/// Leaves a socket at `path` as a killed process does, and gives its inode's number.
+fn leave_stale(path: &Path) -> u64 {
+    drop(UnixListener::bind(path).unwrap());
+    fs::symlink_metadata(path).unwrap().ino()
+}
+
+/// The names in the directory of `path`.
+fn beside(path: &Path) -> Vec<OsString> {
+    let entries = fs::read_dir(path.parent().unwrap()).unwrap();
+    entries.map(|entry| entry.unwrap().file_name()).collect()
+}
+
+fn claim_to(path: &Path, ino: u64) -> PathBuf {
+    path.with_file_name(format!(".replacing-{ino}"))
+}
+
+/// The error of a starter that another one was faster than.
+fn is_late(e: &SocketError) -> bool {
+    matches!(e, SocketError::InUse(_) | SocketError::Contended(_))
+}
+
+/// Drops `socket` without the removal of its file, as a kill does.
+fn kill(mut socket: ListeningSocket) {
+    exit::forget(&socket.file);
+    socket.file.identity = (0, 0);
+}
+
+#[test]
+fn the_file_is_private_and_goes_with_the_socket() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let socket = ListeningSocket::bind(&path).unwrap();
+    let mode = fs::symlink_metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    assert_eq!(beside(&path), ["api"]);
+    drop(socket);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_live_socket_is_refused_and_a_dead_one_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let first = ListeningSocket::bind(&path).unwrap();
+    let e = ListeningSocket::bind(&path).unwrap_err();
+    assert!(matches!(e, SocketError::InUse(_)), "{e}");
+    drop(first);
+    leave_stale(&path);
+    let second = ListeningSocket::bind(&path).unwrap();
+    drop(second);
+    fs::write(&path, "precious").unwrap();
+    let e = ListeningSocket::bind(&path).unwrap_err();
+    assert!(matches!(e, SocketError::NotASocket(_)), "{e}");
+    assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+    assert_eq!(beside(&path), ["api"]);
+}
+
+#[test]
+fn listener_with_full_backlog_is_in_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let _socket = ListeningSocket::bind(&path).unwrap();
+    let address = SocketAddrUnix::new(&path).unwrap();
+    let mut waiting = Vec::new();
+    loop {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let fd = fd.unwrap();
+        match rustix::net::connect(&fd, &address) {
+            Ok(()) => waiting.push(fd),
+            Err(e) => break assert_eq!(e, Errno::AGAIN),
+        }
+    }
+    let (to, bound) = mpsc::channel();
+    std::thread::spawn(move || to.send(ListeningSocket::bind(&path)));
+    let bound = bound.recv_timeout(Duration::from_secs(60)).expect("bind hangs");
+    let e = bound.unwrap_err();
+    assert!(matches!(e, SocketError::InUse(_)), "{e}");
+    assert!(e.to_string().ends_with("; stop that one, or name another path"), "{e}");
+}
+
+/// So many start at once beside a dead one's socket, in each round.
+fn start_at_once(path: &Path, starters: usize, rounds: u32) {
+    for round in 0..rounds {
+        leave_stale(path);
+        let all = Barrier::new(starters);
+        let bound: Vec<_> = std::thread::scope(|scope| {
+            let start = || {
+                all.wait();
+                ListeningSocket::bind(path)
+            };
+            let starters: Vec<_> = (0..starters).map(|_| scope.spawn(start)).collect();
+            starters.into_iter().map(|starter| starter.join().unwrap()).collect()
+        });
+        let (mut owners, refused): (Vec<_>, Vec<_>) = bound.into_iter().partition(Result::is_ok);
+        assert_eq!(owners.len(), 1, "round {round}: {owners:?} {refused:?}");
+        for e in refused.into_iter().map(Result::unwrap_err) {
+            assert!(is_late(&e), "round {round}: {e}");
+        }
+        let owner = owners.pop().unwrap().unwrap();
+        let listener = owner.listener().unwrap();
+        // Of starters that have looked.
+        while listener.accept().is_ok() {}
+        let _stream = UnixStream::connect(path).unwrap();
+        listener.accept().unwrap();
+        assert_eq!(beside(path), [path.file_name().unwrap()], "round {round}");
+        drop(owner);
+        assert!(beside(path).is_empty(), "round {round}");
+    }
+}
+
+#[test]
+fn of_starters_at_once_one_gets_the_socket() {
+    let dir = tempfile::tempdir().unwrap();
+    start_at_once(&dir.path().join("api"), 8, 200);
+}
+
+#[test]
+fn owner_keeps_its_name_among_starters_and_kills() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    std::thread::scope(|scope| {
+        for starter in 0..4 {
+            let path = &path;
+            scope.spawn(move || {
+                for round in 0..500 {
+                    match ListeningSocket::bind(path) {
+                        Ok(socket) => {
+                            // Others may look, and remove or replace what they should not.
+                            std::thread::yield_now();
+                            let found = fs::symlink_metadata(path).map(|m| (m.dev(), m.ino()));
+                            assert_eq!(found.unwrap(), socket.file.identity, "{starter} {round}");
+                            if round % 3 == 0 { drop(socket) } else { kill(socket) }
+                        }
+                        Err(e) => assert!(is_late(&e), "{starter} {round}: {e}"),
+                    }
+                }
+            });
+        }
+    });
+    let _ = fs::remove_file(&path);
+    assert!(beside(&path).is_empty(), "{:?}", beside(&path));
+}
+
+#[test]
+fn socket_has_its_name_only_when_it_listens() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths: Vec<_> = (0..300).map(|i| dir.path().join(format!("api{i}"))).collect();
+    let all = Barrier::new(2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for path in &paths {
+                let address = SocketAddrUnix::new(path).unwrap();
+                let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+                let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None);
+                let fd = fd.unwrap();
+                all.wait();
+                loop {
+                    match rustix::net::connect(&fd, &address) {
+                        Ok(()) => break,
+                        Err(e) => assert_eq!(e, Errno::NOENT, "{}", path.display()),
+                    }
+                }
+                all.wait();
+            }
+        });
+        for path in &paths {
+            all.wait();
+            let _socket = ListeningSocket::bind(path).unwrap();
+            all.wait();
+        }
+    });
+}
+
+#[test]
+fn claimed_socket_is_left_to_the_claimant() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let ino = leave_stale(&path);
+    let claim = ListeningSocket::bind(&claim_to(&path, ino)).unwrap();
+    let e = ListeningSocket::bind(&path).unwrap_err();
+    assert!(matches!(e, SocketError::Contended(_)), "{e}");
+    assert_eq!(fs::symlink_metadata(&path).unwrap().ino(), ino, "another may have its name");
+    drop(claim);
+    let _socket = ListeningSocket::bind(&path).unwrap();
+    assert_eq!(beside(&path), ["api"]);
+}
+
+#[test]
+fn claim_of_a_killed_starter_forbids_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let ino = leave_stale(&path);
+    let claimed = leave_stale(&claim_to(&path, ino));
+    leave_stale(&claim_to(&path, claimed));
+    let _socket = ListeningSocket::bind(&path).unwrap();
+    assert_eq!(beside(&path), ["api"]);
+}
+
+#[test]
+fn claim_of_a_stranger_forbids_nothing() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root makes files of other users");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    for mode in [0o777, 0o1777] {
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+        let ino = leave_stale(&path);
+        let claim = claim_to(&path, ino);
+        let _stranger = UnixListener::bind(&claim).unwrap();
+        chown(&claim, Some(65534), None).unwrap();
+        let bound = ListeningSocket::bind(&path);
+        // Without the sticky bit, that user may remove any file there.
+        assert_eq!(bound.is_ok(), mode == 0o1777, "{bound:?}");
+        fs::remove_file(&claim).unwrap();
+        let _ = fs::remove_file(&path);
+    }
+}
+
+#[test]
+fn socket_that_its_owner_removes_is_stale() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // Another program's, which binds, listens and ends, again and again.
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                if let Ok(listener) = UnixListener::bind(&path) {
+                    drop(listener);
+                    // Or a starter has.
+                    let _ = fs::remove_file(&path);
+                }
+            }
+        });
+        let bound: Vec<_> = (0..2000).map(|_| ListeningSocket::bind(&path).map(drop)).collect();
+        stop.store(true, Ordering::Relaxed);
+        for e in bound.into_iter().filter_map(Result::err) {
+            assert!(is_late(&e), "{e}");
+        }
+    });
+}
+
+#[test]
+fn socket_of_a_successor_is_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("api");
+    let first = ListeningSocket::bind(&path).unwrap();
+    fs::remove_file(&path).unwrap();
+    let second = ListeningSocket::bind(&path).unwrap();
+    drop(first);
+    UnixStream::connect(&path).unwrap();
+    drop(second);
+    assert!(!path.exists());
+}
+
+#[test]
+fn longest_path_is_as_good_as_any() {
+    // Room for 107 bytes and a zero, of which rustix uses both.
+    for (length, name) in [(107, 1), (107, 60), (108, 1)] {
+        let dir = tempfile::tempdir().unwrap();
+        let middle = length - dir.path().as_os_str().len() - name - 2;
+        let path = dir.path().join("d".repeat(middle)).join("n".repeat(name));
+        assert_eq!(path.as_os_str().len(), length);
+        fs::create_dir(path.parent().unwrap()).unwrap();
+        let socket = ListeningSocket::bind(&path).unwrap();
+        let e = ListeningSocket::bind(&path).unwrap_err();
+        assert!(matches!(e, SocketError::InUse(_)), "{e}");
+        kill(socket);
+        let socket = ListeningSocket::bind(&path).unwrap();
+        assert_eq!(beside(&path), [path.file_name().unwrap()]);
+        drop(socket);
+        if length < 108 {
+            start_at_once(&path, 4, 50);
+        }
+    }
+}
+
+#[test]
+fn a_path_that_is_too_long_is_a_sentence() {
+    let e = ListeningSocket::bind(&PathBuf::from("x".repeat(300))).unwrap_err();
+    assert!(e.to_string().starts_with("cannot listen on xxx"), "{e}");
+}
+
+#[test]
+fn private_names_are_distinct() {
+    let names: HashSet<_> = (0..1000).map(|_| private_name(OsStr::new("api")).unwrap()).collect();
+    assert_eq!(names.len(), 1000);
+    assert!(names.iter().all(|name| name.len() == "api.".len() + 16), "{names:?}");
+}
