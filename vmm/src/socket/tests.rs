@@ -7,6 +7,8 @@ use std::sync::{Barrier, mpsc};
 
 use super::*;
 
+mod fuse;
+
 /// Leaves a socket at `path` as a killed process does, and gives its inode's number.
 fn leave_stale(path: &Path) -> u64 {
     drop(UnixListener::bind(path).unwrap());

@@ -1,0 +1,137 @@
+//! Sockets on a file system that knows no `RENAME_NOREPLACE`, with hard links and without.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, UNIX_EPOCH};
+
+use fuser::{
+    Config, Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, RenameFlags,
+    ReplyAttr, ReplyEmpty, ReplyEntry, Request,
+};
+
+use super::*;
+
+/// The directory's names.
+type Names = Arc<Mutex<BTreeMap<OsString, INodeNo>>>;
+
+/// One directory of sockets.
+struct Plain {
+    names: Names,
+    next: Mutex<u64>,
+    has_links: bool,
+}
+
+fn attributes(ino: INodeNo) -> FileAttr {
+    let at = UNIX_EPOCH;
+    FileAttr {
+        ino,
+        size: 0,
+        blocks: 0,
+        atime: at,
+        mtime: at,
+        ctime: at,
+        crtime: at,
+        kind: if ino == INodeNo::ROOT { FileType::Directory } else { FileType::Socket },
+        perm: 0o700,
+        nlink: 1,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        blksize: 4096,
+        flags: 0,
+    }
+}
+
+fn entry(ino: INodeNo, reply: ReplyEntry) {
+    reply.entry(&Duration::ZERO, &attributes(ino), Generation(0));
+}
+
+impl Filesystem for Plain {
+    fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let found = self.names.lock().unwrap().get(name).copied();
+        match found {
+            Some(ino) => entry(ino, reply),
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        reply.attr(&Duration::ZERO, &attributes(ino));
+    }
+
+    fn mknod(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        name: &OsStr,
+        _: u32,
+        _: u32,
+        _: u32,
+        reply: ReplyEntry,
+    ) {
+        let mut next = self.next.lock().unwrap();
+        *next += 1;
+        self.names.lock().unwrap().insert(name.to_owned(), INodeNo(*next));
+        entry(INodeNo(*next), reply);
+    }
+
+    fn unlink(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        self.names.lock().unwrap().remove(name);
+        reply.ok();
+    }
+
+    fn rename(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        name: &OsStr,
+        _: INodeNo,
+        new: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        if !flags.is_empty() {
+            return reply.error(Errno::EINVAL);
+        }
+        let mut names = self.names.lock().unwrap();
+        let ino = names.remove(name).unwrap();
+        names.insert(new.to_owned(), ino);
+        reply.ok();
+    }
+
+    fn link(&self, _: &Request, ino: INodeNo, _: INodeNo, new: &OsStr, reply: ReplyEntry) {
+        if !self.has_links {
+            return reply.error(Errno::EPERM);
+        }
+        self.names.lock().unwrap().insert(new.to_owned(), ino);
+        entry(ino, reply);
+    }
+}
+
+#[test]
+fn file_system_without_noreplace_has_sockets() {
+    for has_links in [true, false] {
+        let names = Names::default();
+        let dir = tempfile::tempdir().unwrap();
+        let files = Plain { names: names.clone(), next: Mutex::new(1), has_links };
+        let session = match fuser::spawn_mount(files, dir.path(), &Config::default()) {
+            Ok(session) => session,
+            Err(e) => return eprintln!("skipped: no FUSE file system can be mounted: {e}"),
+        };
+        let path = dir.path().join("api");
+        let is = |expected: &[&str]| assert!(names.lock().unwrap().keys().eq(expected));
+        let socket = ListeningSocket::bind(&path).unwrap();
+        is(&["api"]);
+        let e = ListeningSocket::bind(&path).unwrap_err();
+        assert!(matches!(e, SocketError::InUse(_)), "{e}");
+        kill(socket);
+        is(&["api"]);
+        let socket = ListeningSocket::bind(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+        is(&["api"]);
+        drop(socket);
+        is(&[]);
+        session.umount_and_join().unwrap();
+    }
+}
