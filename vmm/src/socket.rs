@@ -1,23 +1,23 @@
 //! Owns the file of a unix socket at which this process listens, the API's and the socket device's:
 //! who may connect to it, what is done about one that is already there, and its removal.
 //!
-//! Starters need no lock, which strangers could hold, and wait for no process behind a socket:
+//! Starters take no lock, which strangers could hold, and wait for no process behind a socket:
 //!
-//! 1. A socket is bound under a private name, listens, and only then gets its name, if that is free:
-//!    `renameat2` with `RENAME_NOREPLACE`. So a socket that refuses connections is a dead process's.
-//!    A dead one never listens again.
-//! 2. A live socket's name is removed by its owner alone, which does so before it stops listening.
-//!    The name is still its own by then, and the inode's number, too, which its socket keeps in use.
-//! 3. A dead socket's name is removed only by the holder of the claim to it, a socket that listens
-//!    under the name `.replacing-INODE` and got that name in the same way. The holder has the dead
-//!    inode open, so no other file has its number. If the name still leads to that inode, it does so
-//!    until the holder removes it: the owner is dead, and no other process has the claim.
+//! 1. A socket is bound under a private name and listens. Only then it gets its name, if that is
+//!    free: `renameat2` with `RENAME_NOREPLACE`. So a socket that refuses connections is a dead
+//!    process's, and it never listens again.
+//! 2. The name of a live socket is removed by its owner alone, before it stops listening. Its inode
+//!    has its number as long as the socket is open, so the owner knows its file.
+//! 3. The name of a dead socket is removed only by the holder of the claim to it: a socket that
+//!    listens under the name `.replacing-INODE`, which it got in the same way. The holder keeps the
+//!    dead inode open, so no other file has its number. If the name leads to that inode once the
+//!    claim is held, it does so until the holder removes it: nobody else may.
 //!
-//! So a starter never removes another file than the one it has looked at, however long it is stopped
-//! between any two steps, and no live socket loses its name: of starters, one has it, and the others
-//! find it in use. A starter that is killed while it holds a claim leaves a dead socket, which the next
-//! one replaces as any other. The private name of a killed starter stays: a sweep would have to read
-//! directories, which the sandbox forbids, for a file that a kill leaves only within microseconds.
+//! So a starter removes no other file than the one it has looked at, however long it is stopped
+//! between two steps, and no live socket loses its name. Of starters one has the name, and the
+//! others find it in use. The claim of a killed starter is a dead socket, replaced as any other is.
+//! The private name of a killed starter stays: a sweep would read directories, which the sandbox
+//! forbids, for a file that only a kill within microseconds leaves behind.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -63,7 +63,8 @@ pub enum SocketError {
     /// Other processes begin to listen there and end, one after the other, or one has stopped while
     /// it began.
     #[error(
-        "cannot listen on {}: other processes take that name again and again; stop them, or name another path",
+        "cannot listen on {}: other processes take that name again and again; stop them, or name \
+         another path",
         .0.display()
     )]
     Contended(PathBuf),
@@ -135,34 +136,28 @@ impl Dir {
         Ok(Self { fd, path })
     }
 
-    /// Listens in the name of `name`.
+    /// Listens under `name`. `claims` is the length of the chain of claims that leads to it.
     fn take(&self, name: &OsStr, claims: u32) -> Result<Named, SocketError> {
         let system = |cause: Errno| self.refused(name, cause);
-        let private = private_name(name).map_err(system)?;
-        let fd = self.listen(&private).map_err(system)?;
-        let named = self.identity(&private).map_err(system).and_then(|identity| {
+        let private = self.private_name(name).map_err(system)?;
+        let named = self.listen(&private).map_err(system).and_then(|named| {
             self.rename(&private, name, claims)?;
-            Ok(identity)
+            Ok(named)
         });
-        match named {
-            Ok(identity) => Ok(Named { fd, identity }),
-            Err(e) => {
-                // The first error is the cause.
-                let _ = self.unlink(&private);
-                Err(e)
-            }
-        }
+        named.inspect_err(|_| {
+            // It may not be there, and the error says more than this one's.
+            let _ = self.unlink(&private);
+        })
     }
 
-    /// Listens at `private`; the file is there already if this fails in its last step.
-    fn listen(&self, private: &OsStr) -> rustix::io::Result<OwnedFd> {
+    fn listen(&self, private: &OsStr) -> rustix::io::Result<Named> {
         let flags = SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         // The file gets the socket's mode when it is bound, so nobody else can ever connect.
         rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR)?;
         rustix::net::bind(&fd, &self.address(private)?)?;
         rustix::net::listen(&fd, BACKLOG)?;
-        Ok(fd)
+        Ok(Named { fd, identity: self.identity(private)? })
     }
 
     /// Gives the socket `private` its `name`, from which a stale socket is removed.
@@ -254,14 +249,27 @@ impl Dir {
         }
     }
 
-    /// Whether the file `claim` is a user's who may not remove the socket `stale`: where any user can
-    /// make files, but remove only his own.
+    /// Whether the file `claim` belongs to a user who may not remove the socket `stale`: in a
+    /// directory in which any user makes files, but removes only his own.
     fn is_strangers(&self, claim: &OsStr, stale: &Stat) -> bool {
         let owner = rustix::fs::statat(&self.fd, claim, AtFlags::SYMLINK_NOFOLLOW);
         let (Ok(dir), Ok(claim)) = (rustix::fs::fstat(&self.fd), owner) else { return false };
         let own = rustix::process::geteuid().as_raw();
         Mode::from_raw_mode(dir.st_mode).contains(Mode::SVTX)
             && ![0, own, dir.st_uid, stale.st_uid].contains(&claim.st_uid)
+    }
+
+    /// A name that no other file has. It begins with `name` if there is room, so that `ss` finds
+    /// the socket by its path: the kernel shows the name under which a socket was bound.
+    fn private_name(&self, name: &OsStr) -> rustix::io::Result<OsString> {
+        let mut bytes = [0; 8];
+        // So few are given whole.
+        rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty())?;
+        let suffix = format!(".{:016x}", u64::from_ne_bytes(bytes));
+        let mut private = name.to_owned();
+        private.push(&suffix);
+        let fits = SocketAddrUnix::new(self.path.join(&private)).is_ok();
+        Ok(if fits { private } else { suffix.into() })
     }
 
     /// Whether a process listens at `name`. Does not wait for that process, which may be stopped.
@@ -319,17 +327,6 @@ impl Drop for Claim<'_> {
 /// Device and inode.
 fn identity_of(stat: &Stat) -> (u64, u64) {
     (stat.st_dev, stat.st_ino)
-}
-
-/// A name that no other file has. It begins with `name`, by which `ss` still finds a socket: the
-/// kernel tells the name under which a socket was bound.
-fn private_name(name: &OsStr) -> rustix::io::Result<OsString> {
-    let mut bytes = [0; 8];
-    // So few are given whole.
-    rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty())?;
-    let mut private = name.to_owned();
-    private.push(format!(".{:016x}", u64::from_ne_bytes(bytes)));
-    Ok(private)
 }
 
 #[cfg(test)]
