@@ -11,9 +11,10 @@ use std::path::Path;
 use checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
 
 use super::file::{DiskError, DiskFile, write_zeroes};
+use super::identity;
 use super::lock::{self, Lock};
 use super::request::SECTOR;
-use crate::config::{DeviceConfig, DiskConfig, HostConfig, MachineConfig, disks};
+use crate::config::{DeviceConfig, DiskConfig, DiskIdentity, HostConfig, MachineConfig, disks};
 
 /// The guest in the checkpoint, as it was then.
 pub(crate) struct Parent<'c> {
@@ -79,14 +80,36 @@ pub(crate) fn open_drives(
 }
 
 impl Parent<'_> {
-    /// Whether `file` is that of one of its disks, by whatever name.
+    /// Whether `file` is that of one of its disks, by whatever name, or has the path of one.
     fn has(&self, file: &DiskFile) -> bool {
-        disks(self.devices).any(|disk| match (&disk.identity, file.disk_identity()) {
-            (Some(known), Some(found)) => !known.differs(&found),
-            // A device without a name: all that is known is where it was.
-            _ => is_same(file.file(), &disk.path),
+        disks(self.devices).any(|disk| {
+            is_same(file.file(), &disk.path)
+                || disk.identity.as_ref().is_some_and(|known| {
+                    let there = || identity_at(&disk.path);
+                    is_parents(known, file.disk_identity().as_ref(), there)
+                })
         })
     }
+}
+
+/// Whether the disk `found`, which is not at the parent's path, is the one `known` as the parent's.
+/// A file in a snapshot of the parent's file system has its number and its time: if the file
+/// `there`, at the parent's path, has them too, that is the parent's.
+fn is_parents(
+    known: &DiskIdentity,
+    found: Option<&DiskIdentity>,
+    there: impl FnOnce() -> Option<DiskIdentity>,
+) -> bool {
+    let is_file = matches!(known, DiskIdentity::File { .. });
+    found.is_some_and(|found| !known.differs(found))
+        && !(is_file && there().is_some_and(|there| !known.differs(&there)))
+}
+
+/// The identity of the file that `path` leads to on this host, if it is one.
+fn identity_at(path: &Path) -> Option<DiskIdentity> {
+    // Only a file: opening anything else may have an effect, or wait.
+    let is_file = fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
+    is_file.then(|| File::open(path).ok()).flatten().as_ref().and_then(identity::of)
 }
 
 /// Whether `path` leads to this file, or to the same block device.
@@ -235,7 +258,7 @@ mod tests {
             File::create(dir.path().join(name)).unwrap().set_len(BYTES).unwrap();
         }
         let mut parents = disk("d", &path, BYTES);
-        parents.identity = super::super::identity::of(&File::open(&path).unwrap());
+        parents.identity = identity::of(&File::open(&path).unwrap());
         let config = machine(vec![DeviceConfig::Disk(parents)]);
         let drives = drives(&config.devices);
         let (guest, parent) = (VmId::random(), VmId::random());
@@ -264,6 +287,36 @@ mod tests {
             assert!(said.contains("give the new guest a file of its own"), "{said}");
         }
         assert_eq!(named("copy", "").unwrap(), 1);
+        // Nor what is at its path by now: the parent's may have been restored from a backup.
+        let copy = dir.path().join("copy");
+        fs::rename(&path, dir.path().join("was")).unwrap();
+        fs::copy(&copy, &path).unwrap();
+        let said = named("disk", ",identity=any").unwrap_err().to_string();
+        assert!(said.contains("give the new guest a file of its own"), "{said}");
+        assert!(named("was", "").is_err(), "it has moved, and is known");
+    }
+
+    /// As in a snapshot of a file system: number and time are the same.
+    #[test]
+    fn snapshot_of_the_parents_disk_is_a_copy() {
+        let file = |inode| DiskIdentity::File { inode, born_ns: Some(7) };
+        let device = DiskIdentity::device("naa.50").unwrap();
+        for (found, there, is) in [
+            (Some(file(3)), Some(file(3)), false),
+            (Some(file(3)), Some(file(4)), true),
+            (Some(file(3)), None, true),
+            (Some(file(4)), None, false),
+            (None, None, false),
+        ] {
+            assert_eq!(is_parents(&file(3), found.as_ref(), || there.clone()), is, "{found:?}");
+        }
+        // Two paths to one device have one name.
+        assert!(is_parents(&device, Some(&device), || Some(device.clone())));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("disk");
+        assert!(identity_at(&path).is_none() && identity_at(dir.path()).is_none());
+        File::create(&path).unwrap();
+        assert_eq!(identity_at(&path), identity::of(&File::open(&path).unwrap()));
     }
 
     /// After a reboot a path may lead to another disk. Only who names it may have it written over.
@@ -275,7 +328,7 @@ mod tests {
             File::create(dir.path().join(name)).unwrap().set_len(BYTES).unwrap();
         }
         let mut known = disk("d", &path, BYTES);
-        known.identity = super::super::identity::of(&File::open(&path).unwrap());
+        known.identity = identity::of(&File::open(&path).unwrap());
         let config = machine(vec![DeviceConfig::Disk(known)]);
         let drives = drives(&config.devices);
         let open = |host: &HostConfig, drives: &[DriveHead]| {
