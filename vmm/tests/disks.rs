@@ -224,7 +224,12 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     assert!(said.contains("runs on another host"), "{said}");
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     std::fs::remove_file(record).unwrap();
-    let mut fourth = Vmm::start(&place, "fourth", &["restore", "--store", &store, "--disk", &spec]);
+    // Nor for a new guest: whatever is there by now is at the path of its parent's disk.
+    let said = restore(&["--disk", &spec]);
+    assert!(said.contains(&format!("is guest {id}'s: give the new guest a file")), "{said}");
+    assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
+    let args = ["restore", "--store", &store, "--disk", &spec, "--same-id"];
+    let mut fourth = Vmm::start(&place, "fourth", &args);
     fourth.await_api();
     fourth.await_progress(1, &before);
     assert!(std::fs::read(place.path("disk")).unwrap() == then);
