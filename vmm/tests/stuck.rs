@@ -280,6 +280,9 @@ fn receiver_whose_disk_hangs_in_the_take_over_can_be_stopped() {
         let said = receiver.ends_with(1);
         assert!(said.contains("virtio-blk \"disk0\" did not take hold of its files"), "{said}");
         assert!(!said.contains("does not end yet"), "{said}");
+        // Else it stays in doubt.
+        let runs = || (source.state() == "running").then_some(());
+        wait_for("the guest at its source", runs);
         let sent = sending.unwrap().wait_with_output().unwrap();
         let sent = (sent.status.code(), text(&sent.stderr));
         assert_eq!(sent.0, Some(4), "{}", sent.1);
