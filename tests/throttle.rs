@@ -4,7 +4,7 @@
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use images::Report;
+use driftline_images::Report;
 use tests::{Driftline, Proxy, SOON, Scratch, driftline, json_of, one_at_a_time, wait_for};
 use vmm::testing::kvm_or_skip;
 

@@ -1,14 +1,14 @@
 //! How long a guest stands still for an epoch, over the number of frames that changed in it.
 //!
-//! `cargo bench -p checkpoint --bench pause [-- DIR]`; DIR is where the store goes, a temporary
+//! `cargo bench -p driftline-checkpoint --bench pause [-- DIR]`; DIR is where the store goes, a temporary
 //! directory unless given. Frames are scattered so that every run is one frame long, the worst case.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::path::PathBuf;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Checkpointer, Clock, EpochReport, Guest, Store, VmId, restore};
-use dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_checkpoint::{Checkpointer, Clock, EpochReport, Guest, Store, VmId, restore};
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use vm_memory::{Bytes, GuestAddress};
 
 const FRAMES: u64 = 1 << 18;

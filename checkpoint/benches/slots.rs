@@ -1,7 +1,7 @@
 //! What it costs to allocate and free slots: the table of the percpu allocator's bitmap of 2017, for
 //! slots of a page file.
 //!
-//! `cargo bench -p checkpoint --bench slots`. A million runs of each size are allocated, and freed in
+//! `cargo bench -p driftline-checkpoint --bench slots`. A million runs of each size are allocated, and freed in
 //! order, alternating (every other, then the rest) and in reverse; *aligned* runs begin at multiples of twice their size. Milliseconds,
 //! the best of three, beside a sorted list of free runs that joins neighbours (`BTreeMap`, first fit).
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use checkpoint::slots::{SlotRun, Slots};
+use driftline_checkpoint::slots::{SlotRun, Slots};
 
 const RUNS: u32 = 1_000_000;
 const SIZES: [u32; 5] = [1, 4, 16, 64, 256];

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use dirty_tracker::{FrameRun, FrameSet};
+use driftline_dirty_tracker::{FrameRun, FrameSet};
 
 use crate::StoreError;
 

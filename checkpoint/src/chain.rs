@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use dirty_tracker::Subscription;
+use driftline_dirty_tracker::Subscription;
 
 use crate::followed::Followed;
 

@@ -15,7 +15,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::Epoch;
+use driftline_dirty_tracker::Epoch;
 
 use crate::chain::Chain;
 use crate::copied::Ways;
@@ -39,8 +39,8 @@ use crate::{DriveHead, Guest, GuestError};
 /// after a failed sync, because nobody knows then what got to the disk.
 ///
 /// ```
-/// use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-/// use checkpoint::{Checkpointer, Clock, Store, restore};
+/// use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+/// use driftline_checkpoint::{Checkpointer, Clock, Store, restore};
 /// let dir = tempfile::tempdir()?;
 /// let guest = MemoryGuest::start(MemoryConfig::small())?;
 /// let mut checkpointer = Checkpointer::new(guest, Store::create_or_open(dir.path())?)?;
@@ -138,7 +138,7 @@ impl Checkpointer {
         let drives = drives_of(&*guest);
         let crew = Committer::open(&store, &*guest)?.map(Crew::start).transpose()?;
         let next = next_number(&store, crew.as_ref())?;
-        let all = guest.layout().frames() * dirty_tracker::PAGE_SIZE;
+        let all = guest.layout().frames() * driftline_dirty_tracker::PAGE_SIZE;
         limits.most_bytes = limits.most_bytes.min(all);
         let staging = Staging::new(limits);
         let shield = Shielding::default();

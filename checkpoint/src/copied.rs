@@ -10,7 +10,7 @@
 //! So the pause costs what the guest writes while the rest is copied. Where that is mostly the same
 //! again, nothing is won.
 
-use dirty_tracker::{Epoch, FrameRun, Gfn};
+use driftline_dirty_tracker::{Epoch, FrameRun, Gfn};
 
 use crate::live::batches;
 use crate::report::Cause;
@@ -244,7 +244,7 @@ mod tests {
     use crate::store::{Committer, Store};
     use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
     use crate::{Clock, VmId, restore};
-    use dirty_tracker::PAGE_SIZE;
+    use driftline_dirty_tracker::PAGE_SIZE;
     use vm_memory::{Bytes, GuestAddress};
 
     fn byte_of(guest: &MemoryGuest, gfn: u64) -> u8 {

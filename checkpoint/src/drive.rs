@@ -15,7 +15,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::Builder;
 use std::time::Duration;
 
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     FrameRun, Gfn, Layout, LayoutError, NoMemory, PAGE_SIZE, Slot, SlotId, Subscription,
 };
 use rustix::fs::SeekFrom;
@@ -55,8 +55,8 @@ impl fmt::Display for DriveHead {
 /// of more than 4 PiB.
 ///
 /// ```
-/// assert_eq!(checkpoint::block_layout(4096 * 3 + 512)?.frames(), 4);
-/// # Ok::<(), dirty_tracker::LayoutError>(())
+/// assert_eq!(driftline_checkpoint::block_layout(4096 * 3 + 512)?.frames(), 4);
+/// # Ok::<(), driftline_dirty_tracker::LayoutError>(())
 /// ```
 pub fn block_layout(bytes: u64) -> Result<Layout, LayoutError> {
     let frames = bytes.div_ceil(PAGE_SIZE);

@@ -1,6 +1,6 @@
 //! The first contents of memory that nobody has touched: cheaper than writing to it, since no page is cleared only to be written over.
 
-use dirty_tracker::FrameRun;
+use driftline_dirty_tracker::FrameRun;
 
 use crate::GuestError;
 

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::drive::{data_within, read_blocks};
 use crate::keeper::{Keeping, ROOM, Waits};

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::copied::BEHIND_FROM;
@@ -41,10 +41,10 @@ pub struct CadenceForecast {
 ///
 /// ```
 /// # use std::time::Duration;
-/// let often = checkpoint::cadence_forecast(Duration::from_millis(100), 500);
+/// let often = driftline_checkpoint::cadence_forecast(Duration::from_millis(100), 500);
 /// assert!(often.bearable && often.pause_ms < 5.0);
 /// assert_eq!(often.store_bytes_per_s, 500 * 4096 * 10);
-/// assert!(!checkpoint::cadence_forecast(Duration::from_millis(1), 10).bearable);
+/// assert!(!driftline_checkpoint::cadence_forecast(Duration::from_millis(1), 10).bearable);
 /// ```
 pub fn cadence_forecast(every: Duration, frames: u64) -> CadenceForecast {
     let each = if frames < BEHIND_FROM { COPY_NS } else { PROTECT_NS };

@@ -27,7 +27,7 @@
 
 use std::io::{self, Read, Write};
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use uuid::Uuid;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
+use driftline_dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 

@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{Epoch, FrameSet, PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::{Epoch, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::calm::Calm;
 use crate::checkpointer::step;
@@ -345,7 +345,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-    use dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
+    use driftline_dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
     use proptest::prelude::*;
 
     use super::*;

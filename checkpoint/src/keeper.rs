@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
 use crate::drive::read_blocks;
 use crate::saver::PATIENCE;

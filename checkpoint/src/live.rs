@@ -1,6 +1,6 @@
 //! Copying memory of a guest that runs on: what a full epoch does before it pauses the guest.
 
-use dirty_tracker::{Epoch, FrameRun, Gfn, Subscription};
+use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, Subscription};
 
 use crate::Guest;
 use crate::report::Cause;

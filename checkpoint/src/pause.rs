@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{Epoch, Subscription};
+use driftline_dirty_tracker::{Epoch, Subscription};
 
 use crate::calm::Calm;
 use crate::checkpointer::step;

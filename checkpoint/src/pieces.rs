@@ -6,7 +6,7 @@
 //! pieces    0  1  1        each is protected from its first frame up to the next piece's first
 //! ```
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn, Layout};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout};
 
 /// Runs with at most so many frames between them are protected as one: fewer calls of the kernel, for frames that are protected
 /// without need. Chosen, not measured.
@@ -107,7 +107,7 @@ impl Pieces {
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::{Slot, SlotId};
+    use driftline_dirty_tracker::{Slot, SlotId};
     use proptest::prelude::*;
 
     use super::*;

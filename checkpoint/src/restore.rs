@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 

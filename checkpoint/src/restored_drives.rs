@@ -1,6 +1,6 @@
 //! A guest's drives made what they were in an epoch: written over in place, all blocks checked before the first is written.
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use crate::restore::RestoreError;
 use crate::store::{Archive, Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{FrameRun, FrameSet};
+use driftline_dirty_tracker::{FrameRun, FrameSet};
 
 use crate::pieces::Pieces;
 use crate::report::Cause;
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
     use crate::VmId;
     use crate::testing::{MemoryConfig, MemoryGuest};
-    use dirty_tracker::{Gfn, PAGE_SIZE};
+    use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 
     /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long the saver put up with that.
     fn stalled(every: Option<Duration>) -> Duration {

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use dirty_tracker::FrameRun;
+use driftline_dirty_tracker::FrameRun;
 
 use crate::GuestError;
 

@@ -1,6 +1,6 @@
 //! Where frames wait between the pause and the disk: memory that is there before it is needed.
 
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
@@ -147,14 +147,14 @@ pub(crate) fn window(
         skip -= skipped;
         let count = take.min(run.count - skipped);
         take -= count;
-        let start = dirty_tracker::Gfn(run.start.0 + skipped);
+        let start = driftline_dirty_tracker::Gfn(run.start.0 + skipped);
         (count > 0).then_some(FrameRun { start, count })
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::Gfn;
+    use driftline_dirty_tracker::Gfn;
     use proptest::prelude::*;
 
     use super::*;

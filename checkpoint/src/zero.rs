@@ -1,6 +1,6 @@
 //! Frames of zeros, which are neither stored nor sent.
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 
 /// A frame of zeros.
 pub(crate) static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
@@ -10,10 +10,10 @@ pub(crate) static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 ///
 /// ```
 /// let mut frame = [0; 4096];
-/// assert!(checkpoint::is_zero(&frame));
+/// assert!(driftline_checkpoint::is_zero(&frame));
 /// frame[4095] = 1;
-/// assert!(!checkpoint::is_zero(&frame));
-/// assert!(checkpoint::is_zero(&frame[..512]));
+/// assert!(!driftline_checkpoint::is_zero(&frame));
+/// assert!(driftline_checkpoint::is_zero(&frame[..512]));
 /// ```
 pub fn is_zero(bytes: &[u8]) -> bool {
     ZEROS.get(..bytes.len()) == Some(bytes)

@@ -5,13 +5,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::testing::{
+use driftline_checkpoint::testing::{
     DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Survives,
 };
-use checkpoint::{
+use driftline_checkpoint::{
     CheckpointError, Checkpointer, Clock, EpochReport, Guest, Store, StoreError, VmId, restore,
 };
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use vm_memory::{Bytes, GuestAddress};
 
 fn still() -> Arc<MemoryGuest> {

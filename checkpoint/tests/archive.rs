@@ -6,14 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::testing::{
+use driftline_checkpoint::testing::{
     DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, reseal_archive,
 };
-use checkpoint::{
+use driftline_checkpoint::{
     Archive, Backend, Checkpointer, Clock, Damage, ExportReport, Guest, RestoreError,
     RestoreReport, Store, StoreError, VmId, restore_archive,
 };
-use dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

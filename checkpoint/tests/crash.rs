@@ -4,11 +4,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use checkpoint::testing::{
+use driftline_checkpoint::testing::{
     DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op, Survives, TestDisk,
 };
-use checkpoint::{Checkpointer, Clock, Guest, RunState, StagingLimits, Store, VmId, restore};
-use dirty_tracker::PAGE_SIZE;
+use driftline_checkpoint::{
+    Checkpointer, Clock, Guest, RunState, StagingLimits, Store, VmId, restore,
+};
+use driftline_dirty_tracker::PAGE_SIZE;
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -4,14 +4,14 @@
 #[path = "common/small.rs"]
 mod small;
 
-use checkpoint::testing::{
+use driftline_checkpoint::testing::{
     MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk, reseal_log,
     reseal_manifest, reseal_pages,
 };
-use checkpoint::{
+use driftline_checkpoint::{
     Checkpointer, Clock, Damage, Guest, RestoreError, Store, StoreError, VmId, restore,
 };
-use dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use proptest::prelude::*;
 use small::{LOG, MANIFEST, PAGES, small_store};
 use vm_memory::{Bytes, GuestAddress};

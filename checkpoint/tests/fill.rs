@@ -3,8 +3,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use checkpoint::{
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_checkpoint::{
     Checkpointer, Clock, Guest, GuestError, GuestFactory, RestoreError, RunState, Store, VmId,
     restore,
 };

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use checkpoint::testing::{
+use driftline_checkpoint::testing::{
     DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Survives,
 };
-use checkpoint::{
+use driftline_checkpoint::{
     Cadence, CheckpointError, Checkpointer, Clock, EpochReport, Guest, Store, Taken, restore,
 };
 
@@ -129,7 +129,7 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
 fn a_failed_sync_fails_all_in_flight_and_the_next_is_full() {
     let disk = failing(DiskOp::Sync, libc::EIO, 50);
     let store = Store::with_backend(Box::new(disk), false).unwrap();
-    let full = |e: &checkpoint::EpochInfo| e.full.then_some(e.epoch);
+    let full = |e: &driftline_checkpoint::EpochInfo| e.full.then_some(e.epoch);
     let full: Vec<u64> = store.epochs().unwrap().iter().filter_map(full).collect();
     assert!(full.len() == 2 && full[0] == 1 && (7..=8).contains(&full[1]), "{full:?}");
 }
@@ -148,7 +148,7 @@ fn a_guest_that_cannot_be_paused_fails_alone() {
     let mut taken = Vec::new();
     checkpointer.run(&every(5, 12), &AtomicBool::new(false), |t| {
         if taken.len() == 2 {
-            guest.faults().fail_next(checkpoint::testing::Op::Pause, 1);
+            guest.faults().fail_next(driftline_checkpoint::testing::Op::Pause, 1);
         }
         taken.push(t);
         ControlFlow::Continue(())

@@ -5,9 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use checkpoint::{Archive, Checkpointer, Clock, Guest, Store, VmId, restore, restore_archive};
-use dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
+use driftline_checkpoint::{
+    Archive, Checkpointer, Clock, Guest, Store, VmId, restore, restore_archive,
+};
+use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v2")
@@ -126,7 +128,7 @@ fn write_the_golden_store_with_drives() {
     drop(checkpointer);
     // Without what a growing file has beyond its last frame.
     Store::create_or_open(&dir).unwrap().compact().unwrap();
-    std::fs::remove_file(dir.join(checkpoint::LOCK_FILE)).unwrap();
+    std::fs::remove_file(dir.join(driftline_checkpoint::LOCK_FILE)).unwrap();
 }
 
 /// Run by hand when a new version is released, into a new directory.
@@ -154,7 +156,7 @@ fn write_the_golden_store() {
     }
     // Without what a growing file has beyond its last frame.
     Store::create_or_open(&dir).unwrap().compact().unwrap();
-    std::fs::remove_file(dir.join(checkpoint::LOCK_FILE)).unwrap();
+    std::fs::remove_file(dir.join(driftline_checkpoint::LOCK_FILE)).unwrap();
     let size: u64 =
         std::fs::read_dir(&dir).unwrap().map(|f| f.unwrap().metadata().unwrap().len()).sum();
     assert!(size < 100 << 10, "{size} bytes");

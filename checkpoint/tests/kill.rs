@@ -11,8 +11,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Cadence, Checkpointer, Clock, Guest, RunState, Store, restore};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_checkpoint::{Cadence, Checkpointer, Clock, Guest, RunState, Store, restore};
 
 const DIR: &str = "DRIFTLINE_TEST_STORE";
 /// Epochs that the child keeps.
@@ -116,7 +116,7 @@ fn child_checkpoints_until_killed() {
         }
         None => {
             let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
-            MemoryGuest::new(checkpoint::VmId::random(), config).unwrap()
+            MemoryGuest::new(driftline_checkpoint::VmId::random(), config).unwrap()
         }
     };
     guest.acquire().unwrap();

@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest};
-use checkpoint::{Checkpointer, Line, Origin, Store, StoreError, VmId};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
+use driftline_checkpoint::{Checkpointer, Line, Origin, Store, StoreError, VmId};
 
 struct Place {
     dir: tempfile::TempDir,

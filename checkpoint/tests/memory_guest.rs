@@ -4,9 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use checkpoint::{Clock, Guest, GuestError, GuestFactory, Paused, RunState, Section, SectionTag};
-use dirty_tracker::FrameRun;
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_checkpoint::{
+    Clock, Guest, GuestError, GuestFactory, Paused, RunState, Section, SectionTag,
+};
+use driftline_dirty_tracker::FrameRun;
 use vm_memory::{Bytes, GuestAddress};
 
 fn copy(from: &MemoryGuest, to: &MemoryGuest, runs: impl IntoIterator<Item = FrameRun>) {
@@ -125,7 +127,8 @@ fn a_drive_is_held_by_one_guest_and_sees_two_that_run() {
 
 #[test]
 fn hostile_configurations_and_states_are_refused() {
-    let guest = MemoryGuest::new(checkpoint::VmId::random(), MemoryConfig::small()).unwrap();
+    let guest =
+        MemoryGuest::new(driftline_checkpoint::VmId::random(), MemoryConfig::small()).unwrap();
     let config = guest.config();
     let factory = MemoryGuestFactory::default();
     for len in 0..config.len() {

@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use checkpoint::testing::{DiskOp, MemoryDisk, Survives};
-use checkpoint::{Checkpointer, Store, StoreError};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
+use driftline_checkpoint::{Checkpointer, Store, StoreError};
 use proptest::prelude::*;
 
 #[path = "common/stored.rs"]
@@ -159,7 +159,7 @@ fn harm() -> impl Strategy<Value = (usize, Harm)> {
 }
 
 fn do_harm(disk: &MemoryDisk, file: usize, harm: &Harm) {
-    use checkpoint::Backend;
+    use driftline_checkpoint::Backend;
     let name = FILES[file];
     let Ok(mut bytes) = disk.contents(name) else { return };
     let sector = |at: &prop::sample::Index, len: usize| {

@@ -7,8 +7,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use checkpoint::testing::{DiskOp, MemoryDisk};
-use checkpoint::{Backend, Checkpointer, Guest, LockError, Store, StoreError, StoreFile, VmId};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk};
+use driftline_checkpoint::{
+    Backend, Checkpointer, Guest, LockError, Store, StoreError, StoreFile, VmId,
+};
 
 #[path = "common/stored.rs"]
 mod stored;

@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use checkpoint::testing::{DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op};
-use checkpoint::{
+use driftline_checkpoint::testing::{
+    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op,
+};
+use driftline_checkpoint::{
     Checkpointer, Clock, Guest, Phase, RunState, StagingLimits, Store, VmId, restore,
 };
 use proptest::prelude::*;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use checkpoint::{
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_checkpoint::{
     Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits,
     Store, StoreError, Taken, Tally, restore,
 };

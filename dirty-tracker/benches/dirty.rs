@@ -1,7 +1,7 @@
-//! The figures of the README: `cargo bench -p dirty-tracker`.
+//! The figures of the README: `cargo bench -p driftline-dirty-tracker`.
 //!
 //! Criterion samples every cell; at the end come summary tables of the medians, and the same as one
-//! JSON object on the last line. `cargo bench -p dirty-tracker -- 2016` runs one table: 2016, 12TiB,
+//! JSON object on the last line. `cargo bench -p driftline-dirty-tracker -- 2016` runs one table: 2016, 12TiB,
 //! bits, density, threads, ranges, ring, frameset or parallel.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode};
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     ENTRY_DIRTY, ENTRY_RESET, FrameRun, Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker,
     Tree,
 };

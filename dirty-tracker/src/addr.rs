@@ -10,7 +10,7 @@ pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
 /// A guest frame number: a guest physical address divided by [`PAGE_SIZE`].
 ///
 /// ```
-/// use dirty_tracker::Gfn;
+/// use driftline_dirty_tracker::Gfn;
 /// let gfn = Gfn::containing(0x1234_5678); // bytes
 /// assert_eq!(gfn, Gfn(0x12345));
 /// assert_eq!(gfn.gpa(), 0x1234_5000); // bytes again
@@ -51,7 +51,7 @@ impl fmt::Display for Gfn {
 /// one slot. A run that would pass frame 2^64 - 1 ends there.
 ///
 /// ```
-/// use dirty_tracker::{FrameRun, Gfn};
+/// use driftline_dirty_tracker::{FrameRun, Gfn};
 /// let run = FrameRun { start: Gfn(0x10), count: 5 };
 /// assert_eq!((run.end(), run.bytes()), (Gfn(0x15), 5 * 4096));
 /// assert_eq!(run.frames().last(), Some(Gfn(0x14)));

@@ -16,7 +16,7 @@ use crate::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
 ///
 /// ```
 /// # use std::sync::Arc;
-/// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, TrackedBitmap, Tracker};
+/// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, TrackedBitmap, Tracker};
 /// use vm_memory::bitmap::Bitmap;
 ///
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1024 }])?;

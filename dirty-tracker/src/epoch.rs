@@ -11,7 +11,7 @@ use crate::{FrameRun, Layout};
 ///
 /// ```
 /// # use std::sync::Arc;
-/// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+/// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1024 }])?;
 /// # let tracker = Arc::new(Tracker::new(layout));
 /// # let mut subscription = tracker.subscribe("doc")?;

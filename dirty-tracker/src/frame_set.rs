@@ -28,7 +28,7 @@ use crate::{FrameRun, Gfn};
 /// and one move of what lies behind it; 16 bytes of memory a run.
 ///
 /// ```
-/// use dirty_tracker::{FrameRun, FrameSet, Gfn};
+/// use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 ///
 /// let run = |start, count| FrameRun { start: Gfn(start), count };
 /// let mut missing: FrameSet = [run(0, 160), run(256, 1024)].into_iter().collect();
@@ -105,7 +105,7 @@ impl FrameSet {
     /// The runs, ascending. O(1).
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
+    /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
     /// let run = |start, count| FrameRun { start: Gfn(start), count };
     /// let mut set = FrameSet::with_capacity(2);
     /// set.extend([run(8, 8), run(0, 4), run(4, 1)]);
@@ -136,7 +136,7 @@ impl FrameSet {
     /// Whether every frame of `run` is in the set; of no frames all are.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
+    /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
     /// let run = |start, count| FrameRun { start: Gfn(start), count };
     /// let set = FrameSet::from_iter([run(10, 10)]);
     /// assert!(set.contains_run(run(12, 8)) && !set.contains_run(run(12, 9)));
@@ -165,7 +165,7 @@ impl FrameSet {
     /// The frames of `run` that are not in the set, as ascending runs: its complement in that run.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
+    /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
     /// let run = |start, count| FrameRun { start: Gfn(start), count };
     /// let arrived: FrameSet = [run(4, 2), run(8, 1)].into_iter().collect();
     /// let missing: Vec<_> = arrived.gaps(run(5, 10)).collect();
@@ -224,7 +224,7 @@ impl FrameSet {
     /// that does not ascend by first frame is copied and sorted first.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
+    /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
     /// let run = |start, count| FrameRun { start: Gfn(start), count };
     /// let mut set: FrameSet = [run(0, 10), run(20, 10), run(40, 10)].into_iter().collect();
     /// assert_eq!(set.insert_all(&[run(5, 10), run(30, 10), run(60, 1)]), 5 + 10 + 1);
@@ -322,7 +322,7 @@ impl FrameSet {
     /// A `max` of 0 counts as 1. O(1), on average over taking all.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, FrameSet, Gfn};
+    /// # use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
     /// let mut to_send = FrameSet::from_iter([FrameRun { start: Gfn(0), count: 300 }]);
     /// let mut messages = Vec::new();
     /// while let Some(run) = to_send.take_first(128) {

@@ -8,7 +8,7 @@ use crate::{SlotId, Tracker};
 /// VM's rings do: where the kernel is in a used ring cannot be asked for.
 ///
 /// ```
-/// # use dirty_tracker::*;
+/// # use driftline_dirty_tracker::*;
 /// # use std::sync::atomic::Ordering;
 /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
 /// # let subscription = tracker.subscribe("doc")?;
@@ -59,7 +59,7 @@ impl Harvester {
     /// O(1).
     ///
     /// ```
-    /// # use dirty_tracker::*;
+    /// # use driftline_dirty_tracker::*;
     /// # use std::sync::atomic::Ordering;
     /// # let tracker = std::sync::Arc::new(Tracker::new(Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 64 }])?));
     /// # let rings: [Vec<RingEntry>; 2] = std::array::from_fn(|_| (0..8).map(|_| RingEntry::default()).collect());
@@ -106,7 +106,7 @@ impl Harvester {
     /// was. O(1).
     ///
     /// ```
-    /// # use dirty_tracker::*;
+    /// # use driftline_dirty_tracker::*;
     /// # use std::sync::atomic::Ordering;
     /// # let ring: Vec<_> = (0..8).map(|_| RingEntry::default()).collect();
     /// # let mut harvester = Harvester::new(1, 8);
@@ -125,7 +125,7 @@ impl Harvester {
     /// whole length holds its vCPU for ever.
     ///
     /// ```
-    /// let harvester = dirty_tracker::Harvester::new(2, 1024);
+    /// let harvester = driftline_dirty_tracker::Harvester::new(2, 1024);
     /// let full = harvester.ring_full(1).expect("there is a vCPU 1");
     /// std::thread::spawn(move || full.report()); // after KVM_EXIT_DIRTY_RING_FULL
     /// assert!(harvester.ring_full(2).is_none());
@@ -248,7 +248,7 @@ impl Readable<'_> {
     /// Costs a call of `keep` a frame.
     ///
     /// ```
-    /// # use dirty_tracker::*;
+    /// # use driftline_dirty_tracker::*;
     /// # use std::sync::atomic::Ordering;
     /// # let ring: Vec<_> = (0..8).map(|_| RingEntry::default()).collect();
     /// # ring[0].offset.store(5, Ordering::Relaxed);

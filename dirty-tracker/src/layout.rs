@@ -34,7 +34,7 @@ impl Slot {
 /// Why a list of slots is no layout. Says so with the slots in it.
 ///
 /// ```
-/// use dirty_tracker::{Gfn, Layout, Slot, SlotId};
+/// use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId};
 /// let slot = |id, base| Slot { id: SlotId(id), base: Gfn(base), frames: 32 };
 /// let error = Layout::new([slot(0, 0), slot(1, 31)]).unwrap_err();
 /// assert_eq!(error.to_string(), "slots 0 and 1 overlap at gfn 0x1f");
@@ -63,13 +63,13 @@ pub enum LayoutError {
 /// [`Tree::write_leaves`](crate::Tree::write_leaves), which says what it does.
 ///
 /// ```
-/// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+/// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
 /// # let tracker = Tracker::new(Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 32 }])?);
 /// let error = tracker.mark_offset(SlotId(7), 32).unwrap_err();
 /// assert_eq!(error.to_string(), "frames 0x20..0x21 lie outside slot 7, which has 0x20 frames");
 /// let error = tracker.mark(FrameRun { start: Gfn(30), count: 3 }).unwrap_err();
 /// assert_eq!(error.to_string(), "gfn 0x1e..0x21 is not inside any one memory slot");
-/// # Ok::<(), dirty_tracker::LayoutError>(())
+/// # Ok::<(), driftline_dirty_tracker::LayoutError>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -111,7 +111,7 @@ const LAST_FRAME: u64 = 1 << 40;
 /// slots), and what is said to be O(1) elsewhere remembers the last slot.
 ///
 /// ```
-/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
+/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 /// let layout = Layout::new([
 ///     Slot { id: SlotId(0), base: Gfn(0), frames: 100 },
 ///     Slot { id: SlotId(1), base: Gfn(0x100000), frames: 64 },
@@ -122,7 +122,7 @@ const LAST_FRAME: u64 = 1 << 40;
 /// assert!(!layout.contains(FrameRun { start: Gfn(98), count: 3 }), "it ends in a hole");
 /// assert!(layout.slots().map(|slot| slot.run()).all(|run| layout.contains(run)));
 /// assert_eq!(layout.hash(), layout.clone().hash());
-/// # Ok::<(), dirty_tracker::LayoutError>(())
+/// # Ok::<(), driftline_dirty_tracker::LayoutError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {

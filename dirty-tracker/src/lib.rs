@@ -15,7 +15,7 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+//! use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
 //!
 //! let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 262_144 }])?; // 1 GiB
 //! let tracker = Arc::new(Tracker::new(layout));
@@ -64,7 +64,7 @@
 //!   all, the drain takes them and does not look above.
 //!
 //! ```
-//! # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+//! # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 //! let layout = Layout::new([
 //!     Slot { id: SlotId(0), base: Gfn(0), frames: 100 },
 //!     Slot { id: SlotId(1), base: Gfn(0x100000), frames: 5_000 },

@@ -13,7 +13,7 @@ pub struct DirtyFrame {
 /// Everything on it is O(1).
 ///
 /// ```
-/// use dirty_tracker::{DirtyFrame, DirtyList};
+/// use driftline_dirty_tracker::{DirtyFrame, DirtyList};
 /// let mut list = DirtyList::with_capacity(1);
 /// assert!(list.is_empty() && list.push(DirtyFrame { slot: 0, offset: 7 }));
 /// assert!(list.is_full() && !list.push(DirtyFrame { slot: 0, offset: 8 }), "refused, not dropped silently");

@@ -123,7 +123,7 @@ enum Doubt {
 ///
 /// ```
 /// # use std::sync::atomic::Ordering::{Acquire, Release};
-/// use dirty_tracker::{DirtyList, ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingHarvest};
+/// use driftline_dirty_tracker::{DirtyList, ENTRY_DIRTY, ENTRY_RESET, RingConsumer, RingEntry, RingHarvest};
 ///
 /// let ring: Vec<RingEntry> = (0..8).map(|_| RingEntry::default()).collect(); // mapped, in real life
 /// let (mut consumer, mut list) = (RingConsumer::new(), DirtyList::with_capacity(ring.len()));

@@ -10,7 +10,7 @@ use crate::Tracker;
 /// before the first vCPU exists. Reads and shows as its name on the command line.
 ///
 /// ```
-/// use dirty_tracker::TrackingMode;
+/// use driftline_dirty_tracker::TrackingMode;
 /// assert_eq!("dirty-bitmap".parse(), Ok(TrackingMode::DirtyBitmap));
 /// assert_eq!(TrackingMode::default().name(), "dirty-ring");
 /// let unknown = "dirty".parse::<TrackingMode>().unwrap_err();
@@ -86,7 +86,7 @@ impl FromStr for TrackingMode {
 ///
 /// ```
 /// let cause = std::io::Error::other("no such slot");
-/// let error = dirty_tracker::SourceError { what: "KVM_GET_DIRTY_LOG of slot 3", cause };
+/// let error = driftline_dirty_tracker::SourceError { what: "KVM_GET_DIRTY_LOG of slot 3", cause };
 /// assert_eq!(error.to_string(), "KVM_GET_DIRTY_LOG of slot 3 failed: no such slot");
 /// ```
 #[derive(Debug, thiserror::Error)]
@@ -124,8 +124,8 @@ pub struct Collected {
 ///
 /// ```
 /// # use std::{sync::Arc, sync::mpsc::{Receiver, channel}};
-/// use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
-/// # use dirty_tracker::{Gfn, FrameRun, Layout, Slot, SlotId};
+/// use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+/// # use driftline_dirty_tracker::{Gfn, FrameRun, Layout, Slot, SlotId};
 ///
 /// /// The writes of a guest that reports them itself.
 /// struct Reports(Receiver<FrameRun>);

@@ -18,7 +18,7 @@ use crate::{
 ///
 /// ```
 /// use std::sync::Arc;
-/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 1000 }])?;
 /// let tracker = Arc::new(Tracker::new(layout));
@@ -338,7 +338,7 @@ impl Drop for Marking<'_> {
 ///
 /// ```
 /// # use std::sync::Arc;
-/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
+/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker};
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1000 }])?;
 /// # let tracker = Arc::new(Tracker::new(layout));
 /// let mut checkpoints = tracker.subscribe("checkpoints")?;

@@ -2,7 +2,7 @@
 //! commit not at all in the steady state, and a set of frames at most once for a list of runs. It
 //! counts by thread, which is by test.
 //!
-//! `cargo test -p dirty-tracker --test alloc`
+//! `cargo test -p driftline-dirty-tracker --test alloc`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -13,7 +13,7 @@ use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 use std::sync::Arc;
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn, Harvester, Layout, Slot, SlotId, Tracker};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Harvester, Layout, Slot, SlotId, Tracker};
 use kernel::KernelRing;
 
 struct Counting;

@@ -1,12 +1,12 @@
 //! Laws of [`FrameSet`], each against a plain set of frame numbers.
 //!
-//! `cargo test -p dirty-tracker --test frame_set`
+//! `cargo test -p driftline-dirty-tracker --test frame_set`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeSet;
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use proptest::prelude::*;
 
 /// All frames of a test lie below it; narrow, so that runs meet, nest, touch and interleave.

@@ -1,13 +1,13 @@
 //! Laws of the tree, the layout, the tracker and its epochs, each against a plain set of frames.
 //!
-//! `cargo test -p dirty-tracker --test laws`
+//! `cargo test -p driftline-dirty-tracker --test laws`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     Epoch, FrameRun, Gfn, Layout, LayoutError, OutOfSlot, Slot, SlotId, Subscription, Tracker, Tree,
 };
 use proptest::prelude::*;

@@ -1,14 +1,14 @@
 //! What a thread wrote to a frame before it marked it is seen by whoever drains that mark, on this
 //! very processor: model checkers know nothing of the guest's memory beside the tree.
 //!
-//! `cargo test -p dirty-tracker --test litmus`
+//! `cargo test -p driftline-dirty-tracker --test litmus`
 #![cfg(not(any(driftline_loom, driftline_shuttle, miri)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 
 /// A cache line, and the next one that comes with it.
 #[repr(align(128))]

@@ -6,7 +6,7 @@
 use std::io::Write;
 use std::sync::Arc;
 
-use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker, Tree};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tracker, Tree};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 #[test]

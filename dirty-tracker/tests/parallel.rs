@@ -2,14 +2,14 @@
 //! drains and counts by several threads. Each against a plain set, roaring, or one thread; the
 //! shares are tiny, so that small trees are shared out, too.
 //!
-//! `cargo test -p dirty-tracker --test parallel`, and with `--no-default-features` by one thread.
+//! `cargo test -p driftline-dirty-tracker --test parallel`, and with `--no-default-features` by one thread.
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slot, SlotId, Tree};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slot, SlotId, Tree};
 use proptest::prelude::*;
 use roaring::RoaringTreemap;
 

@@ -1,7 +1,7 @@
 //! The ring's consumer against a simulated kernel: whatever is dropped, fails or is overrun, a copy
 //! kept up by epochs alone ends up equal to guest memory, and tracking is exact again afterwards.
 //!
-//! `cargo test -p dirty-tracker --test ring`
+//! `cargo test -p driftline-dirty-tracker --test ring`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     Absorbed, DirtyList, ENTRY_DIRTY, Epoch, Gfn, Harvester, Layout, RingConsumer, RingFull, Slot,
     SlotId, Subscription, Tracker,
 };

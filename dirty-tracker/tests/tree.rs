@@ -1,12 +1,12 @@
 //! Laws of a tree in sequences of operations, against a plain set, a roaring bitmap and a flat one.
 //!
-//! `cargo test -p dirty-tracker --test tree`
+//! `cargo test -p driftline-dirty-tracker --test tree`
 #![cfg(not(any(driftline_loom, driftline_shuttle)))]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeSet;
 
-use dirty_tracker::{FrameRun, Gfn, Layout, Slices, Slot, SlotId, Tree};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slices, Slot, SlotId, Tree};
 use proptest::prelude::*;
 use roaring::RoaringTreemap;
 

@@ -53,7 +53,7 @@ impl Report {
     ///
     /// ```
     /// let line = "payload vcpu=1 t_ms=1003 passes=12 pages=123456 errors=0 max_gap_us=1500 gap_us=900";
-    /// assert_eq!(images::Report::parse(line).unwrap().pages, 123456);
+    /// assert_eq!(driftline_images::Report::parse(line).unwrap().pages, 123456);
     /// ```
     pub fn parse(line: &str) -> Option<Report> {
         let mut fields = Fields::after(line, "payload ")?;

@@ -62,7 +62,7 @@ impl PayloadSpec {
     /// The kernel command line that makes the guest, with `vcpus` vCPUs, do this.
     ///
     /// ```
-    /// let spec: images::PayloadSpec = "payload,rate=max,seconds=5".parse().unwrap();
+    /// let spec: driftline_images::PayloadSpec = "payload,rate=max,seconds=5".parse().unwrap();
     /// assert_eq!(spec.cmdline(2), "vcpus=2 ws=64M rate=max pattern=seq seed=1 ring=3 fill=zero seconds=5");
     /// ```
     pub fn cmdline(&self, vcpus: u32) -> String {

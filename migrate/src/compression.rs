@@ -5,7 +5,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Cause, WireError};

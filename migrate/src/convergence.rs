@@ -22,7 +22,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 /// What to do when precopy has not converged in time.

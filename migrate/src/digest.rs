@@ -7,8 +7,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-use checkpoint::{GuestRam, is_zero};
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_checkpoint::{GuestRam, is_zero};
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
@@ -68,9 +68,9 @@ fn of_piece(ram: &GuestRam, piece: FrameRun) -> Result<u128, Cause> {
 
 #[cfg(test)]
 mod tests {
-    use checkpoint::testing::{MemoryConfig, MemoryGuest};
-    use checkpoint::{Guest, VmId};
-    use dirty_tracker::Gfn;
+    use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
+    use driftline_checkpoint::{Guest, VmId};
+    use driftline_dirty_tracker::Gfn;
 
     use super::*;
 

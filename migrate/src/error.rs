@@ -4,9 +4,9 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use checkpoint::GuestError;
-use checkpoint::format::FormatError;
-use dirty_tracker::{FrameRun, Layout, LayoutError, Slot};
+use driftline_checkpoint::GuestError;
+use driftline_checkpoint::format::FormatError;
+use driftline_dirty_tracker::{FrameRun, Layout, LayoutError, Slot};
 
 use crate::control::Phase;
 use crate::message::{Tag, Token};

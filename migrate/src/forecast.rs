@@ -19,7 +19,7 @@
 
 use std::time::Duration;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::convergence::{Goals, Judgement, Measured, expected_downtime, judge};

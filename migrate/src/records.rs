@@ -26,8 +26,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use checkpoint::VmId;
-use checkpoint::durable::{create_dir, sync_dir};
+use driftline_checkpoint::VmId;
+use driftline_checkpoint::durable::{create_dir, sync_dir};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -199,7 +199,7 @@ fn level(each: &[u64], all: f64) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::PAGE_SIZE;
+    use driftline_dirty_tracker::PAGE_SIZE;
     use proptest::prelude::*;
 
     use super::*;

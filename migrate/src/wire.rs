@@ -6,11 +6,11 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::time::{Duration, Instant};
 
-use checkpoint::format::{
+use driftline_checkpoint::format::{
     FormatError, HEADER_LEN, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
 };
-use checkpoint::{GuestRam, VmId};
-use dirty_tracker::FrameRun;
+use driftline_checkpoint::{GuestRam, VmId};
+use driftline_dirty_tracker::FrameRun;
 use uuid::Uuid;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use zerocopy::IntoBytes;
@@ -317,7 +317,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::sync::Arc;
 
-    use dirty_tracker::Gfn;
+    use driftline_dirty_tracker::Gfn;
 
     use super::*;
 

@@ -10,14 +10,14 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use checkpoint::format::FORMAT_VERSION;
-use checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
-use checkpoint::{Guest, RunState};
 use common::raw::{
     JOIN, MOVE, QUERY, admitted, ask, caller, ends, golden, greeted, header, hello, next, record,
 };
 use common::{Host, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
-use migrate::{Received, Records};
+use driftline_checkpoint::format::FORMAT_VERSION;
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
+use driftline_checkpoint::{Guest, RunState};
+use driftline_migrate::{Received, Records};
 
 /// Verdicts of ANSWER.
 const DISCARDED: u64 = 3;

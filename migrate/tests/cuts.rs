@@ -7,11 +7,11 @@ mod common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest};
 use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
 
 /// One pass, then the rest, so that runs are alike.
-fn options(host: &Host) -> migrate::SendOptions {
+fn options(host: &Host) -> driftline_migrate::SendOptions {
     let mut options = quick_send(host);
     options.downtime = Duration::from_secs(60);
     options

@@ -11,14 +11,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use checkpoint::format::{Header, MAGIC_STREAM, RecordHead};
-use checkpoint::testing::MemoryConfig;
-use checkpoint::{Guest, RunState, VmId};
 use common::{
     At, Cut, Disked, DiskedFactory, Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs,
     quick_send, tag, within,
 };
-use migrate::{
+use driftline_checkpoint::format::{Header, MAGIC_STREAM, RecordHead};
+use driftline_checkpoint::testing::MemoryConfig;
+use driftline_checkpoint::{Guest, RunState, VmId};
+use driftline_migrate::{
     Compression, CopyDrives, ReceiveOptions, SendControl, SendOptions, TimeoutStrategy, send,
 };
 use proptest::prelude::*;
@@ -358,7 +358,7 @@ fn stop_ends_a_receiver_whose_copy_hangs() {
     assert!(said.contains("the receiver was stopped"), "{said}");
     assert_eq!(guest.run_state(), RunState::Running);
     let refused = there.error();
-    assert!(matches!(refused.cause, migrate::Cause::Cancelled), "{refused}");
+    assert!(matches!(refused.cause, driftline_migrate::Cause::Cancelled), "{refused}");
     world.faults.write_hangs.store(false, Ordering::SeqCst);
 }
 
@@ -419,7 +419,7 @@ fn stop_ends_a_receiver_whose_copies_are_not_made() {
     let said = sending.result().unwrap_err().to_string();
     assert!(said.contains("the receiver was stopped"), "{said}");
     let refused = there.error();
-    assert!(matches!(refused.cause, migrate::Cause::Cancelled), "{refused}");
+    assert!(matches!(refused.cause, driftline_migrate::Cause::Cancelled), "{refused}");
     world.faults.make_hangs.store(false, Ordering::SeqCst);
     within(LONG, "the copies are gone", || world.copies() == 0);
 }

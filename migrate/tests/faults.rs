@@ -6,13 +6,13 @@ mod common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, Op};
-use checkpoint::{Guest, RunState};
 use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
-use migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
+use driftline_checkpoint::testing::{MemoryConfig, Op};
+use driftline_checkpoint::{Guest, RunState};
+use driftline_migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
 
 /// One pass, then the rest.
-fn options(host: &Host) -> migrate::SendOptions {
+fn options(host: &Host) -> driftline_migrate::SendOptions {
     let mut options = quick_send(host);
     options.downtime = Duration::from_secs(60);
     options
@@ -119,7 +119,7 @@ fn it_can_be_cancelled_in_every_phase_before_the_record_and_not_after() {
         let host = Host::new();
         let guest = host.start(MemoryConfig::small());
         let there = host.receiver();
-        let control: Arc<Mutex<Option<Arc<migrate::SendControl>>>> = Arc::default();
+        let control: Arc<Mutex<Option<Arc<driftline_migrate::SendControl>>>> = Arc::default();
         let handle = control.clone();
         let cancel = move || {
             while handle.lock().unwrap().is_none() {
@@ -155,7 +155,7 @@ fn it_is_too_late_to_cancel_after_the_record() {
     let (answers, seen) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(None)));
     let (told, handle) = (answers.clone(), seen.clone());
     let plan = Plan::default().before_from_source(tag("COMMIT"), move || {
-        let control: Arc<migrate::SendControl> = loop {
+        let control: Arc<driftline_migrate::SendControl> = loop {
             match handle.lock().unwrap().clone() {
                 Some(control) => break control,
                 None => std::thread::sleep(Duration::from_millis(1)),
@@ -225,7 +225,7 @@ fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it
 /// Loses RUNNING and everything after it. Returns when the source is in doubt.
 fn in_doubt(
     host: &Host,
-) -> (Arc<checkpoint::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
+) -> (Arc<driftline_checkpoint::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
     let guest = host.start(MemoryConfig::small());
     let there = host.receiver();
     let proxy =

@@ -6,11 +6,11 @@ mod common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use checkpoint::Guest;
-use checkpoint::testing::MemoryConfig;
 use common::{Disked, DiskedFactory, Host, Plan, Proxy, Sender, quick_send, tag};
-use dirty_tracker::PAGE_SIZE;
-use migrate::{Compression, CopyDrives, SendOptions, StreamSummary, inspect};
+use driftline_checkpoint::Guest;
+use driftline_checkpoint::testing::MemoryConfig;
+use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_migrate::{Compression, CopyDrives, SendOptions, StreamSummary, inspect};
 use vm_memory::{Bytes, GuestAddress};
 
 const V1: &[u8] = include_bytes!("golden/stream-v1.bin");
@@ -156,7 +156,7 @@ fn record_a_stream_with_drives() {
 }
 
 /// Records streams of this version. Run it when the version changes, and keep the old files:
-/// `GOLDEN=record cargo test -p migrate --test golden -- --ignored`, then set the constants. `GOLDEN=NAME` records one.
+/// `GOLDEN=record cargo test -p driftline-migrate --test golden -- --ignored`, then set the constants. `GOLDEN=NAME` records one.
 #[test]
 #[ignore = "writes golden files"]
 fn record_streams() {

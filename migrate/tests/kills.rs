@@ -9,10 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuestFactory};
-use checkpoint::{Guest, RunState};
 use common::{Hooked, Host, LONG, Plan, Proxy, Sender, quick_send, tag, within};
-use migrate::{Cause, Phase, ReceiveControl, ReceiveOptions, receive};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuestFactory};
+use driftline_checkpoint::{Guest, RunState};
+use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveOptions, receive};
 
 const FROM_SOURCE: [&str; 9] = [
     "HELLO",
@@ -26,7 +26,7 @@ const FROM_SOURCE: [&str; 9] = [
     "COMMIT",
 ];
 
-fn options(host: &Host) -> migrate::SendOptions {
+fn options(host: &Host) -> driftline_migrate::SendOptions {
     let mut options = quick_send(host);
     options.downtime = Duration::from_secs(60);
     options
@@ -82,10 +82,10 @@ fn role_source() {
     let (Ok(to), Ok(records)) = (std::env::var("TO"), std::env::var("RECORDS")) else { return };
     let host = Host::new();
     let guest = host.start(MemoryConfig::small());
-    let mut options = migrate::SendOptions::new(records);
+    let mut options = driftline_migrate::SendOptions::new(records);
     options.downtime = Duration::from_secs(60);
     say("sending");
-    let _ = migrate::send(&*guest, &to, &options, &migrate::SendControl::new());
+    let _ = driftline_migrate::send(&*guest, &to, &options, &driftline_migrate::SendControl::new());
     std::thread::sleep(Duration::from_secs(60));
 }
 
@@ -164,7 +164,7 @@ fn the_source_killed_before_any_message_leaves_no_guest_that_runs_twice() {
                 assert_eq!(at, "COMMIT");
                 assert_eq!(arrived.guest.run_state(), RunState::Running);
                 arrived.guest.verify().unwrap();
-                let pending = migrate::Records::open(host.source_records()).unwrap();
+                let pending = driftline_migrate::Records::open(host.source_records()).unwrap();
                 assert_eq!(pending.pending().unwrap().records.len(), 1, "the record survives");
             }
             Err(e) => {
@@ -184,14 +184,14 @@ fn the_destination_killed_around_the_record_leaves_no_doubt() {
         let records = ("RECORDS", host.destination_records().display().to_string());
         let (child, to) = start("role_destination", &[records]);
         let slot = Arc::new(Mutex::new(Some(child)));
-        let control = migrate::SendControl::new();
+        let control = driftline_migrate::SendControl::new();
         let kill = Mutex::new(kill(&slot));
         let hooked = Hooked::new(guest.clone(), move |what| {
             if what == at {
                 kill.lock().unwrap()();
             }
         });
-        let error = migrate::send(&hooked, &to, &options(&host), &control).unwrap_err();
+        let error = driftline_migrate::send(&hooked, &to, &options(&host), &control).unwrap_err();
         assert!(slot.lock().unwrap().is_none(), "it was killed");
         let phase = error.phase;
         assert!(matches!(phase, Phase::SwitchOver | Phase::HandOver), "{at}: {error}");

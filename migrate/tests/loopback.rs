@@ -6,11 +6,11 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest};
-use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use common::{Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
-use dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
-use migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
+use driftline_checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
+use driftline_dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
+use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
 
 #[test]
@@ -50,7 +50,8 @@ fn a_bandwidth_is_kept_while_the_guest_runs() {
     let rate = MIN_BANDWIDTH;
     // By that rate the pause seems long.
     let downtime = Duration::from_secs(60);
-    let options = migrate::SendOptions { max_bandwidth: Some(rate), downtime, ..quick_send(&host) };
+    let options =
+        driftline_migrate::SendOptions { max_bandwidth: Some(rate), downtime, ..quick_send(&host) };
     let sent = Sender::start(&guest, &there.to, &options).result();
     let report = sent.as_ref().unwrap();
     // All but the last pass.

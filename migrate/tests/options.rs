@@ -6,11 +6,13 @@ mod common;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, Op};
-use checkpoint::{Guest, RunState};
 use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
-use dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
-use migrate::{Cause, Compression, MAX_CONNECTIONS, ReceiveOptions, SendControl, SendOptions};
+use driftline_checkpoint::testing::{MemoryConfig, Op};
+use driftline_checkpoint::{Guest, RunState};
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use driftline_migrate::{
+    Cause, Compression, MAX_CONNECTIONS, ReceiveOptions, SendControl, SendOptions,
+};
 use vm_memory::{Bytes, GuestAddress};
 
 const FRAMES: u64 = 16 << 10;

@@ -7,15 +7,17 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use checkpoint::Guest;
-use checkpoint::MAX_LATE;
-use checkpoint::format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
-use checkpoint::testing::MemoryConfig;
 use common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
 use common::{
     Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
 };
-use migrate::{Phase, ReceiveOptions};
+use driftline_checkpoint::Guest;
+use driftline_checkpoint::MAX_LATE;
+use driftline_checkpoint::format::{
+    FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
+};
+use driftline_checkpoint::testing::MemoryConfig;
+use driftline_migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 
 /// Waits until the receiver has turned a caller away, and returns why.
@@ -34,7 +36,7 @@ fn hasty(host: &Host) -> Receiver {
 fn waits_on(there: Receiver) {
     assert!(there.waits_on());
     there.control.cancel().unwrap();
-    assert!(matches!(there.error().cause, migrate::Cause::Cancelled));
+    assert!(matches!(there.error().cause, driftline_migrate::Cause::Cancelled));
 }
 
 fn takes_a_proper_source(host: &Host, there: Receiver) {
@@ -413,7 +415,7 @@ proptest! {
             let tag = u16::from_le_bytes([head[0], head[1]]);
             bytes.extend(self::record(tag, sequence as u32, payload.len() as u32, payload));
         }
-        let _ = migrate::inspect(&bytes[..]);
+        let _ = driftline_migrate::inspect(&bytes[..]);
 
         let host = Host::new();
         let mut options = host.receive_options();

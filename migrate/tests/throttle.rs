@@ -6,10 +6,10 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
-use checkpoint::{Guest, RunState};
 use common::{Host, LONG, Sender, exactly_one_runs, quick_send, within};
-use migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
+use driftline_checkpoint::{Guest, RunState};
+use driftline_migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
 
 /// 2 MiB, written as fast as two threads can.
 fn restless(host: &Host) -> Arc<MemoryGuest> {

@@ -16,7 +16,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Cadence, Checkpointer, Guest, Spread, Store, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, Guest, Spread, Store, Tally};
 use guest::BenchGuest;
 use tests::Stolen;
 

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::Guest;
-use dirty_tracker::TrackingMode;
-use images::Report;
+use driftline_checkpoint::Guest;
+use driftline_dirty_tracker::TrackingMode;
+use driftline_images::Report;
 use vmm::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };

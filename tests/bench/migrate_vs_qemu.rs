@@ -24,7 +24,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use images::PayloadSpec;
+use driftline_images::PayloadSpec;
 use qemu::Qemu;
 use tests::{Console, Driftline, SOON, Scratch, json_of};
 
@@ -235,7 +235,7 @@ fn driftline(load: &Load) -> Sample {
 fn in_qemu(load: &Load) -> Sample {
     let scratch = Scratch::new();
     let kernel = scratch.path("payload.elf");
-    fs::write(&kernel, images::PAYLOAD_ELF).unwrap();
+    fs::write(&kernel, driftline_images::PAYLOAD_ELF).unwrap();
     let spec: PayloadSpec = load.spec.parse().unwrap();
     let cmdline = spec.cmdline(load.vcpus);
     let size = (load.mem, load.vcpus);

@@ -14,7 +14,7 @@ mod guest;
 
 use std::time::Duration;
 
-use checkpoint::{Checkpointer, EpochReport, Guest, Store};
+use driftline_checkpoint::{Checkpointer, EpochReport, Guest, Store};
 use guest::BenchGuest;
 use tests::Stolen;
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use images::{Message, Report};
+use driftline_images::{Message, Report};
 
 use crate::wait_for;
 

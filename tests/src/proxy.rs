@@ -10,8 +10,8 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use checkpoint::format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
-use migrate::Tag;
+use driftline_checkpoint::format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
+use driftline_migrate::Tag;
 
 /// Which way a record goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

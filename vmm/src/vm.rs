@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::{Guest, RunState, VmId};
+use driftline_checkpoint::{Guest, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{GuestName, Lineage, MachineConfig};
@@ -56,7 +56,7 @@ pub struct VmInfo {
     /// Guest memory in bytes.
     pub mem_bytes: u64,
     /// How writes are tracked.
-    pub tracking: dirty_tracker::TrackingMode,
+    pub tracking: driftline_dirty_tracker::TrackingMode,
     /// What runs the vCPUs.
     pub backend: crate::config::Backend,
     /// How long the VMM has had this guest, ms.
@@ -66,7 +66,7 @@ pub struct VmInfo {
     /// Per vCPU.
     pub vcpu: Vec<VcpuInfo>,
     /// The dirty tracker's counters.
-    pub dirty: dirty_tracker::TrackerStats,
+    pub dirty: driftline_dirty_tracker::TrackerStats,
     /// Disks and network interfaces.
     pub devices: Vec<DeviceFigures>,
 }

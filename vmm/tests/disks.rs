@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use checkpoint::{Guest, RunState};
 use common::{Place, Vmm, fail, receiver, succeed};
+use driftline_checkpoint::{Guest, RunState};
 use vmm::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
 use vmm::testing::{fail_fdatasync, kvm_or_skip};
@@ -354,9 +354,10 @@ fn a_guest_whose_disk_loses_data_stays_where_it_can_be_told() {
         // The machine's threads are this one's.
         fail_fdatasync().unwrap();
         let guest = launch(&place);
-        let options = migrate::SendOptions::new(place.path("records"));
-        let control = migrate::SendControl::new();
-        let refused = migrate::send(&*guest, &to, &options, &control).unwrap_err().to_string();
+        let options = driftline_migrate::SendOptions::new(place.path("records"));
+        let control = driftline_migrate::SendControl::new();
+        let refused =
+            driftline_migrate::send(&*guest, &to, &options, &control).unwrap_err().to_string();
         let why = "disk \"disk0\": what the guest wrote could not be made durable in";
         assert!(refused.contains(why) && refused.contains("Input/output error"), "{refused}");
         assert_eq!(guest.run_state(), RunState::Running, "it goes on where it was");

@@ -201,7 +201,7 @@ fn every_thread_logs_whose_it_is() {
         "--log-format",
         "json",
         "--log",
-        "driftline=info,vmm=trace,migrate=trace,checkpoint=trace",
+        "driftline=info,vmm=trace,driftline_migrate=trace,driftline_checkpoint=trace",
     ];
     let more = [&["--id", ID, "--name", "web-1"], &log[..]].concat();
     let mut vmm = run(&place, "a", &more);
@@ -223,7 +223,7 @@ fn every_thread_logs_whose_it_is() {
         assert!(span["vm_id"] == ID && span["vm_name"] == "web-1", "{line}");
     }
     let of = |target: &str| events().any(|l| l["target"].as_str().unwrap().starts_with(target));
-    assert!(of("migrate::source"), "{said}");
+    assert!(of("driftline_migrate::source"), "{said}");
 }
 
 fn metrics(socket: &str) -> String {

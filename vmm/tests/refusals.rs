@@ -8,9 +8,9 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use common::{Place, Tap, Vmm, fail, receiver};
-use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+use driftline_checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
+use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 use vmm::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
 use vmm::testing::{kvm_or_skip, skip};
@@ -193,9 +193,9 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
     config.cpu.shown.push(word);
     let guest = Pretender { machine, config: config.encode() };
     let (mut destination, to) = receiver(&place, "destination", &[]);
-    let options = migrate::SendOptions::new(place.path("records"));
-    let control = migrate::SendControl::new();
-    let refused = migrate::send(&guest, &to, &options, &control).unwrap_err().to_string();
+    let options = driftline_migrate::SendOptions::new(place.path("records"));
+    let control = driftline_migrate::SendControl::new();
+    let refused = driftline_migrate::send(&guest, &to, &options, &control).unwrap_err().to_string();
     let lacks = "this host lacks CPUID leaf 0x80000008 EBX bit 31: the guest has seen it";
     assert!(refused.contains(lacks), "{refused}");
     assert_eq!(guest.run_state(), RunState::Running, "it goes on where it was");

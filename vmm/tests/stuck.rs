@@ -13,7 +13,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Place, Vmm, attack, driftline, receiver, text, wait_for};
-use images::Report;
+use driftline_images::Report;
 use rustix::process::{Pid, Signal, kill_process};
 use script::{MEM_BYTES, Script, Target};
 use storage::StuckStorage;

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use checkpoint::testing::{MemoryDisk, MemoryGuestFactory, TestDisk, reseal_archive};
-use checkpoint::{Archive, Backend, Clock, RestoreError, restore_archive};
+use driftline_checkpoint::testing::{MemoryDisk, MemoryGuestFactory, TestDisk, reseal_archive};
+use driftline_checkpoint::{Archive, Backend, Clock, RestoreError, restore_archive};
 use libfuzzer_sys::fuzz_target;
 
 /// With the drives of the golden archive that has some.

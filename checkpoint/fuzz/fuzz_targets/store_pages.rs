@@ -3,7 +3,7 @@
 
 mod common;
 
-use checkpoint::testing::reseal_pages;
+use driftline_checkpoint::testing::reseal_pages;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {

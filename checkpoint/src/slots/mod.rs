@@ -88,7 +88,7 @@ pub enum SlotError {
 /// freed or taken. Memory: one bit and some hundredths a slot.
 ///
 /// ```
-/// use checkpoint::slots::{SlotRun, Slots};
+/// use driftline_checkpoint::slots::{SlotRun, Slots};
 /// let mut slots = Slots::new(10_000);
 /// let run = slots.allocate(64, 1).expect("all are free");
 /// assert_eq!(run, SlotRun { start: 0, count: 64 });
@@ -96,7 +96,7 @@ pub enum SlotError {
 /// slots.free(run)?;
 /// let error = slots.free(run).unwrap_err().to_string();
 /// assert_eq!(error, "slots 0..64 cannot be freed: slot 0 is free already");
-/// # Ok::<(), checkpoint::slots::SlotError>(())
+/// # Ok::<(), driftline_checkpoint::slots::SlotError>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Slots {

@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, Once};
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, PosixFadviseAdvice, fallocate, fcntl, posix_fadvise};
 use nix::libc;
@@ -170,7 +170,7 @@ impl DirBackend {
     }
 
     /// Has whole pages written past the host's page cache, if they lie at whole pages in memory, too: half of the processor's time
-    /// for them (`cargo bench -p checkpoint --bench writes`), and what others have in that cache stays there. Files are
+    /// for them (`cargo bench -p driftline-checkpoint --bench writes`), and what others have in that cache stays there. Files are
     /// refused on a file system that cannot do so.
     pub fn direct(mut self) -> Self {
         self.direct = true;

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use dirty_tracker::FrameRun;
+use driftline_dirty_tracker::FrameRun;
 
 use super::records::NO_SLOT;
 use crate::slots::SlotRun;
@@ -111,7 +111,7 @@ impl BlockMap {
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::Gfn;
+    use driftline_dirty_tracker::Gfn;
     use proptest::prelude::*;
 
     use super::*;

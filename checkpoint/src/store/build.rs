@@ -2,7 +2,7 @@
 
 use std::io;
 
-use dirty_tracker::{FrameRun, Gfn, Layout};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 
 use super::backend::StoreFile;
 use super::log::Place;

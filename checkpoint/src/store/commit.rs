@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 
 use super::backend::{RangeLock, StoreFile};
 use super::build::Builder;

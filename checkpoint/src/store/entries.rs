@@ -3,7 +3,7 @@
 
 use std::collections::BinaryHeap;
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use super::build::Entry;
 use super::records::NO_SLOT;

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use dirty_tracker::{FrameRun, Gfn, LayoutError, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, LayoutError, PAGE_SIZE};
 
 use super::backend::is_media_error;
 use super::sectors::SECTOR;

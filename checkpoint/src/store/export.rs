@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use serde::Serialize;
 
 use super::{Cell, FrameMap, Sink, Store, StoreError, fetch};

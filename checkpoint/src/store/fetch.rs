@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 
 use super::pages::PageReader;
 use super::{Cell, Damage, StoreError};

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use dirty_tracker::{FrameRun, Gfn};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 
 use super::object::MEMORY;
 use super::records::Placed;

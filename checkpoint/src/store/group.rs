@@ -1,7 +1,7 @@
 //! One epoch of a log, read record by record. The file is hostile: every length is bounded before it is believed, every
 //! checksum compared before its bytes are handed out.
 
-use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use super::log::Place;
 use super::object::{Objects, decode_drives};

@@ -1,6 +1,6 @@
 //! Frames of an epoch for a guest that runs before it has them: read one by one as they are wanted, each checked.
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
 use super::pages::PageReader;
 use super::touched::Touched;

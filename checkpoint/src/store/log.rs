@@ -528,7 +528,7 @@ pub(crate) fn is_not_found(e: &StoreError) -> bool {
 mod tests {
     use std::sync::Arc;
 
-    use dirty_tracker::PAGE_SIZE;
+    use driftline_dirty_tracker::PAGE_SIZE;
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;

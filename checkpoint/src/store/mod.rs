@@ -204,7 +204,7 @@ pub struct Listing {
 /// A directory of epochs.
 ///
 /// ```
-/// use checkpoint::Store;
+/// use driftline_checkpoint::Store;
 /// let dir = tempfile::tempdir()?;
 /// let store = Store::create_or_open(dir.path())?;
 /// assert!(store.epochs()?.is_empty());

@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 
-use dirty_tracker::{FrameRun, Gfn, Layout};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -135,7 +135,7 @@ pub(crate) fn decode_drives(payload: &[u8]) -> Result<Vec<DriveHead>, Damage> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dirty_tracker::{Slot, SlotId};
+    use driftline_dirty_tracker::{Slot, SlotId};
 
     fn head(id: &str, bytes: u64) -> DriveHead {
         DriveHead { id: id.to_owned(), bytes, readonly: false }

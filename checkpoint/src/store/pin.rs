@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 
 use super::log::{LogFile, is_not_found};
 use super::manifest::Manifest;

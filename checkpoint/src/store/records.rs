@@ -1,6 +1,6 @@
 //! The payloads of a store's own records, and the bounds of all of them. Bytes: FORMAT.md.
 
-use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
 use uuid::Uuid;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};

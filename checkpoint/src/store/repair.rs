@@ -15,7 +15,7 @@
 use std::collections::HashMap;
 use std::io;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::Serialize;
 
 use super::backend::{has_no_links, is_media_error};

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry::Vacant;
 use std::sync::Arc;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::Serialize;
 
 use super::backend::StoreFile;
@@ -20,7 +20,7 @@ use super::pages::{PageReader, begin_pages};
 use super::records::{Commit, Files, Front, NO_SLOT, Placed};
 use super::space::apply;
 use super::{Cell, FrameMap, LogFile, Record, Store, StoreError, log_name, pages_name};
-use dirty_tracker::{FrameRun, Gfn};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 
 /// After so many entries, some dozen microseconds of work, it is time to stand aside.
 const BREATH: u64 = 1024;

@@ -7,7 +7,7 @@
 use std::cmp::Ordering;
 use std::io;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::Serialize;
 
 use super::log::{Hole, LogFile, is_not_found};

@@ -14,7 +14,7 @@ use super::records::{NO_SLOT, Placed};
 use super::{Damage, FrameMap, LogFile, Record, StoreError};
 use crate::Section;
 use crate::slots::{SlotRun, Slots};
-use dirty_tracker::Layout;
+use driftline_dirty_tracker::Layout;
 
 /// Slots that durable epochs need.
 #[derive(Debug, Default)]
@@ -39,7 +39,7 @@ impl Space {
     /// No epochs yet. Takes 4 bytes for each frame of the guest, and later for blocks of drives what a [`BlockMap`] does.
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut at = 0;
-        let place = |slot: &dirty_tracker::Slot| {
+        let place = |slot: &driftline_dirty_tracker::Slot| {
             let place = (slot.base.0, slot.run().end().0, at);
             at += slot.frames as usize;
             place
@@ -251,7 +251,7 @@ fn apply_telling(
 mod tests {
     use std::os::unix::fs::FileExt;
 
-    use dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
+    use driftline_dirty_tracker::{FrameRun, Gfn, Slot, SlotId};
 
     use super::*;
 

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::io;
 
-use dirty_tracker::{FrameRun, Gfn, Layout};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
 
@@ -180,7 +180,7 @@ fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, U
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use dirty_tracker::{Slot, SlotId};
+    use driftline_dirty_tracker::{Slot, SlotId};
 
     use super::*;
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 
 use super::log::LogFile;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 
 use super::StoreError;
 use super::entries::Entries;

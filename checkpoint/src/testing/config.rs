@@ -1,6 +1,6 @@
 //! What a guest of host threads is made of.
 
-use dirty_tracker::{Gfn, Layout, Slot, SlotId};
+use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId};
 use serde::{Deserialize, Serialize};
 
 use crate::GuestError;

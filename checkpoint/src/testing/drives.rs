@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use dirty_tracker::{FrameRun, Gfn, NoMemory, Subscription, Tracker};
+use driftline_dirty_tracker::{FrameRun, Gfn, NoMemory, Subscription, Tracker};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 
 use crate::{DriveCopy, DriveHead, GuestDrive, Keeper, block_layout};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use dirty_tracker::FrameRun;
+use driftline_dirty_tracker::FrameRun;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::faults::{Faults, Op};

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use dirty_tracker::{Collected, FrameRun, Gfn, Layout, Subscription, TrackedBitmap, Tracker};
+use driftline_dirty_tracker::{
+    Collected, FrameRun, Gfn, Layout, Subscription, TrackedBitmap, Tracker,
+};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap};
 

@@ -10,13 +10,13 @@
 //! [`MemoryDisk`] is a disk for a store that forgets what was not synced.
 //!
 //! ```
-//! use checkpoint::Guest;
-//! use checkpoint::testing::{MemoryConfig, MemoryGuest};
+//! use driftline_checkpoint::Guest;
+//! use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
 //! let guest = MemoryGuest::start(MemoryConfig::small())?;
 //! std::thread::sleep(std::time::Duration::from_millis(5));
 //! guest.pause()?;
 //! guest.verify().expect("every page is as it was written last");
-//! # Ok::<(), checkpoint::GuestError>(())
+//! # Ok::<(), driftline_checkpoint::GuestError>(())
 //! ```
 
 mod config;

@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use dirty_tracker::{Gfn, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{Gfn, Layout, PAGE_SIZE};
 
 pub(super) const PAGE: usize = PAGE_SIZE as usize;
 /// One page in this many is written as zeros.

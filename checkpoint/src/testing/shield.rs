@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use super::faults::{Faults, Op};
 use crate::{GuestError, Shield};

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use dirty_tracker::Layout;
+use driftline_dirty_tracker::Layout;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::pages::{PAGE, Sweep, fill, nth_frame};

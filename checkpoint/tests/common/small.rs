@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest};
-use checkpoint::{Checkpointer, Guest, Store, VmId};
-use dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest};
+use driftline_checkpoint::{Checkpointer, Guest, Store, VmId};
+use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use vm_memory::{Bytes, GuestAddress};
 
 pub const MANIFEST: &str = "manifest";

@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Checkpointer, Clock, Guest, RepairReport, Store, StoreError, VmId, restore};
-use dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
+use driftline_checkpoint::{
+    Checkpointer, Clock, Guest, RepairReport, Store, StoreError, VmId, restore,
+};
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use vm_memory::{Bytes, GuestAddress};
 
 pub const FRAMES: u64 = 16;

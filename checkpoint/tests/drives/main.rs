@@ -12,12 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
-use checkpoint::{
+use driftline_checkpoint::testing::{
+    MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk,
+};
+use driftline_checkpoint::{
     Archive, Backend, Cause, Checkpointer, Clock, Guest, Phase, RestoreError, RunState, Store,
     VmId, restore, restore_archive, restore_lazily,
 };
-use dirty_tracker::{Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -1,6 +1,6 @@
 //! Sets of frames that turn themselves into a list: ours, the one of 2016 and today's usual ones.
 
-use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 use hibitset::{BitSet, BitSetLike};
 use roaring::RoaringBitmap;
 use vm_memory::bitmap::AtomicBitmap;

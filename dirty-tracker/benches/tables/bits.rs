@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use criterion::Criterion;
-use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
 
 use crate::rivals::{Flat, FlatSimd, Ours, Rival};
 use crate::{Random, note};

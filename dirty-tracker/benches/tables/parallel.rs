@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use criterion::Criterion;
-use dirty_tracker::{Gfn, Layout, RunLists, Slot, SlotId, Tree};
+use driftline_dirty_tracker::{Gfn, Layout, RunLists, Slot, SlotId, Tree};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::{Random, note};

@@ -15,7 +15,7 @@
 //! not: both passes begin at the first region that the range reaches, found by binary search. That is
 //! two passes at their best; what is left to save there is the second pass itself.
 
-use dirty_tracker::{FrameRun, FrameSet};
+use driftline_dirty_tracker::{FrameRun, FrameSet};
 use rangemap::RangeSet;
 
 /// A set that takes a list of ranges.

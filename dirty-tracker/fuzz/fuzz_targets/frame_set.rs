@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use arbitrary::Arbitrary;
-use dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Clone, Copy, Debug)]

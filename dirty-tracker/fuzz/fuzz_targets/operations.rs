@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use arbitrary::Arbitrary;
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     Cursor, Epoch, FrameRun, Gfn, Layout, OutOfSlot, RunLists, Slices, Slot, SlotId, Subscription,
     Tracker, Tree,
 };

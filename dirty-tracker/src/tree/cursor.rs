@@ -12,7 +12,7 @@ use crate::{FrameRun, Gfn, Layout, OutOfSlot};
 /// Others may insert and drain meanwhile: each answer was right at some moment of the call.
 ///
 /// ```
-/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 5000 }])?;
 /// let tree = Tree::new(&layout)?;
@@ -136,7 +136,7 @@ impl Tree {
     /// it. Costs a [`Cursor::next_run`] each.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;

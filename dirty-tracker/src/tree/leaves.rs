@@ -15,7 +15,7 @@ impl Tree {
     /// [`leaves`](Self::leaves) reads them word by word.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(3), base: Gfn(0x100), frames: 130 }])?;
     /// # let mut tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;
@@ -36,7 +36,7 @@ impl Tree {
     /// `write` does and a look at each word, by several threads from 32 GiB of memory on.
     ///
     /// ```
-    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// # fn kvm_get_dirty_log(slot: SlotId, bitmap: &mut [u64]) -> std::io::Result<()> { Ok(bitmap[1] = 1) }
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 262_144 }])?;
     /// let mut tree = Tree::new(&layout)?;
@@ -68,7 +68,7 @@ impl Tree {
     /// Costs a copy and a look at each word, by several threads from 32 GiB of memory on.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1000 }])?;
     /// # let mut tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0), count: 1000 })?;
@@ -129,7 +129,7 @@ impl Tree {
     /// spurious ones. Costs a look at every leaf, by several threads from 32 GiB of memory on.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// # let mut tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;

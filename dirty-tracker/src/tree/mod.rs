@@ -92,7 +92,7 @@ pub struct NoMemory {
 /// words.
 ///
 /// ```
-/// use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+/// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
 ///
 /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
 /// let run = |start, count| FrameRun { start: Gfn(start), count };
@@ -165,7 +165,7 @@ impl Tree {
     /// of guest) on. Only what was ever dirty is backed by memory. O(1).
     ///
     /// ```
-    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 3 << 30 }])?; // 12 TiB
     /// let bytes = Tree::new(&layout)?.reserved_bytes(); // takes no time, and no memory
     /// assert_eq!((layout.leaf_words() * 8, bytes), (402_653_184, 409_044_512));
@@ -374,7 +374,7 @@ impl Tree {
     /// As [`drain`](Self::drain), without atomic operations: several times as fast.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// let (mut tree, mut runs) = (Tree::new(&layout)?, Vec::new());
     /// tree.mark_mut(&layout, FrameRun { start: Gfn(9), count: 2 })?;
@@ -396,7 +396,7 @@ impl Tree {
     /// As [`drain`](Self::drain), to single frames, ascending.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// # let mut tree = Tree::new(&layout)?;
     /// let mut frames = vec![Gfn(1)]; // stays
@@ -428,7 +428,7 @@ impl Tree {
     /// Empties the tree, as a drain to nowhere: costs what is in it, not what it could hold.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 2 })?;
@@ -473,7 +473,7 @@ impl Tree {
     /// each; an error names a slot that does not exist.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 130 }])?;
     /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(0x100 + 63), count: 2 })?;

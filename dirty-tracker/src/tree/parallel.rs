@@ -29,7 +29,7 @@ impl Tree {
     /// The default, 65,536, is the bitmap of 16 GiB of memory. 0 counts as 1.
     ///
     /// ```
-    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?; // 4 GiB
     /// let mut tree = Tree::new(&layout)?;
     /// tree.set_share(4096); // a thread for each GiB, as the pool has them
@@ -48,7 +48,7 @@ impl Tree {
     /// for every 64. Bitmaps of more than 32 GiB of memory are shared out to several threads.
     ///
     /// ```
-    /// # use dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{Gfn, Layout, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0x100), frames: 100 }])?;
     /// let tree = Tree::new(&layout)?;
     /// assert_eq!(tree.absorb_bitmap(&layout, SlotId(0), &[0b101, 1])?, 3);
@@ -117,7 +117,7 @@ impl Tree {
     /// each thread needs for its walk.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 30 }])?; // 4 TiB
     /// let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(1 << 20), count: 1 << 24 })?;
@@ -177,7 +177,7 @@ impl Tree {
     /// Costs a look at each word that is not zero; several threads share what is large.
     ///
     /// ```
-    /// # use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
+    /// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId, Tree};
     /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// # let tree = Tree::new(&layout)?;
     /// tree.mark(&layout, FrameRun { start: Gfn(9), count: 500 })?;

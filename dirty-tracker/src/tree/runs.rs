@@ -6,7 +6,7 @@ use crate::{FrameRun, Layout};
 /// order of their pieces. To be used again, since its room stays: 16 bytes a run.
 ///
 /// ```
-/// # use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
+/// # use driftline_dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slot, SlotId, Tree};
 /// # let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
 /// # let tree = Tree::new(&layout)?;
 /// let mut lists = RunLists::default();

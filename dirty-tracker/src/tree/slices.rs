@@ -41,7 +41,7 @@ impl Tree {
     /// slices; what is inserted during it is in one of them or still in the tree.
     ///
     /// ```
-    /// use dirty_tracker::{FrameRun, Gfn, Layout, Slices, Slot, SlotId, Tree};
+    /// use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slices, Slot, SlotId, Tree};
     ///
     /// let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 1 << 20 }])?;
     /// let tree = Tree::new(&layout)?;

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering;
 
-use dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
+use driftline_dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry, RingFull};
 
 /// One vCPU's ring, seen from the kernel.
 pub struct KernelRing {

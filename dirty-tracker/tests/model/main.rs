@@ -1,9 +1,9 @@
 //! The real code under model checkers, which try the orders that threads can run in.
 //!
 //! ```text
-//! RUSTFLAGS="--cfg driftline_shuttle" cargo test -p dirty-tracker --target-dir target/shuttle --test model
-//! RUSTFLAGS="--cfg driftline_loom"    cargo test -p dirty-tracker --target-dir target/loom    --test model
-//! MIRIFLAGS=-Zmiri-many-seeds=0..16   cargo +nightly miri test -p dirty-tracker --test model
+//! RUSTFLAGS="--cfg driftline_shuttle" cargo test -p driftline-dirty-tracker --target-dir target/shuttle --test model
+//! RUSTFLAGS="--cfg driftline_loom"    cargo test -p driftline-dirty-tracker --target-dir target/loom    --test model
+//! MIRIFLAGS=-Zmiri-many-seeds=0..16   cargo +nightly miri test -p driftline-dirty-tracker --test model
 //! ```
 //!
 //! Each runs for seconds. Shuttle tries random orders of the tree's operations, which are all
@@ -22,7 +22,7 @@ mod memory;
 mod producer {
     use std::sync::atomic::Ordering;
 
-    use dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry};
+    use driftline_dirty_tracker::{ENTRY_DIRTY, ENTRY_RESET, RingEntry};
 
     pub fn push(ring: &[RingEntry], published: u32, frame: u64) {
         let entry = &ring[published as usize & (ring.len() - 1)];
@@ -47,7 +47,7 @@ mod producer {
 mod loom_ring {
     use std::sync::Arc;
 
-    use dirty_tracker::{Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker};
+    use driftline_dirty_tracker::{Gfn, Harvester, Layout, RingEntry, Slot, SlotId, Tracker};
     use loom::thread;
 
     use super::producer::{push, reset};
@@ -89,7 +89,7 @@ mod shuttle_orders {
     use std::collections::BTreeSet;
     use std::sync::Arc;
 
-    use dirty_tracker::{
+    use driftline_dirty_tracker::{
         FrameRun, Gfn, Harvester, Layout, RingEntry, RunLists, Slices, Slot, SlotId, Tracker, Tree,
     };
     use shuttle::sync::atomic::{AtomicU32, Ordering};

@@ -10,7 +10,9 @@
 
 use std::sync::Arc;
 
-use dirty_tracker::{FrameRun, Gfn, Layout, RunLists, Slices, Slot, SlotId, Tracker, Tree};
+use driftline_dirty_tracker::{
+    FrameRun, Gfn, Layout, RunLists, Slices, Slot, SlotId, Tracker, Tree,
+};
 
 #[cfg(driftline_loom)]
 use loom::{

@@ -13,7 +13,7 @@
 //! ```
 //! use std::time::{Duration, Instant};
 //!
-//! use images::workload::{Next, PAGE_WORDS, PageMemory, Runner};
+//! use driftline_images::workload::{Next, PAGE_WORDS, PageMemory, Runner};
 //!
 //! struct Pages(Vec<u64>);
 //!
@@ -29,7 +29,7 @@
 //!     }
 //! }
 //!
-//! let spec: images::PayloadSpec = "payload,ws=1M,rate=64M,pattern=zipf,passes=3".parse().unwrap();
+//! let spec: driftline_images::PayloadSpec = "payload,ws=1M,rate=64M,pattern=zipf,passes=3".parse().unwrap();
 //! let mut pages = Pages(vec![0; spec.ws_pages() as usize * PAGE_WORDS]);
 //! let clock = Instant::now();
 //! let mut runner = Runner::new(&spec, 1, 0, 0);

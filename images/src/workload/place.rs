@@ -49,7 +49,7 @@ impl Placement {
     /// Places the working set into `ram`, ranges of (address, bytes) in ascending order.
     ///
     /// ```
-    /// use images::{PayloadSpec, workload::Placement};
+    /// use driftline_images::{PayloadSpec, workload::Placement};
     /// let spec: PayloadSpec = "payload,ws=64M".parse().unwrap();
     /// let placement = Placement::new(&spec, [(0, 640 << 10), (1 << 20, 127 << 20)]).unwrap();
     /// assert_eq!(placement.gfn(0), 0x1000);

@@ -32,8 +32,8 @@ fn plausible(bytes: &mut [u8]) {
 }
 
 fuzz_target!(|input: &[u8]| {
-    let _ = migrate::inspect(input);
+    let _ = driftline_migrate::inspect(input);
     let mut bytes = input.to_vec();
     plausible(&mut bytes);
-    let _ = migrate::inspect(&bytes[..]);
+    let _ = driftline_migrate::inspect(&bytes[..]);
 });

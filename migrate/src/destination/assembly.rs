@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, DriveHead, Guest, GuestError, Section};
-use dirty_tracker::PAGE_SIZE;
+use driftline_checkpoint::{Clock, DriveHead, Guest, GuestError, Section};
+use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::Whole;
 use super::ahead;
@@ -322,7 +322,7 @@ impl<G: Guest + ?Sized> Drop for EndExpecting<'_, '_, G> {
 mod tests {
     use std::io::{Error, ErrorKind};
 
-    use checkpoint::format::FormatError;
+    use driftline_checkpoint::format::FormatError;
 
     use super::*;
 

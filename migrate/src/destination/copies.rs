@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use checkpoint::{DriveCopy, DriveHead};
-use dirty_tracker::FrameRun;
+use driftline_checkpoint::{DriveCopy, DriveHead};
+use driftline_dirty_tracker::FrameRun;
 
 use super::drives::DriveStep;
 use crate::control::Stop;

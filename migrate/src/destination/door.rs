@@ -13,9 +13,9 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::DriveHead;
-use checkpoint::format::{FormatError, Header};
-use dirty_tracker::Layout;
+use driftline_checkpoint::DriveHead;
+use driftline_checkpoint::format::{FormatError, Header};
+use driftline_dirty_tracker::Layout;
 use socket2::SockRef;
 
 use super::ledger::Ledger;

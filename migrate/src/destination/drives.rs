@@ -3,8 +3,8 @@
 //! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said PREPARED has all
 //! that the guest had made durable on its last host.
 
-use checkpoint::DriveHead;
-use dirty_tracker::PAGE_SIZE;
+use driftline_checkpoint::DriveHead;
+use driftline_dirty_tracker::PAGE_SIZE;
 
 use crate::error::WireError;
 use crate::message::{Counts, DriveMessage, Runs, Tag};
@@ -130,7 +130,7 @@ impl InboundDrives {
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::{FrameRun, Gfn};
+    use driftline_dirty_tracker::{FrameRun, Gfn};
     use zerocopy::IntoBytes;
 
     use super::*;

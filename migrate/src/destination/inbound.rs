@@ -18,8 +18,8 @@
 
 use std::sync::Arc;
 
-use checkpoint::{DriveHead, Section};
-use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
+use driftline_checkpoint::{DriveHead, Section};
+use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use super::drives::{DriveStep, InboundDrives};
 use crate::compression::Codec;
@@ -351,7 +351,7 @@ fn at_most(what: &'static str, found: u64, limit: u64) -> Result<(), WireError> 
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::{Gfn, Slot, SlotId};
+    use driftline_dirty_tracker::{Gfn, Slot, SlotId};
     use zerocopy::IntoBytes;
 
     use super::*;
@@ -423,7 +423,7 @@ mod tests {
     fn state_may_come_before_the_last_pass_and_only_there() {
         let mut inbound = inbound();
         pass(&mut inbound, 0, 2).unwrap();
-        let section = || Section::new(checkpoint::SectionTag(7), 0, vec![1]);
+        let section = || Section::new(driftline_checkpoint::SectionTag(7), 0, vec![1]);
         inbound.on(Message::State(section())).unwrap();
         let step = inbound.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
         assert!(
@@ -451,7 +451,7 @@ mod tests {
     fn a_state_that_is_whole_can_be_restored_before_the_last_pass_begins() {
         let mut inbound = inbound();
         pass(&mut inbound, 0, 2).unwrap();
-        let section = || Section::new(checkpoint::SectionTag(7), 0, vec![1]);
+        let section = || Section::new(driftline_checkpoint::SectionTag(7), 0, vec![1]);
         let whole = |sections| Message::StateWhole { sections, frames: 3 };
         let e = inbound.on(whole(0)).unwrap_err().to_string();
         assert!(e.contains("STATE_WHOLE came where"), "{e}");

@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use checkpoint::VmId;
+use driftline_checkpoint::VmId;
 
 use super::drives::DriveStep;
 use super::inbound::{Inbound, Step};

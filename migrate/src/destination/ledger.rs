@@ -7,7 +7,7 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use checkpoint::VmId;
+use driftline_checkpoint::VmId;
 use uuid::Uuid;
 
 use crate::control::Stop;

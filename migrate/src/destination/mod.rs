@@ -23,9 +23,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use checkpoint::format::Header;
-use checkpoint::{Clock, DriveHead, Guest, GuestFactory, Section};
-use dirty_tracker::{Layout, Subscription};
+use driftline_checkpoint::format::Header;
+use driftline_checkpoint::{Clock, DriveHead, Guest, GuestFactory, Section};
+use driftline_dirty_tracker::{Layout, Subscription};
 
 use crate::control::{Phase, Progress, ReceiveControl};
 use crate::error::{Cause, LayoutDifference, ReceiveError, WireError};

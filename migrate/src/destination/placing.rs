@@ -5,8 +5,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use checkpoint::{Guest, GuestRam};
-use dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
+use driftline_checkpoint::{Guest, GuestRam};
+use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::ahead::Ahead;
@@ -145,10 +145,10 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
-    use checkpoint::VmId;
-    use checkpoint::format::RecordHead;
-    use checkpoint::testing::{MemoryConfig, MemoryGuest};
-    use dirty_tracker::{Gfn, Slot, SlotId};
+    use driftline_checkpoint::VmId;
+    use driftline_checkpoint::format::RecordHead;
+    use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
+    use driftline_dirty_tracker::{Gfn, Slot, SlotId};
     use zerocopy::IntoBytes;
 
     use super::super::ahead;

@@ -10,8 +10,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use checkpoint::Guest;
-use dirty_tracker::Layout;
+use driftline_checkpoint::Guest;
+use driftline_dirty_tracker::Layout;
 
 use super::inbound::{Inbound, Step};
 use super::placing::Placing;

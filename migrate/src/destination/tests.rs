@@ -4,10 +4,10 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use checkpoint::format::MAGIC_STREAM;
-use checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{DriveCopy, VmId};
-use dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_checkpoint::format::MAGIC_STREAM;
+use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_checkpoint::{DriveCopy, VmId};
+use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 
 use super::*;
 
@@ -47,7 +47,7 @@ fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
     let host = host(&options, &control, callers);
     let left = || {
         let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
-        let cause = checkpoint::format::FormatError::Io(cause).into();
+        let cause = driftline_checkpoint::format::FormatError::Io(cause).into();
         knock.send(Knock::Left { peer: "somebody".into(), cause }).unwrap();
     };
     // So that the waiting ends in any case, after what is queued.
@@ -140,7 +140,7 @@ impl GuestFactory for Copying {
         &self,
         vm_id: VmId,
         config: &[u8],
-    ) -> Result<Arc<MemoryGuest>, checkpoint::GuestError> {
+    ) -> Result<Arc<MemoryGuest>, driftline_checkpoint::GuestError> {
         self.0.create(vm_id, config)
     }
 
@@ -149,7 +149,8 @@ impl GuestFactory for Copying {
         vm_id: VmId,
         config: &[u8],
         _: &[DriveHead],
-    ) -> Result<checkpoint::WithCopies<MemoryGuest>, checkpoint::GuestError> {
+    ) -> Result<driftline_checkpoint::WithCopies<MemoryGuest>, driftline_checkpoint::GuestError>
+    {
         Ok((self.create(vm_id, config)?, vec![Box::new(Copy(self.1.clone()))]))
     }
 }

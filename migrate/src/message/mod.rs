@@ -1,14 +1,16 @@
 //! The messages of the protocol: their tags, their bounds, and their bytes in both directions.
 //!
-//! A message is the payload of one record (`checkpoint::format`). PROTOCOL.md draws each of them;
+//! A message is the payload of one record (`driftline_checkpoint::format`). PROTOCOL.md draws each of them;
 //! the structs here are those drawings. Decoding borrows from the receive buffer and allocates
 //! nothing that a length from the peer decides, except the slots of one CONFIG (at most
 //! [`MAX_SLOTS`]).
 
 // What can be stored can be sent: the bounds of a guest are the store's.
-pub(crate) use checkpoint::format::{MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE};
-use checkpoint::{Section, SectionTag};
-use dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
+pub(crate) use driftline_checkpoint::format::{
+    MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
+};
+use driftline_checkpoint::{Section, SectionTag};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 use uuid::Uuid;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 

@@ -1,8 +1,8 @@
 //! The bytes of each message: the fixed parts as PROTOCOL.md draws them, and how messages become
 //! bytes.
 
-use checkpoint::Section;
-use dirty_tracker::{FrameRun, Gfn, Layout};
+use driftline_checkpoint::Section;
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

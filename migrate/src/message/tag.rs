@@ -1,7 +1,7 @@
 //! The messages' tags: numbers, names, and how long each may be.
 
-use checkpoint::MAX_LATE;
-use dirty_tracker::PAGE_SIZE;
+use driftline_checkpoint::MAX_LATE;
+use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::{
     FRAMES_HEAD, MAX_CONFIG, MAX_EXPECTED_RUNS, MAX_PAGES, MAX_SECTION, MAX_SLOTS, MAX_TEXT,

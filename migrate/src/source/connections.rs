@@ -6,8 +6,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use checkpoint::GuestRam;
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_checkpoint::GuestRam;
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 
 use super::drives::Drives;
 use super::pacer::Pacer;

@@ -10,8 +10,10 @@ use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 use std::time::Instant;
 
-use checkpoint::{DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs, is_zero};
-use dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
+use driftline_checkpoint::{
+    DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs, is_zero,
+};
+use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 

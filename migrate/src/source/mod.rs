@@ -19,8 +19,8 @@ mod verify;
 
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, GuestDrive, RunState};
-use dirty_tracker::{PAGE_SIZE, Subscription};
+use driftline_checkpoint::{Guest, GuestDrive, RunState};
+use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 
 use crate::control::{Phase, SendControl};
 use crate::convergence::{

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use checkpoint::{GuestRam, is_zero};
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_checkpoint::{GuestRam, is_zero};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 

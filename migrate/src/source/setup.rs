@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::Guest;
+use driftline_checkpoint::Guest;
 
 use super::{Failed, Job, Peer, drives, fits};
 use crate::compression::Compression;

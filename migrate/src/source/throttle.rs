@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, VcpuWrites};
-use dirty_tracker::PAGE_SIZE;
+use driftline_checkpoint::{Guest, VcpuWrites};
+use driftline_dirty_tracker::PAGE_SIZE;
 
 use crate::convergence::{Goals, Judgement, Measured, judge};
 use crate::error::Cause;

@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use checkpoint::Guest;
-use dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
+use driftline_checkpoint::Guest;
+use driftline_dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
 
 use crate::digest;
 use crate::error::Cause;

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::testing::MemoryGuest;
-use checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VcpuWrites, VmId};
-use dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+use driftline_checkpoint::testing::MemoryGuest;
+use driftline_checkpoint::{
+    Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VcpuWrites, VmId,
+};
+use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 pub struct Hooked {
     guest: Arc<MemoryGuest>,

@@ -14,14 +14,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Guest, GuestFactory, RunState};
 pub use disked::{CopyFaults, Disked, DiskedFactory};
-pub use hooked::Hooked;
-use migrate::{
+use driftline_checkpoint::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_checkpoint::{Guest, GuestFactory, RunState};
+use driftline_migrate::{
     Cause, GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, Records,
     SendControl, SendError, SendOptions, SendReport, Tag, receive, send,
 };
+pub use hooked::Hooked;
 pub use proxy::{At, Cut, Plan, Proxy};
 
 /// More than anything takes here, on a busy machine, too.
@@ -65,7 +65,7 @@ impl Host {
 
     /// A running guest that holds the drive.
     pub fn start(&self, config: MemoryConfig) -> Arc<MemoryGuest> {
-        let template = MemoryGuest::new(checkpoint::VmId::random(), config).unwrap();
+        let template = MemoryGuest::new(driftline_checkpoint::VmId::random(), config).unwrap();
         let factory = MemoryGuestFactory {
             faults: self.here.clone(),
             drive: self.drive.clone(),

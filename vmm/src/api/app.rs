@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use migrate::Progress;
+use driftline_migrate::Progress;
 use tokio::sync::oneshot;
 use tracing::Span;
 
@@ -22,7 +22,7 @@ const DECISION_LIMIT: Duration = Duration::from_secs(5);
 /// up to the devices, which then take their files, side by side. Either fails if it takes longer. In
 /// all, less than the 30 s for which a client waits by default.
 const TAKE_OVER_LIMIT: Duration =
-    ACQUIRE_LIMIT.saturating_add(migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
+    ACQUIRE_LIMIT.saturating_add(driftline_migrate::YIELD_LIMIT).saturating_add(DECISION_LIMIT);
 /// Interval between requests to end the wait for a guest, while they are refused.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -188,7 +188,7 @@ mod tests {
     use std::sync::atomic::AtomicU32;
     use std::sync::atomic::Ordering::SeqCst;
 
-    use checkpoint::VmId;
+    use driftline_checkpoint::VmId;
 
     use super::*;
     use crate::config::{Backend, HostConfig, SerialSink};

@@ -10,7 +10,7 @@ use axum::Json;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
-use checkpoint::Achieved;
+use driftline_checkpoint::Achieved;
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, Input};

@@ -6,9 +6,9 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use checkpoint::{Achieved, EpochReport, RunState, Taken, VmId};
-use dirty_tracker::{TrackerStats, TrackingMode};
-use migrate::{
+use driftline_checkpoint::{Achieved, EpochReport, RunState, Taken, VmId};
+use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_migrate::{
     Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
     SendReport, TimeoutStrategy,
 };

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
-use checkpoint::{CadenceForecast, cadence_forecast};
-use migrate::convergence::Goals;
-use migrate::forecast::{Conditions, Curve, Forecast, forecast};
+use driftline_checkpoint::{CadenceForecast, cadence_forecast};
+use driftline_migrate::convergence::Goals;
+use driftline_migrate::forecast::{Conditions, Curve, Forecast, forecast};
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, Input};
@@ -122,9 +122,10 @@ fn check(request: &PlanRequest) -> Result<(), String> {
     if let Some(ms) = request.downtime_ms.filter(|ms| *ms > MAX_DOWNTIME_MS) {
         return Err(format!("downtime_ms is {ms}; it is at most {MAX_DOWNTIME_MS}"));
     }
-    if let Some(rate) = request.bandwidth_bytes_per_s.filter(|rate| *rate < migrate::MIN_BANDWIDTH)
+    if let Some(rate) =
+        request.bandwidth_bytes_per_s.filter(|rate| *rate < driftline_migrate::MIN_BANDWIDTH)
     {
-        let least = migrate::MIN_BANDWIDTH;
+        let least = driftline_migrate::MIN_BANDWIDTH;
         return Err(format!("bandwidth_bytes_per_s is {rate}; it is at least {least}"));
     }
     Ok(())

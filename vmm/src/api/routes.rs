@@ -11,7 +11,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, patch, post, put};
 use axum::{Json, Router};
-use dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_dirty_tracker::{TrackerStats, TrackingMode};
 use serde::Deserialize;
 use serde_json::{Value, json};
 

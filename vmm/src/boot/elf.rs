@@ -7,7 +7,7 @@
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 
-use dirty_tracker::{FrameRun, Gfn};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 use linux_loader::elf::{
     EI_CLASS, EI_DATA, ELFDATA2LSB, ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, PT_GNU_STACK, PT_INTERP,
     PT_LOAD, PT_NOTE,

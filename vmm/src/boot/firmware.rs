@@ -1,6 +1,6 @@
 //! What a firmware would have left in memory: MP table, ACPI tables, generation ID.
 
-use dirty_tracker::Gfn;
+use driftline_dirty_tracker::Gfn;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::kernel::Loaded;
@@ -65,7 +65,7 @@ fn fresh_generation_id() -> [u8; 16] {
 mod tests {
     use super::*;
     use crate::memory::MemoryOptions;
-    use dirty_tracker::FrameRun;
+    use driftline_dirty_tracker::FrameRun;
 
     #[test]
     fn a_new_generation_id_differs_and_is_seen_by_the_tracker() {

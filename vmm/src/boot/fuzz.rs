@@ -3,7 +3,7 @@
 
 use std::io::Cursor;
 
-use dirty_tracker::{FrameRun, Gfn, TrackingMode};
+use driftline_dirty_tracker::{FrameRun, Gfn, TrackingMode};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::kernel::{self, Loaded};

@@ -26,9 +26,9 @@ use std::fs::File;
 use std::io::Cursor;
 use std::path::Path;
 
-use dirty_tracker::Layout;
-use images::PayloadSpec;
-use images::workload::Placement;
+use driftline_dirty_tracker::Layout;
+use driftline_images::PayloadSpec;
+use driftline_images::workload::Placement;
 
 use crate::config::{Boot, MachineConfig};
 use crate::memory::Memory;
@@ -117,7 +117,7 @@ pub enum BootError {
 
 impl BootError {
     fn does_not_fit(what: impl Into<String>, layout: &Layout, why: impl Into<String>) -> Self {
-        let mem_bytes = layout.frames() * dirty_tracker::PAGE_SIZE;
+        let mem_bytes = layout.frames() * driftline_dirty_tracker::PAGE_SIZE;
         Self::DoesNotFit { what: what.into(), mem_bytes, why: why.into() }
     }
 }
@@ -169,7 +169,7 @@ pub fn load(
             let spec: PayloadSpec = spec.parse().map_err(|e| BootError::Config(format!("{e}")))?;
             place_payload(&spec, config.vcpus, memory)
                 .map_err(|why| BootError::Config(format!("{what} does not fit: {why}")))?;
-            let mut elf = Cursor::new(images::PAYLOAD_ELF);
+            let mut elf = Cursor::new(driftline_images::PAYLOAD_ELF);
             let kernel = kernel::load("the payload", &mut elf, memory)?;
             enter(config, memory, &kernel, None, &spec.cmdline(config.vcpus.into()), devices)
         }

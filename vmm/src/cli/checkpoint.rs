@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Achieved, Spread};
+use driftline_checkpoint::{Achieved, Spread};
 use hyper::Method;
 use vmm::api::model::{
     CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobBegun,

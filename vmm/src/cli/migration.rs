@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
+use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
 use hyper::Method;
-use migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
 use serde_json::{Value, json};
 use vmm::api::model::{
     GuestState, GuestWhere, InfoPage, JobBegun, MigrationFailure, MigrationPage, MigrationRequest,

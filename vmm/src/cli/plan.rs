@@ -4,8 +4,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use driftline_migrate::forecast::Forecast;
 use hyper::Method;
-use migrate::forecast::Forecast;
 use vmm::api::plan::{Plan, PlanRequest, PlanVerdict};
 
 use super::args::{ApiArgs, QueryArgs, headings};

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_migrate::{Phase, Progress, ReceiveControl, VcpuThrottle};
 use indicatif::{ProgressBar, ProgressStyle};
-use migrate::{Phase, Progress, ReceiveControl, VcpuThrottle};
 
 use super::output::{self, say};
 

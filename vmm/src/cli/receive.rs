@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
-use migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
+use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
 use vmm::api::{App, Arriving, Server};
 use vmm::backend::Factory;
 use vmm::config::guest_span;
@@ -60,7 +60,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
         ..ReceiveOptions::new(&args.host.state_dir)
     };
     let showing = Receiving::show(&control);
-    let received = migrate::receive(listener, Arc::new(factory), &options, &control);
+    let received = driftline_migrate::receive(listener, Arc::new(factory), &options, &control);
     drop(showing);
     let Received { guest: vm, report, responder } = received.map_err(|e| {
         end_in_bounded_time(0, NOT_RECEIVED);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use checkpoint::{RestoreError, RestoreReport};
+use driftline_checkpoint::{RestoreError, RestoreReport};
 use vmm::api::{App, Server};
 use vmm::backend::Factory;
 use vmm::config::{DiskConfig, DiskSpec, HostConfig, MachineConfig, Restored, guest_span};

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use checkpoint::VmId;
-use dirty_tracker::TrackingMode;
+use driftline_checkpoint::VmId;
+use driftline_dirty_tracker::TrackingMode;
 use vmm::api::{App, Server};
 use vmm::backend::{self, LaunchError};
 use vmm::config::{

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use checkpoint::{EpochInfo, Listing, Store, Survey};
+use driftline_checkpoint::{EpochInfo, Listing, Store, Survey};
 use serde_json::json;
 use vmm::config::Identity;
 
@@ -82,7 +82,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let report = report.map_err(|e| store_failure(&args.store, e))?;
     let kept = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
     kept.map_err(|e| refused(e.error))?;
-    checkpoint::durable::sync_dir(dir).map_err(refused)?;
+    driftline_checkpoint::durable::sync_dir(dir).map_err(refused)?;
     if args.json {
         print_json(&report)?;
     } else {
@@ -282,7 +282,7 @@ mod tests {
     fn columns_are_aligned() {
         let info = EpochInfo {
             epoch: 27,
-            vm_id: checkpoint::VmId::random(),
+            vm_id: driftline_checkpoint::VmId::random(),
             parent: None,
             full: true,
             frames: 8234,
@@ -290,7 +290,7 @@ mod tests {
             bytes: 33 << 20,
             drives: 2,
             created_unix_ms: 1_700_000_000_000,
-            line: checkpoint::LineId::random(),
+            line: driftline_checkpoint::LineId::random(),
         };
         let row = epoch_row(&info, 1_700_000_000_000 + 200_000);
         assert!(row.contains("  3 m  full") && row.ends_with("33 MiB      2"), "{row}");

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use checkpoint::{
+use driftline_checkpoint::{
     Archive, Clock, EpochInfo, GuestFactory, Listing, RestoreError, RestoreReport, Store,
     StoreError, VerifyReport, VmId,
 };
@@ -133,9 +133,13 @@ impl Stored {
     ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
         let clock = Clock::Continue;
         match self {
-            Self::Store(store) if lazy => checkpoint::restore_lazily(store, epoch, factory, clock),
-            Self::Store(store) => checkpoint::restore(store, epoch, factory, clock),
-            Self::Archive(archive) => checkpoint::restore_archive(archive, factory, clock),
+            Self::Store(store) if lazy => {
+                driftline_checkpoint::restore_lazily(store, epoch, factory, clock)
+            }
+            Self::Store(store) => driftline_checkpoint::restore(store, epoch, factory, clock),
+            Self::Archive(archive) => {
+                driftline_checkpoint::restore_archive(archive, factory, clock)
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use vmm::config::DEFAULT_RING_ENTRIES;
 
 /// A size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
 pub(super) fn size(text: &str) -> Result<u64, String> {
-    images::workload::parse_size(text.as_bytes()).ok_or_else(|| {
+    driftline_images::workload::parse_size(text.as_bytes()).ok_or_else(|| {
         "a size is digits, then nothing, K, M or G (powers of two), such as 64M".to_owned()
     })
 }
@@ -100,7 +100,7 @@ pub(super) fn timeout_s(text: &str) -> Result<u64, String> {
 
 /// A bandwidth in bytes a second.
 pub(super) fn bandwidth(text: &str) -> Result<u64, String> {
-    let least = migrate::MIN_BANDWIDTH;
+    let least = driftline_migrate::MIN_BANDWIDTH;
     match size(text)? {
         rate if rate < least => Err(format!("a bandwidth is at least {}M a second", least >> 20)),
         rate => Ok(rate),
@@ -109,7 +109,7 @@ pub(super) fn bandwidth(text: &str) -> Result<u64, String> {
 
 /// Connections of a migration.
 pub(super) fn connections(text: &str) -> Result<u32, String> {
-    let most = migrate::MAX_CONNECTIONS;
+    let most = driftline_migrate::MAX_CONNECTIONS;
     let parsed = text.parse().ok().filter(|n| (1..=most).contains(n));
     parsed.ok_or_else(|| format!("a migration has 1 to {most} connections"))
 }
@@ -160,7 +160,7 @@ pub(super) fn state_dir() -> PathBuf {
 
 /// What the embedded guest is to do; kept as text, which is what a configuration holds.
 pub(super) fn guest_spec(text: &str) -> Result<String, String> {
-    let spec: Result<images::PayloadSpec, _> = text.parse();
+    let spec: Result<driftline_images::PayloadSpec, _> = text.parse();
     spec.map(|_| text.to_owned()).map_err(|e| e.to_string())
 }
 

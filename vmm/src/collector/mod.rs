@@ -16,8 +16,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::GuestError;
-use dirty_tracker::{
+use driftline_checkpoint::GuestError;
+use driftline_dirty_tracker::{
     Collected, DirtySource, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
 };
 
@@ -311,7 +311,7 @@ fn system(what: &'static str, cause: &str) -> GuestError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
+    use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
     use std::sync::Mutex;
     use std::time::Instant;
 

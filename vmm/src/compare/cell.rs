@@ -4,10 +4,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, GuestError};
-use dirty_tracker::{Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode};
-use images::PayloadSpec;
-use images::workload::SLICE_NS;
+use driftline_checkpoint::{Guest, GuestError};
+use driftline_dirty_tracker::{
+    Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode,
+};
+use driftline_images::PayloadSpec;
+use driftline_images::workload::SLICE_NS;
 
 use super::cpu::{CpuTime, this_thread};
 use super::truth::{Audit, Truth};
@@ -252,7 +254,7 @@ impl Bench {
                 epoch.commit();
             }
             (Some(truth), None) => truth.report(self.runs.iter().copied()),
-            (None, epoch) => epoch.into_iter().for_each(dirty_tracker::Epoch::commit),
+            (None, epoch) => epoch.into_iter().for_each(driftline_dirty_tracker::Epoch::commit),
         }
         Ok(Taken { times, drain_cpu, marked_all: collected.marked_all })
     }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use dirty_tracker::TrackingMode;
+use driftline_dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
 use super::{Sink, Way};
@@ -144,7 +144,7 @@ mod tests {
         }
         assert_eq!(cells.iter().collect::<HashSet<_>>().len(), cells.len());
         for guest in [LIGHT, BRISK, BUSY] {
-            assert!(guest.parse::<images::PayloadSpec>().is_ok(), "{guest}");
+            assert!(guest.parse::<driftline_images::PayloadSpec>().is_ok(), "{guest}");
         }
     }
 }

@@ -148,7 +148,7 @@ fn cells(way: Way, f: &Figures) -> [String; HEADER.len() - 1] {
         f.vcpu_cpu_per_write_ns.map_or_else(none, |s| format!("{:.2} us", s.median / 1e3)),
         f.host_cpu_percent.map_or_else(none, |s| format!("{:.1} %", s.median)),
         match f.ring_full_ms_per_s {
-            Some(s) if way.source() == dirty_tracker::TrackingMode::DirtyRing => {
+            Some(s) if way.source() == driftline_dirty_tracker::TrackingMode::DirtyRing => {
                 format!("{:.1} ms/s", s.median)
             }
             _ => none(),

@@ -3,10 +3,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use checkpoint::{Guest, GuestRam};
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
-use images::PayloadSpec;
-use images::workload::{PAGE_WORDS, Placement, STAMP_WORD, Segment, Share};
+use driftline_checkpoint::{Guest, GuestRam};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_images::PayloadSpec;
+use driftline_images::workload::{PAGE_WORDS, Placement, STAMP_WORD, Segment, Share};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory};
 
 /// The word of a page that counts its writes.

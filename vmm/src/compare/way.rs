@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use dirty_tracker::TrackingMode;
+use driftline_dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
 use crate::kvm::Capabilities;

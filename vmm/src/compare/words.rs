@@ -3,7 +3,7 @@
 
 use std::cmp::Ordering;
 
-use dirty_tracker::TrackingMode;
+use driftline_dirty_tracker::TrackingMode;
 
 use super::report::{CellReport, Figures};
 use super::{GuestKind, Spread, Way, looks};

@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 /// A memory balloon: what is asked for as `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
@@ -48,7 +48,7 @@ impl FromStr for BalloonConfig {
 }
 
 fn parse_size(size: &str) -> Result<u64, String> {
-    let bytes = images::workload::parse_size(size.as_bytes());
+    let bytes = driftline_images::workload::parse_size(size.as_bytes());
     bytes.filter(|bytes| bytes.is_multiple_of(PAGE_SIZE)).ok_or_else(|| {
         format!("\"{size}\" is no size of a balloon: digits and K, M or G, whole pages of 4K")
     })

@@ -1,8 +1,8 @@
 //! Owns the bytes of a configuration on wires and in stores: a version, then postcard. They come
 //! from strangers: nothing in them is believed before it is checked. `FORMAT.md` has the fields.
 
-use checkpoint::GuestError;
-use dirty_tracker::PAGE_SIZE;
+use driftline_checkpoint::GuestError;
+use driftline_dirty_tracker::PAGE_SIZE;
 use serde::de::DeserializeOwned;
 
 use super::{Backend, Boot, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, devices};
@@ -87,8 +87,8 @@ mod tests {
     };
     use super::*;
     use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr};
-    use checkpoint::{Line, LineId, Origin, VmId};
-    use dirty_tracker::TrackingMode;
+    use driftline_checkpoint::{Line, LineId, Origin, VmId};
+    use driftline_dirty_tracker::TrackingMode;
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;

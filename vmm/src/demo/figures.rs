@@ -1,7 +1,7 @@
 //! Owns the demo's figures and the table that it ends with.
 
-use images::Report;
-use migrate::SendReport;
+use driftline_images::Report;
+use driftline_migrate::SendReport;
 use serde::Serialize;
 use vmm::api::model::EpochLine;
 

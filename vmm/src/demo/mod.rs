@@ -12,9 +12,9 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::TrackingMode;
+use driftline_dirty_tracker::TrackingMode;
+use driftline_images::Report;
 use hyper::Method;
-use images::Report;
 use indicatif::{ProgressBar, ProgressStyle};
 use vmm::api::model::{
     CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,

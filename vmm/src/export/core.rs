@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use dirty_tracker::{Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{Layout, PAGE_SIZE};
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
 use object::Endianness;
 use object::elf::{

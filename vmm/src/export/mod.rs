@@ -5,8 +5,8 @@ mod core;
 use std::fs::File;
 use std::path::Path;
 
-use checkpoint::{ExportReport, Section, Store, StoreError, section_tags as tags};
-use dirty_tracker::Layout;
+use driftline_checkpoint::{ExportReport, Section, Store, StoreError, section_tags as tags};
+use driftline_dirty_tracker::Layout;
 
 use self::core::{CoreFile, CoreRegisters};
 use crate::machine::registers;

@@ -2,7 +2,7 @@
 //!
 //! Ranges are of memory, not of addresses: where memory has a hole, a range goes on behind it.
 
-use dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
 use crate::api::dirty_watch::MemoryRange;
 
@@ -70,7 +70,7 @@ impl Bins {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dirty_tracker::{Gfn, Slot, SlotId};
+    use driftline_dirty_tracker::{Gfn, Slot, SlotId};
     use proptest::prelude::*;
 
     fn layout() -> Layout {

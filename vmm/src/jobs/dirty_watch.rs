@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use checkpoint::{RunState, VcpuWrites};
-use dirty_tracker::{PAGE_SIZE, Subscription, TrackingMode};
-use migrate::SendStatus;
+use driftline_checkpoint::{RunState, VcpuWrites};
+use driftline_dirty_tracker::{PAGE_SIZE, Subscription, TrackingMode};
+use driftline_migrate::SendStatus;
 use tokio::sync::oneshot;
 
 use super::bins::Bins;

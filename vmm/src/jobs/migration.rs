@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use migrate::{
+use driftline_migrate::{
     Cause, ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions,
     SendReport,
 };
@@ -64,7 +64,7 @@ impl MigrationJob {
         let spawned = log::spawn("migration", move || {
             let _end = EndGuard { job: &worker, holds: &held };
             let guest = held.view(Role::Migration);
-            let sent = migrate::send(&*guest, &worker.to, &options, &worker.control);
+            let sent = driftline_migrate::send(&*guest, &worker.to, &options, &worker.control);
             worker.conclude(sent.map_err(|e| failure(&e)));
         });
         if let Err(e) = spawned {

@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use checkpoint::RunState;
-use migrate::{Records, Resolution, Responder};
+use driftline_checkpoint::RunState;
+use driftline_migrate::{Records, Resolution, Responder};
 use tracing::Span;
 
 use crate::api::model::{

@@ -9,9 +9,9 @@ use std::sync::TryLockError;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, is_zero};
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
-use migrate::forecast::Window;
+use driftline_checkpoint::{Guest, is_zero};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
+use driftline_migrate::forecast::Window;
 use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress};
 

@@ -1,6 +1,6 @@
 //! What this host's KVM can do, and what each missing thing costs.
 
-use dirty_tracker::TrackingMode;
+use driftline_dirty_tracker::TrackingMode;
 use kvm_bindings::*;
 use kvm_ioctls::Kvm;
 

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 
-use dirty_tracker::{PAGE_SIZE, RingEntry};
+use driftline_dirty_tracker::{PAGE_SIZE, RingEntry};
 use kvm_bindings::KVM_DIRTY_LOG_PAGE_OFFSET;
 use kvm_ioctls::VcpuFd;
 

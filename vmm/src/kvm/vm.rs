@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use dirty_tracker::{Slot, SlotId};
+use driftline_dirty_tracker::{Slot, SlotId};
 use kvm_bindings::*;
 use kvm_ioctls::VmFd;
 use vm_memory::{GuestAddress, GuestMemoryBackend};

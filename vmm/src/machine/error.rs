@@ -2,8 +2,8 @@
 
 use std::io;
 
-use checkpoint::GuestError;
-use dirty_tracker::SourceError;
+use driftline_checkpoint::GuestError;
+use driftline_dirty_tracker::SourceError;
 
 use crate::boot::BootError;
 use crate::devices::{DeviceError, SinkError, TapError};

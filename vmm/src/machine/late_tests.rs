@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
-use checkpoint::{Backlog, Clock, Guest, RunState, Section, StoreError, VmId};
-use dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_checkpoint::{Backlog, Clock, Guest, RunState, Section, StoreError, VmId};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use super::Machine;
 use super::tests::{LONG, elf, wait_until};

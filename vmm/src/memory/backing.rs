@@ -15,7 +15,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::FileOffset;
 use vm_memory::mmap::MmapRegionBuilder;
 
-use dirty_tracker::TrackedBitmap;
+use driftline_dirty_tracker::TrackedBitmap;
 
 /// What holds the bytes of guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

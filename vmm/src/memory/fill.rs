@@ -4,8 +4,8 @@
 
 use std::io;
 
-use checkpoint::{Fill, GuestError, GuestRam};
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_checkpoint::{Fill, GuestError, GuestRam};
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileSlice};
 
 use super::meminfo_bytes;
@@ -80,7 +80,7 @@ impl Fill for MemoryFill {
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::Gfn;
+    use driftline_dirty_tracker::Gfn;
 
     use super::super::{Backing, HugePages, Memory, MemoryOptions};
     use super::*;

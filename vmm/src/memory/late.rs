@@ -13,8 +13,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Backlog, Fetching, GuestRam, StoreError};
-use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_checkpoint::{Backlog, Fetching, GuestRam, StoreError};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::log;

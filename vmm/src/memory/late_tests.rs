@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Backlog, GuestError, GuestRam, StoreError};
-use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_checkpoint::{Backlog, GuestError, GuestRam, StoreError};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::late::Owner;

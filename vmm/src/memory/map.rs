@@ -7,7 +7,7 @@
 //! slot 1   4 GiB ..              the rest
 //! ```
 
-use dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 
 use super::MemoryError;
 use crate::config::{MAX_MEM_BYTES, MIN_MEM_BYTES};

@@ -18,8 +18,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
-use dirty_tracker::{
+use driftline_checkpoint::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
+use driftline_dirty_tracker::{
     FrameRun, FrameSet, Gfn, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker,
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use rustix::fs::SeekFrom;
 use vm_memory::{FileOffset, GuestMemoryRegion};
 

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use checkpoint::{GuestError, GuestRam, Shield};
-use dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_checkpoint::{GuestError, GuestRam, Shield};
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::late::Late;

@@ -73,7 +73,7 @@ ioctl_iowr_nr!(UFFDIO_POISON, UFFD, 0x08, Fill);
 ioctl_iowr_nr!(UFFDIO_WRITEPROTECT, UFFD, 0x06, WriteProtect);
 
 /// The smallest unit.
-const PAGE: u64 = dirty_tracker::PAGE_SIZE;
+const PAGE: u64 = driftline_dirty_tracker::PAGE_SIZE;
 /// `UFFD_API`, the version.
 const API: u64 = 0xaa;
 /// Faults say that they are of write protection (5.7).

@@ -21,8 +21,8 @@
 use std::fs::File;
 use std::io;
 
-use checkpoint::GuestRam;
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_checkpoint::GuestRam;
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 use vmm_sys_util::ioctl_iowr_nr;
@@ -228,7 +228,7 @@ impl Scan {
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::FrameSet;
+    use driftline_dirty_tracker::FrameSet;
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;

@@ -313,12 +313,13 @@ fn devices() {
     let config = MachineConfig {
         mem_bytes: 64 << 20,
         vcpus: 2,
-        tracking: dirty_tracker::TrackingMode::None,
+        tracking: driftline_dirty_tracker::TrackingMode::None,
         devices,
         ..payload_config(Backend::Kvm)
     };
     let memory = crate::memory::Memory::new(64 << 20, &Default::default()).unwrap();
-    let set = DeviceSet::build(&config, &memory, checkpoint::VmId::random(), true, &[]).unwrap();
+    let set = DeviceSet::build(&config, &memory, driftline_checkpoint::VmId::random(), true, &[])
+        .unwrap();
     for _ in 0..3 {
         set.resume();
         std::os::unix::net::UnixStream::connect(&uds).unwrap();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     Collected, DirtySource, OutOfSlot, SlotId, SourceError, Tracker, TrackingMode,
 };
 

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     Collected, DirtySource, FrameRun, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
 };
 

@@ -1,6 +1,6 @@
 //! A source whose frames go to another set than the tracker's trees. What it catches, and when it reprotects, is the source's own.
 
-use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
 
 use super::{BitmapSource, FrameSink, RingSource, SharedSink};
 

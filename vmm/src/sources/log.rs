@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dirty_tracker::{Slot, SourceError};
+use driftline_dirty_tracker::{Slot, SourceError};
 
 use super::set_logging;
 use crate::kvm::KvmVm;

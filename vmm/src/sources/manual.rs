@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
 
 use super::lap;
 use super::log::DirtyLog;

@@ -1,4 +1,4 @@
-//! Where a KVM machine's dirty frames come from: one [`DirtySource`](dirty_tracker::DirtySource) a
+//! Where a KVM machine's dirty frames come from: one [`DirtySource`](driftline_dirty_tracker::DirtySource) a
 //! tracking mode.
 
 mod bitmap;
@@ -22,7 +22,7 @@ pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;
 
-use dirty_tracker::SourceError;
+use driftline_dirty_tracker::SourceError;
 
 use crate::kvm::KvmVm;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{
+use driftline_dirty_tracker::{
     Absorbed, Collected, DirtySource, Harvester, Readable, RingFull, SourceError, Tracker,
     TrackingMode,
 };

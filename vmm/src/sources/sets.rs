@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
 
 /// A set of frames that a source fills and another thread empties.
 #[derive(Clone, Debug)]
@@ -72,7 +72,7 @@ struct Place {
 
 fn places(layout: &Layout) -> Vec<Place> {
     let mut first_word = 0;
-    let place = |slot: &dirty_tracker::Slot| {
+    let place = |slot: &driftline_dirty_tracker::Slot| {
         let place = Place { slot: slot.id, base: slot.base.0, frames: slot.frames, first_word };
         first_word += slot.frames.div_ceil(64) as usize;
         place
@@ -238,7 +238,7 @@ fn append(runs: &mut Vec<FrameRun>, start: u64, count: u64) {
 mod tests {
     use std::collections::BTreeSet;
 
-    use dirty_tracker::Slot;
+    use driftline_dirty_tracker::Slot;
     use proptest::prelude::*;
 
     use super::*;

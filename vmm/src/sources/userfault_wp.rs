@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
+use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
 
 use super::lap;
 use crate::kvm::KvmVm;
@@ -75,7 +75,7 @@ impl DirtySource for UserfaultWpSource {
 
 #[cfg(test)]
 mod tests {
-    use dirty_tracker::{Gfn, SlotId};
+    use driftline_dirty_tracker::{Gfn, SlotId};
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use checkpoint::{GuestError, GuestRam};
-use dirty_tracker::TrackedBitmap;
-use images::workload::{PAGE_SIZE, PageMemory, Placement};
+use driftline_checkpoint::{GuestError, GuestRam};
+use driftline_dirty_tracker::TrackedBitmap;
+use driftline_images::workload::{PAGE_SIZE, PageMemory, Placement};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};
 

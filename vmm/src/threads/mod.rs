@@ -3,7 +3,7 @@
 //!
 //! For hosts without KVM, and for tests. Each *worker* stands for one vCPU: it runs that vCPU's share
 //! of the workload and is stopped only between two ticks of a few pages, when all its writes are
-//! marked. What it writes goes through [`TrackedBitmap`](dirty_tracker::TrackedBitmap), so nothing has
+//! marked. What it writes goes through [`TrackedBitmap`](driftline_dirty_tracker::TrackedBitmap), so nothing has
 //! to be collected.
 
 mod clock;
@@ -21,10 +21,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Fill, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId};
-use dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
-use images::PayloadSpec;
-use images::workload::{Placement, ready_line};
+use driftline_checkpoint::{
+    Clock, Fill, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId,
+};
+use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
+use driftline_images::PayloadSpec;
+use driftline_images::workload::{Placement, ready_line};
 
 use crate::boot::place_payload;
 use crate::config::{Boot, HostConfig, MachineConfig};

@@ -1,7 +1,7 @@
 //! Owns the `THREAD_WORKER` sections: a version, then a worker's state in postcard.
 
-use checkpoint::{GuestError, Section, section_tags};
-use images::PayloadSpec;
+use driftline_checkpoint::{GuestError, Section, section_tags};
+use driftline_images::PayloadSpec;
 use serde::{Deserialize, Serialize};
 
 use super::worker::{self, WorkerState};

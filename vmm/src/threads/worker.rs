@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::Duration;
 
-use checkpoint::GuestRam;
-use images::PayloadSpec;
-use images::workload::{Next, Placement, Runner, Share};
+use driftline_checkpoint::GuestRam;
+use driftline_images::PayloadSpec;
+use driftline_images::workload::{Next, Placement, Runner, Share};
 use serde::{Deserialize, Serialize};
 
 use super::clock::GuestClock;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use images::{Message, Report};
+use driftline_images::{Message, Report};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use checkpoint::{Checkpointer, Clock, EpochReport, Guest, Store, restore};
+use driftline_checkpoint::{Checkpointer, Clock, EpochReport, Guest, Store, restore};
 use tempfile::TempDir;
 use vmm::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
 use vmm::machine::{Machine, MachineFactory};

@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Clock, Guest, Paused, RunState};
-use dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
-use images::Message;
+use driftline_checkpoint::{Clock, Guest, Paused, RunState};
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
+use driftline_images::Message;
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use vmm::machine::Machine;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use images::{Message, Report};
+use driftline_images::{Message, Report};
 use tempfile::TempDir;
 use vmm::config::{Backend, Boot, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::{Machine, MachineError};

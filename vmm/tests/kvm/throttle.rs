@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use checkpoint::{Guest, Paused};
-use dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
+use driftline_checkpoint::{Guest, Paused};
+use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::MachineConfig;
 use vmm::machine::Machine;
@@ -72,7 +72,10 @@ fn throttled(config: MachineConfig) {
             let dirty: FrameSet = epoch.runs().collect();
             let frames = before.chunks(PAGE_SIZE as usize).zip(after.chunks(PAGE_SIZE as usize));
             for (gfn, _) in (0..).zip(frames).filter(|(_, (before, after))| before != after) {
-                assert!(dirty.contains(dirty_tracker::Gfn(gfn)), "frame {gfn} was missed");
+                assert!(
+                    dirty.contains(driftline_dirty_tracker::Gfn(gfn)),
+                    "frame {gfn} was missed"
+                );
             }
             std::mem::swap(&mut before, &mut after);
         } else if round % 10 == 0 {

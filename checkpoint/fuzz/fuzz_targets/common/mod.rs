@@ -1,7 +1,7 @@
 //! A store one of whose files is arbitrary bytes: refused or restored, never a panic.
 
-use checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
-use checkpoint::{Checkpointer, Clock, RestoreError, Store, StoreError, VmId, restore};
+use driftline_checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
+use driftline_checkpoint::{Checkpointer, Clock, RestoreError, Store, StoreError, VmId, restore};
 
 /// The golden store, but for one file.
 pub fn store_with(name: &str, bytes: &[u8]) -> MemoryDisk {

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 
 use self::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
 use self::walk::{Place, Walk, reading};
@@ -37,7 +37,7 @@ const THREADS: usize = 8;
 /// let dir = tempfile::tempdir()?;
 /// let path = dir.path().join("archive");
 /// std::fs::write(&path, "something else")?;
-/// let e = checkpoint::Archive::open(&path).unwrap_err().to_string();
+/// let e = driftline_checkpoint::Archive::open(&path).unwrap_err().to_string();
 /// assert!(e.contains("byte 0: truncated: the file ends at byte 14"), "{e}");
 /// # Ok::<(), std::io::Error>(())
 /// ```

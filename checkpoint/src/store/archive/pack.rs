@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 
-use dirty_tracker::{FrameRun, Gfn};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 
 use super::super::late::{read_frames, runs_of_cells};
 use super::super::object::{encode_drives, place};

@@ -1,6 +1,6 @@
 //! The payloads of an archive's own records, and the bounds of all of them. Bytes: FORMAT.md.
 
-use dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

@@ -1,6 +1,6 @@
 //! For tests: makes checksums and counts of a damaged archive right again, so that the checks behind them are reached.
 
-use dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::super::reseal::{put, reseal_header, reseal_record, word};
 use super::records::{MAX_FRAMES, TAG_CONTENTS, TAG_END};

@@ -1,6 +1,6 @@
 //! Copies of drives: how much goes into one operation, and how long waits may take.
 
-use dirty_tracker::{Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use zerocopy::IntoBytes;
 
 use super::*;

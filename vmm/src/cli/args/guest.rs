@@ -4,9 +4,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use checkpoint::VmId;
 use clap::{Arg, ArgGroup, Args, ValueEnum};
-use dirty_tracker::TrackingMode;
+use driftline_checkpoint::VmId;
+use driftline_dirty_tracker::TrackingMode;
 use vmm::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
     SerialSink, VsockSpec,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use migrate::{Compression, CopyDrives, TimeoutStrategy};
+use driftline_migrate::{Compression, CopyDrives, TimeoutStrategy};
 
 use super::{QueryArgs, headings, values};
 

@@ -1,6 +1,6 @@
 //! Owns what `top` says of a guest's migration and of its checkpoints: a few sentences each.
 
-use checkpoint::Spread;
+use driftline_checkpoint::Spread;
 use vmm::api::dirty_watch::{CheckpointGlance, WatchPage};
 use vmm::api::model::{EpochOutcome, MigrationPage, MigrationState};
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use dirty_tracker::{TrackerStats, TrackingMode};
-use migrate::{Phase, Progress, VcpuThrottle};
+use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_migrate::{Phase, Progress, VcpuThrottle};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
@@ -314,10 +314,11 @@ fn checkpoints_have_their_pauses_and_failures_are_not_hidden() {
         job: 1,
         running: true,
         store: "/var/store".into(),
-        achieved: checkpoint::Achieved { epochs: 813, ..Default::default() },
+        achieved: driftline_checkpoint::Achieved { epochs: 813, ..Default::default() },
         last: Some(EpochOutcome::Stored(line)),
     };
-    glance.achieved.pause = checkpoint::Spread { p50_us: 910, p99_us: 4400, ..Default::default() };
+    glance.achieved.pause =
+        driftline_checkpoint::Spread { p50_us: 910, p99_us: 4400, ..Default::default() };
     glance.achieved.write.p50_us = 1300;
     glance.achieved.interval.p50_us = 100_000;
     seen.checkpoints = Some(glance);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
-use dirty_tracker::{FrameSet, PAGE_SIZE};
+use driftline_dirty_tracker::{FrameSet, PAGE_SIZE};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::config::BalloonConfig;

@@ -13,7 +13,7 @@
 
 use std::sync::mpsc::Sender;
 
-use dirty_tracker::{FrameRun, FrameSet};
+use driftline_dirty_tracker::{FrameRun, FrameSet};
 
 /// Ends the driver's hints, and as a command says that they would be of no use.
 pub(super) const STOP: u32 = 0;

@@ -1,7 +1,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dirty_tracker::FrameSet;
+use driftline_dirty_tracker::FrameSet;
 use virtio_bindings::virtio_mmio::*;
 use vm_memory::Bytes;
 

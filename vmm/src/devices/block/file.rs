@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use checkpoint::VmId;
+use driftline_checkpoint::VmId;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 use super::flusher::Flusher;
@@ -148,7 +148,7 @@ pub enum DiskError {
         /// The disk's name.
         id: String,
         /// What stands against it.
-        cause: dirty_tracker::LayoutError,
+        cause: driftline_dirty_tracker::LayoutError,
     },
 }
 

@@ -310,7 +310,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
     use std::thread;
 
-    use checkpoint::VmId;
+    use driftline_checkpoint::VmId;
     use tempfile::NamedTempFile;
 
     use super::super::file::DiskFile;

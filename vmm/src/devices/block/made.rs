@@ -11,8 +11,8 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use checkpoint::durable::sync_dir;
-use checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
+use driftline_checkpoint::durable::sync_dir;
+use driftline_checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
 use rustix::fs::SeekFrom;
 
 use super::file::{DiskError, write_zeroes};

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 
-use checkpoint::GuestRam;
+use driftline_checkpoint::GuestRam;
 use vm_memory::{Bytes, GuestMemoryError};
 
 use super::engine::{Operation, Work};

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use dirty_tracker::{FrameRun, Gfn, Subscription};
+use driftline_dirty_tracker::{FrameRun, Gfn, Subscription};
 use tempfile::NamedTempFile;
 use virtio_bindings::virtio_mmio::VIRTIO_MMIO_STATUS;
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use dirty_tracker::{Gfn, Layout, PAGE_SIZE, Slot, SlotId, Subscription};
+use driftline_dirty_tracker::{Gfn, Layout, PAGE_SIZE, Slot, SlotId, Subscription};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::memory::{Backing, HugePages, Memory, MemoryOptions};

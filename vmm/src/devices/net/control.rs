@@ -1,6 +1,6 @@
 //! The control queue: what a driver asks of the interface itself.
 
-use checkpoint::GuestRam;
+use driftline_checkpoint::GuestRam;
 use virtio_bindings::virtio_net::*;
 
 use crate::devices::virtio::{Chain, Violation};

@@ -11,7 +11,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dirty_tracker::{Gfn, PAGE_SIZE};
+use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use virtio_bindings::virtio_config::*;
 use virtio_bindings::virtio_mmio::*;
 use virtio_bindings::virtio_ring::*;
