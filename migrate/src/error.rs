@@ -9,8 +9,8 @@ use driftline_checkpoint::format::FormatError;
 use driftline_dirty_tracker::{FrameRun, Layout, LayoutError, Slot};
 
 use crate::control::Phase;
-use crate::message::{Tag, Token};
-use crate::records::RecordsError;
+use crate::journal::RecordsError;
+use crate::protocol::message::{Tag, Token};
 
 /// What is wrong with what a peer sent, or with the connection to it.
 #[derive(Debug, thiserror::Error)]

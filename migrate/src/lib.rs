@@ -7,13 +7,16 @@
 //! both state machines, and what each failure leads to.
 //!
 //! ```text
-//! source        send, a phase a line; passes; the held guest; its end of the hand-over
-//! destination   receive; the door (who calls); inbound (what may come when); its end
-//! handover      both ends' decisions as pure state machines, checked against each other
-//! convergence   when to stop copying: a pure function of the passes measured
-//! throttle      how fast vCPUs may write meanwhile: another one
-//! records       what must survive a crash: the hand-over record, the decision
-//! message, wire, link   payloads; records with checksums; TCP with limits
+//! protocol     messages and their bytes, the order in which they may come, the hand-over as two
+//!              pure state machines that are checked against each other; no I/O
+//! transport    records with checksums over TCP with limits; compression
+//! policy       pure functions of the passes measured: when to stop copying, how far to throttle
+//! journal      what must survive a crash: the hand-over record, the decision
+//! source       send: connect, set up, pre-copy, switch over, hand over
+//! destination  receive: the listener and its session, memory and state, the take-over
+//!
+//! Imports point one way: protocol <- transport <- policy <- source, destination. The journal and
+//! the error, report and control types lie between the protocol and both ends.
 //! ```
 //!
 //! ```
@@ -41,34 +44,29 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod compression;
 mod control;
-pub mod convergence;
 mod destination;
-mod digest;
 mod error;
-pub mod forecast;
-mod handover;
 mod heap;
-mod link;
+mod journal;
 mod log_limit;
-mod message;
-mod records;
+mod policy;
+mod protocol;
 mod report;
 mod source;
-pub mod throttle;
-mod wire;
+mod transport;
 
-pub use compression::{Compression, UnknownCompression};
 pub use control::{ControlError, Phase, Progress, ReceiveControl, Resolution, SendControl};
-pub use convergence::{TimeoutStrategy, UnknownStrategy};
 pub use destination::{
     ReceiveOptions, Received, Responder, StreamSummary, YIELD_LIMIT, inspect, receive,
 };
 pub use error::{
     Cause, GuestPlace, LayoutDifference, MemoryDigests, ReceiveError, SendError, WireError,
 };
-pub use message::{MAX_CONNECTIONS, Tag, Token, Verdict};
-pub use records::{Pending, Records, RecordsError, SourceRecord};
+pub use journal::{Pending, Records, RecordsError, SourceRecord};
+pub use policy::convergence::{TimeoutStrategy, UnknownStrategy};
+pub use policy::{convergence, forecast, throttle};
+pub use protocol::message::{MAX_CONNECTIONS, Tag, Token, Verdict};
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus, VcpuThrottle};
 pub use source::{CopyDrives, MIN_BANDWIDTH, SendOptions, send};
+pub use transport::compression::{Compression, UnknownCompression};

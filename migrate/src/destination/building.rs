@@ -18,7 +18,7 @@ use driftline_checkpoint::{DriveHead, Guest, GuestFactory, VmId};
 use super::copies::{Copies, Limits};
 use crate::control::Stop;
 use crate::error::Cause;
-use crate::link::SLICE;
+use crate::transport::link::SLICE;
 
 /// A guest, and the copies of drives that come along with it.
 type Built<F> = (Arc<<F as GuestFactory>::Guest>, Copies);

@@ -1,6 +1,6 @@
 //! The destination's end of the hand-over: PREPARED, the decision, and RUNNING or its opposite.
 //!
-//! What to do is decided in `crate::handover::Destination`; here it is done. Whenever the guest is
+//! What to do is decided in `crate::protocol::two_phase::Destination`; here it is done. Whenever the guest is
 //! to be thrown away, that happens first and is told afterwards.
 
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use driftline_checkpoint::{Guest, GuestFactory};
 use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::copies::Copies;
-use super::{Arrival, Failed, Host, Whole, door};
+use super::{Arrival, Failed, Host, Whole, listener};
 use crate::error::{Cause, WireError};
-use crate::handover::{DestinationEvent, DestinationOrder, MayRun};
-use crate::link::Link;
-use crate::message::{Message, PreparedSays, StateDigest, Tag, Token};
+use crate::protocol::message::{Message, PreparedSays, StateDigest, Tag, Token};
+use crate::protocol::two_phase::{DestinationEvent, DestinationOrder, MayRun};
 use crate::report::{ReceiveReport, ms, unix_us};
-use crate::wire::{Wire, unexpected};
+use crate::transport::link::Link;
+use crate::transport::wire::{Wire, unexpected};
 
 /// How long a settled source may take to say so.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -86,7 +86,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             disk_bytes: whole.drive_totals.normal.saturating_mul(PAGE_SIZE),
             passes: whole.passes,
         };
-        door::await_end(wire, self.ledger.clone(), token, END_LIMIT);
+        listener::await_end(wire, self.ledger.clone(), token, END_LIMIT);
         Ok((guest, report))
     }
 

@@ -4,12 +4,12 @@ use std::io::Read;
 
 use driftline_checkpoint::VmId;
 
-use super::drives::DriveStep;
-use super::inbound::{Inbound, Step};
-use crate::compression::Unpacker;
 use crate::error::{Cause, WireError};
-use crate::message::{DriveMessage, Message, StateDigest, Token};
-use crate::wire::{Wire, unexpected};
+use crate::protocol::message::{DriveMessage, Message, StateDigest, Token};
+use crate::protocol::stream_state::DriveStep;
+use crate::protocol::stream_state::{Inbound, Step};
+use crate::transport::compression::Unpacker;
+use crate::transport::wire::{Wire, unexpected};
 
 /// A source's side of a migration, checked from header to state.
 #[derive(Clone, PartialEq, Eq, Debug)]

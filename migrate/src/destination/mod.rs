@@ -1,21 +1,19 @@
 //! The destination of a migration: `receive`, and the phases that it goes through.
 //!
 //! The caller's thread owns the connection and the guest being built. It lets the guest run only
-//! with the permit of the state machine (`handover`), which needs a decision that stands.
+//! with the permit of the state machine (`protocol::two_phase`), which needs a decision that stands.
 
-mod ahead;
-mod assembly;
 mod building;
+mod channels;
 mod copies;
-mod door;
-mod drives;
 mod hand_over;
-mod inbound;
 mod inspect;
-mod ledger;
+mod listener;
+mod memory_writer;
 mod places;
-mod placing;
-mod shares;
+mod prealloc;
+mod receive;
+mod session;
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -29,21 +27,21 @@ use driftline_dirty_tracker::{Layout, Subscription};
 
 use crate::control::{Phase, Progress, ReceiveControl};
 use crate::error::{Cause, LayoutDifference, ReceiveError, WireError};
-use crate::handover::DestinationEvent;
-use crate::link::{Link, SLICE};
+use crate::journal::Records;
 use crate::log_limit::LogLimit;
-use crate::message::{Counts, Message, Tag, Token};
-use crate::records::Records;
+use crate::protocol::message::{Counts, Message, Tag, Token};
+use crate::protocol::two_phase::DestinationEvent;
 use crate::report::{ReceiveReport, ms};
-use crate::wire::Wire;
-use assembly::{Assembly, Pace, Reading};
+use crate::transport::link::{Link, SLICE};
+use crate::transport::wire::Wire;
 use building::Builder;
 use copies::Copies;
-pub use door::Responder;
-use door::{Caller, Knock};
 pub use inspect::{StreamSummary, inspect};
-use ledger::Ledger;
+pub use listener::Responder;
+use listener::{Caller, Knock};
 use places::Stage;
+use receive::{Assembly, Pace, Reading};
+use session::Ledger;
 
 /// The default of [`ReceiveOptions::disk_limit`].
 const DISK_LIMIT: Duration = Duration::from_secs(8);
@@ -238,7 +236,7 @@ fn open<'a, F: GuestFactory + ?Sized + 'static>(
     let ledger = Arc::new(Ledger::new(records));
     let (patience, handshake) = (options.patience, options.handshake_timeout);
     let (responder, callers) =
-        door::open(listener, ledger.clone(), control.clone(), patience, handshake)
+        listener::open(listener, ledger.clone(), control.clone(), patience, handshake)
             .map_err(|cause| Cause::System { what: "listening", cause })?;
     let builder = Builder::new(factory, options.build_limit, options.disk_limit);
     Ok((Host { builder, options, control, ledger, callers }, responder))
@@ -276,7 +274,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                 Ok(Knock::Left { peer, cause })
                     if !self.options.once || self.ledger.vacant().is_err() =>
                 {
-                    door::left_early(self.control, &peer, &cause);
+                    listener::left_early(self.control, &peer, &cause);
                 }
                 Ok(Knock::Left { peer, cause }) => {
                     let (before, cause) = ("it sent its configuration", Box::new(cause));
@@ -315,7 +313,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             }
             cause => {
                 let reason = words(&cause);
-                door::turned_away(self.control, Stage::Source, &peer, &reason);
+                listener::turned_away(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
                 // Removing them takes time, and the next source with the seat waits for READY.
                 drop(copies);
@@ -370,7 +368,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         if let Some(unshown) = LIMIT.admit() {
             tracing::warn!(peer, unshown, "{reason}; waiting for another source");
         }
-        door::note_refusal(self.control, &peer, &reason);
+        listener::note_refusal(self.control, &peer, &reason);
         self.control.update(Progress::forget_stream);
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::link::{Closer, Link};
+use crate::transport::link::{Closer, Link};
 
 /// Connections of each stage.
 pub(super) const PLACES: usize = 16;

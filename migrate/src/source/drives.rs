@@ -21,11 +21,11 @@ use super::fits;
 use super::passes::Limit;
 use crate::control::SendControl;
 use crate::error::Cause;
-use crate::link::Link;
-use crate::message::{
+use crate::protocol::message::{
     Counts, DriveMessage, MAX_DRIVES, MAX_ZERO_RUNS, Message, RawRun, Tag, blocks_head,
 };
-use crate::wire::Wire;
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
 
 /// Blocks in one BLOCKS: as PAGES has frames.
 const BLOCKS_PER_MESSAGE: u64 = 128;

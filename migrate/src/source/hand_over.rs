@@ -1,21 +1,21 @@
 //! The source's end of the hand-over: COMMIT, and what follows if no answer comes.
 //!
-//! What to do is decided in `crate::handover::Source`; here it is done.
+//! What to do is decided in `crate::protocol::two_phase::Source`; here it is done.
 
 use std::time::{Duration, Instant, SystemTime};
 
 use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 
-use super::hold::Sealed;
+use super::paused_guest::Sealed;
 use super::{Failed, Job, Peer, Ready, Tale};
 use crate::control::Phase;
 use crate::error::{Cause, WireError};
-use crate::handover::{Source, SourceEvent, SourceOrder};
-use crate::link::{Link, SLICE};
-use crate::message::{Message, Purpose, Tag, Verdict};
+use crate::protocol::message::{Message, Purpose, Tag, Verdict};
+use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
-use crate::wire::{Wire, unexpected};
+use crate::transport::link::{Link, SLICE};
+use crate::transport::wire::{Wire, unexpected};
 
 /// How long the last words of a destination that gives up before COMMIT may take to arrive.
 const GONE_LIMIT: Duration = Duration::from_millis(500);

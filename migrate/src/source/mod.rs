@@ -2,16 +2,16 @@
 //!
 //! One thread, the caller's, does everything: it owns the connection, the subscription and the held
 //! guest. Before COMMIT every failure gives the guest back here; after it only the state machine's
-//! permits decide (see `handover`).
+//! permits decide (see `protocol::two_phase`).
 
-mod connections;
+mod announce;
+mod channels;
 mod drives;
-mod expect;
 mod hand_over;
-mod hold;
 mod options;
 mod pacer;
 mod passes;
+mod paused_guest;
 mod setup;
 mod switch_over;
 mod throttle;
@@ -23,23 +23,23 @@ use driftline_checkpoint::{Guest, GuestDrive, RunState};
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 
 use crate::control::{Phase, SendControl};
-use crate::convergence::{
-    Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, link_rate,
-};
 use crate::error::{Cause, GuestPlace, SendError, WireError};
 use crate::heap;
-use crate::link::Link;
-use crate::message::{Counts, Tag, Token};
-use crate::records::{Records, StagedSource};
+use crate::journal::{Records, StagedSource};
+use crate::policy::convergence::{
+    Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, link_rate,
+};
+use crate::protocol::message::{Counts, Tag, Token};
 use crate::report::{PassReport, SendReport, VcpuThrottle, ms, per_second};
-use crate::wire::Wire;
-use connections::{PassDone, Passes};
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
+use announce::announce;
+use channels::{PassDone, Passes};
 pub use drives::CopyDrives;
 use drives::Drives;
-use expect::announce;
-use hold::{Held, Recorded};
 pub use options::{MIN_BANDWIDTH, SendOptions};
 use passes::on_time;
+use paused_guest::{Held, Recorded};
 use throttle::Throttled;
 use verify::Verifier;
 

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::drives::CopyDrives;
-use crate::compression::Compression;
-use crate::convergence::{Goals, Reason, TimeoutStrategy};
-use crate::message::MAX_PASSES;
+use crate::policy::convergence::{Goals, Reason, TimeoutStrategy};
+use crate::protocol::message::MAX_PASSES;
+use crate::transport::compression::Compression;
 
 /// The least bandwidth, bytes/s, that a migration can be held to: a message of memory takes a second then, and a
 /// destination waits ten for one.
@@ -39,7 +39,7 @@ pub struct SendOptions {
     /// Drives that go along, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,
     /// Whether vCPUs that write are held back, by short holds, when passes do not shrink (see
-    /// [`throttle`](crate::throttle)). They are.
+    /// [`throttle`](crate::policy::throttle)). They are.
     pub throttle: bool,
     /// Time for a connection to be made. 10 s.
     pub connect_timeout: Duration,

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::link::SLICE;
+use crate::transport::link::SLICE;
 
 /// Lets through so many bytes a second, in messages, without saving up for later what was not used. All connections of
 /// a migration share one.

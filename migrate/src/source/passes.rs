@@ -11,14 +11,14 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 
-use crate::compression::Packer;
 use crate::control::SendControl;
 use crate::error::Cause;
-use crate::link::Link;
-use crate::message::{
+use crate::protocol::message::{
     Counts, DIRECT_FRAMES, MAX_PAGES, MAX_ZERO_RUNS, RawRun, Tag, packed_head, runs_head,
 };
-use crate::wire::{Wire, unexpected};
+use crate::transport::compression::Packer;
+use crate::transport::link::Link;
+use crate::transport::wire::{Wire, unexpected};
 
 use super::pacer::Pacer;
 

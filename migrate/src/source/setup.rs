@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::Guest;
 
 use super::{Failed, Job, Peer, drives, fits};
-use crate::compression::Compression;
 use crate::control::Stop;
 use crate::error::Cause;
-use crate::link::Link;
-use crate::message::{
+use crate::journal::Records;
+use crate::protocol::message::{
     COPIES_DRIVES, FEATURES, MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS, MEMORY_DIGEST, Message,
     PACKED_CONTENTS, Purpose, SEVERAL_CONNECTIONS,
 };
-use crate::records::Records;
-use crate::wire::{Wire, unexpected};
+use crate::transport::compression::Compression;
+use crate::transport::link::Link;
+use crate::transport::wire::{Wire, unexpected};
 
 /// Connections that join at once.
 const JOINS_AT_ONCE: usize = 4;

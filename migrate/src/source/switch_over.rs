@@ -7,18 +7,18 @@ use driftline_checkpoint::{Guest, MAX_LATE, Section};
 use driftline_dirty_tracker::Subscription;
 use uuid::Uuid;
 
-use super::connections::Passes;
-use super::hold::{Held, Recorded};
+use super::channels::Passes;
 use super::passes::{Limit, on_time};
+use super::paused_guest::{Held, Recorded};
 use super::{Copied, Failed, Job, Peer, Ready, Tale, fits, no_record, report_of};
-use crate::digest::allowance;
 use crate::error::{Cause, MemoryDigests, WireError};
-use crate::link::Link;
-use crate::message::{
+use crate::protocol::digest::allowance;
+use crate::protocol::message::{
     EARLY_STATE, MAX_SECTION, MAX_SECTIONS, MAX_STATE, Message, StateDigest, Tag, WHOLE_STATE,
     section_head,
 };
-use crate::wire::{Wire, unexpected};
+use crate::transport::link::Link;
+use crate::transport::wire::{Wire, unexpected};
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
     /// Pauses the guest, sends the rest of it, and has the destination prepare.

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::{Guest, VcpuWrites};
 use driftline_dirty_tracker::PAGE_SIZE;
 
-use crate::convergence::{Goals, Judgement, Measured, judge};
 use crate::error::Cause;
+use crate::policy::convergence::{Goals, Judgement, Measured, judge};
+use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::{VcpuThrottle, ms, per_second};
-use crate::throttle::{Throttle, judge_and_throttle};
 
 /// A guest whose vCPUs may be held.
 #[must_use = "dropping this takes the throttle away"]

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
 
-use crate::digest;
 use crate::error::Cause;
+use crate::protocol::digest;
 
 /// Follows what was sent, so that the digest can be told which frames count.
 pub(super) struct Verifier {

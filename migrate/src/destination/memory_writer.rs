@@ -9,13 +9,13 @@ use driftline_checkpoint::{Guest, GuestRam};
 use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::ahead::Ahead;
-use crate::compression::{Codec, Unpacker};
-use crate::digest;
+use super::prealloc::Ahead;
 use crate::error::Cause;
-use crate::link::Link;
-use crate::message::Runs;
-use crate::wire::Wire;
+use crate::protocol::digest;
+use crate::protocol::message::Runs;
+use crate::transport::compression::{Codec, Unpacker};
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
 
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
@@ -151,9 +151,9 @@ mod tests {
     use driftline_dirty_tracker::{Gfn, Slot, SlotId};
     use zerocopy::IntoBytes;
 
-    use super::super::ahead;
+    use super::super::prealloc;
     use super::*;
-    use crate::message::{Message, RawRun, Tag, runs_head};
+    use crate::protocol::message::{Message, RawRun, Tag, runs_head};
 
     fn guest(frames: u64) -> Arc<MemoryGuest> {
         let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames }];
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn a_page_is_marked_before_it_is_written() {
         let guest = self::guest(64);
-        let (ahead, _preparer) = ahead::pair();
+        let (ahead, _preparer) = prealloc::pair();
         let placing = Placing::new(&*guest, ahead).unwrap();
         let run = FrameRun { start: Gfn(7), count: 1 };
         let mut wire = half_a_page(run);

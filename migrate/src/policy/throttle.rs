@@ -30,8 +30,8 @@
 use std::time::Duration;
 
 #[cfg(doc)]
-use crate::convergence::SHRINKS;
-use crate::convergence::{
+use crate::policy::convergence::SHRINKS;
+use crate::policy::convergence::{
     Goals, Judgement, Measured, Reason, TELLING_BYTES, expected_downtime, frame_rate, judge,
     link_rate, shrinks,
 };
@@ -203,7 +203,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::convergence::{Judgement, SHRINKS, TimeoutStrategy, WORTH_A_PASS, judge};
+    use crate::policy::convergence::{Judgement, SHRINKS, TimeoutStrategy, WORTH_A_PASS, judge};
 
     const SECOND: Duration = Duration::from_secs(1);
 

@@ -11,11 +11,11 @@ use driftline_checkpoint::VmId;
 use uuid::Uuid;
 
 use crate::control::Stop;
-use crate::handover::{Destination, DestinationEvent, DestinationOrder};
-use crate::link::SLICE;
+use crate::journal::{Decision, PreparedMark, Records, RecordsError, StagedDecision};
 use crate::log_limit::LogLimit;
-use crate::message::{MAX_CONNECTIONS, Token, Verdict};
-use crate::records::{Decision, PreparedMark, Records, RecordsError, StagedDecision};
+use crate::protocol::message::{MAX_CONNECTIONS, Token, Verdict};
+use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder};
+use crate::transport::link::SLICE;
 
 /// Time from the begin of [`Ledger::linger`] for a source to ask, also where the receiver is to stop:
 /// a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).

@@ -35,7 +35,7 @@ use tempfile::NamedTempFile;
 use uuid::Uuid;
 
 use crate::log_limit::LogLimit;
-use crate::message::Token;
+use crate::protocol::message::Token;
 
 /// The version of the records that this program writes.
 const VERSION: u32 = 1;

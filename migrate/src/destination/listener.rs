@@ -18,14 +18,14 @@ use driftline_checkpoint::format::{FormatError, Header};
 use driftline_dirty_tracker::Layout;
 use socket2::SockRef;
 
-use super::ledger::Ledger;
 use super::places::{Place, Places, Stage};
+use super::session::Ledger;
 use crate::control::{ReceiveControl, Stop};
 use crate::error::WireError;
-use crate::link::{Link, SLICE};
 use crate::log_limit::LogLimit;
-use crate::message::{DriveMessage, FEATURES, Message, Purpose, Tag, Token, Verdict};
-use crate::wire::{Wire, unexpected};
+use crate::protocol::message::{DriveMessage, FEATURES, Message, Purpose, Tag, Token, Verdict};
+use crate::transport::link::{Link, SLICE};
+use crate::transport::wire::{Wire, unexpected};
 
 /// Time for a source that was told the verdict to say that it is settled.
 const ENDED_LIMIT: Duration = Duration::from_secs(5);

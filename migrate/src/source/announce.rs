@@ -6,9 +6,9 @@ use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 
 use crate::error::Cause;
-use crate::link::Link;
-use crate::message::{MAX_EXPECTED, MAX_EXPECTED_RUNS, RawRun, Tag, runs_head};
-use crate::wire::Wire;
+use crate::protocol::message::{MAX_EXPECTED, MAX_EXPECTED_RUNS, RawRun, Tag, runs_head};
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
 
 /// Frames that are looked at together, 2 MiB.
 const PIECE: u64 = 512;

@@ -7,8 +7,8 @@ use driftline_checkpoint::DriveHead;
 use driftline_dirty_tracker::PAGE_SIZE;
 
 use crate::error::WireError;
-use crate::message::{Counts, DriveMessage, Runs, Tag};
-use crate::wire::unexpected_tag;
+use crate::protocol::message::{Counts, DriveMessage, Runs, Tag};
+use crate::transport::wire::unexpected_tag;
 
 /// What may come of the drives that go along: the pure half, as `Inbound` is of memory.
 #[derive(Debug)]
@@ -134,7 +134,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     use super::*;
-    use crate::message::{Message, RawRun, blocks_head};
+    use crate::protocol::message::{Message, RawRun, blocks_head};
 
     fn inbound() -> InboundDrives {
         let head = |id: &str, bytes| DriveHead { id: id.into(), bytes, readonly: false };

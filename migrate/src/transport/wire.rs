@@ -16,8 +16,8 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 use zerocopy::IntoBytes;
 
 use crate::error::{Cause, WireError};
-use crate::link::Link;
-use crate::message::{Message, RawRun, Tag, clip};
+use crate::protocol::message::{Message, RawRun, Tag, clip};
+use crate::transport::link::Link;
 
 /// Most payload bytes of a record of an unknown tag that may be skipped.
 const MAX_SKIPPED: u32 = 64 << 10;

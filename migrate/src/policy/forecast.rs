@@ -22,9 +22,9 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::convergence::{Goals, Judgement, Measured, expected_downtime, judge};
+use crate::policy::convergence::{Goals, Judgement, Measured, expected_downtime, judge};
+use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::ms;
-use crate::throttle::{Throttle, judge_and_throttle};
 
 /// From the beginning to the first pass: a machine is built at the destination.
 pub const SETUP: Duration = Duration::from_millis(25);
@@ -282,8 +282,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::convergence::{Reason, SHRINKS, TimeoutStrategy};
-    use crate::throttle::LONG_PAUSE;
+    use crate::policy::convergence::{Reason, SHRINKS, TimeoutStrategy};
+    use crate::policy::throttle::LONG_PAUSE;
 
     const MEMORY: u64 = 1 << 20;
 

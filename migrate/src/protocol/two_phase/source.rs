@@ -14,7 +14,7 @@
 //! Until COMMIT is said it forbids nothing.
 
 use crate::control::Resolution;
-use crate::message::Verdict;
+use crate::protocol::message::Verdict;
 
 /// Where the source stands. Before `Committed` it may take the guest back at any moment, because
 /// COMMIT has not been said; after it, only on the destination's or the operator's word.

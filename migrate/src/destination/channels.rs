@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::Layout;
 
-use super::inbound::{Inbound, Step};
-use super::placing::Placing;
-use crate::compression::Unpacker;
+use super::memory_writer::Placing;
 use crate::error::{Cause, WireError};
-use crate::link::{Bundle, Closer, Link, SLICE};
-use crate::message::{Counts, MAX_CONNECTIONS, Tag};
-use crate::wire::Wire;
+use crate::protocol::message::{Counts, MAX_CONNECTIONS, Tag};
+use crate::protocol::stream_state::{Inbound, Step};
+use crate::transport::compression::Unpacker;
+use crate::transport::link::{Bundle, Closer, Link, SLICE};
+use crate::transport::wire::Wire;
 
 /// Between two passes a share waits for as long as its migration takes: the first connection has the limits.
 const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);

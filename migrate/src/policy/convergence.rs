@@ -13,7 +13,7 @@
 //!
 //! A guest that does not let passes shrink is throttled before a limit is reached. Where its pause
 //! would fit into the target but be long, passes under a tight throttle come before it (the
-//! approach): for both see [`throttle`](crate::throttle).
+//! approach): for both see [`throttle`](crate::policy::throttle).
 //!
 //! The passes that only make the pause shorter take together at most `1 / (1 - SHRINKS)` times what
 //! the pause would have taken without them, if the guest goes on as it did.

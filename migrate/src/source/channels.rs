@@ -12,13 +12,13 @@ use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use super::drives::Drives;
 use super::pacer::Pacer;
 use super::passes::{Limit, PassSender};
-use crate::compression::{Compression, Packer};
 use crate::control::SendControl;
-use crate::convergence::Measured;
 use crate::error::{Cause, WireError};
-use crate::link::{Bundle, Link};
-use crate::message::{Counts, MAX_PAGES, Message};
-use crate::wire::{Wire, unexpected};
+use crate::policy::convergence::Measured;
+use crate::protocol::message::{Counts, MAX_PAGES, Message};
+use crate::transport::compression::{Compression, Packer};
+use crate::transport::link::{Bundle, Link};
+use crate::transport::wire::{Wire, unexpected};
 
 /// Sends passes of one guest's memory over all connections of its migration.
 pub(super) struct Passes<'a> {

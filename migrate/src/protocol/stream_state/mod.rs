@@ -16,19 +16,22 @@
 //! Every run is checked against the guest's layout and every count against the peer's before
 //! anything is done with it. No I/O: the receiver, the tools and the fuzzer share it.
 
+mod drives;
+
 use std::sync::Arc;
 
 use driftline_checkpoint::{DriveHead, Section};
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
-use super::drives::{DriveStep, InboundDrives};
-use crate::compression::Codec;
 use crate::error::WireError;
-use crate::message::{
+use crate::protocol::message::{
     Counts, MAX_CONNECTIONS, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE,
     Message, Runs, Tag,
 };
-use crate::wire::unexpected;
+use crate::transport::compression::Codec;
+use crate::transport::wire::unexpected;
+pub(crate) use drives::DriveStep;
+use drives::InboundDrives;
 
 /// The receiving side's place in the stream.
 #[derive(Debug)]
@@ -355,7 +358,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     use super::*;
-    use crate::message::{RawRun, runs_head};
+    use crate::protocol::message::{RawRun, runs_head};
 
     const FRAMES: u64 = 4;
 

@@ -7,7 +7,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Counts, Message, Token, clip};
-use crate::compression::Codec;
+use crate::transport::compression::Codec;
 
 /// A run of frames as it lies in PAGES and ZERO.
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]

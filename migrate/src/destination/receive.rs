@@ -13,20 +13,20 @@ use driftline_checkpoint::{Clock, DriveHead, Guest, GuestError, Section};
 use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::Whole;
-use super::ahead;
+use super::channels::Shares;
 use super::copies::Copies;
-use super::inbound::{Inbound, Step};
-use super::placing::Placing;
-use super::shares::Shares;
-use crate::compression::Unpacker;
+use super::memory_writer::Placing;
+use super::prealloc;
 use crate::control::ReceiveControl;
-use crate::digest::allowance;
 use crate::error::{Cause, WireError};
 use crate::heap;
-use crate::link::Link;
-use crate::message::{Message, Tag};
+use crate::protocol::digest::allowance;
+use crate::protocol::message::{Message, Tag};
+use crate::protocol::stream_state::{Inbound, Step};
 use crate::report::per_second;
-use crate::wire::Wire;
+use crate::transport::compression::Unpacker;
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
 
 /// Bytes of memory and state that a source has to move in each window of its [`Pace`].
 const MIN_PROGRESS: u64 = 256 << 10;
@@ -104,7 +104,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
 
     /// Receives until the state is complete; acknowledges each pass.
     pub(super) fn run(self, wire: &mut Wire<Link>, reading: Reading<'_>) -> Result<Whole, Cause> {
-        let (ahead, preparer) = ahead::pair();
+        let (ahead, preparer) = prealloc::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
         let placing = Placing::new(guest, ahead).map_err(|e| Cause::System {

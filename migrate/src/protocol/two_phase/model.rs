@@ -10,8 +10,8 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::*;
 use crate::control::Resolution;
-use crate::message::Verdict;
-use crate::records::Decision;
+use crate::journal::Decision;
+use crate::protocol::message::Verdict;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Message {

@@ -12,9 +12,9 @@ use uuid::Uuid;
 
 use super::{Failed, no_record};
 use crate::error::{Cause, GuestPlace};
-use crate::handover::{MayEnd, MayRunHere, Source, SourceEvent, SourceOrder};
-use crate::message::Token;
-use crate::records::{Records, SourceMark, SourceRecord, StagedSource};
+use crate::journal::{Records, SourceMark, SourceRecord, StagedSource};
+use crate::protocol::message::Token;
+use crate::protocol::two_phase::{MayEnd, MayRunHere, Source, SourceEvent, SourceOrder};
 
 /// A paused guest that is certainly this host's.
 #[must_use = "dropping this gives the guest back"]

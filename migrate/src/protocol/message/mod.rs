@@ -14,8 +14,8 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 use uuid::Uuid;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
-use crate::compression::Codec;
 use crate::error::WireError;
+use crate::transport::compression::Codec;
 
 mod drives;
 mod raw;

@@ -8,8 +8,8 @@
 //!  Dropped <----------------+  Discarding <--------+  Discarded <---stored---  Discarding
 //! ```
 
-use crate::message::Verdict;
-use crate::records::Decision;
+use crate::journal::Decision;
+use crate::protocol::message::Verdict;
 
 /// Where the destination stands. The guest may run only in `Running`; only `Committed` leads there, which needs
 /// a decision that stands: found by every process of the host, and durable itself or by a prepared record.

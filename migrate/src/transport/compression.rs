@@ -9,7 +9,7 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Cause, WireError};
-use crate::message::{MAX_PAGES, Tag};
+use crate::protocol::message::{MAX_PAGES, Tag};
 
 /// The most content of one message, bytes.
 const MOST: usize = (MAX_PAGES * PAGE_SIZE) as usize;

@@ -1,0 +1,6 @@
+//! What a migration decides from figures alone: when pre-copy ends, how far vCPUs are throttled,
+//! and what to expect of both.
+
+pub mod convergence;
+pub mod forecast;
+pub mod throttle;

@@ -1,0 +1,7 @@
+//! The migration protocol without I/O: messages and their bytes, the order in which they may come,
+//! the digest of memory, and the hand-over as two state machines.
+
+pub(crate) mod digest;
+pub(crate) mod message;
+pub(crate) mod stream_state;
+pub(crate) mod two_phase;

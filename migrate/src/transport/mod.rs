@@ -1,0 +1,5 @@
+//! Messages over a connection: compression of contents, framing with checksums, TCP with limits.
+
+pub(crate) mod compression;
+pub(crate) mod link;
+pub(crate) mod wire;
