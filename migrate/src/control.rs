@@ -1,12 +1,13 @@
 //! What others may see of a migration and do to it while it is under way.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use crate::protocol::decision::Resolution;
 use crate::report::VcpuThrottle;
+use crate::transport::stop::{Stop, TooLate};
 
 /// The phases of a migration, at either end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -100,71 +101,9 @@ pub enum ControlError {
     },
 }
 
-/// The operator's word on a migration in doubt.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Resolution {
-    /// The guest shall run here. The operator has made sure that the destination does not run it and
-    /// never will (its process is dead, its host is off); otherwise two run.
-    Run,
-    /// The guest here shall end. If the destination does not run it, it is lost.
-    Discard,
-}
-
-const OPEN: u8 = 0;
-const CANCELLED: u8 = 1;
-const SEALED: u8 = 2;
-/// The guest that was sealed does not run here after all.
-const UNSEALED: u8 = 3;
-
-/// The stop flag, and the point after which it cannot be set any more: one of the two comes first.
-#[derive(Debug, Default)]
-pub(crate) struct Stop {
-    state: AtomicU8,
-    /// It was asked to stop, in time or not.
-    asked: AtomicBool,
-}
-
-impl Stop {
-    pub(crate) fn cancel(&self) -> Result<(), ControlError> {
-        self.asked.store(true, Ordering::SeqCst);
-        match self.exchange(OPEN, CANCELLED) {
-            Ok(_) | Err(CANCELLED | UNSEALED) => Ok(()),
-            Err(_) => Err(ControlError::TooLate),
-        }
-    }
-
-    /// Passes the point of no return; `false` if it was cancelled before.
-    pub(crate) fn seal(&self) -> bool {
-        !matches!(self.exchange(OPEN, SEALED), Err(CANCELLED))
-    }
-
-    /// At a destination whose take-over has failed: requests to stop are no longer refused.
-    pub(crate) fn unseal(&self) {
-        // Fails if the flag was forced meanwhile.
-        let _ = self.exchange(SEALED, UNSEALED);
-    }
-
-    fn exchange(&self, from: u8, to: u8) -> Result<u8, u8> {
-        self.state.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst)
-    }
-
-    fn is_sealed(&self) -> bool {
-        self.state.load(Ordering::SeqCst) == SEALED
-    }
-
-    pub(crate) fn is_cancelled(&self) -> bool {
-        self.state.load(Ordering::SeqCst) == CANCELLED
-    }
-
-    /// Whether anybody has asked to stop, also when that was too late.
-    pub(crate) fn is_asked(&self) -> bool {
-        self.asked.load(Ordering::SeqCst)
-    }
-
-    /// Sets the flag for good: whoever reads with it is to end.
-    pub(crate) fn force(&self) {
-        self.state.store(CANCELLED, Ordering::SeqCst);
+impl From<TooLate> for ControlError {
+    fn from(_: TooLate) -> Self {
+        Self::TooLate
     }
 }
 
@@ -187,7 +126,7 @@ impl SendControl {
     /// Ends the migration within about 100 ms; the guest continues here. Refused once the hand-over
     /// record is being written.
     pub fn cancel(&self) -> Result<(), ControlError> {
-        self.stop.cancel()
+        Ok(self.stop.cancel()?)
     }
 
     /// Whether the hand-over record is being written, or was: from then on the guest may be the
@@ -238,7 +177,7 @@ impl ReceiveControl {
     /// the guest over has failed: then the receiver ends as soon as the source knows that, or has had
     /// time to ask.
     pub fn cancel(&self) -> Result<(), ControlError> {
-        self.stop.cancel()
+        Ok(self.stop.cancel()?)
     }
 
     /// Where it stands.
@@ -248,22 +187,5 @@ impl ReceiveControl {
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
         change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn stop_is_refused_between_commit_and_a_failure_alone() {
-        let stop = Stop::default();
-        assert!(stop.seal() && !stop.is_asked());
-        assert_eq!(stop.cancel(), Err(ControlError::TooLate));
-        assert!(stop.is_asked());
-        stop.unseal();
-        assert_eq!(stop.cancel(), Ok(()));
-        // The failure is told as what it is.
-        assert!(!stop.is_cancelled());
     }
 }

@@ -56,17 +56,21 @@ mod report;
 mod source;
 mod transport;
 
-pub use control::{ControlError, Phase, Progress, ReceiveControl, Resolution, SendControl};
+pub use control::{ControlError, Phase, Progress, ReceiveControl, SendControl};
 pub use destination::{
     ReceiveOptions, Received, Responder, StreamSummary, YIELD_LIMIT, inspect, receive,
 };
-pub use error::{
-    Cause, GuestPlace, LayoutDifference, MemoryDigests, ReceiveError, SendError, WireError,
-};
+pub use error::{Cause, GuestPlace, ReceiveError, SendError};
 pub use journal::{Pending, Records, RecordsError, SourceRecord};
 pub use policy::convergence::{TimeoutStrategy, UnknownStrategy};
 pub use policy::{convergence, forecast, throttle};
-pub use protocol::message::{MAX_CONNECTIONS, Tag, Token, Verdict};
+pub use protocol::decision::{Resolution, Verdict};
+pub use protocol::digest::MemoryDigests;
+pub use protocol::error::WireError;
+pub use protocol::ids::Token;
+pub use protocol::layout::LayoutDifference;
+pub use protocol::limits::MAX_CONNECTIONS;
+pub use protocol::tag::Tag;
 pub use report::{PassReport, ReceiveReport, SendReport, SendStatus, VcpuThrottle};
 pub use source::{CopyDrives, MIN_BANDWIDTH, SendOptions, send};
 pub use transport::compression::{Compression, UnknownCompression};

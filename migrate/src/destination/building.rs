@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::{DriveHead, Guest, GuestFactory, VmId};
 
 use super::copies::{Copies, Limits};
-use crate::control::Stop;
 use crate::error::Cause;
 use crate::transport::link::SLICE;
+use crate::transport::stop::Stop;
 
 /// A guest, and the copies of drives that come along with it.
 type Built<F> = (Arc<<F as GuestFactory>::Guest>, Copies);

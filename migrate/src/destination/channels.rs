@@ -14,9 +14,12 @@ use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::Layout;
 
 use super::memory_writer::Placing;
-use crate::error::{Cause, WireError};
-use crate::protocol::message::{Counts, MAX_CONNECTIONS, Tag};
+use crate::error::Cause;
+use crate::protocol::error::WireError;
+use crate::protocol::limits::MAX_CONNECTIONS;
+use crate::protocol::message::Counts;
 use crate::protocol::stream_state::{Inbound, Step};
+use crate::protocol::tag::Tag;
 use crate::transport::compression::Unpacker;
 use crate::transport::link::{Bundle, Closer, Link, SLICE};
 use crate::transport::wire::Wire;

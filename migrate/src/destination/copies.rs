@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::{DriveCopy, DriveHead};
 use driftline_dirty_tracker::FrameRun;
 
-use crate::control::Stop;
 use crate::error::Cause;
 use crate::protocol::message::Runs;
 use crate::protocol::stream_state::DriveStep;
 use crate::transport::link::SLICE;
+use crate::transport::stop::Stop;
 
 /// Messages that may wait for the writer thread, a megabyte each at most (I9).
 const PIECES: usize = 8;

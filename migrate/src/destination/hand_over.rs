@@ -11,12 +11,15 @@ use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::copies::Copies;
 use super::{Arrival, Failed, Host, Whole, listener};
-use crate::error::{Cause, WireError};
-use crate::protocol::message::{Message, PreparedSays, StateDigest, Tag, Token};
+use crate::error::Cause;
+use crate::protocol::error::WireError;
+use crate::protocol::ids::Token;
+use crate::protocol::message::{Message, PreparedSays, StateDigest};
+use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::{DestinationEvent, DestinationOrder, MayRun};
 use crate::report::{ReceiveReport, ms, unix_us};
 use crate::transport::link::Link;
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::wire::Wire;
 
 /// How long a settled source may take to say so.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -118,7 +121,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                     }
                 }
                 Ok(Message::Commit { token }) => break token,
-                Ok(other) => return Err(unexpected(&other, "COMMIT").into()),
+                Ok(other) => return Err(other.unexpected("COMMIT").into()),
                 Err(e) if e.is_silence() => return Err(Cause::NoCommit { after: deadline }),
                 Err(e) => return Err(e.into()),
             }

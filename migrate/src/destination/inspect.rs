@@ -4,12 +4,14 @@ use std::io::Read;
 
 use driftline_checkpoint::VmId;
 
-use crate::error::{Cause, WireError};
-use crate::protocol::message::{DriveMessage, Message, StateDigest, Token};
+use crate::error::Cause;
+use crate::protocol::error::WireError;
+use crate::protocol::ids::Token;
+use crate::protocol::message::{DriveMessage, Message, StateDigest};
 use crate::protocol::stream_state::DriveStep;
 use crate::protocol::stream_state::{Inbound, Step};
 use crate::transport::compression::Unpacker;
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::wire::Wire;
 
 /// A source's side of a migration, checked from header to state.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -59,7 +61,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let header = wire.recv_header()?;
     let program = match wire.recv()? {
         Message::Hello { version, .. } => version.to_owned(),
-        other => return Err(unexpected(&other, "HELLO")),
+        other => return Err(other.unexpected("HELLO")),
     };
     let mut drives = Vec::new();
     let (token, layout, config_bytes) = loop {
@@ -68,7 +70,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
             Message::Config { token, layout, config } => {
                 break (token, layout, config.len() as u64);
             }
-            other => return Err(unexpected(&other, "CONFIG")),
+            other => return Err(other.unexpected("CONFIG")),
         }
     };
     let (found, expected) = (header.layout_hash().into(), layout.hash().into());

@@ -20,12 +20,17 @@ use socket2::SockRef;
 
 use super::places::{Place, Places, Stage};
 use super::session::Ledger;
-use crate::control::{ReceiveControl, Stop};
-use crate::error::WireError;
+use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
-use crate::protocol::message::{DriveMessage, FEATURES, Message, Purpose, Tag, Token, Verdict};
+use crate::protocol::decision::Verdict;
+use crate::protocol::error::WireError;
+use crate::protocol::features::FEATURES;
+use crate::protocol::ids::Token;
+use crate::protocol::message::{DriveMessage, Message, Purpose};
+use crate::protocol::tag::Tag;
 use crate::transport::link::{Link, SLICE};
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::stop::Stop;
+use crate::transport::wire::Wire;
 
 /// Time for a source that was told the verdict to say that it is settled.
 const ENDED_LIMIT: Duration = Duration::from_secs(5);
@@ -229,7 +234,7 @@ impl Porter {
         };
         match wire.recv()? {
             Message::Hello { purpose, .. } => Ok((header, purpose)),
-            other => Err(unexpected(&other, "HELLO")),
+            other => Err(other.unexpected("HELLO")),
         }
     }
 
@@ -285,7 +290,7 @@ impl Porter {
                 Message::Config { token, layout, config } => {
                     return Ok(Described { token, drives, layout, config: config.to_vec() });
                 }
-                other => return Err(unexpected(&other, "CONFIG")),
+                other => return Err(other.unexpected("CONFIG")),
             }
         }
     }
@@ -295,7 +300,7 @@ impl Porter {
         self.say_hello(&mut wire)?;
         let token = match wire.recv()? {
             Message::Join { token } => token,
-            other => return Err(unexpected(&other, "JOIN")),
+            other => return Err(other.unexpected("JOIN")),
         };
         if let Err(reason) = self.ledger.join(token, || leave(place)) {
             self.refused(Stage::Join, &wire.stream().peer(), &reason);
@@ -323,7 +328,7 @@ impl Porter {
         self.say_hello(wire)?;
         let (token, site) = match wire.recv()? {
             Message::Query { token, site } => (token, site),
-            other => return Err(unexpected(&other, "QUERY")),
+            other => return Err(other.unexpected("QUERY")),
         };
         let verdict = self.ledger.answer(token, site);
         static LIMIT: LogLimit = LogLimit::new();

@@ -11,9 +11,10 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::prealloc::Ahead;
 use crate::error::Cause;
+use crate::protocol::codec::Codec;
 use crate::protocol::digest;
 use crate::protocol::message::Runs;
-use crate::transport::compression::{Codec, Unpacker};
+use crate::transport::compression::Unpacker;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
@@ -89,6 +90,7 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
     /// The digest of all that is not zero, whether it has come or not.
     pub(super) fn digest(&self) -> Result<u128, Cause> {
         digest::of(self.ram, &self.guest.resident()?)
+            .map_err(|cause| Cause::System { what: "reading guest memory", cause })
     }
 
     /// Has the content of `run`, which is next on `wire`, go to its frames.
@@ -153,7 +155,8 @@ mod tests {
 
     use super::super::prealloc;
     use super::*;
-    use crate::protocol::message::{Message, RawRun, Tag, runs_head};
+    use crate::protocol::message::{Message, RawRun, runs_head};
+    use crate::protocol::tag::Tag;
 
     fn guest(frames: u64) -> Arc<MemoryGuest> {
         let slots = vec![Slot { id: SlotId(0), base: Gfn(0), frames }];

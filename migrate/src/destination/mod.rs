@@ -26,10 +26,14 @@ use driftline_checkpoint::{Clock, DriveHead, Guest, GuestFactory, Section};
 use driftline_dirty_tracker::{Layout, Subscription};
 
 use crate::control::{Phase, Progress, ReceiveControl};
-use crate::error::{Cause, LayoutDifference, ReceiveError, WireError};
+use crate::error::{Cause, ReceiveError};
 use crate::journal::Records;
 use crate::log_limit::LogLimit;
-use crate::protocol::message::{Counts, Message, Tag, Token};
+use crate::protocol::error::WireError;
+use crate::protocol::ids::Token;
+use crate::protocol::layout::LayoutDifference;
+use crate::protocol::message::{Counts, Message};
+use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::DestinationEvent;
 use crate::report::{ReceiveReport, ms};
 use crate::transport::link::{Link, SLICE};

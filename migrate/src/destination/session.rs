@@ -10,12 +10,15 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::VmId;
 use uuid::Uuid;
 
-use crate::control::Stop;
-use crate::journal::{Decision, PreparedMark, Records, RecordsError, StagedDecision};
+use crate::journal::{PreparedMark, Records, RecordsError, StagedDecision};
 use crate::log_limit::LogLimit;
-use crate::protocol::message::{MAX_CONNECTIONS, Token, Verdict};
+use crate::protocol::decision::Decision;
+use crate::protocol::decision::Verdict;
+use crate::protocol::ids::Token;
+use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder};
 use crate::transport::link::SLICE;
+use crate::transport::stop::Stop;
 
 /// Time from the begin of [`Ledger::linger`] for a source to ask, also where the receiver is to stop:
 /// a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).

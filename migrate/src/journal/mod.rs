@@ -35,7 +35,8 @@ use tempfile::NamedTempFile;
 use uuid::Uuid;
 
 use crate::log_limit::LogLimit;
-use crate::protocol::message::Token;
+use crate::protocol::decision::Decision;
+use crate::protocol::ids::Token;
 
 /// The version of the records that this program writes.
 const VERSION: u32 = 1;
@@ -97,16 +98,6 @@ pub struct Pending {
     pub records: Vec<SourceRecord>,
     /// Files that stand where such records do and cannot be read as one. Any guest may be theirs.
     pub unreadable: Vec<RecordsError>,
-}
-
-/// What a destination decided, for good.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum Decision {
-    /// To run the guest.
-    Committed,
-    /// To throw it away.
-    Discarded,
 }
 
 #[derive(Serialize, Deserialize)]

@@ -3,6 +3,8 @@
 //! The sum, modulo 2^128, of XXH3 over each frame that is not all zeros, seeded with the frame's number: a frame that the other side
 //! does not have because it is zero does not count, two frames exchanged do. It finds accidents; it is no signature.
 
+use std::fmt;
+use std::io;
 use std::sync::{Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
@@ -12,7 +14,20 @@ use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-use crate::error::Cause;
+/// What each side has by its own account.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MemoryDigests {
+    /// The source's.
+    pub ours: u128,
+    /// The destination's.
+    pub theirs: u128,
+}
+
+impl fmt::Display for MemoryDigests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "its digest is {:032x} there and {:032x} here", self.theirs, self.ours)
+    }
+}
 
 /// How fast memory is digested at least, bytes/s, for limits.
 const LEAST_RATE: u64 = 250 << 20;
@@ -29,10 +44,10 @@ const PIECE: u64 = 512;
 const MAX_THREADS: usize = 8;
 
 /// The digest of `runs`, which the guest must not write meanwhile. Reads them once: some 10 GB/s a thread at best.
-pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> Result<u128, Cause> {
+pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     let pieces = Mutex::new(runs.iter().flat_map(|run| run.chunks(PIECE)));
     let next = || pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let sum = || -> Result<u128, Cause> {
+    let sum = || -> io::Result<u128> {
         let mut sum = 0u128;
         while let Some(piece) = next() {
             sum = sum.wrapping_add(of_piece(ram, piece)?);
@@ -51,14 +66,11 @@ pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> Result<u128, Cause> {
     })
 }
 
-fn of_piece(ram: &GuestRam, piece: FrameRun) -> Result<u128, Cause> {
+fn of_piece(ram: &GuestRam, piece: FrameRun) -> io::Result<u128> {
     let mut frame = [0; PAGE_SIZE as usize];
     let mut sum = 0u128;
     for gfn in piece.frames() {
-        ram.read_slice(&mut frame, GuestAddress(gfn.gpa())).map_err(|e| Cause::System {
-            what: "reading guest memory",
-            cause: std::io::Error::other(e),
-        })?;
+        ram.read_slice(&mut frame, GuestAddress(gfn.gpa())).map_err(io::Error::other)?;
         if !is_zero(&frame) {
             sum = sum.wrapping_add(xxh3_128_with_seed(&frame, gfn.0));
         }

@@ -6,7 +6,9 @@ use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 
 use crate::error::Cause;
-use crate::protocol::message::{MAX_EXPECTED, MAX_EXPECTED_RUNS, RawRun, Tag, runs_head};
+use crate::protocol::limits::{MAX_EXPECTED, MAX_EXPECTED_RUNS};
+use crate::protocol::message::{RawRun, runs_head};
+use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 

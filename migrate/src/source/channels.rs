@@ -13,12 +13,14 @@ use super::drives::Drives;
 use super::pacer::Pacer;
 use super::passes::{Limit, PassSender};
 use crate::control::SendControl;
-use crate::error::{Cause, WireError};
+use crate::error::Cause;
 use crate::policy::convergence::Measured;
-use crate::protocol::message::{Counts, MAX_PAGES, Message};
+use crate::protocol::error::WireError;
+use crate::protocol::limits::MAX_PAGES;
+use crate::protocol::message::{Counts, Message};
 use crate::transport::compression::{Compression, Packer};
 use crate::transport::link::{Bundle, Link};
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::wire::Wire;
 
 /// Sends passes of one guest's memory over all connections of its migration.
 pub(super) struct Passes<'a> {
@@ -228,7 +230,7 @@ impl Share<'_> {
 fn acknowledged(wire: &mut Wire<Link>, pass: u32, counts: Counts) -> Result<(), WireError> {
     let (theirs, received) = match wire.recv()? {
         Message::PassAck { pass, counts } => (pass, counts),
-        other => return Err(unexpected(&other, "PASS_ACK")),
+        other => return Err(other.unexpected("PASS_ACK")),
     };
     let same = |what, found, expected| match found == expected {
         true => Ok(()),

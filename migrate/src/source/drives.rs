@@ -21,9 +21,9 @@ use super::fits;
 use super::passes::Limit;
 use crate::control::SendControl;
 use crate::error::Cause;
-use crate::protocol::message::{
-    Counts, DriveMessage, MAX_DRIVES, MAX_ZERO_RUNS, Message, RawRun, Tag, blocks_head,
-};
+use crate::protocol::limits::{MAX_DRIVES, MAX_ZERO_RUNS};
+use crate::protocol::message::{Counts, DriveMessage, Message, RawRun, blocks_head};
+use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 

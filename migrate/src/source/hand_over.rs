@@ -10,12 +10,15 @@ use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 use super::paused_guest::Sealed;
 use super::{Failed, Job, Peer, Ready, Tale};
 use crate::control::Phase;
-use crate::error::{Cause, WireError};
-use crate::protocol::message::{Message, Purpose, Tag, Verdict};
+use crate::error::Cause;
+use crate::protocol::decision::Verdict;
+use crate::protocol::error::WireError;
+use crate::protocol::message::{Message, Purpose};
+use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
 use crate::transport::link::{Link, SLICE};
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::wire::Wire;
 
 /// How long the last words of a destination that gives up before COMMIT may take to arrive.
 const GONE_LIMIT: Duration = Duration::from_millis(500);
@@ -134,7 +137,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                     self.own(Tag::Answer, token)?;
                     Ok(SourceEvent::Answer(verdict))
                 }
-                other => Err(unexpected(&other, "RUNNING or ANSWER")),
+                other => Err(other.unexpected("RUNNING or ANSWER")),
             }
         })();
         answer.unwrap_or_else(|e: WireError| {
@@ -220,7 +223,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 self.own(Tag::Answer, token)?;
                 Ok((verdict, wire))
             }
-            other => Err(unexpected(&other, "ANSWER").into()),
+            other => Err(other.unexpected("ANSWER").into()),
         }
     }
 
@@ -272,7 +275,7 @@ fn gone(wire: &mut Wire<Link>) -> Option<WireError> {
     // The guest is paused: whatever it is shall be here, not trickle in.
     wire.stream_mut().set_deadline(Some(Instant::now() + GONE_LIMIT));
     let cause = match wire.recv() {
-        Ok(other) => unexpected(&other, "nothing before COMMIT"),
+        Ok(other) => other.unexpected("nothing before COMMIT"),
         Err(e) => e,
     };
     wire.stream_mut().set_deadline(None);

@@ -23,13 +23,16 @@ use driftline_checkpoint::{Guest, GuestDrive, RunState};
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 
 use crate::control::{Phase, SendControl};
-use crate::error::{Cause, GuestPlace, SendError, WireError};
+use crate::error::{Cause, GuestPlace, SendError};
 use crate::heap;
 use crate::journal::{Records, StagedSource};
 use crate::policy::convergence::{
     Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, link_rate,
 };
-use crate::protocol::message::{Counts, Tag, Token};
+use crate::protocol::error::WireError;
+use crate::protocol::ids::Token;
+use crate::protocol::message::Counts;
+use crate::protocol::tag::Tag;
 use crate::report::{PassReport, SendReport, VcpuThrottle, ms, per_second};
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;

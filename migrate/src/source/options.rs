@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::drives::CopyDrives;
 use crate::policy::convergence::{Goals, Reason, TimeoutStrategy};
-use crate::protocol::message::MAX_PASSES;
+use crate::protocol::limits::MAX_PASSES;
 use crate::transport::compression::Compression;
 
 /// The least bandwidth, bytes/s, that a migration can be held to: a message of memory takes a second then, and a

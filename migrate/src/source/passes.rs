@@ -13,12 +13,13 @@ use zerocopy::IntoBytes;
 
 use crate::control::SendControl;
 use crate::error::Cause;
-use crate::protocol::message::{
-    Counts, DIRECT_FRAMES, MAX_PAGES, MAX_ZERO_RUNS, RawRun, Tag, packed_head, runs_head,
-};
+use crate::protocol::features::DIRECT_FRAMES;
+use crate::protocol::limits::{MAX_PAGES, MAX_ZERO_RUNS};
+use crate::protocol::message::{Counts, RawRun, packed_head, runs_head};
+use crate::protocol::tag::Tag;
 use crate::transport::compression::Packer;
 use crate::transport::link::Link;
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::wire::Wire;
 
 use super::pacer::Pacer;
 
@@ -248,7 +249,7 @@ impl<'a> PassSender<'a> {
         self.pacer.pace(wire.sent_bytes() - before, || wire.stream().is_over());
         if wire.stream().has_incoming() {
             let message = wire.recv()?;
-            return Err(unexpected(&message, "nothing before PASS_END").into());
+            return Err(message.unexpected("nothing before PASS_END").into());
         }
         Ok(())
     }

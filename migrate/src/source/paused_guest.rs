@@ -13,7 +13,7 @@ use uuid::Uuid;
 use super::{Failed, no_record};
 use crate::error::{Cause, GuestPlace};
 use crate::journal::{Records, SourceMark, SourceRecord, StagedSource};
-use crate::protocol::message::Token;
+use crate::protocol::ids::Token;
 use crate::protocol::two_phase::{MayEnd, MayRunHere, Source, SourceEvent, SourceOrder};
 
 /// A paused guest that is certainly this host's.

@@ -6,16 +6,17 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::Guest;
 
 use super::{Failed, Job, Peer, drives, fits};
-use crate::control::Stop;
 use crate::error::Cause;
 use crate::journal::Records;
-use crate::protocol::message::{
-    COPIES_DRIVES, FEATURES, MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS, MEMORY_DIGEST, Message,
-    PACKED_CONTENTS, Purpose, SEVERAL_CONNECTIONS,
+use crate::protocol::features::{
+    COPIES_DRIVES, FEATURES, MEMORY_DIGEST, PACKED_CONTENTS, SEVERAL_CONNECTIONS,
 };
+use crate::protocol::limits::{MAX_CONFIG, MAX_CONNECTIONS, MAX_SLOTS};
+use crate::protocol::message::{Message, Purpose};
 use crate::transport::compression::Compression;
 use crate::transport::link::Link;
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::stop::Stop;
+use crate::transport::wire::Wire;
 
 /// Connections that join at once.
 const JOINS_AT_ONCE: usize = 4;
@@ -53,7 +54,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 tracing::debug!(to = self.to, version, features, "connected");
                 features
             }
-            other => return Err(unexpected(&other, "HELLO").into()),
+            other => return Err(other.unexpected("HELLO").into()),
         };
         wire.stream_mut().set_deadline(None);
         Ok((wire, features))
@@ -79,7 +80,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 let (vm, records) = (self.guest.vm_id(), &peer.records);
                 peer.staged = Some(records.stage_source(self.token, vm, self.to, site)?);
             }
-            other => return Err(unexpected(&other, "READY").into()),
+            other => return Err(other.unexpected("READY").into()),
         }
         wire.stream_mut().set_patience(self.options.patience);
         self.join(peer)
@@ -144,7 +145,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         wire.send(&Message::Join { token: self.token })?;
         match wire.recv()? {
             Message::Ready { .. } => {}
-            other => return Err(unexpected(&other, "READY").into()),
+            other => return Err(other.unexpected("READY").into()),
         }
         wire.stream_mut().set_deadline(None);
         Ok(wire)

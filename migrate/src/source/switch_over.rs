@@ -11,14 +11,16 @@ use super::channels::Passes;
 use super::passes::{Limit, on_time};
 use super::paused_guest::{Held, Recorded};
 use super::{Copied, Failed, Job, Peer, Ready, Tale, fits, no_record, report_of};
-use crate::error::{Cause, MemoryDigests, WireError};
+use crate::error::Cause;
+use crate::protocol::digest::MemoryDigests;
 use crate::protocol::digest::allowance;
-use crate::protocol::message::{
-    EARLY_STATE, MAX_SECTION, MAX_SECTIONS, MAX_STATE, Message, StateDigest, Tag, WHOLE_STATE,
-    section_head,
-};
+use crate::protocol::error::WireError;
+use crate::protocol::features::{EARLY_STATE, WHOLE_STATE};
+use crate::protocol::limits::{MAX_SECTION, MAX_SECTIONS, MAX_STATE};
+use crate::protocol::message::{Message, StateDigest, section_head};
+use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
-use crate::transport::wire::{Wire, unexpected};
+use crate::transport::wire::Wire;
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
     /// Pauses the guest, sends the rest of it, and has the destination prepare.
@@ -130,7 +132,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         tale.passes.push(report_of(&done, &drives, 0, done.time));
         let says = match wire.recv()? {
             Message::Prepared(says) => says,
-            other => return Err(unexpected(&other, "PREPARED").into()),
+            other => return Err(other.unexpected("PREPARED").into()),
         };
         laps.end("prepared");
         tracing::debug!("the pause, in us: {}", laps.text);
@@ -156,7 +158,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 let digests = MemoryDigests { ours, theirs };
                 return Err(Cause::MemoryDiffers(Box::new(digests)));
             }
-            other => return Err(unexpected(&other, "DIGEST").into()),
+            other => return Err(other.unexpected("DIGEST").into()),
         }
         wire.stream_mut().set_patience(self.options.patience);
         Ok(())

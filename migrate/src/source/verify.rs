@@ -68,5 +68,6 @@ impl Verifier {
             }
         }
         digest::of(guest.ram(), &runs)
+            .map_err(|cause| Cause::System { what: "reading guest memory", cause })
     }
 }

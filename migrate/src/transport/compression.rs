@@ -8,8 +8,11 @@ use std::str::FromStr;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Cause, WireError};
-use crate::protocol::message::{MAX_PAGES, Tag};
+use crate::error::Cause;
+use crate::protocol::codec::Codec;
+use crate::protocol::error::WireError;
+use crate::protocol::limits::MAX_PAGES;
+use crate::protocol::tag::Tag;
 
 /// The most content of one message, bytes.
 const MOST: usize = (MAX_PAGES * PAGE_SIZE) as usize;
@@ -55,20 +58,6 @@ impl fmt::Display for Compression {
             Self::Lz4 => "lz4",
             Self::Zstd => "zstd",
         })
-    }
-}
-
-/// A codec as PACKED names it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u8)]
-pub(crate) enum Codec {
-    Lz4 = 1,
-    Zstd = 2,
-}
-
-impl Codec {
-    pub(crate) fn from_number(n: u8) -> Option<Self> {
-        [Self::Lz4, Self::Zstd].into_iter().find(|codec| *codec as u8 == n)
     }
 }
 

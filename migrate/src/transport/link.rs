@@ -14,7 +14,7 @@ use socket2::{SockRef, TcpKeepalive};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
 
-use crate::control::Stop;
+use crate::transport::stop::Stop;
 
 /// How long a stop request may go unnoticed.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);

@@ -2,4 +2,5 @@
 
 pub(crate) mod compression;
 pub(crate) mod link;
+pub(crate) mod stop;
 pub(crate) mod wire;

@@ -15,8 +15,10 @@ use uuid::Uuid;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use zerocopy::IntoBytes;
 
-use crate::error::{Cause, WireError};
-use crate::protocol::message::{Message, RawRun, Tag, clip};
+use crate::error::Cause;
+use crate::protocol::error::WireError;
+use crate::protocol::message::{Message, RawRun, clip};
+use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 
 /// Most payload bytes of a record of an unknown tag that may be skipped.
@@ -299,16 +301,6 @@ impl<S: Read> Read for Counted<'_, S> {
         self.bytes += read;
         Ok(read)
     }
-}
-
-/// `found` came where something else should have.
-pub(crate) fn unexpected(found: &Message<'_>, expected: &'static str) -> WireError {
-    unexpected_tag(found.tag(), expected)
-}
-
-/// As [`unexpected`], of a message by its tag.
-pub(crate) fn unexpected_tag(found: Tag, expected: &'static str) -> WireError {
-    WireError::Unexpected { found, expected }
 }
 
 #[cfg(test)]

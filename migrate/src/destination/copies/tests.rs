@@ -4,7 +4,8 @@ use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::protocol::message::{DriveMessage, Message, RawRun, Tag, blocks_head};
+use crate::protocol::message::{DriveMessage, Message, RawRun, blocks_head};
+use crate::protocol::tag::Tag;
 
 /// More than anything takes here, on a busy machine, too.
 const LONG: Duration = Duration::from_secs(60);

@@ -5,16 +5,12 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::raw::{RawCounts, RawRuns};
-use super::{Counts, MAX_PAGES, Runs, Tag, exactly, fixed, malformed, runs_head};
-use crate::error::WireError;
-
-/// Most drives that go along.
-pub(crate) const MAX_DRIVES: u32 = 64;
-/// Most bytes of a drive's name.
-pub(crate) const MAX_DRIVE_ID: usize = 64;
-/// Most bytes of DRIVES.
-pub(super) const MAX_DRIVES_BYTES: u32 = 8 + MAX_DRIVES * size_of::<RawDrive>() as u32;
+use super::counts::Counts;
+use super::raw::{RawCounts, RawRuns, runs_head};
+use super::runs::{Runs, exactly, fixed, malformed};
+use crate::protocol::error::WireError;
+use crate::protocol::limits::{MAX_DRIVE_ID, MAX_DRIVES, MAX_PAGES};
+use crate::protocol::tag::Tag;
 
 /// Bit 0 of a drive's flags: its guest cannot write to it.
 const READONLY: u32 = 1;
@@ -27,6 +23,9 @@ struct RawDrive {
     id_bytes: U32,
     id: [u8; MAX_DRIVE_ID],
 }
+
+// The limit of DRIVES counts on it.
+const _: () = assert!(size_of::<RawDrive>() == 16 + MAX_DRIVE_ID);
 
 /// A message about drives. `drive` is a place in the list of DRIVES, from 0; whether there is one, and whether it has
 /// these blocks, is for whoever knows that list.

@@ -1,13 +1,12 @@
-//! The bytes of each message: the fixed parts as PROTOCOL.md draws them, and how messages become
-//! bytes.
+//! The fixed parts of messages, as PROTOCOL.md draws them.
 
 use driftline_checkpoint::Section;
-use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
+use driftline_dirty_tracker::{FrameRun, Gfn};
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Counts, Message, Token, clip};
-use crate::transport::compression::Codec;
+use super::counts::Counts;
+use crate::protocol::codec::Codec;
 
 /// A run of frames as it lies in PAGES and ZERO.
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -117,7 +116,7 @@ pub(super) struct RawTokenAnd {
 }
 
 impl RawPass {
-    fn new(number: u32, frames: u64) -> Self {
+    pub(super) fn new(number: u32, frames: u64) -> Self {
         Self { number: number.into(), zero: 0.into(), frames: frames.into() }
     }
 }
@@ -131,92 +130,6 @@ impl RawCounts {
     pub(super) fn counts(&self) -> Counts {
         Counts { normal: self.normal.get(), zero: self.zero.get() }
     }
-}
-
-impl Message<'_> {
-    /// The payload's bytes. PAGES, ZERO and FRAMES are sent from their own places ([`runs_head`]), so
-    /// here they only serve tests and tools.
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let counted = |number: u32, flag: bool, c: &Counts| {
-            RawCounts::new(number, flag, c).as_bytes().to_vec()
-        };
-        match self {
-            Self::Hello { purpose, features, version } => {
-                let raw = RawHello {
-                    purpose: *purpose as u8,
-                    zero: [0; 7],
-                    features: (*features).into(),
-                };
-                [raw.as_bytes(), clip(version).as_bytes()].concat()
-            }
-            Self::Refused { reason } | Self::Abort { reason } => clip(reason).as_bytes().to_vec(),
-            Self::Config { token, layout, config } => config_bytes(*token, layout, config),
-            Self::Ready { site } => site.as_bytes().to_vec(),
-            Self::PassBegin { pass, frames } => RawPass::new(*pass, *frames).as_bytes().to_vec(),
-            Self::Pages { runs, contents } => {
-                [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes(), contents].concat()
-            }
-            Self::Zero { runs } | Self::Expect { runs } => {
-                [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes()].concat()
-            }
-            Self::Frames { run } => RawRun::from(*run).as_bytes().to_vec(),
-            Self::PassEnd { pass, counts } | Self::PassAck { pass, counts } => {
-                counted(*pass, false, counts)
-            }
-            Self::State(section) => [&section_head(section)[..], &section.bytes].concat(),
-            Self::StateWhole { sections, frames } => {
-                RawPass::new(*sections, *frames).as_bytes().to_vec()
-            }
-            Self::StateEnd { sections, was_running, counts } => {
-                counted(*sections, *was_running, counts)
-            }
-            Self::Prepared(says) => RawPrepared {
-                token: *says.token.0.as_bytes(),
-                site: *says.site.as_bytes(),
-                digest: says.digest.into(),
-                zero: 0.into(),
-                normal: says.counts.normal.into(),
-                zeros: says.counts.zero.into(),
-            }
-            .as_bytes()
-            .to_vec(),
-            Self::Late(bytes) => bytes.to_vec(),
-            Self::Drive(message) => message.to_bytes(),
-            Self::Packed { codec, runs, packed } => {
-                [packed_head(runs.0.len(), *codec).as_bytes(), runs.0.as_bytes(), packed].concat()
-            }
-            Self::Verify => Vec::new(),
-            Self::Digest(digest) => digest.to_le_bytes().to_vec(),
-            Self::Connections { joined } => runs_head(*joined as usize).as_bytes().to_vec(),
-            Self::Commit { token } | Self::Ended { token } | Self::Join { token } => {
-                token.0.as_bytes().to_vec()
-            }
-            Self::Running { token, took_us } => token_and(token, *took_us),
-            Self::Query { token, site } => [&token.0.as_bytes()[..], &site.as_bytes()[..]].concat(),
-            Self::Answer { token, verdict } => token_and(token, *verdict as u64),
-        }
-    }
-}
-
-fn token_and(token: &Token, value: u64) -> Vec<u8> {
-    let raw = RawTokenAnd { token: *token.0.as_bytes(), value: value.into() };
-    raw.as_bytes().to_vec()
-}
-
-fn config_bytes(token: Token, layout: &Layout, config: &[u8]) -> Vec<u8> {
-    let raw = RawConfig {
-        token: *token.0.as_bytes(),
-        slots: (layout.slots().len() as u32).into(),
-        config: (config.len() as u32).into(),
-    };
-    let mut bytes = raw.as_bytes().to_vec();
-    for s in layout.slots() {
-        let (id, zero) = (s.id.0.into(), 0.into());
-        let raw = RawSlot { id, zero, base: s.base.0.into(), frames: s.frames.into() };
-        bytes.extend_from_slice(raw.as_bytes());
-    }
-    bytes.extend_from_slice(config);
-    bytes
 }
 
 /// What stands before a table of `runs` runs.

@@ -6,9 +6,9 @@
 use driftline_checkpoint::DriveHead;
 use driftline_dirty_tracker::PAGE_SIZE;
 
-use crate::error::WireError;
-use crate::protocol::message::{Counts, DriveMessage, Runs, Tag};
-use crate::transport::wire::unexpected_tag;
+use crate::protocol::error::WireError;
+use crate::protocol::message::{Counts, DriveMessage, Runs};
+use crate::protocol::tag::Tag;
 
 /// What may come of the drives that go along: the pure half, as `Inbound` is of memory.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl InboundDrives {
     ) -> Result<DriveStep<'a>, WireError> {
         let tag = message.tag();
         if self.ended {
-            return Err(unexpected_tag(tag, "PASS_END"));
+            return Err(WireError::unexpected(tag, "PASS_END"));
         }
         match message {
             DriveMessage::Blocks { drive, runs, contents } => {
@@ -88,7 +88,7 @@ impl InboundDrives {
                 Ok(DriveStep::Noted)
             }
             DriveMessage::BlocksEnd { .. } | DriveMessage::Drives(_) => {
-                Err(unexpected_tag(tag, "PAGES, ZERO or PASS_END"))
+                Err(WireError::unexpected(tag, "PAGES, ZERO or PASS_END"))
             }
         }
     }
@@ -96,7 +96,7 @@ impl InboundDrives {
     /// The pass is over; how many blocks it had.
     pub(crate) fn end_pass(&mut self) -> Result<u64, WireError> {
         if !self.ended && !self.are_none() {
-            return Err(unexpected_tag(Tag::PassEnd, "BLOCKS, BLOCK_ZEROS or BLOCKS_END"));
+            return Err(WireError::unexpected(Tag::PassEnd, "BLOCKS, BLOCK_ZEROS or BLOCKS_END"));
         }
         self.ended = false;
         let counts = std::mem::take(&mut self.counts);

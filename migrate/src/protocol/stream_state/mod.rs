@@ -23,13 +23,13 @@ use std::sync::Arc;
 use driftline_checkpoint::{DriveHead, Section};
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
-use crate::error::WireError;
-use crate::protocol::message::{
-    Counts, MAX_CONNECTIONS, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE,
-    Message, Runs, Tag,
+use crate::protocol::codec::Codec;
+use crate::protocol::error::WireError;
+use crate::protocol::limits::{
+    MAX_CONNECTIONS, MAX_EMPTY_PASSES, MAX_EXPECTED, MAX_PASSES, MAX_SECTIONS, MAX_STATE,
 };
-use crate::transport::compression::Codec;
-use crate::transport::wire::unexpected;
+use crate::protocol::message::{Counts, Message, Runs};
+use crate::protocol::tag::Tag;
 pub(crate) use drives::DriveStep;
 use drives::InboundDrives;
 
@@ -287,7 +287,7 @@ impl Inbound {
                 self.stage = Stage::Complete;
                 Ok(Step::Complete { sections, was_running })
             }
-            (stage, other) => Err(unexpected(&other, stage.expects())),
+            (stage, other) => Err(other.unexpected(stage.expects())),
         }
     }
 

@@ -8,8 +8,8 @@
 //!  Dropped <----------------+  Discarding <--------+  Discarded <---stored---  Discarding
 //! ```
 
-use crate::journal::Decision;
-use crate::protocol::message::Verdict;
+use crate::protocol::decision::Decision;
+use crate::protocol::decision::Verdict;
 
 /// Where the destination stands. The guest may run only in `Running`; only `Committed` leads there, which needs
 /// a decision that stands: found by every process of the host, and durable itself or by a prepared record.

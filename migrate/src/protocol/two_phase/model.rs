@@ -9,9 +9,9 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::*;
-use crate::control::Resolution;
-use crate::journal::Decision;
-use crate::protocol::message::Verdict;
+use crate::protocol::decision::Decision;
+use crate::protocol::decision::Resolution;
+use crate::protocol::decision::Verdict;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Message {

@@ -13,8 +13,8 @@
 //! The record is made before the pause (where digests are compared, in it), so that the pause does not wait for a disk.
 //! Until COMMIT is said it forbids nothing.
 
-use crate::control::Resolution;
-use crate::protocol::message::Verdict;
+use crate::protocol::decision::Resolution;
+use crate::protocol::decision::Verdict;
 
 /// Where the source stands. Before `Committed` it may take the guest back at any moment, because
 /// COMMIT has not been said; after it, only on the destination's or the operator's word.

@@ -1,11 +1,10 @@
 //! The messages' tags: numbers, names, and how long each may be.
 
-use driftline_checkpoint::MAX_LATE;
 use driftline_dirty_tracker::PAGE_SIZE;
 
-use super::{
-    FRAMES_HEAD, MAX_CONFIG, MAX_EXPECTED_RUNS, MAX_PAGES, MAX_SECTION, MAX_SLOTS, MAX_TEXT,
-    MAX_ZERO_RUNS, drives,
+use super::limits::{
+    FRAMES_HEAD, MAX_CONFIG, MAX_DRIVE_ID, MAX_DRIVES, MAX_EXPECTED_RUNS, MAX_LATE, MAX_PAGES,
+    MAX_SECTION, MAX_SLOTS, MAX_TEXT, MAX_ZERO_RUNS,
 };
 
 /// Names a message on the wire. Tags are never reused.
@@ -167,7 +166,7 @@ impl Tag {
             Self::Zero | Self::BlockZeros => 8 + MAX_ZERO_RUNS * 16,
             Self::Expect => 8 + MAX_EXPECTED_RUNS * 16,
             Self::PassEnd | Self::PassAck | Self::BlocksEnd => 24,
-            Self::Drives => drives::MAX_DRIVES_BYTES,
+            Self::Drives => 8 + MAX_DRIVES * (16 + MAX_DRIVE_ID as u32),
             Self::State => 8 + MAX_SECTION,
             Self::StateEnd => 24,
             Self::Late => MAX_LATE as u32,

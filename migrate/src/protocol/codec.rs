@@ -1,0 +1,15 @@
+//! How the contents of PACKED are compressed.
+
+/// A codec as PACKED names it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub(crate) enum Codec {
+    Lz4 = 1,
+    Zstd = 2,
+}
+
+impl Codec {
+    pub(crate) fn from_number(n: u8) -> Option<Self> {
+        [Self::Lz4, Self::Zstd].into_iter().find(|codec| *codec as u8 == n)
+    }
+}

@@ -1,0 +1,49 @@
+//! Comparing the memory layouts of both ends.
+
+use driftline_dirty_tracker::{Layout, Slot};
+
+/// The first thing in which the memory layout of a guest built here is not its source's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum LayoutDifference {
+    /// The number of slots.
+    #[error("{theirs} memory slots there and {ours} here")]
+    Slots {
+        /// Here.
+        ours: u64,
+        /// At the source.
+        theirs: u64,
+    },
+    /// A field of a slot.
+    #[error("{field} of its memory slot {nth} is {theirs:#x} there and {ours:#x} here")]
+    Slot {
+        /// The slot's place, by guest address from 0.
+        nth: usize,
+        /// What differs.
+        field: &'static str,
+        /// Here.
+        ours: u64,
+        /// At the source.
+        theirs: u64,
+    },
+}
+
+impl LayoutDifference {
+    /// Compares field by field, slots ascending by address; `None` if the layouts are the same.
+    pub(crate) fn between(ours: &Layout, theirs: &Layout) -> Option<Self> {
+        let fields = |of: &Slot| {
+            [
+                ("the number", of.id.0.into()),
+                ("the first gfn", of.base.0),
+                ("the length", of.frames),
+            ]
+        };
+        for (nth, (here, there)) in ours.slots().zip(theirs.slots()).enumerate() {
+            let mut pairs = fields(here).into_iter().zip(fields(there));
+            if let Some(((field, ours), (_, theirs))) = pairs.find(|(a, b)| a != b) {
+                return Some(Self::Slot { nth, field, ours, theirs });
+            }
+        }
+        let (ours, theirs) = (ours.slots().count() as u64, theirs.slots().count() as u64);
+        (ours != theirs).then_some(Self::Slots { ours, theirs })
+    }
+}

@@ -1,0 +1,101 @@
+//! Messages into payloads.
+
+use driftline_dirty_tracker::Layout;
+use zerocopy::IntoBytes;
+
+use super::counts::Counts;
+use super::kinds::Message;
+use super::raw::*;
+use crate::protocol::ids::Token;
+use crate::protocol::limits::MAX_TEXT;
+
+impl Message<'_> {
+    /// The payload's bytes. PAGES, ZERO and FRAMES are sent from their own places ([`runs_head`]), so
+    /// here they only serve tests and tools.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let counted = |number: u32, flag: bool, c: &Counts| {
+            RawCounts::new(number, flag, c).as_bytes().to_vec()
+        };
+        match self {
+            Self::Hello { purpose, features, version } => {
+                let raw = RawHello {
+                    purpose: *purpose as u8,
+                    zero: [0; 7],
+                    features: (*features).into(),
+                };
+                [raw.as_bytes(), clip(version).as_bytes()].concat()
+            }
+            Self::Refused { reason } | Self::Abort { reason } => clip(reason).as_bytes().to_vec(),
+            Self::Config { token, layout, config } => config_bytes(*token, layout, config),
+            Self::Ready { site } => site.as_bytes().to_vec(),
+            Self::PassBegin { pass, frames } => RawPass::new(*pass, *frames).as_bytes().to_vec(),
+            Self::Pages { runs, contents } => {
+                [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes(), contents].concat()
+            }
+            Self::Zero { runs } | Self::Expect { runs } => {
+                [runs_head(runs.0.len()).as_bytes(), runs.0.as_bytes()].concat()
+            }
+            Self::Frames { run } => RawRun::from(*run).as_bytes().to_vec(),
+            Self::PassEnd { pass, counts } | Self::PassAck { pass, counts } => {
+                counted(*pass, false, counts)
+            }
+            Self::State(section) => [&section_head(section)[..], &section.bytes].concat(),
+            Self::StateWhole { sections, frames } => {
+                RawPass::new(*sections, *frames).as_bytes().to_vec()
+            }
+            Self::StateEnd { sections, was_running, counts } => {
+                counted(*sections, *was_running, counts)
+            }
+            Self::Prepared(says) => RawPrepared {
+                token: *says.token.0.as_bytes(),
+                site: *says.site.as_bytes(),
+                digest: says.digest.into(),
+                zero: 0.into(),
+                normal: says.counts.normal.into(),
+                zeros: says.counts.zero.into(),
+            }
+            .as_bytes()
+            .to_vec(),
+            Self::Late(bytes) => bytes.to_vec(),
+            Self::Drive(message) => message.to_bytes(),
+            Self::Packed { codec, runs, packed } => {
+                [packed_head(runs.0.len(), *codec).as_bytes(), runs.0.as_bytes(), packed].concat()
+            }
+            Self::Verify => Vec::new(),
+            Self::Digest(digest) => digest.to_le_bytes().to_vec(),
+            Self::Connections { joined } => runs_head(*joined as usize).as_bytes().to_vec(),
+            Self::Commit { token } | Self::Ended { token } | Self::Join { token } => {
+                token.0.as_bytes().to_vec()
+            }
+            Self::Running { token, took_us } => token_and(token, *took_us),
+            Self::Query { token, site } => [&token.0.as_bytes()[..], &site.as_bytes()[..]].concat(),
+            Self::Answer { token, verdict } => token_and(token, *verdict as u64),
+        }
+    }
+}
+
+fn token_and(token: &Token, value: u64) -> Vec<u8> {
+    let raw = RawTokenAnd { token: *token.0.as_bytes(), value: value.into() };
+    raw.as_bytes().to_vec()
+}
+
+fn config_bytes(token: Token, layout: &Layout, config: &[u8]) -> Vec<u8> {
+    let raw = RawConfig {
+        token: *token.0.as_bytes(),
+        slots: (layout.slots().len() as u32).into(),
+        config: (config.len() as u32).into(),
+    };
+    let mut bytes = raw.as_bytes().to_vec();
+    for s in layout.slots() {
+        let (id, zero) = (s.id.0.into(), 0.into());
+        let raw = RawSlot { id, zero, base: s.base.0.into(), frames: s.frames.into() };
+        bytes.extend_from_slice(raw.as_bytes());
+    }
+    bytes.extend_from_slice(config);
+    bytes
+}
+
+/// Cuts a text to [`MAX_TEXT`] bytes, at a character.
+pub(crate) fn clip(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_TEXT)]
+}

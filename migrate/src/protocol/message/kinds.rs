@@ -1,0 +1,172 @@
+//! The messages as values.
+
+use driftline_checkpoint::Section;
+use driftline_dirty_tracker::{FrameRun, Layout};
+use uuid::Uuid;
+
+use super::counts::Counts;
+use super::drives::DriveMessage;
+use super::runs::Runs;
+use crate::protocol::codec::Codec;
+use crate::protocol::decision::Verdict;
+use crate::protocol::error::WireError;
+use crate::protocol::ids::Token;
+use crate::protocol::tag::Tag;
+
+/// Why a connection was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Purpose {
+    /// The destination's answer.
+    Serve,
+    /// To move a guest.
+    Move,
+    /// To ask what became of one.
+    Query,
+    /// To carry a share of a migration that another connection has begun.
+    Join,
+}
+
+/// What PREPARED says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct PreparedSays {
+    pub(crate) token: Token,
+    pub(crate) site: Uuid,
+    pub(crate) digest: u32,
+    pub(crate) counts: Counts,
+}
+
+/// One message, borrowing its bulk from the receive buffer.
+#[derive(Debug)]
+pub(crate) enum Message<'a> {
+    Hello {
+        purpose: Purpose,
+        features: u64,
+        version: &'a str,
+    },
+    Refused {
+        reason: &'a str,
+    },
+    Abort {
+        reason: &'a str,
+    },
+    Config {
+        token: Token,
+        layout: Layout,
+        config: &'a [u8],
+    },
+    Ready {
+        site: Uuid,
+    },
+    PassBegin {
+        pass: u32,
+        frames: u64,
+    },
+    Pages {
+        runs: Runs<'a>,
+        contents: &'a [u8],
+    },
+    Zero {
+        runs: Runs<'a>,
+    },
+    Packed {
+        codec: Codec,
+        runs: Runs<'a>,
+        packed: &'a [u8],
+    },
+    Verify,
+    Digest(u128),
+    /// Its content is still in the stream.
+    Frames {
+        run: FrameRun,
+    },
+    Expect {
+        runs: Runs<'a>,
+    },
+    PassEnd {
+        pass: u32,
+        counts: Counts,
+    },
+    PassAck {
+        pass: u32,
+        counts: Counts,
+    },
+    State(Section),
+    StateWhole {
+        sections: u32,
+        /// That the last pass may have: a guess.
+        frames: u64,
+    },
+    StateEnd {
+        sections: u32,
+        was_running: bool,
+        counts: Counts,
+    },
+    Prepared(PreparedSays),
+    Late(&'a [u8]),
+    Drive(DriveMessage<'a>),
+    Commit {
+        token: Token,
+    },
+    Running {
+        token: Token,
+        took_us: u64,
+    },
+    Query {
+        token: Token,
+        site: Uuid,
+    },
+    Join {
+        token: Token,
+    },
+    Connections {
+        joined: u32,
+    },
+    Answer {
+        token: Token,
+        verdict: Verdict,
+    },
+    Ended {
+        token: Token,
+    },
+}
+
+impl Message<'_> {
+    /// The message's tag.
+    pub(crate) fn tag(&self) -> Tag {
+        match self {
+            Self::Hello { .. } => Tag::Hello,
+            Self::Refused { .. } => Tag::Refused,
+            Self::Abort { .. } => Tag::Abort,
+            Self::Config { .. } => Tag::Config,
+            Self::Ready { .. } => Tag::Ready,
+            Self::PassBegin { .. } => Tag::PassBegin,
+            Self::Pages { .. } => Tag::Pages,
+            Self::Zero { .. } => Tag::Zero,
+            Self::Frames { .. } => Tag::Frames,
+            Self::Expect { .. } => Tag::Expect,
+            Self::PassEnd { .. } => Tag::PassEnd,
+            Self::PassAck { .. } => Tag::PassAck,
+            Self::State(_) => Tag::State,
+            Self::StateWhole { .. } => Tag::StateWhole,
+            Self::StateEnd { .. } => Tag::StateEnd,
+            Self::Prepared(_) => Tag::Prepared,
+            Self::Late(_) => Tag::Late,
+            Self::Drive(message) => message.tag(),
+            Self::Commit { .. } => Tag::Commit,
+            Self::Running { .. } => Tag::Running,
+            Self::Query { .. } => Tag::Query,
+            Self::Join { .. } => Tag::Join,
+            Self::Connections { .. } => Tag::Connections,
+            Self::Packed { .. } => Tag::Packed,
+            Self::Verify => Tag::Verify,
+            Self::Digest(_) => Tag::Digest,
+            Self::Answer { .. } => Tag::Answer,
+            Self::Ended { .. } => Tag::Ended,
+        }
+    }
+
+    /// The error that this message came where something else should have.
+    pub(crate) fn unexpected(&self, expected: &'static str) -> WireError {
+        WireError::unexpected(self.tag(), expected)
+    }
+}

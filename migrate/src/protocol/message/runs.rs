@@ -1,0 +1,67 @@
+//! Tables of runs, and what the parsing of every message needs.
+
+use driftline_dirty_tracker::FrameRun;
+use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
+
+use super::raw::{RawRun, RawRuns};
+use crate::protocol::error::WireError;
+use crate::protocol::tag::Tag;
+
+/// A table of runs, as received: each is non-empty, nothing else is known of them.
+#[derive(Clone, Copy)]
+pub(crate) struct Runs<'a>(pub(super) &'a [RawRun]);
+
+impl std::fmt::Debug for Runs<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
+
+impl<'a> Runs<'a> {
+    pub(crate) fn iter(self) -> impl Iterator<Item = FrameRun> + Clone + 'a {
+        self.0.iter().map(FrameRun::from)
+    }
+
+    pub(crate) fn len(self) -> usize {
+        self.0.len()
+    }
+
+    /// All frames of all runs; `None` if they overflow.
+    pub(crate) fn frames(self) -> Option<u64> {
+        self.iter().try_fold(0u64, |n, r| n.checked_add(r.count))
+    }
+
+    pub(super) fn parse(tag: Tag, bytes: &'a [u8]) -> Result<(Self, &'a [u8]), WireError> {
+        let (head, rest) = fixed::<RawRuns>(tag, bytes)?;
+        let count = head.runs.get() as usize;
+        let (runs, rest) = <[RawRun]>::ref_from_prefix_with_elems(rest, count)
+            .map_err(|_| malformed(tag, "its table of runs is longer than the message"))?;
+        let runs = Self(runs);
+        if count == 0 || runs.iter().any(|r| r.count == 0) {
+            return Err(malformed(tag, "it has an empty run, or none at all"));
+        }
+        Ok((runs, rest))
+    }
+}
+
+pub(super) fn malformed(message: Tag, why: &'static str) -> WireError {
+    WireError::Malformed { message, why }
+}
+
+pub(super) fn fixed<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+    tag: Tag,
+    bytes: &[u8],
+) -> Result<(&T, &[u8]), WireError> {
+    T::ref_from_prefix(bytes).map_err(|_| malformed(tag, "it is too short"))
+}
+
+pub(super) fn exactly<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+    tag: Tag,
+    bytes: &[u8],
+) -> Result<&T, WireError> {
+    T::ref_from_bytes(bytes).map_err(|_| malformed(tag, "its length is not that of its kind"))
+}
+
+pub(super) fn text(tag: Tag, bytes: &[u8]) -> Result<&str, WireError> {
+    std::str::from_utf8(bytes).map_err(|_| malformed(tag, "its text is not UTF-8"))
+}
