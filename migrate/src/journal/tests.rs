@@ -1,13 +1,17 @@
 //! Records of hand-overs: who decides first, what outlives what, and what is swept.
 
-use std::cell::Cell;
+use std::fs;
+use std::io;
+use std::time::UNIX_EPOCH;
 
+use driftline_checkpoint::VmId;
+use uuid::Uuid;
+
+use super::file::{SYNCS, read};
+use super::life::Life;
 use super::*;
-
-thread_local! {
-    /// Syncs of directories from which something was removed.
-    pub(super) static SYNCS: Cell<u32> = const { Cell::new(0) };
-}
+use crate::protocol::decision::Decision;
+use crate::protocol::ids::Token;
 
 /// How many syncs `what` has cost.
 fn syncs(what: impl FnOnce()) -> u32 {

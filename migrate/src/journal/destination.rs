@@ -1,0 +1,282 @@
+//! The destination's records: its vote, and its decision.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use driftline_checkpoint::VmId;
+use driftline_checkpoint::durable::sync_dir;
+use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
+use uuid::Uuid;
+
+use super::directory::Records;
+use super::error::{RecordsError, failed};
+use super::file::{VERSION, json, now_unix_ms, read, remove, sync_removed, temporary, unlink};
+use super::life::Life;
+use crate::log_limit::LogLimit;
+use crate::protocol::decision::Decision;
+use crate::protocol::ids::Token;
+
+#[derive(Serialize, Deserialize)]
+struct DestinationRecord {
+    version: u32,
+    token: Token,
+    vm_id: Option<VmId>,
+    decision: Decision,
+    time_unix_ms: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct PreparedRecord {
+    version: u32,
+    token: Token,
+    vm_id: VmId,
+    /// Of [`Life`]; null on a host that cannot tell its boots apart.
+    boot: Option<Uuid>,
+    /// Of [`Life`].
+    mount: Option<u64>,
+    time_unix_ms: u64,
+}
+
+impl PreparedRecord {
+    /// Whether no decision about this guest can have been lost: it was made on this boot and mount,
+    /// or, where the record names no boot, durable before the guest ran.
+    pub(super) fn decision_would_stand(&self, present: Option<Life>) -> bool {
+        let life = self.boot.map(|boot| Life { boot, mount: self.mount });
+        life.is_none() || life == present
+    }
+}
+
+/// A decision, synced, that is not made yet. Dropping it removes it.
+#[derive(Debug)]
+pub(crate) struct StagedDecision {
+    pub(super) file: NamedTempFile,
+    token: Token,
+    decision: Decision,
+}
+
+/// Proof that a prepared record is durable. Only with it may a guest be offered to its source. It
+/// is locked, as a sign that its process lives.
+#[derive(Debug)]
+pub(crate) struct PreparedMark {
+    _lock: fs::File,
+    /// The guest may run before the decision to run it is durable.
+    pub(super) names_boot: bool,
+}
+
+fn decision_json(token: Token, vm_id: Option<VmId>, decision: Decision) -> io::Result<Vec<u8>> {
+    let time_unix_ms = now_unix_ms();
+    json(&DestinationRecord { version: VERSION, token, vm_id, decision, time_unix_ms })
+}
+
+impl Records {
+    /// What was decided about a token by any process of this site.
+    pub(crate) fn decision(&self, token: Token) -> Result<Option<Decision>, RecordsError> {
+        let record: Option<DestinationRecord> = read(&self.decision_path(token), token)?;
+        Ok(record.map(|r| r.decision))
+    }
+
+    /// Decides about a token, durably, unless that has been done; returns the decision that stands.
+    pub(crate) fn decide(
+        &self,
+        token: Token,
+        vm_id: Option<VmId>,
+        decision: Decision,
+    ) -> Result<Decision, RecordsError> {
+        self.decide_by(self.stage(token, vm_id, decision)?)
+    }
+
+    /// Writes a decision without giving it its name: nothing is decided yet.
+    pub(crate) fn stage(
+        &self,
+        token: Token,
+        vm_id: Option<VmId>,
+        decision: Decision,
+    ) -> Result<StagedDecision, RecordsError> {
+        let staged = decision_json(token, vm_id, decision)
+            .and_then(|bytes| temporary(&self.dir, &bytes))
+            .map_err(failed("write", &self.decision_path(token)));
+        Ok(StagedDecision { file: staged?, token, decision })
+    }
+
+    /// As [`decide`](Self::decide), with what was staged for it.
+    pub(crate) fn decide_by(&self, staged: StagedDecision) -> Result<Decision, RecordsError> {
+        let (path, decision) = (self.decision_path(staged.token), staged.decision);
+        if let Some(stands) = self.link(staged)? {
+            return Ok(stands);
+        }
+        self.keep(&path, decision, sync_dir(&self.dir)).map_err(failed("write", &path))
+    }
+
+    /// As [`decide_by`](Self::decide_by), but where the decision is the staged one it holds among
+    /// the host's processes alone until [`sync`](Self::sync), if the guest's prepared record names
+    /// a boot: that one outlives the host's crash.
+    pub(crate) fn decide_prepared(
+        &self,
+        staged: StagedDecision,
+        prepared: &PreparedMark,
+    ) -> Result<Decision, RecordsError> {
+        if !prepared.names_boot {
+            return self.decide_by(staged);
+        }
+        let decision = staged.decision;
+        Ok(self.link(staged)?.unwrap_or(decision))
+    }
+
+    /// Gives a decision its name, or returns the one that has it, durable.
+    fn link(&self, staged: StagedDecision) -> Result<Option<Decision>, RecordsError> {
+        let StagedDecision { file, token, decision: _ } = staged;
+        let path = self.decision_path(token);
+        match file.persist_noclobber(&path).map_err(|e| e.error) {
+            Ok(_) => Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                // The other's file may not be durable yet; an answer that rests on it must be.
+                sync_dir(&self.dir).map_err(failed("read", &path))?;
+                let stands = self.decision(token)?;
+                stands
+                    .ok_or_else(|| failed("read", &path)(io::ErrorKind::NotFound.into()))
+                    .map(Some)
+            }
+            Err(e) => Err(failed("write", &path)(e)),
+        }
+    }
+
+    /// Makes durable what was decided.
+    pub(crate) fn sync(&self, token: Token) -> Result<(), RecordsError> {
+        sync_dir(&self.dir).map_err(failed("write", &self.decision_path(token)))
+    }
+
+    /// Makes the prepared record of a guest durable.
+    pub(crate) fn prepare(&self, token: Token, vm_id: VmId) -> Result<PreparedMark, RecordsError> {
+        let life = self.life();
+        let (boot, mount) = (life.map(|life| life.boot), life.and_then(|life| life.mount));
+        let path = self.prepared_path(token);
+        let time_unix_ms = now_unix_ms();
+        let version = VERSION;
+        let record = PreparedRecord { version, token, vm_id, boot, mount, time_unix_ms };
+        let file = json(&record).and_then(|bytes| {
+            let file = temporary(&self.dir, &bytes)?;
+            // Goes with this process, however that ends.
+            file.as_file().try_lock()?;
+            let file = file.persist_noclobber(&path).map_err(|e| e.error)?;
+            sync_dir(&self.dir).inspect_err(|_| {
+                // It may stand, and nobody would remove it.
+                let _ = fs::remove_file(&path);
+            })?;
+            Ok(file)
+        });
+        let _lock = file.map_err(failed("write", &path))?;
+        Ok(PreparedMark { _lock, names_boot: boot.is_some() })
+    }
+
+    /// Removes the prepared record of a guest for which COMMIT cannot come any more. It need not be
+    /// durable: nobody will ask.
+    pub(crate) fn withdraw(&self, token: Token, _prepared: PreparedMark) {
+        let path = self.prepared_path(token);
+        if let Err(e) = fs::remove_file(&path) {
+            tracing::warn!(%token, "{}", failed("remove", &path)(e));
+        }
+    }
+
+    /// The decision about a token that the calling process does not know. Where a process of this
+    /// site has prepared its guest and none has decided, this decides against running it, durably;
+    /// unless it may have been decided and is forgotten: the host has crashed since, or lost this
+    /// directory. Of any other token nothing is stored: its guest was never prepared here.
+    pub(crate) fn decide_unknown(&self, token: Token) -> Result<Decision, RecordsError> {
+        // While its source may ask, a prepared record is removed only if its guest never ran, or
+        // behind a durable decision; so it is looked for first.
+        let prepared = read(&self.prepared_path(token), token)?;
+        self.decide_behind(token, prepared)
+    }
+
+    /// As [`decide_unknown`](Self::decide_unknown), after its prepared record was looked for.
+    pub(super) fn decide_behind(
+        &self,
+        token: Token,
+        mut prepared: Option<PreparedRecord>,
+    ) -> Result<Decision, RecordsError> {
+        let mut decision = self.decision(token)?;
+        if prepared.is_some() && decision.is_none() {
+            // It is removed before its decision is. If it is there still, there was none.
+            prepared = read(&self.prepared_path(token), token)?;
+            if prepared.is_none() {
+                decision = self.decision(token)?;
+            }
+        }
+        let Some(prepared) = prepared.filter(|_| decision.is_none()) else {
+            if decision.is_some() {
+                // It may be another process's, and not durable yet; an answer that rests on it must
+                // be.
+                self.sync(token)?;
+            }
+            return Ok(decision.unwrap_or(Decision::Discarded));
+        };
+        if !prepared.decision_would_stand(self.life()) {
+            static LIMIT: LogLimit = LogLimit::new();
+            if let Some(unshown) = LIMIT.admit() {
+                tracing::warn!(
+                    %token,
+                    unshown,
+                    "its guest was prepared here in another boot, or on another mount of {}: it \
+                     may have run, and its source stays in doubt until the operator resolves that",
+                    self.dir.display()
+                );
+            }
+            return Ok(Decision::Committed);
+        }
+        self.decide(token, Some(prepared.vm_id), Decision::Discarded)
+    }
+
+    /// What becomes of a decision that has its name, `synced` or not.
+    pub(super) fn keep(
+        &self,
+        path: &Path,
+        decision: Decision,
+        synced: io::Result<()>,
+    ) -> io::Result<Decision> {
+        if synced.is_err() && decision == Decision::Committed {
+            // It may not survive, and the guest will not run for it: nobody shall read it. A
+            // `discarded` stays: who has read and synced it meanwhile may have told the source.
+            let _ = remove(&self.dir, path);
+        }
+        synced.map(|()| decision)
+    }
+
+    /// Replaces this process's own `committed` by `discarded`: the guest never ran.
+    pub(crate) fn overturn(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
+        let path = self.decision_path(token);
+        decision_json(token, Some(vm_id), Decision::Discarded)
+            .and_then(|bytes| temporary(&self.dir, &bytes))
+            .and_then(|file| file.persist(&path).map_err(|e| e.error))
+            .and_then(|_| sync_dir(&self.dir))
+            .map_err(failed("write", &path))
+    }
+
+    /// Forgets a decision that nobody will ask for again, and that its guest was `prepared` by this
+    /// process.
+    pub(crate) fn forget_decision(
+        &self,
+        token: Token,
+        prepared: Option<PreparedMark>,
+    ) -> Result<(), RecordsError> {
+        match prepared {
+            Some(_mark) => self.remove_both(token),
+            None => {
+                let path = self.decision_path(token);
+                remove(&self.dir, &path).map_err(failed("remove", &path))
+            }
+        }
+    }
+
+    /// Removes a prepared record, and once that is durable, the decision. A crash in between leaves
+    /// the decision, which answers as before. The other way round it would leave a prepared record
+    /// whose decision may have been lost: its answer, *committed*, nobody could ever take back.
+    fn remove_both(&self, token: Token) -> Result<(), RecordsError> {
+        // Synced even if another process has removed the first: that may not be durable yet.
+        for path in [self.prepared_path(token), self.decision_path(token)] {
+            unlink(&path).and_then(|_| sync_removed(&self.dir)).map_err(failed("remove", &path))?;
+        }
+        Ok(())
+    }
+}

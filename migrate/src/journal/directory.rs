@@ -1,0 +1,88 @@
+//! The directory of a host's records, and its site.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+use driftline_checkpoint::durable::create_dir;
+use uuid::Uuid;
+
+use super::error::{RecordsError, failed};
+use super::file::{sweep, write_new};
+use super::life::Life;
+use crate::protocol::ids::Token;
+
+/// The end of a source record's name, behind its token.
+pub(super) const SOURCE_SUFFIX: &str = ".source.json";
+
+/// The end of a prepared record's name, behind its token.
+pub(super) const PREPARED_SUFFIX: &str = ".prepared.json";
+
+/// The end of a decision's name, behind its token.
+pub(super) const DECISION_SUFFIX: &str = ".destination.json";
+
+/// The directory of one host's hand-over records.
+#[derive(Debug, Clone)]
+pub struct Records {
+    pub(super) dir: PathBuf,
+    pub(super) site: Uuid,
+    #[cfg(test)]
+    pub(super) pretended: Option<Option<Life>>,
+}
+
+impl Records {
+    /// Opens the directory, and makes it and its site where they do not exist yet.
+    pub fn open(dir: impl Into<PathBuf>) -> Result<Self, RecordsError> {
+        let dir = dir.into();
+        create_dir(&dir).map_err(failed("write", &dir))?;
+        sweep(&dir);
+        let path = dir.join("site");
+        let text = match fs::read_to_string(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                match write_new(&dir, &path, Uuid::new_v4().to_string().as_bytes()) {
+                    // Another process was first.
+                    Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                    made => made.map_err(failed("write", &path))?,
+                }
+                fs::read_to_string(&path)
+            }
+            // Whose name is durable before any record is: that takes a sync of the same directory.
+            read => read,
+        };
+        let text = text.map_err(failed("read", &path))?;
+        let site = Uuid::parse_str(text.trim())
+            .map_err(|e| failed("read", &path)(io::Error::new(io::ErrorKind::InvalidData, e)))?;
+        Ok(Self {
+            dir,
+            site,
+            #[cfg(test)]
+            pretended: None,
+        })
+    }
+
+    /// The present life, looked at anew: a process outlives a mount.
+    pub(super) fn life(&self) -> Option<Life> {
+        #[cfg(test)]
+        if let Some(life) = self.pretended {
+            return life;
+        }
+        Life::of(&self.dir)
+    }
+
+    /// The directory's name for peers.
+    pub fn site(&self) -> Uuid {
+        self.site
+    }
+
+    pub(super) fn source_path(&self, token: Token) -> PathBuf {
+        self.dir.join(format!("{token}{SOURCE_SUFFIX}"))
+    }
+
+    pub(super) fn decision_path(&self, token: Token) -> PathBuf {
+        self.dir.join(format!("{token}{DECISION_SUFFIX}"))
+    }
+
+    pub(super) fn prepared_path(&self, token: Token) -> PathBuf {
+        self.dir.join(format!("{token}{PREPARED_SUFFIX}"))
+    }
+}

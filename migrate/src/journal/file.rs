@@ -1,0 +1,120 @@
+//! Files of records: staged, synced, given their names, read and removed.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use driftline_checkpoint::durable::sync_dir;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
+
+use super::error::{RecordsError, failed, invalid};
+use crate::protocol::ids::Token;
+
+/// The version of the records that this program writes.
+pub(super) const VERSION: u32 = 1;
+
+/// The beginning of the name of a file that is no record yet.
+const STAGED: &str = ".staged-";
+/// The age of such a file after which the process that made it has died: no migration takes as
+/// long.
+const STALE: Duration = Duration::from_secs(60 * 24 * 3600);
+
+pub(super) fn now_unix_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_millis() as u64)
+}
+
+pub(super) fn json(record: &impl Serialize) -> io::Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec_pretty(record)?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+/// What every record has, in any version.
+#[derive(Deserialize)]
+struct Head {
+    version: u32,
+    token: Token,
+}
+
+/// The record of `token` in the file of that name.
+pub(super) fn read<T: DeserializeOwned>(
+    path: &Path,
+    token: Token,
+) -> Result<Option<T>, RecordsError> {
+    let bytes = match fs::read(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        read => read.map_err(failed("read", path))?,
+    };
+    let no_record = |e: serde_json::Error| failed("read", path)(e.into());
+    let head: Head = serde_json::from_slice(&bytes).map_err(no_record)?;
+    if head.version != VERSION {
+        let why = format!("its version is {}, and this program reads {VERSION}", head.version);
+        return Err(invalid(path, why));
+    }
+    if head.token != token {
+        return Err(invalid(
+            path,
+            format!("migration {} is in it, not that of its name", head.token),
+        ));
+    }
+    serde_json::from_slice(&bytes).map(Some).map_err(no_record)
+}
+
+/// Removes what processes that were killed have staged. Whatever fails is tried again next time.
+pub(super) fn sweep(dir: &Path) {
+    let staged = fs::read_dir(dir).into_iter().flatten().flatten();
+    let staged = staged.filter(|entry| entry.file_name().to_string_lossy().starts_with(STAGED));
+    for entry in staged {
+        let made = entry.metadata().and_then(|of| of.modified()).ok();
+        if made.and_then(|made| made.elapsed().ok()).is_some_and(|age| age > STALE) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// A synced temporary file beside its later place.
+pub(super) fn temporary(dir: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
+    let mut file = tempfile::Builder::new().prefix(STAGED).tempfile_in(dir)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    Ok(file)
+}
+
+/// A file that appears whole and durable, or `AlreadyExists`, or (after other errors) perhaps.
+pub(super) fn write_new(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    place(dir, temporary(dir, bytes)?, path)
+}
+
+/// Gives a synced temporary file its name.
+pub(super) fn place(dir: &Path, file: NamedTempFile, path: &Path) -> io::Result<()> {
+    file.persist_noclobber(path).map_err(|e| e.error)?;
+    sync_dir(dir)
+}
+
+pub(super) fn remove(dir: &Path, path: &Path) -> io::Result<()> {
+    if unlink(path)? { sync_removed(dir) } else { Ok(()) }
+}
+
+/// Removes a file, not durably; whether there was one.
+pub(super) fn unlink(path: &Path) -> io::Result<bool> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        removed => removed.map(|()| true),
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Syncs of directories from which something was removed.
+    pub(super) static SYNCS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+}
+
+/// Makes durable that files were removed, or what has to be durable before they are.
+pub(super) fn sync_removed(dir: &Path) -> io::Result<()> {
+    #[cfg(test)]
+    SYNCS.set(SYNCS.get() + 1);
+    sync_dir(dir)
+}

@@ -1,0 +1,122 @@
+//! The source's record: the guest may be running on its peer.
+
+use std::fs;
+
+use driftline_checkpoint::VmId;
+use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
+use uuid::Uuid;
+
+use super::directory::{Records, SOURCE_SUFFIX};
+use super::error::{RecordsError, failed, invalid};
+use super::file::{VERSION, json, now_unix_ms, place, read, remove, temporary};
+use crate::protocol::ids::Token;
+
+/// What the source keeps from before COMMIT until the migration is settled.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SourceRecord {
+    /// The record's version.
+    pub version: u32,
+    /// The migration.
+    pub token: Token,
+    /// The guest that may be running on `peer`.
+    pub vm_id: VmId,
+    /// Where it was sent, as the operator gave it.
+    pub peer: String,
+    /// The destination's site.
+    pub site: Uuid,
+    /// When, ms since 1970.
+    pub time_unix_ms: u64,
+}
+
+/// The unsettled migrations of a host.
+#[derive(Debug, Default)]
+pub struct Pending {
+    /// Guests that may be running elsewhere.
+    pub records: Vec<SourceRecord>,
+    /// Files that stand where such records do and cannot be read as one. Any guest may be theirs.
+    pub unreadable: Vec<RecordsError>,
+}
+
+/// A source's record, synced, that does not stand yet. Dropping it removes it.
+#[derive(Debug)]
+pub(crate) struct StagedSource {
+    file: NamedTempFile,
+    record: SourceRecord,
+}
+
+impl StagedSource {
+    /// The migration.
+    pub(crate) fn token(&self) -> Token {
+        self.record.token
+    }
+}
+
+/// Proof that a source record is durable. Only with it can a held guest be sealed.
+#[derive(Debug)]
+pub(crate) struct SourceMark {
+    record: SourceRecord,
+}
+
+impl SourceMark {
+    pub(crate) fn record(&self) -> &SourceRecord {
+        &self.record
+    }
+}
+
+impl Records {
+    /// Migrations from here that are not settled: after a crash, guests that may be running
+    /// elsewhere. An error only if the directory cannot be read; files in it that are no records
+    /// are named.
+    pub fn pending(&self) -> Result<Pending, RecordsError> {
+        let mut pending = Pending::default();
+        for entry in fs::read_dir(&self.dir).map_err(failed("read", &self.dir))? {
+            let entry = entry.map_err(failed("read", &self.dir))?;
+            let name = entry.file_name();
+            let Some(stem) = name.to_str().and_then(|n| n.strip_suffix(SOURCE_SUFFIX)) else {
+                continue;
+            };
+            let path = entry.path();
+            let read = match Uuid::parse_str(stem) {
+                Ok(token) => read(&path, Token(token)),
+                Err(_) => Err(invalid(&path, "its name is not that of a migration".to_owned())),
+            };
+            match read {
+                Ok(record) => pending.records.extend(record),
+                Err(e) => pending.unreadable.push(e),
+            }
+        }
+        Ok(pending)
+    }
+
+    /// Removes the record of a migration that the operator has settled after a crash.
+    pub fn settle(&self, token: Token) -> Result<(), RecordsError> {
+        let path = self.source_path(token);
+        remove(&self.dir, &path).map_err(failed("remove", &path))
+    }
+
+    /// Writes the source's record without giving it its name: it is none yet, and goes with what
+    /// this returns.
+    pub(crate) fn stage_source(
+        &self,
+        token: Token,
+        vm_id: VmId,
+        peer: &str,
+        site: Uuid,
+    ) -> Result<StagedSource, RecordsError> {
+        let peer = peer.to_owned();
+        let time_unix_ms = now_unix_ms();
+        let record = SourceRecord { version: VERSION, token, vm_id, peer, site, time_unix_ms };
+        let staged = json(&record).and_then(|bytes| temporary(&self.dir, &bytes));
+        let file = staged.map_err(failed("write", &self.source_path(token)))?;
+        Ok(StagedSource { file, record })
+    }
+
+    /// Makes a staged record stand, durably. After an error it may stand.
+    pub(crate) fn place_source(&self, staged: StagedSource) -> Result<SourceMark, RecordsError> {
+        let StagedSource { file, record } = staged;
+        let path = self.source_path(record.token);
+        place(&self.dir, file, &path).map_err(failed("write", &path))?;
+        Ok(SourceMark { record })
+    }
+}

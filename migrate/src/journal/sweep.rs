@@ -1,0 +1,85 @@
+//! Removal of what processes that have died left behind.
+
+use std::collections::HashSet;
+use std::fs;
+
+use uuid::Uuid;
+
+use super::destination::PreparedRecord;
+use super::directory::{DECISION_SUFFIX, PREPARED_SUFFIX, Records};
+use super::error::RecordsError;
+use super::file::{read, sync_removed, unlink};
+use super::life::Life;
+use crate::protocol::decision::Decision;
+use crate::protocol::ids::Token;
+
+/// A migration of which nobody will ask what its records alone can answer.
+struct Settled {
+    token: Token,
+    decision: Option<Decision>,
+}
+
+impl Records {
+    /// Removes what processes that have died left behind, where every answer stays as it is:
+    ///
+    /// | prepared record | decision | what goes |
+    /// | --- | --- | --- |
+    /// | its process has died | none, and none can have been lost | the record: its guest never ran |
+    /// | its process has died | `discarded` | both: without them the answer is *discarded*, too |
+    /// | its process has died | `committed` | the record, once the decision is durable |
+    /// | none | `discarded` | the decision: without it the answer is *discarded*, too |
+    ///
+    /// Costs two syncs of the directory at most. What fails goes next time, and so does a decision
+    /// that comes back after a crash.
+    pub(crate) fn sweep_settled(&self) {
+        let (life, mut tokens) = (self.life(), HashSet::new());
+        for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let name = name.to_str().unwrap_or_default();
+            let stem = [PREPARED_SUFFIX, DECISION_SUFFIX].iter().find_map(|s| name.strip_suffix(s));
+            tokens.extend(stem.and_then(|stem| Uuid::parse_str(stem).ok()).map(Token));
+        }
+        let settled = tokens.into_iter().filter_map(|token| self.settled(token, life).ok()?);
+        let settled: Vec<Settled> = settled.collect();
+        if settled.is_empty() {
+            return;
+        }
+        let committed = settled.iter().any(|of| of.decision == Some(Decision::Committed));
+        if committed && sync_removed(&self.dir).is_err() {
+            return;
+        }
+        let mut discarded = Vec::new();
+        for Settled { token, decision } in settled {
+            if unlink(&self.prepared_path(token)).is_ok() && decision == Some(Decision::Discarded) {
+                discarded.push(token);
+            }
+        }
+        // As `remove_both`.
+        if sync_removed(&self.dir).is_ok() {
+            for token in discarded {
+                let _ = unlink(&self.decision_path(token));
+            }
+        }
+    }
+
+    /// A migration of which something can go, by the table of
+    /// [`sweep_settled`](Self::sweep_settled).
+    fn settled(&self, token: Token, life: Option<Life>) -> Result<Option<Settled>, RecordsError> {
+        let path = self.prepared_path(token);
+        let Some(record) = read::<PreparedRecord>(&path, token)? else {
+            // In this order: only about a guest whose prepared record stands is one decided.
+            let decision = self.decision(token)?;
+            let none = read::<PreparedRecord>(&path, token)?.is_none();
+            let goes = decision == Some(Decision::Discarded) && none;
+            return Ok(goes.then_some(Settled { token, decision }));
+        };
+        // In this order: a process decides before it dies.
+        let has_died = fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
+        if !has_died {
+            return Ok(None);
+        }
+        let decision = self.decision(token)?;
+        let goes = decision.is_some() || record.decision_would_stand(life);
+        Ok(goes.then_some(Settled { token, decision }))
+    }
+}
