@@ -12,6 +12,7 @@ use crate::journal::RecordsError;
 use crate::protocol::digest::MemoryDigests;
 use crate::protocol::error::WireError;
 use crate::protocol::layout::LayoutDifference;
+use crate::transport::error::TransportError;
 
 /// What made a migration fail.
 #[derive(Debug, thiserror::Error)]
@@ -143,6 +144,15 @@ pub enum Cause {
         /// The system's answer.
         cause: io::Error,
     },
+}
+
+impl From<TransportError> for Cause {
+    fn from(e: TransportError) -> Self {
+        match e {
+            TransportError::Wire(e) => Self::Wire(e),
+            TransportError::System { what, cause } => Self::System { what, cause },
+        }
+    }
 }
 
 impl From<FormatError> for Cause {

@@ -20,8 +20,9 @@ use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::message::Counts;
 use crate::protocol::stream_state::{Inbound, Step};
 use crate::protocol::tag::Tag;
+use crate::transport::channels::Bundle;
 use crate::transport::compression::Unpacker;
-use crate::transport::link::{Bundle, Closer, Link, SLICE};
+use crate::transport::link::{Closer, Link, SLICE};
 use crate::transport::wire::Wire;
 
 /// Between two passes a share waits for as long as its migration takes: the first connection has the limits.

@@ -4,13 +4,13 @@ use std::io::Read;
 
 use driftline_checkpoint::VmId;
 
-use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
 use crate::protocol::message::{DriveMessage, Message, StateDigest};
 use crate::protocol::stream_state::DriveStep;
 use crate::protocol::stream_state::{Inbound, Step};
 use crate::transport::compression::Unpacker;
+use crate::transport::error::TransportError;
 use crate::transport::wire::Wire;
 
 /// A source's side of a migration, checked from header to state.
@@ -90,7 +90,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
             Step::Unpack { codec, runs, packed } => {
                 let frames = runs.frames().unwrap_or(0);
                 let contents = unpacker.unpack(codec, packed, frames).map_err(|e| match e {
-                    Cause::Wire(e) => e,
+                    TransportError::Wire(e) => e,
                     other => std::io::Error::other(other).into(),
                 })?;
                 content_crc = crc32c::crc32c_append(content_crc, contents);

@@ -98,7 +98,7 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
         self.arrived([run].into_iter());
         self.make_room(run);
         self.mark(run)?;
-        wire.recv_frames(self.ram, run)
+        Ok(wire.recv_frames(self.ram, run)?)
     }
 
     /// Makes frames zero.

@@ -18,8 +18,9 @@ use crate::policy::convergence::Measured;
 use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_PAGES;
 use crate::protocol::message::{Counts, Message};
+use crate::transport::channels::Bundle;
 use crate::transport::compression::{Compression, Packer};
-use crate::transport::link::{Bundle, Link};
+use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
 /// Sends passes of one guest's memory over all connections of its migration.

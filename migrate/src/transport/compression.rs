@@ -8,7 +8,7 @@ use std::str::FromStr;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::error::Cause;
+use super::error::TransportError;
 use crate::protocol::codec::Codec;
 use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_PAGES;
@@ -70,7 +70,7 @@ pub(crate) struct Packer {
 
 impl Packer {
     /// `None` for no compression.
-    pub(crate) fn new(compression: Compression) -> Result<Option<Self>, Cause> {
+    pub(crate) fn new(compression: Compression) -> Result<Option<Self>, TransportError> {
         let codec = match compression {
             Compression::None => return Ok(None),
             Compression::Lz4 => Codec::Lz4,
@@ -119,7 +119,7 @@ impl Unpacker {
         codec: Codec,
         packed: &[u8],
         frames: u64,
-    ) -> Result<&[u8], Cause> {
+    ) -> Result<&[u8], TransportError> {
         let malformed = |why| WireError::Malformed { message: Tag::Packed, why };
         let expected = (frames.min(MAX_PAGES) * PAGE_SIZE) as usize;
         self.contents.resize(MOST, 0);
@@ -141,8 +141,8 @@ impl Unpacker {
     }
 }
 
-fn unusable(cause: std::io::Error) -> Cause {
-    Cause::System { what: "starting a compression", cause }
+fn unusable(cause: std::io::Error) -> TransportError {
+    TransportError::System { what: "starting a compression", cause }
 }
 
 #[cfg(test)]

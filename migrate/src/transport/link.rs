@@ -6,7 +6,6 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -14,7 +13,8 @@ use socket2::{SockRef, TcpKeepalive};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
 
-use crate::transport::stop::Stop;
+use super::channels::Bundle;
+use super::stop::Stop;
 
 /// How long a stop request may go unnoticed.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
@@ -22,29 +22,6 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 const KEEPALIVE: Duration = Duration::from_secs(5);
 /// Time for saying why a conversation ends, and for the peer to hear it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-
-/// What the connections of one migration share, while there are several.
-#[derive(Debug, Default)]
-pub(crate) struct Bundle {
-    halted: AtomicBool,
-    /// Grows with every read and write of any of them.
-    progress: AtomicU64,
-}
-
-impl Bundle {
-    /// Ends any wait of any of them, within [`SLICE`].
-    pub(crate) fn halt(&self) {
-        self.halted.store(true, Ordering::Relaxed);
-    }
-
-    pub(crate) fn is_halted(&self) -> bool {
-        self.halted.load(Ordering::Relaxed)
-    }
-
-    fn progress(&self) -> u64 {
-        self.progress.load(Ordering::Relaxed)
-    }
-}
 
 /// A connection with limits.
 #[derive(Debug)]
@@ -248,7 +225,7 @@ impl Link {
                 Err(e) if waits(&e) => {}
                 done => {
                     if let Some(bundle) = &self.bundle {
-                        bundle.progress.fetch_add(1, Ordering::Relaxed);
+                        bundle.note_progress();
                     }
                     return done;
                 }

@@ -15,11 +15,11 @@ use uuid::Uuid;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use zerocopy::IntoBytes;
 
-use crate::error::Cause;
+use super::error::TransportError;
+use super::link::Link;
 use crate::protocol::error::WireError;
 use crate::protocol::message::{Message, RawRun, clip};
 use crate::protocol::tag::Tag;
-use crate::transport::link::Link;
 
 /// Most payload bytes of a record of an unknown tag that may be skipped.
 const MAX_SKIPPED: u32 = 64 << 10;
@@ -128,7 +128,11 @@ impl<S: Write> Wire<S> {
 impl Wire<Link> {
     /// Sends a run of frames from where they are, as they are when the kernel takes them: the guest may write
     /// them meanwhile, so there is no checksum of them.
-    pub(crate) fn send_frames(&mut self, ram: &GuestRam, run: FrameRun) -> Result<(), Cause> {
+    pub(crate) fn send_frames(
+        &mut self,
+        ram: &GuestRam,
+        run: FrameRun,
+    ) -> Result<(), TransportError> {
         let table = RawRun::from(run);
         let length = table.as_bytes().len() + run.bytes() as usize;
         let head = self.head(Tag::Frames, length, &[table.as_bytes()]);
@@ -147,7 +151,11 @@ impl Wire<Link> {
     }
 
     /// Fetches the content of the FRAMES that [`recv`](Self::recv) has just given, straight to its frames.
-    pub(crate) fn recv_frames(&mut self, ram: &GuestRam, run: FrameRun) -> Result<(), Cause> {
+    pub(crate) fn recv_frames(
+        &mut self,
+        ram: &GuestRam,
+        run: FrameRun,
+    ) -> Result<(), TransportError> {
         let length = std::mem::take(&mut self.content);
         debug_assert_eq!(length as u64, run.bytes());
         self.astray = true;
@@ -201,8 +209,8 @@ impl Wire<Link> {
     }
 }
 
-fn memory(what: &'static str) -> impl Fn(vm_memory::GuestMemoryError) -> Cause {
-    move |e| Cause::System { what, cause: io::Error::other(e) }
+fn memory(what: &'static str) -> impl Fn(vm_memory::GuestMemoryError) -> TransportError {
+    move |e| TransportError::System { what, cause: io::Error::other(e) }
 }
 
 /// `torn` is true while a part of it has been written.
