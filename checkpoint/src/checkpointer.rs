@@ -24,7 +24,7 @@ use crate::crew::{Answer, Crew};
 use crate::followed::{self, Patience, drives_of};
 use crate::instant::{self, Means, Taken};
 use crate::live::{catch_up, copy_live};
-use crate::report::{Cause, CheckpointError, EpochReport, Phase};
+use crate::report::{Cause, CheckpointError, EpochReport, Phase, step};
 use crate::shielding::Shielding;
 use crate::staging::{Staging, StagingLimits};
 use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
@@ -485,16 +485,4 @@ fn next_number(store: &Store, crew: Option<&Crew>) -> Result<u64, StoreError> {
         MAX_EPOCH.. => Err(StoreError::Full { dir: store.dir(), last }),
         _ => Ok(last + 1),
     }
-}
-
-/// Does one step, with an event where it begins and one where it ends.
-pub(crate) fn step<T, E: Into<Cause>>(
-    phase: Phase,
-    act: impl FnOnce() -> Result<T, E>,
-) -> Result<T, (Phase, Cause)> {
-    tracing::debug!(?phase, "begin");
-    let since = Instant::now();
-    let result = act().map_err(|e| (phase, e.into()));
-    tracing::debug!(?phase, ok = result.is_ok(), us = since.elapsed().as_micros() as u64, "end");
-    result
 }

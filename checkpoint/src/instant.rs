@@ -24,12 +24,11 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{Epoch, FrameSet, PAGE_SIZE, Subscription};
 
 use crate::calm::Calm;
-use crate::checkpointer::step;
 use crate::copied::{Copied, Way, Ways};
 use crate::followed::{self, Followed, Stood};
 use crate::pause::{Pause, pause, stood_since};
 use crate::pieces::{in_slots, spans};
-use crate::report::{Cause, Phase};
+use crate::report::{Cause, Phase, step};
 use crate::saver::{Before, Full, Saver};
 use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};

@@ -41,7 +41,6 @@ mod pause;
 mod pieces;
 mod report;
 mod restore;
-mod restored_drives;
 mod saver;
 mod section;
 mod shield;

@@ -5,9 +5,8 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{Epoch, Subscription};
 
 use crate::calm::Calm;
-use crate::checkpointer::step;
 use crate::followed::{self, Followed, Stood};
-use crate::report::{Cause, Phase};
+use crate::report::{Cause, Phase, step};
 use crate::store::EpochWriter;
 use crate::{Guest, Paused, Section, VcpuPauses};
 

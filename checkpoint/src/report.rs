@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use vm_memory::GuestMemoryError;
@@ -59,6 +59,18 @@ impl fmt::Display for Phase {
             Self::Publish => "publishing",
         })
     }
+}
+
+/// Does one step, with an event where it begins and one where it ends.
+pub(crate) fn step<T, E: Into<Cause>>(
+    phase: Phase,
+    act: impl FnOnce() -> Result<T, E>,
+) -> Result<T, (Phase, Cause)> {
+    tracing::debug!(?phase, "begin");
+    let since = Instant::now();
+    let result = act().map_err(|e| (phase, e.into()));
+    tracing::debug!(?phase, ok = result.is_ok(), us = since.elapsed().as_micros() as u64, "end");
+    result
 }
 
 /// What stood in the way of an epoch.

@@ -2,7 +2,7 @@
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
-use crate::restore::RestoreError;
+use super::error::RestoreError;
 use crate::store::{Archive, Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};
 use crate::{DriveCopy, DriveHead, GuestError};
 

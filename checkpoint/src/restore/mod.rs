@@ -1,15 +1,19 @@
 //! Building a guest from a stored epoch. Every byte it needs is checked before the guest may run,
 //! or, where it runs before its memory is there, before it gets to see it.
 
+mod drives;
+mod error;
+
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
+use vm_memory::{Bytes, GuestAddress};
 
-use crate::restored_drives::{Blocks, RestoredDrives};
+use self::drives::{Blocks, RestoredDrives};
+pub use self::error::RestoreError;
 use crate::store::{
     Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, fetch,
     place,
@@ -20,67 +24,6 @@ use crate::{
 
 /// Frames that are read at once where none can come late: 1 MiB.
 const AT_ONCE: u64 = 256;
-
-/// A guest that could not be restored. Nothing runs.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RestoreError {
-    /// The store is damaged or does not have the epoch.
-    #[error("{0}")]
-    Store(#[from] StoreError),
-    /// The guest could not be built, or refused its state.
-    #[error("checkpoint {epoch} cannot be restored: {cause}")]
-    Guest {
-        /// The epoch.
-        epoch: u64,
-        /// The guest's reason.
-        cause: GuestError,
-    },
-    /// A frame cannot be had for a guest that was about to run without it.
-    #[error("checkpoint {epoch} cannot be restored: {why}")]
-    Lost {
-        /// The epoch.
-        epoch: u64,
-        /// What is wrong with the frame.
-        why: String,
-    },
-    /// The configuration in the epoch makes another memory than the one that is stored.
-    #[error(
-        "checkpoint {epoch} cannot be restored: its configuration makes a guest with memory layout \
-         {built:#010x}, its memory has layout {stored:#010x}"
-    )]
-    Layout {
-        /// The epoch.
-        epoch: u64,
-        /// Hash of the layout that the factory built.
-        built: u32,
-        /// Hash of the stored layout.
-        stored: u32,
-    },
-    /// Its drives were being written over, after all that is stored of them had been read and found
-    /// sound.
-    #[error(
-        "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly overwritten: run no guest from \
-         them until a checkpoint, this or another, has been restored to them",
-        disks.join(", ")
-    )]
-    Drives {
-        /// The epoch.
-        epoch: u64,
-        /// What stands against it.
-        why: String,
-        /// Their names.
-        disks: Vec<String>,
-    },
-    /// The guest's memory could not be written.
-    #[error("checkpoint {epoch} cannot be restored: writing the guest's memory failed: {cause}")]
-    Memory {
-        /// The epoch.
-        epoch: u64,
-        /// Memory's answer.
-        cause: GuestMemoryError,
-    },
-}
 
 /// What a restore did.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]

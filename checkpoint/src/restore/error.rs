@@ -1,0 +1,67 @@
+//! Why a guest cannot be restored.
+
+use vm_memory::GuestMemoryError;
+
+use crate::GuestError;
+use crate::store::StoreError;
+
+/// A guest that could not be restored. Nothing runs.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RestoreError {
+    /// The store is damaged or does not have the epoch.
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    /// The guest could not be built, or refused its state.
+    #[error("checkpoint {epoch} cannot be restored: {cause}")]
+    Guest {
+        /// The epoch.
+        epoch: u64,
+        /// The guest's reason.
+        cause: GuestError,
+    },
+    /// A frame cannot be had for a guest that was about to run without it.
+    #[error("checkpoint {epoch} cannot be restored: {why}")]
+    Lost {
+        /// The epoch.
+        epoch: u64,
+        /// What is wrong with the frame.
+        why: String,
+    },
+    /// The configuration in the epoch makes another memory than the one that is stored.
+    #[error(
+        "checkpoint {epoch} cannot be restored: its configuration makes a guest with memory layout \
+         {built:#010x}, its memory has layout {stored:#010x}"
+    )]
+    Layout {
+        /// The epoch.
+        epoch: u64,
+        /// Hash of the layout that the factory built.
+        built: u32,
+        /// Hash of the stored layout.
+        stored: u32,
+    },
+    /// Its drives were being written over, after all that is stored of them had been read and found
+    /// sound.
+    #[error(
+        "checkpoint {epoch} cannot be restored: {why}; its disks ({}) are partly overwritten: run no guest from \
+         them until a checkpoint, this or another, has been restored to them",
+        disks.join(", ")
+    )]
+    Drives {
+        /// The epoch.
+        epoch: u64,
+        /// What stands against it.
+        why: String,
+        /// Their names.
+        disks: Vec<String>,
+    },
+    /// The guest's memory could not be written.
+    #[error("checkpoint {epoch} cannot be restored: writing the guest's memory failed: {cause}")]
+    Memory {
+        /// The epoch.
+        epoch: u64,
+        /// Memory's answer.
+        cause: GuestMemoryError,
+    },
+}
