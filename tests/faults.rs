@@ -9,8 +9,8 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use driftline_checkpoint::VmId;
 use driftline_checkpoint::format::{Header, MAGIC_STREAM};
+use driftline_guest::VmId;
 use driftline_migrate::Tag;
 use tests::{
     Cut, Direction, Driftline, Later, Proxy, SOON, Scratch, json_of, one_at_a_time, wait_for,

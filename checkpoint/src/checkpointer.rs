@@ -28,7 +28,7 @@ use crate::report::{Cause, CheckpointError, EpochReport, Phase, step};
 use crate::shielding::Shielding;
 use crate::staging::{Staging, StagingLimits};
 use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
-use crate::{DriveHead, Guest, GuestError};
+use driftline_guest::{DriveHead, Guest, GuestError};
 
 /// Takes epochs of one guest into one store.
 ///
@@ -39,8 +39,9 @@ use crate::{DriveHead, Guest, GuestError};
 /// after a failed sync, because nobody knows then what got to the disk.
 ///
 /// ```
-/// use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-/// use driftline_checkpoint::{Checkpointer, Clock, Store, restore};
+/// use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+/// use driftline_checkpoint::{Checkpointer, Store, restore};
+/// use driftline_guest::Clock;
 /// let dir = tempfile::tempdir()?;
 /// let guest = MemoryGuest::start(MemoryConfig::small())?;
 /// let mut checkpointer = Checkpointer::new(guest, Store::create_or_open(dir.path())?)?;

@@ -3,7 +3,7 @@
 //!
 //! What a drive holds is copied while the guest runs, before the pause of a full epoch; so is,
 //! before any, what changed, if that is much. In each pause what changed since is drained and
-//! [kept](crate::Keeper), and it is copied when the guest runs again: what was written over between
+//! [kept](driftline_guest::Keeper), and it is copied when the guest runs again: what was written over between
 //! pieces of memory, the rest after it. When a write has waited for too long, for some epochs what
 //! may have no room is copied in the pause.
 
@@ -13,14 +13,13 @@ use std::sync::Arc;
 
 use driftline_dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
 
-use crate::drive::{data_within, read_blocks};
-use crate::keeper::{Keeping, ROOM, Waits};
 use crate::live::batches;
 use crate::report::{Cause, Phase};
-use crate::saver::PATIENCE;
 use crate::staging::{Staging, window};
 use crate::store::{EpochWriter, StoreError, of_object};
-use crate::{DriveHead, Guest, GuestError, KeepError, Keeper, data_runs};
+use driftline_guest::{DriveHead, Guest, GuestError, KeepError, Keeper, data_runs};
+use driftline_guest::{Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits};
+use driftline_guest::{data_within, read_blocks};
 
 /// Blocks that are copied at a time while the guest runs: of a drive that nobody waits for, and of
 /// one that is kept.
@@ -79,7 +78,7 @@ fn failed(id: &str) -> impl Fn(io::Error) -> Cause {
 
 fn not_kept(id: &str) -> impl Fn(KeepError) -> Cause {
     move |why| match why {
-        KeepError::Stalled => Cause::Stalled(PATIENCE),
+        KeepError::Stalled => Cause::Stalled(WRITE_WAIT_LIMIT),
         KeepError::Unread(cause) => failed(id)(cause),
         why => Cause::NotKept { id: id.to_owned(), why },
     }
@@ -322,7 +321,7 @@ pub(crate) fn save_aside(
     for Stood { object, keeping, copied, .. } in stood {
         buffer.resize((PIECE_BLOCKS * PAGE_SIZE) as usize, 0);
         // More may be set aside meanwhile; the other has to go on, too.
-        for _ in 0..ROOM as u64 / PIECE_BLOCKS {
+        for _ in 0..SAVED_BLOCKS_MAX as u64 / PIECE_BLOCKS {
             let count = keeping.aside(&mut runs, buffer);
             if count == 0 {
                 break;
@@ -340,7 +339,7 @@ pub(crate) fn copy_behind(
     mut stood: Vec<Stood>,
     staging: &mut Staging,
     file: &mut EpochWriter,
-) -> Result<(Vec<Epoch>, Waits), Cause> {
+) -> Result<(Vec<Epoch>, WriteWaits), Cause> {
     stood.iter_mut().try_for_each(|stood| stood.write_early(file))?;
     let contents = staging.split(PIECE_BLOCKS.min(staging.frames())).0;
     let mut runs: Vec<FrameRun> = Vec::new();
@@ -363,9 +362,9 @@ pub(crate) fn copy_behind(
             return Err(failed(id)(io::Error::other(why)));
         }
     }
-    let mut waits = Waits::default();
+    let mut waits = WriteWaits::default();
     let changed = stood.into_iter().map(|Stood { changed, keeping, .. }| {
-        let Waits { times, time } = keeping.waits();
+        let WriteWaits { times, time } = keeping.waits();
         (waits.times, waits.time) = (waits.times + times, waits.time + time);
         changed
     });

@@ -32,7 +32,7 @@ use uuid::Uuid;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::VmId;
+use driftline_guest::VmId;
 
 /// The version of the migration stream that this program speaks.
 pub const FORMAT_VERSION: u16 = 1;

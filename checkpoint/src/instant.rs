@@ -33,7 +33,7 @@ use crate::saver::{Before, Full, Saver};
 use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};
 use crate::store::EpochWriter;
-use crate::{Guest, GuestError, Shield};
+use driftline_guest::{Guest, GuestError, Shield};
 
 /// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a
 /// writer for longer.
@@ -348,8 +348,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::VmId;
-    use crate::testing::{MemoryConfig, MemoryGuest};
+    use driftline_guest::VmId;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
     const FIRST: FrameRun = FrameRun { start: Gfn(0), count: 1000 };
 

@@ -2,10 +2,10 @@
 
 use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, Subscription};
 
-use crate::Guest;
 use crate::report::Cause;
 use crate::staging::Staging;
 use crate::store::EpochWriter;
+use driftline_guest::Guest;
 
 /// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
 const LIVE_FRAMES: u64 = 256;

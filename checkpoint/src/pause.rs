@@ -8,7 +8,7 @@ use crate::calm::Calm;
 use crate::followed::{self, Followed, Stood};
 use crate::report::{Cause, Phase, step};
 use crate::store::EpochWriter;
-use crate::{Guest, Paused, Section, VcpuPauses};
+use driftline_guest::{Guest, Paused, Section, VcpuPauses};
 
 /// What a pause brought.
 pub(crate) struct Pause<T> {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use vm_memory::GuestMemoryError;
 
 use crate::store::StoreError;
-use crate::{GuestError, KeepError, RunState};
+use driftline_guest::{GuestError, KeepError, RunState};
 
 /// The steps of an epoch, for logs and errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -11,15 +11,12 @@ use crate::pieces::Pieces;
 use crate::report::Cause;
 use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::copy;
-use crate::{Guest, GuestError};
+use driftline_guest::{Guest, GuestError, WRITE_WAIT_LIMIT};
 
 /// How often the saver looks whether the pause has come.
 const BEFORE_LOOK: Duration = Duration::from_micros(500);
 /// How often the saver looks whether somebody waits while there is no room for a copy.
 const ROOM_LOOK: Duration = Duration::from_millis(1);
-/// How long somebody may have waited to write, all in all in an epoch, when there is no room for a copy. Less than a pause
-/// waits for vCPUs and devices, which may be among those that wait.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What was let go of before the pause; `None` once that is no longer done. Under one lock, so that nothing is let go of
 /// unknown to the pause: who waited may have been stopped before it wrote, and writes after.
@@ -132,8 +129,8 @@ impl<'b> Saver<'_, 'b> {
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
                 Err(RecvTimeoutError::Timeout) => limit = ROOM_LOOK,
             }
-            if self.wanted(pieces)?.is_some() && self.waits.all() >= PATIENCE {
-                return Err(Cause::Stalled(PATIENCE));
+            if self.wanted(pieces)?.is_some() && self.waits.all() >= WRITE_WAIT_LIMIT {
+                return Err(Cause::Stalled(WRITE_WAIT_LIMIT));
             }
         }
     }
@@ -146,9 +143,9 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::VmId;
-    use crate::testing::{MemoryConfig, MemoryGuest};
     use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
+    use driftline_guest::VmId;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
     /// Has a guest wait for a store that takes a frame each `every`, or none, and says for how long the saver put up with that.
     fn stalled(every: Option<Duration>) -> Duration {
@@ -176,7 +173,7 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(move || {
                 for Full { buffer, .. } in full {
-                    thread::sleep(every.unwrap_or(PATIENCE));
+                    thread::sleep(every.unwrap_or(WRITE_WAIT_LIMIT));
                     let _ = to_guest.send(buffer);
                 }
             });
@@ -193,13 +190,13 @@ mod tests {
 
     #[test]
     fn a_store_that_takes_nothing_does_not_hold_the_guest_for_ever() {
-        assert!(stalled(None) >= PATIENCE);
+        assert!(stalled(None) >= WRITE_WAIT_LIMIT);
     }
 
     #[test]
     fn nor_does_one_that_takes_little_each_time() {
         // 40 frames would take 10 s.
         let took = stalled(Some(Duration::from_millis(250)));
-        assert!((PATIENCE..2 * PATIENCE).contains(&took), "{took:?}");
+        assert!((WRITE_WAIT_LIMIT..2 * WRITE_WAIT_LIMIT).contains(&took), "{took:?}");
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::report::{Cause, Phase};
-use crate::{Guest, Shield};
+use driftline_guest::{Guest, Shield};
 
 /// How many epochs are copied in the pause after the guest's shield has failed, and after the store has made the guest wait
 /// for too long. Then it is tried again.

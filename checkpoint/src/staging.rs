@@ -4,7 +4,7 @@ use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use crate::GuestRam;
+use driftline_guest::GuestRam;
 
 /// Begins where direct I/O takes it from.
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Debug)]

@@ -5,13 +5,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::testing::{
-    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Survives,
-};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
 use driftline_checkpoint::{
-    CheckpointError, Checkpointer, Clock, EpochReport, Guest, Store, StoreError, VmId, restore,
+    CheckpointError, Checkpointer, EpochReport, Store, StoreError, restore,
 };
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{Clock, Guest, VmId};
 use vm_memory::{Bytes, GuestAddress};
 
 fn still() -> Arc<MemoryGuest> {

@@ -6,14 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{
-    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, reseal_archive,
-};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk, reseal_archive};
 use driftline_checkpoint::{
-    Archive, Backend, Checkpointer, Clock, Damage, ExportReport, Guest, RestoreError,
-    RestoreReport, Store, StoreError, VmId, restore_archive,
+    Archive, Backend, Checkpointer, Damage, ExportReport, RestoreError, RestoreReport, Store,
+    StoreError, restore_archive,
 };
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{Clock, Guest, VmId};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -4,13 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use driftline_checkpoint::testing::{
-    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op, Survives, TestDisk,
-};
-use driftline_checkpoint::{
-    Checkpointer, Clock, Guest, RunState, StagingLimits, Store, VmId, restore,
-};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
+use driftline_checkpoint::{Checkpointer, StagingLimits, Store, restore};
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk};
+use driftline_guest::{Clock, Guest, RunState, VmId};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

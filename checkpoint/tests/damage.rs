@@ -4,14 +4,11 @@
 #[path = "common/small.rs"]
 mod small;
 
-use driftline_checkpoint::testing::{
-    MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk, reseal_log,
-    reseal_manifest, reseal_pages,
-};
-use driftline_checkpoint::{
-    Checkpointer, Clock, Damage, Guest, RestoreError, Store, StoreError, VmId, restore,
-};
+use driftline_checkpoint::testing::{MemoryDisk, reseal_log, reseal_manifest, reseal_pages};
+use driftline_checkpoint::{Checkpointer, Damage, RestoreError, Store, StoreError, restore};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
+use driftline_guest::{Clock, Guest, VmId};
 use proptest::prelude::*;
 use small::{LOG, MANIFEST, PAGES, small_store};
 use vm_memory::{Bytes, GuestAddress};

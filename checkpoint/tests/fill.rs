@@ -3,11 +3,9 @@
 
 use std::sync::{Arc, Mutex};
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use driftline_checkpoint::{
-    Checkpointer, Clock, Guest, GuestError, GuestFactory, RestoreError, RunState, Store, VmId,
-    restore,
-};
+use driftline_checkpoint::{Checkpointer, RestoreError, Store, restore};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_guest::{Clock, Guest, GuestError, GuestFactory, RunState, VmId};
 
 /// Keeps the guests that it builds, so that how they ended can be seen.
 #[derive(Default)]

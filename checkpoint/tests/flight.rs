@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{
-    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Survives,
-};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
 use driftline_checkpoint::{
-    Cadence, CheckpointError, Checkpointer, Clock, EpochReport, Guest, Store, Taken, restore,
+    Cadence, CheckpointError, Checkpointer, EpochReport, Store, Taken, restore,
 };
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{Clock, Guest};
 
 fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
@@ -148,7 +148,7 @@ fn a_guest_that_cannot_be_paused_fails_alone() {
     let mut taken = Vec::new();
     checkpointer.run(&every(5, 12), &AtomicBool::new(false), |t| {
         if taken.len() == 2 {
-            guest.faults().fail_next(driftline_checkpoint::testing::Op::Pause, 1);
+            guest.faults().fail_next(driftline_guest::testing::Op::Pause, 1);
         }
         taken.push(t);
         ControlFlow::Continue(())

@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use driftline_checkpoint::{
-    Archive, Checkpointer, Clock, Guest, Store, VmId, restore, restore_archive,
-};
+use driftline_checkpoint::{Archive, Checkpointer, Store, restore, restore_archive};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
+use driftline_guest::{Clock, Guest, VmId};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v2")

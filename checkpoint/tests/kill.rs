@@ -11,8 +11,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_checkpoint::{Cadence, Checkpointer, Clock, Guest, RunState, Store, restore};
+use driftline_checkpoint::{Cadence, Checkpointer, Store, restore};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{Clock, Guest, RunState};
 
 const DIR: &str = "DRIFTLINE_TEST_STORE";
 /// Epochs that the child keeps.
@@ -116,7 +117,7 @@ fn child_checkpoints_until_killed() {
         }
         None => {
             let config = MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() };
-            MemoryGuest::new(driftline_checkpoint::VmId::random(), config).unwrap()
+            MemoryGuest::new(driftline_guest::VmId::random(), config).unwrap()
         }
     };
     guest.acquire().unwrap();

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
-use driftline_checkpoint::{Checkpointer, Line, Origin, Store, StoreError, VmId};
+use driftline_checkpoint::{Checkpointer, Store, StoreError};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+use driftline_guest::{Line, Origin, VmId};
 
 struct Place {
     dir: tempfile::TempDir,

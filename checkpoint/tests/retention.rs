@@ -6,13 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use driftline_checkpoint::testing::{
-    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory,
-};
-use driftline_checkpoint::{
-    Backend, Checkpointer, Clock, Guest, RangeLock, Store, StoreError, VmId, restore,
-};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk};
+use driftline_checkpoint::{Backend, Checkpointer, RangeLock, Store, StoreError, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{Clock, Guest, VmId};
 use vm_memory::{Bytes, GuestAddress};
 
 /// A guest of 1,024 frames that only the test writes to.

@@ -8,9 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use driftline_checkpoint::testing::{DiskOp, MemoryDisk};
-use driftline_checkpoint::{
-    Backend, Checkpointer, Guest, LockError, Store, StoreError, StoreFile, VmId,
-};
+use driftline_checkpoint::{Backend, Checkpointer, LockError, Store, StoreError, StoreFile};
+use driftline_guest::{Guest, VmId};
 
 #[path = "common/stored.rs"]
 mod stored;

@@ -8,12 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::testing::{
-    DiskOp, MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, Op,
-};
-use driftline_checkpoint::{
-    Checkpointer, Clock, Guest, Phase, RunState, StagingLimits, Store, VmId, restore,
-};
+use driftline_checkpoint::testing::{DiskOp, MemoryDisk};
+use driftline_checkpoint::{Checkpointer, Phase, StagingLimits, Store, restore};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_guest::{Clock, Guest, RunState, VmId};
 use proptest::prelude::*;
 use scripted::{Handle, Scripted, Write};
 

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_checkpoint::{
-    Cadence, Cause, Checkpointer, Clock, Guest, Phase, RestoreReport, RunState, StagingLimits,
-    Store, StoreError, Taken, Tally, restore,
+    Cadence, Cause, Checkpointer, Phase, RestoreReport, StagingLimits, Store, StoreError, Taken,
+    Tally, restore,
 };
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_guest::{Clock, Guest, RunState};
 
 fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()

@@ -4,8 +4,8 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use driftline_checkpoint::GuestError;
 use driftline_checkpoint::format::FormatError;
+use driftline_guest::GuestError;
 
 use crate::control::Phase;
 use crate::journal::RecordsError;

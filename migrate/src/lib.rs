@@ -1,4 +1,4 @@
-//! Guest state, streamed: live migration of a [`driftline_checkpoint::Guest`] over TCP, with a hand-over that
+//! Guest state, streamed: live migration of a [`driftline_guest::Guest`] over TCP, with a hand-over that
 //! cannot run two guests.
 //!
 //! [`send`] moves a guest to the host where [`receive`] waits: passes over memory while the guest
@@ -22,8 +22,8 @@
 //! ```
 //! use std::net::TcpListener;
 //! use std::sync::Arc;
-//! use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-//! use driftline_checkpoint::{Guest, RunState};
+//! use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+//! use driftline_guest::{Guest, RunState};
 //! use driftline_migrate::{ReceiveControl, ReceiveOptions, SendControl, SendOptions, receive, send};
 //!
 //! let records = tempfile::tempdir()?;

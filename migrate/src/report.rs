@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 use serde::{Deserialize, Serialize};
 
 /// How a migration ended for its source.

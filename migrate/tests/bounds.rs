@@ -15,8 +15,8 @@ use common::raw::{
 };
 use common::{Host, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
 use driftline_checkpoint::format::FORMAT_VERSION;
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
-use driftline_checkpoint::{Guest, RunState};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
+use driftline_guest::{Guest, RunState};
 use driftline_migrate::{Received, Records};
 
 /// Verdicts of ANSWER.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
 /// One pass, then the rest, so that runs are alike.
 fn options(host: &Host) -> driftline_migrate::SendOptions {

@@ -16,8 +16,8 @@ use common::{
     quick_send, tag, within,
 };
 use driftline_checkpoint::format::{Header, MAGIC_STREAM, RecordHead};
-use driftline_checkpoint::testing::MemoryConfig;
-use driftline_checkpoint::{Guest, RunState, VmId};
+use driftline_guest::testing::MemoryConfig;
+use driftline_guest::{Guest, RunState, VmId};
 use driftline_migrate::{
     Compression, CopyDrives, ReceiveOptions, SendControl, SendOptions, TimeoutStrategy, send,
 };

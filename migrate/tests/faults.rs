@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{At, Cut, Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
-use driftline_checkpoint::testing::{MemoryConfig, Op};
-use driftline_checkpoint::{Guest, RunState};
+use driftline_guest::testing::{MemoryConfig, Op};
+use driftline_guest::{Guest, RunState};
 use driftline_migrate::{Cause, ControlError, GuestPlace, Phase, Records, Resolution, SendStatus};
 
 /// One pass, then the rest.
@@ -225,7 +225,7 @@ fn a_destination_that_cannot_store_its_decision_does_not_run_and_says_so_once_it
 /// Loses RUNNING and everything after it. Returns when the source is in doubt.
 fn in_doubt(
     host: &Host,
-) -> (Arc<driftline_checkpoint::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
+) -> (Arc<driftline_guest::testing::MemoryGuest>, common::Receiver, Proxy, Sender) {
     let guest = host.start(MemoryConfig::small());
     let there = host.receiver();
     let proxy =

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{Disked, DiskedFactory, Host, Plan, Proxy, Sender, quick_send, tag};
-use driftline_checkpoint::Guest;
-use driftline_checkpoint::testing::MemoryConfig;
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::Guest;
+use driftline_guest::testing::MemoryConfig;
 use driftline_migrate::{Compression, CopyDrives, SendOptions, StreamSummary, inspect};
 use vm_memory::{Bytes, GuestAddress};
 

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Host, LONG, Plan, Proxy, Sender, exactly_one_runs, quick_send, tag, within};
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
-use driftline_checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use driftline_dirty_tracker::{Collected, FrameRun, Layout, PAGE_SIZE, Subscription};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use driftline_migrate::{MIN_BANDWIDTH, Phase, SendControl, SendStatus, TimeoutStrategy, send};
 use vm_memory::{Bytes, GuestAddress};
 

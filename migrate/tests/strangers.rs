@@ -11,12 +11,12 @@ use common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
 use common::{
     Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
 };
-use driftline_checkpoint::Guest;
-use driftline_checkpoint::MAX_LATE;
 use driftline_checkpoint::format::{
     FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
 };
-use driftline_checkpoint::testing::MemoryConfig;
+use driftline_guest::Guest;
+use driftline_guest::MAX_LATE;
+use driftline_guest::testing::MemoryConfig;
 use driftline_migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 

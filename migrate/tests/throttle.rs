@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Host, LONG, Sender, exactly_one_runs, quick_send, within};
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, Op};
-use driftline_checkpoint::{Guest, RunState};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
+use driftline_guest::{Guest, RunState};
 use driftline_migrate::{MIN_BANDWIDTH, SendControl, SendOptions, send};
 
 /// 2 MiB, written as fast as two threads can.

@@ -16,7 +16,8 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Cadence, Checkpointer, Guest, Spread, Store, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, Spread, Store, Tally};
+use driftline_guest::Guest;
 use guest::BenchGuest;
 use tests::Stolen;
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::TrackingMode;
+use driftline_guest::Guest;
 use driftline_images::Report;
 use vmm::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,

@@ -14,7 +14,8 @@ mod guest;
 
 use std::time::Duration;
 
-use driftline_checkpoint::{Checkpointer, EpochReport, Guest, Store};
+use driftline_checkpoint::{Checkpointer, EpochReport, Store};
+use driftline_guest::Guest;
 use guest::BenchGuest;
 use tests::Stolen;
 

@@ -9,8 +9,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::TrackingMode;
+use driftline_guest::Guest;
 use driftline_images::Report;
 use vmm::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use driftline_checkpoint::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
 use crate::config::{Backend, HostConfig, MachineConfig, guest_span};
 use crate::devices::{Parent, make_copies, open_drives};

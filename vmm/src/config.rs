@@ -13,8 +13,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use driftline_checkpoint::{DriveHead, Origin, VmId};
 use driftline_dirty_tracker::TrackingMode;
+use driftline_guest::{DriveHead, Origin, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::memory::MemoryOptions;

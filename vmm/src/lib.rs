@@ -1,6 +1,6 @@
 //! The machine, and the `driftline` binary.
 //!
-//! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_checkpoint::Guest`] with a beginning
+//! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] with a beginning
 //! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.
 
 #[cfg(feature = "api")]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::{Guest, RunState, VmId};
+use driftline_guest::{Guest, RunState, VmId};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{GuestName, Lineage, MachineConfig};

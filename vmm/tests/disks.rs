@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 use common::{Place, Vmm, fail, receiver, succeed};
-use driftline_checkpoint::{Guest, RunState};
+use driftline_guest::{Guest, RunState};
 use vmm::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
 use vmm::testing::{fail_fdatasync, kvm_or_skip};

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Place, Tap, Vmm, fail, receiver};
-use driftline_checkpoint::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
 use vmm::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
 use vmm::testing::{kvm_or_skip, skip};

@@ -3,8 +3,10 @@
 
 use std::path::Path;
 
-use driftline_checkpoint::testing::{MemoryDisk, MemoryGuestFactory, TestDisk, reseal_archive};
-use driftline_checkpoint::{Archive, Backend, Clock, RestoreError, restore_archive};
+use driftline_checkpoint::testing::{MemoryDisk, reseal_archive};
+use driftline_guest::testing::{MemoryGuestFactory, TestDisk};
+use driftline_checkpoint::{Archive, Backend, RestoreError, restore_archive};
+use driftline_guest::Clock;
 use libfuzzer_sys::fuzz_target;
 
 /// With the drives of the golden archive that has some.

@@ -2,10 +2,12 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::restore;
 use crate::staging::StagingLimits;
 use crate::store::{Committer, Store};
-use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory, TestDisk};
-use crate::{Clock, VmId, restore};
+use crate::testing::MemoryDisk;
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
+use driftline_guest::{Clock, VmId};
 
 /// Of two drives: the one has more than can be set aside, the other a block that is a part.
 const SIZES: [u64; 2] = [5000 * PAGE_SIZE, 2000 * PAGE_SIZE + 512];

@@ -4,7 +4,7 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use super::error::RestoreError;
 use crate::store::{Archive, Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};
-use crate::{DriveCopy, DriveHead, GuestError};
+use driftline_guest::{DriveCopy, DriveHead, GuestError};
 
 /// The blocks of an epoch that are not zeros.
 pub(crate) enum Blocks<'a> {

@@ -2,8 +2,8 @@
 
 use vm_memory::GuestMemoryError;
 
-use crate::GuestError;
 use crate::store::StoreError;
+use driftline_guest::GuestError;
 
 /// A guest that could not be restored. Nothing runs.
 #[derive(Debug, thiserror::Error)]

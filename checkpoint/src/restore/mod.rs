@@ -18,8 +18,9 @@ use crate::store::{
     Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, fetch,
     place,
 };
-use crate::{
-    Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, Origin, VmId, WithCopies,
+use driftline_guest::{
+    Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, Origin, PageSourceError, VmId,
+    WithCopies,
 };
 
 /// Frames that are read at once where none can come late: 1 MiB.
@@ -270,11 +271,19 @@ fn lazily<G: Guest + ?Sized>(
     let frames = backlog.frames().clone();
     for run in frames.iter().flat_map(|run| run.chunks(AT_ONCE)) {
         let contents = &mut buffer[..run.bytes() as usize];
-        backlog.read(run, contents)?;
+        backlog.read(run, contents).map_err(|e| unread(epoch, e))?;
         memory.frames(run, contents)?;
     }
     report.read_bytes += report.frames * PAGE_SIZE;
     Ok(())
+}
+
+/// Why a frame cannot be read: what the store says, if that is where it should come from.
+fn unread(epoch: u64, e: PageSourceError) -> RestoreError {
+    match e.downcast::<StoreError>() {
+        Ok(e) => e.into(),
+        Err(e) => RestoreError::Lost { epoch, why: e.to_string() },
+    }
 }
 
 /// A guest with zeroed memory, as the epoch's configuration says, and its drives as they are, if

@@ -13,7 +13,7 @@ use super::records::{
 };
 use super::sectors::{DATA, Framer, SECTOR};
 use crate::format::{HEADER_LEN, Header, MAGIC_LOG, RECORD_HEAD_LEN, RecordHead};
-use crate::{DriveHead, Section, VmId, section_tags};
+use driftline_guest::{DriveHead, Section, VmId, section_tags};
 
 /// Sectors are written when there are so many bytes of them.
 const AT_ONCE: usize = 1 << 20;

@@ -23,8 +23,8 @@ use super::sectors::SECTOR;
 use super::space::Space;
 use super::writer::Written;
 use super::{Store, StoreError, log_name, pages_name};
-use crate::VmId;
 use crate::slots::SlotRun;
+use driftline_guest::VmId;
 
 /// The log may have so many bytes, and so many times those that a new one would have, before it is written anew.
 const LOG_BOUND: u64 = 16 << 20;

@@ -9,7 +9,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
 use serde::Serialize;
 
 use super::{Cell, FrameMap, Sink, Store, StoreError, fetch};
-use crate::{Section, VmId};
+use driftline_guest::{Section, VmId};
 
 /// What an export has written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]

@@ -178,8 +178,10 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
-    use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest};
-    use crate::{Backend, Checkpointer, Guest, Store, VmId};
+    use crate::testing::MemoryDisk;
+    use crate::{Backend, Checkpointer, Store};
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+    use driftline_guest::{Guest, VmId};
 
     /// What came of each frame: its first byte, or where it is damaged.
     #[derive(Default)]

@@ -5,7 +5,7 @@ use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use super::pages::PageReader;
 use super::touched::Touched;
 use super::{Cell, Damage, EpochInfo, Mapped, Pinned, Store, StoreError};
-use crate::Backlog;
+use driftline_guest::{Backlog, PageSourceError};
 
 const PAGE: usize = PAGE_SIZE as usize;
 
@@ -59,12 +59,12 @@ impl Backlog for LateFrames {
         }
     }
 
-    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError> {
         let from = self.cells.partition_point(|(gfn, _)| *gfn < run.start);
         let wanted = self.cells[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
         let wanted: &[(Gfn, Cell)] = &self.cells[from..from + wanted.count()];
         let read = read_frames(&self.pinned.pages, self.epoch, wanted, contents);
-        read.map_err(|e| self.pinned.name_origin(e))
+        read.map_err(|e| PageSourceError::new(self.pinned.name_origin(e)))
     }
 }
 

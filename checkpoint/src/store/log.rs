@@ -9,7 +9,8 @@ use super::records::{Digest, Front, TAG_COMMIT};
 use super::sectors::{Kind, SECTOR, Sectors, Stop};
 use super::{Damage, EpochInfo, Store, StoreError, log_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_LOG};
-use crate::{VmId, is_zero};
+use crate::is_zero;
+use driftline_guest::VmId;
 
 /// Sectors in which the record that ends an epoch may be.
 const SEALED: u64 = 2;
@@ -532,8 +533,10 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
-    use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest};
-    use crate::{Backend, Checkpointer, Guest};
+    use crate::testing::MemoryDisk;
+    use crate::{Backend, Checkpointer};
+    use driftline_guest::Guest;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
     const LOG: &str = "log-1";
 

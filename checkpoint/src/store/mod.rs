@@ -85,7 +85,7 @@ use self::sectors::SECTOR;
 use self::unreadable::{PATIENCE, Unreadable};
 use crate::calm::Calm;
 use crate::format::{HEADER_LEN, Header};
-use crate::{Guest, LineId, Origin, VmId};
+use driftline_guest::{Guest, LineId, Origin, VmId};
 
 /// Names of files, beside [`LOCK_FILE`].
 const MANIFEST: &str = "manifest";

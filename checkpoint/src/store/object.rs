@@ -11,7 +11,7 @@ use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::Damage;
-use crate::{DriveHead, block_layout};
+use driftline_guest::{DriveHead, block_layout};
 
 /// Most drives of an epoch.
 pub(crate) const MAX_DRIVES: usize = 256;

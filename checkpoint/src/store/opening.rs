@@ -16,7 +16,7 @@ use super::sectors::SECTOR;
 use super::space::Space;
 use super::{MANIFEST, Store, StoreError, log_name, pages_name};
 use crate::slots::Slots;
-use crate::{Guest, VmId};
+use driftline_guest::{Guest, VmId};
 
 /// Bytes of a log that are written again at once.
 const AT_ONCE: u64 = 1 << 20;

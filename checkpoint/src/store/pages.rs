@@ -12,8 +12,9 @@ use super::backend::{RangeLock, StoreFile, is_media_error};
 use super::unreadable::Unreadable;
 use super::{Damage, Store, StoreError, pages_name};
 use crate::format::{HEADER_LEN, Header, MAGIC_PAGES};
+use crate::is_zero;
 use crate::slots::{MAX_RUN, SlotRun, Slots};
-use crate::{VmId, is_zero};
+use driftline_guest::VmId;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// The file grows by an eighth of itself, and at least and at most by so many slots: 1 MiB, 256 MiB.

@@ -16,7 +16,7 @@ use super::object::MEMORY;
 use super::pages::PageReader;
 use super::space::{apply, apply_last};
 use super::{Cell, Damage, FrameMap, RangeLock, Record, Store, StoreError, pages_name};
-use crate::{DriveHead, Section};
+use driftline_guest::{DriveHead, Section};
 
 /// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -265,8 +265,10 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
-    use crate::testing::{MemoryConfig, MemoryDisk, MemoryGuest, TestDisk, reseal_log};
-    use crate::{Checkpointer, Guest, VmId};
+    use crate::Checkpointer;
+    use crate::testing::{MemoryDisk, reseal_log};
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest, TestDisk};
+    use driftline_guest::{Guest, VmId};
 
     fn put_together(pinned: &mut Pinned) -> Cells {
         let mut map = FrameMap::default();

@@ -11,7 +11,7 @@ use crate::format::{
     MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
 };
 use crate::slots::SlotRun;
-use crate::{LineId, section_tags};
+use driftline_guest::{LineId, section_tags};
 
 /// First tag of the store's own records; tags below are state sections.
 pub(crate) const TAG_STORE: u16 = 0x8000;

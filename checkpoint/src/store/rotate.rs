@@ -334,8 +334,10 @@ impl Sink for Moved<'_> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::testing::{DiskOp, MemoryConfig, MemoryDisk, MemoryGuest};
-    use crate::{Backend, VmId};
+    use crate::Backend;
+    use crate::testing::{DiskOp, MemoryDisk};
+    use driftline_guest::VmId;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 
     #[test]
     fn failed_rotation_removes_its_own_log_alone() {

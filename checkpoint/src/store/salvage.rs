@@ -18,7 +18,7 @@ use super::records::Files;
 use super::space::apply;
 use super::verify::{PageCheck, verdict};
 use super::{Damage, FrameMap, Named, Store, StoreError, log_name, pages_name, parse_name};
-use crate::VmId;
+use driftline_guest::VmId;
 
 /// How often a store is looked at whose files are replaced meanwhile.
 const LOOKS: u32 = 10;

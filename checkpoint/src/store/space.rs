@@ -12,9 +12,9 @@ use super::frame_map::runs_of;
 use super::object::MEMORY;
 use super::records::{NO_SLOT, Placed};
 use super::{Damage, FrameMap, LogFile, Record, StoreError};
-use crate::Section;
 use crate::slots::{SlotRun, Slots};
 use driftline_dirty_tracker::Layout;
+use driftline_guest::Section;
 
 /// Slots that durable epochs need.
 #[derive(Debug, Default)]

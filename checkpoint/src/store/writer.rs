@@ -12,8 +12,9 @@ use super::entries::Entries;
 use super::pages::Pages;
 use super::records::{Front, TAG_STORE, limit};
 use crate::format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE};
+use crate::is_zero;
 use crate::slots::SlotRun;
-use crate::{DriveHead, Guest, Section, is_zero, section_tags};
+use driftline_guest::{DriveHead, Guest, Section, section_tags};
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Frames that slots are taken for at once: 1 MiB.

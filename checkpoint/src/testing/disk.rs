@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::inode::Inode;
-use super::pages::mix;
 use crate::{Backend, LockError, RangeLock, StoreFile};
+use driftline_guest::testing::mix;
 
 /// What survives a crash of what was not synced. What was synced always does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -5,13 +5,11 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use driftline_checkpoint::testing::MemoryGuest;
-use driftline_checkpoint::{
-    Clock, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId,
-};
 use driftline_dirty_tracker::{
     Collected, FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Subscription,
 };
+use driftline_guest::testing::MemoryGuest;
+use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId};
 use vm_memory::{Bytes, GuestAddress};
 
 /// A write, and how it goes on should it have to wait.

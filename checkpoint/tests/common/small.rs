@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest};
-use driftline_checkpoint::{Checkpointer, Guest, Store, VmId};
+use driftline_checkpoint::testing::MemoryDisk;
+use driftline_checkpoint::{Checkpointer, Store};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+use driftline_guest::{Guest, VmId};
 use vm_memory::{Bytes, GuestAddress};
 
 pub const MANIFEST: &str = "manifest";

@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
-use driftline_checkpoint::{
-    Checkpointer, Clock, Guest, RepairReport, Store, StoreError, VmId, restore,
-};
+use driftline_checkpoint::testing::MemoryDisk;
+use driftline_checkpoint::{Checkpointer, RepairReport, Store, StoreError, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{Clock, Guest, VmId};
 use vm_memory::{Bytes, GuestAddress};
 
 pub const FRAMES: u64 = 16;

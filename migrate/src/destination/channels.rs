@@ -10,8 +10,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::Layout;
+use driftline_guest::Guest;
 
 use super::memory_writer::Placing;
 use crate::error::Cause;

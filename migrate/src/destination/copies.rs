@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{DriveCopy, DriveHead};
 use driftline_dirty_tracker::FrameRun;
+use driftline_guest::{DriveCopy, DriveHead};
 
 use crate::error::Cause;
 use crate::protocol::message::Runs;

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use driftline_checkpoint::{Guest, GuestFactory};
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::{Guest, GuestFactory};
 
 use super::copies::Copies;
 use super::{Arrival, Failed, Host, Whole, listener};

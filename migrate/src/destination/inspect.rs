@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;

@@ -13,9 +13,9 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::DriveHead;
 use driftline_checkpoint::format::{FormatError, Header};
 use driftline_dirty_tracker::Layout;
+use driftline_guest::DriveHead;
 use socket2::SockRef;
 
 use super::places::{Place, Places, Stage};

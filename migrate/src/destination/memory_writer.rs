@@ -5,8 +5,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use driftline_checkpoint::{Guest, GuestRam};
 use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Tracker};
+use driftline_guest::{Guest, GuestRam};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::prealloc::Ahead;
@@ -147,10 +147,10 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
-    use driftline_checkpoint::VmId;
     use driftline_checkpoint::format::RecordHead;
-    use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
     use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+    use driftline_guest::VmId;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
     use zerocopy::IntoBytes;
 
     use super::super::prealloc;

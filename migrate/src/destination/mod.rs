@@ -22,8 +22,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use driftline_checkpoint::format::Header;
-use driftline_checkpoint::{Clock, DriveHead, Guest, GuestFactory, Section};
 use driftline_dirty_tracker::{Layout, Subscription};
+use driftline_guest::{Clock, DriveHead, Guest, GuestFactory, Section};
 
 use crate::control::{Phase, Progress, ReceiveControl};
 use crate::error::{Cause, ReceiveError};

@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::{FrameRun, Gfn};
+use driftline_guest::Guest;
 
 /// 64 MiB: some tens of milliseconds of a fast link.
 const AHEAD: u64 = 16 << 10;

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Clock, DriveHead, Guest, GuestError, Section};
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
 use super::Whole;
 use super::channels::Shares;

@@ -7,7 +7,7 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 use uuid::Uuid;
 
 use crate::journal::{PreparedMark, Records, RecordsError, StagedDecision};

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use driftline_checkpoint::format::MAGIC_STREAM;
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_checkpoint::{DriveCopy, VmId};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{DriveCopy, VmId};
 
 use super::*;
 
@@ -140,7 +140,7 @@ impl GuestFactory for Copying {
         &self,
         vm_id: VmId,
         config: &[u8],
-    ) -> Result<Arc<MemoryGuest>, driftline_checkpoint::GuestError> {
+    ) -> Result<Arc<MemoryGuest>, driftline_guest::GuestError> {
         self.0.create(vm_id, config)
     }
 
@@ -149,8 +149,7 @@ impl GuestFactory for Copying {
         vm_id: VmId,
         config: &[u8],
         _: &[DriveHead],
-    ) -> Result<driftline_checkpoint::WithCopies<MemoryGuest>, driftline_checkpoint::GuestError>
-    {
+    ) -> Result<driftline_guest::WithCopies<MemoryGuest>, driftline_guest::GuestError> {
         Ok((self.create(vm_id, config)?, vec![Box::new(Copy(self.1.clone()))]))
     }
 }

@@ -4,8 +4,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use driftline_checkpoint::VmId;
 use driftline_checkpoint::durable::sync_dir;
+use driftline_guest::VmId;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 use uuid::Uuid;

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 use uuid::Uuid;

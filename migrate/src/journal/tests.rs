@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::time::UNIX_EPOCH;
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 use uuid::Uuid;
 
 use super::file::{SYNCS, read};

@@ -9,8 +9,9 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-use driftline_checkpoint::{GuestRam, is_zero};
+use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
@@ -80,9 +81,9 @@ fn of_piece(ram: &GuestRam, piece: FrameRun) -> io::Result<u128> {
 
 #[cfg(test)]
 mod tests {
-    use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest};
-    use driftline_checkpoint::{Guest, VmId};
     use driftline_dirty_tracker::Gfn;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+    use driftline_guest::{Guest, VmId};
 
     use super::*;
 

@@ -1,10 +1,10 @@
 //! Bounds of what a peer may send: nothing is allocated for more.
 
 // What can be stored can be sent: the bounds of a guest are the store's.
-pub(crate) use driftline_checkpoint::MAX_LATE;
 pub(crate) use driftline_checkpoint::format::{
     MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
 };
+pub(crate) use driftline_guest::MAX_LATE;
 
 /// Most bytes of a text: a reason, a program's version.
 pub(crate) const MAX_TEXT: usize = 1024;

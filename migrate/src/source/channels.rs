@@ -6,8 +6,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::GuestRam;
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_guest::GuestRam;
 
 use super::drives::Drives;
 use super::pacer::Pacer;

@@ -10,10 +10,9 @@ use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 use std::time::Instant;
 
-use driftline_checkpoint::{
-    DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs, is_zero,
-};
+use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
+use driftline_guest::{DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs};
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 

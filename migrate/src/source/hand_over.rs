@@ -4,8 +4,8 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
+use driftline_guest::Guest;
 
 use super::paused_guest::Sealed;
 use super::{Failed, Job, Peer, Ready, Tale};

@@ -19,8 +19,8 @@ mod verify;
 
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Guest, GuestDrive, RunState};
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
+use driftline_guest::{Guest, GuestDrive, RunState};
 
 use crate::control::{Phase, SendControl};
 use crate::error::{Cause, GuestPlace, SendError};

@@ -6,8 +6,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_checkpoint::{GuestRam, is_zero};
+use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;
 

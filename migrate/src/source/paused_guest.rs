@@ -6,8 +6,8 @@
 
 use std::time::{Instant, SystemTime};
 
-use driftline_checkpoint::{Guest, GuestError, Paused, SavedState};
 use driftline_dirty_tracker::{Epoch, Subscription};
+use driftline_guest::{Guest, GuestError, Paused, SavedState};
 use uuid::Uuid;
 
 use super::{Failed, no_record};

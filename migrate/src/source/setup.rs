@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::Guest;
+use driftline_guest::Guest;
 
 use super::{Failed, Job, Peer, drives, fits};
 use crate::error::Cause;

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 use std::time::Instant;
 
-use driftline_checkpoint::{Guest, MAX_LATE, Section};
 use driftline_dirty_tracker::Subscription;
+use driftline_guest::{Guest, MAX_LATE, Section};
 use uuid::Uuid;
 
 use super::channels::Passes;

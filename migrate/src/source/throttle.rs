@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Guest, VcpuWrites};
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::{Guest, VcpuWrites};
 
 use crate::error::Cause;
 use crate::policy::convergence::{Goals, Judgement, Measured, judge};

@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use driftline_checkpoint::Guest;
 use driftline_dirty_tracker::{FrameRun, Gfn, Subscription, Tracker};
+use driftline_guest::Guest;
 
 use crate::error::Cause;
 use crate::protocol::digest;

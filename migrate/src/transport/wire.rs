@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use driftline_checkpoint::format::{
     FormatError, HEADER_LEN, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
 };
-use driftline_checkpoint::{GuestRam, VmId};
 use driftline_dirty_tracker::FrameRun;
+use driftline_guest::{GuestRam, VmId};
 use uuid::Uuid;
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use zerocopy::IntoBytes;

@@ -10,12 +10,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::Host;
-use driftline_checkpoint::testing::{MemoryGuest, MemoryGuestFactory};
-use driftline_checkpoint::{
+use driftline_dirty_tracker::{Collected, FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
+use driftline_guest::testing::{MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{
     Clock, DriveCopy, DriveHead, Guest, GuestDrive, GuestError, GuestFactory, GuestRam, Line,
     RunState, Section, VmId, WithCopies, block_layout,
 };
-use driftline_dirty_tracker::{Collected, FrameRun, Gfn, Layout, NoMemory, Subscription, Tracker};
 
 const SECTOR: u64 = 512;
 

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::testing::MemoryGuest;
-use driftline_checkpoint::{
+use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+use driftline_guest::testing::MemoryGuest;
+use driftline_guest::{
     Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VcpuWrites, VmId,
 };
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 pub struct Hooked {
     guest: Arc<MemoryGuest>,

@@ -15,8 +15,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use disked::{CopyFaults, Disked, DiskedFactory};
-use driftline_checkpoint::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_checkpoint::{Guest, GuestFactory, RunState};
+use driftline_guest::testing::{Drive, Faults, MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_guest::{Guest, GuestFactory, RunState};
 use driftline_migrate::{
     Cause, GuestPlace, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received, Records,
     SendControl, SendError, SendOptions, SendReport, Tag, receive, send,
@@ -65,7 +65,7 @@ impl Host {
 
     /// A running guest that holds the drive.
     pub fn start(&self, config: MemoryConfig) -> Arc<MemoryGuest> {
-        let template = MemoryGuest::new(driftline_checkpoint::VmId::random(), config).unwrap();
+        let template = MemoryGuest::new(driftline_guest::VmId::random(), config).unwrap();
         let factory = MemoryGuestFactory {
             faults: self.here.clone(),
             drive: self.drive.clone(),

@@ -188,7 +188,7 @@ mod tests {
     use std::sync::atomic::AtomicU32;
     use std::sync::atomic::Ordering::SeqCst;
 
-    use driftline_checkpoint::VmId;
+    use driftline_guest::VmId;
 
     use super::*;
     use crate::config::{Backend, HostConfig, SerialSink};

@@ -6,8 +6,9 @@
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
-use driftline_checkpoint::{Achieved, EpochReport, RunState, Taken, VmId};
+use driftline_checkpoint::{Achieved, EpochReport, Taken};
 use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_guest::{RunState, VmId};
 use driftline_migrate::{
     Compression, CopyDrives, MAX_CONNECTIONS, MIN_BANDWIDTH, Phase, Progress, Resolution,
     SendReport, TimeoutStrategy,

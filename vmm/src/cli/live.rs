@@ -6,8 +6,8 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
-use driftline_checkpoint::GuestError;
 use driftline_checkpoint::durable::create_dir;
+use driftline_guest::GuestError;
 use vmm::config::{DiskSpec, HostConfig, ReplaceError, Restored, SerialSink, VsockSpec};
 use vmm::latency;
 use vmm::memory::MemoryOptions;

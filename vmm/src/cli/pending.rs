@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use driftline_checkpoint::{DriveHead, Guest, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use driftline_guest::{DriveHead, Guest, GuestError, GuestFactory, Origin, VmId, WithCopies};
 use driftline_migrate::{Pending, Records, SourceRecord};
 use vmm::config::DiskConfig;
 
@@ -211,7 +211,7 @@ mod tests {
         let (id, config) = (VmId::random(), config.encode());
         let said = || {
             let whole = factory.create(id, &config).map(drop);
-            let line = driftline_checkpoint::LineId::random();
+            let line = driftline_guest::LineId::random();
             let from = Origin { vm_id: id, epoch: 1, created_unix_ms: 1, line };
             let with_drives = factory.create_with_drives(&from, &config, &[]).map(drop);
             [whole, with_drives].map(|built| built.err().map(|e| e.to_string()))

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use driftline_checkpoint::VmId;
 use driftline_dirty_tracker::TrackingMode;
+use driftline_guest::VmId;
 use vmm::api::{App, Server};
 use vmm::backend::{self, LaunchError};
 use vmm::config::{

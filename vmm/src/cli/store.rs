@@ -282,7 +282,7 @@ mod tests {
     fn columns_are_aligned() {
         let info = EpochInfo {
             epoch: 27,
-            vm_id: driftline_checkpoint::VmId::random(),
+            vm_id: driftline_guest::VmId::random(),
             parent: None,
             full: true,
             frames: 8234,
@@ -290,7 +290,7 @@ mod tests {
             bytes: 33 << 20,
             drives: 2,
             created_unix_ms: 1_700_000_000_000,
-            line: driftline_checkpoint::LineId::random(),
+            line: driftline_guest::LineId::random(),
         };
         let row = epoch_row(&info, 1_700_000_000_000 + 200_000);
         assert!(row.contains("  3 m  full") && row.ends_with("33 MiB      2"), "{row}");

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use driftline_checkpoint::{
-    Archive, Clock, EpochInfo, GuestFactory, Listing, RestoreError, RestoreReport, Store,
-    StoreError, VerifyReport, VmId,
+    Archive, EpochInfo, Listing, RestoreError, RestoreReport, Store, StoreError, VerifyReport,
 };
+use driftline_guest::{Clock, GuestFactory, VmId};
 
 use vmm::config::{Identity, MachineConfig};
 

@@ -16,10 +16,10 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::GuestError;
 use driftline_dirty_tracker::{
     Collected, DirtySource, NoMemory, SourceError, Subscription, Tracker, TrackingMode,
 };
+use driftline_guest::GuestError;
 
 use crate::sandbox::{self, Class};
 use crate::vcpu::Command;

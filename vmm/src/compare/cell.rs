@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Guest, GuestError};
 use driftline_dirty_tracker::{
     Collected, DirtyFrame, FrameRun, RingEntry, Slot, Subscription, TrackingMode,
 };
+use driftline_guest::{Guest, GuestError};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
 

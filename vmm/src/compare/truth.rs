@@ -3,8 +3,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use driftline_checkpoint::{Guest, GuestRam};
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::{Guest, GuestRam};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{PAGE_WORDS, Placement, STAMP_WORD, Segment, Share};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory};

@@ -1,8 +1,8 @@
 //! Owns the bytes of a configuration on wires and in stores: a version, then postcard. They come
 //! from strangers: nothing in them is believed before it is checked. `FORMAT.md` has the fields.
 
-use driftline_checkpoint::GuestError;
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::GuestError;
 use serde::de::DeserializeOwned;
 
 use super::{Backend, Boot, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, devices};
@@ -87,8 +87,8 @@ mod tests {
     };
     use super::*;
     use crate::config::{DiskIdentity, Identity, Lineage, MAX_DEVICES, MacAddr};
-    use driftline_checkpoint::{Line, LineId, Origin, VmId};
     use driftline_dirty_tracker::TrackingMode;
+    use driftline_guest::{Line, LineId, Origin, VmId};
     use proptest::prelude::*;
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;

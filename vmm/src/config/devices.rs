@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use driftline_checkpoint::GuestError;
+use driftline_guest::GuestError;
 use serde::{Deserialize, Serialize};
 
 use super::DiskIdentity;

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use driftline_checkpoint::{Line, Origin, VmId};
+use driftline_guest::{Line, Origin, VmId};
 use serde::{Deserialize, Serialize};
 
 /// Longest name, in bytes: as long as Firecracker's ids.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{MAX_LATE, VmId};
 use driftline_dirty_tracker::Tracker;
+use driftline_guest::{MAX_LATE, VmId};
 use kvm_ioctls::IoEventAddress;
 
 use super::balloon::{Balloon, BalloonControl};
@@ -479,8 +479,8 @@ fn wait(
 mod tests {
     use std::path::Path;
 
-    use driftline_checkpoint::{GuestDrive, KeepError};
     use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+    use driftline_guest::{GuestDrive, KeepError};
 
     use super::*;
     use crate::config::Backend;

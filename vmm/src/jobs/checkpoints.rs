@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use driftline_checkpoint::{Cadence, Checkpointer, RunState, Store, Taken, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, Store, Taken, Tally};
+use driftline_guest::RunState;
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{RunState, VcpuWrites};
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription, TrackingMode};
+use driftline_guest::{RunState, VcpuWrites};
 use driftline_migrate::SendStatus;
 use tokio::sync::oneshot;
 

@@ -9,11 +9,11 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use driftline_checkpoint::{
+use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
+use driftline_guest::{
     Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, Line, RunState,
     SavedState, Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 
 use crate::vm::SharedVm;
 

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::RunState;
+use driftline_guest::RunState;
 use driftline_migrate::{Records, Resolution, Responder};
 use tracing::Span;
 

@@ -21,8 +21,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Guest, GuestError, Paused, RunState};
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE, Subscription};
+use driftline_guest::{Guest, GuestError, Paused, RunState};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::holds::View;

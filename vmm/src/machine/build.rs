@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
-use driftline_checkpoint::VmId;
 use driftline_dirty_tracker::{DirtySource, RingFull, TrackingMode};
+use driftline_guest::VmId;
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 

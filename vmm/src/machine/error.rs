@@ -2,8 +2,8 @@
 
 use std::io;
 
-use driftline_checkpoint::GuestError;
 use driftline_dirty_tracker::SourceError;
+use driftline_guest::GuestError;
 
 use crate::boot::BootError;
 use crate::devices::{DeviceError, SinkError, TapError};

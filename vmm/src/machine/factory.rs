@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use driftline_checkpoint::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use driftline_guest::{DriveHead, GuestError, GuestFactory, Origin, VmId, WithCopies};
 
 use super::Machine;
 use crate::config::{HostConfig, MachineConfig};

@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{DriveHead, GuestFactory, VmId};
 use driftline_dirty_tracker::TrackingMode;
+use driftline_guest::{DriveHead, GuestFactory, VmId};
 
 use super::tests::elf::Elf;
 use super::{EarlyVm, Machine, MachineFactory};

@@ -2,7 +2,7 @@
 //! and written again as something that reads the same.
 #![allow(clippy::unwrap_used, reason = "what fails here is what is looked for")]
 
-use driftline_checkpoint::{Section, SectionTag, section_tags as tags};
+use driftline_guest::{Section, SectionTag, section_tags as tags};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

@@ -7,7 +7,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use driftline_checkpoint::{Section, section_tags as tags};
+use driftline_guest::{Section, section_tags as tags};
 use serde::de::DeserializeOwned;
 
 use super::state::{SavedMachine, SavedPlatform, SavedVm, decode, encode};

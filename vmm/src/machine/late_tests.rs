@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
-use driftline_checkpoint::{Backlog, Clock, Guest, RunState, Section, StoreError, VmId};
+use driftline_checkpoint::StoreError;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_guest::{Backlog, Clock, Guest, PageSourceError, RunState, Section, VmId};
 
 use super::Machine;
 use super::tests::{LONG, elf, wait_until};
@@ -48,11 +49,14 @@ impl Backlog for Stored {
 
     fn finish(&mut self, _: &[FrameRun]) {}
 
-    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError> {
         let _ = self.gate.recv();
         contents.fill(0);
         match self.damaged.filter(|gfn| (run.start..run.end()).contains(gfn)) {
-            Some(_) => Err(StoreError::NoEpoch { dir: "a store".into(), epoch: Some(7) }),
+            Some(_) => Err(PageSourceError::new(StoreError::NoEpoch {
+                dir: "a store".into(),
+                epoch: Some(7),
+            })),
             None => Ok(()),
         }
     }

@@ -37,11 +37,11 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{
+use driftline_dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
+use driftline_guest::{
     Backlog, Clock, Fetching, Fill, Guest, GuestDrive, GuestError, GuestRam, Line, RunState,
     SavedState, Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
-use driftline_dirty_tracker::{Collected, FrameRun, FrameSet, Layout, Subscription, TrackingMode};
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use driftline_checkpoint::{Clock, GuestError, Section, SectionTag, section_tags as tags};
+use driftline_guest::{Clock, GuestError, Section, SectionTag, section_tags as tags};
 use kvm_bindings::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Clock, GuestError, RunState, SavedState};
+use driftline_guest::{Clock, GuestError, RunState, SavedState};
 
 use super::MachineError;
 use super::state::{self, SavedMachine};

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Guest, RunState, VmId};
+use driftline_guest::{Guest, RunState, VmId};
 
 use super::Machine;
 use crate::config::{HostConfig, SerialSink};

@@ -16,8 +16,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use driftline_checkpoint::GuestRam;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::GuestRam;
 use rustix::fs::{FallocateFlags, fallocate};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend};

@@ -4,8 +4,8 @@
 
 use std::io;
 
-use driftline_checkpoint::{Fill, GuestError, GuestRam};
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_guest::{Fill, GuestError, GuestRam};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileSlice};
 
 use super::meminfo_bytes;

@@ -13,8 +13,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Backlog, Fetching, GuestRam, StoreError};
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_guest::{Backlog, Fetching, GuestRam};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::log;
@@ -422,7 +422,7 @@ impl Fetcher {
 
     fn copy(&mut self, address: u64, run: FrameRun) -> Result<(), String> {
         let contents = &mut self.buffer[..(run.count * PAGE_SIZE) as usize];
-        self.backlog.read(run, contents).map_err(|e: StoreError| e.to_string())?;
+        self.backlog.read(run, contents).map_err(|e| e.to_string())?;
         let copied = self.shared.userfault.copy(address, contents);
         copied.map_err(|e| format!("putting frame {:#x} into place: {e}", run.start.0))
     }

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Backlog, GuestError, GuestRam, StoreError};
+use driftline_checkpoint::StoreError;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_guest::{Backlog, GuestError, GuestRam, PageSourceError};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::late::Owner;
@@ -67,13 +68,16 @@ impl Backlog for Stored {
         self.seen.lock().unwrap().touched.push(touched.to_vec());
     }
 
-    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError> {
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError> {
         assert!(self.frames.contains_run(run), "{run:?} was never stored");
         self.seen.lock().unwrap().reads.push(run);
         let _ = self.gate.recv();
         for (gfn, page) in run.frames().zip(contents.chunks_exact_mut(PAGE_SIZE as usize)) {
             if self.bad == Some(gfn) {
-                return Err(StoreError::NoEpoch { dir: "a store".into(), epoch: Some(7) });
+                return Err(PageSourceError::new(StoreError::NoEpoch {
+                    dir: "a store".into(),
+                    epoch: Some(7),
+                }));
             }
             page.fill(content(gfn.0));
         }

@@ -18,10 +18,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
 use driftline_dirty_tracker::{
     FrameRun, FrameSet, Gfn, Layout, LayoutError, PAGE_SIZE, TrackedBitmap, Tracker,
 };
+use driftline_guest::{Backlog, Fetching, Fill, GuestError, GuestRam, Shield};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestRegionMmap};
 
 pub use backing::{Backing, HugePages, MemoryOptions};

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use driftline_checkpoint::{GuestError, GuestRam, Shield};
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_guest::{GuestError, GuestRam, Shield};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::late::Late;

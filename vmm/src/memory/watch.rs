@@ -21,8 +21,8 @@
 use std::fs::File;
 use std::io;
 
-use driftline_checkpoint::GuestRam;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::GuestRam;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 use vmm_sys_util::ioctl_iowr_nr;

@@ -318,8 +318,8 @@ fn devices() {
         ..payload_config(Backend::Kvm)
     };
     let memory = crate::memory::Memory::new(64 << 20, &Default::default()).unwrap();
-    let set = DeviceSet::build(&config, &memory, driftline_checkpoint::VmId::random(), true, &[])
-        .unwrap();
+    let set =
+        DeviceSet::build(&config, &memory, driftline_guest::VmId::random(), true, &[]).unwrap();
     for _ in 0..3 {
         set.resume();
         std::os::unix::net::UnixStream::connect(&uds).unwrap();

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use driftline_checkpoint::{GuestError, GuestRam};
 use driftline_dirty_tracker::TrackedBitmap;
+use driftline_guest::{GuestError, GuestRam};
 use driftline_images::workload::{PAGE_SIZE, PageMemory, Placement};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice};

@@ -21,10 +21,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{
+use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
+use driftline_guest::{
     Clock, Fill, Guest, GuestError, GuestRam, Line, RunState, Section, Shield, VmId,
 };
-use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription, TrackingMode};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{Placement, ready_line};
 

@@ -1,6 +1,6 @@
 //! Owns the `THREAD_WORKER` sections: a version, then a worker's state in postcard.
 
-use driftline_checkpoint::{GuestError, Section, section_tags};
+use driftline_guest::{GuestError, Section, section_tags};
 use driftline_images::PayloadSpec;
 use serde::{Deserialize, Serialize};
 

@@ -4,10 +4,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use driftline_checkpoint::{
-    Checkpointer, Clock, Guest, GuestError, Paused, RunState, Store, VmId, restore,
-};
+use driftline_checkpoint::{Checkpointer, Store, restore};
 use driftline_dirty_tracker::FrameRun;
+use driftline_guest::{Clock, Guest, GuestError, Paused, RunState, VmId};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
@@ -190,7 +189,7 @@ fn hostile_states_and_configurations_are_refused_with_a_sentence() {
     assert!(refused(&bad).contains("1 bytes follow"), "{}", refused(&bad));
     bad[0].bytes.truncate(3);
     assert!(refused(&bad).contains("the state of worker 0 is malformed"), "{}", refused(&bad));
-    let alien = Section::new(driftline_checkpoint::SectionTag(999), 0, vec![]);
+    let alien = Section::new(driftline_guest::SectionTag(999), 0, vec![]);
     let bad = [good.clone(), vec![alien]].concat();
     assert!(refused(&bad).contains("unknown section 999"), "{}", refused(&bad));
     guest.restore_state(&good, Clock::Continue).unwrap();

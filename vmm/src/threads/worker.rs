@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::Duration;
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use driftline_images::PayloadSpec;
 use driftline_images::workload::{Next, Placement, Runner, Share};
 use serde::{Deserialize, Serialize};

@@ -30,8 +30,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use driftline_checkpoint::{GuestError, VcpuPauses};
 use driftline_dirty_tracker::RingFull;
+use driftline_guest::{GuestError, VcpuPauses};
 use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
@@ -478,7 +478,7 @@ fn stood(state: State) -> Stood {
 }
 
 fn running(request: &'static str) -> GuestError {
-    GuestError::State { request, state: driftline_checkpoint::RunState::Running }
+    GuestError::State { request, state: driftline_guest::RunState::Running }
 }
 
 /// Sends a reply; whoever asked may have gone meanwhile.

@@ -1,7 +1,7 @@
 //! A vCPU's model-specific registers: which are part of a state, what a new guest finds in them, and
 //! which of them another host may refuse.
 
-use driftline_checkpoint::GuestError;
+use driftline_guest::GuestError;
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use driftline_checkpoint::{Clock, GuestError};
+use driftline_guest::{Clock, GuestError};
 use kvm_bindings::*;
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};

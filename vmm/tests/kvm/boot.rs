@@ -1,6 +1,6 @@
 //! Booting: the payload in memories of all shapes, other ELF files, and those that are none.
 
-use driftline_checkpoint::Guest;
+use driftline_guest::Guest;
 use vmm::config::{Boot, MachineConfig};
 use vmm::testing::kvm_or_skip;
 use vmm::vm::{EndReason, Vm};

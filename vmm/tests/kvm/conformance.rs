@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Clock, Guest, Paused, RunState};
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
+use driftline_guest::{Clock, Guest, Paused, RunState};
 use driftline_images::Message;
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};

@@ -1,6 +1,6 @@
 //! Pausing, resuming, ending, and what a machine leaves behind.
 
-use driftline_checkpoint::{Guest, GuestError, RunState};
+use driftline_guest::{Guest, GuestError, RunState};
 use vmm::config::{HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
 use vmm::testing::kvm_or_skip;

@@ -5,7 +5,7 @@ use vmm::config::{Boot, MachineConfig};
 use vmm::testing::kvm_or_skip;
 use vmm::vm::{EndReason, Vm};
 
-use driftline_checkpoint::Guest;
+use driftline_guest::Guest;
 
 use crate::elf::{Elf, note};
 use crate::harness::*;

@@ -1,6 +1,6 @@
 //! Port accesses that are wider than a register, and those of string instructions.
 
-use driftline_checkpoint::Guest;
+use driftline_guest::Guest;
 use vmm::testing::kvm_or_skip;
 
 use crate::elf::{CODE_AT, Elf};

@@ -1,7 +1,7 @@
 //! The guest's processor: the baseline, features taken away, and what a host refuses for lack of
 //! one.
 
-use driftline_checkpoint::{Clock, Guest, GuestError, GuestFactory};
+use driftline_guest::{Clock, Guest, GuestError, GuestFactory};
 use vmm::config::{Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink};
 use vmm::machine::{Machine, MachineFactory};
 use vmm::testing::{kvm_or_skip, skip};

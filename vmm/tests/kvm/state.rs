@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
 use driftline_dirty_tracker::{FrameRun, Gfn, TrackingMode};
+use driftline_guest::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
 use vmm::machine::{Machine, MachineFactory};

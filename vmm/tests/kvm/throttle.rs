@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Guest, Paused};
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
+use driftline_guest::{Guest, Paused};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::MachineConfig;
 use vmm::machine::Machine;

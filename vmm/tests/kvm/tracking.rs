@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Guest, GuestError, Paused};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, SlotId, Subscription, TrackingMode};
+use driftline_guest::{Guest, GuestError, Paused};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::{HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;

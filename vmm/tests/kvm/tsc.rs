@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 use std::process::Command;
 use std::time::Duration;
 
-use driftline_checkpoint::{Clock, Guest, GuestFactory};
+use driftline_guest::{Clock, Guest, GuestFactory};
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr};
 use vmm::config::MachineConfig;
 use vmm::machine::MachineFactory;

@@ -1,7 +1,9 @@
 //! A store one of whose files is arbitrary bytes: refused or restored, never a panic.
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryDisk, MemoryGuest, MemoryGuestFactory};
-use driftline_checkpoint::{Checkpointer, Clock, RestoreError, Store, StoreError, VmId, restore};
+use driftline_checkpoint::testing::MemoryDisk;
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
+use driftline_checkpoint::{Checkpointer, RestoreError, Store, StoreError, restore};
+use driftline_guest::{Clock, VmId};
 
 /// The golden store, but for one file.
 pub fn store_with(name: &str, bytes: &[u8]) -> MemoryDisk {

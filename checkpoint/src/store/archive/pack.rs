@@ -17,7 +17,7 @@ use super::super::{Cell, ExportReport, FrameMap, Machine, Store, StoreError};
 use super::records::{End, MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, TAG_END, encode_contents};
 use super::{lock, side_by_side};
 use crate::format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
-use crate::{Section, section_tags};
+use driftline_guest::{Section, section_tags};
 
 /// zstd's own default: nobody waits for an archive as for a migration.
 const LEVEL: i32 = 3;

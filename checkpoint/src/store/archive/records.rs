@@ -10,7 +10,7 @@ use super::super::records::{
 };
 use super::super::{Damage, MAX_EPOCH};
 use crate::format::{RECORD_HEAD_LEN, RecordHead};
-use crate::section_tags;
+use driftline_guest::section_tags;
 
 /// Frames and their contents.
 pub(super) const TAG_CONTENTS: u16 = 0x8020;

@@ -1,7 +1,7 @@
 //! Payloads into messages.
 
-use driftline_checkpoint::{Section, SectionTag};
 use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
+use driftline_guest::{Section, SectionTag};
 use uuid::Uuid;
 use zerocopy::FromBytes;
 

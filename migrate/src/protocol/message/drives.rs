@@ -1,7 +1,7 @@
 //! The messages about drives that go along: which they are, and their blocks. PROTOCOL.md draws them.
 
-use driftline_checkpoint::DriveHead;
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::DriveHead;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

@@ -1,7 +1,7 @@
 //! The messages as values.
 
-use driftline_checkpoint::Section;
 use driftline_dirty_tracker::{FrameRun, Layout};
+use driftline_guest::Section;
 use uuid::Uuid;
 
 use super::counts::Counts;

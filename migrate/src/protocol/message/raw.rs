@@ -1,7 +1,7 @@
 //! The fixed parts of messages, as PROTOCOL.md draws them.
 
-use driftline_checkpoint::Section;
 use driftline_dirty_tracker::{FrameRun, Gfn};
+use driftline_guest::Section;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

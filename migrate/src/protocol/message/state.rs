@@ -1,6 +1,6 @@
 //! The digest of a guest's state.
 
-use driftline_checkpoint::Section;
+use driftline_guest::Section;
 
 use super::raw::section_head;
 

@@ -3,8 +3,8 @@
 //! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said PREPARED has all
 //! that the guest had made durable on its last host.
 
-use driftline_checkpoint::DriveHead;
 use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::DriveHead;
 
 use crate::protocol::error::WireError;
 use crate::protocol::message::{Counts, DriveMessage, Runs};

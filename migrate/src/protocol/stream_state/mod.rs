@@ -20,8 +20,8 @@ mod drives;
 
 use std::sync::Arc;
 
-use driftline_checkpoint::{DriveHead, Section};
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
+use driftline_guest::{DriveHead, Section};
 
 use crate::protocol::codec::Codec;
 use crate::protocol::error::WireError;
@@ -426,7 +426,7 @@ mod tests {
     fn state_may_come_before_the_last_pass_and_only_there() {
         let mut inbound = inbound();
         pass(&mut inbound, 0, 2).unwrap();
-        let section = || Section::new(driftline_checkpoint::SectionTag(7), 0, vec![1]);
+        let section = || Section::new(driftline_guest::SectionTag(7), 0, vec![1]);
         inbound.on(Message::State(section())).unwrap();
         let step = inbound.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
         assert!(
@@ -454,7 +454,7 @@ mod tests {
     fn a_state_that_is_whole_can_be_restored_before_the_last_pass_begins() {
         let mut inbound = inbound();
         pass(&mut inbound, 0, 2).unwrap();
-        let section = || Section::new(driftline_checkpoint::SectionTag(7), 0, vec![1]);
+        let section = || Section::new(driftline_guest::SectionTag(7), 0, vec![1]);
         let whole = |sections| Message::StateWhole { sections, frames: 3 };
         let e = inbound.on(whole(0)).unwrap_err().to_string();
         assert!(e.contains("STATE_WHOLE came where"), "{e}");

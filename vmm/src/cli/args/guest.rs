@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Arg, ArgGroup, Args, ValueEnum};
-use driftline_checkpoint::VmId;
 use driftline_dirty_tracker::TrackingMode;
+use driftline_guest::VmId;
 use vmm::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
     SerialSink, VsockSpec,

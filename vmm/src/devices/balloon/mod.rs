@@ -20,8 +20,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
-use driftline_checkpoint::GuestRam;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use vmm_sys_util::epoll::EventSet;

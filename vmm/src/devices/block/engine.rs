@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::file::DiskFile;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 
 use super::flusher::Flusher;

@@ -310,7 +310,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
     use std::thread;
 
-    use driftline_checkpoint::VmId;
+    use driftline_guest::VmId;
     use tempfile::NamedTempFile;
 
     use super::super::file::DiskFile;

@@ -17,7 +17,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 
 /// Where the bytes are that tell guests apart. No lock of a file server ends below.
 const HOLDERS: u64 = 1 << 40;

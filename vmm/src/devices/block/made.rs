@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use driftline_checkpoint::durable::sync_dir;
-use driftline_checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
+use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 use rustix::fs::SeekFrom;
 
 use super::file::{DiskError, write_zeroes};

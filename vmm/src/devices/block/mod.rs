@@ -35,8 +35,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{DriveHead, Keeper, VmId, block_layout};
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SHIFT, Tracker};
+use driftline_guest::{DriveHead, Keeper, VmId, block_layout};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;

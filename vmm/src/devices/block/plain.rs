@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestMemoryError};
 
 use super::engine::{Operation, Work};

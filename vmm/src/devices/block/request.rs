@@ -1,7 +1,7 @@
 //! What a chain asks of a disk, read from guest memory and bounded; and what the disk says of
 //! itself.
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use virtio_bindings::virtio_blk::*;
 
 use super::engine::Work;

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use driftline_checkpoint::{DriveCopy, DriveHead, GuestError, VmId};
+use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 
 use super::file::{DiskError, DiskFile, write_zeroes};
 use super::identity;

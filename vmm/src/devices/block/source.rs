@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use driftline_checkpoint::{DriveHead, GuestDrive, Keeper};
 use driftline_dirty_tracker::{NoMemory, Subscription, Tracker};
+use driftline_guest::{DriveHead, GuestDrive, Keeper};
 
 use super::flusher::open_again;
 
@@ -54,8 +54,8 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
-    use driftline_checkpoint::KeepError;
     use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+    use driftline_guest::KeepError;
     use virtio_bindings::virtio_blk::*;
 
     use super::super::tests::{Disk, OK, engines, header, pattern, range, request};

@@ -10,7 +10,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -287,7 +287,7 @@ fn iovecs(buffers: &Buffers, skip: u32, ram: &GuestRam) -> io::Result<Vec<libc::
 
 #[cfg(test)]
 mod tests {
-    use driftline_checkpoint::VmId;
+    use driftline_guest::VmId;
     use tempfile::NamedTempFile;
     use vm_memory::GuestAddress;
 

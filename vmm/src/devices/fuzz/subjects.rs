@@ -11,8 +11,8 @@ use std::rc::Rc;
 use std::sync::LazyLock;
 use std::sync::mpsc::Receiver;
 
-use driftline_checkpoint::VmId;
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
+use driftline_guest::VmId;
 use tempfile::{NamedTempFile, TempDir};
 
 use super::guest::Guest;

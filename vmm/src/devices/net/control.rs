@@ -1,6 +1,6 @@
 //! The control queue: what a driver asks of the interface itself.
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use virtio_bindings::virtio_net::*;
 
 use crate::devices::virtio::{Chain, Violation};

@@ -30,7 +30,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use driftline_checkpoint::{GuestRam, VmId};
+use driftline_guest::{GuestRam, VmId};
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_net::*;
 use vmm_sys_util::epoll::EventSet;

@@ -6,7 +6,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-use driftline_checkpoint::VmId;
+use driftline_guest::VmId;
 use rustix::net::{AddressFamily, SocketType};
 use virtio_bindings::virtio_net::*;
 

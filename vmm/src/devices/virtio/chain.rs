@@ -5,7 +5,7 @@
 
 use std::ops::Deref;
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use virtio_queue::DescriptorChain;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::Instant;
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use virtio_bindings::virtio_ids::{
     VIRTIO_ID_BALLOON, VIRTIO_ID_BLOCK, VIRTIO_ID_NET, VIRTIO_ID_RNG, VIRTIO_ID_VSOCK,
 };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use vmm_sys_util::epoll::EventSet;
 
 use super::{Device, Io, Kind, Stall, Transport, Violation, Watcher};

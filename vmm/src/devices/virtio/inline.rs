@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::atomic::Ordering;
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};

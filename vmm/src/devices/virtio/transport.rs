@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;

@@ -240,7 +240,7 @@ impl Vsock {
         &mut self,
         header: &Header,
         chain: &Chain,
-        ram: &driftline_checkpoint::GuestRam,
+        ram: &driftline_guest::GuestRam,
         watcher: &Watcher,
     ) -> Result<(), Violation> {
         if header.src_cid.get() != u64::from(self.config.cid) {

@@ -3,7 +3,7 @@
 //! Chains are read and checked by the queue, as every device's are, which is why rust-vmm's packet
 //! parser, which reads descriptors itself, is not used here.
 
-use driftline_checkpoint::GuestRam;
+use driftline_guest::GuestRam;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
-use driftline_checkpoint::{
+use driftline_dirty_tracker::FrameRun;
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
+use driftline_guest::{
     Clock, Guest, GuestError, GuestFactory, Paused, RunState, Section, SectionTag,
 };
-use driftline_dirty_tracker::FrameRun;
 use vm_memory::{Bytes, GuestAddress};
 
 fn copy(from: &MemoryGuest, to: &MemoryGuest, runs: impl IntoIterator<Item = FrameRun>) {
@@ -127,8 +127,7 @@ fn a_drive_is_held_by_one_guest_and_sees_two_that_run() {
 
 #[test]
 fn hostile_configurations_and_states_are_refused() {
-    let guest =
-        MemoryGuest::new(driftline_checkpoint::VmId::random(), MemoryConfig::small()).unwrap();
+    let guest = MemoryGuest::new(driftline_guest::VmId::random(), MemoryConfig::small()).unwrap();
     let config = guest.config();
     let factory = MemoryGuestFactory::default();
     for len in 0..config.len() {

@@ -1,10 +1,10 @@
 //! Frames of a stored guest that its memory does not have yet: the guest runs, and they come when they are touched, or behind it.
 
+use std::error::Error;
+use std::fmt;
 use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, FrameSet};
-
-use crate::StoreError;
 
 /// What is still to come, and where from. One thread reads.
 pub trait Backlog: Send {
@@ -23,7 +23,38 @@ pub trait Backlog: Send {
 
     /// Puts the contents of `run`, all of it part of [`frames`](Self::frames), into `contents`, which is as long. They are checked:
     /// an error names what is damaged.
-    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), StoreError>;
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError>;
+}
+
+/// Why frames cannot be read. Displays the cause unchanged.
+#[derive(Debug)]
+pub struct PageSourceError(Box<dyn Error + Send + Sync>);
+
+impl PageSourceError {
+    /// An error with this cause.
+    pub fn new(cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        Self(cause.into())
+    }
+
+    /// Returns the cause, if it is an `E`.
+    ///
+    /// # Errors
+    /// Returns the error itself if the cause is of another type.
+    pub fn downcast<E: Error + 'static>(self) -> Result<E, Self> {
+        self.0.downcast().map(|cause| *cause).map_err(Self)
+    }
+}
+
+impl fmt::Display for PageSourceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl Error for PageSourceError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.0.source()
+    }
 }
 
 /// How far the fetching is.

@@ -2,7 +2,7 @@
 
 use driftline_dirty_tracker::FrameRun;
 
-use crate::GuestError;
+use crate::error::GuestError;
 
 /// Puts contents into memory that nobody has touched. As long as it is there nobody else may touch that memory: who does waits until
 /// it is dropped.

@@ -13,7 +13,7 @@ pub(super) const PAGE: usize = PAGE_SIZE as usize;
 const ZERO_EVERY: u64 = 8;
 
 /// Scrambles `x`: the finalizer of SplitMix64.
-pub(super) fn mix(mut x: u64) -> u64 {
+pub fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::VmId;
+use crate::vm_id::VmId;
 
 /// One life of a guest: from its start, or its restore, to its end, on every host that it moves to
 /// meanwhile.

@@ -24,12 +24,14 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 
-use crate::drive::read_blocks;
-use crate::saver::PATIENCE;
+use crate::blocks::read_blocks;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Blocks that can be set aside at a time: 4 MiB.
-pub(crate) const ROOM: usize = 1024;
+pub const SAVED_BLOCKS_MAX: usize = 1024;
+/// Limit on the time that a write to memory or a drive may wait for what it overwrites to be
+/// copied. Less than a pause waits for vCPUs and devices, which may be among those that wait.
+pub const WRITE_WAIT_LIMIT: Duration = Duration::from_secs(2);
 /// How long the device may have waited in all while something is kept.
 const PATIENCE_IN_ALL: Duration = Duration::from_secs(10);
 /// How often who waits looks whether the guest is to stand.
@@ -102,7 +104,7 @@ struct Kept {
     /// Written to since; where in the room they are.
     aside: BTreeMap<u64, usize>,
     free: Vec<usize>,
-    waits: Waits,
+    waits: WriteWaits,
     failed: Option<KeepError>,
     /// All are copied, or nothing is kept any more.
     over: bool,
@@ -157,9 +159,11 @@ impl Kept {
 
 /// How often the device waited for room, and for how long in all.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Waits {
-    pub(crate) times: u64,
-    pub(crate) time: Duration,
+pub struct WriteWaits {
+    /// Waits begun.
+    pub times: u64,
+    /// Time waited in all.
+    pub time: Duration,
 }
 
 impl fmt::Debug for Keeper {
@@ -171,7 +175,7 @@ impl fmt::Debug for Keeper {
 impl Default for Keeper {
     /// With room for 4 MiB, which is reserved when a first epoch is taken.
     fn default() -> Self {
-        Self::with_room(ROOM)
+        Self::with_room(SAVED_BLOCKS_MAX)
     }
 }
 
@@ -186,7 +190,7 @@ impl Keeper {
     }
 
     /// To be called by the device before it changes `bytes` bytes from `from` on: returns when it
-    /// may. Waits for about two seconds at most.
+    /// may. WriteWaits for about two seconds at most.
     pub fn before_write(&self, from: u64, bytes: u64) {
         if bytes > 0 && self.keeps.load(Ordering::Acquire) {
             let (start, last) = (Gfn::containing(from), Gfn::containing(from + bytes - 1));
@@ -225,12 +229,12 @@ impl Keeper {
             if hurry && (pending.is_some() || hurried >= self.last_read) {
                 return self.give_up(kept, KeepError::Paused);
             }
-            if waited >= PATIENCE || kept.waits.time >= PATIENCE_IN_ALL {
+            if waited >= WRITE_WAIT_LIMIT || kept.waits.time >= PATIENCE_IN_ALL {
                 return self.give_up(kept, KeepError::Stalled);
             }
             kept.waits.times += u64::from(waited.is_zero());
             let since = Instant::now();
-            let woken = self.news.wait_timeout(state, LOOK.min(PATIENCE - waited));
+            let woken = self.news.wait_timeout(state, LOOK.min(WRITE_WAIT_LIMIT - waited));
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
             let more = since.elapsed().max(Duration::from_nanos(1));
             waited += more;
@@ -265,7 +269,7 @@ impl Keeper {
 
     /// How many blocks can be set aside: of so many, whatever is written over, no write waits for
     /// room.
-    pub(crate) fn room(&self) -> u64 {
+    pub fn room(&self) -> u64 {
         self.most as u64
     }
 
@@ -398,7 +402,7 @@ impl Keeping {
 
     /// As [`next`](Self::next), only what was set aside: somebody may wait for its room. 0 also
     /// after an error, of which `next` tells.
-    pub(crate) fn aside(&mut self, runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
+    pub fn aside(&mut self, runs: &mut Vec<FrameRun>, contents: &mut [u8]) -> u64 {
         runs.clear();
         let mut state = self.keeper.lock();
         let State { kept: Some(kept), room, .. } = &mut *state else { return 0 };
@@ -410,7 +414,7 @@ impl Keeping {
     }
 
     /// How the device has waited so far.
-    pub(crate) fn waits(&self) -> Waits {
+    pub fn waits(&self) -> WriteWaits {
         self.keeper.lock().kept.as_ref().map(|kept| kept.waits).unwrap_or_default()
     }
 }

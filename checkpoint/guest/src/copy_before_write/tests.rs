@@ -98,7 +98,11 @@ fn nobody_waits_for_ever() {
     let mut keeping = keeper.keep(file.clone(), 64 * PAGE_SIZE, blocks.clone()).unwrap();
     let since = Instant::now();
     write(&keeper, &file, run(0, 64), 1);
-    assert!((PATIENCE..2 * PATIENCE).contains(&since.elapsed()), "{:?}", since.elapsed());
+    assert!(
+        (WRITE_WAIT_LIMIT..2 * WRITE_WAIT_LIMIT).contains(&since.elapsed()),
+        "{:?}",
+        since.elapsed()
+    );
     let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
     let said = keeping.next(&mut runs, &mut contents).unwrap_err();
     assert!(matches!(said, KeepError::Stalled), "{said}");
@@ -146,7 +150,7 @@ fn a_guest_that_is_to_stand_does_not_wait() {
         assert!(!device.is_finished());
         keeper.hurry(true);
     });
-    assert!(since.elapsed() < PATIENCE, "{:?}", since.elapsed());
+    assert!(since.elapsed() < WRITE_WAIT_LIMIT, "{:?}", since.elapsed());
     let (mut runs, mut contents) = (Vec::new(), vec![0; PAGE]);
     let said = keeping.next(&mut runs, &mut contents).unwrap_err();
     assert!(matches!(said, KeepError::Paused), "{said}");
@@ -160,7 +164,7 @@ fn a_guest_that_is_to_stand_does_not_wait() {
 
 /// One for a host whose threads get processors late.
 fn patient() -> Keeper {
-    Keeper { last_read: PATIENCE, ..Keeper::default() }
+    Keeper { last_read: WRITE_WAIT_LIMIT, ..Keeper::default() }
 }
 
 /// A write that waits only for the block that is being read when the guest is to stand: however the moments fall, it waits for that, and
@@ -202,7 +206,7 @@ fn a_guest_that_is_to_stand_waits_for_the_read_that_is_under_way() {
     keeper.hurry(true);
     let since = Instant::now();
     keeper.before_write(0, PAGE_SIZE);
-    assert!((LAST_READ..PATIENCE).contains(&since.elapsed()), "{:?}", since.elapsed());
+    assert!((LAST_READ..WRITE_WAIT_LIMIT).contains(&since.elapsed()), "{:?}", since.elapsed());
     let said = keeping.next(&mut Vec::new(), &mut [0; PAGE]).unwrap_err();
     assert!(matches!(said, KeepError::Paused), "{said}");
 }

@@ -1,72 +1,22 @@
 //! The guest as checkpointing and migration see it.
 
-use std::error::Error;
-use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use driftline_dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
 use serde::{Deserialize, Serialize};
-use uuid::Uuid;
 
-use crate::{
-    Backlog, DriveCopy, DriveHead, Fetching, Fill, GuestDrive, Line, Origin, Section, Shield,
-};
+use crate::Section;
+use crate::error::{GuestError, RunState};
+use crate::lineage::{Line, Origin};
+use crate::page_source::{Backlog, Fetching};
+use crate::populate::Fill;
+use crate::vm_id::VmId;
+use crate::write_protect::Shield;
+use crate::{DriveCopy, DriveHead, GuestDrive};
 
 /// Guest memory whose VMM-side writes mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;
-
-/// A guest's identity: the same in all its checkpoints and on every host that it moves to.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
-pub struct VmId(pub Uuid);
-
-impl VmId {
-    /// A new, random identity.
-    pub fn random() -> Self {
-        Self(Uuid::new_v4())
-    }
-}
-
-impl FromStr for VmId {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match Uuid::parse_str(s) {
-            Ok(id) if id.is_nil() => Err("the nil UUID is no guest's id".to_owned()),
-            Ok(id) => Ok(Self(id)),
-            Err(e) => Err(format!("\"{s}\" is no UUID: {e}")),
-        }
-    }
-}
-
-impl fmt::Display for VmId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// Whether a guest's vCPUs execute.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum RunState {
-    /// They do.
-    Running,
-    /// They stand still, between two instructions, and can go on.
-    Paused,
-    /// The guest has ended: by itself, on request, or because another host has it.
-    Stopped,
-}
-
-impl fmt::Display for RunState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Running => "running",
-            Self::Paused => "paused",
-            Self::Stopped => "stopped",
-        })
-    }
-}
 
 /// What the guest's clock does over the time in which it did not run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -76,47 +26,6 @@ pub enum Clock {
     Advance,
     /// Goes on where it stood: a restore, which may come a year later.
     Continue,
-}
-
-/// Why a guest did not do what it was asked. It is in the state in which it was, unless said.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum GuestError {
-    /// The request does not fit the guest's state.
-    #[error("cannot {request} a guest that is {state}")]
-    State {
-        /// What was asked.
-        request: &'static str,
-        /// The state that forbids it.
-        state: RunState,
-    },
-    /// The guest's tracking mode is `none`.
-    #[error("the guest was started with --tracking none: its writes cannot be followed")]
-    NotTracked,
-    /// The configuration or a state section cannot be used on this host.
-    #[error("{what} cannot be used on this host: {why}")]
-    Unsupported {
-        /// What cannot be used.
-        what: String,
-        /// What stands against it.
-        why: String,
-    },
-    /// A configuration or state section is malformed.
-    #[error("{what} is malformed: {why}")]
-    Malformed {
-        /// What is malformed.
-        what: String,
-        /// How.
-        why: String,
-    },
-    /// The system underneath refused.
-    #[error("{what} failed: {cause}")]
-    System {
-        /// The operation.
-        what: &'static str,
-        /// The system's answer.
-        cause: Box<dyn Error + Send + Sync>,
-    },
 }
 
 /// Most bytes that [`Guest::detach`] gives: they are sent while the guest stands, and whoever sends

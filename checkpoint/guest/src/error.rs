@@ -1,0 +1,69 @@
+//! Why a guest refuses a request, and the states that decide it.
+
+use std::error::Error;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Whether a guest's vCPUs execute.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RunState {
+    /// They do.
+    Running,
+    /// They stand still, between two instructions, and can go on.
+    Paused,
+    /// The guest has ended: by itself, on request, or because another host has it.
+    Stopped,
+}
+
+impl fmt::Display for RunState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Stopped => "stopped",
+        })
+    }
+}
+
+/// Why a guest did not do what it was asked. It is in the state in which it was, unless said.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GuestError {
+    /// The request does not fit the guest's state.
+    #[error("cannot {request} a guest that is {state}")]
+    State {
+        /// What was asked.
+        request: &'static str,
+        /// The state that forbids it.
+        state: RunState,
+    },
+    /// The guest's tracking mode is `none`.
+    #[error("the guest was started with --tracking none: its writes cannot be followed")]
+    NotTracked,
+    /// The configuration or a state section cannot be used on this host.
+    #[error("{what} cannot be used on this host: {why}")]
+    Unsupported {
+        /// What cannot be used.
+        what: String,
+        /// What stands against it.
+        why: String,
+    },
+    /// A configuration or state section is malformed.
+    #[error("{what} is malformed: {why}")]
+    Malformed {
+        /// What is malformed.
+        what: String,
+        /// How.
+        why: String,
+    },
+    /// The system underneath refused.
+    #[error("{what} failed: {cause}")]
+    System {
+        /// The operation.
+        what: &'static str,
+        /// The system's answer.
+        cause: Box<dyn Error + Send + Sync>,
+    },
+}

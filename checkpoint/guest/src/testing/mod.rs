@@ -1,0 +1,34 @@
+//! A guest without a hypervisor, for tests: host threads that write pages which say what they are.
+//!
+//! [`MemoryGuest`] is a [`Guest`](crate::Guest) in every respect that checkpoints and migration can
+//! see: its writes mark the trees, it pauses between two writes, its state is a few sections. Every
+//! page of its working set carries its frame number, a generation and a checksum, and
+//! [`MemoryGuest::verify`] knows what each page of memory must hold after the writes made so far,
+//! without having remembered it: a frame that was lost, torn or doubled on the way shows.
+//!
+//! [`Faults`] make its operations fail on request, [`Drive`] notices two hosts running one guest.
+//!
+//! ```
+//! use driftline_guest::Guest;
+//! use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+//! let guest = MemoryGuest::start(MemoryConfig::small())?;
+//! std::thread::sleep(std::time::Duration::from_millis(5));
+//! guest.pause()?;
+//! guest.verify().expect("every page is as it was written last");
+//! # Ok::<(), driftline_guest::GuestError>(())
+//! ```
+
+mod config;
+mod drives;
+mod faults;
+mod filling;
+mod guest;
+mod pages;
+mod shield;
+mod writers;
+
+pub use config::MemoryConfig;
+pub use drives::TestDisk;
+pub use faults::{Drive, Faults, Op};
+pub use guest::{MemoryGuest, MemoryGuestFactory};
+pub use pages::{WrongFrame, WrongMemory, mix};
