@@ -15,7 +15,7 @@ fn parse(path: &str) -> syn::File {
 
 /// The methods of a trait, those with a default among them.
 fn methods_of(name: &str) -> BTreeSet<String> {
-    let file = parse("../checkpoint/src/guest.rs");
+    let file = parse("../checkpoint/guest/src/guest.rs");
     let found = file.items.into_iter().find_map(|item| match item {
         Item::Trait(item) if item.ident == name => Some(item.items),
         _ => None,
