@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use driftline_checkpoint::format::{Header, MAGIC_STREAM};
+use driftline_format::{Header, MAGIC_STREAM};
 use driftline_guest::VmId;
 use driftline_migrate::Tag;
 use tests::{

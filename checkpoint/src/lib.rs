@@ -17,10 +17,8 @@ mod checkpointer;
 mod copied;
 mod cost;
 mod crew;
-pub mod durable;
 mod followed;
 mod forecast;
-pub mod format;
 mod instant;
 mod live;
 mod pause;
@@ -36,7 +34,6 @@ mod staging;
 mod store;
 #[cfg(feature = "testing")]
 pub mod testing;
-mod zero;
 
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
@@ -50,4 +47,3 @@ pub use store::{
     LOCK_FILE, Listing, LockError, Place, RangeLock, RepairReport, Store, StoreError, StoreFile,
     Survey, VerifyReport,
 };
-pub use zero::is_zero;

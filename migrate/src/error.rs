@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use driftline_checkpoint::format::FormatError;
+use driftline_format::FormatError;
 use driftline_guest::GuestError;
 
 use crate::control::Phase;

@@ -14,7 +14,7 @@ use common::raw::{
     JOIN, MOVE, QUERY, admitted, ask, caller, ends, golden, greeted, header, hello, next, record,
 };
 use common::{Host, LONG, Receiver, Sender, exactly_one_runs, quick_send, tag, within};
-use driftline_checkpoint::format::FORMAT_VERSION;
+use driftline_format::FORMAT_VERSION;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, Op};
 use driftline_guest::{Guest, RunState};
 use driftline_migrate::{Received, Records};

@@ -15,7 +15,7 @@ use common::{
     At, Cut, Disked, DiskedFactory, Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs,
     quick_send, tag, within,
 };
-use driftline_checkpoint::format::{Header, MAGIC_STREAM, RecordHead};
+use driftline_format::{Header, MAGIC_STREAM, RecordHead};
 use driftline_guest::testing::MemoryConfig;
 use driftline_guest::{Guest, RunState, VmId};
 use driftline_migrate::{

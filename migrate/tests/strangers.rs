@@ -11,9 +11,7 @@ use common::raw::{MOVE, admitted, ends, golden, greeted, header, hello, record};
 use common::{
     Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
 };
-use driftline_checkpoint::format::{
-    FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
-};
+use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::Guest;
 use driftline_guest::MAX_LATE;
 use driftline_guest::testing::MemoryConfig;

@@ -10,7 +10,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN, RecordHead};
 use driftline_migrate::Tag;
 
 /// Which way a record goes.

@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, FcntlArg, PosixFadviseAdvice, fallocate, fcntl, posix_fadvise};
 use nix::libc;
 
-use crate::durable::{create_dir, sync_dir};
+use driftline_format::durable::{create_dir, sync_dir};
 
 /// Name of the lock file in a store's directory.
 pub const LOCK_FILE: &str = "lock";

@@ -12,7 +12,7 @@ use super::records::{
     TAG_EPOCH, TAG_FRAMES, TAG_LAYOUT, TAG_ZEROS, encode_frames, encode_layout, encode_zeros,
 };
 use super::sectors::{DATA, Framer, SECTOR};
-use crate::format::{HEADER_LEN, Header, MAGIC_LOG, RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{HEADER_LEN, Header, MAGIC_LOG, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::{DriveHead, Section, VmId, section_tags};
 
 /// Sectors are written when there are so many bytes of them.

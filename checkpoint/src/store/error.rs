@@ -8,8 +8,8 @@ use driftline_dirty_tracker::{FrameRun, Gfn, LayoutError, PAGE_SIZE};
 use super::backend::is_media_error;
 use super::sectors::SECTOR;
 use super::{Named, object, parse_name};
-use crate::format::FormatError;
 use crate::slots::{SlotError, SlotRun};
+use driftline_format::FormatError;
 use driftline_guest::VmId;
 
 /// A store that cannot be used as asked.

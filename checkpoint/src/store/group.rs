@@ -11,8 +11,8 @@ use super::records::{
 };
 use super::sectors::{DATA, Kind, SECTOR, Sectors, Stop};
 use super::{Damage, StoreError};
-use crate::format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead};
-use crate::is_zero;
+use driftline_format::is_zero;
+use driftline_format::{MAX_SECTIONS, MAX_STATE, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::{DriveHead, Section, SectionTag, section_tags};
 
 /// The place in a log up to which all records have been read and checked.

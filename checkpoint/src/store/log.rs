@@ -8,8 +8,8 @@ use super::object::encode_drives;
 use super::records::{Digest, Front, TAG_COMMIT};
 use super::sectors::{Kind, SECTOR, Sectors, Stop};
 use super::{Damage, EpochInfo, Store, StoreError, log_name};
-use crate::format::{HEADER_LEN, Header, MAGIC_LOG};
-use crate::is_zero;
+use driftline_format::is_zero;
+use driftline_format::{HEADER_LEN, Header, MAGIC_LOG};
 use driftline_guest::VmId;
 
 /// Sectors in which the record that ends an epoch may be.

@@ -4,7 +4,7 @@ use std::io;
 
 use super::records::{FILES_LEN, Files, TAG_FILES, decode_files, decode_head, encode_files};
 use super::{Damage, MANIFEST, MANIFEST_NEW, Store, StoreError};
-use crate::format::{HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::VmId;
 
 const LEN: usize = HEADER_LEN + RECORD_HEAD_LEN + FILES_LEN;

@@ -84,7 +84,7 @@ use self::records::{Files, MAX_GENERATION};
 use self::sectors::SECTOR;
 use self::unreadable::{PATIENCE, Unreadable};
 use crate::calm::Calm;
-use crate::format::{HEADER_LEN, Header};
+use driftline_format::{HEADER_LEN, Header};
 use driftline_guest::{Guest, LineId, Origin, VmId};
 
 /// Names of files, beside [`LOCK_FILE`].

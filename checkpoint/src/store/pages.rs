@@ -11,9 +11,9 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use super::backend::{RangeLock, StoreFile, is_media_error};
 use super::unreadable::Unreadable;
 use super::{Damage, Store, StoreError, pages_name};
-use crate::format::{HEADER_LEN, Header, MAGIC_PAGES};
-use crate::is_zero;
 use crate::slots::{MAX_RUN, SlotRun, Slots};
+use driftline_format::is_zero;
+use driftline_format::{HEADER_LEN, Header, MAGIC_PAGES};
 use driftline_guest::VmId;
 
 const PAGE: usize = PAGE_SIZE as usize;

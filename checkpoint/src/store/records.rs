@@ -7,10 +7,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::Damage;
 use super::object::{MAX_DRIVES_LEN, Objects, place};
-use crate::format::{
+use crate::slots::SlotRun;
+use driftline_format::{
     MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
 };
-use crate::slots::SlotRun;
 use driftline_guest::{LineId, section_tags};
 
 /// First tag of the store's own records; tags below are state sections.

@@ -3,8 +3,8 @@
 
 use super::records::{COMMIT_LEN, TAG_COMMIT, TAG_EPOCH, TAG_FRAMES, TAG_ZEROS};
 use super::sectors::{DATA, Kind, SECTOR, seal};
-use crate::format::{HEADER_LEN, RECORD_HEAD_LEN};
-use crate::is_zero;
+use driftline_format::is_zero;
+use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 use std::collections::BTreeSet;
 
 pub(super) fn word(bytes: &[u8], at: usize) -> u64 {

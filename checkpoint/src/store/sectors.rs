@@ -19,8 +19,8 @@ use super::backend::{StoreFile, is_media_error};
 use super::unreadable::Unreadable;
 use super::{Damage, StoreError};
 use crate::calm::Calm;
-use crate::format::FormatError;
-use crate::is_zero;
+use driftline_format::FormatError;
+use driftline_format::is_zero;
 
 /// Bytes of a sector in the file.
 pub(crate) const SECTOR: usize = 512;

@@ -10,7 +10,9 @@ use zerocopy::little_endian::U64;
 
 use super::records::table;
 use super::{Backend, Damage, Store, TOUCHED, TOUCHED_NEW};
-use crate::format::{FormatError, HEADER_LEN, Header, MAGIC_TOUCHED, RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{
+    FormatError, HEADER_LEN, Header, MAGIC_TOUCHED, RECORD_HEAD_LEN, RecordHead,
+};
 use driftline_guest::VmId;
 
 /// The runs of frames, in the order in which they were touched.

@@ -11,9 +11,9 @@ use super::StoreError;
 use super::entries::Entries;
 use super::pages::Pages;
 use super::records::{Front, TAG_STORE, limit};
-use crate::format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE};
-use crate::is_zero;
 use crate::slots::SlotRun;
+use driftline_format::is_zero;
+use driftline_format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE};
 use driftline_guest::{DriveHead, Guest, Section, section_tags};
 
 const PAGE: usize = PAGE_SIZE as usize;

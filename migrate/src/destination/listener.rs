@@ -13,8 +13,8 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::format::{FormatError, Header};
 use driftline_dirty_tracker::Layout;
+use driftline_format::{FormatError, Header};
 use driftline_guest::DriveHead;
 use socket2::SockRef;
 

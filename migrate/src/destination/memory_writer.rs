@@ -147,8 +147,8 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::time::Duration;
 
-    use driftline_checkpoint::format::RecordHead;
     use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+    use driftline_format::RecordHead;
     use driftline_guest::VmId;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest};
     use zerocopy::IntoBytes;

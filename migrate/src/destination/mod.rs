@@ -21,8 +21,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::format::Header;
 use driftline_dirty_tracker::{Layout, Subscription};
+use driftline_format::Header;
 use driftline_guest::{Clock, DriveHead, Guest, GuestFactory, Section};
 
 use crate::control::{Phase, Progress, ReceiveControl};

@@ -324,7 +324,7 @@ impl<G: Guest + ?Sized> Drop for EndExpecting<'_, '_, G> {
 mod tests {
     use std::io::{Error, ErrorKind};
 
-    use driftline_checkpoint::format::FormatError;
+    use driftline_format::FormatError;
 
     use super::*;
 

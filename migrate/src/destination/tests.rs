@@ -4,8 +4,8 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use driftline_checkpoint::format::MAGIC_STREAM;
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
+use driftline_format::MAGIC_STREAM;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{DriveCopy, VmId};
 
@@ -47,7 +47,7 @@ fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
     let host = host(&options, &control, callers);
     let left = || {
         let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
-        let cause = driftline_checkpoint::format::FormatError::Io(cause).into();
+        let cause = driftline_format::FormatError::Io(cause).into();
         knock.send(Knock::Left { peer: "somebody".into(), cause }).unwrap();
     };
     // So that the waiting ends in any case, after what is queued.

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use driftline_checkpoint::durable::sync_dir;
+use driftline_format::durable::sync_dir;
 use driftline_guest::VmId;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-use driftline_checkpoint::durable::create_dir;
+use driftline_format::durable::create_dir;
 use uuid::Uuid;
 
 use super::error::{RecordsError, failed};

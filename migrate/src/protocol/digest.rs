@@ -9,8 +9,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_format::is_zero;
 use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 use xxhash_rust::xxh3::xxh3_128_with_seed;

@@ -3,8 +3,8 @@
 use std::io;
 use std::time::Duration;
 
-use driftline_checkpoint::format::FormatError;
 use driftline_dirty_tracker::{FrameRun, LayoutError};
+use driftline_format::FormatError;
 
 use super::ids::Token;
 use super::tag::Tag;

@@ -1,9 +1,7 @@
 //! Bounds of what a peer may send: nothing is allocated for more.
 
 // What can be stored can be sent: the bounds of a guest are the store's.
-pub(crate) use driftline_checkpoint::format::{
-    MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE,
-};
+pub(crate) use driftline_format::{MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE};
 pub(crate) use driftline_guest::MAX_LATE;
 
 /// Most bytes of a text: a reason, a program's version.

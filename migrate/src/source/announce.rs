@@ -1,7 +1,7 @@
 //! What pass 0 will bring, told beforehand, so that the destination has memory for it when it comes.
 
-use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_format::is_zero;
 use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;

@@ -10,8 +10,8 @@ use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 use std::time::Instant;
 
-use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
+use driftline_format::is_zero;
 use driftline_guest::{DriveHead, Guest, GuestDrive, GuestError, block_layout, data_runs};
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;

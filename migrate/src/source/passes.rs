@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_format::is_zero;
 use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress};
 use zerocopy::IntoBytes;

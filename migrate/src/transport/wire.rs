@@ -6,10 +6,10 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::format::{
+use driftline_dirty_tracker::FrameRun;
+use driftline_format::{
     FormatError, HEADER_LEN, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
 };
-use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{GuestRam, VmId};
 use uuid::Uuid;
 use vm_memory::{GuestAddress, GuestMemoryBackend};

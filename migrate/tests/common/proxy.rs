@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use driftline_checkpoint::format::{HEADER_LEN, RECORD_HEAD_LEN};
+use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 
 /// Where a connection is cut, relative to one record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -4,9 +4,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use driftline_checkpoint::format::{
-    FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead,
-};
+use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::VmId;
 
 use super::tag;

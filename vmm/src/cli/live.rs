@@ -6,7 +6,7 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 
-use driftline_checkpoint::durable::create_dir;
+use driftline_format::durable::create_dir;
 use driftline_guest::GuestError;
 use vmm::config::{DiskSpec, HostConfig, ReplaceError, Restored, SerialSink, VsockSpec};
 use vmm::latency;

@@ -82,7 +82,7 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let report = report.map_err(|e| store_failure(&args.store, e))?;
     let kept = if args.force { file.persist(path) } else { file.persist_noclobber(path) };
     kept.map_err(|e| refused(e.error))?;
-    driftline_checkpoint::durable::sync_dir(dir).map_err(refused)?;
+    driftline_format::durable::sync_dir(dir).map_err(refused)?;
     if args.json {
         print_json(&report)?;
     } else {

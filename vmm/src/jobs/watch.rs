@@ -9,8 +9,8 @@ use std::sync::TryLockError;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::is_zero;
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription};
+use driftline_format::is_zero;
 use driftline_guest::Guest;
 use driftline_migrate::forecast::Window;
 use serde::{Deserialize, Serialize};

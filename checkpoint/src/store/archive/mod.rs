@@ -21,7 +21,7 @@ use self::walk::{Place, Walk, reading};
 use super::object::{Objects, decode_drives};
 use super::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, decode_layout};
 use super::{Damage, EpochInfo, Machine, Sink, StoreError, StoreFile, VerifyReport};
-use crate::format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
+use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
 use driftline_guest::{Section, SectionTag, section_tags};
 
 #[cfg(feature = "testing")]

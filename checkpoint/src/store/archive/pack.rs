@@ -16,7 +16,7 @@ use super::super::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, en
 use super::super::{Cell, ExportReport, FrameMap, Machine, Store, StoreError};
 use super::records::{End, MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, TAG_END, encode_contents};
 use super::{lock, side_by_side};
-use crate::format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::{Section, section_tags};
 
 /// zstd's own default: nobody waits for an archive as for a migration.

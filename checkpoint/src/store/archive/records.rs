@@ -9,7 +9,7 @@ use super::super::records::{
     self, Digest, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, table, wrong_size,
 };
 use super::super::{Damage, MAX_EPOCH};
-use crate::format::{RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{RECORD_HEAD_LEN, RecordHead};
 use driftline_guest::section_tags;
 
 /// Frames and their contents.

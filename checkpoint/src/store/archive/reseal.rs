@@ -4,7 +4,7 @@ use driftline_dirty_tracker::PAGE_SIZE;
 
 use super::super::reseal::{put, reseal_header, reseal_record, word};
 use super::records::{MAX_FRAMES, TAG_CONTENTS, TAG_END};
-use crate::format::{HEADER_LEN, RECORD_HEAD_LEN};
+use driftline_format::{HEADER_LEN, RECORD_HEAD_LEN};
 
 /// Makes the checksums of frames right that a record of contents has, if it can be unpacked, and returns how many there are.
 fn reseal_contents(payload: &mut [u8]) -> u64 {

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::super::records::{Digest, TAG_STORE};
 use super::super::{Damage, StoreError, StoreFile};
 use super::records::{End, TAG_END, decode_head, is_known};
-use crate::format::{RECORD_HEAD_LEN, RecordHead};
+use driftline_format::{RECORD_HEAD_LEN, RecordHead};
 
 /// Where a record begins, and what came before it.
 #[derive(Clone, Copy, Debug)]

@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use driftline_checkpoint::durable::sync_dir;
+use driftline_format::durable::sync_dir;
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 use rustix::fs::SeekFrom;
 

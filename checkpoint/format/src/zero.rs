@@ -3,17 +3,17 @@
 use driftline_dirty_tracker::PAGE_SIZE;
 
 /// A frame of zeros.
-pub(crate) static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
+static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
 /// Whether `bytes`, of one frame or of a part of it, are all zeros.
 /// Of more bytes than a frame has it says no.
 ///
 /// ```
 /// let mut frame = [0; 4096];
-/// assert!(driftline_checkpoint::is_zero(&frame));
+/// assert!(driftline_format::is_zero(&frame));
 /// frame[4095] = 1;
-/// assert!(!driftline_checkpoint::is_zero(&frame));
-/// assert!(driftline_checkpoint::is_zero(&frame[..512]));
+/// assert!(!driftline_format::is_zero(&frame));
+/// assert!(driftline_format::is_zero(&frame[..512]));
 /// ```
 pub fn is_zero(bytes: &[u8]) -> bool {
     ZEROS.get(..bytes.len()) == Some(bytes)

@@ -10,7 +10,7 @@ use std::path::Path;
 /// ```
 /// let dir = tempfile::tempdir()?;
 /// std::fs::write(dir.path().join("new"), "")?;
-/// driftline_checkpoint::durable::sync_dir(dir.path())?;
+/// driftline_format::durable::sync_dir(dir.path())?;
 /// # Ok::<(), std::io::Error>(())
 /// ```
 pub fn sync_dir(dir: &Path) -> io::Result<()> {
@@ -23,8 +23,8 @@ pub fn sync_dir(dir: &Path) -> io::Result<()> {
 /// ```
 /// let dir = tempfile::tempdir()?;
 /// let deep = dir.path().join("a/b");
-/// driftline_checkpoint::durable::create_dir(&deep)?;
-/// driftline_checkpoint::durable::create_dir(&deep)?;
+/// driftline_format::durable::create_dir(&deep)?;
+/// driftline_format::durable::create_dir(&deep)?;
 /// assert!(deep.is_dir());
 /// # Ok::<(), std::io::Error>(())
 /// ```

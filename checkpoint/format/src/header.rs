@@ -1,0 +1,183 @@
+//! The fixed header of a file or stream, byte by byte.
+//!
+//! All numbers are little-endian. The header stays readable for ever:
+//!
+//! ```text
+//!  0        8     10    12        16                  24                  32
+//!  +--------+-----+-----+---------+-------------------+-------------------+
+//!  | magic  | ver | len | page sz | required features | optional features |
+//!  +--------+-----+-----+---------+-------------------+-------------------+
+//!  32                             48                  56        60        64
+//!  +------------------------------+-------------------+---------+---------+
+//!  | VM id                        | epoch             | layout  | CRC32C  |
+//!  +------------------------------+-------------------+---------+---------+
+//! ```
+
+use std::io::{self, Read, Write};
+
+use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::VmId;
+use uuid::Uuid;
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::error::FormatError;
+use crate::limits::HEADER_LEN;
+
+/// The version of the migration stream that this program speaks.
+pub const FORMAT_VERSION: u16 = 1;
+/// The version of the store that this program writes.
+const STORE_VERSION: u16 = 2;
+/// The version of archives that this program writes.
+const ARCHIVE_VERSION: u16 = 1;
+/// The version of records of what a guest touched first.
+const TOUCHED_VERSION: u16 = 1;
+/// Magic of a migration stream.
+pub const MAGIC_STREAM: [u8; 8] = *b"DRIFTMIG";
+/// Magic of a store's manifest.
+pub const MAGIC_STORE: [u8; 8] = *b"DRIFTSTO";
+/// Magic of a store's log.
+pub const MAGIC_LOG: [u8; 8] = *b"DRIFTLOG";
+/// Magic of a store's page file.
+pub const MAGIC_PAGES: [u8; 8] = *b"DRIFTPAG";
+/// Magic of an archive.
+pub const MAGIC_ARCHIVE: [u8; 8] = *b"DRIFTARC";
+/// Magic of a record of what a guest touched first.
+pub const MAGIC_TOUCHED: [u8; 8] = *b"DRIFTTCH";
+
+/// The version of the format whose files begin with `magic`.
+const fn version_of(magic: [u8; 8]) -> u16 {
+    match &magic {
+        b"DRIFTMIG" => FORMAT_VERSION,
+        b"DRIFTARC" => ARCHIVE_VERSION,
+        b"DRIFTTCH" => TOUCHED_VERSION,
+        _ => STORE_VERSION,
+    }
+}
+
+/// What files begin with `magic`.
+fn name_of(magic: [u8; 8]) -> &'static str {
+    match magic {
+        MAGIC_STREAM => "migration stream",
+        MAGIC_LOG => "log",
+        MAGIC_PAGES => "page file",
+        MAGIC_ARCHIVE => "archive",
+        MAGIC_TOUCHED => "record of touched frames",
+        _ => "store",
+    }
+}
+
+/// Required feature bits that this program knows, with their names.
+const KNOWN_FEATURES: &[(u64, &str)] = &[];
+
+/// The fixed header.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct Header {
+    magic: [u8; 8],
+    version: U16,
+    header_len: U16,
+    page_size: U32,
+    required: U64,
+    optional: U64,
+    vm_id: [u8; 16],
+    epoch: U64,
+    layout: U32,
+    crc: U32,
+}
+
+impl Header {
+    /// A header of this program's version, without features.
+    pub fn new(magic: [u8; 8], vm_id: VmId, epoch: u64, layout_hash: u32) -> Self {
+        let mut h = Self {
+            magic,
+            version: version_of(magic).into(),
+            header_len: (HEADER_LEN as u16).into(),
+            page_size: (PAGE_SIZE as u32).into(),
+            required: 0.into(),
+            optional: 0.into(),
+            vm_id: *vm_id.0.as_bytes(),
+            epoch: epoch.into(),
+            layout: layout_hash.into(),
+            crc: 0.into(),
+        };
+        h.crc = h.checksum().into();
+        h
+    }
+
+    /// The guest's identity.
+    pub fn vm_id(&self) -> VmId {
+        VmId(Uuid::from_bytes(self.vm_id))
+    }
+
+    /// Of a store's files the generation, of an archive and of touched frames the epoch, of a stream 0.
+    pub fn epoch(&self) -> u64 {
+        self.epoch.get()
+    }
+
+    /// `Layout::hash` of the guest's memory.
+    pub fn layout_hash(&self) -> u32 {
+        self.layout.get()
+    }
+
+    /// CRC32C of the bytes before the header's CRC.
+    pub fn checksum(&self) -> u32 {
+        crc32c::crc32c(&self.as_bytes()[..HEADER_LEN - 4])
+    }
+
+    /// Writes the header.
+    pub fn write_to(&self, mut w: impl Write) -> io::Result<()> {
+        w.write_all(self.as_bytes())
+    }
+
+    /// Reads a header and refuses, in this order: another magic, a wrong checksum, another version,
+    /// another length, unknown required features, another page size.
+    pub fn read_from(mut r: impl Read, magic: [u8; 8]) -> Result<Self, FormatError> {
+        let mut h = Self::new_zeroed();
+        r.read_exact(h.as_mut_bytes())?;
+        if h.magic != magic {
+            return Err(FormatError::Magic { expected: name_of(magic), found: h.magic });
+        }
+        let (found, expected) = (h.crc.get(), h.checksum());
+        if found != expected {
+            return Err(FormatError::Checksum { what: "the header", found, expected });
+        }
+        let expected = version_of(magic);
+        if h.version.get() != expected {
+            return Err(FormatError::Version { found: h.version.get(), expected });
+        }
+        if usize::from(h.header_len.get()) != HEADER_LEN {
+            return Err(FormatError::HeaderLen { found: h.header_len.get() });
+        }
+        let known = KNOWN_FEATURES.iter().fold(0, |all, (bit, _)| all | bit);
+        let bits = h.required.get() & !known;
+        if bits != 0 {
+            return Err(FormatError::Features { bits });
+        }
+        if u64::from(h.page_size.get()) != PAGE_SIZE {
+            return Err(FormatError::PageSize { found: h.page_size.get() });
+        }
+        Ok(h)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_survives_and_every_flipped_bit_is_noticed() {
+        let h = Header::new(MAGIC_STORE, VmId::random(), 7, 0xabcd);
+        let mut bytes = Vec::new();
+        h.write_to(&mut bytes).unwrap();
+        let back = Header::read_from(&bytes[..], MAGIC_STORE).unwrap();
+        assert_eq!((back.vm_id(), back.epoch(), back.layout_hash()), (h.vm_id(), 7, 0xabcd));
+        for bit in 0..bytes.len() * 8 {
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            Header::read_from(&bytes[..], MAGIC_STORE).unwrap_err();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+        assert!(Header::read_from(&bytes[..63], MAGIC_STORE).is_err(), "truncated");
+        assert!(Header::read_from(&bytes[..], MAGIC_STREAM).is_err(), "a stream is no store");
+    }
+}

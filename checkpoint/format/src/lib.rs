@@ -1,0 +1,23 @@
+//! What wire and store have in common: the fixed header, the record, the limits of a guest's
+//! state, and names that survive a crash of the host.
+//!
+//! `FORMAT.md` and `PROTOCOL.md` specify every byte of what is built on them.
+#![forbid(unsafe_code)]
+
+pub mod durable;
+mod error;
+mod header;
+mod limits;
+mod record;
+mod zero;
+
+pub use error::FormatError;
+pub use header::{
+    FORMAT_VERSION, Header, MAGIC_ARCHIVE, MAGIC_LOG, MAGIC_PAGES, MAGIC_STORE, MAGIC_STREAM,
+    MAGIC_TOUCHED,
+};
+pub use limits::{
+    HEADER_LEN, MAX_CONFIG, MAX_SECTION, MAX_SECTIONS, MAX_SLOTS, MAX_STATE, RECORD_HEAD_LEN,
+};
+pub use record::{MUST_UNDERSTAND, RecordHead};
+pub use zero::is_zero;
