@@ -16,6 +16,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::Epoch;
+use driftline_guest::{DriveHead, Guest, GuestError};
+use driftline_store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
 
 use crate::chain::Chain;
 use crate::copied::Ways;
@@ -27,8 +29,6 @@ use crate::live::{catch_up, copy_live};
 use crate::report::{Cause, CheckpointError, EpochReport, Phase, step};
 use crate::shielding::Shielding;
 use crate::staging::{Staging, StagingLimits};
-use crate::store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
-use driftline_guest::{DriveHead, Guest, GuestError};
 
 /// Takes epochs of one guest into one store.
 ///
@@ -40,7 +40,8 @@ use driftline_guest::{DriveHead, Guest, GuestError};
 ///
 /// ```
 /// use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-/// use driftline_checkpoint::{Checkpointer, Store, restore};
+/// use driftline_checkpoint::{Checkpointer, restore};
+/// use driftline_store::Store;
 /// use driftline_guest::Clock;
 /// let dir = tempfile::tempdir()?;
 /// let guest = MemoryGuest::start(MemoryConfig::small())?;
@@ -133,7 +134,7 @@ impl Checkpointer {
         mut limits: StagingLimits,
     ) -> Result<Self, StoreError> {
         if !store.is_writable() {
-            return Err(StoreError::ReadOnly { dir: store.dir() });
+            return Err(StoreError::ReadOnly { dir: store.location().to_owned() });
         }
         let store = Arc::new(store);
         let drives = drives_of(&*guest);
@@ -220,7 +221,8 @@ impl Checkpointer {
         }
         // One was launched, and so one lands.
         landed.unwrap_or_else(|| {
-            let cause = self.store.no_epoch(Some(self.next)).into();
+            let dir = self.store.location().to_owned();
+            let cause = StoreError::NoEpoch { dir, epoch: Some(self.next) }.into();
             Err(self.failed(self.next, Phase::Publish, cause))
         })
     }
@@ -367,7 +369,7 @@ impl Checkpointer {
     fn make_ready(&mut self) -> Result<(), (Phase, Cause)> {
         let begin = |e: StoreError| (Phase::Begin, e.into());
         if self.next > MAX_EPOCH {
-            let (dir, last) = (self.store.dir(), self.next - 1);
+            let (dir, last) = (self.store.location().to_owned(), self.next - 1);
             return Err(begin(StoreError::Full { dir, last }));
         }
         if self.in_the_air() {
@@ -425,7 +427,7 @@ impl Checkpointer {
         let parent = chain.as_ref().and_then(|c| c.last);
         let crew = crew.as_ref().ok_or_else(|| {
             // It is open, or that it cannot be was said.
-            let dir = store.dir();
+            let dir = store.location().to_owned();
             (Phase::Begin, StoreError::LockLost { dir }.into())
         })?;
         let pages = crew.pages().clone();
@@ -483,7 +485,7 @@ impl Checkpointer {
 fn next_number(store: &Store, crew: Option<&Crew>) -> Result<u64, StoreError> {
     let last = crew.and_then(Crew::last).unwrap_or(0);
     match last {
-        MAX_EPOCH.. => Err(StoreError::Full { dir: store.dir(), last }),
+        MAX_EPOCH.. => Err(StoreError::Full { dir: store.location().to_owned(), last }),
         _ => Ok(last + 1),
     }
 }

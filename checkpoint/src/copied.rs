@@ -11,12 +11,12 @@
 //! again, nothing is won.
 
 use driftline_dirty_tracker::{Epoch, FrameRun, Gfn};
+use driftline_guest::{Guest, GuestRam};
+use driftline_store::EpochWriter;
 
 use crate::live::batches;
 use crate::report::Cause;
 use crate::staging::Staging;
-use crate::store::EpochWriter;
-use driftline_guest::{Guest, GuestRam};
 
 /// Of so many changed frames on they are copied behind the guest's back: those that take about a
 /// millisecond to copy. From 256 on that makes a single pause shorter (`tests/bench/pause.rs`), but
@@ -242,11 +242,11 @@ mod tests {
     use super::*;
     use crate::restore;
     use crate::staging::StagingLimits;
-    use crate::store::{Committer, Store};
-    use crate::testing::MemoryDisk;
     use driftline_dirty_tracker::PAGE_SIZE;
     use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
     use driftline_guest::{Clock, VmId};
+    use driftline_store::testing::MemoryDisk;
+    use driftline_store::{Committer, Store};
     use vm_memory::{Bytes, GuestAddress};
 
     fn byte_of(guest: &MemoryGuest, gfn: u64) -> u8 {

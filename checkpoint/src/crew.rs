@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::store::{Bounds, Committer, Pages, Published, StoreError, Written};
+use driftline_store::{Bounds, Committer, Pages, Published, StoreError, Written};
 
 /// What is asked of it.
 enum Request {
@@ -62,7 +62,8 @@ impl Crew {
                     Request::Commit(written, bounds) => {
                         committer.set_bounds(bounds);
                         let result = committer.commit(*written);
-                        let (at, lost, last) = (Instant::now(), committer.lost, committer.last());
+                        let (at, lost, last) =
+                            (Instant::now(), committer.has_lost(), committer.last());
                         // Before anybody hears of the epoch and asks again.
                         let long = committer.is_long();
                         busy.store(long, Ordering::SeqCst);

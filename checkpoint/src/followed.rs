@@ -12,14 +12,15 @@ use std::io;
 use std::sync::Arc;
 
 use driftline_dirty_tracker::{Epoch, FrameRun, FrameSet, PAGE_SIZE, Subscription};
+use driftline_guest::{
+    DriveHead, Guest, GuestError, KeepError, Keeper, Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT,
+    WriteWaits, data_runs, data_within, read_blocks,
+};
+use driftline_store::{EpochWriter, StoreError, of_object};
 
 use crate::live::batches;
 use crate::report::{Cause, Phase};
 use crate::staging::{Staging, window};
-use crate::store::{EpochWriter, StoreError, of_object};
-use driftline_guest::{DriveHead, Guest, GuestError, KeepError, Keeper, data_runs};
-use driftline_guest::{Keeping, SAVED_BLOCKS_MAX, WRITE_WAIT_LIMIT, WriteWaits};
-use driftline_guest::{data_within, read_blocks};
 
 /// Blocks that are copied at a time while the guest runs: of a drive that nobody waits for, and of
 /// one that is kept.

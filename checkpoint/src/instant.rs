@@ -22,8 +22,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Epoch, FrameSet, PAGE_SIZE, Subscription};
+use driftline_guest::{Guest, GuestError, Shield};
+use driftline_store::{Calm, EpochWriter};
 
-use crate::calm::Calm;
 use crate::copied::{Copied, Way, Ways};
 use crate::followed::{self, Followed, Stood};
 use crate::pause::{Pause, pause, stood_since};
@@ -32,8 +33,6 @@ use crate::report::{Cause, Phase, step};
 use crate::saver::{Before, Full, Saver};
 use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};
-use crate::store::EpochWriter;
-use driftline_guest::{Guest, GuestError, Shield};
 
 /// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a
 /// writer for longer.

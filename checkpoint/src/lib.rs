@@ -1,9 +1,7 @@
-//! Guest state, stored: taking checkpoints of a running guest, the epoch store and restore.
+//! Taking checkpoints of a running guest, and restoring them.
 //!
 //! ```text
 //! Checkpointer    takes epochs of one: a short pause, then copied and written behind the running guest
-//! Store           a directory of epochs, each stored whole or not at all (FORMAT.md)
-//! Archive         one epoch in a file, packed
 //! restore         a guest of any epoch, every byte checked before it may run
 //! ```
 //!
@@ -11,7 +9,6 @@
 #![forbid(unsafe_code)]
 
 mod cadence;
-mod calm;
 mod chain;
 mod checkpointer;
 mod copied;
@@ -28,12 +25,8 @@ mod restore;
 mod saver;
 mod shield;
 mod shielding;
-pub mod slots;
 mod spread;
 mod staging;
-mod store;
-#[cfg(feature = "testing")]
-pub mod testing;
 
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
@@ -42,8 +35,3 @@ pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
 pub use spread::Spread;
 pub use staging::StagingLimits;
-pub use store::{
-    Archive, Backend, CheckpointState, CompactReport, Damage, DirBackend, EpochInfo, ExportReport,
-    LOCK_FILE, Listing, LockError, Place, RangeLock, RepairReport, Store, StoreError, StoreFile,
-    Survey, VerifyReport,
-};

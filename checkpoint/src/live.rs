@@ -1,11 +1,11 @@
 //! Copying memory of a guest that runs on: what a full epoch does before it pauses the guest.
 
 use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, Subscription};
+use driftline_guest::Guest;
+use driftline_store::EpochWriter;
 
 use crate::report::Cause;
 use crate::staging::Staging;
-use crate::store::EpochWriter;
-use driftline_guest::Guest;
 
 /// Frames that the copy of a running guest's memory takes at a time: 1 MiB.
 const LIVE_FRAMES: u64 = 256;

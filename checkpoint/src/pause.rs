@@ -3,12 +3,11 @@
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Epoch, Subscription};
+use driftline_guest::{Guest, Paused, Section, VcpuPauses};
+use driftline_store::{Calm, EpochWriter};
 
-use crate::calm::Calm;
 use crate::followed::{self, Followed, Stood};
 use crate::report::{Cause, Phase, step};
-use crate::store::EpochWriter;
-use driftline_guest::{Guest, Paused, Section, VcpuPauses};
 
 /// What a pause brought.
 pub(crate) struct Pause<T> {

@@ -4,11 +4,10 @@ use std::fmt;
 use std::io;
 use std::time::{Duration, Instant};
 
+use driftline_guest::{GuestError, KeepError, RunState};
+use driftline_store::StoreError;
 use serde::Serialize;
 use vm_memory::GuestMemoryError;
-
-use crate::store::StoreError;
-use driftline_guest::{GuestError, KeepError, RunState};
 
 /// The steps of an epoch, for logs and errors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -6,12 +6,12 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet};
+use driftline_guest::{Guest, GuestError, WRITE_WAIT_LIMIT};
 
 use crate::pieces::Pieces;
 use crate::report::Cause;
 use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::copy;
-use driftline_guest::{Guest, GuestError, WRITE_WAIT_LIMIT};
 
 /// How often the saver looks whether the pause has come.
 const BEFORE_LOOK: Duration = Duration::from_micros(500);

@@ -5,7 +5,6 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::FrameRun;
-
 use driftline_guest::{GuestError, Shield};
 
 /// A shield as long as one epoch has it. Once everything is let go of nothing can be protected any more: whoever does it

@@ -2,8 +2,9 @@
 
 use std::fmt;
 
-use crate::report::{Cause, Phase};
 use driftline_guest::{Guest, Shield};
+
+use crate::report::{Cause, Phase};
 
 /// How many epochs are copied in the pause after the guest's shield has failed, and after the store has made the guest wait
 /// for too long. Then it is tried again.

@@ -1,10 +1,9 @@
 //! Where frames wait between the pause and the disk: memory that is there before it is needed.
 
 use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_guest::GuestRam;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
-
-use driftline_guest::GuestRam;
 
 /// Begins where direct I/O takes it from.
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Debug)]

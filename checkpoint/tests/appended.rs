@@ -5,13 +5,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
-use driftline_checkpoint::{
-    CheckpointError, Checkpointer, EpochReport, Store, StoreError, restore,
-};
+use driftline_checkpoint::{CheckpointError, Checkpointer, EpochReport, restore};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, Guest, VmId};
+use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
+use driftline_store::{Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};
 
 fn still() -> Arc<MemoryGuest> {

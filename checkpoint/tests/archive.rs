@@ -6,14 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk, reseal_archive};
-use driftline_checkpoint::{
-    Archive, Backend, Checkpointer, Damage, ExportReport, RestoreError, RestoreReport, Store,
-    StoreError, restore_archive,
-};
+use driftline_checkpoint::{Checkpointer, RestoreError, RestoreReport, restore_archive};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, Guest, VmId};
+use driftline_store::testing::{DiskOp, MemoryDisk, reseal_archive};
+use driftline_store::{Archive, Backend, Damage, ExportReport, Store, StoreError};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -4,11 +4,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
-use driftline_checkpoint::{Checkpointer, StagingLimits, Store, restore};
+use driftline_checkpoint::{Checkpointer, StagingLimits, restore};
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op, TestDisk};
 use driftline_guest::{Clock, Guest, RunState, VmId};
+use driftline_store::Store;
+use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -3,9 +3,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use driftline_checkpoint::{Checkpointer, RestoreError, Store, restore};
+use driftline_checkpoint::{Checkpointer, RestoreError, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{Clock, Guest, GuestError, GuestFactory, RunState, VmId};
+use driftline_store::Store;
 
 /// Keeps the guests that it builds, so that how they ended can be seen.
 #[derive(Default)]

@@ -6,12 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
-use driftline_checkpoint::{
-    Cadence, CheckpointError, Checkpointer, EpochReport, Store, Taken, restore,
-};
+use driftline_checkpoint::{Cadence, CheckpointError, Checkpointer, EpochReport, Taken, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, Guest};
+use driftline_store::Store;
+use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
 
 fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()
@@ -129,7 +128,7 @@ fn failing(op: DiskOp, errno: i32, keep: u64) -> MemoryDisk {
 fn a_failed_sync_fails_all_in_flight_and_the_next_is_full() {
     let disk = failing(DiskOp::Sync, libc::EIO, 50);
     let store = Store::with_backend(Box::new(disk), false).unwrap();
-    let full = |e: &driftline_checkpoint::EpochInfo| e.full.then_some(e.epoch);
+    let full = |e: &driftline_store::EpochInfo| e.full.then_some(e.epoch);
     let full: Vec<u64> = store.epochs().unwrap().iter().filter_map(full).collect();
     assert!(full.len() == 2 && full[0] == 1 && (7..=8).contains(&full[1]), "{full:?}");
 }

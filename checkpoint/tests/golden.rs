@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use driftline_checkpoint::{Archive, Checkpointer, Store, restore, restore_archive};
+use driftline_checkpoint::{Checkpointer, restore, restore_archive};
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
 use driftline_guest::{Clock, Guest, VmId};
+use driftline_store::{Archive, Store};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/v2")
@@ -127,7 +128,7 @@ fn write_the_golden_store_with_drives() {
     drop(checkpointer);
     // Without what a growing file has beyond its last frame.
     Store::create_or_open(&dir).unwrap().compact().unwrap();
-    std::fs::remove_file(dir.join(driftline_checkpoint::LOCK_FILE)).unwrap();
+    std::fs::remove_file(dir.join(driftline_store::LOCK_FILE)).unwrap();
 }
 
 /// Run by hand when a new version is released, into a new directory.
@@ -155,7 +156,7 @@ fn write_the_golden_store() {
     }
     // Without what a growing file has beyond its last frame.
     Store::create_or_open(&dir).unwrap().compact().unwrap();
-    std::fs::remove_file(dir.join(driftline_checkpoint::LOCK_FILE)).unwrap();
+    std::fs::remove_file(dir.join(driftline_store::LOCK_FILE)).unwrap();
     let size: u64 =
         std::fs::read_dir(&dir).unwrap().map(|f| f.unwrap().metadata().unwrap().len()).sum();
     assert!(size < 100 << 10, "{size} bytes");

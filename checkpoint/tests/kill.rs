@@ -11,9 +11,10 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Cadence, Checkpointer, Store, restore};
+use driftline_checkpoint::{Cadence, Checkpointer, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, Guest, RunState};
+use driftline_store::Store;
 
 const DIR: &str = "DRIFTLINE_TEST_STORE";
 /// Epochs that the child keeps.

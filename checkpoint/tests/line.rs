@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
-use driftline_checkpoint::{Checkpointer, Store, StoreError};
+use driftline_checkpoint::Checkpointer;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest};
 use driftline_guest::{Line, Origin, VmId};
+use driftline_store::{Store, StoreError};
 
 struct Place {
     dir: tempfile::TempDir,

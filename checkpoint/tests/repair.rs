@@ -3,8 +3,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk, Survives};
-use driftline_checkpoint::{Checkpointer, Store, StoreError};
+use driftline_checkpoint::Checkpointer;
+use driftline_store::testing::{DiskOp, MemoryDisk, Survives};
+use driftline_store::{Store, StoreError};
 use proptest::prelude::*;
 
 #[path = "common/stored.rs"]
@@ -159,7 +160,7 @@ fn harm() -> impl Strategy<Value = (usize, Harm)> {
 }
 
 fn do_harm(disk: &MemoryDisk, file: usize, harm: &Harm) {
-    use driftline_checkpoint::Backend;
+    use driftline_store::Backend;
     let name = FILES[file];
     let Ok(mut bytes) = disk.contents(name) else { return };
     let sector = |at: &prop::sample::Index, len: usize| {

@@ -6,11 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk};
-use driftline_checkpoint::{Backend, Checkpointer, RangeLock, Store, StoreError, restore};
+use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, Guest, VmId};
+use driftline_store::testing::{DiskOp, MemoryDisk};
+use driftline_store::{Backend, RangeLock, Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};
 
 /// A guest of 1,024 frames that only the test writes to.
@@ -234,7 +235,7 @@ fn nobody_reads_an_epoch_that_is_not_durable() {
 #[test]
 fn room_that_is_there_needs_not_be_made() {
     let dir = tempfile::tempdir().unwrap();
-    let file = driftline_checkpoint::DirBackend::open(dir.path()).unwrap().create("pages").unwrap();
+    let file = driftline_store::DirBackend::open(dir.path()).unwrap().create("pages").unwrap();
     for (asked, len) in [(8192, 8192), (8192, 8192), (4096, 8192), (12_288, 12_288)] {
         file.allocate(asked).unwrap();
         assert_eq!(file.len().unwrap(), len);
@@ -263,11 +264,8 @@ fn past_the_page_cache_epochs_are_the_same() {
 #[test]
 fn a_file_is_one_however_it_is_written() {
     let dir = tempfile::tempdir_in(".").unwrap();
-    let file = driftline_checkpoint::DirBackend::open(dir.path())
-        .unwrap()
-        .direct()
-        .create("pages")
-        .unwrap();
+    let file =
+        driftline_store::DirBackend::open(dir.path()).unwrap().direct().create("pages").unwrap();
     let bytes: Vec<u8> = (0..3 * 4096u32).map(|n| (n % 251) as u8).collect();
     let aligned = bytes.as_ptr().align_offset(4096);
     for (from, offset) in [(aligned, 4096), (aligned + 1, 8192), (aligned, 12_289)] {
@@ -364,7 +362,7 @@ fn a_compacted_store_has_the_same_epochs_and_no_holes() {
     assert_eq!(disk.names(), ["log-2", "manifest", "pages-2"]);
     let store = open(&disk, false);
     let after = store.epochs().unwrap();
-    let told = |e: &driftline_checkpoint::EpochInfo| (e.epoch, e.parent, e.frames, e.zero_frames);
+    let told = |e: &driftline_store::EpochInfo| (e.epoch, e.parent, e.frames, e.zero_frames);
     assert_eq!(
         after.iter().map(told).collect::<Vec<_>>(),
         before.iter().map(told).collect::<Vec<_>>()
@@ -384,7 +382,7 @@ fn a_compacted_store_has_the_same_epochs_and_no_holes() {
 
 #[test]
 fn a_crash_in_a_compaction_leaves_the_old_store_or_the_new_one() {
-    use driftline_checkpoint::testing::Survives;
+    use driftline_store::testing::Survives;
     let (disk, guest) = (MemoryDisk::default(), still());
     let mut checkpointer = keeping(&guest, &disk, 2);
     let mut images = Vec::new();

@@ -7,9 +7,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk};
-use driftline_checkpoint::{Backend, Checkpointer, LockError, Store, StoreError, StoreFile};
+use driftline_checkpoint::Checkpointer;
 use driftline_guest::{Guest, VmId};
+use driftline_store::testing::{DiskOp, MemoryDisk};
+use driftline_store::{Backend, LockError, Store, StoreError, StoreFile};
 
 #[path = "common/stored.rs"]
 mod stored;

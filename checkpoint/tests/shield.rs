@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::testing::{DiskOp, MemoryDisk};
-use driftline_checkpoint::{Checkpointer, Phase, StagingLimits, Store, restore};
+use driftline_checkpoint::{Checkpointer, Phase, StagingLimits, restore};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{Clock, Guest, RunState, VmId};
+use driftline_store::Store;
+use driftline_store::testing::{DiskOp, MemoryDisk};
 use proptest::prelude::*;
 use scripted::{Handle, Scripted, Write};
 

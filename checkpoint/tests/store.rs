@@ -8,11 +8,11 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use driftline_checkpoint::{
-    Cadence, Cause, Checkpointer, Phase, RestoreReport, StagingLimits, Store, StoreError, Taken,
-    Tally, restore,
+    Cadence, Cause, Checkpointer, Phase, RestoreReport, StagingLimits, Taken, Tally, restore,
 };
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, Op};
 use driftline_guest::{Clock, Guest, RunState};
+use driftline_store::{Store, StoreError};
 
 fn busy() -> Arc<MemoryGuest> {
     MemoryGuest::start(MemoryConfig { writes_per_s: 0, ..MemoryConfig::small() }).unwrap()

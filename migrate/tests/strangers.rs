@@ -12,9 +12,8 @@ use common::{
     Host, LONG, Plan, Proxy, Receiver, Sender, exactly_one_runs, quick_send, tag, within,
 };
 use driftline_format::{FORMAT_VERSION, Header, MAGIC_STREAM, RECORD_HEAD_LEN, RecordHead};
-use driftline_guest::Guest;
-use driftline_guest::MAX_LATE;
 use driftline_guest::testing::MemoryConfig;
+use driftline_guest::{Guest, MAX_LATE};
 use driftline_migrate::{Phase, ReceiveOptions};
 use proptest::prelude::*;
 

@@ -16,8 +16,9 @@ use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::{Cadence, Checkpointer, Spread, Store, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, Spread, Tally};
 use driftline_guest::Guest;
+use driftline_store::Store;
 use guest::BenchGuest;
 use tests::Stolen;
 

@@ -14,8 +14,9 @@ mod guest;
 
 use std::time::Duration;
 
-use driftline_checkpoint::{Checkpointer, EpochReport, Store};
+use driftline_checkpoint::{Checkpointer, EpochReport};
 use driftline_guest::Guest;
+use driftline_store::Store;
 use guest::BenchGuest;
 use tests::Stolen;
 

@@ -3,7 +3,7 @@
 use std::process::Output;
 use std::thread;
 
-use driftline_checkpoint::Store;
+use driftline_store::Store;
 use serde_json::Value;
 
 use super::*;

@@ -201,7 +201,7 @@ fn every_thread_logs_whose_it_is() {
         "--log-format",
         "json",
         "--log",
-        "driftline=info,vmm=trace,driftline_migrate=trace,driftline_checkpoint=trace",
+        "driftline=info,vmm=trace,driftline_migrate=trace,driftline_checkpoint=trace,driftline_store=trace,driftline_guest=trace",
     ];
     let more = [&["--id", ID, "--name", "web-1"], &log[..]].concat();
     let mut vmm = run(&place, "a", &more);

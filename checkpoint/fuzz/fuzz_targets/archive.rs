@@ -3,11 +3,12 @@
 
 use std::path::Path;
 
-use driftline_checkpoint::testing::{MemoryDisk, reseal_archive};
-use driftline_guest::testing::{MemoryGuestFactory, TestDisk};
-use driftline_checkpoint::{Archive, Backend, RestoreError, restore_archive};
-use driftline_guest::Clock;
 use libfuzzer_sys::fuzz_target;
+use driftline_store::testing::{MemoryDisk, reseal_archive};
+use driftline_guest::testing::{MemoryGuestFactory, TestDisk};
+use driftline_checkpoint::{RestoreError, restore_archive};
+use driftline_store::{Archive, Backend};
+use driftline_guest::Clock;
 
 /// With the drives of the golden archive that has some.
 fn factory() -> MemoryGuestFactory {

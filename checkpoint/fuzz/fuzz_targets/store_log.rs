@@ -3,8 +3,8 @@
 
 mod common;
 
-use driftline_checkpoint::testing::reseal_log;
 use libfuzzer_sys::fuzz_target;
+use driftline_store::testing::reseal_log;
 
 fuzz_target!(|bytes: &[u8]| {
     common::check(common::store_with("log-2", bytes));

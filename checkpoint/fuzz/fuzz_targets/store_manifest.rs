@@ -3,8 +3,8 @@
 
 mod common;
 
-use driftline_checkpoint::testing::reseal_manifest;
 use libfuzzer_sys::fuzz_target;
+use driftline_store::testing::reseal_manifest;
 
 fuzz_target!(|bytes: &[u8]| {
     common::check(common::store_with("manifest", bytes));

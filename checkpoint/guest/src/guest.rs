@@ -6,14 +6,14 @@ use std::time::{Duration, SystemTime};
 use driftline_dirty_tracker::{Collected, Epoch, FrameRun, Layout, Subscription, TrackedBitmap};
 use serde::{Deserialize, Serialize};
 
-use crate::Section;
+use crate::drive::{DriveCopy, DriveHead, GuestDrive};
 use crate::error::{GuestError, RunState};
 use crate::lineage::{Line, Origin};
 use crate::page_source::{Backlog, Fetching};
 use crate::populate::Fill;
+use crate::section::Section;
 use crate::vm_id::VmId;
 use crate::write_protect::Shield;
-use crate::{DriveCopy, DriveHead, GuestDrive};
 
 /// Guest memory whose VMM-side writes mark the trees.
 pub type GuestRam = vm_memory::GuestMemoryMmap<TrackedBitmap>;

@@ -1,13 +1,14 @@
 //! What is copied in a pause, for want of patience, is what was there then, wherever it waits for the file.
 #![allow(clippy::unwrap_used)]
 
+use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
+use driftline_guest::{Clock, VmId};
+use driftline_store::testing::MemoryDisk;
+use driftline_store::{Committer, Store};
+
 use super::*;
 use crate::restore;
 use crate::staging::StagingLimits;
-use crate::store::{Committer, Store};
-use crate::testing::MemoryDisk;
-use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
-use driftline_guest::{Clock, VmId};
 
 /// Of two drives: the one has more than can be set aside, the other a block that is a part.
 const SIZES: [u64; 2] = [5000 * PAGE_SIZE, 2000 * PAGE_SIZE + 512];

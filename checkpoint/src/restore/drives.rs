@@ -1,10 +1,10 @@
 //! A guest's drives made what they were in an epoch: written over in place, all blocks checked before the first is written.
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
+use driftline_guest::{DriveCopy, DriveHead, GuestError};
+use driftline_store::{Archive, Cell, Pinned, Sink, StoreError, place};
 
 use super::error::RestoreError;
-use crate::store::{Archive, Cell, FrameMap, Pinned, Sink, StoreError, fetch, place};
-use driftline_guest::{DriveCopy, DriveHead, GuestError};
 
 /// The blocks of an epoch that are not zeros.
 pub(crate) enum Blocks<'a> {
@@ -17,9 +17,8 @@ pub(crate) enum Blocks<'a> {
 impl Blocks<'_> {
     /// Of the pinned epoch.
     pub(crate) fn new(mut pinned: Pinned) -> Result<Self, StoreError> {
-        let mut map = FrameMap::default();
-        pinned.read_map(&mut map)?;
-        Ok(Self::Stored(Box::new(pinned), map.blocks().collect()))
+        let blocks = pinned.read_blocks()?;
+        Ok(Self::Stored(Box::new(pinned), blocks))
     }
 
     /// How many there are.
@@ -44,9 +43,9 @@ impl Blocks<'_> {
     }
 
     /// Hands them to `sink`, each checked.
-    fn fetch<S: Sink>(&mut self, epoch: u64, sink: &S) -> Result<(), S::Error> {
+    fn fetch<S: Sink>(&mut self, sink: &S) -> Result<(), S::Error> {
         match self {
-            Self::Stored(pinned, blocks) => fetch(&pinned.pages, epoch, blocks, sink),
+            Self::Stored(pinned, blocks) => pinned.fetch(blocks, sink),
             Self::Archived(archive, _) => archive.read(sink, 1),
         }
     }
@@ -121,7 +120,7 @@ impl RestoredDrives<'_> {
             self.numbered(object).ok_or_else(|| self.missing(object))?;
         }
         match blocks {
-            Blocks::Stored(..) => blocks.fetch(self.epoch, &Looking(self)),
+            Blocks::Stored(..) => blocks.fetch(&Looking(self)),
             // It has been.
             Blocks::Archived(..) => Ok(()),
         }
@@ -156,7 +155,7 @@ impl RestoredDrives<'_> {
                 zeroed.map_err(|e| Cut(format!("writing zeros to {head} failed: {e}")))?;
             }
         }
-        blocks.fetch(self.epoch, self)?;
+        blocks.fetch(self)?;
         for (head, drive) in self.heads.iter().zip(&self.drives) {
             let durable = drive.make_durable();
             durable.map_err(|e| Cut(format!("making {head} durable failed: {e}")))?;

@@ -1,9 +1,8 @@
 //! Why a guest cannot be restored.
 
-use vm_memory::GuestMemoryError;
-
-use crate::store::StoreError;
 use driftline_guest::GuestError;
+use driftline_store::StoreError;
+use vm_memory::GuestMemoryError;
 
 /// A guest that could not be restored. Nothing runs.
 #[derive(Debug, thiserror::Error)]

@@ -9,19 +9,18 @@ use std::thread;
 use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_guest::{
+    Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, Origin, PageSourceError, VmId,
+    WithCopies,
+};
+use driftline_store::{
+    Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, place,
+};
 use serde::Serialize;
 use vm_memory::{Bytes, GuestAddress};
 
 use self::drives::{Blocks, RestoredDrives};
 pub use self::error::RestoreError;
-use crate::store::{
-    Archive, Cell, EpochInfo, LateFrames, Machine, Mapped, Pinned, Sink, Store, StoreError, fetch,
-    place,
-};
-use driftline_guest::{
-    Backlog, Clock, Fill, Guest, GuestError, GuestFactory, GuestRam, Origin, PageSourceError, VmId,
-    WithCopies,
-};
 
 /// Frames that are read at once where none can come late: 1 MiB.
 const AT_ONCE: u64 = 256;
@@ -121,7 +120,7 @@ fn restore_as<F: GuestFactory, P: Send>(
 ) -> Result<(Arc<F::Guest>, RestoreReport), RestoreError> {
     let since = Instant::now();
     let mut pinned = store.pin(epoch)?;
-    let info = pinned.log.groups[pinned.index].info;
+    let info = *pinned.info();
     let epoch = info.epoch;
     let span = tracing::info_span!("restore", epoch);
     let _entered = span.enter();
@@ -240,14 +239,12 @@ impl Whole {
         report: &mut RestoreReport,
     ) -> Result<(), RestoreError> {
         let memory = Memory::of(guest, report.epoch);
-        fetch(&self.pinned.pages, report.epoch, &mut self.frames, &memory).map_err(
-            |e: RestoreError| match e {
-                RestoreError::Store(e) => self.pinned.name_origin(e).into(),
-                other => other,
-            },
-        )?;
+        self.pinned.fetch(&mut self.frames, &memory).map_err(|e: RestoreError| match e {
+            RestoreError::Store(e) => self.pinned.name_origin(e).into(),
+            other => other,
+        })?;
         report.frames = self.frames.len() as u64;
-        report.read_bytes = report.frames * PAGE_SIZE + self.pinned.log.bytes();
+        report.read_bytes = report.frames * PAGE_SIZE + self.pinned.log_bytes();
         Ok(())
     }
 }

@@ -4,11 +4,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use driftline_checkpoint::testing::MemoryDisk;
-use driftline_checkpoint::{Checkpointer, RepairReport, Store, StoreError, restore};
+use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, Slot, SlotId};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{Clock, Guest, VmId};
+use driftline_store::testing::MemoryDisk;
+use driftline_store::{RepairReport, Store, StoreError};
 use vm_memory::{Bytes, GuestAddress};
 
 pub const FRAMES: u64 = 16;

@@ -109,7 +109,7 @@ fn an_archive_that_is_not_sound_leaves_drives_as_they_are() {
     ] {
         let mut bent = sound.clone();
         bent[at..at + bytes.len()].copy_from_slice(bytes);
-        driftline_checkpoint::testing::reseal_archive(&mut bent);
+        driftline_store::testing::reseal_archive(&mut bent);
         let said = refused(bent);
         assert!(said.contains(why), "{why}: {said}");
     }

@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use driftline_checkpoint::testing::MemoryDisk;
 use driftline_checkpoint::{
-    Archive, Backend, Cause, Checkpointer, Phase, RestoreError, Store, restore, restore_archive,
-    restore_lazily,
+    Cause, Checkpointer, Phase, RestoreError, restore, restore_archive, restore_lazily,
 };
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE};
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory, TestDisk};
 use driftline_guest::{Clock, Guest, RunState, VmId};
+use driftline_store::testing::MemoryDisk;
+use driftline_store::{Archive, Backend, Store};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use driftline_checkpoint::{EpochInfo, Listing, Store, Survey};
+use driftline_store::{EpochInfo, Listing, Store, Survey};
 use serde_json::json;
 use vmm::config::Identity;
 

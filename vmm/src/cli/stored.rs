@@ -3,10 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use driftline_checkpoint::{
-    Archive, EpochInfo, Listing, RestoreError, RestoreReport, Store, StoreError, VerifyReport,
-};
+use driftline_checkpoint::{RestoreError, RestoreReport};
 use driftline_guest::{Clock, GuestFactory, VmId};
+use driftline_store::{Archive, EpochInfo, Listing, Store, StoreError, VerifyReport};
 
 use vmm::config::{Identity, MachineConfig};
 

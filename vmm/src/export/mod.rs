@@ -5,9 +5,9 @@ mod core;
 use std::fs::File;
 use std::path::Path;
 
-use driftline_checkpoint::{ExportReport, Store, StoreError};
 use driftline_dirty_tracker::Layout;
 use driftline_guest::{Section, section_tags as tags};
+use driftline_store::{ExportReport, Store, StoreError};
 
 use self::core::{CoreFile, CoreRegisters};
 use crate::machine::registers;

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use driftline_checkpoint::{Cadence, Checkpointer, Store, Taken, Tally};
+use driftline_checkpoint::{Cadence, Checkpointer, Taken, Tally};
 use driftline_guest::RunState;
+use driftline_store::Store;
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Instant;
 
-use driftline_checkpoint::StoreError;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 use driftline_guest::{Backlog, Clock, Guest, PageSourceError, RunState, Section, VmId};
+use driftline_store::StoreError;
 
 use super::Machine;
 use super::tests::{LONG, elf, wait_until};

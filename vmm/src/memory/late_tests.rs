@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use driftline_checkpoint::StoreError;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
 use driftline_guest::{Backlog, GuestError, GuestRam, PageSourceError};
+use driftline_store::StoreError;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::late::Owner;

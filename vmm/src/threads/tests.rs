@@ -4,9 +4,10 @@
 use std::path::Path;
 use std::time::Duration;
 
-use driftline_checkpoint::{Checkpointer, Store, restore};
+use driftline_checkpoint::{Checkpointer, restore};
 use driftline_dirty_tracker::FrameRun;
 use driftline_guest::{Clock, Guest, GuestError, Paused, RunState, VmId};
+use driftline_store::Store;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;

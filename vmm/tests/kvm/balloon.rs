@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use driftline_checkpoint::{Checkpointer, EpochReport, Store, restore};
+use driftline_checkpoint::{Checkpointer, EpochReport, restore};
 use driftline_guest::{Clock, Guest};
+use driftline_store::Store;
 use tempfile::TempDir;
 use vmm::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
 use vmm::machine::{Machine, MachineFactory};

@@ -1,8 +1,9 @@
 //! A store one of whose files is arbitrary bytes: refused or restored, never a panic.
 
-use driftline_checkpoint::testing::MemoryDisk;
+use driftline_store::testing::MemoryDisk;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
-use driftline_checkpoint::{Checkpointer, RestoreError, Store, StoreError, restore};
+use driftline_checkpoint::{Checkpointer, RestoreError, restore};
+use driftline_store::{Store, StoreError};
 use driftline_guest::{Clock, VmId};
 
 /// The golden store, but for one file.

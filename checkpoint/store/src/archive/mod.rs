@@ -1,0 +1,383 @@
+//! One epoch in one file, packed: to be kept, or sent elsewhere, and restored without a store.
+//!
+//! Its state stands in front of its memory, so a guest is built before the first frame is read; memory, and drives after it, come in records of at most
+//! 2 MiB, which several threads pack and unpack, so neither direction ever has more than a few of them.
+
+mod pack;
+mod records;
+#[cfg(feature = "testing")]
+pub(crate) mod reseal;
+mod threads;
+mod walk;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
+use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, MAX_SECTIONS, MAX_STATE, RecordHead};
+use driftline_guest::{Section, SectionTag, section_tags};
+
+use crate::archive::records::{Contents, MAX_CONTENTS, TAG_CONTENTS, TAG_END, decode_contents};
+use crate::archive::threads::{lock, side_by_side};
+use crate::archive::walk::{Place, Walk, reading};
+use crate::backend::StoreFile;
+use crate::epoch_info::EpochInfo;
+use crate::error::{Damage, StoreError};
+use crate::fetch::Sink;
+use crate::object::{Objects, decode_drives};
+use crate::pin::Machine;
+use crate::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, decode_layout};
+use crate::verify::VerifyReport;
+
+const PAGE: usize = PAGE_SIZE as usize;
+/// An archive, open for reading: `store export --format driftline-zstd` writes them.
+///
+/// ```
+/// let dir = tempfile::tempdir()?;
+/// let path = dir.path().join("archive");
+/// std::fs::write(&path, "something else")?;
+/// let e = driftline_store::Archive::open(&path).unwrap_err().to_string();
+/// assert!(e.contains("byte 0: truncated: the file ends at byte 14"), "{e}");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Archive {
+    file: Box<dyn StoreFile>,
+    path: PathBuf,
+    info: EpochInfo,
+    machine: Machine,
+    /// The state of that machine.
+    sections: Vec<Section>,
+    /// Where its memory begins.
+    contents: Place,
+}
+
+impl Archive {
+    /// Opens the file at `path` and looks through it from end to end: a file that was cut is refused here. The guest's state is read and
+    /// checked, its memory is not. Costs a read for each 2 MiB of memory, and as much memory as the state takes, 64 MiB at most.
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        let io = |cause| StoreError::Io { what: "opening", path: path.to_owned(), cause };
+        let file = File::open(path).map_err(io)?;
+        Self::with_file(Box::new(file), path)
+    }
+
+    /// As [`open`](Self::open), of a file that is something else than a file. `path` is for messages.
+    pub fn with_file(file: Box<dyn StoreFile>, path: &Path) -> Result<Self, StoreError> {
+        let begin = Place { at: 0, records: 0, digest: Digest(0) };
+        let (header, begin) = Walk::new(&*file, path, begin)?.header()?;
+        let mut walk = Walk::new(&*file, path, begin)?;
+        let (front, machine) = read_front(&mut walk, &header)?;
+        let (mut payload, mut sections) = (Vec::new(), Vec::new());
+        let (mut bytes, mut contents) = (machine.config.len() as u64, None);
+        let end = loop {
+            let before = walk.next();
+            let (head, end) = walk.head(&mut payload)?;
+            match head.tag {
+                TAG_CONTENTS => _ = contents.get_or_insert(before),
+                TAG_END => {
+                    contents.get_or_insert(before);
+                    break end;
+                }
+                tag if tag > section_tags::CONFIG.0 && tag < TAG_STORE && contents.is_none() => {
+                    bytes += u64::from(head.length);
+                    if sections.len() >= MAX_SECTIONS as usize - 1 || bytes > MAX_STATE {
+                        let (what, expected) = ("the size of all state sections", MAX_STATE);
+                        return Err(walk.damaged(Damage::Mismatch {
+                            what,
+                            found: bytes,
+                            expected,
+                        }));
+                    }
+                    walk.payload(&head, &mut payload)?;
+                    sections.push(section(&head, payload.clone()));
+                }
+                tag => return Err(walk.damaged(Damage::Misplaced { tag })),
+            }
+        };
+        let (Some(end), Some(contents)) = (end, contents) else {
+            return Err(walk.damaged(Damage::Misplaced { tag: TAG_END }));
+        };
+        if end.epoch != front.epoch {
+            let (what, found) = ("the epoch's number at its end", end.epoch);
+            return Err(walk.damaged(Damage::Mismatch { what, found, expected: front.epoch }));
+        }
+        let info = EpochInfo {
+            epoch: front.epoch,
+            vm_id: header.vm_id(),
+            parent: front.parent,
+            full: front.parent.is_none(),
+            frames: end.frames,
+            zero_frames: 0,
+            drives: machine.drives.len() as u32,
+            bytes: walk.next().at,
+            created_unix_ms: front.created_unix_ms,
+            line: front.line,
+        };
+        Ok(Self { path: path.to_owned(), info, machine, sections, contents, file })
+    }
+
+    /// Which epoch it is: `frames` are all of its memory, and of its drives, that are not zeros, `bytes` is the file's length.
+    pub fn info(&self) -> &EpochInfo {
+        &self.info
+    }
+
+    /// The configuration of its guest.
+    pub fn config(&self) -> &[u8] {
+        &self.machine.config
+    }
+
+    /// Where it is.
+    pub fn location(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads and unpacks all of it, and compares all that can be compared: what this finds sound restores.
+    pub fn verify(&self) -> Result<VerifyReport, StoreError> {
+        self.read(&Nowhere, 0)?;
+        let EpochInfo { frames, bytes, .. } = self.info;
+        let latest = Some(self.info.epoch);
+        Ok(VerifyReport { epochs: 1, latest, frames, read_bytes: bytes, ..VerifyReport::default() })
+    }
+
+    /// What its machine is built from.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// The state of its machine.
+    pub fn sections(&self) -> &[Section] {
+        &self.sections
+    }
+
+    /// Unpacks all frames of this object and those after it, on several threads, and hands them to `sink` once they are checked; of the others their records
+    /// are. The first error, as far as that can be said of several threads, ends it.
+    pub fn read<S: Sink>(&self, sink: &S, from: u16) -> Result<(), S::Error> {
+        let walk = Walk::new(&*self.file, &self.path, self.contents)?;
+        let state = Mutex::new(Reading {
+            walk,
+            archive: self,
+            before: None,
+            frames: 0,
+            pieces: 0,
+            over: false,
+            failed: None,
+        });
+        side_by_side("restore", self.info.frames, || {
+            let mut piece = Piece::default();
+            while let Some(number) = next_piece(&state, &mut piece) {
+                if piece.object < from {
+                    continue;
+                }
+                if let Err(e) = piece.unpack(self, sink) {
+                    lock(&state).fail(number, e);
+                }
+            }
+        });
+        let state = state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        state.failed.map_or(Ok(()), |(_, e)| Err(e))
+    }
+
+    fn objects(&self) -> Objects<'_> {
+        Objects { layout: &self.machine.layout, drives: &self.machine.drives }
+    }
+
+    fn damaged(&self, offset: u64, damage: Damage) -> StoreError {
+        StoreError::Damaged { file: self.path.clone(), offset, damage }
+    }
+}
+
+impl Walk<'_> {
+    /// The header, and where records begin.
+    fn header(&self) -> Result<(Header, Place), StoreError> {
+        let mut bytes = [0; HEADER_LEN];
+        self.read(0, &mut bytes)?;
+        let header = Header::read_from(&bytes[..], MAGIC_ARCHIVE).map_err(|e| self.damaged(e))?;
+        let digest = Digest(header.checksum());
+        Ok((header, Place { at: HEADER_LEN as u64, records: 0, digest }))
+    }
+
+    /// The payload of the next record, which must be of `tag`.
+    fn expect(&mut self, tag: u16) -> Result<Vec<u8>, StoreError> {
+        let mut payload = Vec::new();
+        let (head, _) = self.head(&mut payload)?;
+        if head.tag != tag {
+            return Err(self.damaged(Damage::Misplaced { tag: head.tag }));
+        }
+        self.payload(&head, &mut payload)?;
+        Ok(payload)
+    }
+}
+
+/// The records that come first.
+fn read_front(walk: &mut Walk<'_>, header: &Header) -> Result<(Front, Machine), StoreError> {
+    let front = Front::decode(&walk.expect(TAG_EPOCH)?).map_err(|e| walk.damaged(e))?;
+    let fields = [
+        ("the epoch in the header", header.epoch(), front.epoch),
+        ("the layout in the header", header.layout_hash().into(), front.layout.into()),
+        ("whether the epoch is all of memory", front.is_whole().into(), 1),
+    ];
+    if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {
+        return Err(walk.damaged(Damage::Mismatch { what, found, expected }));
+    }
+    let layout = decode_layout(&walk.expect(TAG_LAYOUT)?, front.layout);
+    let layout = layout.map_err(|e| walk.damaged(e))?;
+    let config = walk.expect(section_tags::CONFIG.0)?;
+    let drives = match front.drives {
+        true => decode_drives(&walk.expect(TAG_DRIVES)?).map_err(|e| walk.damaged(e))?,
+        false => Vec::new(),
+    };
+    Ok((front, Machine { layout, config, drives }))
+}
+
+fn section(head: &RecordHead, bytes: Vec<u8>) -> Section {
+    let RecordHead { instance, must_understand, .. } = *head;
+    Section { tag: SectionTag(head.tag), instance, must_understand, bytes }
+}
+
+/// What threads that unpack share: who has it reads the next record.
+struct Reading<'a, E> {
+    walk: Walk<'a>,
+    archive: &'a Archive,
+    /// The last run of the last record.
+    before: Option<FrameRun>,
+    frames: u64,
+    pieces: u64,
+    over: bool,
+    /// The first that is known, and of which piece.
+    failed: Option<(u64, E)>,
+}
+
+/// Reads the next record, and returns its number; none at the end, or after an error.
+fn next_piece<E: From<StoreError>>(
+    shared: &Mutex<Reading<'_, E>>,
+    piece: &mut Piece,
+) -> Option<u64> {
+    let mut reading = lock(shared);
+    if reading.over {
+        return None;
+    }
+    let number = reading.pieces;
+    match reading.next(piece) {
+        Ok(true) => Some(number),
+        Ok(false) => {
+            reading.over = true;
+            None
+        }
+        Err(e) => {
+            reading.fail(number, e.into());
+            None
+        }
+    }
+}
+
+impl<E> Reading<'_, E> {
+    fn fail(&mut self, piece: u64, e: E) {
+        self.over = true;
+        if self.failed.as_ref().is_none_or(|(before, _)| piece < *before) {
+            self.failed = Some((piece, e));
+        }
+    }
+
+    /// Replaces `piece` with what comes next; `false` at the end, once all has been found to add up.
+    fn next(&mut self, piece: &mut Piece) -> Result<bool, StoreError> {
+        let walk = &mut self.walk;
+        let (head, end) = walk.head(&mut piece.payload)?;
+        piece.at = walk.record_at();
+        if let Some(end) = end {
+            let (what, found) = ("the number of frames", end.frames);
+            return match found == self.frames {
+                true => Ok(false),
+                false => Err(walk.damaged(Damage::Mismatch { what, found, expected: self.frames })),
+            };
+        }
+        if head.tag != TAG_CONTENTS {
+            return Err(walk.damaged(Damage::Misplaced { tag: head.tag }));
+        }
+        walk.payload(&head, &mut piece.payload)?;
+        piece.object = head.instance;
+        let objects = self.archive.objects();
+        let frames = piece.frames(objects, &mut self.before).map_err(|e| walk.damaged(e))?;
+        // No overflow: they ascend.
+        self.frames += frames as u64;
+        self.pieces += 1;
+        Ok(true)
+    }
+}
+
+/// A record of contents, and room for what is in it.
+#[derive(Default)]
+struct Piece {
+    /// Where in the file it begins.
+    at: u64,
+    /// What it has frames of.
+    object: u16,
+    payload: Vec<u8>,
+    runs: Vec<FrameRun>,
+    /// Frames before their checksums, of `payload`.
+    contents: Vec<u8>,
+    unpacker: Option<zstd::bulk::Decompressor<'static>>,
+}
+
+impl Piece {
+    fn frames(
+        &mut self,
+        objects: Objects<'_>,
+        before: &mut Option<FrameRun>,
+    ) -> Result<usize, Damage> {
+        let Self { payload, runs, object, .. } = self;
+        Ok(decode_contents(payload, *object, objects, before, runs)?.frames)
+    }
+
+    /// Unpacks, checks and hands out. What does not fit into its frames is never unpacked.
+    fn unpack<S: Sink>(&mut self, archive: &Archive, sink: &S) -> Result<(), S::Error> {
+        let Self { at, object, payload, runs, contents, unpacker } = self;
+        let at = *at;
+        // It was in order when it was read.
+        let decoded = decode_contents(payload, *object, archive.objects(), &mut None, runs);
+        let Contents { frames, crcs, packed } = decoded.map_err(|e| archive.damaged(at, e))?;
+        contents.resize(MAX_CONTENTS, 0);
+        let room = &mut contents[..frames * PAGE];
+        let unpacker = match unpacker {
+            Some(unpacker) => unpacker,
+            none => {
+                let new = zstd::bulk::Decompressor::new();
+                none.insert(new.map_err(|e| reading(&archive.path, e))?)
+            }
+        };
+        let wrong = |why| archive.damaged(at, Damage::Packed { frames: frames as u64, why });
+        match unpacker.decompress_to_buffer(packed, room) {
+            Ok(found) if found == room.len() => {}
+            Ok(found) => return Err(wrong(format!("they are {found} bytes")).into()),
+            Err(e) => return Err(wrong(e.to_string()).into()),
+        }
+        let frames = runs.iter().flat_map(|run| run.frames());
+        for ((gfn, page), crc) in frames.zip(room.chunks_exact(PAGE)).zip(crcs.chunks_exact(4)) {
+            let expected = u32::from_le_bytes([crc[0], crc[1], crc[2], crc[3]]);
+            let found = crc32c::crc32c(page);
+            if found != expected {
+                let epoch = archive.info.epoch;
+                let damage = Damage::Frame { gfn, epoch, found, expected };
+                return Err(archive.damaged(at, damage).into());
+            }
+        }
+        let mut rest = &*room;
+        for run in runs.iter() {
+            let (now, later) = rest.split_at(run.bytes() as usize);
+            sink.frames(*run, now)?;
+            rest = later;
+        }
+        Ok(())
+    }
+}
+
+/// Who only looks.
+struct Nowhere;
+
+impl Sink for Nowhere {
+    type Error = StoreError;
+
+    fn frames(&self, _: FrameRun, _: &[u8]) -> Result<(), StoreError> {
+        Ok(())
+    }
+}

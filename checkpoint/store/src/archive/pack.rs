@@ -1,0 +1,246 @@
+//! Writing an archive: frames are read and packed on several threads, and written in their order.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_format::{HEADER_LEN, Header, MAGIC_ARCHIVE, RECORD_HEAD_LEN, RecordHead};
+use driftline_guest::{Section, section_tags};
+
+use crate::address::place;
+use crate::archive::records::{
+    End, MAX_CONTENTS, MAX_FRAMES, TAG_CONTENTS, TAG_END, encode_contents,
+};
+use crate::archive::threads::{lock, side_by_side};
+use crate::error::StoreError;
+use crate::export::ExportReport;
+use crate::frame_map::{Cell, FrameMap};
+use crate::late::{read_frames, runs_of_cells};
+use crate::object::encode_drives;
+use crate::pages::PageReader;
+use crate::pin::Machine;
+use crate::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, encode_layout};
+use crate::store::Store;
+
+const PAGE: usize = PAGE_SIZE as usize;
+/// zstd's own default: nobody waits for an archive as for a migration.
+const LEVEL: i32 = 3;
+
+impl Store {
+    /// Writes `epoch`, or the latest, to `file`, an empty one, as an archive: all of its state, and its memory packed by up to eight
+    /// threads, each with some 10 MiB, and then its drives likewise. `restore_archive` of `driftline-checkpoint` makes a guest of it. `path` is for messages. All
+    /// that is read is checked; after an error the file is of no use. Durable when it returns.
+    pub fn export_archive(
+        &self,
+        epoch: Option<u64>,
+        file: &File,
+        path: &Path,
+    ) -> Result<ExportReport, StoreError> {
+        let mut pinned = self.pin(epoch)?;
+        let machine = pinned.read_machine()?;
+        let mut map = FrameMap::default();
+        let sections = pinned.read_map(&mut map)?.sections;
+        let group = &pinned.log.groups[pinned.index];
+        let (info, front) = (group.info, group.front);
+        // It builds on nothing any more, whatever it did in the store.
+        let front = Front { rebased: front.parent.is_some(), ..front };
+        let frames: Vec<(Gfn, Cell)> = map.all().collect();
+        drop(map);
+        let header = Header::new(MAGIC_ARCHIVE, info.vm_id, info.epoch, front.layout);
+        let io = |cause| StoreError::Io { what: "writing", path: path.to_owned(), cause };
+        let mut out = Out { file, digest: Digest(header.checksum()), records: 0, bytes: 0 };
+        out.begin(&header, &front, &machine, &sections).map_err(io)?;
+        let mut out = pack(&pinned.pages, info.epoch, &frames, out, path)?;
+        let frames = frames.len() as u64;
+        out.end(info.epoch, frames).map_err(io)?;
+        file.sync_all().map_err(|cause| StoreError::Io {
+            what: "syncing",
+            path: path.to_owned(),
+            cause,
+        })?;
+        Ok(ExportReport {
+            epoch: info.epoch,
+            vm_id: info.vm_id,
+            bytes: out.bytes,
+            frames,
+            drives: 0,
+        })
+    }
+}
+
+/// The file, as far as it is written.
+struct Out<'f> {
+    file: &'f File,
+    digest: Digest,
+    records: u32,
+    bytes: u64,
+}
+
+impl Out<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.bytes += bytes.len() as u64;
+        self.file.write_all(bytes)
+    }
+
+    fn record(
+        &mut self,
+        tag: u16,
+        instance: u16,
+        must_understand: bool,
+        payload: &[u8],
+    ) -> io::Result<()> {
+        let head = RecordHead {
+            tag,
+            must_understand,
+            instance,
+            // All are bounded far below.
+            length: payload.len() as u32,
+            payload_crc: crc32c::crc32c(payload),
+            sequence: self.records,
+        };
+        let head: [u8; RECORD_HEAD_LEN] = head.to_bytes();
+        self.digest.add(&head);
+        self.records = self.records.checked_add(1).ok_or(io::ErrorKind::FileTooLarge)?;
+        self.write(&head)?;
+        self.write(payload)
+    }
+
+    fn begin(
+        &mut self,
+        header: &Header,
+        front: &Front,
+        machine: &Machine,
+        sections: &[Section],
+    ) -> io::Result<()> {
+        let mut bytes = Vec::with_capacity(HEADER_LEN);
+        header.write_to(&mut bytes)?;
+        self.write(&bytes)?;
+        self.record(TAG_EPOCH, 0, true, &front.encode())?;
+        self.record(TAG_LAYOUT, 0, true, &encode_layout(&machine.layout))?;
+        self.record(section_tags::CONFIG.0, 0, true, &machine.config)?;
+        if front.drives {
+            let list = encode_drives(&machine.drives);
+            let list = list.ok_or_else(|| io::Error::other("a drive's name or size is none"))?;
+            self.record(TAG_DRIVES, 0, true, &list)?;
+        }
+        for section in sections {
+            self.record(section.tag.0, section.instance, section.must_understand, &section.bytes)?;
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, epoch: u64, frames: u64) -> io::Result<()> {
+        let records = self.records.checked_add(1).ok_or(io::ErrorKind::FileTooLarge)?;
+        let end = End { epoch, frames, records, digest: self.digest };
+        self.record(TAG_END, 0, true, &end.encode())
+    }
+}
+
+/// What is written, and whose turn it is.
+struct Turn<'f> {
+    out: Out<'f>,
+    next: usize,
+    failed: Option<StoreError>,
+    /// A thread has panicked, so its turn does not end.
+    panicked: bool,
+}
+
+/// Dropped by a thread that panics, it ends the others' wait for their turns.
+struct EndOfTurns<'t, 'f> {
+    turn: &'t Mutex<Turn<'f>>,
+    is_next: &'t Condvar,
+}
+
+impl Drop for EndOfTurns<'_, '_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            lock(self.turn).panicked = true;
+            self.is_next.notify_all();
+        }
+    }
+}
+
+/// Writes all `frames`, which ascend by number.
+fn pack<'f>(
+    pages: &PageReader,
+    epoch: u64,
+    frames: &[(Gfn, Cell)],
+    out: Out<'f>,
+    path: &Path,
+) -> Result<Out<'f>, StoreError> {
+    let objects = frames.chunk_by(|(a, _), (b, _)| place(*a).0 == place(*b).0);
+    let pieces: Vec<&[(Gfn, Cell)]> = objects.flat_map(|of| of.chunks(MAX_FRAMES)).collect();
+    let taken = AtomicUsize::new(0);
+    let turn = Mutex::new(Turn { out, next: 0, failed: None, panicked: false });
+    let is_next = Condvar::new();
+    // Passes on the panic of a thread.
+    side_by_side("pack", frames.len() as u64, || {
+        let _end = EndOfTurns { turn: &turn, is_next: &is_next };
+        let mut packer = Packer::default();
+        loop {
+            let at = taken.fetch_add(1, Ordering::Relaxed);
+            let Some(piece) = pieces.get(at) else { return };
+            let packed = packer.pack(pages, epoch, piece, path);
+            // The thread that took the one before is at work on it, so this turn comes, unless that panics.
+            let others = |turn: &mut Turn| turn.next != at && !turn.panicked;
+            let turn = is_next.wait_while(lock(&turn), others);
+            let mut turn = turn.unwrap_or_else(PoisonError::into_inner);
+            if turn.panicked {
+                return;
+            }
+            let written = packed.and_then(|()| {
+                let object = piece.first().map_or(0, |(gfn, _)| place(*gfn).0);
+                let written = turn.out.record(TAG_CONTENTS, object, true, &packer.payload);
+                let what = "writing";
+                written.map_err(|cause| StoreError::Io { what, path: path.to_owned(), cause })
+            });
+            if let Err(e) = written {
+                turn.failed.get_or_insert(e);
+                taken.store(pieces.len(), Ordering::Relaxed);
+            }
+            turn.next += 1;
+            is_next.notify_all();
+        }
+    });
+    let turn = turn.into_inner().unwrap_or_else(PoisonError::into_inner);
+    turn.failed.map_or(Ok(turn.out), Err)
+}
+
+/// What a thread packs with.
+#[derive(Default)]
+struct Packer {
+    contents: Vec<u8>,
+    packed: Vec<u8>,
+    payload: Vec<u8>,
+    zstd: Option<zstd::bulk::Compressor<'static>>,
+}
+
+impl Packer {
+    /// Makes `payload` the one of `piece`.
+    fn pack(
+        &mut self,
+        pages: &PageReader,
+        epoch: u64,
+        piece: &[(Gfn, Cell)],
+        path: &Path,
+    ) -> Result<(), StoreError> {
+        let Self { contents, packed, payload, zstd } = self;
+        let io = |cause| StoreError::Io { what: "packing for", path: path.to_owned(), cause };
+        contents.resize(MAX_CONTENTS, 0);
+        let contents = &mut contents[..piece.len() * PAGE];
+        read_frames(pages, epoch, piece, contents)?;
+        let zstd = match zstd {
+            Some(zstd) => zstd,
+            none => none.insert(zstd::bulk::Compressor::new(LEVEL).map_err(io)?),
+        };
+        packed.resize(zstd::zstd_safe::compress_bound(MAX_CONTENTS), 0);
+        let length = zstd.compress_to_buffer(contents, &mut packed[..]).map_err(io)?;
+        let runs: Vec<FrameRun> = runs_of_cells(piece).collect();
+        encode_contents(&runs, piece.iter().map(|(_, cell)| cell.crc), &packed[..length], payload);
+        Ok(())
+    }
+}

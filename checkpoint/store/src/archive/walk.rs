@@ -1,0 +1,139 @@
+//! An archive's records, one after the other. The file is hostile: every length is bounded before it is believed.
+
+use std::io;
+use std::path::Path;
+
+use driftline_format::{RECORD_HEAD_LEN, RecordHead};
+
+use crate::archive::records::{End, TAG_END, decode_head, is_known};
+use crate::backend::StoreFile;
+use crate::error::{Damage, StoreError};
+use crate::records::{Digest, TAG_STORE};
+
+/// Where a record begins, and what came before it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub(super) at: u64,
+    /// Records before it.
+    pub(super) records: u32,
+    pub(super) digest: Digest,
+}
+
+/// The way through a file, up to the end of the head that was read last.
+pub(super) struct Walk<'f> {
+    file: &'f dyn StoreFile,
+    path: &'f Path,
+    len: u64,
+    /// Of the record that comes next.
+    next: Place,
+    /// The byte at which the record read last begins.
+    record_at: u64,
+}
+
+impl<'f> Walk<'f> {
+    pub(super) fn new(
+        file: &'f dyn StoreFile,
+        path: &'f Path,
+        next: Place,
+    ) -> Result<Self, StoreError> {
+        let len = file.len().map_err(|e| reading(path, e))?;
+        Ok(Self { file, path, len, next, record_at: next.at })
+    }
+
+    /// Where the record that comes next begins.
+    pub(super) fn next(&self) -> Place {
+        self.next
+    }
+
+    /// The byte at which the record read last begins.
+    pub(super) fn record_at(&self) -> u64 {
+        self.record_at
+    }
+
+    /// A damage of the record read last.
+    pub(super) fn damaged(&self, damage: impl Into<Damage>) -> StoreError {
+        let (file, damage) = (self.path.to_owned(), damage.into());
+        StoreError::Damaged { file, offset: self.record_at, damage }
+    }
+
+    pub(super) fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), StoreError> {
+        if self.len.saturating_sub(at) < bytes.len() as u64 {
+            return Err(self.ends_early(at, bytes.len() as u64));
+        }
+        self.file.read_exact_at(bytes, at).map_err(|e| match e.kind() {
+            // Somebody cuts it while it is read.
+            io::ErrorKind::UnexpectedEof => self.ends_early(at, bytes.len() as u64),
+            _ => reading(self.path, e),
+        })
+    }
+
+    fn ends_early(&self, at: u64, wanted: u64) -> StoreError {
+        let damage = Damage::EndsEarly { length: self.len, wanted };
+        StoreError::Damaged { file: self.path.to_owned(), offset: at, damage }
+    }
+
+    /// The head of the next record that this program knows, or must; the file has all of its payload. At the end, which is compared
+    /// with what came before it, what it says.
+    pub(super) fn head(
+        &mut self,
+        payload: &mut Vec<u8>,
+    ) -> Result<(RecordHead, Option<End>), StoreError> {
+        loop {
+            let before = self.next;
+            self.record_at = before.at;
+            let mut bytes = [0; RECORD_HEAD_LEN];
+            self.read(before.at, &mut bytes)?;
+            let head = decode_head(&bytes, before.records).map_err(|e| self.damaged(e))?;
+            let (from, length) = (before.at + RECORD_HEAD_LEN as u64, u64::from(head.length));
+            if self.len - from < length {
+                return Err(self.ends_early(from, length));
+            }
+            let Some(records) = before.records.checked_add(1) else {
+                return Err(self.damaged(Damage::Misplaced { tag: head.tag }));
+            };
+            let mut digest = before.digest;
+            digest.add(&bytes);
+            self.next = Place { at: from + length, records, digest };
+            if head.tag == TAG_END {
+                self.payload(&head, payload)?;
+                let end = End::decode(payload).map_err(|e| self.damaged(e))?;
+                self.check_end(&end, before)?;
+                return Ok((head, Some(end)));
+            }
+            // One of a later version, whose writer says that it may be passed over.
+            if head.tag < TAG_STORE || is_known(head.tag) || head.must_understand {
+                return Ok((head, None));
+            }
+        }
+    }
+
+    fn check_end(&self, end: &End, before: Place) -> Result<(), StoreError> {
+        let fields = [
+            ("the number of records", end.records.into(), self.next.records.into()),
+            ("the digest", end.digest.0.into(), before.digest.0.into()),
+            ("the length of the file", self.len, self.next.at),
+        ];
+        match fields.into_iter().find(|(_, found, expected)| found != expected) {
+            Some((what, found, expected)) => {
+                Err(self.damaged(Damage::Mismatch { what, found, expected }))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The payload of the record whose head was read last, checked. It takes as much memory as its head was allowed to say.
+    pub(super) fn payload(
+        &self,
+        head: &RecordHead,
+        payload: &mut Vec<u8>,
+    ) -> Result<(), StoreError> {
+        payload.clear();
+        payload.resize(head.length as usize, 0);
+        self.read(self.record_at + RECORD_HEAD_LEN as u64, payload)?;
+        head.check(payload).map_err(|e| self.damaged(e))
+    }
+}
+
+pub(super) fn reading(path: &Path, cause: io::Error) -> StoreError {
+    StoreError::Io { what: "reading", path: path.to_owned(), cause }
+}

@@ -1,0 +1,482 @@
+//! What can be wrong with a store, each with the place where it was found.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use driftline_dirty_tracker::{FrameRun, Gfn, LayoutError, PAGE_SIZE};
+use driftline_format::FormatError;
+use driftline_guest::VmId;
+
+use crate::address;
+use crate::alloc::{SlotError, SlotRun};
+use crate::backend::is_media_error;
+use crate::limits::SECTOR;
+use crate::names::{Named, parse_name};
+
+/// A store that cannot be used as asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The system refused an operation on a file or the directory.
+    #[error("{what} {} failed: {cause}", path.display())]
+    Io {
+        /// The operation: "writing", "syncing".
+        what: &'static str,
+        /// On which file or directory.
+        path: PathBuf,
+        /// The system's answer.
+        cause: io::Error,
+    },
+    /// A file holds something else than it should.
+    #[error("{}, byte {offset}: {damage}", file.display())]
+    Damaged {
+        /// The file.
+        file: PathBuf,
+        /// Where in it the damaged record, or part of one, begins.
+        offset: u64,
+        /// What is wrong there.
+        damage: Damage,
+    },
+    /// A checkpoint that is kept is damaged, or one that it builds on, or what says which there are.
+    #[error(
+        "the store {} takes no new checkpoints, because {} is damaged: {cause}. Salvage the sound ones with: \
+         driftline store repair {}",
+        dir.display(),
+        epoch.map_or_else(|| damaged_part(cause).to_owned(), |epoch| format!("checkpoint {epoch}")),
+        dir.display()
+    )]
+    NeedsRepair {
+        /// The store.
+        dir: PathBuf,
+        /// The damaged checkpoint, if its number can be read.
+        epoch: Option<u64>,
+        /// Where the damage is.
+        cause: Box<StoreError>,
+    },
+    /// Nothing there is a store's.
+    #[error("{} is not a Driftline store (no manifest)", dir.display())]
+    NotAStore {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// Files of several guests, and nothing says whose store it is.
+    #[error(
+        "{} has checkpoints of guests {one} and {other} and no manifest that says which of them are its own. Move \
+         the log and page file of one of them to another directory",
+        dir.display()
+    )]
+    Ambiguous {
+        /// The directory.
+        dir: PathBuf,
+        /// One guest.
+        one: VmId,
+        /// Another.
+        other: VmId,
+    },
+    /// A file of another guest among the store's.
+    #[error(
+        "{} belongs to guest {found}, and the manifest names it as guest {expected}'s. Put the file of guest \
+         {expected} in its place",
+        file.display()
+    )]
+    Mixed {
+        /// The file.
+        file: PathBuf,
+        /// Whose it is.
+        found: VmId,
+        /// Whose the store is.
+        expected: VmId,
+    },
+    /// Checkpoints are lost, and none is sound.
+    #[error("no checkpoint in {} is sound, so there is nothing to repair: nothing was changed", dir.display())]
+    NothingSound {
+        /// The store.
+        dir: PathBuf,
+    },
+    /// The log is gone, which alone says which checkpoints there are.
+    #[error(
+        "the store {} has lost its log{}, without which nothing says which checkpoints it has, and nothing can be \
+         salvaged. Put the log back, from a backup",
+        dir.display(),
+        log.as_ref().map_or(String::new(), |log| format!(" ({log})"))
+    )]
+    NoLog {
+        /// The store.
+        dir: PathBuf,
+        /// The log's name, if the manifest can be read.
+        log: Option<String>,
+    },
+    /// A file that the manifest names is gone, and other files of a store are there.
+    #[error(
+        "the manifest of the store {} names {file}, which is not there, and other logs or page files are: nothing \
+         was changed. Look for sound checkpoints in those with: driftline store repair {}",
+        dir.display(),
+        dir.display()
+    )]
+    NotThere {
+        /// The store.
+        dir: PathBuf,
+        /// The missing file's name.
+        file: String,
+    },
+    /// Nothing says whose the files are.
+    #[error(
+        "the manifest of the store {} and the headers of its log and page file are all damaged or missing, so nothing \
+         says whose checkpoints it has, and nothing was changed. Put one of the three files back, from a backup, and \
+         repair again",
+        dir.display()
+    )]
+    HeadersDamaged {
+        /// The store.
+        dir: PathBuf,
+    },
+    /// A store of an older version, which had a file for each epoch.
+    #[error(
+        "{} is a store of format 1, which this version does not read. Restore from it with the version that \
+         wrote it, and take checkpoints to a new store",
+        dir.display()
+    )]
+    Format1 {
+        /// The store.
+        dir: PathBuf,
+    },
+    /// Somebody took the manifest away: which epochs there are is not known.
+    #[error(
+        "{} holds checkpoints, but the store has no manifest; rebuild it with: driftline store repair {}",
+        log.display(),
+        log.parent().unwrap_or(log).display()
+    )]
+    NoManifest {
+        /// A log that was found.
+        log: PathBuf,
+    },
+    /// No generation is left for a new file.
+    #[error(
+        "{} has the last number that a file of a store can have, so none can be made behind it: move it away",
+        file.display()
+    )]
+    LastName {
+        /// The file.
+        file: PathBuf,
+    },
+    /// A file of the store is another one than this process writes to.
+    #[error("{} was removed or replaced while this process wrote to it", file.display())]
+    Replaced {
+        /// The file.
+        file: PathBuf,
+    },
+    /// The guest's state is more than can be stored.
+    #[error("the state of checkpoint {epoch} cannot be stored: {cause}")]
+    State {
+        /// The epoch.
+        epoch: u64,
+        /// What is wrong with it.
+        cause: FormatError,
+    },
+    /// The epoch that this one builds on has failed.
+    #[error("it builds on checkpoint {parent}, which is not stored")]
+    ParentFailed {
+        /// That epoch.
+        parent: u64,
+    },
+    /// The page file has as many slots as can be numbered.
+    #[error("{} has {slots} slots, and no version has more", pages.display())]
+    NoMoreSlots {
+        /// The page file.
+        pages: PathBuf,
+        /// Slots in it.
+        slots: u32,
+    },
+    /// Another process writes to the store.
+    #[error(
+        "the store {} is in use by {}; one process at a time may write to a store",
+        dir.display(),
+        pid.map_or("another process".to_owned(), |pid| format!("process {pid}"))
+    )]
+    InUse {
+        /// The store.
+        dir: PathBuf,
+        /// The process that holds the lock, if it said so.
+        pid: Option<u32>,
+    },
+    /// The lock, or the whole directory, is another one than this process locked.
+    #[error(
+        "the lock of the store {} was removed or replaced while this process held it; another \
+         process may write there now",
+        dir.display()
+    )]
+    LockLost {
+        /// The store.
+        dir: PathBuf,
+    },
+    /// The store was opened for reading.
+    #[error("the store {} is open for reading only", dir.display())]
+    ReadOnly {
+        /// The store.
+        dir: PathBuf,
+    },
+    /// The store has another guest's epochs.
+    #[error(
+        "the store {} holds checkpoints of guest {stored}, and this is guest {asked}: a store has checkpoints of one \
+         guest. Name another directory (--store DIR --new-store)",
+        dir.display()
+    )]
+    OtherVm {
+        /// The store.
+        dir: PathBuf,
+        /// Whose epochs it holds.
+        stored: VmId,
+        /// Whose were to be added.
+        asked: VmId,
+    },
+    /// The store has epochs of the same guest that this one was not restored from.
+    #[error(
+        "checkpoint {last}, the latest in the store {}, was taken by another process that ran guest {asked}, and this one \
+         {}. Name another directory (--store DIR --new-store), or stop this guest and continue from checkpoint {last} \
+         (restore --same-id)",
+        dir.display(),
+        match from {
+            None => "was not restored from it".to_owned(),
+            Some(from) if from < last => format!("continues from checkpoint {from}"),
+            Some(from) => format!("continues from checkpoint {from} of another store or process"),
+        }
+    )]
+    OtherLine {
+        /// The store.
+        dir: PathBuf,
+        /// The guest.
+        asked: VmId,
+        /// The last epoch there.
+        last: u64,
+        /// The epoch that the guest goes on from, if it was restored.
+        from: Option<u64>,
+    },
+    /// A number is used once, and the highest there are have been.
+    #[error(
+        "the store {} has no number left for a checkpoint after {last}; use another store",
+        dir.display()
+    )]
+    Full {
+        /// The store.
+        dir: PathBuf,
+        /// The last number that is used.
+        last: u64,
+    },
+    /// The epoch asked for, or any at all, is not there.
+    #[error(
+        "the store {} has no checkpoint{}",
+        dir.display(),
+        epoch.map_or(String::new(), |epoch| format!(" {epoch}"))
+    )]
+    NoEpoch {
+        /// The store.
+        dir: PathBuf,
+        /// The epoch asked for; none for the latest.
+        epoch: Option<u64>,
+    },
+}
+
+impl StoreError {
+    /// Whether a file is damaged, or the disk cannot read one of a store: what is sound can be
+    /// [salvaged](crate::Store::repair).
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Self::Damaged { .. } => true,
+            // Not what failed to be written, there or to an export.
+            Self::Io { what: "opening" | "reading", path, cause } => {
+                matches!(named_by(path), Named::Manifest | Named::Log(_) | Named::Pages(_))
+                    && is_media_error(cause)
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Which part of a store `damage` is of, if no checkpoint's number is known.
+fn damaged_part(damage: &StoreError) -> &'static str {
+    let (file, offset) = match damage {
+        StoreError::Damaged { file, offset, .. } => (file, *offset),
+        StoreError::Io { path, .. } => (path, 0),
+        _ => return "a checkpoint",
+    };
+    match named_by(file) {
+        Named::Manifest => "its manifest",
+        Named::Log(_) if offset < SECTOR as u64 => "the header of its log",
+        Named::Pages(_) if offset < PAGE_SIZE => "the header of its page file",
+        _ => "a checkpoint",
+    }
+}
+
+fn named_by(path: &Path) -> Named {
+    parse_name(path.file_name().and_then(|name| name.to_str()).unwrap_or_default())
+}
+
+/// What is wrong with a file of a store.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Damage {
+    /// Header or record, by themselves.
+    #[error("{0}")]
+    Format(#[from] FormatError),
+    /// The file stops before what it must have.
+    #[error("truncated: the file ends at byte {length}, where {wanted} more bytes should follow")]
+    EndsEarly {
+        /// The file's length in bytes.
+        length: u64,
+        /// How many bytes the record needs from this offset on.
+        wanted: u64,
+    },
+    /// A number does not fit what stands elsewhere.
+    #[error("{what} is {found} and should be {expected}")]
+    Mismatch {
+        /// Which number.
+        what: &'static str,
+        /// As stored.
+        found: u64,
+        /// As it must be.
+        expected: u64,
+    },
+    /// Another guest's file among this one's.
+    #[error("the file belongs to VM {found}, the others to VM {expected}")]
+    OtherVm {
+        /// The VM in this file.
+        found: VmId,
+        /// The VM of the store.
+        expected: VmId,
+    },
+    /// Nothing was written where something must have been: what follows was written after it.
+    #[error("nothing was written here, but what follows was")]
+    Unwritten,
+    /// The disk does not give its bytes back.
+    #[error("it cannot be read: {why}")]
+    Unreadable {
+        /// The system's answer.
+        why: String,
+    },
+    /// A frame failed its checksum, and passed it when it was read again.
+    #[error("its content changed between two reads: the disk or its cable is failing")]
+    Changed,
+    /// Blocks of a drive that the epoch does not have.
+    #[error("it has pages of object {object}, which the checkpoint does not have")]
+    Object {
+        /// Its number.
+        object: u16,
+    },
+    /// Slots that no page file has.
+    #[error("{slots} cannot hold pages")]
+    Slots {
+        /// The slots.
+        slots: SlotRun,
+    },
+    /// Slots that cannot be used as the log says.
+    #[error("checkpoint {epoch}: {cause}")]
+    Used {
+        /// Whose slots they are said to be.
+        epoch: u64,
+        /// What stands against it.
+        cause: SlotError,
+    },
+    /// The contents of a frame are not those that were stored.
+    #[error(
+        "{} of checkpoint {epoch} fails its checksum: it is {found:#010x} and should be {expected:#010x}",
+        address::name(*gfn)
+    )]
+    Frame {
+        /// The frame.
+        gfn: Gfn,
+        /// The epoch that was being read.
+        epoch: u64,
+        /// As computed.
+        found: u32,
+        /// As the log has it.
+        expected: u32,
+    },
+    /// Packed contents that are not those of so many frames.
+    #[error("the compressed contents of {frames} pages cannot be decompressed: {why}")]
+    Packed {
+        /// Frames.
+        frames: u64,
+        /// What is wrong with them.
+        why: String,
+    },
+    /// A record of a kind that has no place here, or that this program does not know.
+    #[error("a record of tag {tag:#06x} has no place here")]
+    Misplaced {
+        /// The record's tag.
+        tag: u16,
+    },
+    /// Frames, or blocks of a drive, that the guest does not have.
+    #[error("{}", outside(*object, *run))]
+    Outside {
+        /// 0 for memory, the number of the drive for blocks.
+        object: u16,
+        /// The frames.
+        run: FrameRun,
+    },
+    /// A record of frames without frames.
+    #[error("a record of pages has no runs")]
+    NoRuns,
+    /// Memory slots out of order.
+    #[error("a memory slot at page {found:#x} follows one at {before:#x}; slots ascend")]
+    SlotOrder {
+        /// First frame of the slot that is out of order.
+        found: u64,
+        /// First frame of the one before it.
+        before: u64,
+    },
+    /// Runs of a record that are not ascending, or overlap.
+    #[error("{} follow {}; the runs of a record ascend", address::name_run(*run), address::name_run(*before))]
+    Order {
+        /// The run that is out of order.
+        run: FrameRun,
+        /// The one before it.
+        before: FrameRun,
+    },
+    /// A drive that is none.
+    #[error("drive {number} is none: {why}")]
+    Drive {
+        /// Which, from 1 on.
+        number: u16,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// Memory slots that make no layout.
+    #[error("the memory layout is none: {0}")]
+    Layout(#[from] LayoutError),
+}
+
+fn outside(object: u16, run: FrameRun) -> String {
+    match object {
+        0 => format!("pages {run} are not in guest memory"),
+        n => {
+            let (first, end) = (run.start.0, run.start.0.saturating_add(run.count));
+            format!("blocks {first:#x}..{end:#x} are not in drive {n}")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::libc;
+
+    use super::*;
+
+    #[test]
+    fn only_failed_reads_of_a_store_are_damage() {
+        let is_damage = |what, name: &str, errno| {
+            let (path, cause) = (Path::new("/s").join(name), io::Error::from_raw_os_error(errno));
+            StoreError::Io { what, path, cause }.is_damage()
+        };
+        for name in ["manifest", "log-1", "pages-2"] {
+            assert!(is_damage("reading", name, libc::EIO), "{name}");
+            assert!(is_damage("opening", name, libc::EUCLEAN), "{name}");
+            assert!(!is_damage("reading", name, libc::ENOMEM), "{name}");
+            for what in ["writing", "syncing", "making room in", "locking", "committing to"] {
+                assert!(!is_damage(what, name, libc::EIO), "{what}");
+            }
+        }
+        for (what, name) in [("writing", "out.raw"), ("syncing", "out.raw"), ("reading", "lock")] {
+            assert!(!is_damage(what, name, libc::EIO), "{what} {name}");
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Frames' contents read from the page file in long pieces, on a few threads, each frame checked before it is handed out.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+
+use crate::error::{Damage, StoreError};
+use crate::frame_map::Cell;
+use crate::pages::PageReader;
+
+const PAGE: usize = PAGE_SIZE as usize;
+/// Frames that one thread reads at a time: 1 MiB, which stays in a cache until it has been checked and copied.
+const AT_ONCE: usize = 256;
+/// Most threads that read.
+const THREADS: usize = 4;
+/// What the system is asked to read at once, in frames: 128 KiB, its own default for reading ahead, beyond which it may do nothing.
+const AHEAD: u32 = 32;
+/// Slots that are read ahead for nothing rather than asked for around.
+const GAP: u32 = 16;
+
+/// Where frames go to.
+pub trait Sink: Sync {
+    /// What stops the reading.
+    type Error: From<StoreError> + Send;
+
+    /// Frames that follow one another, and their contents. From any thread, in any order.
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), Self::Error>;
+
+    /// Whether so many frames are better read in their order, which is not that of slots.
+    fn in_order(&self, frames: u64) -> bool {
+        let _ = frames;
+        false
+    }
+
+    /// A frame that is not what was stored.
+    fn damaged(&self, _gfn: Gfn, damage: StoreError) -> Result<(), Self::Error> {
+        Err(damage.into())
+    }
+}
+
+/// Reads `frames` of `epoch`, ascending by frame, and hands them to `sink`, as many at once as follow one another. They are read, and
+/// sorted, by slot, which is how disks like it, unless `sink` wants them in their own order: then what is not in the page cache is read ahead
+/// by slot. The first error, as far as that can be said of several threads, ends it.
+pub(crate) fn fetch<S: Sink>(
+    pages: &PageReader,
+    epoch: u64,
+    frames: &mut [(Gfn, Cell)],
+    sink: &S,
+) -> Result<(), S::Error> {
+    let in_order = sink.in_order(frames.len() as u64);
+    if !in_order {
+        frames.sort_unstable_by_key(|(_, cell)| cell.slot);
+    }
+    let frames: &[(Gfn, Cell)] = frames;
+    let pieces: Vec<&[(Gfn, Cell)]> = frames.chunks(AT_ONCE).collect();
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
+    let work = || {
+        let mut buffer = vec![0; AT_ONCE * PAGE];
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(piece) = pieces.get(at) else { return };
+            if let Err(e) = read_piece(pages, epoch, piece, &mut buffer, sink) {
+                // The others stop, too.
+                next.store(pieces.len(), Ordering::Relaxed);
+                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                if failed.as_ref().is_none_or(|(before, _)| at < *before) {
+                    *failed = Some((at, e));
+                }
+            }
+        }
+    };
+    let ahead = || read_ahead(pages, frames, || next.load(Ordering::Relaxed) >= pieces.len());
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let threads = cores.min(THREADS).min(pieces.len());
+    thread::scope(|scope| {
+        // Where no thread can be had, those that are there do all of it.
+        let named = |name: &str| thread::Builder::new().name(name.into());
+        if in_order && pieces.len() > 1 {
+            _ = named("restore-ahead").spawn_scoped(scope, ahead);
+        }
+        for _ in 1..threads {
+            if named("restore").spawn_scoped(scope, work).is_err() {
+                break;
+            }
+        }
+        work();
+    });
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failed.map_or(Ok(()), |(_, e)| Err(e))
+}
+
+/// Has the system begin to read what is not in its cache: as a disk likes it, not as memory does. Until all is read, or it is `over`.
+fn read_ahead(pages: &PageReader, frames: &[(Gfn, Cell)], over: impl Fn() -> bool) {
+    let mut slots: Vec<u32> = frames.iter().map(|(_, cell)| cell.slot).collect();
+    slots.sort_unstable();
+    for near in slots.chunk_by(|a, b| b - a <= GAP) {
+        let (Some(first), Some(last)) = (near.first(), near.last()) else { continue };
+        for slot in (*first..=*last).step_by(AHEAD as usize) {
+            if over() {
+                return;
+            }
+            pages.will_read(slot, AHEAD.min(last - slot + 1));
+        }
+    }
+}
+
+fn read_piece<S: Sink>(
+    pages: &PageReader,
+    epoch: u64,
+    piece: &[(Gfn, Cell)],
+    buffer: &mut [u8],
+    sink: &S,
+) -> Result<(), S::Error> {
+    // Those before `at` are read, and those before `done` are handed out.
+    let (mut at, mut done) = (0, 0);
+    for run in piece.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
+        let end = at + run.len();
+        match pages.read(run[0].1.slot, &mut buffer[at * PAGE..end * PAGE]) {
+            Ok(()) => {}
+            Err(e @ StoreError::Damaged { .. }) => {
+                hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)?;
+                match run {
+                    [(gfn, _)] => sink.damaged(*gfn, e)?,
+                    // The file ends within these: each by itself.
+                    _ => run.chunks(1).try_for_each(|one| {
+                        read_piece(pages, epoch, one, &mut buffer[at * PAGE..], sink)
+                    })?,
+                }
+                done = end;
+            }
+            Err(e) => return Err(e.into()),
+        }
+        at = end;
+    }
+    hand_out(pages, epoch, &piece[done..at], &buffer[done * PAGE..at * PAGE], sink)
+}
+
+/// Checks frames that were read at once, and hands them on.
+fn hand_out<S: Sink>(
+    pages: &PageReader,
+    epoch: u64,
+    run: &[(Gfn, Cell)],
+    bytes: &[u8],
+    sink: &S,
+) -> Result<(), S::Error> {
+    let mut at = 0;
+    for together in run.chunk_by(|(a, _), (b, _)| a.0.checked_add(1) == Some(b.0)) {
+        let contents = &bytes[at..at + together.len() * PAGE];
+        at += contents.len();
+        let mut sound = 0;
+        for ((gfn, cell), page) in together.iter().zip(contents.chunks_exact(PAGE)) {
+            let found = crc32c::crc32c(page);
+            if found != cell.crc {
+                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: cell.crc };
+                let offset = u64::from(cell.slot) * PAGE_SIZE;
+                sink.damaged(
+                    *gfn,
+                    StoreError::Damaged { file: pages.path.clone(), offset, damage },
+                )?;
+                continue;
+            }
+            sound += 1;
+        }
+        // Of some only who looks for damage goes on, and he wants no contents.
+        if sound == together.len() {
+            sink.frames(FrameRun { start: together[0].0, count: sound as u64 }, contents)?;
+        }
+    }
+    Ok(())
+}
+
+#[allow(clippy::unwrap_used, clippy::panic)]
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::backend::Backend;
+    use crate::store::Store;
+    use crate::taken::Taker;
+    use crate::testing::MemoryDisk;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+    use driftline_guest::{Guest, VmId};
+
+    /// What came of each frame: its first byte, or where it is damaged.
+    #[derive(Default)]
+    struct Seen {
+        in_order: bool,
+        frames: Mutex<BTreeMap<u64, Result<u8, u64>>>,
+        /// Frames that came at once.
+        runs: Mutex<Vec<u64>>,
+    }
+
+    impl Sink for Seen {
+        type Error = StoreError;
+
+        fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
+            self.runs.lock().unwrap().push(run.count);
+            let mut seen = self.frames.lock().unwrap();
+            for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE)) {
+                assert!(seen.insert(gfn.0, Ok(page[0])).is_none());
+            }
+            Ok(())
+        }
+
+        fn in_order(&self, _: u64) -> bool {
+            self.in_order
+        }
+
+        fn damaged(&self, gfn: Gfn, damage: StoreError) -> Result<(), StoreError> {
+            let StoreError::Damaged { offset, .. } = damage else { panic!("{damage}") };
+            assert!(self.frames.lock().unwrap().insert(gfn.0, Err(offset / PAGE_SIZE)).is_none());
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn each_frame_comes_once_or_is_named_with_its_place_whatever_the_order() {
+        const FRAMES: u64 = 40;
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let disk = MemoryDisk::default();
+        let store = Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        for gfn in 0..FRAMES {
+            let page = [gfn as u8 + 1; PAGE];
+            guest.ram().write_slice(&page, GuestAddress(gfn * PAGE_SIZE)).unwrap();
+        }
+        Taker::new(guest, store).take();
+        let store = Store::with_backend(Box::new(disk.clone()), false).unwrap();
+        let mut pinned = store.pin(None).unwrap();
+        let stored = pinned.read_cells().unwrap().0;
+        assert_eq!(stored.len() as u64, FRAMES);
+        // Frames that follow one another in slots that do not: each ten of them backwards.
+        let mut cells: Vec<Cell> = stored.iter().map(|(_, cell)| *cell).collect();
+        cells.chunks_mut(10).for_each(<[Cell]>::reverse);
+        let frames: Vec<(Gfn, Cell)> = (100..).map(Gfn).zip(cells).collect();
+        // The checksum of one is wrong, and the file ends within the last of the slots.
+        let mut wrong = frames.clone();
+        wrong[13].1.crc ^= 1;
+        let ends = frames.iter().map(|(_, cell)| cell.slot).max().unwrap() - 4;
+        for cut in [false, true] {
+            if cut {
+                let file = disk.open_for_writing("pages-1").unwrap();
+                file.cut(u64::from(ends) * PAGE_SIZE + 7).unwrap();
+            }
+            for in_order in [false, true] {
+                for frames in [&frames, &wrong] {
+                    let seen = Seen { in_order, ..Seen::default() };
+                    fetch(&pinned.pages, 1, &mut frames.clone(), &seen).unwrap();
+                    let expected = frames.iter().map(|(gfn, cell)| {
+                        let sound = stored.iter().find(|(_, c)| c == cell);
+                        let came = sound.filter(|_| !cut || cell.slot < ends);
+                        (gfn.0, came.map(|(gfn, _)| gfn.0 as u8 + 1).ok_or(u64::from(cell.slot)))
+                    });
+                    let mut expected: BTreeMap<_, _> = expected.collect();
+                    let mut found = seen.frames.into_inner().unwrap();
+                    // Nothing is handed out of frames that were read with one that is damaged.
+                    let is_sound = frames[13].1 != wrong[13].1;
+                    if !is_sound {
+                        expected.retain(|gfn, _| found.contains_key(gfn));
+                        assert_eq!(found.remove(&113), Some(Err(frames[13].1.slot.into())));
+                        expected.remove(&113);
+                    }
+                    assert_eq!(found, expected);
+                    let longest = seen.runs.into_inner().unwrap().into_iter().max();
+                    if is_sound && !cut {
+                        assert_eq!(longest, Some(if in_order { FRAMES } else { 1 }));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Where each frame of an epoch is, and what its contents' checksum is.
+//!
+//! Built from a log, whose memory layout may be a lie: memory is taken for frames that are stored, and not for those that are said
+//! to exist.
+
+use std::collections::BTreeMap;
+
+use driftline_dirty_tracker::{FrameRun, Gfn};
+
+use crate::address::MEMORY;
+use crate::alloc::SlotRun;
+use crate::records::Placed;
+
+/// Frames of a chunk.
+const CHUNK: u64 = 64;
+
+/// Where one frame is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Cell {
+    pub(crate) slot: u32,
+    pub(crate) crc: u32,
+}
+
+/// Those of 64 frames that are not zeros.
+#[derive(Debug, Default)]
+struct Chunk {
+    /// Which.
+    mask: u64,
+    /// One for each bit of the mask, in their order.
+    cells: Vec<Cell>,
+}
+
+/// Bits 0 to `at` - 1, of 64.
+fn below(at: u64) -> u64 {
+    1_u64.checked_shl(at as u32).unwrap_or(0).wrapping_sub(1)
+}
+
+impl Chunk {
+    /// Where in `cells` the one of frame `at`, at most 64, is, or would be.
+    fn rank(&self, at: u64) -> usize {
+        (self.mask & below(at)).count_ones() as usize
+    }
+
+    fn has(&self, at: u64) -> bool {
+        self.mask >> at & 1 == 1
+    }
+
+    /// The cell that was there before, if there was one.
+    fn put(&mut self, at: u64, cell: Cell) -> Option<Cell> {
+        let rank = self.rank(at);
+        if self.has(at) {
+            return Some(std::mem::replace(&mut self.cells[rank], cell));
+        }
+        self.cells.insert(rank, cell);
+        self.mask |= 1 << at;
+        None
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (u64, Cell)> + Clone {
+        let mut left = self.mask;
+        let places = std::iter::from_fn(move || {
+            let at = (left != 0).then(|| u64::from(left.trailing_zeros()));
+            left &= left.wrapping_sub(1);
+            at
+        });
+        places.zip(self.cells.iter().copied())
+    }
+}
+
+/// All frames of an epoch that are not zeros: 8 bytes for each, and for each chunk that has one some dozens.
+#[derive(Debug, Default)]
+pub(crate) struct FrameMap {
+    chunks: BTreeMap<u64, Chunk>,
+}
+
+impl FrameMap {
+    pub(crate) fn clear(&mut self) {
+        self.chunks.clear();
+    }
+
+    /// Notes where frames are now; `on_old` hears of each slot that one of them was in before.
+    pub(crate) fn put(&mut self, runs: &[Placed], crcs: &[u32], mut on_old: impl FnMut(u32)) {
+        let mut crcs = crcs.iter().copied();
+        for Placed { frames, slot } in runs {
+            let mut next = *slot;
+            for part in pieces(*frames) {
+                let chunk = self.chunks.entry(part.start.0 / CHUNK).or_default();
+                if chunk.cells.is_empty() {
+                    chunk.cells.reserve_exact(part.count as usize);
+                }
+                let at = part.start.0 % CHUNK;
+                for at in at..at + part.count {
+                    let cell = Cell { slot: next, crc: crcs.next().unwrap_or(0) };
+                    if let Some(old) = chunk.put(at, cell) {
+                        on_old(old.slot);
+                    }
+                    next += 1;
+                }
+            }
+        }
+    }
+
+    /// As [`put`](Self::put), of frames that are zeros now. Costs what is stored of them, however many they are.
+    pub(crate) fn clear_frames(&mut self, runs: &[FrameRun], mut on_old: impl FnMut(u32)) {
+        for run in runs.iter().filter(|run| run.count > 0) {
+            let (first, last) = (run.start.0 / CHUNK, (run.end().0 - 1) / CHUNK);
+            let gone = self.chunks.extract_if(first..=last, |number, chunk| {
+                let from = run.start.0.saturating_sub(number * CHUNK).min(CHUNK);
+                let to = (run.end().0 - number * CHUNK).min(CHUNK);
+                for at in (from..to).filter(|at| chunk.has(*at)) {
+                    on_old(chunk.cells[chunk.rank(at)].slot);
+                }
+                let (low, high) = (chunk.rank(from), chunk.rank(to));
+                chunk.cells.drain(low..high);
+                chunk.mask &= below(from) | !below(to);
+                chunk.mask == 0
+            });
+            gone.for_each(drop);
+        }
+    }
+
+    /// All frames of guest memory that are not zeros, ascending.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+        self.range(MEMORY)
+    }
+
+    /// As [`iter`](Self::iter), in memory that is taken once.
+    pub(crate) fn to_vec(&self) -> Vec<(Gfn, Cell)> {
+        let chunks = self.chunks.range(MEMORY.start / CHUNK..MEMORY.end / CHUNK);
+        let mut cells = Vec::with_capacity(chunks.map(|(_, chunk)| chunk.cells.len()).sum());
+        cells.extend(self.iter());
+        cells
+    }
+
+    /// All frames that are not zeros, those of drives included, ascending.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+        self.range(0..u64::MAX)
+    }
+
+    /// Those of drives alone.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+        self.range(MEMORY.end..u64::MAX)
+    }
+
+    /// Those of `frames`, which begin and end with a chunk.
+    fn range(&self, frames: std::ops::Range<u64>) -> impl Iterator<Item = (Gfn, Cell)> + Clone {
+        let chunks = self.chunks.range(frames.start / CHUNK..frames.end / CHUNK);
+        chunks.flat_map(|(number, chunk)| {
+            let first = number * CHUNK;
+            chunk.iter().map(move |(at, cell)| (Gfn(first + at), cell))
+        })
+    }
+
+    /// Where a frame is, if it is not zeros.
+    pub(crate) fn get(&self, gfn: Gfn) -> Option<Cell> {
+        let (chunk, at) = (self.chunks.get(&(gfn.0 / CHUNK))?, gfn.0 % CHUNK);
+        chunk.has(at).then(|| chunk.cells[chunk.rank(at)])
+    }
+
+    /// The slots of all frames, as ascending runs.
+    pub(crate) fn slots(&self) -> Vec<SlotRun> {
+        runs_of(self.all().map(|(_, cell)| cell.slot).collect())
+    }
+}
+
+/// A run cut where chunks end.
+fn pieces(run: FrameRun) -> impl Iterator<Item = FrameRun> {
+    let (mut at, end) = (run.start.0, run.end().0);
+    std::iter::from_fn(move || {
+        let next = (at / CHUNK + 1).saturating_mul(CHUNK).min(end);
+        let piece = FrameRun { start: Gfn(at), count: next - at };
+        at = next;
+        (piece.count > 0).then_some(piece)
+    })
+}
+
+/// Slots in any order, each once, as ascending runs.
+pub(crate) fn runs_of(mut slots: Vec<u32>) -> Vec<SlotRun> {
+    slots.sort_unstable();
+    let mut runs: Vec<SlotRun> = Vec::new();
+    for slot in slots {
+        match runs.last_mut() {
+            Some(last) if last.end() == u64::from(slot) => last.count += 1,
+            _ => runs.push(SlotRun { start: slot, count: 1 }),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_has_what_was_put_last_and_nothing_is_left_of_what_was_cleared() {
+        let (mut map, mut model) = (FrameMap::default(), BTreeMap::new());
+        let mut coin = 1_u64;
+        for round in 0..4000_u32 {
+            coin = coin.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            let frames =
+                FrameRun { start: Gfn(coin >> 40 & 0x3ff), count: 1 + (coin >> 52 & 0xff) };
+            let (mut heard, mut expected) = (Vec::new(), Vec::new());
+            if coin >> 33 & 1 == 0 {
+                let slot = round * 1000 + 1;
+                let crcs: Vec<u32> = (0..frames.count as u32).map(|n| n ^ round).collect();
+                map.put(&[Placed { frames, slot }], &crcs, |old| heard.push(old));
+                for ((gfn, slot), crc) in frames.frames().zip(slot..).zip(crcs) {
+                    expected
+                        .extend(model.insert(gfn, Cell { slot, crc }).map(|old: Cell| old.slot));
+                }
+            } else {
+                map.clear_frames(&[frames], |old| heard.push(old));
+                expected.extend(frames.frames().filter_map(|gfn| Some(model.remove(&gfn)?.slot)));
+            }
+            assert_eq!(heard, expected);
+            if round % 16 == 0 {
+                assert_eq!(map.to_vec(), map.iter().collect::<Vec<_>>());
+                assert!(map.iter().eq(model.iter().map(|(gfn, cell)| (*gfn, *cell))));
+                assert_eq!(map.get(frames.start), model.get(&frames.start).copied());
+                let chunks = model
+                    .keys()
+                    .map(|gfn| gfn.0 / CHUNK)
+                    .collect::<std::collections::BTreeSet<_>>();
+                assert_eq!(map.chunks.len(), chunks.len(), "chunks without a frame are gone");
+            }
+        }
+    }
+}

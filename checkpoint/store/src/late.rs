@@ -1,0 +1,104 @@
+//! Frames of an epoch for a guest that runs before it has them: read one by one as they are wanted, each checked.
+
+use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE};
+use driftline_guest::{Backlog, PageSourceError};
+
+use crate::epoch_info::EpochInfo;
+use crate::error::{Damage, StoreError};
+use crate::frame_map::Cell;
+use crate::pages::PageReader;
+use crate::pin::{Mapped, Pinned};
+use crate::store::Store;
+use crate::touched::Touched;
+
+const PAGE: usize = PAGE_SIZE as usize;
+
+/// What of an epoch is not zeros. The epoch is kept in its store until this is dropped.
+#[derive(Debug)]
+pub struct LateFrames {
+    pinned: Pinned,
+    epoch: u64,
+    frames: FrameSet,
+    /// Ascending by frame: 16 bytes each.
+    cells: Vec<(Gfn, Cell)>,
+    /// None where the store's directory cannot be opened once more: it is for a hint only.
+    touched: Option<Touched>,
+}
+
+impl LateFrames {
+    /// Of the epoch pinned in `store`, and what else was learned of it.
+    pub fn new(mut pinned: Pinned, store: &Store) -> Result<(Self, Mapped), StoreError> {
+        let EpochInfo { epoch, vm_id, .. } = pinned.log.groups[pinned.index].info;
+        let layout = pinned.log.group(pinned.index)?.layout;
+        let touched = Touched::open(store, vm_id, epoch, &layout)
+            .inspect_err(|e| tracing::debug!("the working set is not known: {e}"))
+            .ok();
+        let (cells, mapped) = pinned.read_cells()?;
+        let frames: FrameSet = runs_of_cells(&cells).collect();
+        Ok((Self { pinned, epoch, frames, cells, touched }, mapped))
+    }
+
+    /// Bytes of the log that were read.
+    pub fn log_bytes(&self) -> u64 {
+        self.pinned.log.bytes()
+    }
+}
+
+impl Backlog for LateFrames {
+    fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    fn frames(&self) -> &FrameSet {
+        &self.frames
+    }
+
+    fn first(&self) -> &[FrameRun] {
+        self.touched.as_ref().map_or(&[], Touched::first)
+    }
+
+    fn finish(&mut self, touched: &[FrameRun]) {
+        if let Some(noted) = &self.touched {
+            noted.note(touched);
+        }
+    }
+
+    fn read(&mut self, run: FrameRun, contents: &mut [u8]) -> Result<(), PageSourceError> {
+        let from = self.cells.partition_point(|(gfn, _)| *gfn < run.start);
+        let wanted = self.cells[from..].iter().take_while(|(gfn, _)| *gfn < run.end());
+        let wanted: &[(Gfn, Cell)] = &self.cells[from..from + wanted.count()];
+        let read = read_frames(&self.pinned.pages, self.epoch, wanted, contents);
+        read.map_err(|e| PageSourceError::new(self.pinned.name_origin(e)))
+    }
+}
+
+/// Cells, ascending by frame, as runs of frames.
+pub(super) fn runs_of_cells(cells: &[(Gfn, Cell)]) -> impl Iterator<Item = FrameRun> {
+    let follows = |(a, _): &(Gfn, Cell), (b, _): &(Gfn, Cell)| a.0.checked_add(1) == Some(b.0);
+    let runs = cells.chunk_by(follows);
+    runs.map(|run| FrameRun { start: run[0].0, count: run.len() as u64 })
+}
+
+/// Reads the frames of `epoch` that are `wanted` into `contents`, in their order, and checks them.
+pub(super) fn read_frames(
+    pages: &PageReader,
+    epoch: u64,
+    wanted: &[(Gfn, Cell)],
+    contents: &mut [u8],
+) -> Result<(), StoreError> {
+    let mut rest = contents;
+    for together in wanted.chunk_by(|(_, a), (_, b)| a.slot.checked_add(1) == Some(b.slot)) {
+        let (bytes, left) = rest.split_at_mut((together.len() * PAGE).min(rest.len()));
+        rest = left;
+        pages.read(together[0].1.slot, bytes)?;
+        for ((gfn, cell), page) in together.iter().zip(bytes.chunks_exact(PAGE)) {
+            let found = crc32c::crc32c(page);
+            if found != cell.crc {
+                let damage = Damage::Frame { gfn: *gfn, epoch, found, expected: cell.crc };
+                let offset = u64::from(cell.slot) * PAGE_SIZE;
+                return Err(StoreError::Damaged { file: pages.path.clone(), offset, damage });
+            }
+        }
+    }
+    Ok(())
+}

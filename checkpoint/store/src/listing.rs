@@ -1,0 +1,143 @@
+//! What is in a store.
+
+use std::io;
+
+use driftline_guest::{Guest, VmId};
+
+use crate::epoch_info::EpochInfo;
+use crate::error::StoreError;
+use crate::limits::SECTOR;
+use crate::log::{LogFile, Tail, is_not_found};
+use crate::manifest::{Manifest, is_leftover};
+use crate::names::{Named, log_name, parse_name};
+use crate::store::Store;
+
+/// What is in a store's directory.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// Epochs that are kept, ascending: those in front of any damage of the log.
+    pub epochs: Vec<EpochInfo>,
+    /// What is wrong with the log.
+    pub damaged: Vec<StoreError>,
+    /// Files, and the end of the log, that a crash left unfinished, or that are being written now.
+    pub unfinished: Vec<String>,
+    /// Files that have no place in a store; never touched.
+    pub foreign: Vec<String>,
+    /// Files that [`repair`](Store::repair) replaced and kept under other names. The operator may
+    /// remove them.
+    pub aside: Vec<String>,
+}
+
+impl Store {
+    /// Whose epochs it is for; `None` if none was ever begun there. Reads its manifest only, of a hundred bytes.
+    pub fn owner(&self) -> Result<Option<VmId>, StoreError> {
+        Ok(self.manifest()?.map(|manifest| manifest.vm_id))
+    }
+
+    /// The configuration of the guest ([`Guest::config`]) in the latest epoch.
+    pub fn config(&self) -> Result<Vec<u8>, StoreError> {
+        Ok(self.pin(None)?.read_machine()?.config)
+    }
+
+    /// The epochs that are kept, ascending; an error if the log is damaged. Reads the log; contents of frames are only checked
+    /// by [`verify`](Self::verify) and a restore.
+    pub fn epochs(&self) -> Result<Vec<EpochInfo>, StoreError> {
+        let listing = self.list()?;
+        match listing.damaged.into_iter().next() {
+            Some(e) => Err(e),
+            None => Ok(listing.epochs),
+        }
+    }
+
+    /// Everything in the directory. Costs as much as [`epochs`](Self::epochs).
+    pub fn list(&self) -> Result<Listing, StoreError> {
+        let mut listing = Listing::default();
+        let opened = match self.open_log() {
+            Err(e @ StoreError::Damaged { .. }) => {
+                listing.damaged.push(e);
+                None
+            }
+            other => other?,
+        };
+        let manifest = opened.as_ref().map(|(manifest, _)| *manifest);
+        for name in self.names()? {
+            match parse_name(&name) {
+                Named::Foreign | Named::Epoch1 => listing.foreign.push(name),
+                Named::Aside(_) => listing.aside.push(name),
+                // A damaged manifest says nothing of other files.
+                _ if listing.damaged.is_empty() && is_leftover(&name, manifest.as_ref()) => {
+                    listing.unfinished.push(name);
+                }
+                _ => {}
+            }
+        }
+        if let Some((manifest, log)) = opened {
+            listing.epochs = log.kept().iter().map(|g| g.info).collect();
+            match log.tail {
+                Tail::Clean => {}
+                Tail::Torn(at) => {
+                    listing
+                        .unfinished
+                        .push(format!("{} from byte {at} on", log_name(manifest.files.log)));
+                }
+                Tail::Damaged(e, _) => listing.damaged.push(e),
+            }
+        }
+        listing.unfinished.sort_unstable();
+        listing.foreign.sort_unstable();
+        listing.aside.sort_unstable();
+        Ok(listing)
+    }
+
+    /// The manifest and the log that it names; `None` if there is nothing yet.
+    pub(crate) fn open_log(&self) -> Result<Option<(Manifest, LogFile)>, StoreError> {
+        loop {
+            let Some(manifest) = self.manifest()? else { return self.without_manifest() };
+            match LogFile::open(self, manifest.files.log) {
+                // A writer has begun another one in this moment.
+                Err(e) if is_not_found(&e) => {
+                    if self.manifest()? == Some(manifest) {
+                        return Err(self.log_is_gone(log_name(manifest.files.log))?);
+                    }
+                }
+                Err(e) => return Err(e),
+                Ok(log) => {
+                    log.check_owner(manifest.vm_id)?;
+                    return Ok(Some((manifest, log)));
+                }
+            }
+        }
+    }
+
+    /// What it means that the manifest names a log that is not there.
+    fn log_is_gone(&self, name: String) -> Result<StoreError, StoreError> {
+        let (dir, names) = (self.dir(), self.names()?);
+        Ok(match names.iter().any(|name| matches!(parse_name(name), Named::Log(_))) {
+            true => StoreError::NotThere { dir, file: name },
+            false => StoreError::NoLog { dir, log: Some(name) },
+        })
+    }
+
+    /// Without a manifest there may be files of a store that was never finished. A log that is
+    /// longer than its header has epochs, or had some, whatever is damaged in it.
+    fn without_manifest<T>(&self) -> Result<Option<T>, StoreError> {
+        for name in self.names()? {
+            let Named::Log(_) = parse_name(&name) else { continue };
+            let len = match self.backend().open(&name).and_then(|file| file.len()) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                len => len.map_err(|e| self.io("reading", &name, e))?,
+            };
+            if len > SECTOR as u64 && self.manifest()?.is_none() {
+                return Err(StoreError::NoManifest { log: self.path(&name) });
+            }
+        }
+        Ok(None)
+    }
+
+    /// Refuses a store that `guest` may not continue: one with another guest's epochs, or whose
+    /// last one is of another line.
+    pub fn check_line(&self, guest: &dyn Guest) -> Result<(), StoreError> {
+        let last = self.open_log()?.and_then(|(_, log)| log.groups.last().map(|g| g.info));
+        last.map_or(Ok(()), |last| self.check_follows(&last.origin(), guest))
+    }
+}

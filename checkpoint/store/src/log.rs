@@ -1,0 +1,617 @@
+//! A log: which epochs it has, and how it ends. Each of them is read by `group`.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use driftline_format::{HEADER_LEN, Header, MAGIC_LOG, is_zero};
+use driftline_guest::VmId;
+
+use crate::epoch_info::EpochInfo;
+use crate::error::{Damage, StoreError};
+use crate::group::GroupReader;
+use crate::limits::SECTOR;
+use crate::names::log_name;
+use crate::object::encode_drives;
+use crate::records::{Digest, Front, TAG_COMMIT};
+use crate::sectors::{Kind, Place, Sectors, Stop};
+use crate::store::Store;
+
+/// Sectors in which the record that ends an epoch may be.
+const SEALED: u64 = 2;
+
+/// An epoch in a log.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Group {
+    pub(crate) info: EpochInfo,
+    pub(crate) front: Front,
+    /// Tells its list of drives from others; 0 without drives.
+    pub(crate) drives: u32,
+    /// The oldest epoch that is kept since this one is there.
+    pub(crate) oldest: u64,
+    pub(crate) place: Place,
+    /// Sectors that it takes.
+    pub(crate) sectors: u64,
+}
+
+/// How a log ends.
+#[derive(Debug)]
+pub(crate) enum Tail {
+    /// With an epoch, or its header.
+    Clean,
+    /// With an epoch that was never finished, from this byte on.
+    Torn(u64),
+    /// With damage that epochs which are kept need.
+    Damaged(StoreError, Option<u64>),
+}
+
+/// Damage with another epoch behind it. It does not count if a later, whole epoch is sound, and no
+/// older one is kept.
+#[derive(Debug)]
+struct Gap {
+    damage: StoreError,
+    /// The number of the damaged epoch, if that can be read.
+    epoch: Option<u64>,
+    /// What is in front of it.
+    groups: Vec<Group>,
+    end: Place,
+    sealed: Option<Vec<u8>>,
+}
+
+/// A log, open for reading.
+#[derive(Debug)]
+pub(crate) struct LogFile {
+    sectors: Sectors,
+    pub(crate) vm_id: VmId,
+    /// Ascending, all that it has behind [skipped](Self::skipped) damage: also those that are not
+    /// kept any more.
+    pub(crate) groups: Vec<Group>,
+    /// Behind the last of them.
+    pub(crate) end: Place,
+    /// The two sectors before that as they were read with the last of them, where that is known: its digest is in them.
+    sealed: Option<Vec<u8>>,
+    pub(crate) tail: Tail,
+    /// Damage in front of `groups`, in epochs that no epoch needs which is kept.
+    pub(crate) skipped: Option<StoreError>,
+    /// Of who salvages: damage of the guest's state in the epoch that begins in this sector.
+    pub(crate) lost: BTreeMap<u64, StoreError>,
+}
+
+fn check_owner(sectors: &Sectors, found: VmId, expected: VmId) -> Result<(), StoreError> {
+    match found == expected {
+        true => Ok(()),
+        false => Err(sectors.damaged(0, Damage::OtherVm { found, expected })),
+    }
+}
+
+/// Damage of a log that is salvaged, in place of an epoch or several.
+#[derive(Debug)]
+pub(crate) struct Hole {
+    /// The number of the group behind it.
+    pub(crate) at: usize,
+    pub(crate) damage: StoreError,
+    /// The number of the epoch, if that can be read.
+    pub(crate) epoch: Option<u64>,
+}
+
+impl LogFile {
+    /// Opens the log of `generation` and looks through all of it.
+    pub(crate) fn open(store: &Store, generation: u64) -> Result<Self, StoreError> {
+        let (sectors, header) = Self::open_header(store, generation)?;
+        let end = Place { sector: 1, sequence: 0, digest: Some(Digest(header.checksum())) };
+        let vm_id = header.vm_id();
+        let (groups, tail) = (Vec::new(), Tail::Clean);
+        let mut log = Self {
+            sectors,
+            vm_id,
+            groups,
+            end,
+            sealed: None,
+            tail,
+            skipped: None,
+            lost: BTreeMap::new(),
+        };
+        log.go_on()?;
+        Ok(log)
+    }
+
+    /// Refuses a log of `generation` that is missing, has a damaged header, or is not `vm_id`'s.
+    pub(crate) fn check_header(
+        store: &Store,
+        generation: u64,
+        vm_id: VmId,
+    ) -> Result<(), StoreError> {
+        let (sectors, header) = Self::open_header(store, generation)?;
+        check_owner(&sectors, header.vm_id(), vm_id)
+    }
+
+    /// Refuses a log that is not `vm_id`'s.
+    pub(crate) fn check_owner(&self, vm_id: VmId) -> Result<(), StoreError> {
+        check_owner(&self.sectors, self.vm_id, vm_id)
+    }
+
+    fn open_header(store: &Store, generation: u64) -> Result<(Sectors, Header), StoreError> {
+        let name = log_name(generation);
+        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        let (path, calm) = (store.path(&name), store.calm().clone());
+        let mut sectors = Sectors::new(file, path, calm, store.unreadable(false))?;
+        let data = match sectors.data(0, Kind::Other) {
+            Ok(data) => data,
+            Err(Stop::Wrong(e)) => return Err(e),
+            Err(Stop::Unwritten(..)) => {
+                let (length, wanted) = (sectors.len(), SECTOR as u64);
+                return Err(sectors.damaged(0, Damage::EndsEarly { length, wanted }));
+            }
+        };
+        let header = Header::read_from(data, MAGIC_LOG);
+        let padding = is_zero(&data[HEADER_LEN..]);
+        let header = header.map_err(|e| sectors.damaged(0, e))?;
+        let fields = [
+            ("the generation in the header", header.epoch(), generation),
+            ("the layout in the header of a log", header.layout_hash().into(), 0),
+            ("what follows the header", (!padding).into(), 0),
+        ];
+        for (what, found, expected) in fields {
+            if found != expected {
+                return Err(sectors.damaged(0, Damage::Mismatch { what, found, expected }));
+            }
+        }
+        Ok((sectors, header))
+    }
+
+    /// Whose the log of `generation` is; `None` if it is gone, or its header is damaged.
+    pub(crate) fn vm_of(store: &Store, generation: u64) -> Result<Option<VmId>, StoreError> {
+        store.header_owner(&log_name(generation), MAGIC_LOG)
+    }
+
+    /// Reads all that is left of the log of `generation`, which is `vm_id`'s: also epochs behind
+    /// damage, whose parents may be lost, and those whose state is damaged. Says what is wrong with
+    /// its header, and where epochs are missing.
+    pub(crate) fn salvage(
+        store: &Store,
+        generation: u64,
+        vm_id: VmId,
+    ) -> Result<(Self, Option<StoreError>, Vec<Hole>), StoreError> {
+        let name = log_name(generation);
+        let file = store.backend().open(&name).map_err(|e| store.io("opening", &name, e))?;
+        let (path, calm) = (store.path(&name), store.calm().clone());
+        let mut sectors = Sectors::new(file, path, calm, store.unreadable(true))?;
+        sectors.lenient = true;
+        let header = Header::new(MAGIC_LOG, vm_id, generation, 0);
+        let found = sectors.data(0, Kind::Other).map(|data| Header::read_from(data, MAGIC_LOG));
+        // The first COMMIT has a digest that began with the header that was written.
+        let seed = match &found {
+            Ok(Ok(found)) => found.checksum(),
+            _ => header.checksum(),
+        };
+        let header_damage = match found {
+            Ok(Ok(found)) if found.checksum() == header.checksum() => None,
+            Ok(Ok(found)) if found.vm_id() != vm_id => {
+                let damage = Damage::OtherVm { found: found.vm_id(), expected: vm_id };
+                Some(sectors.damaged(0, damage))
+            }
+            Ok(Ok(found)) => {
+                let (what, found) = ("the generation in the header", found.epoch());
+                let damage = Damage::Mismatch { what, found, expected: generation };
+                Some(sectors.damaged(0, damage))
+            }
+            Ok(Err(e)) => Some(sectors.damaged(0, e)),
+            Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+            Err(stop) => Some(stop.into()),
+        };
+        let digest = Some(Digest(seed));
+        let end = Place { sector: 1, sequence: 0, digest };
+        let (groups, tail) = (Vec::new(), Tail::Clean);
+        let (sealed, skipped, lost) = (None, None, BTreeMap::new());
+        let mut log = Self { sectors, vm_id, groups, end, sealed, tail, skipped, lost };
+        let mut holes: Vec<Hole> = Vec::new();
+        while log.end.sector < log.sectors.count() {
+            let stop = match log.next_group(None) {
+                Ok((group, end)) => {
+                    log.groups.push(group);
+                    log.end = end;
+                    continue;
+                }
+                Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+                Err(stop) => stop,
+            };
+            let (at, epoch) = (log.groups.len(), log.front_epoch(log.end));
+            match log.begins_later(log.end.sector + 1)? {
+                Some(later) => {
+                    holes.push(Hole { at, damage: stop.into(), epoch });
+                    log.end = later;
+                }
+                None => {
+                    // Damage that is passed over here stops every other reader.
+                    let stop = match log.end.digest {
+                        Some(_) => log.strictly(|log| log.next_group(None)).err().unwrap_or(stop),
+                        None => stop,
+                    };
+                    if let Stop::Wrong(e @ StoreError::Io { .. }) = stop {
+                        return Err(e);
+                    }
+                    match log.tail_of(stop)? {
+                        Tail::Damaged(damage, epoch) => holes.push(Hole { at, damage, epoch }),
+                        tail => log.tail = tail,
+                    }
+                    break;
+                }
+            }
+        }
+        Ok((log, header_damage, holes))
+    }
+
+    /// Reads without passing over anything.
+    fn strictly<T>(&mut self, read: impl FnOnce(&mut Self) -> T) -> T {
+        let lenient = std::mem::replace(&mut self.sectors.lenient, false);
+        let read = read(self);
+        self.sectors.lenient = lenient;
+        read
+    }
+
+    /// The oldest epoch that is kept; `None` if there is none at all.
+    pub(crate) fn oldest(&self) -> Option<u64> {
+        self.groups.last().map(|last| last.oldest)
+    }
+
+    /// The epochs that are kept, ascending.
+    pub(crate) fn kept(&self) -> &[Group] {
+        let Some(oldest) = self.oldest() else { return &[] };
+        let from = self.groups.partition_point(|g| g.info.epoch < oldest);
+        &self.groups[from..]
+    }
+
+    /// Bytes up to the end of the last epoch.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.end.sector * SECTOR as u64
+    }
+
+    /// Looks through what was appended since. The last epoch may have failed after it was seen, and be gone.
+    pub(crate) fn go_on(&mut self) -> Result<(), StoreError> {
+        self.sectors.look_again()?;
+        if !self.ends_as_before()
+            && let Some(last) = self.groups.pop()
+        {
+            (self.end, self.sealed) = (last.place, None);
+        }
+        let mut gap: Option<Gap> = None;
+        self.tail = loop {
+            if self.end.sector * SECTOR as u64 == self.sectors.len() {
+                break Tail::Clean;
+            }
+            let after = gap.as_ref().and_then(|gap| gap.groups.last()).map(|g| g.info.epoch);
+            match self.next_group(after) {
+                Ok((group, end)) => {
+                    self.groups.push(group);
+                    self.end = end;
+                    self.sealed = self.sectors.buffered(end.sector - SEALED..end.sector);
+                    if group.oldest >= self.groups[0].info.epoch
+                        && let Some(gap) = gap.take()
+                    {
+                        self.skipped = Some(gap.damage);
+                    }
+                }
+                Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+                Err(stop) => match self.begins_later(self.end.sector + 1)? {
+                    None => break self.tail_of(stop)?,
+                    Some(later) => self.go_on_behind(stop, later, &mut gap),
+                },
+            }
+        };
+        if let Some(gap) = gap {
+            (self.groups, self.end, self.sealed) = (gap.groups, gap.end, gap.sealed);
+            self.tail = Tail::Damaged(gap.damage, gap.epoch);
+        }
+        Ok(())
+    }
+
+    /// Leaves the damage that `stop` found in the epoch at the end behind. Another epoch begins at
+    /// `later`.
+    fn go_on_behind(&mut self, stop: Stop, later: Place, gap: &mut Option<Gap>) {
+        let (epoch, end) = (self.front_epoch(self.end), std::mem::replace(&mut self.end, later));
+        let (groups, sealed) = (std::mem::take(&mut self.groups), self.sealed.take());
+        // What was found behind an earlier gap is of no use without what comes here.
+        gap.get_or_insert_with(|| Gap { damage: stop.into(), epoch, groups, end, sealed });
+    }
+
+    /// The number of the epoch that begins at `place`, if that much of it is sound.
+    fn front_epoch(&mut self, place: Place) -> Option<u64> {
+        GroupReader::open(&mut self.sectors, place).ok().map(|reader| reader.front.epoch)
+    }
+
+    /// Whether the last epoch is still there: another in its place would have another digest at its end.
+    fn ends_as_before(&mut self) -> bool {
+        let Some(was) = &self.sealed else { return false };
+        let sealed = self.end.sector - SEALED..self.end.sector;
+        if sealed.end > self.sectors.count() || self.sectors.raw(sealed.start).is_err() {
+            return false;
+        }
+        self.sectors.buffered(sealed).as_ref() == Some(was)
+    }
+
+    /// Of epochs after `epoch` nothing is known any more.
+    pub(crate) fn forget_after(&mut self, epoch: u64) {
+        let known = self.groups.partition_point(|g| g.info.epoch <= epoch);
+        if let Some(first) = self.groups.get(known) {
+            (self.end, self.sealed) = (first.place, None);
+            self.groups.truncate(known);
+        }
+    }
+
+    /// What it means that the log stops making sense within the last epoch that begins in it.
+    fn tail_of(&mut self, stop: Stop) -> Result<Tail, StoreError> {
+        let torn = Tail::Torn(self.end.sector * SECTOR as u64);
+        Ok(match stop {
+            Stop::Unwritten(..) => torn,
+            Stop::Wrong(StoreError::Damaged { offset, .. })
+                if self.sectors.has_settled(offset / SECTOR as u64) =>
+            {
+                torn
+            }
+            Stop::Wrong(e) => Tail::Damaged(e, self.front_epoch(self.end)),
+        })
+    }
+
+    /// Where the next epoch begins in sector `from` or a later one: what is before it was durable
+    /// then.
+    fn begins_later(&mut self, from: u64) -> Result<Option<Place>, StoreError> {
+        for sector in from..self.sectors.count() {
+            match self.sectors.data(sector, Kind::First) {
+                Ok(data) => {
+                    let sequence = sequence_of(data);
+                    return Ok(Some(Place { sector, sequence, digest: None }));
+                }
+                Err(Stop::Wrong(e @ StoreError::Io { .. })) => return Err(e),
+                Err(_) => {}
+            }
+        }
+        Ok(None)
+    }
+
+    /// Reads the epoch at the end. `after` is the last one that is known in front of a gap.
+    fn next_group(&mut self, after: Option<u64>) -> Result<(Group, Place), Stop> {
+        // Who salvages knows nothing of what is in front of a hole.
+        let lenient = self.sectors.lenient;
+        let fresh = self.end.digest.is_none() && lenient;
+        let (place, before) = (self.end, self.groups.last().copied().filter(|_| !fresh));
+        let vm_id = self.vm_id;
+        let mut reader = GroupReader::open(&mut self.sectors, place)?;
+        let Front { epoch, parent, created_unix_ms, line, .. } = reader.front;
+        // None of no drives: the list has a length.
+        let drives = encode_drives(&reader.drives).map_or(0, |list| crc32c::crc32c(&list));
+        if fresh {
+            let last = self.groups.last().map_or(0, |g| g.info.epoch);
+            if reader.front.epoch <= last {
+                let (what, found, expected) = ("an epoch's number", reader.front.epoch, last + 1);
+                return Err(reader.cursor.damaged(Damage::Mismatch { what, found, expected }));
+            }
+        } else if let Err(damage) = follows(&reader.front, drives, before.as_ref(), after) {
+            return Err(reader.cursor.damaged(damage));
+        }
+        while reader.next()?.is_some() {}
+        let Some((commit, end)) = reader.ended else {
+            return Err(reader.cursor.damaged(Damage::Misplaced { tag: TAG_COMMIT }));
+        };
+        let oldest = before.map_or(commit.oldest, |before| before.oldest);
+        let known =
+            |n: u64| n == epoch || self.groups.binary_search_by_key(&n, |g| g.info.epoch).is_ok();
+        // Behind a gap the oldest may be one in front of it.
+        let is_behind =
+            place.digest.is_none() || self.groups.first().is_some_and(|g| g.place.digest.is_none());
+        let beyond =
+            is_behind && self.groups.first().map_or(epoch, |g| g.info.epoch) > commit.oldest;
+        let lenient = lenient && commit.oldest <= epoch;
+        if commit.oldest < oldest || !(known(commit.oldest) || beyond || lenient) {
+            let (what, found) = ("the oldest epoch that is kept", commit.oldest);
+            let at = reader_offset(place);
+            let e = self.sectors.damaged(at, Damage::Mismatch { what, found, expected: oldest });
+            return Err(e.into());
+        }
+        let info = EpochInfo {
+            epoch,
+            vm_id,
+            parent,
+            full: parent.is_none(),
+            frames: commit.frames.saturating_add(commit.zero_frames),
+            zero_frames: commit.zero_frames,
+            bytes: commit.bytes,
+            drives: reader.drives.len() as u32,
+            created_unix_ms,
+            line,
+        };
+        let (front, sectors) = (reader.front, end.sector - place.sector);
+        let lost = reader.cursor.lost.take();
+        if let Some(e) = lost {
+            self.lost.insert(place.sector, e);
+        }
+        Ok((Group { info, front, drives, oldest: commit.oldest, place, sectors }, end))
+    }
+
+    /// Group number `index`, to be read.
+    pub(crate) fn group(&mut self, index: usize) -> Result<GroupReader<'_>, StoreError> {
+        let place = self.groups[index].place;
+        Ok(GroupReader::open(&mut self.sectors, place)?)
+    }
+
+    /// Where group number `index` begins, for messages.
+    pub(crate) fn damaged(&self, index: usize, damage: Damage) -> StoreError {
+        self.sectors.damaged(reader_offset(self.groups[index].place), damage)
+    }
+
+    /// The first of the groups that memory at group number `index` is put together from.
+    pub(crate) fn base_of(&self, index: usize) -> usize {
+        let whole = |g: &Group| g.front.is_whole();
+        self.groups[..=index].iter().rposition(whole).unwrap_or(0)
+    }
+
+    /// Refuses a log with damage that epochs which are kept need.
+    pub(crate) fn check_sound(&mut self, store: &Store) -> Result<(), StoreError> {
+        match std::mem::replace(&mut self.tail, Tail::Clean) {
+            Tail::Damaged(e, epoch) => {
+                let (dir, cause) = (store.dir(), Box::new(e));
+                Err(StoreError::NeedsRepair { dir, epoch, cause })
+            }
+            tail => {
+                self.tail = tail;
+                Ok(())
+            }
+        }
+    }
+
+    /// The damage with which the log ends, if it does, to be said.
+    pub(crate) fn take_damage(&mut self) -> Option<StoreError> {
+        match std::mem::replace(&mut self.tail, Tail::Clean) {
+            Tail::Damaged(e, _) => Some(e),
+            Tail::Clean | Tail::Torn(_) => None,
+        }
+    }
+}
+
+/// The sequence number in the record's head at the beginning of a sector's data.
+fn sequence_of(data: &[u8]) -> u32 {
+    data[16..20].iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte))
+}
+
+fn reader_offset(place: Place) -> u64 {
+    place.sector * SECTOR as u64
+}
+
+/// Refuses an epoch that cannot stand behind `before`.
+fn follows(
+    front: &Front,
+    drives: u32,
+    before: Option<&Group>,
+    after: Option<u64>,
+) -> Result<(), Damage> {
+    let Some(before) = before else {
+        if let Some(last) = after.filter(|last| front.epoch <= *last) {
+            let (what, found) = ("an epoch's number", front.epoch);
+            return Err(Damage::Mismatch { what, found, expected: last.saturating_add(1) });
+        }
+        // Nothing is known of what it builds on.
+        let Some(parent) = front.parent.filter(|_| !front.is_whole()) else { return Ok(()) };
+        let what = "the parent of the first epoch in a log";
+        return Err(Damage::Mismatch { what, found: parent, expected: 0 });
+    };
+    let last = before.info.epoch;
+    if front.epoch <= last {
+        let (what, found) = ("an epoch's number", front.epoch);
+        return Err(Damage::Mismatch { what, found, expected: last.saturating_add(1) });
+    }
+    if front.rebased {
+        return Err(Damage::Mismatch { what: "an epoch's flags", found: 1, expected: 0 });
+    }
+    let Some(parent) = front.parent else { return Ok(()) };
+    let fields = [
+        ("the parent's number", parent, last),
+        ("what tells of the list of drives", drives.into(), before.drives.into()),
+        ("the hash of the memory layout", front.layout.into(), before.front.layout.into()),
+    ];
+    match fields.into_iter().find(|(_, found, expected)| found != expected) {
+        Some((what, found, expected)) => Err(Damage::Mismatch { what, found, expected }),
+        None => Ok(()),
+    }
+}
+
+/// An error of a read that cannot be one of the system.
+pub(crate) fn is_not_found(e: &StoreError) -> bool {
+    matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::NotFound)
+}
+
+#[allow(clippy::unwrap_used)]
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use std::sync::Arc;
+
+    use driftline_dirty_tracker::PAGE_SIZE;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::backend::Backend;
+    use crate::taken::Taker;
+    use crate::testing::MemoryDisk;
+    use driftline_guest::Guest;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+
+    const LOG: &str = "log-1";
+
+    fn store(disk: &MemoryDisk, writable: bool) -> Store {
+        Store::with_backend(Box::new(disk.clone()), writable).unwrap()
+    }
+
+    /// Takes one more epoch, by a process of its own, in which so many frames are full of `byte`.
+    fn grow(disk: &MemoryDisk, guest: &Arc<MemoryGuest>, frames: u64, byte: u8) {
+        for n in 0..frames {
+            guest.ram().write_slice(&[byte; 4096], GuestAddress(n * PAGE_SIZE)).unwrap();
+        }
+        Taker::new(guest.clone(), store(disk, true)).take();
+    }
+
+    /// What a reader knows who looks now.
+    fn known(log: &LogFile) -> (Vec<EpochInfo>, Place) {
+        (log.groups.iter().map(|group| group.info).collect(), log.end)
+    }
+
+    /// A reader of `before` who looks again when the log is `after` knows what one does who has not looked before.
+    fn check(disk: &MemoryDisk, before: &[u8], after: &[u8]) {
+        let file = disk.open_for_writing(LOG).unwrap();
+        let put = |bytes: &[u8]| {
+            file.cut(0).unwrap();
+            file.write_all_at(bytes, 0).unwrap();
+        };
+        put(before);
+        let store = store(disk, false);
+        let mut log = LogFile::open(&store, 1).unwrap();
+        put(after);
+        log.go_on().unwrap();
+        assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
+        assert!(log.take_damage().is_none());
+        // Once more, and with what was appended since.
+        log.go_on().unwrap();
+        assert_eq!(known(&log), known(&LogFile::open(&store, 1).unwrap()));
+    }
+
+    #[test]
+    fn who_looks_again_knows_what_is_there_now() {
+        let vm_id = VmId::random();
+        let guest = || MemoryGuest::new(vm_id, MemoryConfig::still()).unwrap();
+        // The last record ends anywhere in a sector, or at the beginning of the next.
+        for frames in 1..=140 {
+            let one = MemoryDisk::default();
+            grow(&one, &guest(), 1, 1);
+            let first = one.contents(LOG).unwrap();
+            let other = one.copy();
+            grow(&one, &guest(), frames, 2);
+            grow(&other, &guest(), frames, 3);
+            let [second, instead] = [&one, &other].map(|disk| disk.contents(LOG).unwrap());
+            assert_ne!(second, instead, "they were taken at other moments, at least");
+            grow(&other, &guest(), 1, 4);
+            let third = other.contents(LOG).unwrap();
+            for (before, after) in [
+                (&first, &second),
+                (&second, &second),
+                (&second, &first),
+                (&second, &instead),
+                (&second, &third),
+                (&instead, &third),
+            ] {
+                check(&other, before, after);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_forgotten_is_found_again() {
+        let disk = MemoryDisk::default();
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        (1..=3).for_each(|byte| grow(&disk, &guest, 2, byte));
+        let store = store(&disk, false);
+        let whole = known(&LogFile::open(&store, 1).unwrap());
+        for epoch in 0..=3 {
+            let mut log = LogFile::open(&store, 1).unwrap();
+            log.forget_after(epoch);
+            assert_eq!(log.groups.len() as u64, epoch);
+            log.go_on().unwrap();
+            assert_eq!(known(&log), whole);
+        }
+    }
+}

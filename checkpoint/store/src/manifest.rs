@@ -1,0 +1,172 @@
+//! The manifest: which log and page file are the store's, and whose it is. Replaced whole, or not at all.
+
+use std::io;
+
+use driftline_format::{HEADER_LEN, Header, MAGIC_STORE, RECORD_HEAD_LEN, RecordHead};
+use driftline_guest::VmId;
+
+use crate::backend::is_media_error;
+use crate::error::{Damage, StoreError};
+use crate::limits::MAX_GENERATION;
+use crate::names::{MANIFEST, MANIFEST_NEW, Named, log_name, pages_name, parse_name};
+use crate::records::{FILES_LEN, Files, TAG_FILES, decode_files, decode_head, encode_files};
+use crate::store::Store;
+
+const LEN: usize = HEADER_LEN + RECORD_HEAD_LEN + FILES_LEN;
+
+/// What a manifest says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Manifest {
+    pub(crate) vm_id: VmId,
+    pub(crate) files: Files,
+}
+
+/// A manifest that was not written.
+#[derive(Debug)]
+pub(crate) struct NotWritten {
+    pub(crate) cause: StoreError,
+    /// Nobody knows which of the two a crash would leave.
+    pub(crate) unsettled: bool,
+}
+
+impl Manifest {
+    fn encode(&self) -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::with_capacity(LEN);
+        Header::new(MAGIC_STORE, self.vm_id, self.files.log, 0).write_to(&mut bytes)?;
+        let payload = encode_files(self.files);
+        let head = RecordHead {
+            tag: TAG_FILES,
+            must_understand: true,
+            instance: 0,
+            length: payload.len() as u32,
+            payload_crc: crc32c::crc32c(&payload),
+            sequence: 0,
+        };
+        bytes.extend_from_slice(&head.to_bytes());
+        bytes.extend_from_slice(&payload);
+        Ok(bytes)
+    }
+
+    /// What is wrong, and at which byte.
+    fn decode(bytes: &[u8]) -> Result<Self, (usize, Damage)> {
+        let header = Header::read_from(bytes, MAGIC_STORE).map_err(|e| (0, e.into()))?;
+        let early = |from: usize, wanted: usize| {
+            (from, Damage::EndsEarly { length: bytes.len() as u64, wanted: wanted as u64 })
+        };
+        let rest = &bytes[HEADER_LEN..];
+        let (head, payload) = rest
+            .split_at_checked(RECORD_HEAD_LEN)
+            .ok_or_else(|| early(HEADER_LEN, RECORD_HEAD_LEN))?;
+        let head = decode_head(head, 0).map_err(|e| (HEADER_LEN, e))?;
+        if head.tag != TAG_FILES {
+            return Err((HEADER_LEN, Damage::Misplaced { tag: head.tag }));
+        }
+        let payload_at = HEADER_LEN + RECORD_HEAD_LEN;
+        if payload.len() < head.length as usize {
+            return Err(early(payload_at, head.length as usize));
+        }
+        let (payload, behind) = payload.split_at(head.length as usize);
+        head.check(payload).map_err(|e| (payload_at, e.into()))?;
+        let files = decode_files(payload).map_err(|e| (HEADER_LEN, e))?;
+        let fields = [
+            (0, "the generation in the header", header.epoch(), files.log),
+            (0, "the layout in the header of a manifest", header.layout_hash().into(), 0),
+            (LEN, "bytes behind the manifest", behind.len() as u64, 0),
+        ];
+        match fields.into_iter().find(|(_, _, found, expected)| found != expected) {
+            Some((at, what, found, expected)) => {
+                Err((at, Damage::Mismatch { what, found, expected }))
+            }
+            None => Ok(Self { vm_id: header.vm_id(), files }),
+        }
+    }
+}
+
+impl Store {
+    /// The manifest; `None` if there is none, and so no epoch.
+    pub(crate) fn manifest(&self) -> Result<Option<Manifest>, StoreError> {
+        let io = |e| self.io("reading", MANIFEST, e);
+        let file = match self.backend().open(MANIFEST) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(io)?,
+        };
+        // One byte more than it has: what is longer is none.
+        let len = file.len().map_err(io)?.min(LEN as u64 + 1);
+        let mut bytes = vec![0; len as usize];
+        file.read_exact_at(&mut bytes, 0).map_err(io)?;
+        let damaged = |(offset, damage): (usize, Damage)| StoreError::Damaged {
+            file: self.path(MANIFEST),
+            offset: offset as u64,
+            damage,
+        };
+        if bytes.len() < HEADER_LEN {
+            let (length, wanted) = (len, HEADER_LEN as u64);
+            return Err(damaged((0, Damage::EndsEarly { length, wanted })));
+        }
+        Manifest::decode(&bytes).map(Some).map_err(damaged)
+    }
+
+    /// Puts a manifest in place of the one that is there, durably. The names of the files in it become durable with it.
+    pub(crate) fn put_manifest(&self, manifest: Manifest) -> Result<(), NotWritten> {
+        let backend = self.backend();
+        let before = || -> Result<(), StoreError> {
+            let bytes = manifest.encode().map_err(|e| self.io("writing", MANIFEST_NEW, e))?;
+            let file = backend.create(MANIFEST_NEW);
+            let file = file.map_err(|e| self.io("creating", MANIFEST_NEW, e))?;
+            file.write_all_at(&bytes, 0).map_err(|e| self.io("writing", MANIFEST_NEW, e))?;
+            file.sync().map_err(|e| self.io("syncing", MANIFEST_NEW, e))?;
+            // Before anything can name them.
+            self.sync_dir()?;
+            self.check_lock()?;
+            let renamed = backend.rename(MANIFEST_NEW, MANIFEST);
+            renamed.map_err(|e| self.io("renaming", MANIFEST_NEW, e))
+        };
+        before().map_err(|cause| NotWritten { cause, unsettled: false })?;
+        self.sync_dir().map_err(|cause| NotWritten { cause, unsettled: true })
+    }
+
+    /// Whose a file is by its header; `None` if it is gone, or the header is damaged.
+    pub(crate) fn header_owner(
+        &self,
+        name: &str,
+        magic: [u8; 8],
+    ) -> Result<Option<VmId>, StoreError> {
+        let mut header = [0; HEADER_LEN];
+        let read = self.backend().open(name).and_then(|file| file.read_exact_at(&mut header, 0));
+        match read {
+            Ok(()) => Ok(Header::read_from(&header[..], magic).ok().map(|header| header.vm_id())),
+            Err(e) if is_media_error(&e) => Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+            Err(e) => Err(self.io("reading", name, e)),
+        }
+    }
+
+    /// Generations for a new log and a new page file: above those of all files that are there.
+    pub(crate) fn next_files(&self) -> Result<Files, StoreError> {
+        let mut last = Files { log: 0, pages: 0 };
+        for name in self.names()? {
+            match parse_name(&name) {
+                Named::Log(n) => last.log = last.log.max(n),
+                Named::Pages(n) => last.pages = last.pages.max(n),
+                _ => {}
+            }
+        }
+        let next = |n: u64, name: fn(u64) -> String| match n.checked_add(1) {
+            Some(next) if next <= MAX_GENERATION => Ok(next),
+            _ => Err(StoreError::LastName { file: self.path(&name(n)) }),
+        };
+        Ok(Files { log: next(last.log, log_name)?, pages: next(last.pages, pages_name)? })
+    }
+}
+
+/// Whether a file is a store's own, but not this one's.
+pub(crate) fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
+    match parse_name(name) {
+        Named::ManifestNew | Named::TouchedNew => true,
+        Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
+        Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
+        Named::Manifest | Named::Lock | Named::Touched | Named::Aside(_) => false,
+        Named::Epoch1 | Named::Foreign => false,
+    }
+}

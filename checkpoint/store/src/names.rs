@@ -1,0 +1,90 @@
+//! Names of a store's files.
+
+use crate::backend::LOCK_FILE;
+use crate::limits::MAX_GENERATION;
+
+/// Names of files, beside [`LOCK_FILE`].
+pub(crate) const MANIFEST: &str = "manifest";
+pub(crate) const MANIFEST_NEW: &str = "manifest.tmp";
+pub(crate) const LOG: &str = "log-";
+pub(crate) const PAGES: &str = "pages-";
+pub(crate) const TOUCHED: &str = "touched";
+pub(crate) const TOUCHED_NEW: &str = "touched.tmp-";
+/// Begins the names of files that a repair has kept aside: `damaged-1.log-2`.
+pub(crate) const ASIDE: &str = "damaged-";
+
+pub(crate) fn log_name(generation: u64) -> String {
+    format!("{LOG}{generation}")
+}
+
+pub(crate) fn pages_name(generation: u64) -> String {
+    format!("{PAGES}{generation}")
+}
+
+/// What a name in the directory stands for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Named {
+    Manifest,
+    ManifestNew,
+    Log(u64),
+    Pages(u64),
+    Lock,
+    Touched,
+    TouchedNew,
+    /// What a repair has kept aside, and its number.
+    Aside(u64),
+    /// An epoch of format 1.
+    Epoch1,
+    Foreign,
+}
+
+pub(crate) fn parse_name(name: &str) -> Named {
+    let number = |digits: &str| {
+        let plain = digits.bytes().all(|b| b.is_ascii_digit()) && !digits.starts_with('0');
+        digits.parse().ok().filter(|n| plain && (1..=MAX_GENERATION).contains(n))
+    };
+    match name {
+        MANIFEST => return Named::Manifest,
+        MANIFEST_NEW => return Named::ManifestNew,
+        LOCK_FILE => return Named::Lock,
+        TOUCHED => return Named::Touched,
+        _ if name.starts_with(TOUCHED_NEW) => return Named::TouchedNew,
+        _ => {}
+    }
+    if let Some(n) = name.strip_prefix(LOG).and_then(number) {
+        return Named::Log(n);
+    }
+    if let Some(n) = name.strip_prefix(PAGES).and_then(number) {
+        return Named::Pages(n);
+    }
+    let aside = name.strip_prefix(ASIDE).and_then(|rest| rest.split_once('.'));
+    if let Some(n) = aside.and_then(|(digits, _)| number(digits)) {
+        return Named::Aside(n);
+    }
+    let epoch = name.strip_prefix("epoch-").and_then(|rest| rest.strip_suffix(".dl"));
+    match epoch {
+        Some(n) if n.len() == 20 && n.bytes().all(|b| b.is_ascii_digit()) => Named::Epoch1,
+        _ => Named::Foreign,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_has_one_meaning() {
+        assert_eq!(parse_name(&log_name(42)), Named::Log(42));
+        assert_eq!(parse_name(&pages_name(MAX_GENERATION)), Named::Pages(MAX_GENERATION));
+        assert_eq!(parse_name(&pages_name(MAX_GENERATION + 1)), Named::Foreign);
+        assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Foreign);
+        assert_eq!(parse_name("touched"), Named::Touched);
+        assert_eq!(parse_name("touched.tmp-1"), Named::TouchedNew);
+        assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);
+        for foreign in
+            ["log-", "log-0", "log-01", "log-+1", "pages-1.bak", "epoch-7.dl", "notes.txt", ""]
+        {
+            assert_eq!(parse_name(foreign), Named::Foreign, "{foreign}");
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! What frames there can be in an epoch: those of guest memory, and the blocks of its drives.
+
+use std::collections::HashSet;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
+use driftline_guest::{DriveHead, block_layout};
+use zerocopy::little_endian::U64;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::address::of_object;
+use crate::error::Damage;
+
+/// Most drives of an epoch.
+pub(crate) const MAX_DRIVES: usize = 256;
+/// Longest name of a drive, in bytes.
+const MAX_ID: usize = 64;
+/// What frames there can be in an epoch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Objects<'o> {
+    pub(crate) layout: &'o Layout,
+    pub(crate) drives: &'o [DriveHead],
+}
+
+impl Objects<'_> {
+    /// How many there are.
+    pub(crate) fn count(self) -> usize {
+        1 + self.drives.len()
+    }
+
+    /// The frames `start` and so many more of `object`, if it has them.
+    pub(crate) fn run(self, object: u16, start: u64, count: u64) -> Result<FrameRun, Damage> {
+        let run = FrameRun { start: Gfn(start), count };
+        let inside = match object {
+            0 => self.layout.contains(run),
+            n => {
+                let blocks = self.drives.get(usize::from(n) - 1).map_or(0, DriveHead::blocks);
+                count > 0 && start.checked_add(count).is_some_and(|end| end <= blocks)
+            }
+        };
+        match inside {
+            true => Ok(of_object(object, run)),
+            // Where it has no place it is named as it stands there.
+            false => Err(Damage::Outside { object, run }),
+        }
+    }
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawDrive {
+    bytes: U64,
+    id: [u8; MAX_ID],
+}
+
+/// Bytes of the longest list of drives.
+pub(crate) const MAX_DRIVES_LEN: usize = MAX_DRIVES * size_of::<RawDrive>();
+
+/// The payload of a record of drives; `None` if they are none that an epoch can have.
+pub(crate) fn encode_drives(drives: &[DriveHead]) -> Option<Vec<u8>> {
+    let mut payload = Vec::with_capacity(size_of_val(drives));
+    for DriveHead { id, bytes, .. } in drives {
+        let mut raw = RawDrive { bytes: (*bytes).into(), id: [0; MAX_ID] };
+        raw.id.get_mut(..id.len())?.copy_from_slice(id.as_bytes());
+        payload.extend_from_slice(raw.as_bytes());
+    }
+    decode_drives(&payload).is_ok_and(|read| read == drives).then_some(payload)
+}
+
+/// The drives of an epoch that has some.
+pub(crate) fn decode_drives(payload: &[u8]) -> Result<Vec<DriveHead>, Damage> {
+    let raw = <[RawDrive]>::ref_from_bytes(payload).ok();
+    let Some(raw) = raw.filter(|raw| (1..=MAX_DRIVES).contains(&raw.len())) else {
+        let what = "the length of the list of drives";
+        let expected = size_of::<RawDrive>() as u64;
+        return Err(Damage::Mismatch { what, found: payload.len() as u64, expected });
+    };
+    let (mut names, mut drives) = (HashSet::new(), Vec::new());
+    for (raw, number) in raw.iter().zip(1..) {
+        let wrong = |why: &'static str| Damage::Drive { number, why };
+        let end = raw.id.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+        let id = std::str::from_utf8(&raw.id[..end]).map_err(|_| wrong("its name is no text"))?;
+        if id.is_empty() || id.contains(char::is_control) {
+            return Err(wrong("it has no name, or none that can be shown"));
+        }
+        if !names.insert(id) {
+            return Err(wrong("another one has its name"));
+        }
+        let bytes = raw.bytes.get();
+        block_layout(bytes).map_err(|_| wrong("no drive has its size"))?;
+        drives.push(DriveHead { id: id.to_owned(), bytes, readonly: false });
+    }
+    Ok(drives)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::address::{END, name_run, place};
+    use driftline_dirty_tracker::{Slot, SlotId};
+
+    fn head(id: &str, bytes: u64) -> DriveHead {
+        DriveHead { id: id.to_owned(), bytes, readonly: false }
+    }
+
+    #[test]
+    fn drives_are_read_as_they_were_written_and_nothing_else_is() {
+        let long = "n".repeat(MAX_ID);
+        let drives = [head("disk0", 4096 * 5 + 512), head(&long, 1 << 52)];
+        let payload = encode_drives(&drives).unwrap();
+        assert_eq!(decode_drives(&payload).unwrap(), drives);
+        for none in [
+            vec![],
+            vec![head("", 512)],
+            vec![head("a\0b", 512)],
+            vec![head("a", 0)],
+            vec![head("a", (1 << 52) + 1)],
+            vec![head("a", 512), head("a", 512)],
+            vec![head(&format!("{long}n"), 512)],
+            vec![DriveHead { readonly: true, ..head("a", 512) }],
+            (0..=MAX_DRIVES).map(|n| head(&n.to_string(), 512)).collect(),
+        ] {
+            assert_eq!(encode_drives(&none), None, "{none:?}");
+        }
+        assert!(decode_drives(&payload[1..]).is_err());
+        let mut other = payload;
+        other[8] = 0xff;
+        assert!(decode_drives(&other).is_err());
+    }
+
+    #[test]
+    fn a_block_is_no_frame_and_lies_in_its_drive() {
+        let layout = Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames: 10 }]).unwrap();
+        let drives = [head("a", 4096 * 5 + 512), head("b", 4096)];
+        let objects = Objects { layout: &layout, drives: &drives };
+        let run = objects.run(1, 4, 2).unwrap();
+        assert_eq!((place(run.start), run.count), ((1, Gfn(4)), 2));
+        assert_eq!(name_run(run), "blocks 0x4..0x6 of drive 1");
+        assert_eq!(objects.run(0, 4, 2).unwrap().start, Gfn(4));
+        for (object, start, count) in
+            [(0, 9, 2), (1, 5, 2), (2, 1, 1), (3, 0, 1), (1, 0, 0), (1, END, 1), (1, u64::MAX, 2)]
+        {
+            assert!(objects.run(object, start, count).is_err(), "{object} {start} {count}");
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Opening a store: for reading, for its one writer, or to repair it.
+
+use std::io;
+use std::path::Path;
+
+use crate::backend::{Backend, DirBackend};
+use crate::error::StoreError;
+use crate::log::{LogFile, is_not_found};
+use crate::manifest::{Manifest, is_leftover};
+use crate::names::{Named, log_name, pages_name, parse_name};
+use crate::pages::PageReader;
+use crate::store::Store;
+
+impl Store {
+    /// Opens the store in `dir` for writing, creating it if need be, and removes what a crashed
+    /// writer left unfinished.
+    ///
+    /// Fails if another process, or another `Store` in this one, writes to it.
+    pub fn create_or_open(dir: &Path) -> Result<Self, StoreError> {
+        let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
+        Self::with_backend(Box::new(backend), true)
+    }
+
+    /// Like [`create_or_open`](Self::create_or_open), past the host's page cache ([`DirBackend::direct`]).
+    pub fn create_or_open_direct(dir: &Path) -> Result<Self, StoreError> {
+        let backend = DirBackend::create_or_open(dir).map_err(|e| creating(dir, e))?;
+        Self::with_backend(Box::new(backend.direct()), true)
+    }
+
+    /// Opens the store in `dir` for reading; nothing in it needs to be writable. Sees the epochs that are kept at each moment,
+    /// also while another process writes.
+    pub fn open(dir: &Path) -> Result<Self, StoreError> {
+        let backend = DirBackend::open(dir).map_err(|cause| StoreError::Io {
+            what: "opening the store",
+            path: dir.to_owned(),
+            cause,
+        })?;
+        Self::with_backend(Box::new(backend), false)
+    }
+
+    /// A store on something other than a directory.
+    pub fn with_backend(backend: Box<dyn Backend>, writable: bool) -> Result<Self, StoreError> {
+        let store = Self::new(backend, writable);
+        if writable {
+            store.lock()?;
+        }
+        let names = store.names()?;
+        let has = |named: Named| names.iter().any(|name| parse_name(name) == named);
+        if has(Named::Epoch1) && !has(Named::Manifest) {
+            return Err(StoreError::Format1 { dir: store.dir() });
+        }
+        if writable && let Some(manifest) = store.or_repair(store.manifest())? {
+            store.remove_leftovers(&names, &manifest)?;
+        }
+        Ok(store)
+    }
+
+    /// Removes files that the manifest does not name, once those that it names are known to be the
+    /// store's: a manifest from a backup names none, and the others are all that there is.
+    fn remove_leftovers(&self, names: &[String], manifest: &Manifest) -> Result<(), StoreError> {
+        let leftovers = names.iter().filter(|name| is_leftover(name, Some(manifest)));
+        let leftovers: Vec<&String> = leftovers.collect();
+        if leftovers.is_empty() {
+            return Ok(());
+        }
+        let has_content =
+            |name: &&String| matches!(parse_name(name), Named::Log(_) | Named::Pages(_));
+        if leftovers.iter().any(has_content) {
+            self.or_repair(self.check_named(manifest))?;
+        }
+        // First: a crash may yet bring back the manifest before this one, and it names some of them.
+        self.sync_dir()?;
+        for name in leftovers {
+            tracing::info!(name, "removing what was never finished");
+            match self.backend().remove(name) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                // Whoever writes one has no lock, and may have given it its name by now.
+                Err(e) if parse_name(name) == Named::TouchedNew => {
+                    tracing::debug!("{name} stays: {e}");
+                }
+                other => other.map_err(|e| self.io("removing", name, e))?,
+            }
+        }
+        self.sync_dir()
+    }
+
+    /// Refuses a manifest that names a log or page file that is missing, or whose header is not
+    /// that of this store's.
+    fn check_named(&self, manifest: &Manifest) -> Result<(), StoreError> {
+        let Manifest { vm_id, files } = *manifest;
+        let log = LogFile::check_header(self, files.log, vm_id);
+        let pages = PageReader::open(self, files.pages, vm_id).map(drop);
+        for (checked, file) in [(log, log_name(files.log)), (pages, pages_name(files.pages))] {
+            checked.map_err(|e| match is_not_found(&e) {
+                true => StoreError::NotThere { dir: self.dir(), file },
+                false => e,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Opens the store in `dir` to [repair](Self::repair) it. Fails if another process, or another
+    /// `Store` in this one, writes to it, and if no file there is a store's.
+    pub fn open_to_repair(dir: &Path) -> Result<Self, StoreError> {
+        let opening =
+            |cause| StoreError::Io { what: "opening the store", path: dir.to_owned(), cause };
+        Self::with_backend_to_repair(Box::new(DirBackend::open(dir).map_err(opening)?))
+    }
+
+    /// As [`open_to_repair`](Self::open_to_repair), on something other than a directory.
+    pub fn with_backend_to_repair(backend: Box<dyn Backend>) -> Result<Self, StoreError> {
+        let store = Self::new(backend, true);
+        store.check_is_store()?;
+        store.lock()?;
+        Ok(store)
+    }
+
+    /// Refuses a directory without any file of a store.
+    pub fn check_is_store(&self) -> Result<(), StoreError> {
+        let is_part = |name: &String| {
+            matches!(
+                parse_name(name),
+                Named::Manifest | Named::Log(_) | Named::Pages(_) | Named::Epoch1
+            )
+        };
+        match self.names()?.iter().any(is_part) {
+            true => Ok(()),
+            false => Err(StoreError::NotAStore { dir: self.dir() }),
+        }
+    }
+}
+
+fn creating(dir: &Path, cause: io::Error) -> StoreError {
+    StoreError::Io { what: "creating the store", path: dir.to_owned(), cause }
+}

@@ -1,0 +1,185 @@
+//! Opening a store's files to write to them, or making them. What is found counts as durable only once it has been synced: a
+//! process that was killed, or whose sync failed, may have left it in the system's cache.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use driftline_guest::{Guest, VmId};
+
+use crate::alloc::Slots;
+use crate::backend::StoreFile;
+use crate::build::begin_log;
+use crate::commit::{Bounds, Committer, Kept, Standing};
+use crate::error::StoreError;
+use crate::limits::SECTOR;
+use crate::log::LogFile;
+use crate::manifest::{Manifest, NotWritten};
+use crate::names::{MANIFEST, log_name, pages_name};
+use crate::pages::{PageReader, Pages, begin_pages};
+use crate::records::Files;
+use crate::sectors::Place;
+use crate::space::Space;
+use crate::store::Store;
+
+/// Bytes of a log that are written again at once.
+const AT_ONCE: u64 = 1 << 20;
+
+impl Store {
+    /// The store's page file, which nobody else writes to until it is closed, its manifest, and its log as it is since then;
+    /// `None` if there are none.
+    pub(super) fn hold(&self) -> Result<Option<(PageReader, Manifest, LogFile)>, StoreError> {
+        let Some(before) = self.or_repair(self.manifest())? else {
+            // There may be a log that has lost it.
+            return self.open_log().map(|_| None);
+        };
+        let held = PageReader::hold(self, before.files.pages)?;
+        match self.or_repair(self.open_log())? {
+            Some((manifest, log)) if manifest.files.pages == before.files.pages => {
+                Ok(Some((held, manifest, log)))
+            }
+            _ => Err(StoreError::Replaced { file: self.path(MANIFEST) }),
+        }
+    }
+}
+
+impl Store {
+    /// Says of damage that keeps a writer from the store how to salvage what is sound.
+    pub(super) fn or_repair<T>(&self, found: Result<T, StoreError>) -> Result<T, StoreError> {
+        found.map_err(|e| match e.is_damage() {
+            true => StoreError::NeedsRepair { dir: self.dir(), epoch: None, cause: Box::new(e) },
+            false => e,
+        })
+    }
+}
+
+impl Committer {
+    /// Opens the store's files for `guest`; `None` if there are none. What a crash left unfinished in the log is cut off.
+    pub fn open(store: &Arc<Store>, guest: &dyn Guest) -> Result<Option<Self>, StoreError> {
+        let Some((held, manifest, mut log)) = store.hold()? else { return Ok(None) };
+        log.check_sound(store)?;
+        let vm_id = guest.vm_id();
+        match log.groups.last() {
+            Some(last) => store.check_follows(&last.info.origin(), guest)?,
+            None if manifest.vm_id != vm_id => return Ok(None),
+            None => {}
+        }
+        store.or_repair(held.check_header(manifest.files.pages, vm_id))?;
+        let (space, slots) = Space::of_log(guest.layout(), &mut log, held.slots()?)?;
+        // A manifest that took another's place may be in the cache alone, and the names of the files in it.
+        store.sync_dir()?;
+        let name = log_name(manifest.files.log);
+        let file = store.backend().open_for_writing(&name);
+        let file = file.map_err(|e| store.io("opening", &name, e))?;
+        let bytes = log.bytes();
+        if file.len().map_err(|e| store.io("reading", &name, e))? > bytes {
+            tracing::info!("{name}: discarding a checkpoint that was never finished");
+            file.cut(bytes).map_err(|e| store.io("cutting", &name, e))?;
+        }
+        if let Some(last) = log.groups.last() {
+            let again = write_again(&*file, last.place.sector * SECTOR as u64, bytes);
+            again.map_err(|e| store.io("writing", &name, e))?;
+        }
+        file.sync().map_err(|e| store.io("syncing", &name, e))?;
+        let kept = log.kept().iter().map(|g| Kept { epoch: g.info.epoch, sectors: g.sectors });
+        let kept: VecDeque<Kept> = kept.collect();
+        let pages = Arc::new(Pages::new(held, slots));
+        let mut new = Self {
+            last: kept.back().map(|k| k.epoch),
+            kept,
+            ..Self::new(store, vm_id, manifest.files, (file, log.end), pages, space)
+        };
+        if let Some(e) = log.skipped {
+            tracing::warn!("leaving out damage that no checkpoint needs which is kept: {e}");
+            new.shorten();
+        }
+        Ok(Some(new))
+    }
+
+    /// Makes the store's files for `guest`, or others in their place if those have no epoch.
+    pub fn create(store: &Arc<Store>, guest: &dyn Guest) -> Result<Self, StoreError> {
+        let vm_id = guest.vm_id();
+        let before = store.manifest()?.map(|manifest| manifest.files);
+        let files = store.next_files()?;
+        store.check_lock()?;
+        let (held, log, end) = make(store, vm_id, files).map_err(|e| {
+            if !e.unsettled {
+                store.remove_unnamed(Some(files.log), Some(files.pages));
+            }
+            e.cause
+        })?;
+        for name in before.iter().flat_map(|f| [log_name(f.log), pages_name(f.pages)]) {
+            // What cannot be removed now is when the store is next opened.
+            let _ = store.backend().remove(&name);
+        }
+        let mut slots = Slots::new(1);
+        slots.allocate(1, 1);
+        let pages = Arc::new(Pages::new(held, slots));
+        Ok(Self::new(store, vm_id, files, (log, end), pages, Space::new(guest.layout())))
+    }
+
+    fn new(
+        store: &Arc<Store>,
+        vm_id: VmId,
+        files: Files,
+        (log, end): (Box<dyn StoreFile>, Place),
+        pages: Arc<Pages>,
+        space: Space,
+    ) -> Self {
+        Self {
+            store: store.clone(),
+            vm_id,
+            files,
+            before: None,
+            pages,
+            log,
+            end,
+            standing: Standing::Sound,
+            kept: VecDeque::new(),
+            last: None,
+            space,
+            limbo: Vec::new(),
+            bounds: Bounds::default(),
+            rotate_from: 0,
+            waits_for: None,
+            lost: false,
+        }
+    }
+}
+
+/// Makes the files of a store without epochs, and the manifest that names them.
+fn make(
+    store: &Store,
+    vm_id: VmId,
+    files: Files,
+) -> Result<(PageReader, Box<dyn StoreFile>, Place), NotWritten> {
+    let write = || -> Result<_, StoreError> {
+        let name = pages_name(files.pages);
+        let pages = store.create_new(&name)?;
+        let held = PageReader::hold(store, files.pages)?;
+        begin_pages(&*pages, vm_id, files.pages).map_err(|e| store.io("writing", &name, e))?;
+        pages.sync().map_err(|e| store.io("syncing", &name, e))?;
+        let name = log_name(files.log);
+        let log = store.create_new(&name)?;
+        let end = begin_log(&*log, vm_id, files.log).map_err(|e| store.io("writing", &name, e))?;
+        log.sync().map_err(|e| store.io("syncing", &name, e))?;
+        Ok((held, log, end))
+    };
+    let made = write().map_err(|cause| NotWritten { cause, unsettled: false })?;
+    store.put_manifest(Manifest { vm_id, files })?;
+    Ok(made)
+}
+
+/// Writes what is in bytes `from` to `to` of a file to the same place. After a sync of it that failed the system has no reason
+/// to write it, and says that the next one has succeeded.
+fn write_again(file: &dyn StoreFile, from: u64, to: u64) -> io::Result<()> {
+    let mut buffer = Vec::new();
+    let mut at = from;
+    while at < to {
+        buffer.resize((to - at).min(AT_ONCE) as usize, 0);
+        file.read_exact_at(&mut buffer, at)?;
+        file.write_all_at(&buffer, at)?;
+        at += buffer.len() as u64;
+    }
+    Ok(())
+}

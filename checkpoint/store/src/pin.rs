@@ -1,0 +1,379 @@
+//! Reading an epoch beside a writer: it is pinned, so that it, and all after it, are kept for as long as it is read.
+//!
+//! A pin is a shared lock on the byte of the page file whose number is the epoch's. Who is about to drop epochs has the bytes of
+//! all of them alone until that is durable; a pin that comes after that finds them gone from the log. So does he have the epoch
+//! that he is about to append: nobody reads one that is not durable.
+
+use std::io::ErrorKind;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use driftline_guest::{DriveHead, Section};
+
+use crate::address::MEMORY;
+use crate::backend::RangeLock;
+use crate::epoch_info::EpochInfo;
+use crate::error::{Damage, StoreError};
+use crate::fetch::{Sink, fetch};
+use crate::frame_map::{Cell, FrameMap};
+use crate::group::Record;
+use crate::log::{LogFile, is_not_found};
+use crate::manifest::Manifest;
+use crate::names::pages_name;
+use crate::pages::PageReader;
+use crate::space::{apply, apply_last};
+use crate::store::Store;
+
+/// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How often it is looked for.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// A store's log and page file, and an epoch in them that stays until this is dropped.
+#[derive(Debug)]
+pub struct Pinned {
+    pub(crate) log: LogFile,
+    pub(crate) pages: PageReader,
+    /// Where among the log's groups the epoch is.
+    pub(crate) index: usize,
+}
+
+/// What an epoch's machine is built from.
+#[derive(Debug)]
+pub struct Machine {
+    /// Its memory slots.
+    pub layout: Layout,
+    /// Its configuration, as `Guest::config` returned it.
+    pub config: Vec<u8>,
+    /// In their order; none if the epoch does not have them.
+    pub drives: Vec<DriveHead>,
+}
+
+/// Frames that are not zeros, ascending.
+pub type Cells = Vec<(Gfn, Cell)>;
+
+/// What is learned of an epoch on the way to where its frames are.
+#[derive(Debug)]
+pub struct Mapped {
+    /// From how many epochs' records it is known where they are.
+    pub epochs: u64,
+    /// The state of its machine.
+    pub sections: Vec<Section>,
+}
+
+impl Pinned {
+    /// What the epoch says of itself.
+    pub fn info(&self) -> &EpochInfo {
+        &self.log.groups[self.index].info
+    }
+
+    /// Bytes of the log that were read.
+    pub fn log_bytes(&self) -> u64 {
+        self.log.bytes()
+    }
+
+    /// What stands at the beginning of the epoch: reads no more of it.
+    pub fn read_machine(&mut self) -> Result<Machine, StoreError> {
+        let group = self.log.group(self.index)?;
+        Ok(Machine { layout: group.layout, config: group.config, drives: group.drives })
+    }
+
+    /// Where the frames of guest memory are that are not zeros, ascending, and, since the epoch is read to its end for that, its state.
+    pub fn read_cells(&mut self) -> Result<(Cells, Mapped), StoreError> {
+        if self.log.base_of(self.index) == self.index
+            && let Some(read) = self.read_one()?
+        {
+            return Ok(read);
+        }
+        let mut map = FrameMap::default();
+        let mapped = self.read_map(&mut map)?;
+        Ok((map.to_vec(), mapped))
+    }
+
+    /// As [`read_cells`](Self::read_cells), of an epoch that builds on none: its frames are in their order already. `None` if one of
+    /// them is among the zeros, too, which then counts.
+    fn read_one(&mut self) -> Result<Option<(Cells, Mapped)>, StoreError> {
+        let mut group = self.log.group(self.index)?;
+        let (mut cells, mut sections): (Cells, _) = (Vec::new(), Vec::new());
+        while let Some(record) = group.next()? {
+            match record {
+                Record::Frames(runs, crcs) => {
+                    let runs = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
+                    let here = runs.zip(crcs).filter(|((gfn, _), _)| MEMORY.contains(&gfn.0));
+                    cells.extend(here.map(|((gfn, slot), crc)| (gfn, Cell { slot, crc: *crc })));
+                }
+                Record::Zeros(runs) => {
+                    let has = |run: &FrameRun| {
+                        let at = cells.partition_point(|(gfn, _)| *gfn < run.start);
+                        cells.get(at).is_some_and(|(gfn, _)| *gfn < run.end())
+                    };
+                    if runs.iter().any(has) {
+                        return Ok(None);
+                    }
+                }
+                Record::Section(section) => sections.push(section),
+            }
+        }
+        Ok(Some((cells, Mapped { epochs: 1, sections })))
+    }
+
+    /// Where the blocks of its drives are that are not zeros, ascending.
+    pub fn read_blocks(&mut self) -> Result<Cells, StoreError> {
+        let mut map = FrameMap::default();
+        self.read_map(&mut map)?;
+        Ok(map.blocks().collect())
+    }
+
+    /// Reads `frames`, ascending by frame, and hands them to `sink`, as many at once as follow one
+    /// another. They are read, and sorted, by slot, which is how disks like it, unless `sink` wants
+    /// them in their own order. The first error, as far as that can be said of several threads,
+    /// ends it.
+    pub fn fetch<S: Sink>(&self, frames: &mut [(Gfn, Cell)], sink: &S) -> Result<(), S::Error> {
+        fetch(&self.pages, self.info().epoch, frames, sink)
+    }
+
+    /// The damage of a frame of this epoch, naming the epoch that stored the frame: the oldest that
+    /// is kept and has it in the same slot. [`Store::verify`] names that one.
+    pub fn name_origin(&mut self, mut damaged: StoreError) -> StoreError {
+        if let StoreError::Damaged { damage: Damage::Frame { gfn, epoch, .. }, offset, .. } =
+            &mut damaged
+        {
+            // A log that cannot be read any more leaves the epoch that was asked for.
+            if let Ok(Some(origin)) = self.origin(*gfn, *offset) {
+                *epoch = origin;
+            }
+        }
+        damaged
+    }
+
+    fn origin(&mut self, gfn: Gfn, offset: u64) -> Result<Option<u64>, StoreError> {
+        let oldest = self.log.oldest().unwrap_or(0);
+        let kept = self.log.groups.partition_point(|g| g.info.epoch < oldest).min(self.index);
+        let (mut map, mut origin) = (FrameMap::default(), None);
+        for index in self.log.base_of(kept)..=self.index {
+            apply(&mut self.log, index, &mut map)?;
+            let here = map.get(gfn).is_some_and(|c| u64::from(c.slot) * PAGE_SIZE == offset);
+            match here {
+                true if index >= kept => {
+                    origin = origin.or(Some(self.log.groups[index].info.epoch))
+                }
+                true => {}
+                false => origin = None,
+            }
+        }
+        Ok(origin)
+    }
+
+    /// Where all frames of the epoch are, drives' included, and its state, as above.
+    pub(crate) fn read_map(&mut self, map: &mut FrameMap) -> Result<Mapped, StoreError> {
+        let base = self.log.base_of(self.index);
+        for index in base..self.index {
+            apply(&mut self.log, index, map)?;
+        }
+        let sections = apply_last(&mut self.log, self.index, map)?;
+        Ok(Mapped { epochs: (self.index - base) as u64 + 1, sections })
+    }
+}
+
+impl Store {
+    /// Pins `epoch`, or the latest.
+    pub fn pin(&self, epoch: Option<u64>) -> Result<Pinned, StoreError> {
+        self.pin_chosen(epoch, false, |log| match epoch {
+            Some(epoch) => self.find(log, epoch),
+            None => self.latest(log),
+        })
+    }
+
+    /// Pins the oldest epoch that is kept, and so all of them; `None` if there are none.
+    pub(crate) fn pin_all(&self) -> Result<Option<Pinned>, StoreError> {
+        match self.open_log()? {
+            Some((_, log)) if !log.groups.is_empty() => {}
+            _ => return Ok(None),
+        }
+        let oldest = |log: &mut LogFile| log.oldest().ok_or_else(|| self.no_epoch(None));
+        self.pin_chosen(None, true, oldest).map(Some)
+    }
+
+    /// The latest epoch; if the log is damaged nobody knows which that is.
+    fn latest(&self, log: &mut LogFile) -> Result<u64, StoreError> {
+        match (log.take_damage(), log.groups.last()) {
+            (Some(e), _) => Err(e),
+            (None, Some(last)) => Ok(last.info.epoch),
+            (None, None) => Err(self.no_epoch(None)),
+        }
+    }
+
+    fn find(&self, log: &mut LogFile, epoch: u64) -> Result<u64, StoreError> {
+        if log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok() {
+            return Ok(epoch);
+        }
+        // It may be in what is damaged.
+        let behind = log.groups.last().is_none_or(|last| last.info.epoch < epoch);
+        let damage = if behind { log.take_damage() } else { None };
+        Err(damage.unwrap_or_else(|| self.no_epoch(Some(epoch))))
+    }
+
+    /// Pins the epoch that `choose` finds in the log, and chooses again as long as it is gone by then. With `all` nothing of the log
+    /// is seen of which it is not known that it is durable.
+    fn pin_chosen(
+        &self,
+        asked: Option<u64>,
+        all: bool,
+        choose: impl Fn(&mut LogFile) -> Result<u64, StoreError>,
+    ) -> Result<Pinned, StoreError> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let Some((mut manifest, mut log)) = self.open_log()? else {
+                return Err(self.no_epoch(asked));
+            };
+            let name = pages_name(manifest.files.pages);
+            let pages = match PageReader::open(self, manifest.files.pages, manifest.vm_id) {
+                // It was compacted in this moment.
+                Err(e) if is_not_found(&e) && self.manifest()? != Some(manifest) => continue,
+                other => other?,
+            };
+            let lock = |epoch: u64, lock: RangeLock| {
+                let locked = pages.file().lock_range(epoch..epoch + 1, lock);
+                locked.map_err(|e| self.io("locking an epoch in", &name, e))
+            };
+            let pinned = loop {
+                let epoch = choose(&mut log)?;
+                let durable = if all { last_durable(&log, lock)? } else { u64::MAX };
+                let locked = lock(epoch, RangeLock::Shared)?;
+                if !self.look_again(&mut manifest, &mut log)? {
+                    break None;
+                }
+                let is_kept = || log.kept().binary_search_by_key(&epoch, |g| g.info.epoch).is_ok();
+                if locked && is_kept() {
+                    break Some((epoch, durable));
+                }
+                if Instant::now() >= until {
+                    return Err(self.io("locking an epoch in", &name, ErrorKind::TimedOut.into()));
+                }
+                if locked {
+                    lock(epoch, RangeLock::Free)?;
+                } else {
+                    // Its writer makes it durable, or drops it.
+                    thread::sleep(LOOK);
+                }
+            };
+            let Some((epoch, durable)) = pinned else { continue };
+            log.forget_after(durable.max(epoch));
+            if let Ok(index) = log.groups.binary_search_by_key(&epoch, |g| g.info.epoch) {
+                return Ok(Pinned { log, pages, index });
+            }
+        }
+    }
+
+    /// Reads what there is now; `false` if the page file is not the store's any more.
+    fn look_again(&self, manifest: &mut Manifest, log: &mut LogFile) -> Result<bool, StoreError> {
+        if self.manifest()? == Some(*manifest) {
+            log.go_on()?;
+            return Ok(true);
+        }
+        let pages = manifest.files.pages;
+        match self.open_log()? {
+            Some(now) if now.0.files.pages == pages => (*manifest, *log) = now,
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+}
+
+/// The last epoch that is durable: the last of the log, unless its writer has it alone, and then the one before.
+fn last_durable(
+    log: &LogFile,
+    lock: impl Fn(u64, RangeLock) -> Result<bool, StoreError>,
+) -> Result<u64, StoreError> {
+    let mut epochs = log.groups.iter().rev().map(|g| g.info.epoch);
+    match epochs.next() {
+        Some(last) if lock(last, RangeLock::Shared)? => Ok(last),
+        _ => Ok(epochs.next().unwrap_or(0)),
+    }
+}
+
+#[allow(clippy::unwrap_used)]
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::taken::Taker;
+    use crate::testing::{MemoryDisk, reseal_log};
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest, TestDisk};
+    use driftline_guest::{Guest, VmId};
+
+    fn put_together(pinned: &mut Pinned) -> Cells {
+        let mut map = FrameMap::default();
+        pinned.read_map(&mut map).unwrap();
+        map.to_vec()
+    }
+
+    #[test]
+    fn an_epoch_that_builds_on_none_is_read_as_one_that_is_put_together() {
+        let drive = TestDisk::new("d", 8 * 4096).unwrap();
+        let config = MemoryConfig { writers: 1, working_set: 1, ..MemoryConfig::still() };
+        let guest = MemoryGuest::with_disks(VmId::random(), config, vec![drive.clone()]).unwrap();
+        let disk = MemoryDisk::default();
+        let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        for _ in 0..2 {
+            // By a process of its own, each time: the first of each is a full one.
+            let mut taker = Taker::new(guest.clone(), store());
+            for (gfn, byte) in [(1, 7), (2, 0), (5, 9), (1, 0)] {
+                guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * 4096)).unwrap();
+                drive.write(gfn * 4096, &[byte; 4096]).unwrap();
+                taker.take();
+            }
+        }
+        let mut full = 0;
+        for epoch in 1..=8 {
+            let mut pinned = store().pin(Some(epoch)).unwrap();
+            let (cells, mapped) = pinned.read_cells().unwrap();
+            assert_eq!(cells, put_together(&mut pinned), "epoch {epoch}");
+            assert!(!mapped.sections.is_empty());
+            full += u64::from(mapped.epochs == 1);
+        }
+        assert_eq!(full, 2);
+    }
+
+    #[test]
+    fn a_frame_that_is_among_the_zeros_too_is_zeros() {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        let disk = MemoryDisk::default();
+        let store = || Store::with_backend(Box::new(disk.clone()), true).unwrap();
+        let mut taker = Taker::new(guest.clone(), store());
+        for (one, two) in [(7, 5), (8, 0)] {
+            for (gfn, byte) in [(1, one), (2, two)] {
+                guest.ram().write_slice(&[byte; 4096], GuestAddress(gfn * 4096)).unwrap();
+            }
+            taker.take();
+        }
+        drop(taker);
+        let found = || {
+            let mut pinned = store().pin(None).unwrap();
+            let (cells, mapped) = pinned.read_cells().unwrap();
+            assert_eq!(cells, put_together(&mut pinned));
+            (cells.iter().map(|(gfn, _)| gfn.0).collect::<Vec<_>>(), mapped.epochs)
+        };
+        assert_eq!(found(), (vec![1], 2));
+        let mut log = disk.contents("log-1").unwrap();
+        let last = |log: &[u8], tag: u8| {
+            let head = [tag, 0x80, 1, 0, 0, 0, 0, 0];
+            log.windows(8).rposition(|w| w == head).expect("such a record")
+        };
+        // The second epoch without a parent.
+        let front = last(&log, 0x11) + 24;
+        log[front + 8..front + 16].fill(0);
+        reseal_log(&mut log);
+        disk.put("log-1", log.clone());
+        assert_eq!(found(), (vec![1], 1));
+        // Its table of zeros says frame 1 instead of 2.
+        let run = last(&log, 0x14) + 24 + 8;
+        assert_eq!(log[run], 2);
+        log[run] = 1;
+        reseal_log(&mut log);
+        disk.put("log-1", log);
+        assert_eq!(found(), (vec![], 1));
+    }
+}

@@ -1,0 +1,469 @@
+//! The payloads of a store's own records, and the bounds of all of them. Bytes: FORMAT.md.
+
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, Slot, SlotId};
+use driftline_format::{
+    MAX_CONFIG, MAX_SECTION, MAX_SLOTS, MUST_UNDERSTAND, RECORD_HEAD_LEN, RecordHead,
+};
+use driftline_guest::{LineId, section_tags};
+use uuid::Uuid;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::address::place;
+use crate::alloc::SlotRun;
+use crate::error::Damage;
+use crate::limits::{MAX_EPOCH, MAX_GENERATION, NO_SLOT};
+use crate::object::{MAX_DRIVES_LEN, Objects};
+
+/// First tag of the store's own records; tags below are state sections.
+pub(crate) const TAG_STORE: u16 = 0x8000;
+/// Which log and page file there are.
+pub(crate) const TAG_FILES: u16 = 0x8010;
+/// The beginning of an epoch.
+pub(crate) const TAG_EPOCH: u16 = 0x8011;
+/// The memory slots.
+pub(crate) const TAG_LAYOUT: u16 = 0x8012;
+/// Where frames are.
+pub(crate) const TAG_FRAMES: u16 = 0x8013;
+/// Frames of zeros.
+pub(crate) const TAG_ZEROS: u16 = 0x8014;
+/// The drives.
+pub(crate) const TAG_DRIVES: u16 = 0x8015;
+/// The end of an epoch.
+pub(crate) const TAG_COMMIT: u16 = 0x80ff;
+
+/// Most frames in a record of frames.
+pub(crate) const MAX_RECORD_FRAMES: usize = 1 << 16;
+/// Most runs in a record.
+pub(crate) const MAX_RUNS: usize = 4096;
+
+const RUNS_HEAD: usize = 8;
+pub(crate) const FILES_LEN: usize = size_of::<RawFiles>();
+pub(crate) const COMMIT_LEN: usize = size_of::<RawCommit>();
+
+/// The most bytes that a record of `tag` may have.
+pub(crate) fn limit(tag: u16) -> u32 {
+    let bytes = match tag {
+        TAG_FILES => FILES_LEN,
+        TAG_EPOCH => size_of::<RawFront>(),
+        TAG_LAYOUT => MAX_SLOTS as usize * size_of::<RawSlot>(),
+        TAG_FRAMES => RUNS_HEAD + MAX_RUNS * size_of::<RawPlaced>() + MAX_RECORD_FRAMES * 4,
+        TAG_ZEROS => RUNS_HEAD + MAX_RUNS * size_of::<RawRun>(),
+        TAG_DRIVES => MAX_DRIVES_LEN,
+        TAG_COMMIT => COMMIT_LEN,
+        tag if tag == section_tags::CONFIG.0 => MAX_CONFIG as usize,
+        _ => MAX_SECTION as usize,
+    };
+    bytes as u32
+}
+
+/// Whether a record is one of the store's own that this program knows.
+pub(crate) fn is_known(tag: u16) -> bool {
+    (TAG_FILES..=TAG_DRIVES).contains(&tag) || tag == TAG_COMMIT
+}
+
+/// Reads a record's head more strictly than the wire does: a file has no newer writer to allow for.
+pub(crate) fn decode_head(bytes: &[u8], sequence: u32) -> Result<RecordHead, Damage> {
+    let head = RecordHead::read_from(bytes, sequence)?;
+    let word = |at: usize| u64::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+    all_zero([
+        ("the undefined part of a record's flags", word(2) & !u64::from(MUST_UNDERSTAND)),
+        ("the unused field of a record's head", word(6)),
+    ])?;
+    if is_known(head.tag) || head.tag == section_tags::CONFIG.0 {
+        // Of frames it is the object: whether that is one the epoch says.
+        if !matches!(head.tag, TAG_FRAMES | TAG_ZEROS) {
+            all_zero([("the instance of a record that has none", head.instance.into())])?;
+        }
+        if !head.must_understand {
+            let what = "the flag that a record must be understood";
+            return Err(Damage::Mismatch { what, found: 0, expected: 1 });
+        }
+    }
+    Ok(head)
+}
+
+/// Refuses anything else than 0 where nothing is defined.
+fn all_zero<const N: usize>(fields: [(&'static str, u64); N]) -> Result<(), Damage> {
+    match fields.into_iter().find(|(_, found)| *found != 0) {
+        Some((what, found)) => Err(Damage::Mismatch { what, found, expected: 0 }),
+        None => Ok(()),
+    }
+}
+
+/// Which log and page file a manifest names.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Files {
+    /// Generation of the log.
+    pub(crate) log: u64,
+    /// Generation of the page file.
+    pub(crate) pages: u64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawFiles {
+    log: U64,
+    pages: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawFront {
+    epoch: U64,
+    parent: U64,
+    created_unix_ms: U64,
+    layout: U32,
+    flags: U32,
+    line: [u8; 16],
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawSlot {
+    id: U32,
+    zero: U32,
+    base: U64,
+    frames: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawPlaced {
+    start: U64,
+    count: U32,
+    slot: U32,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawRun {
+    start: U64,
+    count: U64,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawCommit {
+    epoch: U64,
+    oldest: U64,
+    frames: U64,
+    zero_frames: U64,
+    bytes: U64,
+    records: U32,
+    digest: U32,
+}
+
+/// How an epoch begins.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Front {
+    pub(crate) epoch: u64,
+    pub(crate) parent: Option<u64>,
+    pub(crate) created_unix_ms: u64,
+    /// Of the guest that took it.
+    pub(crate) line: LineId,
+    /// `Layout::hash` of its memory.
+    pub(crate) layout: u32,
+    /// Its frames are all of memory, whatever it built on when it was taken.
+    pub(crate) rebased: bool,
+    /// It has drives, and says which.
+    pub(crate) drives: bool,
+}
+
+/// Flags of [`Front::rebased`] and [`Front::drives`].
+const REBASED: u32 = 1;
+const DRIVES: u32 = 2;
+
+impl Front {
+    /// Whether it stands alone in its log.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.rebased || self.parent.is_none()
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let raw = RawFront {
+            epoch: self.epoch.into(),
+            parent: self.parent.unwrap_or(0).into(),
+            created_unix_ms: self.created_unix_ms.into(),
+            layout: self.layout.into(),
+            flags: (if self.rebased { REBASED } else { 0 } | if self.drives { DRIVES } else { 0 })
+                .into(),
+            line: self.line.0.into_bytes(),
+        };
+        raw.as_bytes().to_vec()
+    }
+
+    pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
+        let raw = RawFront::read_from_bytes(payload).map_err(|_| {
+            wrong_size("the length of an epoch's front", payload.len(), size_of::<RawFront>())
+        })?;
+        let (epoch, parent) = (raw.epoch.get(), raw.parent.get());
+        if !(1..=MAX_EPOCH).contains(&epoch) {
+            return Err(Damage::Mismatch {
+                what: "an epoch's number",
+                found: epoch,
+                expected: MAX_EPOCH,
+            });
+        }
+        if parent >= epoch {
+            let (what, expected) = ("the parent's number", epoch - 1);
+            return Err(Damage::Mismatch { what, found: parent, expected });
+        }
+        all_zero([(
+            "the undefined part of an epoch's flags",
+            (raw.flags.get() & !(REBASED | DRIVES)).into(),
+        )])?;
+        Ok(Self {
+            epoch,
+            parent: (parent > 0).then_some(parent),
+            created_unix_ms: raw.created_unix_ms.get(),
+            line: LineId(Uuid::from_bytes(raw.line)),
+            layout: raw.layout.get(),
+            rebased: raw.flags.get() & REBASED != 0,
+            drives: raw.flags.get() & DRIVES != 0,
+        })
+    }
+}
+
+/// How an epoch ends: what all of it must have been.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Commit {
+    pub(crate) epoch: u64,
+    /// The oldest epoch that is kept once this one is there.
+    pub(crate) oldest: u64,
+    /// Frames with contents that it brought.
+    pub(crate) frames: u64,
+    /// Frames of zeros that it brought.
+    pub(crate) zero_frames: u64,
+    /// Bytes that it took: slots of its own, and what it had in the log at first.
+    pub(crate) bytes: u64,
+    /// Its records, this one included.
+    pub(crate) records: u32,
+    /// Of the log up to here: see [`Digest`].
+    pub(crate) digest: u32,
+}
+
+impl Commit {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let raw = RawCommit {
+            epoch: self.epoch.into(),
+            oldest: self.oldest.into(),
+            frames: self.frames.into(),
+            zero_frames: self.zero_frames.into(),
+            bytes: self.bytes.into(),
+            records: self.records.into(),
+            digest: self.digest.into(),
+        };
+        raw.as_bytes().to_vec()
+    }
+
+    pub(crate) fn decode(payload: &[u8]) -> Result<Self, Damage> {
+        let raw = RawCommit::read_from_bytes(payload)
+            .map_err(|_| wrong_size("the length of an epoch's end", payload.len(), COMMIT_LEN))?;
+        Ok(Self {
+            epoch: raw.epoch.get(),
+            oldest: raw.oldest.get(),
+            frames: raw.frames.get(),
+            zero_frames: raw.zero_frames.get(),
+            bytes: raw.bytes.get(),
+            records: raw.records.get(),
+            digest: raw.digest.get(),
+        })
+    }
+}
+
+/// The digest of a log: CRC32C over its header and the heads of all records, each without its own
+/// CRC. A CRC right behind the bytes that it covers would cancel them: what follows would not depend
+/// on them any more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Digest(pub(crate) u32);
+
+impl Digest {
+    pub(crate) fn add(&mut self, head: &[u8; RECORD_HEAD_LEN]) {
+        self.0 = crc32c::crc32c_append(self.0, &head[..RECORD_HEAD_LEN - 4]);
+    }
+}
+
+pub(super) fn wrong_size(what: &'static str, found: usize, expected: usize) -> Damage {
+    Damage::Mismatch { what, found: found as u64, expected: expected as u64 }
+}
+
+pub(crate) fn encode_files(files: Files) -> Vec<u8> {
+    RawFiles { log: files.log.into(), pages: files.pages.into() }.as_bytes().to_vec()
+}
+
+pub(crate) fn decode_files(payload: &[u8]) -> Result<Files, Damage> {
+    let raw = RawFiles::read_from_bytes(payload)
+        .map_err(|_| wrong_size("the length of the files' names", payload.len(), FILES_LEN))?;
+    for found in [raw.log.get(), raw.pages.get()] {
+        if !(1..=MAX_GENERATION).contains(&found) {
+            let (what, expected) = ("a file's generation", MAX_GENERATION);
+            return Err(Damage::Mismatch { what, found, expected });
+        }
+    }
+    Ok(Files { log: raw.log.get(), pages: raw.pages.get() })
+}
+
+pub(crate) fn encode_layout(layout: &Layout) -> Vec<u8> {
+    let raw = |s: &Slot| RawSlot {
+        id: s.id.0.into(),
+        zero: 0.into(),
+        base: s.base.0.into(),
+        frames: s.frames.into(),
+    };
+    layout.slots().flat_map(|s| raw(s).as_bytes().to_vec()).collect()
+}
+
+/// `hash` is the header's.
+pub(crate) fn decode_layout(payload: &[u8], hash: u32) -> Result<Layout, Damage> {
+    let raw = <[RawSlot]>::ref_from_bytes(payload).map_err(|_| {
+        let whole = payload.len() / size_of::<RawSlot>() * size_of::<RawSlot>();
+        wrong_size("the length of the memory layout", payload.len(), whole)
+    })?;
+    for s in raw {
+        all_zero([("the unused field of a memory slot", s.zero.get().into())])?;
+    }
+    let out_of_order = |pair: &&[RawSlot]| pair[0].base.get() > pair[1].base.get();
+    if let Some(pair) = raw.windows(2).find(out_of_order) {
+        let (found, before) = (pair[1].base.get(), pair[0].base.get());
+        return Err(Damage::SlotOrder { found, before });
+    }
+    let slot = |s: &RawSlot| Slot {
+        id: SlotId(s.id.get()),
+        base: Gfn(s.base.get()),
+        frames: s.frames.get(),
+    };
+    let layout = Layout::new(raw.iter().map(slot))?;
+    if layout.hash() != hash {
+        let (found, expected) = (u64::from(layout.hash()), u64::from(hash));
+        return Err(Damage::Mismatch { what: "the hash of the memory layout", found, expected });
+    }
+    Ok(layout)
+}
+
+/// Frames that follow one another in memory and in the page file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Placed {
+    pub(crate) frames: FrameRun,
+    /// Of the first.
+    pub(crate) slot: u32,
+}
+
+impl Placed {
+    pub(crate) fn slots(&self) -> SlotRun {
+        // Both come from a field of 32 bits.
+        SlotRun { start: self.slot, count: self.frames.count as u32 }
+    }
+}
+
+/// Replaces `table` with the payload of a record of frames of one object, of which `crcs` are the contents' checksums.
+pub(crate) fn encode_frames(runs: &[Placed], crcs: &[u32], table: &mut Vec<u8>) {
+    table.clear();
+    table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
+    for Placed { frames, slot } in runs {
+        let (start, count) = (place(frames.start).1, frames.count as u32);
+        let raw = RawPlaced { start: start.0.into(), count: count.into(), slot: (*slot).into() };
+        table.extend_from_slice(raw.as_bytes());
+    }
+    crcs.iter().for_each(|crc| table.extend_from_slice(&crc.to_le_bytes()));
+}
+
+/// Replaces `table` with the payload of a record of frames of zeros.
+pub(crate) fn encode_zeros(runs: &[FrameRun], table: &mut Vec<u8>) {
+    table.clear();
+    table.extend_from_slice(&(runs.len() as u64).to_le_bytes());
+    for run in runs {
+        let start = place(run.start).1;
+        let raw = RawRun { start: start.0.into(), count: run.count.into() };
+        table.extend_from_slice(raw.as_bytes());
+    }
+}
+
+/// The table at the front of `payload`, and what is behind it.
+pub(super) fn table<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+    payload: &[u8],
+) -> Result<(&[T], &[u8]), Damage> {
+    let short = |need: u64| Damage::Mismatch {
+        what: "the length of a run table",
+        found: payload.len() as u64,
+        expected: need,
+    };
+    let (count, rest) = U64::read_from_prefix(payload).map_err(|_| short(RUNS_HEAD as u64))?;
+    if count.get() == 0 {
+        return Err(Damage::NoRuns);
+    }
+    let bytes = count.get().saturating_mul(size_of::<T>() as u64);
+    if bytes > rest.len() as u64 {
+        return Err(short(bytes.saturating_add(RUNS_HEAD as u64)));
+    }
+    let (table, rest) = rest.split_at(bytes as usize);
+    Ok((<[T]>::ref_from_bytes(table).map_err(|_| short(bytes))?, rest))
+}
+
+/// Refuses a run that does not come after all before it.
+fn check_order(run: FrameRun, before: &mut Option<FrameRun>) -> Result<(), Damage> {
+    // So that an epoch names a frame once, and cannot cost more than memory is large.
+    if let Some(before) = before.filter(|before| before.end() > run.start) {
+        return Err(Damage::Order { run, before });
+    }
+    *before = Some(run);
+    Ok(())
+}
+
+/// Replaces `runs` and `crcs` with what is in the payload of a record of frames of `object`. `before` is the run before it in
+/// its epoch. Returns how many frames there are.
+pub(crate) fn decode_frames(
+    payload: &[u8],
+    object: u16,
+    objects: Objects<'_>,
+    before: &mut Option<FrameRun>,
+    runs: &mut Vec<Placed>,
+    crcs: &mut Vec<u32>,
+) -> Result<u64, Damage> {
+    runs.clear();
+    crcs.clear();
+    let (table, rest) = table::<RawPlaced>(payload)?;
+    let mut frames = 0;
+    for raw in table {
+        let count = u64::from(raw.count.get());
+        let run = objects.run(object, raw.start.get(), count)?;
+        check_order(run, before)?;
+        let slots = SlotRun { start: raw.slot.get(), count: raw.count.get() };
+        if slots.start == NO_SLOT || slots.end() > u64::from(u32::MAX) {
+            return Err(Damage::Slots { slots });
+        }
+        // No overflow: at most 2^16 runs of at most 2^32 frames.
+        frames += count;
+        runs.push(Placed { frames: run, slot: slots.start });
+    }
+    if rest.len() as u64 != frames * 4 {
+        let (found, expected) = (rest.len() as u64, frames * 4);
+        return Err(Damage::Mismatch { what: "the length of frames' checksums", found, expected });
+    }
+    crcs.extend(rest.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])));
+    Ok(frames)
+}
+
+/// As [`decode_frames`], of a record of frames of zeros.
+pub(crate) fn decode_zeros(
+    payload: &[u8],
+    object: u16,
+    objects: Objects<'_>,
+    before: &mut Option<FrameRun>,
+    runs: &mut Vec<FrameRun>,
+) -> Result<u64, Damage> {
+    runs.clear();
+    let (table, rest) = table::<RawRun>(payload)?;
+    let mut frames = 0;
+    for raw in table {
+        let run = objects.run(object, raw.start.get(), raw.count.get())?;
+        check_order(run, before)?;
+        frames += run.count;
+        runs.push(run);
+    }
+    if !rest.is_empty() {
+        let (what, found) = ("the bytes behind a table of zero frames", rest.len() as u64);
+        return Err(Damage::Mismatch { what, found, expected: 0 });
+    }
+    Ok(frames)
+}

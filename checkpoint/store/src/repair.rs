@@ -1,0 +1,206 @@
+//! A sound store in place of a damaged one.
+//!
+//! ```text
+//! new page file and log written, synced -> what they replace gets a second name, `damaged-N.NAME` -> directory synced
+//!   -> new manifest renamed into place: from here on the store is the new one -> old names removed
+//! ```
+//!
+//! A crash leaves the store as it was, and files that are nobody's, or the new one. What was
+//! replaced stays under its second name until an operator removes it. Page files are copied if a
+//! checkpoint is given up, so that all that is left of it stays.
+//!
+//! Where files have one name only, the manifest is copied, and the other files are renamed instead
+//! of removed at the end: none of them is read, since a disk that fails may not give it back.
+
+use std::collections::HashMap;
+use std::io;
+
+use driftline_dirty_tracker::PAGE_SIZE;
+use serde::Serialize;
+
+use crate::backend::{has_no_links, is_media_error};
+use crate::error::StoreError;
+use crate::limits::NO_SLOT;
+use crate::manifest::{Manifest, is_leftover};
+use crate::names::{ASIDE, MANIFEST, MANIFEST_NEW, Named, log_name, pages_name, parse_name};
+use crate::pages::{PageReader, begin_pages};
+use crate::records::Files;
+use crate::rotate::copy_log;
+use crate::salvage::{Salvage, Survey};
+use crate::store::Store;
+
+/// What [`Store::repair`] has found and done.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct RepairReport {
+    /// What was found.
+    #[serde(flatten)]
+    pub survey: Survey,
+    /// Whether anything had to be done.
+    pub repaired: bool,
+    /// Files that keep what was replaced.
+    pub aside: Vec<String>,
+}
+
+impl Store {
+    /// Makes a sound store of what is sound in a damaged one, which must be
+    /// [open for that](Store::open_to_repair). What it replaces stays in files of other names.
+    ///
+    /// # Errors
+    ///
+    /// As [`survey`](Store::survey); if another process writes to it; if there is no room for a
+    /// copy of what is sound. The store is then as it was.
+    pub fn repair(&self) -> Result<RepairReport, StoreError> {
+        // First: no other process gives away slots, or writes, while the store is looked at.
+        let held = self.hold_pages()?;
+        let mut salvage = self.salvage()?;
+        let Salvage { vm_id, files: old, .. } = salvage;
+        let survey = salvage.survey.clone();
+        if salvage.manifest_is_sound && salvage.log_is_sound && salvage.pages_are_sound {
+            return Ok(RepairReport { survey, repaired: false, aside: Vec::new() });
+        }
+        let lost = survey.sound < survey.checkpoints.len() as u64;
+        if lost && survey.sound == 0 {
+            return Err(StoreError::NothingSound { dir: self.dir() });
+        }
+        let names = self.names()?;
+        let manifest_was = self.manifest_file();
+        let next = self.next_files()?;
+        let next = next.log.max(next.pages);
+        let copies = lost || !salvage.pages_are_sound;
+        let pages = if copies { next } else { old.pages };
+        let log = if copies || !salvage.log_is_sound { next } else { old.log };
+        let new = Files { log, pages };
+        let replaced = names.iter().filter(|name| match parse_name(name) {
+            Named::Manifest => true,
+            Named::Log(n) if n == new.log => false,
+            Named::Pages(n) if n == new.pages => false,
+            Named::Log(n) if n == old.log => true,
+            Named::Pages(n) if n == old.pages => true,
+            // They may have what was lost.
+            Named::Log(_) | Named::Pages(_) => lost || !salvage.manifest_is_sound,
+            _ => false,
+        });
+        let replaced: Vec<&String> = replaced.collect();
+        let number = 1 + names
+            .iter()
+            .map(|name| match parse_name(name) {
+                Named::Aside(n) => n,
+                _ => 0,
+            })
+            .max()
+            .unwrap_or(0);
+        let aside: Vec<String> =
+            replaced.iter().map(|name| format!("{ASIDE}{number}.{name}")).collect();
+        let mut later: HashMap<&str, &str> = HashMap::new();
+        let prepared = self.write_sound(&mut salvage, new).and_then(|()| {
+            for (name, aside) in replaced.iter().zip(&aside) {
+                let kept = match self.backend().link(name, aside) {
+                    Err(e) if has_no_links(&e) && **name == MANIFEST => self.copy_manifest(aside),
+                    Err(e) if has_no_links(&e) => {
+                        later.insert(name, aside);
+                        Ok(())
+                    }
+                    linked => linked,
+                };
+                kept.map_err(|e| self.io("keeping aside", name, e))?;
+            }
+            self.sync_dir()
+        });
+        let unsettled = match prepared {
+            Ok(()) => self
+                .put_manifest(Manifest { vm_id, files: new })
+                .map_err(|e| (e.cause, e.unsettled)),
+            Err(e) => Err((e, false)),
+        };
+        drop(held);
+        if let Err((e, unsettled)) = unsettled {
+            // A rename may say that it failed, and have been done. Only the same file under the
+            // manifest's name shows that it was not, whatever can be read of that file.
+            let is_old =
+                manifest_was.is_ok_and(|was| self.manifest_file().is_ok_and(|is| was == is));
+            if !unsettled && is_old {
+                // What cannot be removed is in nobody's way.
+                let made =
+                    [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];
+                let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
+                made.chain(aside.clone()).chain([MANIFEST_NEW.to_owned()]).for_each(|name| {
+                    let _ = self.backend().remove(&name);
+                });
+            }
+            return Err(e);
+        }
+        let manifest = Manifest { vm_id, files: new };
+        for name in names.iter().filter(|name| is_leftover(name, Some(&manifest))) {
+            match later.get(name.as_str()) {
+                Some(aside) => {
+                    if let Err(e) = self.backend().rename(name, aside) {
+                        let e = self.io("keeping aside", name, e);
+                        tracing::warn!("{e}; copy it: the next writer removes it");
+                    }
+                }
+                // What cannot be removed now is when the store is next opened.
+                None => _ = self.backend().remove(name),
+            }
+        }
+        if let Err(e) = self.sync_dir() {
+            // The new manifest is durable: a crash may bring back old names, and no more.
+            tracing::warn!("{e}; the store is repaired");
+        }
+        Ok(RepairReport { survey, repaired: true, aside })
+    }
+
+    /// Copies what is readable of the manifest.
+    fn copy_manifest(&self, to: &str) -> io::Result<()> {
+        let read = || {
+            let file = self.backend().open(MANIFEST)?;
+            let mut bytes = vec![0; file.len()?.min(PAGE_SIZE) as usize];
+            file.read_exact_at(&mut bytes, 0).map(|()| bytes)
+        };
+        let bytes = match read() {
+            Err(e) if is_media_error(&e) => Vec::new(),
+            read => read?,
+        };
+        let file = self.backend().create_new(to)?;
+        file.write_all_at(&bytes, 0)?;
+        file.sync()
+    }
+
+    /// The identity of the file under the manifest's name; `None` if there is none.
+    fn manifest_file(&self) -> Result<Option<(u64, u64)>, StoreError> {
+        match self.backend().open(MANIFEST).and_then(|file| file.identity()) {
+            Ok(identity) => Ok(Some(identity)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(self.io("looking at", MANIFEST, e)),
+        }
+    }
+
+    /// Has all page files alone, since it is not known yet which of them is the store's.
+    fn hold_pages(&self) -> Result<Vec<PageReader>, StoreError> {
+        let held = self.names()?.into_iter().filter_map(|name| match parse_name(&name) {
+            Named::Pages(n) => Some(PageReader::hold(self, n)),
+            _ => None,
+        });
+        held.collect()
+    }
+
+    /// Writes what is sound to the files of `new` that are not there yet.
+    fn write_sound(&self, salvage: &mut Salvage, new: Files) -> Result<(), StoreError> {
+        let Salvage { files: old, log, pages, chosen, vm_id, .. } = salvage;
+        if new.log == old.log {
+            return Ok(());
+        }
+        if new.pages == old.pages {
+            return copy_log(self, log, chosen, new.log, &|slot| slot).map(drop);
+        }
+        let Some(pages) = pages else {
+            let name = pages_name(new.pages);
+            let file = self.create_new(&name)?;
+            begin_pages(&*file, *vm_id, new.pages).map_err(|e| self.io("writing", &name, e))?;
+            file.sync().map_err(|e| self.io("syncing", &name, e))?;
+            return copy_log(self, log, chosen, new.log, &|slot| slot).map(drop);
+        };
+        let slots = self.copy_pages(log, chosen, pages, new.pages)?;
+        let to = |slot: u32| slots.get(&slot).copied().unwrap_or(NO_SLOT);
+        copy_log(self, log, chosen, new.log, &to).map(drop)
+    }
+}

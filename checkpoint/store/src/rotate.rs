@@ -1,0 +1,369 @@
+//! Another log in place of one that has got long, and another page file in place of one that has holes.
+//!
+//! Of the oldest epoch that is kept a new log has all of memory, of the others what they changed. A manifest that names the
+//! new files takes the place of the one before; a crash leaves either, and whatever it names.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry::Vacant;
+use std::sync::Arc;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use serde::Serialize;
+
+use crate::backend::StoreFile;
+use crate::build::{Builder, Entry, begin_log};
+use crate::commit::{Committer, Kept, Standing};
+use crate::error::StoreError;
+use crate::fetch::{Sink, fetch};
+use crate::frame_map::{Cell, FrameMap};
+use crate::group::Record;
+use crate::limits::NO_SLOT;
+use crate::log::LogFile;
+use crate::manifest::{Manifest, NotWritten};
+use crate::names::{log_name, pages_name};
+use crate::pages::{PageReader, begin_pages};
+use crate::records::{Commit, Files, Front, Placed};
+use crate::sectors::Place;
+use crate::space::apply;
+use crate::store::Store;
+
+/// After so many entries, some dozen microseconds of work, it is time to stand aside.
+const BREATH: u64 = 1024;
+
+/// What [`Store::compact`] has done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub struct CompactReport {
+    /// Epochs in the store, all that were there before.
+    pub epochs: u64,
+    /// Bytes of log and page file before.
+    pub before_bytes: u64,
+    /// And after.
+    pub after_bytes: u64,
+}
+
+/// A log that has been written, and is not the store's yet.
+pub(super) struct NewLog {
+    file: Box<dyn StoreFile>,
+    end: Place,
+    pub(super) kept: Vec<Kept>,
+}
+
+/// The numbers of the groups that are kept.
+fn kept_of(log: &LogFile) -> Vec<usize> {
+    let count = log.groups.len();
+    (count - log.kept().len()..count).collect()
+}
+
+/// Whether group number `index` says what has changed since `before`, the one that was chosen
+/// before it.
+fn is_next(index: usize, before: Option<usize>) -> bool {
+    before.is_some_and(|before| before + 1 == index)
+}
+
+/// Where the frames of group number `index` are.
+fn map_of(log: &mut LogFile, index: usize) -> Result<FrameMap, StoreError> {
+    let mut map = FrameMap::default();
+    for index in log.base_of(index)..=index {
+        apply(log, index, &mut map)?;
+    }
+    Ok(map)
+}
+
+impl Committer {
+    /// Has the next epochs in a new log.
+    pub(super) fn rotate(&mut self) -> Result<(), StoreError> {
+        let store: &Arc<Store> = &self.store;
+        store.check_lock()?;
+        let files = Files { log: store.next_files()?.log, ..self.files };
+        let mut old = self.read_log()?;
+        let kept = kept_of(&old);
+        let made = copy_log(store, &mut old, &kept, files.log, &|slot| slot);
+        let made = made.map_err(|cause| NotWritten { cause, unsettled: false });
+        let put = |new| match store.put_manifest(Manifest { vm_id: self.vm_id, files }) {
+            Ok(()) => Ok((new, None)),
+            Err(NotWritten { cause, unsettled: true }) => Ok((new, Some(cause))),
+            Err(e) => Err(e),
+        };
+        let (new, unsettled) = made.and_then(put).map_err(|NotWritten { cause, .. }| {
+            store.remove_unnamed(Some(files.log), None);
+            cause
+        })?;
+        tracing::debug!(generation = files.log, "the log was written anew");
+        self.before = Some(std::mem::replace(&mut self.files, files).log);
+        (self.log, self.end, self.kept) = (new.file, new.end, new.kept.into());
+        if let Some(cause) = unsettled {
+            self.standing = Standing::Unsettled;
+            return Err(cause);
+        }
+        self.remove_log_before();
+        Ok(())
+    }
+
+    /// Removes the log before this one, which is not the store's any more.
+    pub(super) fn remove_log_before(&mut self) {
+        if let Some(before) = self.before.take() {
+            // What cannot be removed now is when the store is next opened.
+            let _ = self.store.backend().remove(&log_name(before));
+        }
+    }
+}
+
+/// Writes the groups `chosen` of `old`, ascending, to a new log, and syncs that. One that does not
+/// follow the one before it in `old` is written with all of its frames, or all that have changed
+/// since that one. `to` says which slot a frame is in that was in another.
+pub(super) fn copy_log(
+    store: &Store,
+    old: &mut LogFile,
+    chosen: &[usize],
+    generation: u64,
+    to: &dyn Fn(u32) -> u32,
+) -> Result<NewLog, StoreError> {
+    let name = log_name(generation);
+    let writing = |e| store.io("writing", &name, e);
+    let file = store.create_new(&name)?;
+    let mut end = begin_log(&*file, old.vm_id, generation).map_err(writing)?;
+    let mut builder = Builder::new(&*file, end);
+    let mut kept = Vec::new();
+    let mut before = None;
+    for &index in chosen {
+        let oldest = old.groups[chosen[0]].info.epoch;
+        // One that is full has all of memory already.
+        let alone = !is_next(index, before) && old.groups[index].front.parent.is_some();
+        let map = if alone { map_of(old, index)? } else { FrameMap::default() };
+        // Of the same chain: slots that both have must not be brought twice.
+        let joined = before.filter(|before| alone && old.base_of(index) <= *before);
+        let known = joined.map_or_else(|| Ok(FrameMap::default()), |before| map_of(old, before))?;
+        let parent = joined.map(|before| old.groups[before].info.epoch);
+        let mut group = old.group(index)?;
+        let rebased = alone && before.is_none();
+        let (layout, drives) = (group.layout.clone(), group.drives.clone());
+        let mut front = Front { rebased, ..group.front };
+        if alone && !rebased {
+            front.parent = parent;
+        }
+        before = Some(index);
+        builder.front(front, &layout, &group.config, &drives).map_err(writing)?;
+        let moved = |e: Entry| Entry { slot: to(e.slot), ..e };
+        let no_zeros = std::iter::empty;
+        let (mut stored, mut zeros) = (0, Vec::new());
+        if alone {
+            let entry =
+                |(gfn, Cell { slot, crc }): (Gfn, Cell)| moved(Entry { frame: gfn.0, slot, crc });
+            let new = map.all().filter(|(gfn, cell)| known.get(*gfn) != Some(*cell));
+            let new = new.map(entry).inspect(|_| {
+                if stored % BREATH == 0 {
+                    store.calm().stand_aside();
+                }
+                stored += 1;
+            });
+            let gone = known.all().map(|(gfn, _)| gfn).filter(|gfn| map.get(*gfn).is_none());
+            zeros.extend(gone.map(|start| FrameRun { start, count: 1 }));
+            builder.entries(&layout, new, zeros.iter().copied()).map_err(writing)?;
+        }
+        while let Some(record) = group.next()? {
+            match record {
+                Record::Frames(runs, crcs) if !alone => {
+                    let entries: Vec<Entry> = entries_of(runs, crcs).map(moved).collect();
+                    builder.entries(&layout, entries.into_iter(), no_zeros()).map_err(writing)?;
+                }
+                Record::Zeros(runs) if !alone => builder.zero_runs(runs).map_err(writing)?,
+                Record::Section(section) => builder.section(&section).map_err(writing)?,
+                Record::Frames(..) | Record::Zeros(_) => {}
+            }
+        }
+        // It was sound before: a disk that gives it back only sometimes must not have half of it copied.
+        if let Some(e) = group.cursor.lost.take() {
+            return Err(e);
+        }
+        let Some((commit, _)) = group.ended else { continue };
+        let (frames, zero_frames) = match alone && !rebased {
+            true => (stored, zeros.len() as u64),
+            false => (commit.frames, commit.zero_frames),
+        };
+        let bytes = match rebased {
+            true => commit.bytes,
+            false => frames * PAGE_SIZE + builder.bytes_if_ended(),
+        };
+        let commit = Commit { oldest, bytes, frames, zero_frames, ..commit };
+        let next = builder.commit(commit).map_err(writing)?;
+        kept.push(Kept { epoch: commit.epoch, sectors: next.sector - end.sector });
+        end = next;
+    }
+    file.sync().map_err(|e| store.io("syncing", &name, e))?;
+    Ok(NewLog { file, end, kept })
+}
+
+fn entries_of(runs: &[Placed], crcs: &[u32]) -> impl Iterator<Item = Entry> {
+    let places = runs.iter().flat_map(|run| run.frames.frames().zip(run.slot..));
+    places.zip(crcs).map(|((gfn, slot), crc)| Entry { frame: gfn.0, slot, crc: *crc })
+}
+
+impl Store {
+    /// Writes all epochs to a new page file without holes and a new log, and puts those in place of the old ones. The store must
+    /// be open for writing, and nobody may be writing to it. Needs room for both; a crash leaves one or the other. Whoever
+    /// reads from the store meanwhile goes on with what was there.
+    pub fn compact(&self) -> Result<CompactReport, StoreError> {
+        if !self.is_writable() {
+            return Err(StoreError::ReadOnly { dir: self.dir() });
+        }
+        let Some((pages, manifest, mut old)) = self.hold()? else {
+            return Err(self.no_epoch(None));
+        };
+        old.check_sound(self)?;
+        let Manifest { vm_id, files } = manifest;
+        let new = self.next_files()?;
+        let before_bytes = self.bytes_of(files)?;
+        self.or_repair(pages.check_header(files.pages, vm_id))?;
+        let chosen = kept_of(&old);
+        let made = self.copy_pages(&mut old, &chosen, &pages, new.pages).and_then(|slots| {
+            let to = |slot: u32| slots.get(&slot).copied().unwrap_or(NO_SLOT);
+            let made = copy_log(self, &mut old, &chosen, new.log, &to)?;
+            Ok((made.kept, self.bytes_of(new)?))
+        });
+        let made = made.map_err(|cause| NotWritten { cause, unsettled: false });
+        let put =
+            made.and_then(|made| self.put_manifest(Manifest { vm_id, files: new }).map(|()| made));
+        let (kept, after_bytes) = put.map_err(|e| {
+            if !e.unsettled {
+                self.remove_unnamed(Some(new.log), Some(new.pages));
+            }
+            e.cause
+        })?;
+        for name in [log_name(files.log), pages_name(files.pages)] {
+            if let Err(e) = self.backend().remove(&name) {
+                let path = self.path(&name);
+                tracing::warn!(
+                    "{} is not needed any more, and cannot be removed: {e}",
+                    path.display()
+                );
+            }
+        }
+        Ok(CompactReport { epochs: kept.len() as u64, before_bytes, after_bytes })
+    }
+
+    /// Removes a log and a page file that the caller has made, and that did not become the
+    /// store's. What cannot be removed now is when the store is next opened.
+    pub(super) fn remove_unnamed(&self, log: Option<u64>, pages: Option<u64>) {
+        // A rename may say that it failed, and have been done.
+        let Ok(manifest) = self.manifest() else { return };
+        let named = manifest.map(|manifest| manifest.files);
+        if let Some(log) = log.filter(|log| named.is_none_or(|named| named.log != *log)) {
+            let _ = self.backend().remove(&log_name(log));
+        }
+        if let Some(pages) = pages.filter(|n| named.is_none_or(|named| named.pages != *n)) {
+            let _ = self.backend().remove(&pages_name(pages));
+        }
+    }
+
+    fn bytes_of(&self, files: Files) -> Result<u64, StoreError> {
+        let len = |name: String| {
+            let file = self.backend().open(&name);
+            file.and_then(|file| file.len()).map_err(|e| self.io("reading", &name, e))
+        };
+        Ok(len(log_name(files.log))? + len(pages_name(files.pages))?)
+    }
+
+    /// Copies every frame that the groups `chosen` have to a new page file, checked; where each
+    /// slot went.
+    pub(super) fn copy_pages(
+        &self,
+        log: &mut LogFile,
+        chosen: &[usize],
+        pages: &PageReader,
+        to: u64,
+    ) -> Result<HashMap<u32, u32>, StoreError> {
+        let name = pages_name(to);
+        let file = self.create_new(&name)?;
+        begin_pages(&*file, log.vm_id, to).map_err(|e| self.io("writing", &name, e))?;
+        // As many as the log names, however long the page file says that it is.
+        let mut slots = HashMap::new();
+        let mut next = 1;
+        let mut before = None;
+        for &index in chosen {
+            let epoch = log.groups[index].info.epoch;
+            let mut entries: Vec<(Gfn, Cell)> = Vec::new();
+            if is_next(index, before) {
+                let mut group = log.group(index)?;
+                while let Some(record) = group.next()? {
+                    if let Record::Frames(runs, crcs) = record {
+                        let cell = |e: Entry| (Gfn(e.frame), Cell { slot: e.slot, crc: e.crc });
+                        entries.extend(entries_of(runs, crcs).map(cell));
+                    }
+                }
+            } else {
+                entries.extend(map_of(log, index)?.all());
+            }
+            before = Some(index);
+            // Those of an epoch that stands alone may have been copied for one before it.
+            entries.retain(|(_, cell)| {
+                let Vacant(slot) = slots.entry(cell.slot) else { return false };
+                slot.insert(next);
+                next += 1;
+                true
+            });
+            let sink =
+                Moved { store: self, file: &*file, name: &name, slots: &slots, entries: &entries };
+            let mut sorted = entries.clone();
+            fetch(pages, epoch, &mut sorted, &sink)?;
+        }
+        file.sync().map_err(|e| self.io("syncing", &name, e))?;
+        Ok(slots)
+    }
+}
+
+/// Puts frames to where they go in a new page file.
+struct Moved<'m> {
+    store: &'m Store,
+    file: &'m dyn StoreFile,
+    name: &'m str,
+    slots: &'m HashMap<u32, u32>,
+    /// Of the epoch that is being copied, ascending by frame.
+    entries: &'m [(Gfn, Cell)],
+}
+
+impl Sink for Moved<'_> {
+    type Error = StoreError;
+
+    fn frames(&self, run: FrameRun, contents: &[u8]) -> Result<(), StoreError> {
+        for (gfn, page) in run.frames().zip(contents.chunks_exact(PAGE_SIZE as usize)) {
+            let Ok(at) = self.entries.binary_search_by_key(&gfn, |(gfn, _)| *gfn) else { continue };
+            let Some(slot) = self.slots.get(&self.entries[at].1.slot) else { continue };
+            let written = self.file.write_all_at(page, u64::from(*slot) * PAGE_SIZE);
+            written.map_err(|e| self.store.io("writing", self.name, e))?;
+        }
+        Ok(())
+    }
+}
+
+#[allow(clippy::unwrap_used)]
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use super::*;
+    use crate::backend::Backend;
+    use crate::testing::{DiskOp, MemoryDisk};
+    use driftline_guest::VmId;
+    use driftline_guest::testing::{MemoryConfig, MemoryGuest};
+
+    #[test]
+    fn failed_rotation_removes_its_own_log_alone() {
+        let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
+        for (op, after) in [(DiskOp::Create, 0), (DiskOp::Create, 1), (DiskOp::Rename, 0)] {
+            for without_manifest in [false, true] {
+                let disk = MemoryDisk::default();
+                let store = Arc::new(Store::with_backend(Box::new(disk.clone()), true).unwrap());
+                let mut committer = Committer::create(&store, &*guest).unwrap();
+                if without_manifest {
+                    disk.remove("manifest").unwrap();
+                }
+                disk.fail(op, libc::ENOSPC, after);
+                committer.rotate().unwrap_err();
+                let mut names = disk.names();
+                names.retain(|name| !name.starts_with("manifest"));
+                assert_eq!(names, ["log-1", "pages-1"], "{op:?} {after} {without_manifest}");
+                disk.heal();
+                committer.rotate().unwrap();
+                assert!(disk.contents("log-1").is_err(), "it is not needed any more");
+            }
+        }
+    }
+}

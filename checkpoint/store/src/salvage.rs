@@ -1,0 +1,353 @@
+//! What is left of a damaged store: which of its checkpoints are sound, and why the others are not.
+//!
+//! A manifest that is lost is found again by trying: of all pairs of a log and a page file the one
+//! whose checkpoints are sound. Each frame's checksum is in the log, so a page file that is not
+//! that log's is none.
+
+use std::cmp::Ordering;
+use std::io;
+
+use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_guest::VmId;
+use serde::Serialize;
+
+use crate::error::{Damage, StoreError};
+use crate::frame_map::FrameMap;
+use crate::log::{Hole, LogFile, is_not_found};
+use crate::manifest::Manifest;
+use crate::names::{MANIFEST, Named, log_name, pages_name, parse_name};
+use crate::pages::PageReader;
+use crate::pin::Pinned;
+use crate::records::Files;
+use crate::space::apply;
+use crate::store::Store;
+use crate::verify::{PageCheck, verdict};
+
+/// How often a store is looked at whose files are replaced meanwhile.
+const LOOKS: u32 = 10;
+
+/// A checkpoint that is kept, as it was found.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct CheckpointState {
+    /// Its number; `None` if that cannot be read.
+    pub epoch: Option<u64>,
+    /// The last number of a range that the damage may have cost; `None` if it is one checkpoint.
+    pub last: Option<u64>,
+    /// Why it is not sound; `None` if it is.
+    pub damage: Option<String>,
+}
+
+/// What is left of a store.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Survey {
+    /// Checkpoints that are kept, ascending.
+    pub checkpoints: Vec<CheckpointState>,
+    /// How many of them are sound.
+    pub sound: u64,
+    /// The latest sound one.
+    pub latest_sound: Option<u64>,
+    /// Damage that costs none of them.
+    pub damage: Vec<String>,
+}
+
+impl Survey {
+    /// How many checkpoints are sound, and which is the latest of those.
+    pub fn verdict(&self) -> String {
+        verdict(self.sound, self.checkpoints.len() as u64, self.latest_sound)
+    }
+
+    /// Whether nothing is damaged.
+    pub fn is_sound(&self) -> bool {
+        self.damage.is_empty() && self.sound == self.checkpoints.len() as u64
+    }
+
+    fn push(&mut self, epoch: Option<u64>, damage: Option<String>) {
+        if damage.is_none() {
+            self.sound += 1;
+            self.latest_sound = epoch;
+        }
+        self.checkpoints.push(CheckpointState { epoch, last: None, damage });
+    }
+}
+
+/// A store's files, and what is left of them.
+#[derive(Debug)]
+pub(super) struct Salvage {
+    pub(super) vm_id: VmId,
+    pub(super) files: Files,
+    pub(super) log: LogFile,
+    /// `None` if the page file is gone.
+    pub(super) pages: Option<PageReader>,
+    /// The sound checkpoints, by the numbers of their groups.
+    pub(super) chosen: Vec<usize>,
+    pub(super) survey: Survey,
+    pub(super) manifest_is_sound: bool,
+    pub(super) log_is_sound: bool,
+    pub(super) pages_are_sound: bool,
+}
+
+impl Store {
+    /// Reads all of a store that may be damaged, and says which of its checkpoints are sound.
+    /// Changes nothing.
+    ///
+    /// # Errors
+    ///
+    /// If nothing there is a store's, if it is not known which guest's store it is, or if the
+    /// system refuses.
+    pub fn survey(&self) -> Result<Survey, StoreError> {
+        for _ in 1..LOOKS {
+            let before = self.manifest().ok().flatten();
+            let _pinned = self.pin_for_survey()?;
+            let salvage = self.salvage();
+            let now = self.manifest().ok().flatten();
+            // A log that was replaced behind this is read to its end, and its page file stays.
+            let pages = |manifest: Option<Manifest>| manifest.map(|m| m.files.pages);
+            let found_all = salvage.as_ref().is_ok_and(|s| s.manifest_is_sound);
+            if now == before || found_all && pages(now) == pages(before) {
+                return salvage.map(|salvage| salvage.survey);
+            }
+        }
+        self.salvage().map(|salvage| salvage.survey)
+    }
+
+    /// Keeps a writer from giving slots away while they are looked at. A writer whose checkpoints
+    /// cannot be pinned, because the manifest or a header is damaged since it opened the store, or
+    /// because a sync of it does not end, may do so: then a frame may be reported as damaged that
+    /// is not. [`repair`](Self::repair) holds the page files themselves, and needs no pin.
+    fn pin_for_survey(&self) -> Result<Option<Pinned>, StoreError> {
+        match self.pin_all() {
+            Err(e) if is_timeout(&e) => {
+                tracing::warn!("{e}: checkpoints that its writer drops meanwhile look damaged");
+                Ok(None)
+            }
+            Err(e @ StoreError::Io { .. }) if !is_damage(&e) => Err(e),
+            pinned => Ok(pinned.ok().flatten()),
+        }
+    }
+
+    pub(super) fn salvage(&self) -> Result<Salvage, StoreError> {
+        self.check_is_store()?;
+        let (manifest, damage) = match self.manifest() {
+            Ok(Some(manifest)) => (Some(manifest), None),
+            Ok(None) => (None, Some(format!("{} has no manifest", self.location().display()))),
+            Err(e) if is_damage(&e) => (None, Some(e.to_string())),
+            Err(e) => return Err(e),
+        };
+        let mut best: Option<Salvage> = None;
+        for (files, vm_id) in self.candidates(manifest)? {
+            let found = self.assess(files, vm_id)?;
+            let rank =
+                |s: &Salvage| (s.survey.latest_sound, s.survey.sound, s.files.log, s.files.pages);
+            if let Some(other) = best.as_ref().filter(|other| other.vm_id != vm_id)
+                && other.survey.sound > 0
+                && found.survey.sound > 0
+            {
+                let (dir, one, other) = (self.dir(), other.vm_id, vm_id);
+                return Err(StoreError::Ambiguous { dir, one, other });
+            }
+            if best.as_ref().is_none_or(|best| rank(&found) > rank(best)) {
+                best = Some(found);
+            }
+        }
+        // There are candidates, or an error.
+        let mut best = best.ok_or_else(|| StoreError::HeadersDamaged { dir: self.dir() })?;
+        best.manifest_is_sound =
+            manifest == Some(Manifest { vm_id: best.vm_id, files: best.files });
+        if let Some(manifest) = manifest.filter(|_| !best.manifest_is_sound) {
+            let Files { log, pages } = manifest.files;
+            best.survey.damage.push(format!(
+                "{} names log-{log} and pages-{pages}, which are not both there",
+                self.path(MANIFEST).display()
+            ));
+        }
+        best.survey.damage.extend(damage);
+        Ok(best)
+    }
+
+    /// Logs and page files that may be the store's, and whose they are.
+    fn candidates(&self, manifest: Option<Manifest>) -> Result<Vec<(Files, VmId)>, StoreError> {
+        let (mut logs, mut pages) = (Vec::new(), Vec::new());
+        for name in self.names()? {
+            match parse_name(&name) {
+                Named::Log(n) => logs.push(n),
+                Named::Pages(n) => pages.push(n),
+                _ => {}
+            }
+        }
+        if let Some(Manifest { vm_id, files }) = manifest
+            && logs.contains(&files.log)
+            && pages.contains(&files.pages)
+        {
+            let of_log = LogFile::vm_of(self, files.log)?;
+            let of_pages = PageReader::vm_of(self, files.pages)?;
+            let named = [(of_log, log_name(files.log)), (of_pages, pages_name(files.pages))];
+            for (found, name) in named {
+                if let Some(found) = found.filter(|found| *found != vm_id) {
+                    let file = self.path(&name);
+                    return Err(StoreError::Mixed { file, found, expected: vm_id });
+                }
+            }
+            return Ok(vec![(files, vm_id)]);
+        }
+        if logs.is_empty() {
+            return Err(self.without_log(manifest)?);
+        }
+        if pages.is_empty() {
+            // Its checkpoints without contents, if there are any.
+            pages.push(manifest.map_or(1, |manifest| manifest.files.pages));
+        }
+        let mut candidates = Vec::new();
+        let mut owners: Vec<(String, VmId)> = Vec::new();
+        for &log in &logs {
+            let of_log = LogFile::vm_of(self, log)?;
+            owners.extend(of_log.map(|vm_id| (log_name(log), vm_id)));
+            for &pages in &pages {
+                let of_pages = PageReader::vm_of(self, pages)?;
+                owners.extend(of_pages.map(|vm_id| (pages_name(pages), vm_id)));
+                let known = manifest.map(|m| m.vm_id).or(of_log).or(of_pages);
+                let fits = |vm_id: &VmId| [of_log, of_pages].iter().flatten().all(|of| of == vm_id);
+                candidates.extend(known.filter(fits).map(|vm_id| (Files { log, pages }, vm_id)));
+            }
+        }
+        if candidates.is_empty() {
+            return Err(self.without_owner(manifest, &owners));
+        }
+        Ok(candidates)
+    }
+
+    /// What there is in place of a log.
+    fn without_log(&self, manifest: Option<Manifest>) -> Result<StoreError, StoreError> {
+        let dir = self.dir();
+        if self.names()?.iter().any(|name| parse_name(name) == Named::Epoch1) {
+            return Ok(StoreError::Format1 { dir });
+        }
+        Ok(StoreError::NoLog { dir, log: manifest.map(|manifest| log_name(manifest.files.log)) })
+    }
+
+    /// Why no log and page file belong together: they are of several guests, or nothing says whose.
+    fn without_owner(&self, manifest: Option<Manifest>, owners: &[(String, VmId)]) -> StoreError {
+        let dir = self.dir();
+        let other_than = |vm_id: VmId| owners.iter().find(|(_, owner)| *owner != vm_id);
+        if let Some(Manifest { vm_id: expected, .. }) = manifest
+            && let Some((file, found)) = other_than(expected)
+        {
+            return StoreError::Mixed { file: self.path(file), found: *found, expected };
+        }
+        match owners.first().map(|(_, one)| (*one, other_than(*one))) {
+            Some((one, Some((_, other)))) => StoreError::Ambiguous { dir, one, other: *other },
+            _ => StoreError::HeadersDamaged { dir },
+        }
+    }
+
+    /// Reads all of these files.
+    fn assess(&self, files: Files, vm_id: VmId) -> Result<Salvage, StoreError> {
+        let (mut log, header, holes) = LogFile::salvage(self, files.log, vm_id)?;
+        let mut survey = Survey::default();
+        let (pages, wrong) = match PageReader::open_damaged(self, files.pages) {
+            Ok(pages) => match pages.check_header(files.pages, vm_id) {
+                Err(e) if !is_damage(&e) => return Err(e),
+                checked => (Some(pages), checked.err()),
+            },
+            Err(e) if is_damage(&e) => (None, Some(e)),
+            Err(e) => return Err(e),
+        };
+        let pages_are_sound = wrong.is_none();
+        survey.damage.extend(header.iter().chain(&wrong).map(ToString::to_string));
+        let (count, oldest) = (log.groups.len(), log.oldest().unwrap_or(0));
+        let first = log.groups.partition_point(|g| g.info.epoch < oldest);
+        let mut chosen = Vec::new();
+        let (mut map, mut check) = (FrameMap::default(), PageCheck::default());
+        // Whether it is known where the frames of this epoch are, and whether those of the one
+        // before were read.
+        let (mut known, mut was_read) = (false, false);
+        for index in 0..count {
+            let is_behind = note_holes(&mut survey, &log, &holes, index, oldest);
+            let whole = log.groups[index].front.is_whole();
+            let info = log.groups[index].info;
+            known = whole || (known && !is_behind);
+            if !known {
+                was_read = false;
+                if index >= first {
+                    let parent = info.parent.unwrap_or(0);
+                    let why =
+                        format!("it builds on checkpoint {parent}, whose records are damaged");
+                    survey.push(Some(info.epoch), Some(why));
+                }
+                continue;
+            }
+            apply(&mut log, index, &mut map)?;
+            if index < first {
+                continue;
+            }
+            let of_pages = match &pages {
+                Some(pages) => {
+                    let all = whole || !was_read;
+                    check.epoch(pages, &mut log, index, &map, all)?.1.map(|e| e.to_string())
+                }
+                None => map.all().next().map(|(_, cell)| {
+                    let (file, length) = (self.path(&pages_name(files.pages)), 0);
+                    let damage = Damage::EndsEarly { length, wanted: PAGE_SIZE };
+                    let offset = u64::from(cell.slot) * PAGE_SIZE;
+                    StoreError::Damaged { file, offset, damage }.to_string()
+                }),
+            };
+            was_read = true;
+            let of_state = log.lost.get(&log.groups[index].place.sector).map(ToString::to_string);
+            let damage = of_state.or(of_pages);
+            if damage.is_none() {
+                chosen.push(index);
+            }
+            survey.push(Some(info.epoch), damage);
+        }
+        note_holes(&mut survey, &log, &holes, count, oldest);
+        let all_sound = survey.sound == survey.checkpoints.len() as u64;
+        let log_is_sound = header.is_none() && holes.is_empty() && log.lost.is_empty() && all_sound;
+        let manifest_is_sound = false;
+        Ok(Salvage {
+            vm_id,
+            files,
+            log,
+            pages,
+            chosen,
+            survey,
+            manifest_is_sound,
+            log_is_sound,
+            pages_are_sound,
+        })
+    }
+}
+
+/// Whether an error says that a file is damaged or gone, and not that the system refuses to read it.
+fn is_damage(e: &StoreError) -> bool {
+    e.is_damage() || is_not_found(e)
+}
+
+fn is_timeout(e: &StoreError) -> bool {
+    matches!(e, StoreError::Io { cause, .. } if cause.kind() == io::ErrorKind::TimedOut)
+}
+
+/// Notes what is missing in front of group number `at`; whether there is something.
+fn note_holes(survey: &mut Survey, log: &LogFile, holes: &[Hole], at: usize, oldest: u64) -> bool {
+    let behind = log.groups.get(at);
+    for hole in holes.iter().filter(|hole| hole.at == at) {
+        let before = at.checked_sub(1).map_or(0, |before| log.groups[before].info.epoch);
+        let damage = hole.damage.to_string();
+        let Some(behind) = behind else {
+            survey.push(hole.epoch, Some(damage));
+            continue;
+        };
+        // All that may be in the hole, and not only the epoch in which it begins.
+        let first = hole.epoch.unwrap_or(0).max(before + 1).max(oldest);
+        let parent = behind.info.parent.filter(|parent| *parent > before);
+        let last = parent.unwrap_or(behind.info.epoch.saturating_sub(1));
+        match first.cmp(&last) {
+            Ordering::Greater => survey.damage.push(damage),
+            Ordering::Equal => survey.push(Some(first), Some(damage)),
+            Ordering::Less => {
+                let (epoch, last) = (Some(first), Some(last));
+                survey.checkpoints.push(CheckpointState { epoch, last, damage: Some(damage) });
+            }
+        }
+    }
+    holes.iter().any(|hole| hole.at == at)
+}

@@ -1,0 +1,553 @@
+//! A disk in memory that forgets what was not synced, and fails on request.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use driftline_guest::testing::mix;
+
+use crate::backend::{Backend, LockError, RangeLock, StoreFile};
+use crate::testing::inode::Inode;
+
+/// What survives a crash of what was not synced. What was synced always does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Survives {
+    /// Nothing.
+    Nothing,
+    /// Everything: all of it had got to the disk by itself.
+    Everything,
+    /// Each sector or not, and each change of a name or not, as this seed decides.
+    Torn(u64),
+    /// So many sectors that were written first, file by file, and all changes of names.
+    First(u64),
+}
+
+/// An operation of the disk that a test can make fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DiskOp {
+    /// `Backend::create` and `Backend::create_new`
+    Create,
+    /// `StoreFile::write_all_at`
+    Write,
+    /// `StoreFile::sync`
+    Sync,
+    /// `Backend::rename`
+    Rename,
+    /// `Backend::rename`, which says so although it has done it
+    Renamed,
+    /// `Backend::link`
+    Link,
+    /// `Backend::sync_dir`
+    SyncDir,
+    /// `StoreFile::read_exact_at`
+    Read,
+    /// `StoreFile::allocate`
+    Allocate,
+    /// `StoreFile::cut`
+    Cut,
+    /// `StoreFile::lock_range`
+    Lock,
+}
+
+/// A [`Backend`] for tests. Clones are the same disk. Does not exclude a second writer.
+#[derive(Clone, Debug)]
+pub struct MemoryDisk {
+    disk: Arc<Mutex<Disk>>,
+    location: PathBuf,
+}
+
+#[derive(Debug, Default)]
+struct Disk {
+    names: BTreeMap<String, usize>,
+    synced_names: BTreeMap<String, usize>,
+    /// Changes of names since the last sync of the directory.
+    renamed: Vec<NameOp>,
+    files: Vec<Inode>,
+    syncs: u64,
+    stop_at: Option<u64>,
+    stopped: bool,
+    faults: Vec<Fault>,
+    bad: Vec<Bad>,
+    /// Reads that a bad range has failed.
+    bad_reads: u64,
+    /// Files opened so far.
+    opened: u64,
+    /// Syncs of all files wait until this is over.
+    held: bool,
+    /// So do those of this one.
+    held_file: Option<String>,
+    /// How long each takes.
+    sync_takes: Duration,
+    /// How long each write takes.
+    write_takes: Duration,
+    /// Nobody has the store's lock any more.
+    lock_is_gone: bool,
+}
+
+#[derive(Clone, Debug)]
+enum NameOp {
+    Set(String, usize),
+    Rename(String, String),
+    Remove(String),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Fault {
+    op: DiskOp,
+    /// `None`: the thread panics, once.
+    errno: Option<i32>,
+    /// Calls that still succeed.
+    after: u32,
+}
+
+/// Bytes of a file that cannot be read.
+#[derive(Clone, Debug)]
+struct Bad {
+    inode: usize,
+    range: Range<u64>,
+    /// Reads of any of it that still succeed.
+    after: u32,
+}
+
+fn apply(names: &mut BTreeMap<String, usize>, op: &NameOp) {
+    match op {
+        NameOp::Set(name, inode) => {
+            names.insert(name.clone(), *inode);
+        }
+        NameOp::Rename(from, to) => {
+            if let Some(inode) = names.remove(from) {
+                names.insert(to.clone(), inode);
+            }
+        }
+        NameOp::Remove(name) => {
+            names.remove(name);
+        }
+    }
+}
+
+impl Disk {
+    #[allow(clippy::panic, reason = "tests")]
+    fn check(&mut self, op: Option<DiskOp>) -> io::Result<()> {
+        if self.stopped {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        match self.faults.iter_mut().find(|fault| Some(fault.op) == op) {
+            Some(Fault { op, errno: None, after: 0 }) => {
+                let op = *op;
+                self.faults.retain(|fault| fault.op != op);
+                panic!("the test has {op:?} panic");
+            }
+            Some(Fault { errno: Some(errno), after: 0, .. }) => {
+                Err(io::Error::from_raw_os_error(*errno))
+            }
+            Some(fault) => {
+                fault.after -= 1;
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn check_read(&mut self, inode: usize, read: Range<u64>) -> io::Result<()> {
+        let hit = |bad: &&mut Bad| {
+            bad.inode == inode && bad.range.start < read.end && read.start < bad.range.end
+        };
+        match self.bad.iter_mut().find(hit) {
+            None => Ok(()),
+            Some(bad) if bad.after > 0 => {
+                bad.after -= 1;
+                Ok(())
+            }
+            Some(_) => {
+                self.bad_reads += 1;
+                Err(io::Error::from_raw_os_error(libc::EIO))
+            }
+        }
+    }
+
+    /// Counts a sync and fails from the one on at which the disk stops.
+    fn sync(&mut self) -> io::Result<()> {
+        self.stopped |= self.stop_at == Some(self.syncs);
+        self.syncs += 1;
+        self.check(None)
+    }
+
+    fn rename(&mut self, op: NameOp) {
+        apply(&mut self.names, &op);
+        self.renamed.push(op);
+    }
+
+    fn find(&self, name: &str) -> io::Result<usize> {
+        self.names.get(name).copied().ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+}
+
+impl Default for MemoryDisk {
+    fn default() -> Self {
+        Self { disk: Arc::default(), location: PathBuf::from("/memory-disk") }
+    }
+}
+
+impl MemoryDisk {
+    fn lock(&self) -> MutexGuard<'_, Disk> {
+        self.disk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The sync number `n` (of files and directory, counted together from 0) and every operation
+    /// after it fail, and none of them has an effect that a crash would keep.
+    pub fn stop_at_sync(&self, n: u64) {
+        self.lock().stop_at = Some(n);
+    }
+
+    /// Syncs so far: the number of the next one.
+    pub fn syncs(&self) -> u64 {
+        self.lock().syncs
+    }
+
+    /// Whether the disk has stopped.
+    pub fn is_stopped(&self) -> bool {
+        self.lock().stopped
+    }
+
+    /// After `after` more successes `op` fails with `errno`, until [`heal`](Self::heal).
+    pub fn fail(&self, op: DiskOp, errno: i32, after: u32) {
+        self.set_fault(Fault { op, errno: Some(errno), after });
+    }
+
+    /// After `after` more successes the thread that does `op` panics, once.
+    pub fn panic_at(&self, op: DiskOp, after: u32) {
+        self.set_fault(Fault { op, errno: None, after });
+    }
+
+    fn set_fault(&self, fault: Fault) {
+        let mut disk = self.lock();
+        disk.faults.retain(|other| other.op != fault.op);
+        disk.faults.push(fault);
+    }
+
+    /// After `after` more reads of any of these bytes of a file, reads of them fail with EIO,
+    /// until [`heal`](Self::heal).
+    pub fn fail_reads(&self, name: &str, range: Range<u64>, after: u32) -> io::Result<()> {
+        let mut disk = self.lock();
+        let inode = disk.find(name)?;
+        disk.bad.push(Bad { inode, range, after });
+        Ok(())
+    }
+
+    /// How many reads [`fail_reads`](Self::fail_reads) has failed.
+    pub fn failed_reads(&self) -> u64 {
+        self.lock().bad_reads
+    }
+
+    /// Syncs of files wait, until it is called with `false`.
+    pub fn hold_syncs(&self, held: bool) {
+        let mut disk = self.lock();
+        (disk.held, disk.held_file) = (held, None);
+    }
+
+    /// Syncs of the file of this name wait, until [`hold_syncs`](Self::hold_syncs) is called with `false`.
+    pub fn hold_syncs_of(&self, name: &str) {
+        self.lock().held_file = Some(name.to_owned());
+    }
+
+    /// Each sync of a file takes so long.
+    pub fn slow_syncs(&self, each: Duration) {
+        self.lock().sync_takes = each;
+    }
+
+    /// Each write to a file takes so long.
+    pub fn slow_writes(&self, each: Duration) {
+        self.lock().write_takes = each;
+    }
+
+    /// Whoever has locked it has lost that, until somebody locks it again.
+    pub fn take_lock_away(&self) {
+        self.lock().lock_is_gone = true;
+    }
+
+    /// Nothing fails any more.
+    pub fn heal(&self) {
+        let mut disk = self.lock();
+        disk.faults.clear();
+        disk.bad.clear();
+        (disk.stop_at, disk.stopped) = (None, false);
+    }
+
+    /// Another disk, with what would be found on this one after a crash now.
+    pub fn crash(&self, survives: Survives) -> Self {
+        let disk = self.lock();
+        let mut coin = match survives {
+            Survives::Torn(seed) => mix(seed ^ 0x5eed),
+            _ => 0,
+        };
+        let mut left = match survives {
+            Survives::First(sectors) => sectors,
+            _ => 0,
+        };
+        let mut keep = |of: u64| {
+            coin = mix(coin.wrapping_add(0x9e37_79b9_7f4a_7c15));
+            match survives {
+                Survives::Nothing => 0,
+                Survives::Everything => of,
+                Survives::Torn(_) => coin % (of + 1),
+                Survives::First(_) => {
+                    let kept = left.min(of);
+                    left -= kept;
+                    kept
+                }
+            }
+        };
+        let mut after = Disk { names: disk.synced_names.clone(), ..Disk::default() };
+        for op in &disk.renamed {
+            if matches!(survives, Survives::First(_)) || keep(1) == 1 {
+                apply(&mut after.names, op);
+            }
+        }
+        after.synced_names = after.names.clone();
+        for inode in &disk.files {
+            after.files.push(Inode::of(inode.after_crash(&mut keep)));
+        }
+        Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
+    }
+
+    /// Another disk, as this one is now: a crash of it may lose what one of this may.
+    pub fn copy(&self) -> Self {
+        let disk = self.lock();
+        let after = Disk {
+            names: disk.names.clone(),
+            synced_names: disk.synced_names.clone(),
+            renamed: disk.renamed.clone(),
+            files: disk.files.clone(),
+            syncs: disk.syncs,
+            ..Disk::default()
+        };
+        Self { disk: Arc::new(Mutex::new(after)), location: self.location.clone() }
+    }
+
+    /// Sectors that were written, and lengths set, since their files were last synced.
+    pub fn unsynced_sectors(&self) -> u64 {
+        self.lock().files.iter().map(Inode::unsynced).sum()
+    }
+
+    /// All names of files.
+    pub fn names(&self) -> Vec<String> {
+        self.lock().names.keys().cloned().collect()
+    }
+
+    /// A file's bytes.
+    pub fn contents(&self, name: &str) -> io::Result<Vec<u8>> {
+        let disk = self.lock();
+        Ok(disk.files[disk.find(name)?].bytes.clone())
+    }
+
+    /// Replaces a file's bytes, or makes the file; durable at once.
+    pub fn put(&self, name: &str, bytes: Vec<u8>) {
+        let mut disk = self.lock();
+        let inode = disk.files.len();
+        disk.files.push(Inode::of(bytes));
+        disk.names.insert(name.to_owned(), inode);
+        disk.synced_names.insert(name.to_owned(), inode);
+    }
+}
+
+impl MemoryDisk {
+    fn file(&self, disk: &mut Disk, inode: usize) -> Box<dyn StoreFile> {
+        disk.opened += 1;
+        Box::new(MemoryFile { disk: self.disk.clone(), inode, number: disk.opened })
+    }
+}
+
+impl Backend for MemoryDisk {
+    fn location(&self) -> &Path {
+        &self.location
+    }
+
+    fn again(&self) -> io::Result<Box<dyn Backend>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn lock(&self) -> Result<(), LockError> {
+        MemoryDisk::lock(self).lock_is_gone = false;
+        Ok(())
+    }
+
+    fn is_locked(&self) -> io::Result<bool> {
+        Ok(!MemoryDisk::lock(self).lock_is_gone)
+    }
+
+    fn create(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(Some(DiskOp::Create))?;
+        let inode = disk.files.len();
+        disk.files.push(Inode::default());
+        disk.rename(NameOp::Set(name.to_owned(), inode));
+        Ok(self.file(&mut disk, inode))
+    }
+
+    fn create_new(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        if MemoryDisk::lock(self).find(name).is_ok() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        self.create(name)
+    }
+
+    fn open(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(None)?;
+        let inode = disk.find(name)?;
+        Ok(self.file(&mut disk, inode))
+    }
+
+    fn open_for_writing(&self, name: &str) -> io::Result<Box<dyn StoreFile>> {
+        self.open(name)
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(Some(DiskOp::Rename))?;
+        disk.find(from)?;
+        disk.rename(NameOp::Rename(from.to_owned(), to.to_owned()));
+        disk.check(Some(DiskOp::Renamed))
+    }
+
+    fn link(&self, from: &str, to: &str) -> io::Result<()> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(Some(DiskOp::Link))?;
+        let inode = disk.find(from)?;
+        disk.rename(NameOp::Set(to.to_owned(), inode));
+        Ok(())
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(None)?;
+        disk.find(name)?;
+        disk.rename(NameOp::Remove(name.to_owned()));
+        Ok(())
+    }
+
+    fn sync_dir(&self) -> io::Result<()> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(Some(DiskOp::SyncDir))?;
+        disk.sync()?;
+        disk.synced_names = disk.names.clone();
+        disk.renamed.clear();
+        Ok(())
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut disk = MemoryDisk::lock(self);
+        disk.check(None)?;
+        Ok(disk.names.keys().cloned().collect())
+    }
+}
+
+/// An open file of a [`MemoryDisk`].
+#[derive(Debug)]
+struct MemoryFile {
+    disk: Arc<Mutex<Disk>>,
+    inode: usize,
+    /// Of all files opened.
+    number: u64,
+}
+
+impl MemoryFile {
+    fn lock(&self) -> MutexGuard<'_, Disk> {
+        self.disk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn changed(&self) -> u64 {
+        self.lock().files[self.inode].changed()
+    }
+}
+
+impl StoreFile for MemoryFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.lock().files[self.inode].bytes.len() as u64)
+    }
+
+    fn read_exact_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut disk = self.lock();
+        disk.check(Some(DiskOp::Read))?;
+        disk.check_read(self.inode, offset..offset + buf.len() as u64)?;
+        let bytes = &disk.files[self.inode].bytes;
+        let from = usize::try_from(offset).unwrap_or(usize::MAX);
+        let there = bytes.get(from..from.saturating_add(buf.len()));
+        buf.copy_from_slice(there.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let takes = self.lock().write_takes;
+        std::thread::sleep(takes);
+        let mut disk = self.lock();
+        disk.check(Some(DiskOp::Write))?;
+        disk.files[self.inode].write(bytes, offset as usize);
+        Ok(())
+    }
+
+    /// As ext4 does: a disk that is full leaves the file with half of what was asked for.
+    fn allocate(&self, len: u64) -> io::Result<()> {
+        let mut disk = self.lock();
+        let checked = disk.check(Some(DiskOp::Allocate));
+        let stopped = disk.stopped;
+        let inode = &mut disk.files[self.inode];
+        let more = (len as usize).saturating_sub(inode.bytes.len());
+        let full = |e: &io::Error| matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+        let got = match &checked {
+            Ok(()) => more,
+            Err(e) if full(e) && !stopped => more / 2 / 4096 * 4096,
+            Err(_) => 0,
+        };
+        if got > 0 {
+            inode.set_len(inode.bytes.len() + got);
+        }
+        checked
+    }
+
+    fn cut(&self, len: u64) -> io::Result<()> {
+        let mut disk = self.lock();
+        disk.check(Some(DiskOp::Cut))?;
+        disk.files[self.inode].set_len(len as usize);
+        Ok(())
+    }
+
+    /// About what was written before it began; when it fails that is lost. A disk that has stopped may have it, or not.
+    fn sync(&self) -> io::Result<()> {
+        let changed = self.changed();
+        std::thread::sleep(self.lock().sync_takes);
+        let named = |disk: &Disk, name: &String| disk.names.get(name) == Some(&self.inode);
+        let held = |disk: &Disk| {
+            disk.held || disk.held_file.as_ref().is_some_and(|name| named(disk, name))
+        };
+        while held(&self.lock()) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut disk = self.lock();
+        let synced = disk.check(Some(DiskOp::Sync)).and_then(|()| disk.sync());
+        if synced.is_ok() || !disk.stopped {
+            disk.files[self.inode].settle(changed, synced.is_ok());
+        }
+        synced
+    }
+
+    fn lock_range(&self, range: Range<u64>, lock: RangeLock) -> io::Result<bool> {
+        let mut disk = self.lock();
+        disk.check(Some(DiskOp::Lock))?;
+        Ok(disk.files[self.inode].lock_range(self.number, range, lock))
+    }
+
+    fn identity(&self) -> io::Result<(u64, u64)> {
+        Ok((0, self.inode as u64))
+    }
+}
+
+impl Drop for MemoryFile {
+    fn drop(&mut self) {
+        let number = self.number;
+        self.lock().files[self.inode].unlock_all(number);
+    }
+}

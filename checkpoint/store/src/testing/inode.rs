@@ -1,0 +1,128 @@
+//! One file of a disk in memory: what it reads as, what is durable of it, and what was done in between.
+
+use std::ops::Range;
+
+use crate::backend::RangeLock;
+
+/// The unit in which a write may tear.
+const SECTOR: usize = 512;
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Inode {
+    pub(super) bytes: Vec<u8>,
+    /// What is durable.
+    synced: Vec<u8>,
+    /// What was done since, but for what a failed sync has lost.
+    changes: Vec<Change>,
+    /// How many changes there were before those.
+    settled: u64,
+    locks: Vec<Locked>,
+}
+
+#[derive(Clone, Debug)]
+enum Change {
+    /// Of so many bytes at an offset: these.
+    Write(usize, Vec<u8>),
+    /// It got this length.
+    Len(usize),
+}
+
+/// A lock on bytes, by the number of the open file that has it.
+#[derive(Clone, Debug)]
+struct Locked {
+    by: u64,
+    range: Range<u64>,
+    alone: bool,
+}
+
+impl Inode {
+    pub(super) fn of(bytes: Vec<u8>) -> Self {
+        Self { synced: bytes.clone(), bytes, ..Self::default() }
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8], offset: usize) {
+        let to = offset + bytes.len();
+        self.bytes.resize(self.bytes.len().max(to), 0);
+        self.bytes[offset..to].copy_from_slice(bytes);
+        self.changes.push(Change::Write(offset, bytes.to_vec()));
+    }
+
+    pub(super) fn set_len(&mut self, len: usize) {
+        self.bytes.resize(len, 0);
+        self.changes.push(Change::Len(len));
+    }
+
+    /// How many changes there have been: a sync that begins now is about those.
+    pub(super) fn changed(&self) -> u64 {
+        self.settled + self.changes.len() as u64
+    }
+
+    /// The first `changed` changes are durable, or lost if their sync has failed: they stay readable, and no later sync is
+    /// about them.
+    pub(super) fn settle(&mut self, changed: u64, durable: bool) {
+        let count = changed.saturating_sub(self.settled) as usize;
+        self.settled += count as u64;
+        for change in self.changes.drain(..count).filter(|_| durable) {
+            match change {
+                Change::Len(len) => self.synced.resize(len, 0),
+                Change::Write(from, written) => {
+                    let to = from + written.len();
+                    self.synced.resize(self.synced.len().max(to), 0);
+                    self.synced[from..to].copy_from_slice(&written);
+                }
+            }
+        }
+    }
+
+    /// What a crash leaves of it; `keep` says how many of so many do.
+    pub(super) fn after_crash(&self, keep: &mut impl FnMut(u64) -> u64) -> Vec<u8> {
+        let mut bytes = self.synced.clone();
+        for change in &self.changes {
+            match change {
+                Change::Len(len) if keep(1) == 1 => bytes.resize(*len, 0),
+                Change::Len(_) => {}
+                Change::Write(offset, written) => {
+                    for (n, sector) in written.chunks(SECTOR).enumerate() {
+                        let from = offset + n * SECTOR;
+                        if keep(1) == 1 {
+                            let to = from + sector.len();
+                            bytes.resize(bytes.len().max(to), 0);
+                            bytes[from..to].copy_from_slice(sector);
+                        }
+                    }
+                }
+            }
+        }
+        bytes
+    }
+
+    /// Sectors written, and lengths set, since the last sync.
+    pub(super) fn unsynced(&self) -> u64 {
+        let count = |change: &Change| match change {
+            Change::Write(_, written) => written.len().div_ceil(SECTOR) as u64,
+            Change::Len(_) => 1,
+        };
+        self.changes.iter().map(count).sum()
+    }
+
+    /// Sets the lock of open file `by`, if no other's stands against it.
+    pub(super) fn lock_range(&mut self, by: u64, range: Range<u64>, lock: RangeLock) -> bool {
+        let overlaps = |l: &Locked| l.range.start < range.end && range.start < l.range.end;
+        let alone = lock == RangeLock::Alone;
+        let against = |l: &Locked| l.by != by && overlaps(l) && (alone || l.alone);
+        if lock != RangeLock::Free && self.locks.iter().any(against) {
+            return false;
+        }
+        // Whole ranges are all that is let go of, or set again, at once.
+        self.locks.retain(|l| l.by != by || !overlaps(l));
+        if lock != RangeLock::Free {
+            self.locks.push(Locked { by, range, alone });
+        }
+        true
+    }
+
+    /// Open file `by` is closed.
+    pub(super) fn unlock_all(&mut self, by: u64) {
+        self.locks.retain(|l| l.by != by);
+    }
+}

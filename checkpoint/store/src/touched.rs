@@ -1,0 +1,298 @@
+//! What a guest touched first when it was restored lazily the last time: a small file beside the epochs, which the next such restore
+//! begins with. It is a hint: nobody relies on it, it is not synced, and what is wrong with it is said and passed over.
+
+use std::collections::HashSet;
+use std::io;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout};
+use driftline_format::{
+    FormatError, HEADER_LEN, Header, MAGIC_TOUCHED, RECORD_HEAD_LEN, RecordHead,
+};
+use driftline_guest::VmId;
+use zerocopy::IntoBytes;
+use zerocopy::little_endian::U64;
+
+use crate::backend::Backend;
+use crate::error::Damage;
+use crate::names::{TOUCHED, TOUCHED_NEW};
+use crate::records::table;
+use crate::store::Store;
+
+/// The runs of frames, in the order in which they were touched.
+const TAG_TOUCHED: u16 = 0x8040;
+/// Most of them: 1 MiB.
+const MAX_TOUCHED: usize = 1 << 16;
+/// A run of frames: the first, and how many.
+type RawRun = [U64; 2];
+/// Of the longest file.
+const MOST: usize =
+    HEADER_LEN + RECORD_HEAD_LEN + size_of::<U64>() + MAX_TOUCHED * size_of::<RawRun>();
+
+/// Whose frames they are, and where they can be noted.
+#[derive(Debug)]
+pub(crate) struct Touched {
+    /// A handle of its own, which has no lock.
+    backend: Box<dyn Backend>,
+    vm_id: VmId,
+    epoch: u64,
+    layout: u32,
+    /// As they were noted before.
+    first: Vec<FrameRun>,
+}
+
+impl Touched {
+    /// What was noted in `store` for a guest of this memory; nothing if it cannot be used.
+    pub(crate) fn open(
+        store: &Store,
+        vm_id: VmId,
+        epoch: u64,
+        layout: &Layout,
+    ) -> io::Result<Self> {
+        let backend = store.backend().again()?;
+        let first = match read(&*backend, vm_id, layout) {
+            Ok(first) => first,
+            Err(Unusable::Io(e)) => {
+                tracing::debug!("the working set is not known: {e}");
+                Vec::new()
+            }
+            Err(Unusable::Damaged(why)) => {
+                let file = store.path(TOUCHED);
+                tracing::warn!("{} is of no use, and not used: {why}", file.display());
+                Vec::new()
+            }
+        };
+        Ok(Self { backend, vm_id, epoch, layout: layout.hash(), first })
+    }
+
+    /// As they were noted before.
+    pub(crate) fn first(&self) -> &[FrameRun] {
+        &self.first
+    }
+
+    /// Notes `touched` for the next time, behind what was noted: that came first this time, too, so who waited did so for what follows. In
+    /// a directory that cannot be written to, nothing is noted.
+    pub(crate) fn note(&self, touched: &[FrameRun]) {
+        if touched.is_empty() {
+            return;
+        }
+        let mut seen = HashSet::new();
+        let all = self.first.iter().chain(touched);
+        let runs: Vec<FrameRun> =
+            all.filter(|run| seen.insert(run.start)).copied().take(MAX_TOUCHED).collect();
+        match self.write(&runs) {
+            Ok(()) => tracing::debug!(runs = runs.len(), "noted what was touched first"),
+            Err(e) => tracing::debug!("what was touched first is not noted: {e}"),
+        }
+    }
+
+    fn write(&self, runs: &[FrameRun]) -> io::Result<()> {
+        let mut payload = (runs.len() as u64).to_le_bytes().to_vec();
+        for run in runs {
+            let raw: RawRun = [run.start.0.into(), run.count.into()];
+            payload.extend_from_slice(raw.as_bytes());
+        }
+        let head = RecordHead {
+            tag: TAG_TOUCHED,
+            must_understand: true,
+            instance: 0,
+            length: payload.len() as u32,
+            payload_crc: crc32c::crc32c(&payload),
+            sequence: 0,
+        };
+        let mut bytes = Vec::with_capacity(MOST);
+        Header::new(MAGIC_TOUCHED, self.vm_id, self.epoch, self.layout).write_to(&mut bytes)?;
+        bytes.extend_from_slice(&head.to_bytes());
+        bytes.extend_from_slice(&payload);
+        // A name of its own: several guests may be restored at once.
+        let new = format!("{TOUCHED_NEW}{}", uuid::Uuid::new_v4());
+        let written = self.backend.create(&new).and_then(|file| {
+            file.write_all_at(&bytes, 0)?;
+            self.backend.rename(&new, TOUCHED)
+        });
+        if written.is_err() {
+            // There may be none.
+            let _ = self.backend.remove(&new);
+        }
+        written
+    }
+}
+
+/// Why there is nothing to go by.
+enum Unusable {
+    Io(io::Error),
+    Damaged(Damage),
+}
+
+impl From<Damage> for Unusable {
+    fn from(damage: Damage) -> Self {
+        Self::Damaged(damage)
+    }
+}
+
+impl From<FormatError> for Unusable {
+    fn from(e: FormatError) -> Self {
+        Self::Damaged(e.into())
+    }
+}
+
+/// Nothing if nothing was noted.
+fn read(backend: &dyn Backend, vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, Unusable> {
+    let file = match backend.open(TOUCHED) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.map_err(Unusable::Io)?,
+    };
+    // One byte more than the longest has: what is longer is none.
+    let len = file.len().map_err(Unusable::Io)?.min(MOST as u64 + 1);
+    let mut bytes = vec![0; len as usize];
+    file.read_exact_at(&mut bytes, 0).map_err(Unusable::Io)?;
+    decode(&bytes, vm_id, layout)
+}
+
+fn decode(bytes: &[u8], vm_id: VmId, layout: &Layout) -> Result<Vec<FrameRun>, Unusable> {
+    let front = HEADER_LEN + RECORD_HEAD_LEN;
+    let Some((front, payload)) = bytes.split_at_checked(front) else {
+        let (length, wanted) = (bytes.len() as u64, front as u64);
+        return Err(Damage::EndsEarly { length, wanted }.into());
+    };
+    let header = Header::read_from(front, MAGIC_TOUCHED)?;
+    if header.vm_id() != vm_id {
+        return Err(Damage::OtherVm { found: header.vm_id(), expected: vm_id }.into());
+    }
+    let head = RecordHead::read_from(&front[HEADER_LEN..], 0)?;
+    if head.tag != TAG_TOUCHED {
+        return Err(Damage::Misplaced { tag: head.tag }.into());
+    }
+    let fields = [
+        ("the hash of the memory layout", header.layout_hash().into(), layout.hash().into()),
+        ("the length of the record", u64::from(head.length), payload.len() as u64),
+    ];
+    if let Some((what, found, expected)) = fields.into_iter().find(|(_, a, b)| a != b) {
+        return Err(Damage::Mismatch { what, found, expected }.into());
+    }
+    head.check(payload)?;
+    let (raw, behind) = table::<RawRun>(payload)?;
+    let all = raw.iter().map(|[start, count]| {
+        let run = FrameRun { start: Gfn(start.get()), count: count.get() };
+        if layout.contains(run) { Ok(run) } else { Err(Damage::Outside { object: 0, run }.into()) }
+    });
+    if raw.len() > MAX_TOUCHED || !behind.is_empty() {
+        let (what, found) = ("the number of runs", raw.len() as u64);
+        return Err(Damage::Mismatch { what, found, expected: MAX_TOUCHED as u64 }.into());
+    }
+    all.collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use driftline_dirty_tracker::{Slot, SlotId};
+
+    use super::*;
+
+    fn run(start: u64, count: u64) -> FrameRun {
+        FrameRun { start: Gfn(start), count }
+    }
+
+    fn layout(frames: u64) -> Layout {
+        Layout::new([Slot { id: SlotId(0), base: Gfn(0), frames }]).unwrap()
+    }
+
+    struct Place {
+        dir: tempfile::TempDir,
+        vm_id: VmId,
+    }
+
+    impl Place {
+        fn new() -> Self {
+            Self { dir: tempfile::tempdir().unwrap(), vm_id: VmId::random() }
+        }
+
+        fn open(&self) -> Touched {
+            let store = Store::open(self.dir.path()).unwrap();
+            Touched::open(&store, self.vm_id, 3, &layout(1 << 20)).unwrap()
+        }
+
+        fn file(&self) -> std::path::PathBuf {
+            self.dir.path().join(TOUCHED)
+        }
+    }
+
+    #[test]
+    fn what_was_touched_comes_back_in_its_order_and_what_is_new_behind_it() {
+        let place = Place::new();
+        assert!(place.open().first().is_empty());
+        place.open().note(&[run(9, 1), run(5, 1), run(700, 3)]);
+        assert_eq!(place.open().first(), [run(9, 1), run(5, 1), run(700, 3)]);
+        place.open().note(&[]);
+        assert_eq!(place.open().first().len(), 3, "nothing new");
+        place.open().note(&[run(6, 1), run(5, 1)]);
+        assert_eq!(place.open().first(), [run(9, 1), run(5, 1), run(700, 3), run(6, 1)]);
+        let names: Vec<_> = std::fs::read_dir(place.dir.path()).unwrap().collect();
+        assert_eq!(names.len(), 1, "{names:?}");
+    }
+
+    #[test]
+    fn of_two_at_once_the_last_one_is_there_and_whole() {
+        let place = Place::new();
+        let (one, other) = (place.open(), place.open());
+        one.note(&[run(1, 1)]);
+        other.note(&[run(2, 1)]);
+        assert_eq!(place.open().first(), [run(2, 1)]);
+    }
+
+    #[test]
+    fn no_more_is_noted_than_there_is_room_for() {
+        let place = Place::new();
+        let many: Vec<FrameRun> = (0..MAX_TOUCHED as u64 + 9).rev().map(|n| run(n, 1)).collect();
+        place.open().note(&many);
+        assert_eq!(place.open().first(), &many[..MAX_TOUCHED]);
+        assert_eq!(std::fs::metadata(place.file()).unwrap().len(), MOST as u64);
+        place.open().note(&[run(0, 1)]);
+        assert_eq!(place.open().first(), &many[..MAX_TOUCHED]);
+    }
+
+    #[test]
+    fn what_is_wrong_with_it_is_passed_over() {
+        let place = Place::new();
+        place.open().note(&[run(9, 1), run(5, 2)]);
+        let sound = std::fs::read(place.file()).unwrap();
+        for at in 0..sound.len() {
+            let mut bent = sound.clone();
+            bent[at] ^= 1 << (at % 8);
+            std::fs::write(place.file(), bent).unwrap();
+            // The number of the epoch, too, is in a checksum.
+            assert!(place.open().first().is_empty(), "byte {at}");
+            std::fs::write(place.file(), &sound[..at]).unwrap();
+            assert!(place.open().first().is_empty(), "cut to {at}");
+        }
+        for more in [1, 16, 2 << 20] {
+            let mut grown = sound.clone();
+            grown.resize(sound.len() + more, 0);
+            std::fs::write(place.file(), grown).unwrap();
+            assert!(place.open().first().is_empty(), "{more} more");
+        }
+        std::fs::write(place.file(), &sound).unwrap();
+        assert_eq!(place.open().first().len(), 2, "mended, it is of use");
+
+        let store = Store::open(place.dir.path()).unwrap();
+        let other = Touched::open(&store, VmId::random(), 3, &layout(1 << 20)).unwrap();
+        assert!(other.first().is_empty(), "another guest's");
+        let smaller = Touched::open(&store, place.vm_id, 3, &layout(1 << 19)).unwrap();
+        assert!(smaller.first().is_empty(), "of another memory");
+        for beyond in [run(1 << 20, 1), run((1 << 20) - 1, 2), run(7, u64::MAX), run(7, 0)] {
+            place.open().write(&[run(1, 1), beyond]).unwrap();
+            assert!(place.open().first().is_empty(), "{beyond:?}");
+        }
+        // The next note is as if there had been nothing.
+        place.open().note(&[run(4, 1)]);
+        assert_eq!(place.open().first(), [run(4, 1)]);
+    }
+
+    #[test]
+    fn where_nothing_can_be_written_nothing_is_noted() {
+        let place = Place::new();
+        let touched = place.open();
+        place.dir.close().unwrap();
+        touched.note(&[run(1, 1)]);
+    }
+}

@@ -1,0 +1,253 @@
+//! The parts of a file that its disk cannot read. A failing disk may take seconds for each read
+//! that it fails.
+//!
+//! Each unit that is asked for is tried once, for as long as failed reads have taken less than
+//! [`PATIENCE`] together. From then on a reader that salvages guesses: behind [`EXACT`] units that
+//! follow one another and are unreadable the end of the stretch is looked for in growing steps,
+//! then between the last two; units between two that failed are not tried. Any other reader ends
+//! with the disk's error.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
+
+use nix::libc;
+
+use crate::backend::is_media_error;
+
+/// Time that reads of a file may take which fail, before units are given up untried.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+/// Units that follow one another and are tried one by one after that.
+const EXACT: u64 = 16;
+
+/// Stretches of units: where each begins, and behind its last unit.
+#[derive(Debug, Default)]
+struct Stretches(BTreeMap<u64, u64>);
+
+/// The unreadable units of a file: sectors of a log, slots of a page file.
+#[derive(Debug)]
+pub(super) struct Unreadable {
+    /// Those that failed, and those that were not tried.
+    given_up: Stretches,
+    failed: Stretches,
+    /// The system's answer to the last read that failed.
+    errno: Option<i32>,
+    /// Time that failed reads have taken.
+    spent: Duration,
+    patience: Duration,
+    /// Whether units may be given up untried.
+    guesses: bool,
+}
+
+impl Unreadable {
+    /// Of a reader that takes so much time for reads that fail, and then guesses, or ends.
+    pub(super) fn new(patience: Duration, guesses: bool) -> Self {
+        let (given_up, failed) = Default::default();
+        Self { given_up, failed, errno: None, spent: Duration::ZERO, patience, guesses }
+    }
+
+    pub(super) fn has(&self, unit: u64) -> bool {
+        self.given_up.has(unit)
+    }
+
+    /// The first unreadable unit from `unit` on.
+    pub(super) fn next(&self, unit: u64) -> Option<u64> {
+        self.given_up.next(unit)
+    }
+
+    /// The error of reading any of them.
+    pub(super) fn error(&self) -> io::Error {
+        io::Error::from_raw_os_error(self.errno.unwrap_or(libc::EIO))
+    }
+
+    /// Why `unit` was given up.
+    pub(super) fn why(&self, unit: u64) -> String {
+        match self.has(unit) && !self.failed.has(unit) {
+            true => format!("not tried, since other reads failed for {} s", self.spent.as_secs()),
+            false => self.error().to_string(),
+        }
+    }
+
+    /// Forgets which units are unreadable, and not how long that took.
+    pub(super) fn forget(&mut self) {
+        (self.given_up, self.failed) = Default::default();
+    }
+
+    /// A read has failed, and taken so long.
+    pub(super) fn took(&mut self, time: Duration) {
+        self.spent = self.spent.saturating_add(time);
+    }
+
+    /// Whether failed reads have taken all the time that there is for them.
+    fn is_over(&self) -> bool {
+        self.spent >= self.patience
+    }
+
+    /// Whether the reader must end.
+    pub(super) fn is_hopeless(&self) -> bool {
+        self.is_over() && !self.guesses
+    }
+
+    /// Notes that a read of `unit` alone has failed, in a file of `end` units. If it is time to
+    /// guess, it looks for the end of the stretch that the unit is in; `read` reads a unit.
+    ///
+    /// # Errors
+    ///
+    /// What `read` fails with, if that says nothing of the disk.
+    pub(super) fn note(
+        &mut self,
+        unit: u64,
+        end: u64,
+        cause: &io::Error,
+        read: impl Fn(u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.errno = cause.raw_os_error();
+        self.failed.add(unit, unit + 1);
+        let (start, behind) = self.given_up.add(unit, unit + 1);
+        let mut step = behind - start;
+        if step < EXACT || !self.is_over() || !self.guesses {
+            return Ok(());
+        }
+        let failed = &mut self.failed;
+        let mut is_readable = |unit: u64| match read(unit) {
+            Ok(()) => Ok(true),
+            Err(e) if is_media_error(&e) => {
+                failed.add(unit, unit + 1);
+                Ok(false)
+            }
+            // It was cut off meanwhile.
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(true),
+            Err(e) => Err(e),
+        };
+        let mut bad = behind - 1;
+        let good = loop {
+            let next = bad.saturating_add(step).min(end.max(behind) - 1);
+            if next == bad || is_readable(next)? {
+                break next;
+            }
+            (bad, step) = (next, step * 2);
+        };
+        let mut good = good.max(bad + 1);
+        while good - bad > 1 {
+            let middle = bad + (good - bad) / 2;
+            match is_readable(middle)? {
+                true => good = middle,
+                false => bad = middle,
+            }
+        }
+        self.given_up.add(unit, bad + 1);
+        Ok(())
+    }
+}
+
+impl Stretches {
+    fn has(&self, unit: u64) -> bool {
+        self.next(unit) == Some(unit)
+    }
+
+    fn next(&self, unit: u64) -> Option<u64> {
+        match self.0.range(..=unit).next_back() {
+            Some((_, end)) if *end > unit => Some(unit),
+            _ => self.0.range(unit..).next().map(|(start, _)| *start),
+        }
+    }
+
+    /// Adds a stretch to those that it touches; the one that comes of it.
+    fn add(&mut self, mut start: u64, mut end: u64) -> (u64, u64) {
+        let touched = |(_, to): &(&u64, &u64)| **to >= start;
+        if let Some((from, _)) = self.0.range(..=start).next_back().filter(touched) {
+            start = *from;
+        }
+        let gone = self.0.extract_if(start..=end, |_, _| true);
+        end = gone.map(|(_, to)| to).max().map_or(end, |to| to.max(end));
+        self.0.insert(start, end);
+        (start, end)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    fn bad() -> io::Error {
+        io::Error::from_raw_os_error(libc::EBADMSG)
+    }
+
+    #[test]
+    fn long_stretch_costs_few_reads() {
+        const END: u64 = 1 << 31;
+        for stretch in [3..4, 3..18, 3..19, 3..20, 7..1000, 5..END - 1, 5..END, END - 1..END] {
+            let mut unreadable = Unreadable::new(Duration::ZERO, true);
+            let reads = Cell::new(0);
+            let read = |unit: u64| {
+                assert!(unit < END);
+                reads.set(reads.get() + 1);
+                if stretch.contains(&unit) { Err(bad()) } else { Ok(()) }
+            };
+            for unit in stretch.clone().take(4 * EXACT as usize) {
+                if !unreadable.has(unit) && read(unit).is_err() {
+                    unreadable.note(unit, END, &bad(), read).unwrap();
+                }
+            }
+            assert!(reads.get() < 100, "{stretch:?}: {} reads", reads.get());
+            let expected = BTreeMap::from([(stretch.start, stretch.end)]);
+            assert_eq!(unreadable.given_up.0, expected);
+            assert_eq!(unreadable.next(0), Some(stretch.start));
+            assert!(!unreadable.has(stretch.end) && unreadable.next(stretch.end).is_none());
+            assert_eq!(unreadable.error().raw_os_error(), Some(libc::EBADMSG));
+        }
+    }
+
+    #[test]
+    fn sound_units_between_short_stretches_stay() {
+        let mut unreadable = Unreadable::new(Duration::ZERO, true);
+        let is_bad = |unit: u64| unit % 7 < 3 || unit == 40;
+        let read = |unit: u64| if is_bad(unit) { Err(bad()) } else { Ok(()) };
+        for unit in (0..100).rev().chain(0..100).filter(|unit| is_bad(*unit)) {
+            unreadable.note(unit, 100, &bad(), read).unwrap();
+        }
+        assert!((0..100).all(|unit| unreadable.has(unit) == is_bad(unit)));
+    }
+
+    /// Each place at which a step lands is bad, and nothing between.
+    #[test]
+    fn only_time_and_a_salvage_give_up_untried_units() {
+        let is_bad = |unit: u64| unit < EXACT || [31, 63, 127].contains(&unit);
+        let read = |unit: u64| if is_bad(unit) { Err(bad()) } else { Ok(()) };
+        for (patience, guesses) in [(60, true), (60, false), (0, true), (0, false)] {
+            let mut unreadable = Unreadable::new(Duration::from_secs(patience), guesses);
+            unreadable.took(Duration::from_secs(7));
+            for unit in 0..200 {
+                if !unreadable.has(unit) && is_bad(unit) {
+                    unreadable.note(unit, 200, &bad(), read).unwrap();
+                }
+            }
+            let guessed = patience == 0 && guesses;
+            assert!((0..200).all(|unit| unreadable.has(unit) == is_bad(unit)) != guessed);
+            assert_eq!(unreadable.is_hopeless(), patience == 0 && !guesses);
+            assert_eq!(unreadable.why(31), bad().to_string());
+            if guessed {
+                let why = "not tried, since other reads failed for 7 s";
+                assert_eq!(unreadable.why(32), why);
+            }
+        }
+    }
+
+    #[test]
+    fn refusal_of_the_system_makes_no_unit_unreadable() {
+        let mut unreadable = Unreadable::new(Duration::ZERO, true);
+        let read = |_| Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        for unit in 0..EXACT - 1 {
+            unreadable.note(unit, 100, &bad(), read).unwrap();
+        }
+        let e = unreadable.note(EXACT - 1, 100, &bad(), read).unwrap_err();
+        assert_eq!(e.raw_os_error(), Some(libc::ENOMEM));
+        // The file ends there by now.
+        let read = |_| Err(io::ErrorKind::UnexpectedEof.into());
+        unreadable.note(EXACT, 100, &bad(), read).unwrap();
+        assert!((0..100).all(|unit| unreadable.has(unit) == (unit <= EXACT)));
+    }
+}

@@ -1,0 +1,319 @@
+//! Reading all of a store to see whether it could be restored.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use serde::Serialize;
+
+use crate::epoch_info::EpochInfo;
+use crate::error::{Damage, StoreError};
+use crate::fetch::{Sink, fetch};
+use crate::frame_map::{Cell, FrameMap};
+use crate::group::Record;
+use crate::log::LogFile;
+use crate::pages::PageReader;
+use crate::pin::Pinned;
+use crate::space::apply;
+use crate::store::Store;
+
+/// What a sound store holds.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct VerifyReport {
+    /// Epochs that are kept, read and found sound.
+    pub epochs: u64,
+    /// The latest of them.
+    pub latest: Option<u64>,
+    /// Frames that they brought, those of zeros included.
+    pub frames: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// What was never finished: no damage, the next writer removes it.
+    pub unfinished: Vec<String>,
+    /// Files that have no place in a store: left alone.
+    pub foreign: Vec<String>,
+}
+
+impl VerifyReport {
+    /// How many checkpoints are sound, which are all of them, and which is the latest.
+    pub fn verdict(&self) -> String {
+        verdict(self.epochs, self.epochs, self.latest)
+    }
+}
+
+pub(super) fn verdict(sound: u64, total: u64, latest: Option<u64>) -> String {
+    let plural = if total == 1 { "checkpoint is" } else { "checkpoints are" };
+    let latest = latest.map(|epoch| format!("; the latest sound one is {epoch}"));
+    format!("{sound} of {total} {plural} sound{}", latest.unwrap_or_default())
+}
+
+/// Damaged frames that follow one another, in slots that do, and were found in the same epoch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Run {
+    count: u64,
+    /// Of the first.
+    slot: u32,
+    epoch: u64,
+}
+
+impl Run {
+    /// Whether a frame so far behind its first, in this slot, is its next or one of it.
+    fn reaches(&self, behind: u64, slot: u32, epoch: u64) -> bool {
+        behind <= self.count
+            && u64::from(self.slot) + behind == u64::from(slot)
+            && (self.epoch == epoch || behind < self.count)
+    }
+}
+
+/// Damaged frames: as runs, since a disk that fails may have millions of them.
+#[derive(Default, Debug)]
+struct Runs(BTreeMap<u64, Run>);
+
+impl Runs {
+    /// Adds a frame, unless it is there already.
+    fn add(&mut self, gfn: u64, slot: u32, epoch: u64) {
+        let next = self.0.get(&(gfn + 1)).copied();
+        let next =
+            next.filter(|next| slot.checked_add(1) == Some(next.slot) && next.epoch == epoch);
+        if let Some((start, run)) = self.0.range_mut(..=gfn).next_back() {
+            let behind = gfn - start;
+            if run.reaches(behind, slot, epoch) {
+                if behind == run.count {
+                    run.count += 1 + next.map_or(0, |next| next.count);
+                    if next.is_some() {
+                        self.0.remove(&(gfn + 1));
+                    }
+                }
+                return;
+            }
+        }
+        if next.is_some() {
+            self.0.remove(&(gfn + 1));
+        }
+        let count = 1 + next.map_or(0, |next| next.count);
+        self.0.insert(gfn, Run { count, slot, epoch });
+    }
+
+    /// Keeps the frames that are still where they were.
+    fn keep_those_of(&mut self, map: &FrameMap) {
+        for (start, run) in std::mem::take(&mut self.0) {
+            for (gfn, slot) in (start..start + run.count).zip(run.slot..) {
+                if map.get(Gfn(gfn)).is_some_and(|cell| cell.slot == slot) {
+                    self.add(gfn, slot, run.epoch);
+                }
+            }
+        }
+    }
+}
+
+/// Notes the frames that are damaged, of those of `epoch` that are read.
+struct Damaged<'c> {
+    runs: Mutex<&'c mut Runs>,
+    epoch: u64,
+}
+
+impl Sink for Damaged<'_> {
+    type Error = StoreError;
+
+    fn frames(&self, _: FrameRun, _: &[u8]) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    fn damaged(&self, gfn: Gfn, damage: StoreError) -> Result<(), StoreError> {
+        let StoreError::Damaged { offset, .. } = damage else { return Err(damage) };
+        let slot = (offset / PAGE_SIZE) as u32;
+        let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
+        runs.add(gfn.0, slot, self.epoch);
+        Ok(())
+    }
+}
+
+impl Store {
+    /// Reads all that the kept epochs have and checks it. `on_epoch` hears of each epoch, ascending, sound or not: one is not if
+    /// any frame of its memory is damaged. All are read even if one is, and the first damage is the result, the log's before all others.
+    pub fn verify(
+        &self,
+        mut on_epoch: impl FnMut(u64, Result<&EpochInfo, &StoreError>),
+    ) -> Result<VerifyReport, StoreError> {
+        let listing = self.list()?;
+        let mut report = VerifyReport {
+            unfinished: listing.unfinished,
+            foreign: listing.foreign,
+            ..VerifyReport::default()
+        };
+        let mut first_damage = None;
+        if let Some(pinned) = self.pin_all()? {
+            first_damage = verify_epochs(pinned, &mut report, &mut on_epoch)?;
+        }
+        // Of the log first: epochs behind it may have used slots again that those before it had.
+        let damage = listing.damaged.into_iter().next().or(first_damage);
+        damage.map_or(Ok(report), Err)
+    }
+}
+
+/// The first damage of an epoch, if there is one.
+fn verify_epochs(
+    pinned: Pinned,
+    report: &mut VerifyReport,
+    on_epoch: &mut impl FnMut(u64, Result<&EpochInfo, &StoreError>),
+) -> Result<Option<StoreError>, StoreError> {
+    let Pinned { mut log, pages, index: first } = pinned;
+    let mut map = FrameMap::default();
+    for index in log.base_of(first)..first {
+        apply(&mut log, index, &mut map)?;
+    }
+    let (mut check, mut first_damage) = (PageCheck::default(), None);
+    report.read_bytes = log.bytes() + PAGE_SIZE;
+    for index in first..log.groups.len() {
+        let info = log.groups[index].info;
+        apply(&mut log, index, &mut map)?;
+        let (read, damage) = check.epoch(&pages, &mut log, index, &map, index == first)?;
+        report.read_bytes += read * PAGE_SIZE;
+        match damage {
+            None => {
+                report.epochs += 1;
+                report.latest = Some(info.epoch);
+                report.frames = report.frames.saturating_add(info.frames);
+                on_epoch(info.epoch, Ok(&info));
+            }
+            Some(damage) => {
+                on_epoch(info.epoch, Err(&damage));
+                first_damage.get_or_insert(damage);
+            }
+        }
+    }
+    drop(check);
+    Ok(first_damage.and_then(Arc::into_inner))
+}
+
+/// Reads the frames of epochs that follow one another, each frame once.
+#[derive(Default)]
+pub(super) struct PageCheck {
+    damaged: Runs,
+    /// The first damaged frame of the epoch that was read last, its slot, and its damage.
+    first: Option<(u64, u32, Arc<StoreError>)>,
+}
+
+impl PageCheck {
+    /// Reads what group number `index` brought, or `all` of its frames, which `map` has. How many
+    /// that are, and the first of all frames of the epoch that are damaged.
+    pub(super) fn epoch(
+        &mut self,
+        pages: &PageReader,
+        log: &mut LogFile,
+        index: usize,
+        map: &FrameMap,
+        all: bool,
+    ) -> Result<(u64, Option<Arc<StoreError>>), StoreError> {
+        let mut new: Vec<(Gfn, Cell)> = Vec::new();
+        if all {
+            new.extend(map.all());
+        } else {
+            let mut group = log.group(index)?;
+            while let Some(record) = group.next()? {
+                let Record::Frames(runs, _) = record else { continue };
+                let frames = runs.iter().flat_map(|run| run.frames.frames());
+                new.extend(frames.filter_map(|gfn| Some((gfn, map.get(gfn)?))));
+            }
+        }
+        // What this epoch has in another place, or does not have, is no longer damaged.
+        self.damaged.keep_those_of(map);
+        let epoch = log.groups[index].info.epoch;
+        let damaged = Damaged { runs: Mutex::new(&mut self.damaged), epoch };
+        fetch(pages, epoch, &mut new, &damaged)?;
+        self.first = match self.damaged.0.first_key_value() {
+            None => None,
+            Some((gfn, run)) => match self.first.take() {
+                Some(first) if (first.0, first.1) == (*gfn, run.slot) => Some(first),
+                _ => {
+                    let damage = damage_of(pages, map, Gfn(*gfn), *run)?;
+                    Some((*gfn, run.slot, Arc::new(damage)))
+                }
+            },
+        };
+        let first = self.first.as_ref().map(|(.., damage)| damage.clone());
+        Ok((new.len() as u64, first))
+    }
+}
+
+/// What is wrong with the first frame of a run, which is read once more for that.
+fn damage_of(
+    pages: &PageReader,
+    map: &FrameMap,
+    gfn: Gfn,
+    run: Run,
+) -> Result<StoreError, StoreError> {
+    let mut page = vec![0; PAGE_SIZE as usize];
+    let damage = match pages.read(run.slot, &mut page) {
+        Err(e @ StoreError::Damaged { .. }) => return Ok(e),
+        Err(e) => return Err(e),
+        Ok(()) => {
+            let (found, expected) = (crc32c::crc32c(&page), map.get(gfn).map(|cell| cell.crc));
+            match expected.filter(|expected| *expected != found) {
+                Some(expected) => Damage::Frame { gfn, epoch: run.epoch, found, expected },
+                None => Damage::Changed,
+            }
+        }
+    };
+    let offset = u64::from(run.slot) * PAGE_SIZE;
+    Ok(StoreError::Damaged { file: pages.path.clone(), offset, damage })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damaged_frames_that_follow_one_another_take_one_run() {
+        let mut runs = Runs::default();
+        // By several threads, in pieces, some twice.
+        for start in [512, 0, 256, 512, 768, 256] {
+            (start..start + 256).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 3));
+        }
+        (0..1024).step_by(2).for_each(|gfn| runs.add(gfn, gfn as u32 + 9, 4));
+        let all = Run { count: 1024, slot: 9, epoch: 3 };
+        assert_eq!(runs.0, BTreeMap::from([(0, all)]));
+        // Another epoch, another slot, a frame between.
+        runs.add(1024, 1024 + 9, 4);
+        runs.add(1025, 7, 4);
+        runs.add(1027, 9, 4);
+        runs.add(1026, 8, 4);
+        let more = [(1024, 1, 1033, 4), (1025, 3, 7, 4)];
+        let more = more.map(|(gfn, count, slot, epoch)| (gfn, Run { count, slot, epoch }));
+        assert_eq!(runs.0, BTreeMap::from_iter([(0, all)].into_iter().chain(more)));
+    }
+
+    fn frames(runs: &Runs) -> BTreeMap<u64, (u32, u64)> {
+        let frames = runs.0.iter().flat_map(|(start, run)| {
+            let frames = (*start..start + run.count).zip(run.slot..);
+            frames.map(|(gfn, slot)| (gfn, (slot, run.epoch)))
+        });
+        frames.collect()
+    }
+
+    #[test]
+    fn filled_gap_keeps_the_frame_behind_it() {
+        let mut runs = Runs::default();
+        runs.add(12, 5, 1);
+        runs.add(10, 20, 2);
+        runs.add(11, 21, 2);
+        assert_eq!(frames(&runs), BTreeMap::from([(10, (20, 2)), (11, (21, 2)), (12, (5, 1))]));
+    }
+
+    proptest::proptest! {
+        /// A frame has one slot, as in the map of an epoch.
+        #[test]
+        fn runs_hold_what_a_plain_map_holds(
+            slots in proptest::collection::vec(0u32..3, 24),
+            adds in proptest::collection::vec((0u64..24, 0u64..2), 0..60),
+        ) {
+            let (mut runs, mut plain) = (Runs::default(), BTreeMap::new());
+            for (gfn, epoch) in adds {
+                let slot = gfn as u32 + 100 * slots[gfn as usize];
+                runs.add(gfn, slot, epoch);
+                plain.entry(gfn).or_insert((slot, epoch));
+                assert_eq!(frames(&runs), plain);
+            }
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Writing one epoch: its frames to free slots of the page file, while the guest runs on. Nothing of it is in the log before
+//! it is committed.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, Layout, PAGE_SIZE};
+use driftline_format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE, is_zero};
+use driftline_guest::{DriveHead, Guest, Section, section_tags};
+
+use crate::alloc::SlotRun;
+use crate::entries::Entries;
+use crate::error::StoreError;
+use crate::pages::Pages;
+use crate::records::{Front, TAG_STORE, limit};
+
+const PAGE: usize = PAGE_SIZE as usize;
+/// Frames that slots are taken for at once: 1 MiB.
+const AT_ONCE: usize = 256;
+
+/// An epoch being written. Dropping it gives its slots back.
+pub struct EpochWriter {
+    pages: Arc<Pages>,
+    front: Front,
+    layout: Layout,
+    config: Vec<u8>,
+    drives: Vec<DriveHead>,
+    sections: Vec<Section>,
+    state_bytes: u64,
+    /// The last of a frame wins.
+    entries: Entries,
+    /// Frames that wait for slots: number, and where its contents begin in the contents given.
+    pending: Vec<(Gfn, usize)>,
+    done: bool,
+}
+
+impl fmt::Debug for EpochWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EpochWriter").field("front", &self.front).finish_non_exhaustive()
+    }
+}
+
+/// An epoch all of whose frames are in the page file; nothing of it is durable yet. Dropping it gives its slots back.
+pub struct Written(EpochWriter);
+
+impl EpochWriter {
+    /// Begins an epoch of `guest` with these drives; one without a parent is full.
+    pub fn new(
+        pages: Arc<Pages>,
+        epoch: u64,
+        guest: &dyn Guest,
+        parent: Option<u64>,
+        drives: Vec<DriveHead>,
+    ) -> Result<Self, StoreError> {
+        let layout = guest.layout().clone();
+        let front = Front {
+            epoch,
+            parent,
+            created_unix_ms: unix_ms(),
+            line: guest.line().own,
+            layout: layout.hash(),
+            rebased: false,
+            drives: !drives.is_empty(),
+        };
+        let config = guest.config();
+        let state_bytes = config.len() as u64;
+        let new = Self {
+            pages,
+            front,
+            layout,
+            config,
+            drives,
+            sections: Vec::new(),
+            state_bytes,
+            entries: Entries::default(),
+            pending: Vec::new(),
+            done: false,
+        };
+        // What no reader would take is not written.
+        let tag = section_tags::CONFIG.0;
+        match new.config.len() {
+            length if length > limit(tag) as usize => Err(new.too_long(tag, length)),
+            _ => Ok(new),
+        }
+    }
+
+    fn too_long(&self, tag: u16, length: usize) -> StoreError {
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        let cause = FormatError::TooLong { tag, length, limit: limit(tag).min(MAX_SECTION) };
+        StoreError::State { epoch: self.front.epoch, cause }
+    }
+
+    /// Writes frames, of memory or of drives: `contents` holds theirs, in the order of `runs`. They win over what was
+    /// written for the same frames before. Frames of zeros take no slots, and, if
+    /// nothing can have stood there before (`forget_zeros`), are not noted at all.
+    pub fn frames(
+        &mut self,
+        runs: impl Iterator<Item = FrameRun>,
+        contents: &[u8],
+        forget_zeros: bool,
+    ) -> Result<(), StoreError> {
+        for (gfn, at) in runs.flat_map(FrameRun::frames).zip((0..).step_by(PAGE)) {
+            if !is_zero(&contents[at..at + PAGE]) {
+                self.pending.push((gfn, at));
+                if self.pending.len() == AT_ONCE {
+                    self.flush(contents)?;
+                }
+            } else if !forget_zeros {
+                self.entries.zeros(FrameRun { start: gfn, count: 1 });
+            }
+        }
+        self.flush(contents)
+    }
+
+    /// Notes frames of zeros, however many; as contents of zeros, to be told of.
+    pub fn zeros(&mut self, run: FrameRun) {
+        self.entries.zeros(run);
+    }
+
+    fn flush(&mut self, contents: &[u8]) -> Result<(), StoreError> {
+        let mut pending = std::mem::take(&mut self.pending);
+        let written = self.place(&pending, contents);
+        pending.clear();
+        self.pending = pending;
+        written
+    }
+
+    /// Takes slots for `pending` and fills them.
+    fn place(&mut self, mut pending: &[(Gfn, usize)], contents: &[u8]) -> Result<(), StoreError> {
+        while !pending.is_empty() {
+            let SlotRun { start, count } = self.pages.take(pending.len() as u32)?;
+            let (now, later) = pending.split_at(count as usize);
+            // Noted before they are written: they are given back whatever comes.
+            for ((gfn, at), slot) in now.iter().zip(start..) {
+                self.entries.push(*gfn, slot, crc32c::crc32c(&contents[*at..*at + PAGE]));
+            }
+            let mut slot = start;
+            // What is together in the contents is written at once.
+            for piece in now.chunk_by(|(_, a), (_, b)| a + PAGE == *b) {
+                let from = piece[0].1;
+                self.pages.write(slot, &contents[from..from + piece.len() * PAGE])?;
+                slot += piece.len() as u32;
+            }
+            pending = later;
+        }
+        Ok(())
+    }
+
+    /// Adds a state section.
+    pub fn section(&mut self, section: &Section) -> Result<(), StoreError> {
+        let (tag, length) = (section.tag.0, section.bytes.len());
+        self.state_bytes += length as u64;
+        // The configuration is there, and nowhere else.
+        let misplaced = tag >= TAG_STORE || tag <= section_tags::CONFIG.0;
+        let many = self.sections.len() as u64 + 2 > u64::from(MAX_SECTIONS);
+        if misplaced || many || length > limit(tag) as usize || self.state_bytes > MAX_STATE {
+            return Err(self.too_long(tag, length));
+        }
+        self.sections.push(section.clone());
+        Ok(())
+    }
+
+    /// Ends the writing: of each frame the last counts, and the slots of the others are given back.
+    pub fn finish(mut self) -> Written {
+        // Where nothing was before zeros need not be told of.
+        let old = self.entries.settle(self.front.parent.is_none());
+        self.pages.give_back(&old);
+        Written(self)
+    }
+}
+
+impl Drop for EpochWriter {
+    fn drop(&mut self) {
+        if !self.done {
+            self.pages.give_back(&self.entries.slots());
+        }
+    }
+}
+
+impl Written {
+    pub(crate) fn front(&self) -> Front {
+        self.0.front
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.0.layout
+    }
+
+    pub(crate) fn config(&self) -> &[u8] {
+        &self.0.config
+    }
+
+    pub(crate) fn drives(&self) -> &[DriveHead] {
+        &self.0.drives
+    }
+
+    pub(crate) fn sections(&self) -> &[Section] {
+        &self.0.sections
+    }
+
+    /// Ascending, each frame once.
+    pub(crate) fn entries(&self) -> &Entries {
+        &self.0.entries
+    }
+
+    /// Its slots are a durable epoch's now.
+    pub(crate) fn keep_slots(mut self) {
+        self.0.done = true;
+    }
+
+    /// Its slots may be a durable epoch's: whoever has them now gives them back when that is known not to be so.
+    pub(crate) fn take_slots(mut self) -> Vec<SlotRun> {
+        self.0.done = true;
+        self.0.entries.slots()
+    }
+}
+
+fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |d| d.as_millis() as u64)
+}
