@@ -44,6 +44,7 @@ impl Bits {
         self.clear(old.into(), total.into());
     }
 
+    #[cfg(test)]
     pub(super) fn is_used(&self, slot: u32) -> bool {
         self.word(u64::from(slot) / WORD) >> (u64::from(slot) % WORD) & 1 != 0
     }

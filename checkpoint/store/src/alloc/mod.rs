@@ -132,17 +132,20 @@ impl Slots {
     }
 
     /// How many of them are free.
-    pub fn free_slots(&self) -> u64 {
+    #[cfg(test)]
+    pub(crate) fn free_slots(&self) -> u64 {
         self.free
     }
 
     /// Whether `slot` is used; slots that are not there are.
-    pub fn is_used(&self, slot: u32) -> bool {
+    #[cfg(test)]
+    pub(crate) fn is_used(&self, slot: u32) -> bool {
         slot >= self.total || self.bits.is_used(slot)
     }
 
     /// One more than the highest slot in use; 0 if none is. Looks from the end on.
-    pub fn used_end(&self) -> u32 {
+    #[cfg(test)]
+    pub(crate) fn used_end(&self) -> u32 {
         self.bits.last_used(0, u64::from(self.total)).map_or(0, |slot| slot + 1)
     }
 
