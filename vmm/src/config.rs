@@ -29,13 +29,6 @@ pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
 
-/// Least guest memory: 16 MiB.
-pub const MIN_MEM_BYTES: u64 = 16 << 20;
-/// Most guest memory: 16 TiB. A bound for hostile configurations, not for the design.
-pub const MAX_MEM_BYTES: u64 = 16 << 40;
-/// Most vCPUs.
-pub const MAX_VCPUS: u8 = 32;
-
 /// What runs the vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -97,9 +90,10 @@ pub enum Boot {
 /// bytes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MachineConfig {
-    /// Guest memory in bytes: whole frames, [`MIN_MEM_BYTES`]..=[`MAX_MEM_BYTES`].
+    /// Guest memory in bytes: whole frames, [`MIN_MEM_BYTES`](crate::limits::MIN_MEM_BYTES) to
+    /// [`MAX_MEM_BYTES`](crate::limits::MAX_MEM_BYTES).
     pub mem_bytes: u64,
-    /// vCPUs, 1..=[`MAX_VCPUS`].
+    /// vCPUs, 1..=[`MAX_VCPUS`](crate::limits::MAX_VCPUS).
     pub vcpus: u8,
     /// How writes are tracked.
     pub tracking: TrackingMode,

@@ -12,8 +12,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::sandbox::{self, Class};
-
 /// Bytes of lines that may wait: some thousands of lines. As many again may be on their way out.
 const QUEUE_BYTES: usize = 1 << 20;
 /// How long the end of the process waits for a slow reader.
@@ -74,17 +72,14 @@ impl LogOutput {
         }
     }
 
-    /// Leaves all lines from now on to a thread of their own.
-    fn go_to_background(self: &Arc<Self>) -> io::Result<()> {
-        let output = self.clone();
-        let thread = sandbox::spawn(Class::Log, "log", move || output.write_for_ever())?;
-        // It ends with the process: what it writes to may never take another byte.
-        drop(thread);
+    /// Leaves all lines from now on to the thread that calls
+    /// [`write_for_ever`](Self::write_for_ever).
+    pub(crate) fn leave_to_thread(&self) {
         self.lock().in_background = true;
-        Ok(())
     }
 
-    fn write_for_ever(&self) {
+    /// Writes lines as they come; never returns.
+    pub(crate) fn write_for_ever(&self) -> ! {
         loop {
             let queue = self.lock();
             let mut queue = self
@@ -124,10 +119,9 @@ pub fn set_outputs(outputs: Vec<Arc<LogOutput>>) {
     let _ = OUTPUTS.set(outputs);
 }
 
-/// Lets no thread of this process wait for a reader of its log from now on. To be called once the
-/// process is restricted, since it starts threads.
-pub fn go_to_background() -> io::Result<()> {
-    OUTPUTS.get().into_iter().flatten().try_for_each(LogOutput::go_to_background)
+/// The places that this process logs to.
+pub(crate) fn outputs() -> impl Iterator<Item = &'static Arc<LogOutput>> {
+    OUTPUTS.get().into_iter().flatten()
 }
 
 /// Starts a thread that logs for the guest for which its starter does.
@@ -141,7 +135,7 @@ pub(crate) fn spawn<T: Send + 'static>(
 
 /// Waits until the log is written, at most a second.
 pub fn flush() {
-    OUTPUTS.get().into_iter().flatten().for_each(|output| output.flush(FLUSH_LIMIT));
+    outputs().for_each(|output| output.flush(FLUSH_LIMIT));
 }
 
 #[cfg(test)]
@@ -167,7 +161,9 @@ mod tests {
             },
             dropped,
         );
-        output.go_to_background().unwrap();
+        let writer = output.clone();
+        std::thread::spawn(move || writer.write_for_ever());
+        output.leave_to_thread();
         let line = vec![b'x'; 1 << 16];
         for _ in 0..100 {
             output.line(&line);

@@ -68,6 +68,14 @@ pub(crate) fn kernel_config(kernel: &Path) -> MachineConfig {
     }
 }
 
+/// One of KVM's structures, which are written as bytes: of bytes that differ from their neighbours.
+#[cfg(test)]
+pub(crate) fn pattern<T: serde::de::DeserializeOwned>(first: u8) -> T {
+    let mut bytes = postcard::to_stdvec(&size_of::<T>()).unwrap();
+    bytes.extend((0..size_of::<T>()).map(|i| (i as u8).wrapping_mul(7).wrapping_add(first)));
+    postcard::from_bytes(&bytes).unwrap()
+}
+
 /// A deadline that a test on a busy host does not reach.
 #[cfg(test)]
 pub(crate) fn soon() -> std::time::Instant {

@@ -5,10 +5,10 @@ use axum::extract::State;
 use axum::http::StatusCode;
 
 use super::fault::{Fault, Input};
-use super::model::{BalloonRequest, BalloonView};
 use super::routes::{Answer, Shared, blocking};
 use crate::devices::BalloonControl;
 use crate::jobs::Jobs;
+use crate::model::{BalloonRequest, BalloonView};
 
 /// `GET /balloon`.
 pub(super) async fn show(State(app): Shared) -> Answer<BalloonView> {

@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
-use super::model::FaultMessage;
+use crate::model::FaultMessage;
 
 /// The largest answer: reports of a long checkpoint run come in pieces that are far smaller.
 const ANSWER_LIMIT: usize = 16 << 20;

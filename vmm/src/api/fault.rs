@@ -7,8 +7,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
 
-use super::model::FaultMessage;
 use crate::jobs::OperatorError;
+use crate::model::FaultMessage;
 
 /// The largest request body: ours have a few hundred bytes.
 const BODY_LIMIT: usize = 16 << 10;

@@ -10,9 +10,9 @@ use driftline_migrate::forecast::{Conditions, Curve, Forecast, forecast};
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, Input};
-use super::model::MAX_DOWNTIME_MS;
 use super::routes::{Answer, Shared, blocking};
 use crate::jobs::Watched;
+use crate::model::MAX_DOWNTIME_MS;
 
 /// What a link is taken to carry if nothing is said, bytes/s: 10 Gbit/s.
 pub const ASSUMED_BANDWIDTH: u64 = 1_250_000_000;

@@ -20,14 +20,14 @@ use super::balloon;
 use super::devices;
 use super::dirty_watch;
 use super::fault::{Fault, Input};
-use super::model::{
+use super::plan;
+use crate::config::{Boot, Lineage, MachineConfig};
+use crate::jobs::Jobs;
+use crate::model::{
     ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
     InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
     VmRequest, VmTarget,
 };
-use super::plan;
-use crate::config::{Boot, Lineage, MachineConfig};
-use crate::jobs::Jobs;
 
 pub(super) type Shared = State<Arc<App>>;
 pub(super) type Answer<T> = Result<Json<T>, Fault>;

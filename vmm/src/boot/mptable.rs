@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn both_checksums_hold_and_the_largest_table_fits() {
-        for vcpus in [1, 2, crate::config::MAX_VCPUS] {
+        for vcpus in [1, 2, crate::limits::MAX_VCPUS] {
             let table = build(vcpus);
             assert!(
                 table.len() as u64 <= map::MP_TABLE.1 - map::MP_TABLE.0,

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use hyper::Method;
-use vmm::api::model::{BalloonRequest, BalloonView};
+use vmm::model::{BalloonRequest, BalloonView};
 
 use super::args::BalloonArgs;
 use super::client::ask;

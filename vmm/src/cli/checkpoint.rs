@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{Achieved, Spread};
 use hyper::Method;
-use vmm::api::model::{
+use vmm::api::{Client, ClientError};
+use vmm::model::{
     CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobBegun,
 };
-use vmm::api::{Client, ClientError};
 
 use super::args::CheckpointArgs;
 use super::client::{Standing, block_on, not_begun};

@@ -12,9 +12,9 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
-use vmm::api::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
 use vmm::api::{Client, ClientError};
 use vmm::devices::DeviceFigures;
+use vmm::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
 use vmm::vm::VcpuInfo;
 
 use super::args::{ApiArgs, QueryArgs, StopArgs};

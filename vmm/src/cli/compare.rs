@@ -299,7 +299,7 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
         sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),
         _ => Failure::error(e),
     })?;
-    vmm::log::go_to_background()?;
+    vmm::log_thread::start()?;
     Ok(())
 }
 

@@ -78,7 +78,7 @@ pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningS
     let awake = latency::open();
     let options = restrictions(host, named)?;
     sandbox::start(&options).map_err(sandbox_failure)?;
-    vmm::log::go_to_background()?;
+    vmm::log_thread::start()?;
     tracing::info!(
         seccomp = options.seccomp,
         landlock = options.landlock,

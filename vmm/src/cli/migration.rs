@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
 use hyper::Method;
 use serde_json::{Value, json};
-use vmm::api::model::{
+use vmm::api::{Client, ClientError};
+use vmm::model::{
     GuestState, GuestWhere, InfoPage, JobBegun, MigrationFailure, MigrationPage, MigrationRequest,
     MigrationState, ResolveRequest,
 };
-use vmm::api::{Client, ClientError};
 
 use super::args::{ApiArgs, ResolveArgs, SendArgs};
 use super::client::{ask, block_on, not_begun};

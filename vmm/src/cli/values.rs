@@ -9,14 +9,14 @@ use vmm::config::DEFAULT_RING_ENTRIES;
 
 /// A size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
 pub(super) fn size(text: &str) -> Result<u64, String> {
-    driftline_images::workload::parse_size(text.as_bytes()).ok_or_else(|| {
+    vmm::size::parse_size(text).ok_or_else(|| {
         "a size is digits, then nothing, K, M or G (powers of two), such as 64M".to_owned()
     })
 }
 
 /// Guest memory: a size that a machine can have.
 pub(super) fn memory(text: &str) -> Result<u64, String> {
-    use vmm::config::{MAX_MEM_BYTES, MIN_MEM_BYTES};
+    use vmm::limits::{MAX_MEM_BYTES, MIN_MEM_BYTES};
     match size(text)? {
         bytes if !bytes.is_multiple_of(4096) => {
             let unit = if bytes == 1 { "byte" } else { "bytes" };
@@ -43,7 +43,7 @@ fn unit_hint(text: &str) -> String {
 
 /// The number of vCPUs.
 pub(super) fn vcpus(text: &str) -> Result<u8, String> {
-    let most = vmm::config::MAX_VCPUS;
+    let most = vmm::limits::MAX_VCPUS;
     let number: u64 = text.parse().map_err(|_| format!("--vcpus takes a number, 1 to {most}"))?;
     let vcpus = u8::try_from(number).ok().filter(|n| (1..=most).contains(n));
     vcpus.ok_or_else(|| format!("a guest has 1 to {most} vCPUs"))
@@ -90,12 +90,12 @@ pub(super) fn interval(text: &str) -> Result<Duration, String> {
 
 /// A downtime target in milliseconds.
 pub(super) fn downtime_ms(text: &str) -> Result<u64, String> {
-    at_most(text, vmm::api::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
+    at_most(text, vmm::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
 }
 
 /// Time for copying in seconds.
 pub(super) fn timeout_s(text: &str) -> Result<u64, String> {
-    at_most(text, vmm::api::model::MAX_TIMEOUT_S, "a timeout", "seconds")
+    at_most(text, vmm::model::MAX_TIMEOUT_S, "a timeout", "seconds")
 }
 
 /// A bandwidth in bytes a second.

@@ -175,7 +175,7 @@ struct Work {
 
 impl Work {
     fn run(mut self) {
-        crate::kvm::block_signals();
+        crate::signals::block();
         loop {
             let message = match self.caught {
                 Caught::Nothing => self.messages.recv().map_err(RecvTimeoutError::from),

@@ -5,6 +5,8 @@ use std::str::FromStr;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
+use crate::size::parse_size;
+
 /// A memory balloon: what is asked for as `[size=SIZE][,deflate-on-oom=on|off][,reporting=on|off][,hinting=on|off]`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct BalloonConfig {
@@ -31,7 +33,7 @@ impl FromStr for BalloonConfig {
         let mut balloon = Self::default();
         for option in s.split(',').filter(|_| !s.is_empty()) {
             match option.split_once('=') {
-                Some(("size", size)) => balloon.bytes = parse_size(size)?,
+                Some(("size", size)) => balloon.bytes = read_size(size)?,
                 Some(("deflate-on-oom", value)) => balloon.deflate_on_oom = on_off(option, value)?,
                 Some(("reporting", value)) => balloon.reporting = on_off(option, value)?,
                 Some(("hinting", value)) => balloon.hinting = on_off(option, value)?,
@@ -47,10 +49,9 @@ impl FromStr for BalloonConfig {
     }
 }
 
-fn parse_size(size: &str) -> Result<u64, String> {
-    let bytes = driftline_images::workload::parse_size(size.as_bytes());
-    bytes.filter(|bytes| bytes.is_multiple_of(PAGE_SIZE)).ok_or_else(|| {
-        format!("\"{size}\" is no size of a balloon: digits and K, M or G, whole pages of 4K")
+fn read_size(text: &str) -> Result<u64, String> {
+    parse_size(text).filter(|bytes| bytes.is_multiple_of(PAGE_SIZE)).ok_or_else(|| {
+        format!("\"{text}\" is no size of a balloon: digits and K, M or G, whole pages of 4K")
     })
 }
 

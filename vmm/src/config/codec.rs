@@ -5,7 +5,8 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::GuestError;
 use serde::de::DeserializeOwned;
 
-use super::{Backend, Boot, MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES, MachineConfig, devices};
+use super::{Backend, Boot, MachineConfig, devices};
+use crate::limits::{MAX_MEM_BYTES, MAX_VCPUS, MIN_MEM_BYTES};
 
 /// The only one, until there is a release.
 const VERSION: u16 = 1;

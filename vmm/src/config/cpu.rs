@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::vcpu::features;
+use crate::cpu_model;
 
 /// No command line asks for more; a bound for hostile configurations.
 const MOST_WITHOUT: usize = 64;
@@ -80,7 +80,7 @@ impl CpuConfig {
         if self.tsc_khz == Some(0) {
             return Err("its time stamp counter runs at 0 kHz".to_owned());
         }
-        match self.without.iter().find(|name| features::find(name).is_none()) {
+        match self.without.iter().find(|name| cpu_model::find(name).is_none()) {
             None => Ok(()),
             Some(name) => Err(format!("there is no processor feature \"{name}\"")),
         }

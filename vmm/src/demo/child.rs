@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::{Builder, Runtime};
 use vmm::api::Client;
-use vmm::api::model::{GuestState, Info};
+use vmm::model::{GuestState, Info};
 
 use super::StepError;
 

@@ -3,7 +3,7 @@
 use driftline_images::Report;
 use driftline_migrate::SendReport;
 use serde::Serialize;
-use vmm::api::model::EpochLine;
+use vmm::model::EpochLine;
 
 use crate::cli::output::{bytes, table};
 

@@ -16,12 +16,12 @@ use driftline_dirty_tracker::TrackingMode;
 use driftline_images::Report;
 use hyper::Method;
 use indicatif::{ProgressBar, ProgressStyle};
-use vmm::api::model::{
+use vmm::config::{Backend, DEFAULT_RING_ENTRIES};
+use vmm::kvm::Capabilities;
+use vmm::model::{
     CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
     MigrationState,
 };
-use vmm::config::{Backend, DEFAULT_RING_ENTRIES};
-use vmm::kvm::Capabilities;
 
 use crate::cli::args::DemoArgs;
 use crate::cli::failure::Failure;

@@ -59,7 +59,7 @@ pub use vsock::VsockError;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::vm::EndReason;
+use crate::end_reason::EndReason;
 
 pub(crate) const KEYBOARD_COMMAND: u16 = 0x64;
 pub(crate) const KEYBOARD_RESET: u8 = 0xfe;

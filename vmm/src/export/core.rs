@@ -15,7 +15,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use driftline_dirty_tracker::{Layout, PAGE_SIZE};
-use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
+use kvm_bindings::{kvm_dtable, kvm_segment};
 use object::Endianness;
 use object::elf::{
     ELFOSABI_NONE, EM_X86_64, ET_CORE, FileFlags, NT_PRSTATUS, PF_R, PF_W, PF_X, PT_LOAD, PT_NOTE,
@@ -24,14 +24,7 @@ use object::elf::{
 use object::write::elf::{FileHeader, ProgramHeader, Writer};
 use zerocopy::{Immutable, IntoBytes};
 
-/// What of a vCPU is in its notes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct CoreRegisters {
-    pub(crate) regs: kvm_regs,
-    pub(crate) sregs: kvm_sregs,
-    /// `MSR_KERNEL_GS_BASE`.
-    pub(crate) kernel_gs_base: u64,
-}
+use crate::vcpu::Registers;
 
 /// `struct elf_prstatus`, 336 bytes.
 #[repr(C)]
@@ -77,7 +70,7 @@ struct CpuState {
 }
 
 impl PrStatus {
-    fn new(cpu: &CoreRegisters, id: u32) -> Self {
+    fn new(cpu: &Registers, id: u32) -> Self {
         let (r, s) = (&cpu.regs, &cpu.sregs);
         let selector = |segment: &kvm_segment| u64::from(segment.selector);
         // gdb takes threads by number, from 1 on.
@@ -128,7 +121,7 @@ impl PrStatus {
 }
 
 impl CpuState {
-    fn new(cpu: &CoreRegisters) -> Self {
+    fn new(cpu: &Registers) -> Self {
         let (r, s) = (&cpu.regs, &cpu.sregs);
         let table = |t: &kvm_dtable| Segment {
             selector: 0,
@@ -189,7 +182,7 @@ fn note(name: &str, kind: u32, content: &[u8], into: &mut Vec<u8>) {
     }
 }
 
-fn notes(cpus: &[CoreRegisters]) -> Vec<u8> {
+fn notes(cpus: &[Registers]) -> Vec<u8> {
     let mut notes = Vec::new();
     for (cpu, id) in cpus.iter().zip(0u32..) {
         note("CORE", NT_PRSTATUS.0, PrStatus::new(cpu, id).as_bytes(), &mut notes);
@@ -208,7 +201,7 @@ pub(crate) struct CoreFile {
 
 impl CoreFile {
     /// Writes everything but memory to `file`, which is empty, and gives it its full length: memory is a hole so far.
-    pub(crate) fn begin(file: &File, layout: &Layout, cpus: &[CoreRegisters]) -> io::Result<Self> {
+    pub(crate) fn begin(file: &File, layout: &Layout, cpus: &[Registers]) -> io::Result<Self> {
         let notes = notes(cpus);
         let mut head = Vec::new();
         let mut writer = Writer::new(Endianness::Little, true, &mut head);

@@ -9,8 +9,9 @@ use driftline_dirty_tracker::Layout;
 use driftline_guest::{Section, section_tags as tags};
 use driftline_store::{ExportReport, Store, StoreError};
 
-use self::core::{CoreFile, CoreRegisters};
+use self::core::CoreFile;
 use crate::machine::registers;
+use crate::vcpu::Registers;
 
 /// Writes `epoch` of `store`, or its latest, to `file`, an empty one, as an ELF core: the registers of every vCPU as notes, and
 /// memory by guest physical address, with holes where it is zero. gdb and crash open it. `path` is for messages. All that is read
@@ -30,11 +31,9 @@ pub fn elf_core(
                 "its guest has no vCPUs: it is of the threads backend",
             ));
         }
-        let registers: Vec<CoreRegisters> =
+        let registers: Vec<Registers> =
             registers(sections, vcpus).map_err(std::io::Error::other)?;
         let core = CoreFile::begin(file, layout, &registers)?;
         Ok(Box::new(move |gfn| core.place(gfn)))
     })
 }
-
-pub(crate) use self::core::CoreRegisters as Registers;

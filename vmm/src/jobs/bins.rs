@@ -4,7 +4,7 @@
 
 use driftline_dirty_tracker::{FrameRun, Layout, PAGE_SIZE};
 
-use crate::api::dirty_watch::MemoryRange;
+use crate::model::MemoryRange;
 
 /// See the module.
 pub(super) struct Bins {

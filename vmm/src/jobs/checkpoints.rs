@@ -15,9 +15,9 @@ use driftline_store::Store;
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
-use crate::api::dirty_watch::CheckpointGlance;
-use crate::api::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
 use crate::log;
+use crate::model::CheckpointGlance;
+use crate::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
 use crate::sandbox::check_allowed;
 
 /// Reports kept for a reader that comes late: hours of them.

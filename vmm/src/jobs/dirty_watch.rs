@@ -16,9 +16,9 @@ use tokio::sync::oneshot;
 
 use super::bins::Bins;
 use super::{Jobs, lock};
-use crate::api::dirty_watch::{VcpuWindow, WatchPage};
 use crate::config::Backend;
 use crate::log;
+use crate::model::{VcpuWindow, WatchPage};
 use crate::vm::VcpuInfo;
 
 /// Each costs an insert for every frame that the guest makes dirty, and a tree.

@@ -13,10 +13,8 @@ use driftline_migrate::{
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
-use crate::api::model::{
-    GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState,
-};
 use crate::log;
+use crate::model::{GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState};
 
 /// A migration, under way or over.
 pub(super) struct MigrationJob {

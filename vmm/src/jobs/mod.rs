@@ -20,10 +20,10 @@ use driftline_guest::RunState;
 use driftline_migrate::{Records, Resolution, Responder};
 use tracing::Span;
 
-use crate::api::model::{
+use crate::config::guest_span;
+use crate::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
-use crate::config::guest_span;
 use crate::vm::SharedVm;
 use checkpoints::CheckpointJob;
 use dirty_watch::Watches;

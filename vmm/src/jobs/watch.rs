@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::Jobs;
-use crate::api::model::GuestState;
+use crate::model::GuestState;
 
 /// Thrown away: when tracking begins each frame's first write is dear, and what was running goes
 /// slower for a moment.

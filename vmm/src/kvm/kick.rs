@@ -122,23 +122,6 @@ pub fn register_kick_handler() -> Result<(), errno::Error> {
     *REGISTERED.get_or_init(|| register_signal_handler(SIGRTMIN(), nothing))
 }
 
-/// Has the calling thread take no signal that is sent to the process: others do. `KVM_RESET_DIRTY_RINGS` stops early at a signal, with
-/// frames counted that it has not protected, and what a handler does may be more than the thread is allowed to. What the
-/// thread brings upon itself still comes.
-pub fn block_signals() {
-    let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigfillset initializes the set that it is given.
-    unsafe { libc::sigfillset(set.as_mut_ptr()) };
-    // SAFETY: it is initialized.
-    let mut set = unsafe { set.assume_init() };
-    for own in [libc::SIGSYS, libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE] {
-        // SAFETY: the set is initialized, and these are numbers of signals.
-        unsafe { libc::sigdelset(&raw mut set, own) };
-    }
-    // SAFETY: the set is initialized, and the previous mask is not asked for.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut()) };
-}
-
 /// Kicks `thread` out of `KVM_RUN`; its command must be in its channel already.
 pub fn kick(thread: &JoinHandle<()>, flag: &ImmediateExit) {
     flag.set();

@@ -13,7 +13,7 @@ use kvm_ioctls::{Kvm, VmFd};
 
 use super::MachineError;
 use super::error::step;
-use crate::kvm::{self, Capabilities, KvmVm, block_signals};
+use crate::kvm::{self, Capabilities, KvmVm};
 use crate::memory::{HOLE_START, Memory};
 
 /// Where KVM keeps a page and three pages of its own on some processors: in the hole, below the
@@ -85,7 +85,7 @@ impl EarlyVm {
     pub fn begin() -> Self {
         let thread = Builder::new().name("early-vm".into());
         let making = move || {
-            block_signals();
+            crate::signals::block();
             Blank::new()
         };
         Self(thread.spawn(making).ok())

@@ -8,18 +8,10 @@ use std::fmt::Write;
 use std::path::Path;
 
 use driftline_guest::{Section, section_tags as tags};
-use serde::de::DeserializeOwned;
 
 use super::state::{SavedMachine, SavedPlatform, SavedVm, decode, encode};
 use crate::devices::{PowerState, SerialPortState, VirtioState};
 use crate::vcpu::SavedVcpu;
-
-/// One of KVM's structures, which are written as bytes: of bytes that differ from their neighbours.
-pub(crate) fn pattern<T: DeserializeOwned>(first: u8) -> T {
-    let mut bytes = postcard::to_stdvec(&size_of::<T>()).unwrap();
-    bytes.extend((0..size_of::<T>()).map(|i| (i as u8).wrapping_mul(7).wrapping_add(first)));
-    postcard::from_bytes(&bytes).unwrap()
-}
 
 fn example() -> SavedMachine {
     SavedMachine {

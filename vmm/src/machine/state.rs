@@ -12,9 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::boot;
 use crate::devices::{GENERATION_EVENT, PowerState, SerialPortState, VirtioState};
-use crate::export::Registers;
 use crate::kvm::{KvmVm, ioapic_listens};
-use crate::vcpu::{SavedVcpu, StateContext, away_ns, wall_ns};
+use crate::vcpu::{Registers, SavedVcpu, StateContext, away_ns, wall_ns};
 
 /// Of all sections so far.
 const VERSION: u16 = 1;
@@ -53,7 +52,7 @@ pub(super) struct SavedVm {
 impl SavedVm {
     /// One in which each byte differs from its neighbours.
     pub(super) fn example() -> Self {
-        use super::golden::pattern;
+        use crate::testing::pattern;
         Self {
             irqchips: [pattern(1), pattern(2), pattern(3)],
             pit: Some(pattern(4)),

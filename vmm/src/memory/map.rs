@@ -10,7 +10,7 @@
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, Layout, PAGE_SIZE, Slot, SlotId};
 
 use super::MemoryError;
-use crate::config::{MAX_MEM_BYTES, MIN_MEM_BYTES};
+use crate::limits::{MAX_MEM_BYTES, MIN_MEM_BYTES};
 
 /// First byte of the hole below 4 GiB.
 pub const HOLE_START: u64 = 0xc000_0000;

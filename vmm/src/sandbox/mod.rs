@@ -36,8 +36,7 @@ use std::time::Instant;
 
 pub(crate) use self::landlock::offered as landlock_offered;
 use crate::fail_point;
-use crate::kvm::block_signals;
-use crate::schedule;
+use crate::{schedule, signals};
 use seccomp::Filters;
 
 /// Kinds of threads that serve the guest.
@@ -190,7 +189,7 @@ pub fn spawn<T: Send + 'static>(
     fail_point::pass(&name)?;
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
-        block_signals();
+        signals::block();
         if matches!(class, Class::Vcpu | Class::Worker) {
             schedule::default_slices();
         }
@@ -211,7 +210,7 @@ pub fn spawn_late<T: Send + 'static>(
     let logged = tracing::Span::current();
     Builder::new().name(name).spawn(move || {
         let _logged = logged.entered();
-        block_signals();
+        signals::block();
         work(&|| enter(class))
     })
 }

@@ -1,4 +1,4 @@
-//! The baseline processor: what `features::BASELINE` lists and nothing else, whatever the host has.
+//! The baseline processor: what `cpu_model::BASELINE` lists and nothing else, whatever the host has.
 //! It is built from the few leaves that it needs; all others are left out, and the highest leaves
 //! are capped, so that a leaf which a later KVM shows cannot reach a guest by being overlooked.
 
@@ -8,7 +8,7 @@ use super::cpuid::{
     AMD_LEGACY_CMP, AMD_REPEATS, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_CACHES, LEAF_FEATURES,
     LEAF_SIZES, LEAF_TOPOLOGY, find,
 };
-use super::features::{self, Place};
+use crate::cpu_model::{self, Place};
 
 const LEAF_CACHE_DESCRIPTORS: u32 = 0x2;
 const LEAF_KVM: u32 = 0x4000_0000;
@@ -30,12 +30,12 @@ const LINEAR_BITS: u32 = 48;
 /// The baseline without the features called `without`, from what KVM supports; or what it lacks, by
 /// name.
 pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, String> {
-    let wanted = features::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));
-    let wanted: Vec<Place> = wanted.filter_map(|name| features::find(name)).collect();
+    let wanted = cpu_model::BASELINE.iter().filter(|name| !without.iter().any(|w| w == *name));
+    let wanted: Vec<Place> = wanted.filter_map(|name| cpu_model::find(name)).collect();
     for place in &wanted {
         let registers = find(supported.as_slice(), place.function, place.index);
         if registers[place.register] & 1 << place.bit == 0 {
-            return Err(features::describe(*place));
+            return Err(cpu_model::describe(*place));
         }
     }
     let entries: Vec<kvm_cpuid_entry2> =
@@ -45,9 +45,9 @@ pub(super) fn baseline(supported: &CpuId, without: &[String]) -> Result<CpuId, S
 
 /// What of the baseline `supported` lacks, by name.
 pub fn lacks(supported: &CpuId) -> Vec<&'static str> {
-    let names = features::BASELINE.iter().copied();
+    let names = cpu_model::BASELINE.iter().copied();
     let lacks = names.filter(|name| {
-        features::find(name).is_some_and(|p| {
+        cpu_model::find(name).is_some_and(|p| {
             find(supported.as_slice(), p.function, p.index)[p.register] & 1 << p.bit == 0
         })
     });

@@ -6,7 +6,7 @@
 use kvm_bindings::{kvm_cpuid_entry2, kvm_sregs};
 
 use super::cpuid::find;
-use super::features;
+use crate::cpu_model;
 
 /// A bit of a control register and the features of which one must be there for it.
 type Needs = (u32, &'static [&'static str]);
@@ -80,7 +80,7 @@ fn check_register(
 }
 
 fn has(cpuid: &[kvm_cpuid_entry2], feature: &str) -> bool {
-    features::find(feature).is_some_and(|place| {
+    cpu_model::find(feature).is_some_and(|place| {
         find(cpuid, place.function, place.index)[place.register] & 1 << place.bit != 0
     })
 }
@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn every_feature_that_a_bit_needs_has_a_place() {
         for (_, any) in EFER.iter().chain(CR4) {
-            assert!(any.iter().all(|f| features::find(f).is_some()), "{any:?}");
+            assert!(any.iter().all(|f| cpu_model::find(f).is_some()), "{any:?}");
         }
     }
 

@@ -4,8 +4,8 @@
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 use super::baseline::baseline;
-use super::features::{self, Place};
 use crate::config::{CpuConfig, CpuModel};
+use crate::cpu_model::{self, Place};
 
 pub(super) const LEAF_BASE: u32 = 0x0;
 pub(super) const LEAF_FEATURES: u32 = 0x1;
@@ -47,7 +47,7 @@ pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, String> {
         CpuModel::Host => supported.clone(),
         CpuModel::Baseline => baseline(supported, &cpu.without)?,
     };
-    for place in cpu.without.iter().filter_map(|name| features::find(name)) {
+    for place in cpu.without.iter().filter_map(|name| cpu_model::find(name)) {
         clear(&mut cpuid, place);
     }
     Ok(cpuid)

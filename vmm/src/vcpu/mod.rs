@@ -16,7 +16,6 @@
 pub mod baseline;
 mod control;
 pub mod cpuid;
-pub mod features;
 mod hold;
 pub mod msrs;
 pub mod promises;
@@ -36,12 +35,13 @@ use kvm_bindings::{CpuId, KVM_CAP_KVMCLOCK_CTRL, KVM_EXIT_DIRTY_RING_FULL};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use crate::devices::{Bus, Done};
+use crate::end_reason::EndReason;
 use crate::kvm::{ImmediateExit, KvmVm, internal_error};
-use crate::vm::{EndReason, VcpuInfo};
+use crate::vm::VcpuInfo;
 
 pub(crate) use hold::Hold;
 pub use state::{Adjust, SavedVcpu, StateContext};
-pub(crate) use state::{away_ns, wall_ns};
+pub(crate) use state::{Registers, away_ns, wall_ns};
 pub(crate) use wave::Wave;
 
 /// Guests' watchdogs wait much longer than this.

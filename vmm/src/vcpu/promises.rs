@@ -9,8 +9,8 @@ use super::cpuid::{
     AMD_LEGACY_CMP, HTT, HYPERVISOR, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_EXTENDED_FEATURES,
     LEAF_FEATURES, LEAF_KVM_FEATURES, LEAF_SIZES, LEAF_XSAVE, OSPKE, OSXSAVE, TSC_DEADLINE, find,
 };
-use super::features::{self, Place};
 use crate::config::CpuidWord;
+use crate::cpu_model::{self, Place};
 
 const LEAF_POWER: u32 = 0x6;
 const LEAF_PERFMON: u32 = 0xa;
@@ -153,18 +153,18 @@ fn compare(place: Place, rule: Rule, has: [u32; 4], offers: [u32; 4]) -> Option<
     let (whole_guest, guest, host) = (has, has[place.register], offers[place.register]);
     let first_bit = |bits: u32| {
         let bit = bits.trailing_zeros() as u8;
-        (bits != 0).then(|| features::describe(Place { bit, ..place }))
+        (bits != 0).then(|| cpu_model::describe(Place { bit, ..place }))
     };
     match rule {
         Rule::Bits(bits) => first_bit(guest & !host & bits),
         Rule::AtLeast(fields) => fields.iter().find_map(|&(low, count)| {
             let (wants, has) = (guest >> low & ones(count), host >> low & ones(count));
-            (wants > has).then(|| features::describe_number(place, (low, count), wants, has))
+            (wants > has).then(|| cpu_model::describe_number(place, (low, count), wants, has))
         }),
         Rule::Mixed(bits, fields) => compare(place, Rule::Bits(bits), has, offers)
             .or_else(|| compare(place, Rule::AtLeast(fields), has, offers)),
         Rule::Same => {
-            (guest != host).then(|| features::describe_number(place, (0, 32), guest, host))
+            (guest != host).then(|| cpu_model::describe_number(place, (0, 32), guest, host))
         }
         Rule::NoEvents => {
             let events = ones(whole_guest[0] >> 24);

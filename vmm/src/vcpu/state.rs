@@ -11,7 +11,6 @@ use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
 use super::{Peers, Vcpu, control, msrs, promises, reset, tsc};
-use crate::export::Registers;
 use crate::kvm::{Capabilities, get_pdptrs, get_xsave, set_sregs_with_pdptrs, set_xsave};
 
 /// `MSR_KERNEL_GS_BASE`.
@@ -47,6 +46,15 @@ impl StateContext {
     pub(crate) fn value(&self, capability: u32) -> u32 {
         self.capabilities.value(capability).unsigned_abs()
     }
+}
+
+/// The registers of a vCPU that a core file has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Registers {
+    pub(crate) regs: kvm_regs,
+    pub(crate) sregs: kvm_sregs,
+    /// `MSR_KERNEL_GS_BASE`.
+    pub(crate) kernel_gs_base: u64,
 }
 
 /// What becomes of the time stamp counter.
@@ -91,7 +99,7 @@ impl SavedVcpu {
 impl SavedVcpu {
     /// One in which each byte differs from its neighbours.
     pub(crate) fn example() -> Self {
-        use crate::machine::golden::pattern;
+        use crate::testing::pattern;
         Self {
             cpuid: vec![pattern(1), pattern(2)],
             tsc_khz: Some(2_000_000),

@@ -3,7 +3,7 @@
 use kvm_bindings::kvm_cpuid_entry2;
 
 use super::cpuid::find;
-use super::features;
+use crate::cpu_model;
 
 /// TSC frequencies nearer to each other than this many parts in a million count as equal: what two
 /// measurements of one clock differ by, and what time protocols make good.
@@ -17,7 +17,7 @@ pub fn is_near(guest_khz: u32, host_khz: u32) -> bool {
 
 /// Whether the processor promises a TSC of one rate for ever, so that its guest may keep time by it.
 pub fn is_promised(cpuid: &[kvm_cpuid_entry2]) -> bool {
-    features::find("constant_tsc").is_some_and(|place| {
+    cpu_model::find("constant_tsc").is_some_and(|place| {
         find(cpuid, place.function, place.index)[place.register] & 1 << place.bit != 0
     })
 }

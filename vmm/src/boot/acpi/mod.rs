@@ -137,7 +137,7 @@ fn madt_body(vcpus: u8) -> Vec<u8> {
 mod tests {
     use super::*;
     use crate::boot::map;
-    use crate::config::MAX_VCPUS;
+    use crate::limits::MAX_VCPUS;
 
     fn sum(bytes: &[u8]) -> u8 {
         bytes.iter().fold(0, |sum, b| sum.wrapping_add(*b))

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
-use vmm::api::model::DisksPolicy;
+use vmm::model::DisksPolicy;
 
 use super::{ApiArgs, examples, headings, values};
 

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use hyper::Method;
-use vmm::api::dirty_watch::{MAX_BINS, WatchBegun, WatchPage, WatchRequest};
-use vmm::api::model::{ArrivingInfo, InfoPage};
 use vmm::api::{Client, ClientError};
+use vmm::model::{ArrivingInfo, InfoPage};
+use vmm::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest};
 
 /// How long the end of a watch may take to be told; it ends by itself, too.
 const FAREWELL: Duration = Duration::from_secs(1);

@@ -3,7 +3,7 @@
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Style};
-use vmm::api::dirty_watch::WatchPage;
+use vmm::model::WatchPage;
 
 use crate::cli::output;
 

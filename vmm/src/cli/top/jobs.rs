@@ -1,8 +1,8 @@
 //! Owns what `top` says of a guest's migration and of its checkpoints: a few sentences each.
 
 use driftline_checkpoint::Spread;
-use vmm::api::dirty_watch::{CheckpointGlance, WatchPage};
-use vmm::api::model::{EpochOutcome, MigrationPage, MigrationState};
+use vmm::model::{CheckpointGlance, WatchPage};
+use vmm::model::{EpochOutcome, MigrationPage, MigrationState};
 
 use crate::cli::output;
 use crate::cli::progress::progress_line;

@@ -19,8 +19,8 @@ use clap::Args;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::widgets::Widget;
-use vmm::api::dirty_watch::WatchPage;
 use vmm::api::{Client, ClientError};
+use vmm::model::WatchPage;
 
 use super::args::{QueryArgs, headings};
 use super::client::block_on;

@@ -7,8 +7,8 @@ use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Sparkline, Widget, Wrap};
-use vmm::api::dirty_watch::{VcpuWindow, WatchPage};
-use vmm::api::model::GuestState;
+use vmm::model::GuestState;
+use vmm::model::{VcpuWindow, WatchPage};
 
 use super::heat;
 use super::jobs::{self, Said, per_second};

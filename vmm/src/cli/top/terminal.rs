@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
-use vmm::api::dirty_watch::WatchPage;
 use vmm::api::{Client, ClientError};
+use vmm::model::WatchPage;
 
 use super::feed::{Feed, Update};
 use super::heat::Palette;

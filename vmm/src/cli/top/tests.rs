@@ -10,12 +10,12 @@ use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::Color;
 use vmm::api::ClientError;
-use vmm::api::dirty_watch::{CheckpointGlance, MemoryRange, VcpuWindow, WatchPage};
-use vmm::api::model::{
+use vmm::config::Backend;
+use vmm::model::{
     ArrivingInfo, EpochLine, EpochOutcome, GuestState, GuestWhere, Info, MigrationFailure,
     MigrationPage, MigrationState,
 };
-use vmm::config::Backend;
+use vmm::model::{CheckpointGlance, MemoryRange, VcpuWindow, WatchPage};
 use vmm::vm::{EndReason, VcpuInfo};
 
 use super::feed::Update;

@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use vmm::api::dirty_watch::WatchPage;
-use vmm::api::model::{ArrivingInfo, GuestState};
+use vmm::model::WatchPage;
+use vmm::model::{ArrivingInfo, GuestState};
 
 use super::feed::Update;
 use super::heat::Palette;

@@ -5,10 +5,10 @@
 /// Place of a feature: leaf, subleaf, register (EAX, EBX, ECX, EDX), bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Place {
-    pub(super) function: u32,
-    pub(super) index: u32,
-    pub(super) register: usize,
-    pub(super) bit: u8,
+    pub(crate) function: u32,
+    pub(crate) index: u32,
+    pub(crate) register: usize,
+    pub(crate) bit: u8,
 }
 
 const EAX: usize = 0;
@@ -284,7 +284,7 @@ const NAMES: &[Names] = &[
 /// The baseline: what the psABI calls x86-64-v2, with what an operating system needs besides and
 /// KVM's clock. Every x86 server since 2011 has it, under any kernel that this VMM runs on; a KVM
 /// without hardware under it may not.
-pub(super) const BASELINE: &[&str] = &[
+pub(crate) const BASELINE: &[&str] = &[
     "fpu",
     "vme",
     "de",
@@ -334,7 +334,7 @@ pub fn find(name: &str) -> Option<Place> {
 }
 
 /// What the feature at `place` is called: its name, and where it is.
-pub(super) fn describe(place: Place) -> String {
+pub(crate) fn describe(place: Place) -> String {
     let Place { function, index, register, bit } = place;
     let found = NAMES.iter().find(|n| (n.0, n.1, n.2) == (function, index, register));
     let name = found.and_then(|n| n.3.iter().find(|(b, _)| *b == bit)).map(|(_, name)| *name);
@@ -363,7 +363,7 @@ const NUMBER_NAMES: &[NumberName] = &[
 
 /// What the number at `count` bits from `low` on of a register is called, where `wants` is looked for
 /// and `has` found.
-pub(super) fn describe_number(
+pub(crate) fn describe_number(
     place: Place,
     (low, count): (u32, u32),
     wants: u32,
