@@ -25,7 +25,7 @@ pub fn driftline() -> &'static Path {
             // With the features of `cargo test --workspace`, which has built it then for tests of its own package:
             // with others, it and what it depends on would be built once more.
             true => ["test", "--no-run", "--workspace", "--test=cli"],
-            false => ["build", "--release", "--package=vmm", "--bin=driftline"],
+            false => ["build", "--release", "--package=driftline-cli", "--bin=driftline"],
         });
         build.arg("--quiet").arg("--target-dir").arg(profile.parent().expect("target"));
         build.current_dir(env!("CARGO_MANIFEST_DIR"));

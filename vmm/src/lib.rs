@@ -1,4 +1,4 @@
-//! The machine, and the `driftline` binary.
+//! The machine, the jobs on it and its API.
 //!
 //! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] with a beginning
 //! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.

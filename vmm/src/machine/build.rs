@@ -406,13 +406,31 @@ fn broken(
     host: &HostConfig,
 ) -> Box<dyn DirtySource> {
     use crate::sources::BrokenSource;
-    match host.loses_one_in {
+    match host.loses_one_in.or_else(loses_one_in) {
         Some(one_in) => match BrokenSource::new(source, memory.tracker(), one_in) {
             Ok(broken) => Box::new(broken),
             Err(e) => panic!("a source that loses writes: {e}"),
         },
         None => source,
     }
+}
+
+/// What a test asks of a process that it starts. The process says so, for nobody should find out from
+/// the result alone.
+#[cfg(all(feature = "broken-source", debug_assertions))]
+fn loses_one_in() -> Option<std::num::NonZeroU64> {
+    const NAME: &str = "DRIFTLINE_LOSES_ONE_IN";
+    let asked = std::env::var(NAME).ok()?;
+    let one_in = asked.parse().ok();
+    match one_in {
+        Some(n) => tracing::warn!(
+            "THIS BUILD IS FOR TESTS: of {n} pages that the guest writes one is lost ({NAME})"
+        ),
+        None => tracing::warn!(
+            "this build is for tests; {NAME} is \"{asked}\", which is not a number, so no page is lost"
+        ),
+    }
+    one_in
 }
 
 fn no_userfault_wp(e: io::Error) -> MachineError {

@@ -10,7 +10,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
-#[path = "kvm/elf.rs"]
+#[path = "../../tests/kvm/elf.rs"]
 mod elf;
 
 use std::fs::File;

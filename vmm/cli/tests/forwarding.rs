@@ -15,7 +15,7 @@ fn parse(path: &str) -> syn::File {
 
 /// The methods of a trait, those with a default among them.
 fn methods_of(name: &str) -> BTreeSet<String> {
-    let file = parse("../checkpoint/guest/src/guest.rs");
+    let file = parse("../../checkpoint/guest/src/guest.rs");
     let found = file.items.into_iter().find_map(|item| match item {
         Item::Trait(item) if item.ident == name => Some(item.items),
         _ => None,
@@ -65,8 +65,8 @@ fn wrappers_forward_every_method() {
     // Those of `View` count the jobs that pause the guest.
     let counted: &[&str] = &["pause", "pause_and_save", "resume"];
     for (path, name, wrapper, own) in [
-        ("src/jobs/holds.rs", "Guest", "View", counted),
-        ("src/cli/pending.rs", "GuestFactory", "Settled", &[]),
+        ("../src/jobs/holds.rs", "Guest", "View", counted),
+        ("src/pending.rs", "GuestFactory", "Settled", &[]),
     ] {
         let mut all = methods_of(name);
         assert!(all.len() > 2, "{name}: {all:?}");

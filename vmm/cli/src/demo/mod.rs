@@ -23,9 +23,9 @@ use vmm::model::{
     MigrationState,
 };
 
-use crate::cli::args::DemoArgs;
-use crate::cli::failure::Failure;
-use crate::cli::output::{print, print_json, say};
+use crate::args::DemoArgs;
+use crate::failure::Failure;
+use crate::output::{print, print_json, say};
 use child::Vmm;
 use figures::Figures;
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use driftline_format::durable::create_dir;
 use driftline_guest::GuestError;
-use vmm::config::{DiskSpec, HostConfig, ReplaceError, Restored, SerialSink, VsockSpec};
+use vmm::config::{DiskSpec, HostConfig, ReplaceError, SerialSink, VsockSpec};
 use vmm::latency;
 use vmm::memory::MemoryOptions;
 use vmm::sandbox;
@@ -163,37 +163,7 @@ pub(super) fn host_config(host: &HostArgs, devices: DeviceArgs) -> io::Result<Ho
         *path = std::path::absolute(&*path)?;
     }
     let serial = host.serial.clone();
-    let (disks_are_copies, copied, written_over) = (false, Vec::new(), Vec::new());
-    Ok(HostConfig {
-        serial,
-        memory,
-        disks,
-        disks_are_copies,
-        nets,
-        vsock,
-        copied,
-        written_over,
-        restored: Restored::default(),
-        #[cfg(all(feature = "broken-source", debug_assertions))]
-        loses_one_in: loses_one_in(),
-    })
-}
-
-/// Whether this guest's source is to lose frames, which nobody should find out from the result alone.
-#[cfg(all(feature = "broken-source", debug_assertions))]
-fn loses_one_in() -> Option<std::num::NonZeroU64> {
-    const NAME: &str = "DRIFTLINE_LOSES_ONE_IN";
-    let asked = std::env::var(NAME).ok()?;
-    let one_in = asked.parse().ok();
-    match one_in {
-        Some(n) => say(format_args!(
-            "THIS BUILD IS FOR TESTS: of {n} pages that the guest writes one is lost ({NAME})"
-        )),
-        None => say(format_args!(
-            "this build is for tests; {NAME} is \"{asked}\", which is not a number, so no page is lost"
-        )),
-    }
-    one_in
+    Ok(HostConfig { serial, memory, disks, nets, vsock, ..HostConfig::default() })
 }
 
 /// A guest that cannot be had here, by the cause of `e`: the host lacks something, devices are

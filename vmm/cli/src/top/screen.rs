@@ -13,8 +13,8 @@ use vmm::model::{VcpuWindow, WatchPage};
 use super::heat;
 use super::jobs::{self, Said, per_second};
 use super::view::{Now, View, per_second as frames_per_s};
-use crate::cli::output;
-use crate::cli::progress::receiving_line;
+use crate::output;
+use crate::progress::receiving_line;
 
 /// What watching costs.
 const PRICE: &str =

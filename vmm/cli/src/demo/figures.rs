@@ -5,7 +5,7 @@ use driftline_migrate::SendReport;
 use serde::Serialize;
 use vmm::model::EpochLine;
 
-use crate::cli::output::{bytes, table};
+use crate::output::{bytes, table};
 
 /// What the demo measured.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]

@@ -3,7 +3,7 @@
 //! exits, ioeventfds, the devices' threads.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part")]
 
-#[path = "../kvm/elf.rs"]
+#[path = "../../../tests/kvm/elf.rs"]
 mod elf;
 
 use elf::{CODE_AT, Elf};

@@ -4,8 +4,8 @@ use driftline_checkpoint::Spread;
 use vmm::model::{CheckpointGlance, WatchPage};
 use vmm::model::{EpochOutcome, MigrationPage, MigrationState};
 
-use crate::cli::output;
-use crate::cli::progress::progress_line;
+use crate::output;
+use crate::progress::progress_line;
 
 /// A sentence, and whether somebody should look at it.
 pub(super) struct Said {

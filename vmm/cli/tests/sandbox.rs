@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
-#[path = "kvm/elf.rs"]
+#[path = "../../tests/kvm/elf.rs"]
 mod elf;
 
 use std::collections::BTreeMap;

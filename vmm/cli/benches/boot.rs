@@ -1,5 +1,5 @@
 //! How long a guest takes to begin, beside QEMU's microvm and Firecracker where they are on the
-//! path: `cargo bench -p vmm --bench boot`.
+//! path: `cargo bench -p driftline-cli --bench boot`.
 //!
 //! First a kernel of three instructions, whose first effect is a byte on the console: from the
 //! start of the process to that byte, at 1 GiB, and what Driftline says itself (`boot_us`). Then,
@@ -8,7 +8,7 @@
 //! the rivals in turn.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
-#[path = "../tests/kvm/elf.rs"]
+#[path = "../../tests/kvm/elf.rs"]
 #[allow(dead_code, reason = "the tests need more of it")]
 mod elf;
 

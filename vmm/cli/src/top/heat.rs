@@ -5,7 +5,7 @@ use ratatui::layout::Rect;
 use ratatui::style::{Color, Style};
 use vmm::model::WatchPage;
 
-use crate::cli::output;
+use crate::output;
 
 /// What stands for nothing written, and for ever more.
 const COLD: &str = "\u{b7}";

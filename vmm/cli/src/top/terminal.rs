@@ -12,7 +12,7 @@ use super::feed::{Feed, Update};
 use super::heat::Palette;
 use super::screen::Screen;
 use super::view::View;
-use crate::cli::failure::Failure;
+use crate::failure::Failure;
 
 /// How often it is looked whether an answer is late.
 const TICK: Duration = Duration::from_secs(1);

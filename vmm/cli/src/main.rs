@@ -1,17 +1,20 @@
-//! The command line: options in, a job done by the library, results on stdout, all else on stderr.
+//! The `driftline` binary: options in, a job done by the libraries, results on stdout, all else on
+//! stderr. It owns the process, its exit code and its log.
+#![forbid(unsafe_code)]
 
-pub(crate) mod args;
+mod args;
 mod balloon;
 mod checkpoint;
 mod client;
 mod compare;
+mod demo;
 mod doctor;
 mod end;
-pub(crate) mod failure;
+mod failure;
 mod live;
 mod log;
 mod migration;
-pub(crate) mod output;
+mod output;
 mod pending;
 mod plan;
 mod progress;
@@ -31,8 +34,10 @@ use clap::Parser;
 use args::{Cli, Command};
 use failure::Failure;
 
-/// Reads the command line and does what it says, in a process that has `started` then.
-pub fn main(started: Instant) -> ExitCode {
+fn main() -> ExitCode {
+    let started = Instant::now();
+    vmm::limits::raise_open_files();
+    vmm::schedule::short_slices();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return failure::refuse_usage(&args::with_hint(e)),
@@ -62,7 +67,7 @@ fn run(command: Command, verbose: bool, started: Instant) -> Result<ExitCode, Fa
         Command::Resolve(args) => migration::resolve(&args),
         Command::Doctor(args) => doctor::doctor(&args, verbose),
         Command::Compare(args) => compare::compare(args),
-        Command::Demo(args) => crate::demo::demo(&args),
+        Command::Demo(args) => demo::demo(&args),
         Command::Store(command) => store::store(&command),
     }
 }
