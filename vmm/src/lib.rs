@@ -39,6 +39,7 @@ pub mod size;
 pub mod socket;
 mod sources;
 mod terminal;
+#[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod threads;
 mod vcpu;

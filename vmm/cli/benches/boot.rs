@@ -8,10 +8,6 @@
 //! the rivals in turn.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a bench")]
 
-#[path = "../../tests/kvm/elf.rs"]
-#[allow(dead_code, reason = "the tests need more of it")]
-mod elf;
-
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -49,7 +45,7 @@ fn first_instruction(dir: &Path) {
     // mov dx, 0x3f8; mov al, '!'; out dx, al; hlt
     let code = [0xba, 0xf8, 0x03, 0, 0, 0xb0, b'!', 0xee, 0xf4];
     let kernel = dir.join("kernel.elf");
-    std::fs::write(&kernel, elf::Elf::new(&code).bytes()).unwrap();
+    std::fs::write(&kernel, vmm::testing::Elf::new(&code).bytes()).unwrap();
     let kernel = kernel.to_str().unwrap();
     let mut rivals = vec![
         ("Driftline", format!("{DRIFTLINE} run -v --kernel {kernel} --mem 1G --bare-cmdline")),

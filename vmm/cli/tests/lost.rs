@@ -10,16 +10,13 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
-#[path = "../../tests/kvm/elf.rs"]
-mod elf;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use common::{Place, Vmm, wait_for};
-use elf::Elf;
 use kvm_ioctls::Kvm;
-use vmm::testing::kvm_or_skip;
+use vmm::testing::{Elf, kvm_or_skip};
 
 const PAGE: u64 = 4096;
 /// Offset in a page of what tells it apart; KVM and the VMM use less than that.

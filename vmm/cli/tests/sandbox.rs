@@ -3,16 +3,13 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
-#[path = "../../tests/kvm/elf.rs"]
-mod elf;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::process::Stdio;
 
 use common::{Place, Vmm, driftline, fail, output, receiver, text};
-use elf::Elf;
-use vmm::testing::kvm_or_skip;
+use vmm::testing::{Elf, kvm_or_skip};
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
 const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M"];

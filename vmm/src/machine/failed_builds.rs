@@ -11,14 +11,13 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::{DriveHead, GuestFactory, VmId};
 
-use super::tests::elf::Elf;
 use super::{EarlyVm, Machine, MachineFactory};
 use crate::config::{
     BalloonConfig, DeviceConfig, HostConfig, MachineConfig, SerialSink, VsockConfig,
 };
 use crate::fail_point;
 use crate::memory::{Backing, MemoryOptions};
-use crate::testing::{kernel_config, kvm_or_skip};
+use crate::testing::{Elf, kernel_config, kvm_or_skip};
 
 /// Larger than any other mapping of the process.
 const MEM_BYTES: u64 = 1 << 30;

@@ -10,10 +10,10 @@ use driftline_guest::{Backlog, Clock, Guest, PageSourceError, RunState, Section,
 use driftline_store::StoreError;
 
 use super::Machine;
-use super::tests::{LONG, elf, wait_until};
+use super::tests::{LONG, wait_until};
 use crate::boot;
 use crate::config::{HostConfig, SerialSink};
-use crate::testing::{kernel_config, kvm_or_skip, skip};
+use crate::testing::{Elf, kernel_config, kvm_or_skip, skip};
 
 /// Where the guest has its kvmclock.
 const CLOCK_FRAME: Gfn = Gfn(0x200);
@@ -66,7 +66,7 @@ impl Backlog for Stored {
 fn state() -> Vec<Section> {
     let dir = tempfile::tempdir().unwrap();
     let (kernel, serial) = (dir.path().join("kernel"), dir.path().join("serial"));
-    std::fs::write(&kernel, elf::Elf::new(&CLOCKED).bytes()).unwrap();
+    std::fs::write(&kernel, Elf::new(&CLOCKED).bytes()).unwrap();
     let host = HostConfig { serial: SerialSink::File(serial.clone()), ..Default::default() };
     let machine = Machine::launch(kernel_config(&kernel), &host).unwrap();
     machine.resume().unwrap();

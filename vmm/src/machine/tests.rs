@@ -9,12 +9,8 @@ use driftline_guest::{Guest, RunState, VmId};
 use super::Machine;
 use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceSet, Limits, fake};
-use crate::testing::{kernel_config, kvm_or_skip};
+use crate::testing::{Elf, kernel_config, kvm_or_skip};
 use crate::vm::{EndReason, Vm};
-
-#[allow(dead_code, reason = "other tests use the rest")]
-#[path = "../../tests/kvm/elf.rs"]
-pub(super) mod elf;
 
 pub(super) const LONG: Duration = Duration::from_secs(60);
 
@@ -29,7 +25,7 @@ impl World {
     fn new(code: &[u8], stall: Duration) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kernel = dir.path().join("kernel");
-        std::fs::write(&kernel, elf::Elf::new(code).bytes()).unwrap();
+        std::fs::write(&kernel, Elf::new(code).bytes()).unwrap();
         let config = kernel_config(&kernel);
         let serial = SerialSink::File(dir.path().join("serial"));
         let host = HostConfig { serial, ..Default::default() };
@@ -177,7 +173,7 @@ fn released_guest_never_runs() {
     }
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
-    std::fs::write(&kernel, elf::Elf::new(&ECHO).bytes()).unwrap();
+    std::fs::write(&kernel, Elf::new(&ECHO).bytes()).unwrap();
     let config = kernel_config(&kernel);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
     let machine = Machine::launch(config, &host).unwrap();

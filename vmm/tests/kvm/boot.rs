@@ -2,10 +2,9 @@
 
 use driftline_guest::Guest;
 use vmm::config::{Boot, MachineConfig};
-use vmm::testing::kvm_or_skip;
+use vmm::testing::{CODE_AT, Elf, kvm_or_skip, note};
 use vmm::vm::{EndReason, Vm};
 
-use crate::elf::{CODE_AT, Elf, note};
 use crate::harness::*;
 
 #[test]

@@ -2,12 +2,11 @@
 //! bzImages.
 
 use vmm::config::{Boot, MachineConfig};
-use vmm::testing::kvm_or_skip;
+use vmm::testing::{Elf, kvm_or_skip, note};
 use vmm::vm::{EndReason, Vm};
 
 use driftline_guest::Guest;
 
-use crate::elf::{Elf, note};
 use crate::harness::*;
 
 /// Prints the first byte of the command line, that of the RAM disk, how many e820 entries there are

@@ -6,7 +6,6 @@
 mod balloon;
 mod boot;
 mod conformance;
-mod elf;
 mod harness;
 mod lifecycle;
 mod linux_protocol;

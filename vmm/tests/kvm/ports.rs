@@ -1,9 +1,8 @@
 //! Port accesses that are wider than a register, and those of string instructions.
 
 use driftline_guest::Guest;
-use vmm::testing::kvm_or_skip;
+use vmm::testing::{CODE_AT, Elf, kvm_or_skip};
 
-use crate::elf::{CODE_AT, Elf};
 use crate::harness::*;
 
 /// Runs `code`, followed by `data`, in a guest until it powers itself off; what it printed. `code`

@@ -4,10 +4,9 @@
 use driftline_guest::{Clock, Guest, GuestError, GuestFactory};
 use vmm::config::{Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink};
 use vmm::machine::{Machine, MachineFactory};
-use vmm::testing::{kvm_or_skip, skip};
+use vmm::testing::{Elf, kvm_or_skip, skip};
 use vmm::vm::Vm;
 
-use crate::elf::Elf;
 use crate::harness::*;
 use crate::state::move_to_new;
 

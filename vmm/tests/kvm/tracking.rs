@@ -9,10 +9,9 @@ use driftline_guest::{Guest, GuestError, Paused};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::config::{HostConfig, MachineConfig, SerialSink};
 use vmm::machine::Machine;
-use vmm::testing::kvm_or_skip;
+use vmm::testing::{Elf, kvm_or_skip};
 use vmm::vm::Vm;
 
-use crate::elf::Elf;
 use crate::harness::*;
 
 /// The modes that this host has; all others are refused as its lack.

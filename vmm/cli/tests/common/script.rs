@@ -3,10 +3,7 @@
 //! exits, ioeventfds, the devices' threads.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part")]
 
-#[path = "../../../tests/kvm/elf.rs"]
-mod elf;
-
-use elf::{CODE_AT, Elf};
+use vmm::testing::{CODE_AT, Elf};
 
 /// Where devices' registers begin, and a device's register numbers.
 pub const DEVICES: u32 = 0xd000_0000;

@@ -6,15 +6,22 @@ pub const CODE_AT: u32 = 0x10_0000;
 /// An ELF file with one segment of code and one of notes.
 #[derive(Clone)]
 pub struct Elf {
+    /// 1 of 32 bits, 2 of 64.
     pub class: u8,
+    /// `e_machine`: 62 is x86-64.
     pub machine: u16,
+    /// What the segment of code holds.
     pub code: Vec<u8>,
+    /// Guest physical address of the code, and of its first instruction.
     pub code_at: u64,
+    /// Bytes of the segment of code in memory.
     pub mem_bytes: u64,
+    /// What the segment of notes holds.
     pub notes: Vec<u8>,
 }
 
 impl Elf {
+    /// A file of 64 bits whose note has PVH enter `code` at [`CODE_AT`].
     pub fn new(code: &[u8]) -> Self {
         Self {
             class: 2,
@@ -26,6 +33,7 @@ impl Elf {
         }
     }
 
+    /// The whole file.
     pub fn bytes(&self) -> Vec<u8> {
         let wide = self.class == 2;
         let (header, program) = if wide { (64, 56) } else { (52, 32) };
@@ -70,6 +78,7 @@ impl Elf {
     }
 }
 
+/// A note as a segment of notes holds it.
 pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     out.extend((name.len() as u32).to_le_bytes());

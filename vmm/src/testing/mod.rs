@@ -1,4 +1,7 @@
-//! For tests that need this host's KVM: a guard that skips them loudly where there is none.
+//! What tests of this crate and of those above it share: a guard that skips a test loudly where the
+//! host lacks KVM, configurations of small guests, and small kernels.
+
+mod elf;
 
 use std::ffi::OsStr;
 use std::fs::OpenOptions;
@@ -15,6 +18,7 @@ use crate::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, DiskConfig, Identity, MachineConfig,
 };
 use crate::kvm;
+pub use elf::{CODE_AT, Elf, note};
 
 /// Names a file to which each skipped test adds a line, for whoever counts them.
 pub const SKIP_LOG: &str = "DRIFTLINE_SKIP_LOG";
