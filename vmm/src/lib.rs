@@ -1,10 +1,8 @@
-//! The machine, the jobs on it and its API.
+//! The machine.
 //!
 //! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] with a beginning
 //! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.
 
-#[cfg(feature = "api")]
-pub mod api;
 pub mod backend;
 pub mod boot;
 mod collector;
@@ -20,8 +18,6 @@ mod fail_point;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
-#[cfg(feature = "api")]
-pub mod jobs;
 pub mod kvm;
 pub mod latency;
 pub mod limits;
@@ -30,8 +26,6 @@ pub mod log;
 pub mod log_thread;
 pub mod machine;
 pub mod memory;
-#[cfg(feature = "api")]
-pub mod model;
 pub mod sandbox;
 pub mod schedule;
 mod signals;

@@ -125,7 +125,7 @@ pub(crate) fn outputs() -> impl Iterator<Item = &'static Arc<LogOutput>> {
 }
 
 /// Starts a thread that logs for the guest for which its starter does.
-pub(crate) fn spawn<T: Send + 'static>(
+pub fn spawn<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {

@@ -100,7 +100,7 @@ impl ListeningSocket {
     }
 
     /// The listener, for whoever accepts; it does not block.
-    pub(crate) fn listener(&self) -> io::Result<UnixListener> {
+    pub fn listener(&self) -> io::Result<UnixListener> {
         self.listener.try_clone()
     }
 }

@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
+use driftline_control::model::{BalloonRequest, BalloonView};
 use hyper::Method;
-use vmm::model::{BalloonRequest, BalloonView};
 
 use super::args::BalloonArgs;
 use super::client::ask;

@@ -7,11 +7,11 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use driftline_checkpoint::{Achieved, Spread};
-use hyper::Method;
-use vmm::api::{Client, ClientError};
-use vmm::model::{
+use driftline_control::api::{Client, ClientError};
+use driftline_control::model::{
     CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome, JobBegun,
 };
+use hyper::Method;
 
 use super::args::CheckpointArgs;
 use super::client::{Standing, block_on, not_begun};

@@ -6,15 +6,15 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use driftline_control::api::{Client, ClientError};
+use driftline_control::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
 use hyper::Method;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
-use vmm::api::{Client, ClientError};
 use vmm::devices::DeviceFigures;
-use vmm::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
 use vmm::vm::VcpuInfo;
 
 use super::args::{ApiArgs, QueryArgs, StopArgs};

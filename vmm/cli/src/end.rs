@@ -4,8 +4,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use vmm::api::Server;
-use vmm::jobs::{Jobs, ShadowReport};
+use driftline_control::api::Server;
+use driftline_control::jobs::{Jobs, ShadowReport};
 use vmm::vm::{EndReason, SharedVm};
 
 use super::failure::Failure;

@@ -4,10 +4,10 @@ use std::env;
 use std::error::Error;
 use std::process::ExitCode;
 
+use driftline_control::api::ClientError;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use tracing::Level;
-use vmm::api::ClientError;
 
 use super::log;
 use super::output::print_json;

@@ -2,14 +2,14 @@
 
 use std::process::ExitCode;
 
-use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
-use hyper::Method;
-use serde_json::{Value, json};
-use vmm::api::{Client, ClientError};
-use vmm::model::{
+use driftline_control::api::{Client, ClientError};
+use driftline_control::model::{
     GuestState, GuestWhere, InfoPage, JobBegun, MigrationFailure, MigrationPage, MigrationRequest,
     MigrationState, ResolveRequest,
 };
+use driftline_migrate::{Phase, Resolution, SendReport, SendStatus, VcpuThrottle};
+use hyper::Method;
+use serde_json::{Value, json};
 
 use super::args::{ApiArgs, ResolveArgs, SendArgs};
 use super::client::{ask, block_on, not_begun};

@@ -4,9 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use driftline_control::api::plan::{Plan, PlanRequest, PlanVerdict};
 use driftline_migrate::forecast::Forecast;
 use hyper::Method;
-use vmm::api::plan::{Plan, PlanRequest, PlanVerdict};
 
 use super::args::{ApiArgs, QueryArgs, headings};
 use super::client::ask;
@@ -183,7 +183,7 @@ fn doubts(plan: &Plan) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmm::jobs::{SeenWindows, Watched};
+    use driftline_control::jobs::{SeenWindows, Watched};
 
     /// A guest that writes 256 MiB a second, by `vcpus` that are known.
     fn busy(vcpus: usize, checkpointing: bool) -> Watched {

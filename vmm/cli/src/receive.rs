@@ -4,11 +4,11 @@ use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
+use driftline_control::api::{App, Arriving, Server};
+use driftline_control::jobs::Jobs;
 use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
-use vmm::api::{App, Arriving, Server};
 use vmm::backend::Factory;
 use vmm::config::guest_span;
-use vmm::jobs::Jobs;
 
 use super::args::ReceiveArgs;
 use super::end::{end_in_bounded_time, to_the_end};

@@ -7,10 +7,10 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use driftline_checkpoint::{RestoreError, RestoreReport};
-use vmm::api::{App, Server};
+use driftline_control::api::{App, Server};
+use driftline_control::jobs::Jobs;
 use vmm::backend::Factory;
 use vmm::config::{DiskConfig, DiskSpec, HostConfig, MachineConfig, Restored, guest_span};
-use vmm::jobs::Jobs;
 use vmm::machine::EarlyVm;
 
 use super::args::RestoreArgs;

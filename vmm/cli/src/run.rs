@@ -3,9 +3,10 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
+use driftline_control::api::{App, Server};
+use driftline_control::jobs::{Jobs, ShadowError, ShadowMode};
 use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::VmId;
-use vmm::api::{App, Server};
 use vmm::backend::{self, LaunchError};
 use vmm::config::{
     Backend, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
@@ -13,7 +14,6 @@ use vmm::config::{
     guest_span,
 };
 use vmm::devices::probe_disk;
-use vmm::jobs::{Jobs, ShadowError, ShadowMode};
 
 use super::args::{DeviceArgs, OnOff, RunArgs};
 use super::end::to_the_end;

@@ -90,12 +90,12 @@ pub(super) fn interval(text: &str) -> Result<Duration, String> {
 
 /// A downtime target in milliseconds.
 pub(super) fn downtime_ms(text: &str) -> Result<u64, String> {
-    at_most(text, vmm::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
+    at_most(text, driftline_control::model::MAX_DOWNTIME_MS, "a downtime target", "milliseconds")
 }
 
 /// Time for copying in seconds.
 pub(super) fn timeout_s(text: &str) -> Result<u64, String> {
-    at_most(text, vmm::model::MAX_TIMEOUT_S, "a timeout", "seconds")
+    at_most(text, driftline_control::model::MAX_TIMEOUT_S, "a timeout", "seconds")
 }
 
 /// A bandwidth in bytes a second.

@@ -65,7 +65,7 @@ fn wrappers_forward_every_method() {
     // Those of `View` count the jobs that pause the guest.
     let counted: &[&str] = &["pause", "pause_and_save", "resume"];
     for (path, name, wrapper, own) in [
-        ("../src/jobs/holds.rs", "Guest", "View", counted),
+        ("../control/src/jobs/holds.rs", "Guest", "View", counted),
         ("src/pending.rs", "GuestFactory", "Settled", &[]),
     ] {
         let mut all = methods_of(name);

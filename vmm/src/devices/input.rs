@@ -37,7 +37,7 @@ const CTRL_A: u8 = 0x01;
 static CTRL_A_X: AtomicBool = AtomicBool::new(false);
 
 /// Whether the SIGTERM that has just come stands for Ctrl-A x.
-pub(crate) fn was_ctrl_a_x() -> bool {
+pub fn was_ctrl_a_x() -> bool {
     CTRL_A_X.swap(false, Ordering::AcqRel)
 }
 

@@ -36,16 +36,14 @@ pub(crate) use block::{DriveSource, Parent, make_copies, open_drives};
 pub use figures::DeviceFigures;
 pub(crate) use figures::Meter;
 pub(crate) use input::InputThread;
-#[cfg(feature = "api")]
-pub(crate) use input::was_ctrl_a_x;
+pub use input::was_ctrl_a_x;
 pub use net::TapError;
 pub use placement::{Placement, placement};
 pub use power::{PowerManagement, PowerState};
 #[cfg(any(test, fuzzing))]
 pub(crate) use serial::fuzz as fuzz_serial;
 pub use serial::{Com1, SerialPortState};
-#[cfg(feature = "api")]
-pub(crate) use set::ACQUIRE_LIMIT;
+pub use set::ACQUIRE_LIMIT;
 pub(crate) use set::DeviceSet;
 #[cfg(test)]
 pub(crate) use set::Limits;

@@ -31,9 +31,8 @@ const STALL_LIMIT: Duration = Duration::from_secs(10);
 /// files, and how long to acquire them, which drops cached pages of theirs. The guest is paused
 /// meanwhile: storage that needs longer is too slow to hand the guest over now.
 const RELEASE_LIMIT: Duration = Duration::from_secs(10);
-/// Upper bound on [`DeviceSet::acquire`] where it succeeds, or fails at a stuck device.
-#[cfg(feature = "api")]
-pub(crate) const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(GRACE);
+/// Upper bound on acquiring the files of all devices where it succeeds, or fails at a stuck device.
+pub const ACQUIRE_LIMIT: Duration = RELEASE_LIMIT.saturating_add(GRACE);
 /// How long each device may take for any other request, none of which waits for a backend.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 /// Bytes that encode whose what came late is: number and length, and of all how many.

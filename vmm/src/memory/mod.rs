@@ -35,7 +35,7 @@ use preparing::Preparing;
 pub(crate) use shield::Kept;
 use shield::MemoryShield;
 pub(crate) use userfault::{USERFAULTFD_IOC_NEW, Userfault};
-pub(crate) use watch::WriteWatch;
+pub use watch::WriteWatch;
 
 /// Why there is no guest memory.
 #[derive(Debug, thiserror::Error)]

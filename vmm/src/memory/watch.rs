@@ -82,7 +82,7 @@ const NEAR_OF_MANY: u64 = 2 << 20;
 
 /// The watch over one guest's memory. Dropping it ends it.
 #[derive(Debug)]
-pub(crate) struct WriteWatch {
+pub struct WriteWatch {
     userfault: Userfault,
     pagemap: File,
     /// Keeps the mappings.
@@ -95,7 +95,7 @@ impl WriteWatch {
     /// Opens what it needs of the system, which later may not be allowed; nothing is watched yet.
     /// The error is a host that does not let this process have it, or whose kernel is older than
     /// 6.7.
-    pub(crate) fn open(ram: &GuestRam) -> io::Result<Self> {
+    pub fn open(ram: &GuestRam) -> io::Result<Self> {
         Ok(Self {
             userfault: Userfault::open_async()?,
             pagemap: File::open("/proc/self/pagemap")?,
@@ -108,7 +108,7 @@ impl WriteWatch {
     /// Every write that starts after this returns will be found. No other userfaultfd can have this
     /// memory until [`end`](Self::end). Takes some 20 ms for each GiB that is there, or that a
     /// memory file may have.
-    pub(crate) fn begin(&mut self) -> io::Result<()> {
+    pub fn begin(&mut self) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);
             self.userfault.register(start, len)?;
@@ -123,7 +123,7 @@ impl WriteWatch {
     }
 
     /// Memory is as any other again.
-    pub(crate) fn end(&mut self) -> io::Result<()> {
+    pub fn end(&mut self) -> io::Result<()> {
         self.ram.iter().try_for_each(|region| {
             let (start, len) = span(region);
             self.userfault.unregister(start, len)
@@ -137,7 +137,7 @@ impl WriteWatch {
     /// KVM's mappings of whatever is protected go, written or not, for the guest to fault them in
     /// again. So this looks first, which costs the guest nothing, and then protects no more than it
     /// has to.
-    pub(crate) fn written(&mut self, mut each: impl FnMut(FrameRun)) -> io::Result<()> {
+    pub fn written(&mut self, mut each: impl FnMut(FrameRun)) -> io::Result<()> {
         for region in self.ram.iter() {
             let (start, len) = span(region);
             let (mut at, end) = (start, start + len);

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Arg, ArgGroup, Args, ValueEnum};
+use driftline_control::jobs::ShadowMode;
 use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::VmId;
 use vmm::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
     SerialSink, VsockSpec,
 };
-use vmm::jobs::ShadowMode;
 use vmm::memory::{Backing, HugePages};
 
 use super::{headings, values};

@@ -171,8 +171,8 @@ pub(crate) struct ApiArgs {
 
 impl ApiArgs {
     /// A client of that VMM.
-    pub(crate) fn client(&self) -> vmm::api::Client {
-        vmm::api::Client::new(&self.api_sock).with_timeout(self.timeout)
+    pub(crate) fn client(&self) -> driftline_control::api::Client {
+        driftline_control::api::Client::new(&self.api_sock).with_timeout(self.timeout)
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
-use vmm::model::DisksPolicy;
+use driftline_control::model::DisksPolicy;
 
 use super::{ApiArgs, examples, headings, values};
 

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use driftline_control::api::Client;
+use driftline_control::model::{GuestState, Info};
 use driftline_images::{Message, Report};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::{Builder, Runtime};
-use vmm::api::Client;
-use vmm::model::{GuestState, Info};
 
 use super::StepError;
 

@@ -1,9 +1,9 @@
 //! Owns the demo's figures and the table that it ends with.
 
+use driftline_control::model::EpochLine;
 use driftline_images::Report;
 use driftline_migrate::SendReport;
 use serde::Serialize;
-use vmm::model::EpochLine;
 
 use crate::output::{bytes, table};
 

@@ -12,16 +12,16 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use driftline_control::model::{
+    CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
+    MigrationState,
+};
 use driftline_dirty_tracker::TrackingMode;
 use driftline_images::Report;
 use hyper::Method;
 use indicatif::{ProgressBar, ProgressStyle};
 use vmm::config::{Backend, DEFAULT_RING_ENTRIES};
 use vmm::kvm::Capabilities;
-use vmm::model::{
-    CheckpointPage, CheckpointRequest, EpochOutcome, JobBegun, MigrationPage, MigrationRequest,
-    MigrationState,
-};
 
 use crate::args::DemoArgs;
 use crate::failure::Failure;

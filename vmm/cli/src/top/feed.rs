@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use driftline_control::api::{Client, ClientError};
+use driftline_control::model::{
+    ArrivingInfo, InfoPage, MAX_BINS, WatchBegun, WatchPage, WatchRequest,
+};
 use hyper::Method;
-use vmm::api::{Client, ClientError};
-use vmm::model::{ArrivingInfo, InfoPage};
-use vmm::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest};
 
 /// How long the end of a watch may take to be told; it ends by itself, too.
 const FAREWELL: Duration = Duration::from_secs(1);

@@ -1,9 +1,9 @@
 //! Owns the heat map: guest memory as cells of one size in rows, each as hot as it is written, on a logarithmic scale.
 
+use driftline_control::model::WatchPage;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Style};
-use vmm::model::WatchPage;
 
 use crate::output;
 

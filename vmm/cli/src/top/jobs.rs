@@ -1,8 +1,9 @@
 //! Owns what `top` says of a guest's migration and of its checkpoints: a few sentences each.
 
 use driftline_checkpoint::Spread;
-use vmm::model::{CheckpointGlance, WatchPage};
-use vmm::model::{EpochOutcome, MigrationPage, MigrationState};
+use driftline_control::model::{
+    CheckpointGlance, EpochOutcome, MigrationPage, MigrationState, WatchPage,
+};
 
 use crate::output;
 use crate::progress::progress_line;

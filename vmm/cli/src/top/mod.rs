@@ -16,11 +16,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use driftline_control::api::{Client, ClientError};
+use driftline_control::model::WatchPage;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::widgets::Widget;
-use vmm::api::{Client, ClientError};
-use vmm::model::WatchPage;
 
 use super::args::{QueryArgs, headings};
 use super::client::block_on;

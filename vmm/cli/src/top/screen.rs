@@ -2,13 +2,12 @@
 //!
 //! What there is no room for is left out from below: the map gets what the others leave.
 
+use driftline_control::model::{GuestState, VcpuWindow, WatchPage};
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Sparkline, Widget, Wrap};
-use vmm::model::GuestState;
-use vmm::model::{VcpuWindow, WatchPage};
 
 use super::heat;
 use super::jobs::{self, Said, per_second};

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use driftline_control::api::{Client, ClientError};
+use driftline_control::model::WatchPage;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
-use vmm::api::{Client, ClientError};
-use vmm::model::WatchPage;
 
 use super::feed::{Feed, Update};
 use super::heat::Palette;

@@ -2,6 +2,11 @@
 
 use std::time::Duration;
 
+use driftline_control::api::ClientError;
+use driftline_control::model::{
+    ArrivingInfo, CheckpointGlance, EpochLine, EpochOutcome, GuestState, GuestWhere, Info,
+    MemoryRange, MigrationFailure, MigrationPage, MigrationState, VcpuWindow, WatchPage,
+};
 use driftline_dirty_tracker::{TrackerStats, TrackingMode};
 use driftline_migrate::{Phase, Progress, VcpuThrottle};
 use ratatui::Terminal;
@@ -9,13 +14,7 @@ use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::Color;
-use vmm::api::ClientError;
 use vmm::config::Backend;
-use vmm::model::{
-    ArrivingInfo, EpochLine, EpochOutcome, GuestState, GuestWhere, Info, MigrationFailure,
-    MigrationPage, MigrationState,
-};
-use vmm::model::{CheckpointGlance, MemoryRange, VcpuWindow, WatchPage};
 use vmm::vm::{EndReason, VcpuInfo};
 
 use super::feed::Update;

@@ -3,8 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use vmm::model::WatchPage;
-use vmm::model::{ArrivingInfo, GuestState};
+use driftline_control::model::{ArrivingInfo, GuestState, WatchPage};
 
 use super::feed::Update;
 use super::heat::Palette;

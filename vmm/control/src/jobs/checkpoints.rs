@@ -15,10 +15,10 @@ use driftline_store::Store;
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
-use crate::log;
 use crate::model::CheckpointGlance;
 use crate::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
-use crate::sandbox::check_allowed;
+use vmm::log;
+use vmm::sandbox::check_allowed;
 
 /// Reports kept for a reader that comes late: hours of them.
 const KEPT_REPORTS: usize = 65_536;

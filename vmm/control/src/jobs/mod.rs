@@ -20,11 +20,9 @@ use driftline_guest::RunState;
 use driftline_migrate::{Records, Resolution, Responder};
 use tracing::Span;
 
-use crate::config::guest_span;
 use crate::model::{
     CheckpointPage, CheckpointRequest, GuestState, Info, MigrationPage, MigrationRequest,
 };
-use crate::vm::SharedVm;
 use checkpoints::CheckpointJob;
 use dirty_watch::Watches;
 pub use holds::OperatorError;
@@ -33,6 +31,8 @@ use kept::Kept;
 use migration::MigrationJob;
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
+use vmm::config::guest_span;
+use vmm::vm::SharedVm;
 pub use watch::{SeenWindows, Watched};
 
 /// How long a process whose guest has ended waits for the readers of its jobs' last reports.
@@ -308,10 +308,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A guest of threads that writes when it is resumed, for tests.
 #[cfg(test)]
 fn paused_guest() -> (SharedVm, Arc<Jobs>) {
-    use crate::config::{Backend, HostConfig, SerialSink};
-    use crate::testing::payload_config;
+    use vmm::config::{Backend, HostConfig, SerialSink};
+    use vmm::testing::payload_config;
     let config = payload_config(Backend::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-    let vm = crate::backend::launch(config, &host).unwrap();
+    let vm = vmm::backend::launch(config, &host).unwrap();
     (vm.clone(), Jobs::new(vm, std::env::temp_dir()))
 }

@@ -6,9 +6,9 @@ use axum::http::StatusCode;
 
 use super::fault::{Fault, Input};
 use super::routes::{Answer, Shared, blocking};
-use crate::devices::BalloonControl;
 use crate::jobs::Jobs;
 use crate::model::{BalloonRequest, BalloonView};
+use vmm::devices::BalloonControl;
 
 /// `GET /balloon`.
 pub(super) async fn show(State(app): Shared) -> Answer<BalloonView> {

@@ -21,13 +21,13 @@ use super::devices;
 use super::dirty_watch;
 use super::fault::{Fault, Input};
 use super::plan;
-use crate::config::{Boot, Lineage, MachineConfig};
 use crate::jobs::Jobs;
 use crate::model::{
     ActionRequest, ArrivingInfo, CheckpointPage, CheckpointRequest, GuestState, Info, InfoPage,
     InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
     VmRequest, VmTarget,
 };
+use vmm::config::{Boot, Lineage, MachineConfig};
 
 pub(super) type Shared = State<Arc<App>>;
 pub(super) type Answer<T> = Result<Json<T>, Fault>;

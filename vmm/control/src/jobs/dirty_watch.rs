@@ -16,10 +16,10 @@ use tokio::sync::oneshot;
 
 use super::bins::Bins;
 use super::{Jobs, lock};
-use crate::config::Backend;
-use crate::log;
 use crate::model::{VcpuWindow, WatchPage};
-use crate::vm::VcpuInfo;
+use vmm::config::Backend;
+use vmm::log;
+use vmm::vm::VcpuInfo;
 
 /// Each costs an insert for every frame that the guest makes dirty, and a tree.
 const MOST: usize = 4;
@@ -281,7 +281,7 @@ impl Jobs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vm::EndReason;
+    use vmm::vm::EndReason;
 
     /// The next window of a watch, of some ms.
     fn window(jobs: &Jobs, watch: u64) -> WatchPage {

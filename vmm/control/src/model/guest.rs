@@ -7,9 +7,9 @@ use driftline_guest::{RunState, VmId};
 use driftline_migrate::Progress;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Backend, GuestName, Lineage};
-use crate::devices::DeviceFigures;
-use crate::vm::{VcpuInfo, VmInfo};
+use vmm::config::{Backend, GuestName, Lineage};
+use vmm::devices::DeviceFigures;
+use vmm::vm::{VcpuInfo, VmInfo};
 
 /// What the guest is doing, jobs included.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]

@@ -10,8 +10,8 @@ use driftline_migrate::Progress;
 use tokio::sync::oneshot;
 use tracing::Span;
 
-use crate::devices::ACQUIRE_LIMIT;
 use crate::jobs::Jobs;
+use vmm::devices::ACQUIRE_LIMIT;
 
 /// Takes the reason.
 type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
@@ -191,9 +191,9 @@ mod tests {
     use driftline_guest::VmId;
 
     use super::*;
-    use crate::config::{Backend, HostConfig, SerialSink};
-    use crate::testing::payload_config;
-    use crate::vm::EndReason;
+    use vmm::config::{Backend, HostConfig, SerialSink};
+    use vmm::testing::payload_config;
+    use vmm::vm::EndReason;
 
     #[test]
     fn stop_is_accepted_once_the_take_over_has_failed() {
@@ -209,7 +209,7 @@ mod tests {
     fn handed_over_guest_is_stopped_when_it_arrives() {
         let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-        let vm = crate::backend::launch_as(VmId::random(), config, &host).unwrap();
+        let vm = vmm::backend::launch_as(VmId::random(), config, &host).unwrap();
         let app = App::waiting(Arriving::default, |_| Err("it is too late".to_owned()));
         std::thread::scope(|scope| {
             let stopping = scope.spawn(|| app.interrupt("the test says so"));

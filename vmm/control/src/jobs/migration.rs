@@ -13,8 +13,8 @@ use driftline_migrate::{
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
-use crate::log;
 use crate::model::{GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState};
+use vmm::log;
 
 /// A migration, under way or over.
 pub(super) struct MigrationJob {

@@ -26,8 +26,8 @@ use driftline_guest::{Guest, GuestError, Paused, RunState};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::holds::View;
-use crate::log;
-use crate::memory::WriteWatch;
+use vmm::log;
+use vmm::memory::WriteWatch;
 
 /// Between two looks: at least, and so many times as long as the last one took.
 const PERIOD: Duration = Duration::from_millis(100);
@@ -41,7 +41,7 @@ const LAST: Duration = Duration::from_millis(50);
 /// What the guest's tracking is compared with. Reads and shows as its name on the command line.
 ///
 /// ```
-/// use vmm::jobs::ShadowMode;
+/// use driftline_control::jobs::ShadowMode;
 /// assert_eq!("compare".parse(), Ok(ShadowMode::Compare));
 /// assert!("magic".parse::<ShadowMode>().unwrap_err().contains("compare and userfault-wp"));
 /// ```
