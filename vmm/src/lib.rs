@@ -6,7 +6,6 @@
 pub mod backend;
 pub mod boot;
 mod collector;
-pub mod compare;
 pub mod config;
 mod cpu_model;
 pub mod devices;
@@ -29,6 +28,7 @@ pub mod memory;
 pub mod sandbox;
 pub mod schedule;
 mod signals;
+pub mod sinks;
 pub mod size;
 pub mod socket;
 mod sources;

@@ -7,11 +7,11 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
-use tempfile::NamedTempFile;
-use vmm::compare::{
+use driftline_compare::{
     Cell, GuestKind, Host, LIGHT, Settings, Step, Way, compare as measure, default_cells, product,
 };
+use indicatif::{ProgressBar, ProgressStyle};
+use tempfile::NamedTempFile;
 use vmm::config::DEFAULT_RING_ENTRIES;
 use vmm::kvm::Capabilities;
 use vmm::sandbox;

@@ -23,9 +23,8 @@ use crate::devices::{Bus, Com1, DeviceError, DeviceSet, InputThread, open_sink, 
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::Memory;
 use crate::sandbox::{self, Class};
-use crate::sources::{
-    BitmapSource, Diverted, ManualSource, RingSource, SharedSink, UserfaultWpSource,
-};
+use crate::sinks::SharedSink;
+use crate::sources::{BitmapSource, Diverted, ManualSource, RingSource, UserfaultWpSource};
 use crate::vcpu::{Counters, Hold, StateContext, Vcpu, cpuid, msrs, promises, tsc};
 
 /// A collection of this many frames, or a quarter of a ring, calls for another one soon.
@@ -36,11 +35,11 @@ const SHARED_OUT: u64 = 32 << 30;
 
 /// What a machine is given that is there to be measured, and to be thrown away.
 #[derive(Debug, Default)]
-pub(crate) struct Special {
+pub struct Special {
     /// Where its dirty frames go, instead of into the tracker's trees.
-    pub(crate) sink: Option<SharedSink>,
+    pub sink: Option<SharedSink>,
     /// Its guest touches little: it may be larger than all that the host has.
-    pub(crate) sparse: bool,
+    pub sparse: bool,
 }
 
 /// What a machine is made of, beside its configuration.
@@ -115,7 +114,7 @@ impl Machine {
     }
 
     /// Boots what `config` says, for a comparison of ways to track.
-    pub(crate) fn launch_special(
+    pub fn launch_special(
         config: MachineConfig,
         host: &HostConfig,
         special: Special,

@@ -52,7 +52,7 @@ use crate::memory::{self, Memory};
 use crate::vcpu::Counters;
 use crate::vm::{EndReason, Vm, VmInfo};
 
-pub(crate) use build::Special;
+pub use build::Special;
 pub use early::EarlyVm;
 pub use error::MachineError;
 pub use factory::MachineFactory;
@@ -120,12 +120,12 @@ impl Machine {
     }
 
     /// How long its vCPUs waited for room in their dirty rings.
-    pub(crate) fn ring_full_time(&self) -> Duration {
+    pub fn ring_full_time(&self) -> Duration {
         self.counters.iter().map(|c| c.ring_full_time()).sum()
     }
 
     /// Gives host memory to these frames, in pages of the size that the guest's own first writes would get.
-    pub(crate) fn fault_in(&self, frames: FrameRun) {
+    pub fn fault_in(&self, frames: FrameRun) {
         self.memory.fault_in(frames);
     }
 

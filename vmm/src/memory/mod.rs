@@ -338,7 +338,7 @@ fn total_bytes(meminfo: &str) -> Option<u64> {
 }
 
 /// One field, colon and all, of what `/proc/meminfo` says.
-pub(crate) fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
+pub fn meminfo_bytes(meminfo: &str, field: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix(field))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }

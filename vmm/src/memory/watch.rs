@@ -92,6 +92,11 @@ pub struct WriteWatch {
 }
 
 impl WriteWatch {
+    /// Fails where this host's kernel has no such watch, or does not let this process have one.
+    pub fn probe() -> io::Result<()> {
+        Userfault::open_async().map(drop)
+    }
+
     /// Opens what it needs of the system, which later may not be allowed; nothing is watched yet.
     /// The error is a host that does not let this process have it, or whose kernel is older than
     /// 6.7.

@@ -2,7 +2,8 @@
 
 use driftline_dirty_tracker::{Collected, DirtySource, SourceError, Tracker, TrackingMode};
 
-use super::{BitmapSource, FrameSink, RingSource, SharedSink};
+use super::{BitmapSource, RingSource};
+use crate::sinks::{FrameSink, SharedSink};
 
 /// `source`, delivering to `sink`.
 #[derive(Debug)]

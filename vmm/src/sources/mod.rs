@@ -8,7 +8,6 @@ mod diverted;
 mod log;
 mod manual;
 mod ring;
-mod sets;
 mod userfault_wp;
 
 pub use bitmap::BitmapSource;
@@ -17,7 +16,6 @@ pub use broken::BrokenSource;
 pub(crate) use diverted::Diverted;
 pub use manual::ManualSource;
 pub use ring::RingSource;
-pub(crate) use sets::{FlatSet, FrameSink, ListSet, SharedSink};
 pub use userfault_wp::UserfaultWpSource;
 
 use std::time::Instant;

@@ -6,8 +6,8 @@ use std::str::FromStr;
 use driftline_dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
-use crate::kvm::Capabilities;
-use crate::memory::Userfault;
+use vmm::kvm::Capabilities;
+use vmm::memory::WriteWatch;
 
 /// What a set of dirty frames is kept in until somebody takes it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
@@ -37,7 +37,7 @@ impl Sink {
 /// A source and a sink. Reads and shows as `dirty-ring+tree`; the source alone means its tree.
 ///
 /// ```
-/// use vmm::compare::Way;
+/// use driftline_compare::Way;
 /// let way: Way = "dirty-bitmap+flat".parse().unwrap();
 /// assert_eq!(way.to_string(), "dirty-bitmap+flat");
 /// assert_eq!("dirty-ring".parse::<Way>().unwrap().to_string(), "dirty-ring+tree");
@@ -104,7 +104,7 @@ impl Way {
             (TrackingMode::DirtyBitmapManual, _) if capabilities.manual_dirty_log().is_none() => {
                 Some("this host's KVM reprotects while it reads (no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)".to_owned())
             }
-            (TrackingMode::UserfaultWp, _) => Userfault::open_async().err().map(|e| {
+            (TrackingMode::UserfaultWp, _) => WriteWatch::probe().err().map(|e| {
                 format!("this host has no asynchronous write protection of userfaultfd: {e}")
             }),
             _ => None,
@@ -144,7 +144,7 @@ impl Serialize for Way {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::capabilities_with_rings;
+    use vmm::testing::capabilities_with_rings;
 
     #[test]
     fn names_are_read_back_and_every_source_alone_is_one() {

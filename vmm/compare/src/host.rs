@@ -4,8 +4,8 @@ use std::fs;
 
 use serde::Serialize;
 
-use crate::doctor::diagnose;
-use crate::memory::meminfo_bytes;
+use vmm::doctor::diagnose;
+use vmm::memory::meminfo_bytes;
 
 /// This host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]

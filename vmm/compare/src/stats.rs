@@ -8,7 +8,7 @@ const ENOUGH_RUNS: usize = 3;
 /// A figure over several runs: its median, and what lies around it.
 ///
 /// ```
-/// use vmm::compare::Spread;
+/// use driftline_compare::Spread;
 /// let spread = Spread::of([3.0, 1.0, 2.0]).unwrap();
 /// assert_eq!((spread.min, spread.median, spread.max, spread.runs), (1.0, 2.0, 3.0, 3));
 /// assert_eq!(Spread::of([]), None);

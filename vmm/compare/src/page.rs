@@ -381,7 +381,7 @@ fn table(out: &mut String, rows: &[CellReport]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compare::testing::report;
+    use crate::testing::report;
 
     #[test]
     fn the_page_is_whole_and_asks_nothing_of_anybody() {

@@ -167,7 +167,7 @@ fn bare(value: f64, median: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compare::{GuestKind, LIGHT};
+    use crate::{GuestKind, LIGHT};
 
     fn row(way: &str, figures: Option<Figures>, why: Option<&str>) -> CellReport {
         let way: Way = way.parse().unwrap();

@@ -7,28 +7,32 @@ use driftline_dirty_tracker::{FrameRun, Gfn, Layout, OutOfSlot, SlotId};
 
 /// A set of frames that a source fills and another thread empties.
 #[derive(Clone, Debug)]
-pub(crate) struct SharedSink(Arc<Mutex<FrameSink>>);
+pub struct SharedSink(Arc<Mutex<FrameSink>>);
 
 impl SharedSink {
-    pub(crate) fn new(sink: FrameSink) -> Self {
+    /// Shares `sink`.
+    pub fn new(sink: FrameSink) -> Self {
         Self(Arc::new(Mutex::new(sink)))
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, FrameSink> {
+    /// The set, for this caller alone as long as it has the guard.
+    pub fn lock(&self) -> MutexGuard<'_, FrameSink> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// One of the two. No trait: inserting is the inner loop.
 #[derive(Debug)]
-pub(crate) enum FrameSink {
+pub enum FrameSink {
+    /// A list.
     List(ListSet),
+    /// A flat bitmap.
     Flat(FlatSet),
 }
 
 impl FrameSink {
     /// What of a slot's KVM bitmap is set; how many frames that were.
-    pub(crate) fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
+    pub fn insert_bitmap(&mut self, slot: SlotId, bitmap: &[u64]) -> Result<u64, OutOfSlot> {
         match self {
             Self::List(list) => list.insert_bitmap(slot, bitmap),
             Self::Flat(flat) => flat.insert_bitmap(slot, bitmap),
@@ -36,7 +40,7 @@ impl FrameSink {
     }
 
     /// Every frame of every slot (I6).
-    pub(crate) fn insert_all(&mut self) {
+    pub fn insert_all(&mut self) {
         match self {
             Self::List(list) => list.insert_all(),
             Self::Flat(flat) => flat.insert_all(),
@@ -44,7 +48,7 @@ impl FrameSink {
     }
 
     /// Empties the set into `runs`, ascending and without repetitions; how many frames they hold.
-    pub(crate) fn drain(&mut self, runs: &mut Vec<FrameRun>) -> u64 {
+    pub fn drain(&mut self, runs: &mut Vec<FrameRun>) -> u64 {
         runs.clear();
         match self {
             Self::List(list) => list.drain(runs),
@@ -53,7 +57,7 @@ impl FrameSink {
     }
 
     /// Bytes that it has reserved.
-    pub(crate) fn reserved_bytes(&self) -> u64 {
+    pub fn reserved_bytes(&self) -> u64 {
         match self {
             Self::List(list) => (list.frames.capacity() * size_of::<u64>()) as u64,
             Self::Flat(flat) => (flat.words.len() * size_of::<u64>()) as u64,
@@ -103,19 +107,19 @@ fn checked<'p>(places: &'p [Place], slot: SlotId, bitmap: &[u64]) -> Result<&'p 
 
 /// Frames in the order in which they came, with repetitions until it is drained.
 #[derive(Debug)]
-pub(crate) struct ListSet {
+pub struct ListSet {
     places: Vec<Place>,
     frames: Vec<u64>,
 }
 
 impl ListSet {
     /// With room for as many frames as the rings have at once.
-    pub(crate) fn new(layout: &Layout, room: usize) -> Self {
+    pub fn new(layout: &Layout, room: usize) -> Self {
         Self { places: places(layout), frames: Vec::with_capacity(room) }
     }
 
     /// Appends a frame; whether it lies in a slot.
-    pub(crate) fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
+    pub fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
         let place = find(&self.places, slot, offset);
         place.is_some_and(|place| {
             self.frames.push(place.base + offset);
@@ -155,20 +159,21 @@ impl ListSet {
 
 /// A bit a frame of guest memory, all of which are looked at to find those that are set: word by word, eight words at a time.
 #[derive(Debug)]
-pub(crate) struct FlatSet {
+pub struct FlatSet {
     places: Vec<Place>,
     words: Vec<u64>,
 }
 
 impl FlatSet {
-    pub(crate) fn new(layout: &Layout) -> Self {
+    /// An empty set over all memory of `layout`.
+    pub fn new(layout: &Layout) -> Self {
         let places = places(layout);
         let words = places.iter().map(|p| p.frames.div_ceil(64) as usize).sum();
         Self { places, words: vec![0; words] }
     }
 
     /// Sets a frame's bit; whether it lies in a slot.
-    pub(crate) fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
+    pub fn insert(&mut self, slot: SlotId, offset: u64) -> bool {
         let word = find(&self.places, slot, offset)
             .and_then(|p| self.words.get_mut(p.first_word + (offset / 64) as usize));
         word.is_some_and(|word| {

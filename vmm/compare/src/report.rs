@@ -200,7 +200,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::compare::matrix::{LIGHT, product};
+    use crate::matrix::{LIGHT, product};
 
     fn sample(writes: u64, epoch_ns: u64, missed: u64) -> Sample {
         Sample {

@@ -280,7 +280,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::compare::LIGHT;
+    use crate::LIGHT;
 
     fn row(way: Way, mem_bytes: u64, epoch_us: [f64; 3]) -> CellReport {
         CellReport {

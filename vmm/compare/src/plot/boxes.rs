@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::{Axis, RIGHT, STYLES, TOP, escape, open};
-use crate::compare::stats::{quantile, sorted};
+use crate::stats::{quantile, sorted};
 
 /// Room for names on the left.
 const NAMES: f64 = 190.0;
@@ -74,7 +74,7 @@ pub(crate) fn boxes(title: &str, x: &Axis, rows: &[BoxRow]) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compare::plot::Ticks;
+    use crate::plot::Ticks;
 
     #[test]
     fn a_box_holds_the_middle_half_and_rows_without_values_are_left_out() {
