@@ -8,8 +8,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, Load, SOON, Scratch, driftline, json_of, repeats, run_cli};
-use vmm::testing::kvm_or_skip;
 
 /// Restores `epoch`, or the latest, and has the guest check its memory for a while.
 fn restores_whole(scratch: &Scratch, store: &str, epoch: Option<u64>) {
@@ -26,7 +26,10 @@ fn restores_whole(scratch: &Scratch, store: &str, epoch: Option<u64>) {
 
 /// Whether this host can keep frames as they are while a guest runs on.
 fn shields() -> bool {
-    vmm::doctor::diagnose().findings.iter().any(|f| f.name == "userfaultfd" && f.present)
+    driftline_machine::doctor::diagnose()
+        .findings
+        .iter()
+        .any(|f| f.name == "userfaultfd" && f.present)
 }
 
 fn every_epoch_restores(load: Load, epochs: usize) {

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use driftline_format::{Header, MAGIC_STREAM};
 use driftline_guest::VmId;
+use driftline_machine::testing::kvm_or_skip;
 use driftline_migrate::Tag;
 use tests::{
     Cut, Direction, Driftline, Later, Proxy, SOON, Scratch, json_of, one_at_a_time, wait_for,
 };
-use vmm::testing::kvm_or_skip;
 
 /// Small, because dozens of them start.
 const GUEST: &str = "payload,ws=8M,rate=320M,pattern=random";

@@ -219,7 +219,7 @@ fn linux_and_network(test: &str) -> Option<(Linux, Network)> {
     match Network::new() {
         Ok(network) => Some((linux, network)),
         Err(why) => {
-            vmm::testing::skip(test, &why);
+            driftline_machine::testing::skip(test, &why);
             None
         }
     }
@@ -233,7 +233,7 @@ fn can_track(test: &str, tracking: &str) -> bool {
     match tried.status.code() {
         Some(0) => true,
         Some(3) => {
-            vmm::testing::skip(test, said.trim());
+            driftline_machine::testing::skip(test, said.trim());
             false
         }
         code => panic!("{code:?}: {said}"),
@@ -369,7 +369,7 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
     let Some(linux) = Linux::or_skip(test) else { return };
     if !linux.file(kernel).exists() {
         let why = format!("the image has no {kernel}; images/linux/build.sh --kernel all makes it");
-        return vmm::testing::skip(test, &why);
+        return driftline_machine::testing::skip(test, &why);
     }
     let host = |name: &str| {
         let host = Namespace::new(PEER)?;
@@ -380,7 +380,7 @@ fn ten_go_on(test: &str, kernel: &str, checkers: &str, ask: Option<&str>) {
         (0..=CLONES).map(|i| host(&format!("tap{i}"))).collect();
     let hosts = match hosts {
         Ok(hosts) => hosts,
-        Err(why) => return vmm::testing::skip(test, &why),
+        Err(why) => return driftline_machine::testing::skip(test, &why),
     };
     let scratch = Scratch::new();
     let args = ["--mem", "128M", "--net", "tap=tap0"];
@@ -482,7 +482,7 @@ fn a_stock_kernel_boots_as_far_as_the_host_lets_it() {
     let test = "a_stock_kernel_boots_as_far_as_the_host_lets_it";
     let Some(linux) = Linux::or_skip(test) else { return };
     let Some(kernel) = std::env::var_os("DRIFTLINE_STOCK_KERNEL").map(PathBuf::from) else {
-        return vmm::testing::skip(test, "DRIFTLINE_STOCK_KERNEL names no kernel");
+        return driftline_machine::testing::skip(test, "DRIFTLINE_STOCK_KERNEL names no kernel");
     };
     let scratch = Scratch::new();
     let initrd = linux.file("initramfs.cpio");

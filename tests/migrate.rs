@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
+use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, Load, SOON, Scratch, json_of};
-use vmm::testing::kvm_or_skip;
 
 /// Sends one guest through `hops` processes; each one's guest must go on writing without an error.
 fn in_a_row(load: Load, hops: usize) {

@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
+use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
 use tests::{Driftline, Proxy, SOON, Scratch, json_of, one_at_a_time, repeats, wait_for};
-use vmm::testing::kvm_or_skip;
 
 /// A held guest reports late.
 const LATER: Duration = Duration::from_secs(120);

@@ -51,7 +51,9 @@ fn one_checkpoint(scratch: &Scratch) -> String {
 
 #[test]
 fn a_lazy_guest_ends_at_a_damaged_frame_and_says_which() {
-    if !vmm::testing::kvm_or_skip("a_lazy_guest_ends_at_a_damaged_frame_and_says_which") {
+    if !driftline_machine::testing::kvm_or_skip(
+        "a_lazy_guest_ends_at_a_damaged_frame_and_says_which",
+    ) {
         return;
     }
     let _alone = tests::one_at_a_time();
@@ -118,7 +120,7 @@ fn two_small_checkpoints(scratch: &Scratch) -> String {
 
 #[test]
 fn lazy_restore_ends_whichever_page_is_damaged() {
-    if !vmm::testing::kvm_or_skip("lazy_restore_ends_whichever_page_is_damaged") {
+    if !driftline_machine::testing::kvm_or_skip("lazy_restore_ends_whichever_page_is_damaged") {
         return;
     }
     let _alone = tests::one_at_a_time();
@@ -133,7 +135,9 @@ fn lazy_restore_ends_whichever_page_is_damaged() {
 
 #[test]
 fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
-    if !vmm::testing::kvm_or_skip("a_guest_that_has_not_all_of_its_memory_yet_can_move") {
+    if !driftline_machine::testing::kvm_or_skip(
+        "a_guest_that_has_not_all_of_its_memory_yet_can_move",
+    ) {
         return;
     }
     let _alone = tests::one_at_a_time();
@@ -162,7 +166,9 @@ fn a_guest_that_has_not_all_of_its_memory_yet_can_move() {
 
 #[test]
 fn what_a_guest_touched_first_comes_first_the_next_time() {
-    if !vmm::testing::kvm_or_skip("what_a_guest_touched_first_comes_first_the_next_time") {
+    if !driftline_machine::testing::kvm_or_skip(
+        "what_a_guest_touched_first_comes_first_the_next_time",
+    ) {
         return;
     }
     let _alone = tests::one_at_a_time();

@@ -3,8 +3,8 @@
 
 use std::fs;
 
+use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, SOON, Scratch, json_of, repeats};
-use vmm::testing::kvm_or_skip;
 
 const GUEST: &str = "payload,ws=16M,rate=100M,pattern=random";
 const MACHINE: [&str; 4] = ["--vcpus", "2", "--mem", "256M"];

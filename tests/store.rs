@@ -6,9 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
 use tests::{Driftline, SOON, Scratch, driftline, one_at_a_time, repeats, run_cli, wait_for};
-use vmm::testing::kvm_or_skip;
 
 #[test]
 fn killed_at_any_moment_what_was_durable_restores() {
@@ -164,7 +164,7 @@ fn a_core_has_the_memory_and_the_registers_of_the_guest() {
         .args(["-c", core.to_str().expect("UTF-8")])
         .output()
     else {
-        return vmm::testing::skip(NAME, "there is no gdb to open it");
+        return driftline_machine::testing::skip(NAME, "there is no gdb to open it");
     };
     let said = String::from_utf8_lossy(&gdb.stdout);
     let rip = format!("0x{:x}", word(&note, 20 + 112 + 16 * 8, 8));

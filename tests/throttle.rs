@@ -5,8 +5,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use driftline_images::Report;
+use driftline_machine::testing::kvm_or_skip;
 use tests::{Driftline, Proxy, SOON, Scratch, driftline, json_of, one_at_a_time, wait_for};
-use vmm::testing::kvm_or_skip;
 
 /// More than goes over the line in a second, written as fast as it can be.
 const FAST: &str = "payload,ws=64M,rate=max";

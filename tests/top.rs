@@ -5,9 +5,9 @@ use std::fs::{self, File};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
 use tests::{Driftline, SOON, Scratch, driftline, json_of, one_at_a_time, run_cli, wait_for};
-use vmm::testing::kvm_or_skip;
 
 /// The modes that every host with KVM has.
 const MODES: [&str; 3] = ["dirty-ring", "dirty-bitmap", "dirty-bitmap-manual"];

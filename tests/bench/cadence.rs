@@ -29,7 +29,7 @@ const BESIDE: Duration = Duration::from_secs(10);
 const SPEC: &str = "payload,ws=64M,rate=400M,pattern=seq";
 
 fn main() {
-    if let Err(why) = vmm::doctor::usable_kvm() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
         println!("not measured: {why}");
         return;
     }

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::Guest;
 use driftline_images::Report;
-use vmm::config::{
+use driftline_machine::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
-use vmm::machine::Machine;
+use driftline_machine::machine::Machine;
 
 /// Two vCPUs, 1 GiB, and a file for what it prints.
 pub struct BenchGuest {

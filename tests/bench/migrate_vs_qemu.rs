@@ -99,7 +99,7 @@ struct Sample {
 }
 
 fn main() {
-    if let Err(why) = vmm::doctor::usable_kvm() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
         println!("not measured: {why}");
         return;
     }

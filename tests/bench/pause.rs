@@ -25,7 +25,7 @@ const WAYS: [(&str, Option<u64>); 3] =
     [("in the pause", Some(u64::MAX)), ("behind", Some(1)), ("built in", None)];
 
 fn main() {
-    if let Err(why) = vmm::doctor::usable_kvm() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
         println!("not measured: {why}");
         return;
     }

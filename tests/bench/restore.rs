@@ -16,7 +16,7 @@ const BYTES: usize = 256 << 20;
 const TIMES: usize = 5;
 
 fn main() {
-    if let Err(why) = vmm::doctor::usable_kvm() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
         println!("not measured: {why}");
         return;
     }

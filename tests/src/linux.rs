@@ -32,13 +32,13 @@ pub struct Linux {
 impl Linux {
     /// The image, if KVM and it are there; if not, says that `test` is skipped.
     pub fn or_skip(test: &str) -> Option<Self> {
-        if !vmm::testing::kvm_or_skip(test) {
+        if !driftline_machine::testing::kvm_or_skip(test) {
             return None;
         }
-        match vmm::testing::linux_guest() {
+        match driftline_machine::testing::linux_guest() {
             Ok(image) => Some(Self { image }),
             Err(why) => {
-                vmm::testing::skip(test, &why);
+                driftline_machine::testing::skip(test, &why);
                 None
             }
         }

@@ -45,7 +45,7 @@ macro_rules! under_each_load {
     (@each $run:path, $short:expr, $full:expr; $($name:ident: $load:expr,)*) => {$(
         #[test]
         fn $name() {
-            if vmm::testing::kvm_or_skip(stringify!($name)) {
+            if driftline_machine::testing::kvm_or_skip(stringify!($name)) {
                 let _alone = $crate::one_at_a_time();
                 $run($load, $crate::repeats($short, $full));
             }

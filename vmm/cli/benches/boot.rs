@@ -29,13 +29,13 @@ const MICROVM: &str = "qemu-system-x86_64 -M microvm,x-option-roms=off -accel kv
     -nodefaults -no-user-config -display none -no-reboot -serial stdio";
 
 fn main() {
-    if let Err(why) = vmm::doctor::usable_kvm() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
         println!("not measured: {why}");
         return;
     }
     let dir = tempfile::tempdir().unwrap();
     first_instruction(dir.path());
-    match vmm::testing::linux_guest() {
+    match driftline_machine::testing::linux_guest() {
         Ok(guest) => linux(&guest, dir.path()),
         Err(why) => println!("Linux not measured: {why}"),
     }
@@ -45,7 +45,7 @@ fn first_instruction(dir: &Path) {
     // mov dx, 0x3f8; mov al, '!'; out dx, al; hlt
     let code = [0xba, 0xf8, 0x03, 0, 0, 0xb0, b'!', 0xee, 0xf4];
     let kernel = dir.join("kernel.elf");
-    std::fs::write(&kernel, vmm::testing::Elf::new(&code).bytes()).unwrap();
+    std::fs::write(&kernel, driftline_machine::testing::Elf::new(&code).bytes()).unwrap();
     let kernel = kernel.to_str().unwrap();
     let mut rivals = vec![
         ("Driftline", format!("{DRIFTLINE} run -v --kernel {kernel} --mem 1G --bare-cmdline")),

@@ -8,14 +8,14 @@ use std::time::Instant;
 
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::{GuestState, Info, InfoPage, MigrationPage, VmRequest, VmTarget};
+use driftline_machine::devices::DeviceFigures;
+use driftline_machine::vm::VcpuInfo;
 use hyper::Method;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Builder;
-use vmm::devices::DeviceFigures;
-use vmm::vm::VcpuInfo;
 
 use super::args::{ApiArgs, QueryArgs, StopArgs};
 use super::failure::Failure;

@@ -10,11 +10,11 @@ use clap::Args;
 use driftline_compare::{
     Cell, GuestKind, Host, LIGHT, Settings, Step, Way, compare as measure, default_cells, product,
 };
+use driftline_machine::config::DEFAULT_RING_ENTRIES;
+use driftline_machine::kvm::Capabilities;
+use driftline_machine::sandbox;
 use indicatif::{ProgressBar, ProgressStyle};
 use tempfile::NamedTempFile;
-use vmm::config::DEFAULT_RING_ENTRIES;
-use vmm::kvm::Capabilities;
-use vmm::sandbox;
 
 use super::args::headings;
 use super::failure::Failure;
@@ -170,7 +170,7 @@ pub(super) fn compare(args: CompareArgs) -> Result<ExitCode, Failure> {
     }
     // Files come to their places by being renamed there.
     let places = html.iter().chain(&svg).map(|target| directory(&target.place)).collect();
-    let capabilities = vmm::doctor::usable_kvm().map_err(Failure::host_lacks)?;
+    let capabilities = driftline_machine::doctor::usable_kvm().map_err(Failure::host_lacks)?;
     let host = Host::describe();
     restrict(&args, places)?;
     let possible = possible(&args.ways(), &cells, &settings, &capabilities);
@@ -299,7 +299,7 @@ fn restrict(args: &CompareArgs, write: Vec<PathBuf>) -> Result<(), Failure> {
         sandbox::StartError::Seccomp(_) => Failure::host_lacks(e),
         _ => Failure::error(e),
     })?;
-    vmm::log_thread::start()?;
+    driftline_machine::log_thread::start()?;
     Ok(())
 }
 

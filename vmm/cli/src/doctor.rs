@@ -4,7 +4,7 @@ use std::env;
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
-use vmm::doctor::{Diagnosis, Finding, Group, diagnose};
+use driftline_machine::doctor::{Diagnosis, Finding, Group, diagnose};
 
 use super::args::DoctorArgs;
 use super::failure::Failure;

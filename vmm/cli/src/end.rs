@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use driftline_control::api::Server;
 use driftline_control::jobs::{Jobs, ShadowReport};
-use vmm::vm::{EndReason, SharedVm};
+use driftline_machine::vm::{EndReason, SharedVm};
 
 use super::failure::Failure;
 use super::output::{count, say};
@@ -55,7 +55,7 @@ pub(super) fn end_in_bounded_time(mem_bytes: u64, outcome: &'static str) {
             "storage or a reader of the serial port is stuck for {} s: ending without it; {outcome}",
             limit.as_secs()
         ));
-        vmm::exit::now(1);
+        driftline_machine::exit::now(1);
     };
     let thread = std::thread::Builder::new().name("end-limit".into()).spawn(end);
     if let Err(e) = thread {
@@ -88,7 +88,7 @@ pub(super) fn when_memory_is_lost(why: &str) {
     let end = move || {
         std::thread::sleep(LOST_LIMIT);
         failure.report();
-        vmm::exit::now(1)
+        driftline_machine::exit::now(1)
     };
     if std::thread::Builder::new().name("lost-memory".into()).spawn(end).is_err() {
         say(format_args!("{why}, and no thread can be started to end this process"));

@@ -8,12 +8,12 @@ use std::path::PathBuf;
 
 use driftline_format::durable::create_dir;
 use driftline_guest::GuestError;
-use vmm::config::{DiskSpec, HostConfig, ReplaceError, SerialSink, VsockSpec};
-use vmm::latency;
-use vmm::memory::MemoryOptions;
-use vmm::sandbox;
-use vmm::socket::ListeningSocket;
-use vmm::vm::Vm;
+use driftline_machine::config::{DiskSpec, HostConfig, ReplaceError, SerialSink, VsockSpec};
+use driftline_machine::latency;
+use driftline_machine::memory::MemoryOptions;
+use driftline_machine::sandbox;
+use driftline_machine::socket::ListeningSocket;
+use driftline_machine::vm::Vm;
 
 use super::args::{DeviceArgs, HostArgs};
 use super::failure::Failure;
@@ -78,7 +78,7 @@ pub(super) fn prepare(host: &HostArgs, named: Named) -> Result<Option<ListeningS
     let awake = latency::open();
     let options = restrictions(host, named)?;
     sandbox::start(&options).map_err(sandbox_failure)?;
-    vmm::log_thread::start()?;
+    driftline_machine::log_thread::start()?;
     tracing::info!(
         seccomp = options.seccomp,
         landlock = options.landlock,

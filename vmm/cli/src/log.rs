@@ -6,12 +6,12 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Arc, OnceLock};
 
+use driftline_machine::log::{LogOutput, set_outputs};
 use serde_json::json;
 use tracing::Level;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
-use vmm::log::{LogOutput, set_outputs};
 
 use super::args::{LogArgs, LogFormat};
 use super::failure::Failure;
@@ -80,7 +80,7 @@ fn filter(args: &LogArgs) -> Result<EnvFilter, Failure> {
     };
     EnvFilter::try_new(&filter).map_err(|e| {
         Failure::usage(format_args!(
-            "{from}: '{filter}' is not a log filter ({e}); use one such as debug or vmm=trace,info"
+            "{from}: '{filter}' is not a log filter ({e}); use one such as debug or driftline_machine=trace,info"
         ))
     })
 }

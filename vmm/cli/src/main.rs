@@ -36,8 +36,8 @@ use failure::Failure;
 
 fn main() -> ExitCode {
     let started = Instant::now();
-    vmm::limits::raise_open_files();
-    vmm::schedule::short_slices();
+    driftline_machine::limits::raise_open_files();
+    driftline_machine::schedule::short_slices();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return failure::refuse_usage(&args::with_hint(e)),
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     let verbose = cli.output.log.verbose > 0;
     let done = log::start(&cli.output.log).and_then(|()| run(cli.command, verbose, started));
     let code = done.unwrap_or_else(Failure::report);
-    vmm::log::flush();
+    driftline_machine::log::flush();
     code
 }
 

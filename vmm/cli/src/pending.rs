@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use driftline_guest::{DriveHead, Guest, GuestError, GuestFactory, Origin, VmId, WithCopies};
+use driftline_machine::config::DiskConfig;
 use driftline_migrate::{Pending, Records, SourceRecord};
-use vmm::config::DiskConfig;
 
 use super::args::ResolveArgs;
 use super::failure::Failure;
@@ -196,9 +196,9 @@ fn describe(record: &SourceRecord) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmm::backend::Factory;
-    use vmm::config::{Backend, HostConfig, SerialSink};
-    use vmm::testing::payload_config;
+    use driftline_machine::backend::Factory;
+    use driftline_machine::config::{Backend, HostConfig, SerialSink};
+    use driftline_machine::testing::payload_config;
 
     #[test]
     fn no_guest_is_built_that_may_be_running_elsewhere() {

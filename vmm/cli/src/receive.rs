@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 
 use driftline_control::api::{App, Arriving, Server};
 use driftline_control::jobs::Jobs;
+use driftline_machine::backend::Factory;
+use driftline_machine::config::guest_span;
 use driftline_migrate::{Cause, Phase, ReceiveControl, ReceiveError, ReceiveOptions, Received};
-use vmm::backend::Factory;
-use vmm::config::guest_span;
 
 use super::args::ReceiveArgs;
 use super::end::{end_in_bounded_time, to_the_end};

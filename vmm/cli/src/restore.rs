@@ -9,9 +9,11 @@ use std::time::Instant;
 use driftline_checkpoint::{RestoreError, RestoreReport};
 use driftline_control::api::{App, Server};
 use driftline_control::jobs::Jobs;
-use vmm::backend::Factory;
-use vmm::config::{DiskConfig, DiskSpec, HostConfig, MachineConfig, Restored, guest_span};
-use vmm::machine::EarlyVm;
+use driftline_machine::backend::Factory;
+use driftline_machine::config::{
+    DiskConfig, DiskSpec, HostConfig, MachineConfig, Restored, guest_span,
+};
+use driftline_machine::machine::EarlyVm;
 
 use super::args::RestoreArgs;
 use super::end::{to_the_end, when_memory_is_lost};
@@ -31,7 +33,7 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     let mut named = Named::of_devices(&args.devices.disks, args.devices.vsock.as_ref());
     named.read.push(args.store.clone());
     let socket = prepare(&args.host, named)?;
-    vmm::exit::set_lost_memory(when_memory_is_lost);
+    driftline_machine::exit::set_lost_memory(when_memory_is_lost);
     let mut server = Server::begin()?;
     // Beside the reading of the store, which says what guest it is for.
     let early = EarlyVm::begin();
@@ -61,8 +63,8 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
     }
     log_machine(&*vm, &memory);
     let left_alone = !copies && report.drives == 0;
-    for disk in
-        vmm::config::disks(&vm.machine_config().devices).filter(|d| left_alone && !d.readonly)
+    for disk in driftline_machine::config::disks(&vm.machine_config().devices)
+        .filter(|d| left_alone && !d.readonly)
     {
         tracing::warn!(
             "disk \"{}\" is used as {} is now; if that was written to after checkpoint {}, give a copy from \
@@ -116,10 +118,11 @@ pub(super) fn restore(args: RestoreArgs, started: Instant) -> Result<ExitCode, F
 /// use too.
 fn shared_disks(config: MachineConfig, specs: &[DiskSpec]) -> Vec<DiskConfig> {
     let host = HostConfig { disks: specs.to_vec(), ..HostConfig::default() };
-    let original: Vec<DiskConfig> = vmm::config::disks(&config.devices).cloned().collect();
+    let original: Vec<DiskConfig> =
+        driftline_machine::config::disks(&config.devices).cloned().collect();
     // What cannot be replaced so is refused once the clone is built.
     let Ok(clone) = config.on_host(&host) else { return Vec::new() };
-    let clones: Vec<&DiskConfig> = vmm::config::disks(&clone.devices).collect();
+    let clones: Vec<&DiskConfig> = driftline_machine::config::disks(&clone.devices).collect();
     let is_used = |disk: &DiskConfig| clones.iter().any(|own| same_file(&own.path, &disk.path));
     original.into_iter().filter(|disk| !disk.readonly && is_used(disk)).collect()
 }

@@ -7,13 +7,13 @@ use driftline_control::api::{App, Server};
 use driftline_control::jobs::{Jobs, ShadowError, ShadowMode};
 use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::VmId;
-use vmm::backend::{self, LaunchError};
-use vmm::config::{
+use driftline_machine::backend::{self, LaunchError};
+use driftline_machine::config::{
     Backend, Boot, DEFAULT_RING_ENTRIES, DeviceConfig, DiskConfig, DiskSpec, Identity,
     MAX_SERIAL_BYTES, MacAddr, MachineConfig, NetConfig, NetSpec, VsockConfig, VsockSpec,
     guest_span,
 };
-use vmm::devices::probe_disk;
+use driftline_machine::devices::probe_disk;
 
 use super::args::{DeviceArgs, OnOff, RunArgs};
 use super::end::to_the_end;

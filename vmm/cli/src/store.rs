@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use driftline_machine::config::Identity;
 use driftline_store::{EpochInfo, Listing, Store, Survey};
 use serde_json::json;
-use vmm::config::Identity;
 
 use super::args::{ExportArgs, ExportFormat, RepairArgs, StoreArgs, StoreCommand};
 use super::failure::Failure;
@@ -76,7 +76,9 @@ fn export(args: &ExportArgs) -> Result<ExitCode, Failure> {
     let file = tempfile::NamedTempFile::new_in(dir).map_err(refused)?;
     let report = match args.format {
         ExportFormat::Raw => store.export_raw(args.epoch, file.as_file(), path),
-        ExportFormat::ElfCore => vmm::export::elf_core(&store, args.epoch, file.as_file(), path),
+        ExportFormat::ElfCore => {
+            driftline_machine::export::elf_core(&store, args.epoch, file.as_file(), path)
+        }
         ExportFormat::DriftlineZstd => store.export_archive(args.epoch, file.as_file(), path),
     };
     let report = report.map_err(|e| store_failure(&args.store, e))?;
@@ -164,7 +166,7 @@ const HEADINGS: &str =
     "  number  taken                  age  kind          pages       size  disks";
 
 fn epoch_row(info: &EpochInfo, now_ms: u64) -> String {
-    let taken = vmm::local_time(info.created_unix_ms);
+    let taken = driftline_machine::local_time(info.created_unix_ms);
     let age = age(now_ms.saturating_sub(info.created_unix_ms) / 1000);
     let kind = if info.full { "full" } else { "changes" };
     let size = output::bytes(info.bytes);

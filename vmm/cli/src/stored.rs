@@ -7,7 +7,7 @@ use driftline_checkpoint::{RestoreError, RestoreReport};
 use driftline_guest::{Clock, GuestFactory, VmId};
 use driftline_store::{Archive, EpochInfo, Listing, Store, StoreError, VerifyReport};
 
-use vmm::config::{Identity, MachineConfig};
+use driftline_machine::config::{Identity, MachineConfig};
 
 use super::failure::Failure;
 

@@ -5,18 +5,18 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use vmm::config::DEFAULT_RING_ENTRIES;
+use driftline_machine::config::DEFAULT_RING_ENTRIES;
 
 /// A size in bytes: digits, then nothing, `K`, `M` or `G` (powers of two).
 pub(super) fn size(text: &str) -> Result<u64, String> {
-    vmm::size::parse_size(text).ok_or_else(|| {
+    driftline_machine::size::parse_size(text).ok_or_else(|| {
         "a size is digits, then nothing, K, M or G (powers of two), such as 64M".to_owned()
     })
 }
 
 /// Guest memory: a size that a machine can have.
 pub(super) fn memory(text: &str) -> Result<u64, String> {
-    use vmm::limits::{MAX_MEM_BYTES, MIN_MEM_BYTES};
+    use driftline_machine::limits::{MAX_MEM_BYTES, MIN_MEM_BYTES};
     match size(text)? {
         bytes if !bytes.is_multiple_of(4096) => {
             let unit = if bytes == 1 { "byte" } else { "bytes" };
@@ -43,7 +43,7 @@ fn unit_hint(text: &str) -> String {
 
 /// The number of vCPUs.
 pub(super) fn vcpus(text: &str) -> Result<u8, String> {
-    let most = vmm::limits::MAX_VCPUS;
+    let most = driftline_machine::limits::MAX_VCPUS;
     let number: u64 = text.parse().map_err(|_| format!("--vcpus takes a number, 1 to {most}"))?;
     let vcpus = u8::try_from(number).ok().filter(|n| (1..=most).contains(n));
     vcpus.ok_or_else(|| format!("a guest has 1 to {most} vCPUs"))
@@ -132,7 +132,7 @@ pub(super) fn ring_entries(text: &str) -> Result<u32, String> {
 
 /// The most entries of a dirty ring on this host, if it has rings.
 pub(super) fn most_ring_entries() -> Option<u32> {
-    let capabilities = vmm::doctor::usable_kvm().ok()?;
+    let capabilities = driftline_machine::doctor::usable_kvm().ok()?;
     capabilities.dirty_ring().map(|(_, most)| most)
 }
 

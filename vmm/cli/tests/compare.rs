@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use common::{Place, driftline, fail, succeed, text};
+use driftline_machine::testing::{hide_userfaultfd, kvm_or_skip, skip};
 use serde_json::Value;
-use vmm::testing::{hide_userfaultfd, kvm_or_skip, skip};
 
 #[test]
 fn an_unknown_way_is_a_wrong_use_and_the_known_ones_are_listed() {

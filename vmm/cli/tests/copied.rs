@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{Place, Vmm, receiver, text, wait_for};
+use driftline_machine::testing::{kvm_or_skip, skip};
 use serde_json::Value;
-use vmm::testing::{kvm_or_skip, skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 const BYTES: u64 = (8 << 20) + 512;

@@ -10,9 +10,9 @@ use std::os::unix::net::UnixStream;
 
 use common::{Place, Vmm, fail, receiver, succeed};
 use driftline_guest::{Guest, RunState};
-use vmm::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
-use vmm::machine::Machine;
-use vmm::testing::{fail_fdatasync, kvm_or_skip};
+use driftline_machine::config::{Boot, DeviceConfig, HostConfig, MachineConfig, SerialSink};
+use driftline_machine::machine::Machine;
+use driftline_machine::testing::{fail_fdatasync, kvm_or_skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
@@ -325,13 +325,13 @@ fn another_disk_is_refused_unless_the_operator_says_that_it_may_be() {
 /// A machine with a disk, in this process.
 fn launch(place: &Place) -> std::sync::Arc<Machine> {
     disk(place, "disk", 1 << 20);
-    let disk = vmm::testing::disk("disk0", &place.path("disk"), 1 << 20);
+    let disk = driftline_machine::testing::disk("disk0", &place.path("disk"), 1 << 20);
     let config = MachineConfig {
         identity: Default::default(),
         mem_bytes: 32 << 20,
         vcpus: 1,
         tracking: Default::default(),
-        ring_entries: vmm::config::DEFAULT_RING_ENTRIES,
+        ring_entries: driftline_machine::config::DEFAULT_RING_ENTRIES,
         backend: Default::default(),
         boot: Boot::Payload("payload,ws=1M".to_owned()),
         cpu: Default::default(),

@@ -4,8 +4,8 @@
 mod common;
 
 use common::{Place, Vmm, output, text};
+use driftline_machine::testing::kvm_or_skip;
 use serde_json::Value;
-use vmm::testing::kvm_or_skip;
 
 const THREADS: &[&str] =
     &["run", "--serial", "null", "--backend", "threads", "--guest", "payload,ws=1M,passes=1"];

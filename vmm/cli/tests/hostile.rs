@@ -9,11 +9,11 @@ mod script;
 use std::fs::File;
 
 use common::{Place, Tap, driftline, text};
+use driftline_machine::testing::{kvm_or_skip, skip};
 use script::{
     BUFFERS, DEVICES, INDIRECT, MEM_BYTES, NEXT, QUEUE_DESC_LOW, QUEUE_NUM, QUEUE_READY, QUEUE_SEL,
     QUEUE_USED_LOW, RINGS, SIZE, STATUS, Script, Target, WRITE,
 };
-use vmm::testing::{kvm_or_skip, skip};
 
 /// What a driver does, and a part of what is said of it.
 type Crime = (&'static str, fn(&mut Script, Target), &'static str);
@@ -176,7 +176,7 @@ fn a_driver_that_breaks_the_rules_stops_its_device_and_no_other() {
     }
     // And it works again for a driver that does as it should.
     script.use_well(targets[0]);
-    let (printed, said) = run(&place, &script, &options, &["--log", "vmm=debug"]);
+    let (printed, said) = run(&place, &script, &options, &["--log", "driftline_machine=debug"]);
     assert_eq!(printed, "SW".repeat(expected.len()) + "W", "{said}");
     let stops: Vec<&str> = said.lines().filter(|line| line.contains(" is stopped")).collect();
     assert_eq!(stops.len(), expected.len(), "{said}");

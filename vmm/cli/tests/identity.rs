@@ -4,8 +4,8 @@
 mod common;
 
 use common::{Place, Vmm, fail, receiver, succeed, wait_for};
+use driftline_machine::testing::kvm_or_skip;
 use serde_json::{Value, json};
-use vmm::testing::kvm_or_skip;
 
 const ID: &str = "3f2504e0-4f89-41d3-9a0c-0305e82c3301";
 const THREADS: [&str; 6] = ["--backend", "threads", "--mem", "32M", "--guest", "payload,ws=1M"];
@@ -201,7 +201,7 @@ fn every_thread_logs_whose_it_is() {
         "--log-format",
         "json",
         "--log",
-        "driftline=info,vmm=trace,driftline_migrate=trace,driftline_checkpoint=trace,driftline_store=trace,driftline_guest=trace",
+        "driftline=info,driftline_machine=trace,driftline_control=trace,driftline_migrate=trace,driftline_checkpoint=trace,driftline_store=trace,driftline_guest=trace",
     ];
     let more = [&["--id", ID, "--name", "web-1"], &log[..]].concat();
     let mut vmm = run(&place, "a", &more);

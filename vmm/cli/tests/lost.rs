@@ -15,8 +15,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use common::{Place, Vmm, wait_for};
+use driftline_machine::testing::{Elf, kvm_or_skip};
 use kvm_ioctls::Kvm;
-use vmm::testing::{Elf, kvm_or_skip};
 
 const PAGE: u64 = 4096;
 /// Offset in a page of what tells it apart; KVM and the VMM use less than that.

@@ -7,7 +7,7 @@ mod common;
 use std::os::unix::net::UnixListener;
 
 use common::{Place, Vmm, driftline, fail, receiver, text, wait_for};
-use vmm::testing::kvm_or_skip;
+use driftline_machine::testing::kvm_or_skip;
 
 const RUN: &str = "run --guest payload,ws=1M --serial null --backend threads";
 

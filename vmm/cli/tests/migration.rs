@@ -60,7 +60,7 @@ fn a_guest_of_threads_moves_twice() {
 
 #[test]
 fn a_kvm_guest_moves_twice() {
-    if vmm::testing::kvm_or_skip("a_kvm_guest_moves_twice") {
+    if driftline_machine::testing::kvm_or_skip("a_kvm_guest_moves_twice") {
         there_and_back(KVM);
         for mode in MODES {
             there_and_back(&[KVM, &["--tracking", mode]].concat());
@@ -70,7 +70,8 @@ fn a_kvm_guest_moves_twice() {
 
 #[test]
 fn a_kvm_guest_is_restored_after_its_vmm_was_killed() {
-    if !vmm::testing::kvm_or_skip("a_kvm_guest_is_restored_after_its_vmm_was_killed") {
+    if !driftline_machine::testing::kvm_or_skip("a_kvm_guest_is_restored_after_its_vmm_was_killed")
+    {
         return;
     }
     for mode in ["dirty-ring"].into_iter().chain(MODES) {

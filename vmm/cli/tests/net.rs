@@ -12,8 +12,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Place, driftline, fail, succeed, text, wait_for};
+use driftline_machine::testing::{kvm_or_skip, linux_guest, skip};
 use serde_json::Value;
-use vmm::testing::{kvm_or_skip, linux_guest, skip};
 
 /// A guest boots in seconds where its ring 0 is not emulated.
 const BOOT: Duration = Duration::from_secs(180);

@@ -11,9 +11,9 @@ use common::{
     Place, Vmm, driftline, proxy_that_ends_with_commit, proxy_that_keeps_commit, receiver, text,
     wait_for,
 };
+use driftline_machine::testing::kvm_or_skip;
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::{Pid, Signal, kill_process};
-use vmm::testing::kvm_or_skip;
 
 const GUEST: &[&str] =
     &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=32M,rate=1M,fill=random"];

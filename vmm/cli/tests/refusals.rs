@@ -11,9 +11,9 @@ use std::time::Duration;
 use common::{Place, Tap, Vmm, fail, receiver};
 use driftline_dirty_tracker::{Collected, FrameRun, Layout, Subscription};
 use driftline_guest::{Clock, Guest, GuestError, GuestRam, Line, RunState, Section, VmId};
-use vmm::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
-use vmm::machine::Machine;
-use vmm::testing::{kvm_or_skip, skip};
+use driftline_machine::config::{Boot, CpuidWord, HostConfig, MachineConfig, SerialSink};
+use driftline_machine::machine::Machine;
+use driftline_machine::testing::{kvm_or_skip, skip};
 
 const GUEST: &[&str] = &["--mem", "32M", "--guest", "payload,ws=1M"];
 
@@ -178,7 +178,7 @@ fn a_guest_that_has_seen_more_than_the_destination_has_is_refused_before_its_mem
         mem_bytes: 32 << 20,
         vcpus: 1,
         tracking: Default::default(),
-        ring_entries: vmm::config::DEFAULT_RING_ENTRIES,
+        ring_entries: driftline_machine::config::DEFAULT_RING_ENTRIES,
         backend: Default::default(),
         boot: Boot::Payload("payload,ws=1M".to_owned()),
         cpu: Default::default(),

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::process::Stdio;
 
 use common::{Place, Vmm, driftline, fail, output, receiver, text};
-use vmm::testing::{Elf, kvm_or_skip};
+use driftline_machine::testing::{Elf, kvm_or_skip};
 
 const GUEST: &[&str] = &["--backend", "threads", "--mem", "64M", "--guest", "payload,ws=1M"];
 const KVM_GUEST: &[&str] = &["--mem", "64M", "--guest", "payload,ws=1M"];

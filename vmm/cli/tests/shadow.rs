@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Place, driftline, fail, output, text};
-use vmm::testing::full;
+use driftline_machine::testing::full;
 
 const GUEST: &[&str] = &["run", "--mem", "64M", "--vcpus", "2", "--serial", "null", "--guest"];
 const WORK: &str = "payload,ws=16M,rate=200M,pattern=random,seconds=2";
@@ -57,7 +57,7 @@ const PAIRS: [(&str, &str); 7] = [
 
 fn can_have(test: &str, code: i32, said: &str) -> bool {
     if code == 3 {
-        vmm::testing::skip(test, said.trim());
+        driftline_machine::testing::skip(test, said.trim());
     }
     code != 3
 }
@@ -65,7 +65,7 @@ fn can_have(test: &str, code: i32, said: &str) -> bool {
 #[test]
 fn of_a_sound_source_nothing_is_missed() {
     const TEST: &str = "of_a_sound_source_nothing_is_missed";
-    if !vmm::testing::kvm_or_skip(TEST) {
+    if !driftline_machine::testing::kvm_or_skip(TEST) {
         return;
     }
     for (tracking, shadow) in PAIRS {
@@ -81,9 +81,12 @@ fn of_a_sound_source_nothing_is_missed() {
 fn what_a_broken_source_loses_is_named_and_the_exit_code_is_1() {
     const TEST: &str = "what_a_broken_source_loses_is_named_and_the_exit_code_is_1";
     if !cfg!(debug_assertions) {
-        return vmm::testing::skip(TEST, "a release build has no source that loses frames");
+        return driftline_machine::testing::skip(
+            TEST,
+            "a release build has no source that loses frames",
+        );
     }
-    if !vmm::testing::kvm_or_skip(TEST) {
+    if !driftline_machine::testing::kvm_or_skip(TEST) {
         return;
     }
     let one_in = if full() { 1_000_000 } else { 100 };

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use common::{Place, Vmm, attack, driftline, receiver, text, wait_for};
 use driftline_images::Report;
+use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use script::{MEM_BYTES, Script, Target};
 use storage::StuckStorage;
-use vmm::testing::{kvm_or_skip, skip};
 
 const DISK_BYTES: usize = 1 << 20;
 /// More than any of it takes; what waited for the storage would wait for ever.

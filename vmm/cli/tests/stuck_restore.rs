@@ -7,9 +7,9 @@ mod common;
 mod storage;
 
 use common::{Place, Vmm, wait_for};
+use driftline_machine::testing::{kvm_or_skip, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use storage::StuckStorage;
-use vmm::testing::{kvm_or_skip, skip};
 
 const DISK_BYTES: usize = 1 << 20;
 

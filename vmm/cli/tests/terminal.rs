@@ -13,10 +13,10 @@ use std::thread;
 use std::time::Duration;
 
 use common::{Place, Vmm, output, proxy_that_keeps_commit, receiver, wait_for};
+use driftline_machine::testing::kvm_or_skip;
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};
-use vmm::testing::kvm_or_skip;
 
 const GUEST: [&str; 4] = ["--mem", "32M", "--guest", "payload,ws=1M,rate=1M"];
 

@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::time::Instant;
 
 use common::{Place, Vmm, attack, receiver, wait_for};
-use vmm::testing::kvm_or_skip;
+use driftline_machine::testing::kvm_or_skip;
 
 /// Memory that takes a while to send at [`SLOW`].
 const GUEST: &[&str] = &["--mem", "128M", "--vcpus", "2", "--guest", "payload,ws=64M,rate=1M"];

@@ -4,8 +4,8 @@ use std::fs;
 
 use serde::Serialize;
 
-use vmm::doctor::diagnose;
-use vmm::memory::meminfo_bytes;
+use driftline_machine::doctor::diagnose;
+use driftline_machine::memory::meminfo_bytes;
 
 /// This host.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]

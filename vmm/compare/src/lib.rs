@@ -42,11 +42,11 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
+use driftline_machine::kvm::Capabilities;
 pub use host::Host;
 pub use matrix::{BRISK, BUSY, Cell, GuestKind, LIGHT, default_cells, product};
 pub use report::{CellReport, Figures, Report};
 pub use stats::Spread;
-use vmm::kvm::Capabilities;
 pub use way::{Sink, Way};
 
 /// How cells are measured.

@@ -6,8 +6,8 @@ use std::str::FromStr;
 use driftline_dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
-use vmm::kvm::Capabilities;
-use vmm::memory::WriteWatch;
+use driftline_machine::kvm::Capabilities;
+use driftline_machine::memory::WriteWatch;
 
 /// What a set of dirty frames is kept in until somebody takes it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
@@ -144,7 +144,7 @@ impl Serialize for Way {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmm::testing::capabilities_with_rings;
+    use driftline_machine::testing::capabilities_with_rings;
 
     #[test]
     fn names_are_read_back_and_every_source_alone_is_one() {

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| vmm::fuzzing::net_control(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| driftline_machine::fuzzing::net_control(bytes));

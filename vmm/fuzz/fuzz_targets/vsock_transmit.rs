@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| vmm::fuzzing::vsock_transmit(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| driftline_machine::fuzzing::vsock_transmit(bytes));

@@ -8,11 +8,11 @@ use clap::{Arg, ArgGroup, Args, ValueEnum};
 use driftline_control::jobs::ShadowMode;
 use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::VmId;
-use vmm::config::{
+use driftline_machine::config::{
     Backend, BalloonConfig, CpuConfig, DEFAULT_RING_ENTRIES, DiskSpec, GuestName, NetSpec,
     SerialSink, VsockSpec,
 };
-use vmm::memory::{Backing, HugePages};
+use driftline_machine::memory::{Backing, HugePages};
 
 use super::{headings, values};
 

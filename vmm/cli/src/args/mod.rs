@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args, Parser, Subcommand, ValueEnum};
-use vmm::config::Backend;
+use driftline_machine::config::Backend;
 
 use super::compare::CompareArgs;
 use super::plan::PlanArgs;
@@ -62,7 +62,7 @@ pub(crate) struct LogArgs {
     /// Log more: -v events, -vv details, -vvv everything
     #[arg(short, long, global = true, action = ArgAction::Count, help_heading = headings::OUTPUT)]
     pub(crate) verbose: u8,
-    /// Log filter, such as debug or vmm=trace,info
+    /// Log filter, such as debug or driftline_machine=trace,info
     ///
     /// Without it and -v, the environment variable RUST_LOG has the filter.
     #[arg(long, global = true, value_name = "FILTER", help_heading = headings::OUTPUT)]

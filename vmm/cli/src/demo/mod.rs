@@ -18,10 +18,10 @@ use driftline_control::model::{
 };
 use driftline_dirty_tracker::TrackingMode;
 use driftline_images::Report;
+use driftline_machine::config::{Backend, DEFAULT_RING_ENTRIES};
+use driftline_machine::kvm::Capabilities;
 use hyper::Method;
 use indicatif::{ProgressBar, ProgressStyle};
-use vmm::config::{Backend, DEFAULT_RING_ENTRIES};
-use vmm::kvm::Capabilities;
 
 use crate::args::DemoArgs;
 use crate::failure::Failure;
@@ -76,7 +76,7 @@ struct Choice {
 
 /// Says in the first line what the demo runs on.
 fn choose(args: &DemoArgs) -> Result<Choice, Failure> {
-    let kvm = vmm::doctor::usable_kvm();
+    let kvm = driftline_machine::doctor::usable_kvm();
     let (choice, line) = choice(args.backend, &kvm).map_err(Failure::host_lacks)?;
     if args.json {
         say(line);
@@ -305,7 +305,7 @@ mod tests {
     use super::*;
 
     fn kvm(ring_entries: u32) -> Result<Capabilities, &'static str> {
-        Ok(vmm::testing::capabilities_with_rings(ring_entries))
+        Ok(driftline_machine::testing::capabilities_with_rings(ring_entries))
     }
 
     #[test]

@@ -8,14 +8,14 @@ use driftline_control::model::{
     MemoryRange, MigrationFailure, MigrationPage, MigrationState, VcpuWindow, WatchPage,
 };
 use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_machine::config::Backend;
+use driftline_machine::vm::{EndReason, VcpuInfo};
 use driftline_migrate::{Phase, Progress, VcpuThrottle};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::style::Color;
-use vmm::config::Backend;
-use vmm::vm::{EndReason, VcpuInfo};
 
 use super::feed::Update;
 use super::heat::{Cells, Palette};

@@ -18,7 +18,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How long an attack takes at the least: a minute with `DRIFTLINE_FULL=1`, else no longer than its
 /// first steps.
 pub fn attack() -> Duration {
-    Duration::from_secs(if vmm::testing::full() { 60 } else { 0 })
+    Duration::from_secs(if driftline_machine::testing::full() { 60 } else { 0 })
 }
 
 /// The binary under test.

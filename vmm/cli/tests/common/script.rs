@@ -3,7 +3,7 @@
 //! exits, ioeventfds, the devices' threads.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part")]
 
-use vmm::testing::{CODE_AT, Elf};
+use driftline_machine::testing::{CODE_AT, Elf};
 
 /// Where devices' registers begin, and a device's register numbers.
 pub const DEVICES: u32 = 0xd000_0000;

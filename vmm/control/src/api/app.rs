@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tracing::Span;
 
 use crate::jobs::Jobs;
-use vmm::devices::ACQUIRE_LIMIT;
+use driftline_machine::devices::ACQUIRE_LIMIT;
 
 /// Takes the reason.
 type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
@@ -191,9 +191,9 @@ mod tests {
     use driftline_guest::VmId;
 
     use super::*;
-    use vmm::config::{Backend, HostConfig, SerialSink};
-    use vmm::testing::payload_config;
-    use vmm::vm::EndReason;
+    use driftline_machine::config::{Backend, HostConfig, SerialSink};
+    use driftline_machine::testing::payload_config;
+    use driftline_machine::vm::EndReason;
 
     #[test]
     fn stop_is_accepted_once_the_take_over_has_failed() {
@@ -209,7 +209,7 @@ mod tests {
     fn handed_over_guest_is_stopped_when_it_arrives() {
         let config = payload_config(Backend::Threads);
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-        let vm = vmm::backend::launch_as(VmId::random(), config, &host).unwrap();
+        let vm = driftline_machine::backend::launch_as(VmId::random(), config, &host).unwrap();
         let app = App::waiting(Arriving::default, |_| Err("it is too late".to_owned()));
         std::thread::scope(|scope| {
             let stopping = scope.spawn(|| app.interrupt("the test says so"));

@@ -8,7 +8,7 @@ use super::fault::{Fault, Input};
 use super::routes::{Answer, Shared, blocking};
 use crate::jobs::Jobs;
 use crate::model::{BalloonRequest, BalloonView};
-use vmm::devices::BalloonControl;
+use driftline_machine::devices::BalloonControl;
 
 /// `GET /balloon`.
 pub(super) async fn show(State(app): Shared) -> Answer<BalloonView> {

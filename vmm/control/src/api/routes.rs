@@ -27,7 +27,7 @@ use crate::model::{
     InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
     VmRequest, VmTarget,
 };
-use vmm::config::{Boot, Lineage, MachineConfig};
+use driftline_machine::config::{Boot, Lineage, MachineConfig};
 
 pub(super) type Shared = State<Arc<App>>;
 pub(super) type Answer<T> = Result<Json<T>, Fault>;

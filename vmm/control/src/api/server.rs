@@ -17,9 +17,9 @@ use tokio::sync::oneshot;
 use super::app::App;
 use super::callers::{self, Caller, Callers};
 use super::routes;
-use vmm::devices::was_ctrl_a_x;
-use vmm::exit;
-use vmm::socket::ListeningSocket;
+use driftline_machine::devices::was_ctrl_a_x;
+use driftline_machine::exit;
+use driftline_machine::socket::ListeningSocket;
 
 /// How long requests under way may take to finish once the guest has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);

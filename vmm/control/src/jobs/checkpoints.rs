@@ -17,8 +17,8 @@ use tokio::sync::watch;
 use super::holds::{Holds, Role};
 use crate::model::CheckpointGlance;
 use crate::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
-use vmm::log;
-use vmm::sandbox::check_allowed;
+use driftline_machine::log;
+use driftline_machine::sandbox::check_allowed;
 
 /// Reports kept for a reader that comes late: hours of them.
 const KEPT_REPORTS: usize = 65_536;

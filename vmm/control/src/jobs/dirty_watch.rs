@@ -17,9 +17,9 @@ use tokio::sync::oneshot;
 use super::bins::Bins;
 use super::{Jobs, lock};
 use crate::model::{VcpuWindow, WatchPage};
-use vmm::config::Backend;
-use vmm::log;
-use vmm::vm::VcpuInfo;
+use driftline_machine::config::Backend;
+use driftline_machine::log;
+use driftline_machine::vm::VcpuInfo;
 
 /// Each costs an insert for every frame that the guest makes dirty, and a tree.
 const MOST: usize = 4;
@@ -281,7 +281,7 @@ impl Jobs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmm::vm::EndReason;
+    use driftline_machine::vm::EndReason;
 
     /// The next window of a watch, of some ms.
     fn window(jobs: &Jobs, watch: u64) -> WatchPage {

@@ -15,7 +15,7 @@ use driftline_guest::{
     SavedState, Section, Shield, VcpuPauses, VcpuWrites, VmId,
 };
 
-use vmm::vm::SharedVm;
+use driftline_machine::vm::SharedVm;
 
 /// The guest, and everyone who holds it.
 pub(super) struct Holds {
@@ -373,8 +373,8 @@ impl Guest for View {
 mod tests {
     use super::*;
     use RunState::{Paused, Running};
-    use vmm::config::{Backend, DeviceConfig, HostConfig, MachineConfig, SerialSink};
-    use vmm::testing::{kvm_or_skip, payload_config};
+    use driftline_machine::config::{Backend, DeviceConfig, HostConfig, MachineConfig, SerialSink};
+    use driftline_machine::testing::{kvm_or_skip, payload_config};
 
     fn running() -> (SharedVm, Arc<Holds>) {
         launch(Backend::Threads, Vec::new())
@@ -383,7 +383,7 @@ mod tests {
     fn launch(backend: Backend, devices: Vec<DeviceConfig>) -> (SharedVm, Arc<Holds>) {
         let config = MachineConfig { devices, ..payload_config(backend) };
         let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-        let vm = vmm::backend::launch(config, &host).unwrap();
+        let vm = driftline_machine::backend::launch(config, &host).unwrap();
         vm.resume().unwrap();
         (vm.clone(), Holds::new(vm))
     }
@@ -504,7 +504,7 @@ mod tests {
         }
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
-        let disk = vmm::testing::disk("disk0", file.path(), 1 << 20);
+        let disk = driftline_machine::testing::disk("disk0", file.path(), 1 << 20);
         let (vm, holds) = launch(Backend::Kvm, vec![DeviceConfig::Disk(disk)]);
         holds.begin_migration();
         let migration = holds.view(Role::Migration);

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
 use crate::model::{GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState};
-use vmm::log;
+use driftline_machine::log;
 
 /// A migration, under way or over.
 pub(super) struct MigrationJob {

@@ -25,14 +25,14 @@ use crate::model::{
 };
 use checkpoints::CheckpointJob;
 use dirty_watch::Watches;
+use driftline_machine::config::guest_span;
+use driftline_machine::vm::SharedVm;
 pub use holds::OperatorError;
 use holds::{Holds, Role};
 use kept::Kept;
 use migration::MigrationJob;
 use shadow::Shadow;
 pub use shadow::{ShadowError, ShadowMode, ShadowReport};
-use vmm::config::guest_span;
-use vmm::vm::SharedVm;
 pub use watch::{SeenWindows, Watched};
 
 /// How long a process whose guest has ended waits for the readers of its jobs' last reports.
@@ -308,10 +308,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A guest of threads that writes when it is resumed, for tests.
 #[cfg(test)]
 fn paused_guest() -> (SharedVm, Arc<Jobs>) {
-    use vmm::config::{Backend, HostConfig, SerialSink};
-    use vmm::testing::payload_config;
+    use driftline_machine::config::{Backend, HostConfig, SerialSink};
+    use driftline_machine::testing::payload_config;
     let config = payload_config(Backend::Threads);
     let host = HostConfig { serial: SerialSink::Null, ..Default::default() };
-    let vm = vmm::backend::launch(config, &host).unwrap();
+    let vm = driftline_machine::backend::launch(config, &host).unwrap();
     (vm.clone(), Jobs::new(vm, std::env::temp_dir()))
 }

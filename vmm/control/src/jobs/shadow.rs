@@ -26,8 +26,8 @@ use driftline_guest::{Guest, GuestError, Paused, RunState};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::holds::View;
-use vmm::log;
-use vmm::memory::WriteWatch;
+use driftline_machine::log;
+use driftline_machine::memory::WriteWatch;
 
 /// Between two looks: at least, and so many times as long as the last one took.
 const PERIOD: Duration = Duration::from_millis(100);

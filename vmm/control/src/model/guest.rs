@@ -7,9 +7,9 @@ use driftline_guest::{RunState, VmId};
 use driftline_migrate::Progress;
 use serde::{Deserialize, Serialize};
 
-use vmm::config::{Backend, GuestName, Lineage};
-use vmm::devices::DeviceFigures;
-use vmm::vm::{VcpuInfo, VmInfo};
+use driftline_machine::config::{Backend, GuestName, Lineage};
+use driftline_machine::devices::DeviceFigures;
+use driftline_machine::vm::{VcpuInfo, VmInfo};
 
 /// What the guest is doing, jobs included.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]

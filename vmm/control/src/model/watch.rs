@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint::EpochOutcome;
 use super::guest::Info;
 use super::migration::MigrationPage;
-use vmm::vm::EndReason;
+use driftline_machine::vm::EndReason;
 
 /// The most ranges that memory is divided into.
 pub const MAX_BINS: u32 = 4096;

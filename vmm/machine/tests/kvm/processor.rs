@@ -2,10 +2,12 @@
 //! one.
 
 use driftline_guest::{Clock, Guest, GuestError, GuestFactory};
-use vmm::config::{Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink};
-use vmm::machine::{Machine, MachineFactory};
-use vmm::testing::{Elf, kvm_or_skip, skip};
-use vmm::vm::Vm;
+use driftline_machine::config::{
+    Boot, CpuConfig, CpuidWord, HostConfig, MachineConfig, MsrWord, SerialSink,
+};
+use driftline_machine::machine::{Machine, MachineFactory};
+use driftline_machine::testing::{Elf, kvm_or_skip, skip};
+use driftline_machine::vm::Vm;
 
 use crate::harness::*;
 use crate::state::move_to_new;

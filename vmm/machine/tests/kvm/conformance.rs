@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE, Subscription, TrackingMode};
 use driftline_guest::{Clock, Guest, Paused, RunState};
 use driftline_images::Message;
+use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
+use driftline_machine::machine::Machine;
+use driftline_machine::memory::{Backing, HugePages, MemoryOptions};
+use driftline_machine::testing::{full, kvm_or_skip};
+use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
-use vmm::machine::Machine;
-use vmm::memory::{Backing, HugePages, MemoryOptions};
-use vmm::testing::{full, kvm_or_skip};
-use vmm::vm::Vm;
 
 use crate::harness::*;
 use crate::state::move_to_new_on;
@@ -193,7 +193,7 @@ fn loses_no_frame(test: &str, mode: TrackingMode) {
             assert!(reported > LEAST_REPORTED, "{what}: only {reported} frames were reported");
             if (mode, ring) == (TrackingMode::DirtyRing, 0) && overruns == 0 {
                 let why = "of overruns: this host has none, its KVM runs ring 0 itself";
-                vmm::testing::skip(test, why);
+                driftline_machine::testing::skip(test, why);
             }
             console.wait_for_reports(2, 1);
             machine.stop("it has shown enough");
@@ -237,7 +237,7 @@ fn losing(console: &Console, _: u64) -> HostConfig {
 /// Whether there is a source that loses frames; says so where not.
 fn can_lose(test: &str) -> bool {
     if !cfg!(debug_assertions) {
-        vmm::testing::skip(test, "a release build has no source that loses frames");
+        driftline_machine::testing::skip(test, "a release build has no source that loses frames");
     }
     cfg!(debug_assertions)
 }

@@ -1,10 +1,10 @@
 //! Pausing, resuming, ending, and what a machine leaves behind.
 
 use driftline_guest::{Guest, GuestError, RunState};
-use vmm::config::{HostConfig, MachineConfig, SerialSink};
-use vmm::machine::Machine;
-use vmm::testing::kvm_or_skip;
-use vmm::vm::{EndReason, Vm};
+use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
+use driftline_machine::machine::Machine;
+use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::vm::{EndReason, Vm};
 
 use crate::harness::*;
 

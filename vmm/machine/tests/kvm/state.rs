@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, TrackingMode};
 use driftline_guest::{Clock, Guest, GuestFactory, Paused, Section, section_tags};
+use driftline_machine::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
+use driftline_machine::machine::{Machine, MachineFactory};
+use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::config::{DEFAULT_RING_ENTRIES, HostConfig, MachineConfig};
-use vmm::machine::{Machine, MachineFactory};
-use vmm::testing::kvm_or_skip;
-use vmm::vm::Vm;
 
 use crate::harness::*;
 

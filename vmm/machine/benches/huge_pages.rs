@@ -1,5 +1,5 @@
 //! What huge pages are worth to a guest, and what tracking does to them:
-//! `cargo bench -p vmm --bench huge_pages`.
+//! `cargo bench -p driftline-machine --bench huge_pages`.
 //!
 //! A guest with one vCPU writes 512 MiB as fast as it can: first touches, then nobody follows its
 //! writes, then somebody drains them every 100 ms, then nobody again. Medians of several rounds,
@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::TrackingMode;
 use driftline_guest::Guest;
 use driftline_images::Report;
-use vmm::config::{
+use driftline_machine::config::{
     Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, HostConfig, MachineConfig, SerialSink,
 };
-use vmm::machine::Machine;
-use vmm::memory::{HugePages, MemoryOptions};
+use driftline_machine::machine::Machine;
+use driftline_machine::memory::{HugePages, MemoryOptions};
 
 const ROUNDS: usize = 3;
 const WINDOW: Duration = Duration::from_millis(3500);
@@ -34,7 +34,7 @@ const COLUMNS: [&str; 5] = [
 ];
 
 fn main() {
-    if let Err(why) = vmm::doctor::usable_kvm() {
+    if let Err(why) = driftline_machine::doctor::usable_kvm() {
         println!("not measured: {why}");
         return;
     }

@@ -72,7 +72,7 @@ impl Blank {
 /// guest runs, and touches nothing of its.
 ///
 /// ```
-/// # use vmm::machine::EarlyVm;
+/// # use driftline_machine::machine::EarlyVm;
 /// let early = EarlyVm::begin();
 /// // .. read a store ..
 /// drop(early); // no guest came of it: waits for the thread, a few milliseconds

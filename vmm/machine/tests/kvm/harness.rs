@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use driftline_images::{Message, Report};
+use driftline_machine::config::{Backend, Boot, HostConfig, MachineConfig, SerialSink};
+use driftline_machine::machine::{Machine, MachineError};
+use driftline_machine::testing::payload_config;
+use driftline_machine::vm::{EndReason, Vm};
 use tempfile::TempDir;
-use vmm::config::{Backend, Boot, HostConfig, MachineConfig, SerialSink};
-use vmm::machine::{Machine, MachineError};
-use vmm::testing::payload_config;
-use vmm::vm::{EndReason, Vm};
 
 pub const MIB: u64 = 1 << 20;
 

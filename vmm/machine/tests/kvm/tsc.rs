@@ -7,10 +7,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use driftline_guest::{Clock, Guest, GuestFactory};
+use driftline_machine::config::MachineConfig;
+use driftline_machine::machine::MachineFactory;
+use driftline_machine::testing::{kvm_or_skip, skip};
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr};
-use vmm::config::MachineConfig;
-use vmm::machine::MachineFactory;
-use vmm::testing::{kvm_or_skip, skip};
 use vmm_sys_util::ioctl::ioctl_with_ref;
 use vmm_sys_util::ioctl_iow_nr;
 

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{Gfn, PAGE_SIZE, SlotId, Subscription, TrackingMode};
 use driftline_guest::{Guest, GuestError, Paused};
+use driftline_machine::config::{HostConfig, MachineConfig, SerialSink};
+use driftline_machine::machine::Machine;
+use driftline_machine::testing::{Elf, kvm_or_skip};
+use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::config::{HostConfig, MachineConfig, SerialSink};
-use vmm::machine::Machine;
-use vmm::testing::{Elf, kvm_or_skip};
-use vmm::vm::Vm;
 
 use crate::harness::*;
 
@@ -26,7 +26,7 @@ pub fn modes() -> Vec<TrackingMode> {
         let why = tried.err();
         assert!(why.iter().all(|e| e.host_lacks()), "{tracking}: {why:?}");
         if let Some(e) = &why {
-            vmm::testing::skip("modes", &format!("{tracking}: {e}"));
+            driftline_machine::testing::skip("modes", &format!("{tracking}: {e}"));
         }
         why.is_none()
     })

@@ -1,9 +1,9 @@
 //! The 64-bit Linux boot protocol, with small kernels of our own: ELF files without a PVH note, and
 //! bzImages.
 
-use vmm::config::{Boot, MachineConfig};
-use vmm::testing::{Elf, kvm_or_skip, note};
-use vmm::vm::{EndReason, Vm};
+use driftline_machine::config::{Boot, MachineConfig};
+use driftline_machine::testing::{Elf, kvm_or_skip, note};
+use driftline_machine::vm::{EndReason, Vm};
 
 use driftline_guest::Guest;
 

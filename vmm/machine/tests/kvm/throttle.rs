@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::{Guest, Paused};
+use driftline_machine::config::MachineConfig;
+use driftline_machine::machine::Machine;
+use driftline_machine::testing::kvm_or_skip;
+use driftline_machine::vm::Vm;
 use vm_memory::{Bytes, GuestAddress};
-use vmm::config::MachineConfig;
-use vmm::machine::Machine;
-use vmm::testing::kvm_or_skip;
-use vmm::vm::Vm;
 
 use crate::harness::*;
 

@@ -8,12 +8,12 @@ use std::time::Instant;
 
 use driftline_checkpoint::{Checkpointer, EpochReport, restore};
 use driftline_guest::{Clock, Guest};
+use driftline_machine::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
+use driftline_machine::machine::{Machine, MachineFactory};
+use driftline_machine::testing::{kvm_or_skip, linux_guest, skip};
+use driftline_machine::vm::Vm;
 use driftline_store::Store;
 use tempfile::TempDir;
-use vmm::config::{BalloonConfig, Boot, DeviceConfig, MachineConfig};
-use vmm::machine::{Machine, MachineFactory};
-use vmm::testing::{kvm_or_skip, linux_guest, skip};
-use vmm::vm::Vm;
 
 use crate::harness::*;
 

@@ -27,7 +27,7 @@ pub const SKIP_LOG: &str = "DRIFTLINE_SKIP_LOG";
 /// [`SKIP_LOG`] names, that `test` of this binary is skipped and why: `<binary>::<test>: <why>`.
 ///
 /// ```no_run
-/// if !vmm::testing::kvm_or_skip("a_test_of_something") {
+/// if !driftline_machine::testing::kvm_or_skip("a_test_of_something") {
 ///     return;
 /// }
 /// ```

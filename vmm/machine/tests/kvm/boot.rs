@@ -1,9 +1,9 @@
 //! Booting: the payload in memories of all shapes, other ELF files, and those that are none.
 
 use driftline_guest::Guest;
-use vmm::config::{Boot, MachineConfig};
-use vmm::testing::{CODE_AT, Elf, kvm_or_skip, note};
-use vmm::vm::{EndReason, Vm};
+use driftline_machine::config::{Boot, MachineConfig};
+use driftline_machine::testing::{CODE_AT, Elf, kvm_or_skip, note};
+use driftline_machine::vm::{EndReason, Vm};
 
 use crate::harness::*;
 
@@ -156,9 +156,11 @@ fn no_damage_to_a_file_makes_the_loader_panic() {
             bad[random(220)] = [0, 1, 0x7f, 0x80, 0xff][random(5)];
         }
         bad.truncate(good.len() - random(2) * random(good.len()));
-        let host =
-            vmm::config::HostConfig { serial: vmm::config::SerialSink::Null, ..Default::default() };
-        let _ = vmm::machine::Machine::launch(kernel(&bad, &dir), &host);
+        let host = driftline_machine::config::HostConfig {
+            serial: driftline_machine::config::SerialSink::Null,
+            ..Default::default()
+        };
+        let _ = driftline_machine::machine::Machine::launch(kernel(&bad, &dir), &host);
     }
 }
 
