@@ -10,15 +10,15 @@ use driftline_dirty_tracker::{
 use driftline_guest::{Guest, GuestError};
 use driftline_images::PayloadSpec;
 use driftline_images::workload::SLICE_NS;
-
-use super::cpu::{CpuTime, this_thread};
-use super::truth::{Audit, Truth};
-use super::{Cell, GuestKind, Settings, Sink};
 use driftline_machine::config::{Backend, Boot, CpuConfig, HostConfig, MachineConfig, SerialSink};
 use driftline_machine::machine::{Machine, MachineError, Special};
 use driftline_machine::memory;
 use driftline_machine::sinks::{FlatSet, FrameSink, ListSet, SharedSink};
 use driftline_machine::vm::{EndReason, Vm};
+
+use super::cpu::{CpuTime, this_thread};
+use super::truth::{Audit, Truth};
+use super::{Cell, GuestKind, Settings, Sink};
 
 /// How long a payload may take until it has been over its working set.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(20);

@@ -6,12 +6,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use driftline_machine::devices::ACQUIRE_LIMIT;
 use driftline_migrate::Progress;
 use tokio::sync::oneshot;
 use tracing::Span;
 
 use crate::jobs::Jobs;
-use driftline_machine::devices::ACQUIRE_LIMIT;
 
 /// Takes the reason.
 type Hook = Box<dyn Fn(&str) -> Result<(), String> + Send + Sync>;

@@ -3,12 +3,12 @@
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use driftline_machine::devices::BalloonControl;
 
 use super::fault::{Fault, Input};
 use super::routes::{Answer, Shared, blocking};
 use crate::jobs::Jobs;
 use crate::model::{BalloonRequest, BalloonView};
-use driftline_machine::devices::BalloonControl;
 
 /// `GET /balloon`.
 pub(super) async fn show(State(app): Shared) -> Answer<BalloonView> {

@@ -3,11 +3,11 @@
 
 use axum::Json;
 use axum::extract::{Path, State};
+use driftline_machine::config::{DeviceConfig, DiskConfig, NetConfig, VsockConfig};
 use serde_json::{Map, Value, json};
 
 use super::fault::Fault;
 use super::routes::{Answer, Shared, blocking};
-use driftline_machine::config::{DeviceConfig, DiskConfig, NetConfig, VsockConfig};
 
 /// `GET /drives/{id}`.
 pub(super) async fn drive(State(app): Shared, Path(id): Path<String>) -> Answer<Value> {

@@ -12,6 +12,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, patch, post, put};
 use axum::{Json, Router};
 use driftline_dirty_tracker::{TrackerStats, TrackingMode};
+use driftline_machine::config::{Boot, Lineage, MachineConfig};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -27,7 +28,6 @@ use crate::model::{
     InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
     VmRequest, VmTarget,
 };
-use driftline_machine::config::{Boot, Lineage, MachineConfig};
 
 pub(super) type Shared = State<Arc<App>>;
 pub(super) type Answer<T> = Result<Json<T>, Fault>;

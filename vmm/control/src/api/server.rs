@@ -9,6 +9,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use axum::middleware;
+use driftline_machine::devices::was_ctrl_a_x;
+use driftline_machine::exit;
+use driftline_machine::socket::ListeningSocket;
 use tokio::net::UnixListener;
 use tokio::runtime::{Builder, Handle};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -17,9 +20,6 @@ use tokio::sync::oneshot;
 use super::app::App;
 use super::callers::{self, Caller, Callers};
 use super::routes;
-use driftline_machine::devices::was_ctrl_a_x;
-use driftline_machine::exit;
-use driftline_machine::socket::ListeningSocket;
 
 /// How long requests under way may take to finish once the guest has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);

@@ -11,14 +11,15 @@ use std::time::Duration;
 
 use driftline_checkpoint::{Cadence, Checkpointer, Taken, Tally};
 use driftline_guest::RunState;
+use driftline_machine::log;
+use driftline_machine::sandbox::check_allowed;
 use driftline_store::Store;
 use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
-use crate::model::CheckpointGlance;
-use crate::model::{CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome};
-use driftline_machine::log;
-use driftline_machine::sandbox::check_allowed;
+use crate::model::{
+    CheckpointGlance, CheckpointPage, CheckpointRequest, DisksPolicy, EpochLine, EpochOutcome,
+};
 
 /// Reports kept for a reader that comes late: hours of them.
 const KEPT_REPORTS: usize = 65_536;

@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription, TrackingMode};
 use driftline_guest::{RunState, VcpuWrites};
+use driftline_machine::config::Backend;
+use driftline_machine::log;
+use driftline_machine::vm::VcpuInfo;
 use driftline_migrate::SendStatus;
 use tokio::sync::oneshot;
 
 use super::bins::Bins;
 use super::{Jobs, lock};
 use crate::model::{VcpuWindow, WatchPage};
-use driftline_machine::config::Backend;
-use driftline_machine::log;
-use driftline_machine::vm::VcpuInfo;
 
 /// Each costs an insert for every frame that the guest makes dirty, and a tree.
 const MOST: usize = 4;

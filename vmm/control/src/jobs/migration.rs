@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use driftline_machine::log;
 use driftline_migrate::{
     Cause, ControlError, GuestPlace, Phase, Resolution, SendControl, SendError, SendOptions,
     SendReport,
@@ -14,7 +15,6 @@ use tokio::sync::watch;
 
 use super::holds::{Holds, Role};
 use crate::model::{GuestWhere, MigrationFailure, MigrationPage, MigrationRequest, MigrationState};
-use driftline_machine::log;
 
 /// A migration, under way or over.
 pub(super) struct MigrationJob {

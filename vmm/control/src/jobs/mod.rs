@@ -17,6 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use driftline_guest::RunState;
+use driftline_machine::config::guest_span;
+use driftline_machine::vm::SharedVm;
 use driftline_migrate::{Records, Resolution, Responder};
 use tracing::Span;
 
@@ -25,8 +27,6 @@ use crate::model::{
 };
 use checkpoints::CheckpointJob;
 use dirty_watch::Watches;
-use driftline_machine::config::guest_span;
-use driftline_machine::vm::SharedVm;
 pub use holds::OperatorError;
 use holds::{Holds, Role};
 use kept::Kept;

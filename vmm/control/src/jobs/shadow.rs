@@ -23,11 +23,11 @@ use std::time::{Duration, Instant};
 
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn, PAGE_SIZE, Subscription};
 use driftline_guest::{Guest, GuestError, Paused, RunState};
+use driftline_machine::log;
+use driftline_machine::memory::WriteWatch;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::holds::View;
-use driftline_machine::log;
-use driftline_machine::memory::WriteWatch;
 
 /// Between two looks: at least, and so many times as long as the last one took.
 const PERIOD: Duration = Duration::from_millis(100);

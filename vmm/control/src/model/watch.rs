@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use driftline_checkpoint::Achieved;
+use driftline_machine::vm::EndReason;
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint::EpochOutcome;
 use super::guest::Info;
 use super::migration::MigrationPage;
-use driftline_machine::vm::EndReason;
 
 /// The most ranges that memory is divided into.
 pub const MAX_BINS: u32 = 4096;
