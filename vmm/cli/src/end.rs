@@ -10,6 +10,7 @@ use driftline_machine::vm::{EndReason, SharedVm};
 
 use super::failure::Failure;
 use super::output::{count, say};
+use super::report;
 
 /// Waits for the guest's end, lets the API's last answers out, and says why it ended.
 pub(super) fn to_the_end(
@@ -87,7 +88,7 @@ pub(super) fn when_memory_is_lost(why: &str) {
     let failure = Failure::error(format_args!("the guest crashed: {why}"));
     let end = move || {
         std::thread::sleep(LOST_LIMIT);
-        failure.report();
+        report::report(failure);
         driftline_machine::exit::now(1)
     };
     if std::thread::Builder::new().name("lost-memory".into()).spawn(end).is_err() {

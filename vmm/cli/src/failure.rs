@@ -1,31 +1,25 @@
-//! Owns how a command fails: the exit code, the sentence on stderr, and the object of `--json`.
+//! Owns what a command that fails has to say: an exit code, a sentence, and more for `--json`.
 
-use std::env;
 use std::error::Error;
-use std::process::ExitCode;
 
 use driftline_control::api::ClientError;
 use serde::Serialize;
-use serde_json::{Map, Value, json};
-use tracing::Level;
-
-use super::log;
-use super::output::print_json;
+use serde_json::{Map, Value};
 
 /// The exit code of [`Failure::usage`].
-const USAGE: u8 = 2;
+pub(crate) const USAGE: u8 = 2;
 /// The exit code of [`Failure::still_running`].
 const STILL_RUNNING: u8 = 4;
 
 /// A command that did not do what it was asked.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    code: u8,
+    pub(crate) code: u8,
     /// What went wrong in a word that stays the same, for programs.
-    word: &'static str,
-    message: String,
+    pub(crate) word: &'static str,
+    pub(crate) message: String,
     /// What `--json` prints beside the error.
-    beside: Map<String, Value>,
+    pub(crate) beside: Map<String, Value>,
 }
 
 impl Failure {
@@ -87,36 +81,6 @@ impl Failure {
     pub(crate) fn is_still_running(&self) -> bool {
         self.code == STILL_RUNNING
     }
-
-    /// Says it, and gives the process's exit code.
-    pub(crate) fn report(mut self) -> ExitCode {
-        log::sentence(Level::ERROR, &self.message);
-        if json_asked() {
-            let error = json!({ "code": self.word, "message": self.message });
-            self.beside.insert("error".to_owned(), error);
-            // Where stdout is gone too, the exit code says it.
-            let _ = print_json(&self.beside);
-        }
-        ExitCode::from(self.code)
-    }
-}
-
-/// What clap says of a command line, which is no error where help was asked for.
-pub(super) fn refuse_usage(e: &clap::Error) -> ExitCode {
-    // There is nowhere to say that stderr is closed.
-    let _ = e.print();
-    if e.exit_code() == i32::from(USAGE) && json_asked() {
-        let said = e.to_string();
-        let message = said.split("\n\n").next().unwrap_or_default();
-        let message = message.trim_start_matches("error: ");
-        let _ = print_json(&json!({ "error": { "code": "usage", "message": message } }));
-    }
-    u8::try_from(e.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
-}
-
-/// Whether the command line has `--json`, read or not.
-fn json_asked() -> bool {
-    env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json")
 }
 
 /// Any error that has no exit code of its own.

@@ -19,6 +19,7 @@ mod pending;
 mod plan;
 mod progress;
 mod receive;
+mod report;
 mod restore;
 mod run;
 mod store;
@@ -40,11 +41,11 @@ fn main() -> ExitCode {
     driftline_machine::schedule::short_slices();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(e) => return failure::refuse_usage(&args::with_hint(e)),
+        Err(e) => return report::refuse_usage(&args::with_hint(e)),
     };
     let verbose = cli.output.log.verbose > 0;
     let done = log::start(&cli.output.log).and_then(|()| run(cli.command, verbose, started));
-    let code = done.unwrap_or_else(Failure::report);
+    let code = done.unwrap_or_else(report::report);
     driftline_machine::log::flush();
     code
 }

@@ -3,32 +3,14 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Args;
 use driftline_control::api::plan::{Plan, PlanRequest, PlanVerdict};
 use driftline_migrate::forecast::Forecast;
 use hyper::Method;
 
-use super::args::{ApiArgs, QueryArgs, headings};
+use super::args::{ApiArgs, PlanArgs};
 use super::client::ask;
 use super::failure::Failure;
 use super::output::{self, print, print_json, say};
-use super::values;
-
-#[derive(Args)]
-pub(crate) struct PlanArgs {
-    /// Bytes a second that the link to the destination carries, such as 100M
-    ///
-    /// Without it 10 Gbit/s (1250000000) are assumed.
-    #[arg(long, value_name = "SIZE", value_parser = values::bandwidth,
-          help_heading = headings::TRANSFER)]
-    pub(crate) bandwidth: Option<u64>,
-    /// Longest acceptable pause, in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = values::downtime_ms,
-          help_heading = headings::CONVERGENCE)]
-    pub(crate) downtime_ms: u64,
-    #[command(flatten)]
-    pub(crate) query: QueryArgs,
-}
 
 /// How long the VMM looks at the guest's writes before it answers.
 const LOOK: Duration = Duration::from_secs(5);

@@ -14,7 +14,8 @@ use driftline_machine::config::{
 };
 use driftline_machine::memory::{Backing, HugePages};
 
-use super::{headings, values};
+use super::headings;
+use crate::values;
 
 /// How a process that has a guest behaves on its host.
 #[derive(Args)]

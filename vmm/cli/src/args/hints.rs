@@ -3,7 +3,7 @@
 use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, Error};
 
-use super::Cli;
+use super::command::Cli;
 
 /// Commands by names that other programs have for them.
 pub(super) const COMMANDS: &[(&[&str], &[&str])] = &[

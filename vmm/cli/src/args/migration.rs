@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::Args;
 use driftline_migrate::{Compression, CopyDrives, TimeoutStrategy};
 
-use super::{QueryArgs, headings, values};
+use super::api::QueryArgs;
+use super::headings;
+use crate::values;
 
 #[derive(Args)]
 pub(crate) struct SendArgs {

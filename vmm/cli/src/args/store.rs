@@ -7,7 +7,9 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use driftline_control::model::DisksPolicy;
 
-use super::{ApiArgs, examples, headings, values};
+use super::api::ApiArgs;
+use super::{examples, headings};
+use crate::values;
 
 #[derive(Args)]
 pub(crate) struct CheckpointArgs {

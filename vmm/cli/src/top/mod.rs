@@ -13,22 +13,19 @@ mod view;
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
-use std::time::Duration;
 
-use clap::Args;
 use driftline_control::api::{Client, ClientError};
 use driftline_control::model::WatchPage;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::widgets::Widget;
 
-use super::args::{QueryArgs, headings};
+use super::args::TopArgs;
 use super::client::block_on;
 use super::end;
 use super::failure::Failure;
 use super::output::{print_on, say};
 use super::progress::receiving_line;
-use super::values;
 use feed::{Feed, Update};
 use heat::Palette;
 use screen::Screen;
@@ -36,29 +33,6 @@ use view::View;
 
 /// What the terminal is taken to be where that cannot be asked.
 const USUAL_SIZE: (u16, u16) = (80, 24);
-
-#[derive(Args)]
-pub(crate) struct TopArgs {
-    /// How often to look: from 100ms to 60s
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval,
-          help_heading = headings::TIMING)]
-    pub(crate) interval: Duration,
-    /// Look once, after one interval, and print plain text
-    ///
-    /// With --json it prints an object. --json alone prints one object after another.
-    #[arg(long, help_heading = headings::OUTPUT)]
-    pub(crate) once: bool,
-    #[command(flatten)]
-    pub(crate) query: QueryArgs,
-}
-
-fn interval(text: &str) -> Result<Duration, String> {
-    let interval = values::duration(text)?;
-    match (view::SHORTEST..=view::LONGEST).contains(&interval) {
-        true => Ok(interval),
-        false => Err("an interval is from 100ms to 60s".to_owned()),
-    }
-}
 
 /// `driftline top`.
 pub(super) fn top(args: &TopArgs) -> Result<ExitCode, Failure> {

@@ -28,7 +28,7 @@ pub(super) async fn live(
 ) -> Result<Option<Box<WatchPage>>, Failure> {
     // Before the terminal is touched: a socket that nobody listens on is said on the terminal as it is.
     let mut feed = Feed::new(client);
-    let first = feed.next(super::view::SHORTEST).await?;
+    let first = feed.next(crate::args::SHORTEST_INTERVAL).await?;
     let mut signals = Signals::new()?;
     let mut view = View::new(interval, Palette::of_environment());
 

@@ -395,11 +395,11 @@ fn keys_quit_pause_and_change_the_interval() {
     for _ in 0..10 {
         assert!(terminal::press(&mut view, &key(KeyCode::Char('+'))));
     }
-    assert_eq!(view.interval, super::view::SHORTEST);
+    assert_eq!(view.interval, crate::args::SHORTEST_INTERVAL);
     for _ in 0..20 {
         assert!(terminal::press(&mut view, &key(KeyCode::Char('-'))));
     }
-    assert_eq!(view.interval, super::view::LONGEST);
+    assert_eq!(view.interval, crate::args::LONGEST_INTERVAL);
     view.silent = Some(Duration::from_secs(70));
     assert!(lines(&drawn(&view, 80, 24))[0].ends_with("NO ANSWER for 70 s"));
 }

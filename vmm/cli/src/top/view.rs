@@ -7,10 +7,8 @@ use driftline_control::model::{ArrivingInfo, GuestState, WatchPage};
 
 use super::feed::Update;
 use super::heat::Palette;
+use crate::args::{LONGEST_INTERVAL, SHORTEST_INTERVAL};
 
-/// Intervals that can be asked for.
-pub(super) const SHORTEST: Duration = Duration::from_millis(100);
-pub(super) const LONGEST: Duration = Duration::from_secs(60);
 /// Windows that are remembered for the small curves.
 const REMEMBERED: usize = 240;
 
@@ -82,12 +80,12 @@ impl View {
 
     /// Looks half as often, or twice.
     pub(super) fn slower(&mut self) {
-        self.interval = (self.interval * 2).min(LONGEST);
+        self.interval = (self.interval * 2).min(LONGEST_INTERVAL);
     }
 
     /// The other way.
     pub(super) fn faster(&mut self) {
-        self.interval = (self.interval / 2).max(SHORTEST);
+        self.interval = (self.interval / 2).max(SHORTEST_INTERVAL);
     }
 }
 

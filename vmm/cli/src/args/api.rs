@@ -1,0 +1,60 @@
+//! Owns the options of commands that ask a running VMM.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::headings;
+use crate::values;
+
+/// Where a running VMM listens.
+#[derive(Args)]
+pub(crate) struct ApiArgs {
+    /// The API socket of the guest's VMM
+    #[arg(long, value_name = "FILE", help_heading = headings::API)]
+    pub(crate) api_sock: PathBuf,
+    /// How long to wait for an answer: digits and ms or s
+    ///
+    /// It is for each request. What a command waits for on purpose (the end of a migration,
+    /// checkpoints, the next look of top) has no limit.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = values::duration,
+          help_heading = headings::WAITING)]
+    pub(crate) timeout: Duration,
+}
+
+impl ApiArgs {
+    /// A client of that VMM.
+    pub(crate) fn client(&self) -> driftline_control::api::Client {
+        driftline_control::api::Client::new(&self.api_sock).with_timeout(self.timeout)
+    }
+}
+
+#[derive(Args)]
+pub(crate) struct StopArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Wait until the VMM's process has ended, for at most --timeout
+    #[arg(long, help_heading = headings::WAITING)]
+    pub(crate) wait: bool,
+}
+
+/// A question to a running VMM.
+#[derive(Args)]
+pub(crate) struct QueryArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Print one JSON object
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args)]
+pub(crate) struct BalloonArgs {
+    /// Take this much memory from the guest: whole MiB, such as 256M
+    #[arg(long, value_name = "SIZE", value_parser = values::size,
+          help_heading = headings::MEMORY)]
+    pub(crate) size: Option<u64>,
+    #[command(flatten)]
+    pub(crate) query: QueryArgs,
+}

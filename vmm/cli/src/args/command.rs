@@ -1,0 +1,120 @@
+//! Owns the commands, and the options of those that have few.
+
+use clap::{ArgAction, Args, Parser, Subcommand};
+use driftline_machine::config::Backend;
+
+use super::api::{ApiArgs, BalloonArgs, QueryArgs, StopArgs};
+use super::compare::CompareArgs;
+use super::guest::{ReceiveArgs, RestoreArgs, RunArgs};
+use super::log::GlobalArgs;
+use super::migration::{ResolveArgs, SendArgs};
+use super::plan::PlanArgs;
+use super::store::{CheckpointArgs, StoreCommand};
+use super::top::TopArgs;
+use super::{examples, headings};
+
+/// A KVM virtual machine monitor that knows which guest pages have changed
+///
+/// Exit codes: 0 done, 1 error, 2 usage, 3 the host lacks something, 4 a migration or checkpoint
+/// failed and the guest is still running where it was.
+#[derive(Parser)]
+#[command(name = "driftline", version, disable_help_flag = true, disable_version_flag = true)]
+#[command(after_help = examples::DRIFTLINE)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// Print the version
+    #[arg(short = 'V', long, action = ArgAction::Version, help_heading = headings::OUTPUT)]
+    pub(crate) version: Option<bool>,
+    #[command(flatten)]
+    pub(crate) output: GlobalArgs,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// See it work: launch, checkpoint, kill, restore, live-migrate, verify
+    #[command(after_help = examples::DEMO)]
+    Demo(DemoArgs),
+    /// Start a guest and run it to its end
+    #[command(after_help = examples::RUN)]
+    Run(RunArgs),
+    /// Show a guest's state and figures
+    #[command(after_help = examples::INFO)]
+    Info(QueryArgs),
+    /// Show a guest's balloon, or change its size
+    #[command(after_help = examples::BALLOON)]
+    Balloon(BalloonArgs),
+    /// Stop a guest's vCPUs
+    #[command(after_help = examples::PAUSE)]
+    Pause(ApiArgs),
+    /// Let a paused guest run
+    #[command(after_help = examples::RESUME)]
+    Resume(ApiArgs),
+    /// End a guest and its VMM
+    #[command(after_help = examples::STOP)]
+    Stop(StopArgs),
+    /// Take checkpoints of a running guest into a store
+    #[command(after_help = examples::CHECKPOINT)]
+    Checkpoint(CheckpointArgs),
+    /// Build a guest from a checkpoint and run it to its end
+    #[command(after_help = examples::RESTORE)]
+    Restore(RestoreArgs),
+    /// Wait for a guest from another host, then run it to its end
+    #[command(after_help = examples::RECEIVE)]
+    ReceiveMigration(ReceiveArgs),
+    /// Send a running guest to another host
+    #[command(after_help = examples::SEND)]
+    SendMigration(SendArgs),
+    /// Predict how a migration of a running guest, and checkpoints of it, would go
+    ///
+    /// Watches the guest for about four seconds, which slows its writes down as a migration does.
+    /// Nothing is begun.
+    #[command(after_help = examples::PLAN)]
+    Plan(PlanArgs),
+    /// Watch live where, how fast and by which vCPU a guest's memory is written
+    ///
+    /// Shows a heat map of guest memory by write rate, the figures of each vCPU and its dirty ring,
+    /// and the migration or the checkpoints that are under way, which miss nothing. Keys: q quits,
+    /// p pauses the view, + and - change the interval. Watching slows the guest's writes down as a
+    /// migration does, at any interval, and ends with this command. NO_COLOR shows signs instead of
+    /// colours.
+    #[command(after_help = examples::TOP)]
+    Top(TopArgs),
+    /// Cancel a migration; the guest stays where it is
+    #[command(after_help = examples::CANCEL)]
+    CancelMigration(ApiArgs),
+    /// Resolve a migration in doubt: decide where the guest runs
+    #[command(after_help = examples::RESOLVE)]
+    Resolve(ResolveArgs),
+    /// Measure the ways of tracking a guest's writes side by side, on this host
+    #[command(after_help = examples::COMPARE)]
+    Compare(CompareArgs),
+    /// Show what this host offers, and what each missing thing costs
+    #[command(after_help = examples::DOCTOR)]
+    Doctor(DoctorArgs),
+    /// Look at a store of checkpoints
+    #[command(subcommand, after_help = examples::STORE)]
+    Store(StoreCommand),
+}
+
+#[derive(Args)]
+pub(crate) struct DemoArgs {
+    /// What runs the vCPUs: kvm or threads
+    ///
+    /// By default it is kvm where that can be used.
+    #[arg(long, value_name = "NAME", help_heading = headings::PROCESSORS)]
+    pub(crate) backend: Option<Backend>,
+    /// Print the figures as one JSON object
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args)]
+pub(crate) struct DoctorArgs {
+    /// Exit with 3 if something is missing that every KVM guest needs
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) check: bool,
+    /// Print one JSON object
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) json: bool,
+}

@@ -1,0 +1,36 @@
+//! Owns the options of `driftline top`.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::api::QueryArgs;
+use super::headings;
+use crate::values;
+
+/// Intervals that can be asked for.
+pub(crate) const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
+pub(crate) const LONGEST_INTERVAL: Duration = Duration::from_secs(60);
+
+#[derive(Args)]
+pub(crate) struct TopArgs {
+    /// How often to look: from 100ms to 60s
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = interval,
+          help_heading = headings::TIMING)]
+    pub(crate) interval: Duration,
+    /// Look once, after one interval, and print plain text
+    ///
+    /// With --json it prints an object. --json alone prints one object after another.
+    #[arg(long, help_heading = headings::OUTPUT)]
+    pub(crate) once: bool,
+    #[command(flatten)]
+    pub(crate) query: QueryArgs,
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let interval = values::duration(text)?;
+    match (SHORTEST_INTERVAL..=LONGEST_INTERVAL).contains(&interval) {
+        true => Ok(interval),
+        false => Err("an interval is from 100ms to 60s".to_owned()),
+    }
+}
