@@ -17,8 +17,10 @@ use driftline_machine::sinks::{FlatSet, FrameSink, ListSet, SharedSink};
 use driftline_machine::vm::{EndReason, Vm};
 
 use super::cpu::{CpuTime, this_thread};
+use super::matrix::{Cell, GuestKind};
+use super::settings::Settings;
 use super::truth::{Audit, Truth};
-use super::{Cell, GuestKind, Settings, Sink};
+use super::way::Sink;
 
 /// How long a payload may take until it has been over its working set.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(20);

@@ -7,8 +7,9 @@
 //! | `cell` | one run: launch, warm up, follow, pause, throw away |
 //! | `truth` | what the guest has truly written, out of its own memory |
 //! | `cpu`, `host`, `stats` | processor time, the machine's description, medians and spreads |
+//! | `settings`, `run` | how cells are measured, and all of them in turn |
 //! | `report` | runs into figures |
-//! | `words` | figures into sentences |
+//! | `words`, `units` | figures into sentences |
 //! | `looks` | sentences of frames that were missed |
 //! | `table` | the report for a terminal |
 //! | `plot`, `page` | drawings, and the page around them |
@@ -30,104 +31,21 @@ mod matrix;
 mod page;
 mod plot;
 mod report;
+mod run;
+mod settings;
 mod stats;
 mod table;
 #[cfg(test)]
 mod testing;
 mod truth;
+mod units;
 mod way;
 mod words;
 
-use std::time::Duration;
-
-use serde::{Serialize, Serializer};
-
-use driftline_machine::kvm::Capabilities;
 pub use host::Host;
 pub use matrix::{BRISK, BUSY, Cell, GuestKind, LIGHT, default_cells, product};
 pub use report::{CellReport, Figures, Report};
+pub use run::{Step, compare};
+pub use settings::Settings;
 pub use stats::Spread;
 pub use way::{Sink, Way};
-
-/// How cells are measured.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Settings {
-    /// Time between two epochs.
-    #[serde(rename = "interval_ms", serialize_with = "as_ms")]
-    pub interval: Duration,
-    /// How long each cell is measured, all its runs together.
-    #[serde(rename = "duration_ms", serialize_with = "as_ms")]
-    pub duration: Duration,
-    /// Runs of each cell.
-    pub repeat: usize,
-    /// Of each machine.
-    pub vcpus: u8,
-    /// Of each dirty ring.
-    pub ring_entries: u32,
-    /// How long a kernel boots before it is measured.
-    #[serde(rename = "settle_ms", serialize_with = "as_ms")]
-    pub settle: Duration,
-}
-
-impl Settings {
-    /// Of the duration, each run's part.
-    pub fn per_run(&self) -> Duration {
-        self.duration / u32::try_from(self.repeat.max(1)).unwrap_or(u32::MAX)
-    }
-}
-
-fn as_ms<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_f64(time.as_secs_f64() * 1e3)
-}
-
-/// A comparison under way, for whoever watches.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Step<'c> {
-    /// Runs that are over.
-    pub done: usize,
-    /// All that there are.
-    pub of: usize,
-    /// What is measured now.
-    pub cell: &'c Cell,
-}
-
-/// Measures `cells` one at a time, `settings.repeat` times each; `watch` is told of every run
-/// before it. A cell that cannot be measured is a row that says why, and no error.
-pub fn compare(
-    cells: &[Cell],
-    settings: &Settings,
-    capabilities: &Capabilities,
-    host: Host,
-    mut watch: impl FnMut(Step<'_>),
-) -> Report {
-    let mut outcomes: Vec<Vec<report::Outcome>> = vec![Vec::new(); cells.len()];
-    let lacking = |cell: &Cell| cell.way.lacking(capabilities, settings.ring_entries);
-    let possible: Vec<usize> = (0..cells.len())
-        .filter(|at| match cells.get(*at).and_then(lacking) {
-            None => true,
-            Some(why) => {
-                outcomes.iter_mut().skip(*at).take(1).for_each(|o| o.push(Err(why.clone())));
-                false
-            }
-        })
-        .collect();
-    let of = possible.len() * settings.repeat;
-    for (done, (_, at)) in matrix::interleaved(possible.len(), settings.repeat).enumerate() {
-        let Some((at, cell)) = possible.get(at).and_then(|at| Some((*at, cells.get(*at)?))) else {
-            continue;
-        };
-        watch(Step { done, of, cell });
-        let outcome = cell::run(cell, settings).map_err(|e| e.to_string());
-        outcomes.iter_mut().skip(at).take(1).for_each(|o| o.push(outcome.clone()));
-    }
-    let rows = report::rows(cells, &outcomes);
-    Report {
-        version: env!("CARGO_PKG_VERSION"),
-        date: host::utc_date(),
-        host,
-        settings: settings.clone(),
-        command: None,
-        findings: words::findings(&rows),
-        cells: rows,
-    }
-}

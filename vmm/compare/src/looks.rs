@@ -1,8 +1,8 @@
 //! What can be said of frames that were missed, and of what it cannot be said.
 
-use super::Way;
 use super::report::{CellReport, Figures};
-use super::words::size;
+use super::units::size;
+use super::way::Way;
 
 /// The sentences, the most important first.
 pub(super) fn findings(rows: &[CellReport]) -> Vec<String> {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use driftline_dirty_tracker::TrackingMode;
 use serde::{Serialize, Serializer};
 
-use super::{Sink, Way};
+use super::way::{Sink, Way};
 
 /// What a cell's machine runs.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]

@@ -2,10 +2,12 @@
 
 use std::fmt::Write;
 
+use super::matrix::GuestKind;
 use super::plot::{Axis, BoxRow, Plot, Point, STYLE, Series, Ticks, boxes, escape, standalone};
 use super::report::{CellReport, Figures, Report};
-use super::words::{size, us};
-use super::{GuestKind, Spread, Way};
+use super::stats::Spread;
+use super::units::{size, us};
+use super::way::Way;
 
 const PAGE_STYLE: &str = include_str!("page.css");
 

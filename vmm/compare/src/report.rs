@@ -5,9 +5,11 @@ use serde::Serialize;
 
 use super::cell::{EpochTimes, Sample};
 use super::host::Host;
-use super::stats::{median, quantile, sorted};
+use super::matrix::{Cell, GuestKind};
+use super::settings::Settings;
+use super::stats::{Spread, median, quantile, sorted};
 use super::truth::Audit;
-use super::{Cell, GuestKind, Settings, Sink, Spread, Way};
+use super::way::{Sink, Way};
 
 /// All of it. In JSON every number has its unit in its name.
 #[derive(Clone, PartialEq, Debug, Serialize)]

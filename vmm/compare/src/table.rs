@@ -3,8 +3,9 @@
 use std::fmt::Write;
 
 use super::report::{CellReport, Figures, Report};
-use super::words::{size, us};
-use super::{Spread, Way};
+use super::stats::Spread;
+use super::units::{size, us};
+use super::way::Way;
 
 const HEADER: [&str; 13] = [
     "tracking",
@@ -167,7 +168,7 @@ fn bare(value: f64, median: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{GuestKind, LIGHT};
+    use crate::matrix::{GuestKind, LIGHT};
 
     fn row(way: &str, figures: Option<Figures>, why: Option<&str>) -> CellReport {
         let way: Way = way.parse().unwrap();

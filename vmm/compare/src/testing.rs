@@ -1,13 +1,17 @@
 //! A report for tests: figures that grow as one would expect them to, and one row that is missing.
 
 use super::host::Host;
+use super::matrix::{Cell, default_cells};
 use super::report::{CellReport, Figures, Report};
-use super::{Settings, Spread, Way, default_cells, words};
+use super::settings::Settings;
+use super::stats::Spread;
+use super::way::Way;
+use super::words;
 
 /// Of the default matrix.
 pub(super) fn report() -> Report {
     let ways: Vec<Way> = Way::usual().collect();
-    let row = |cell: super::Cell| {
+    let row = |cell: Cell| {
         let gib = (cell.mem_bytes >> 30) as f64;
         let frames = match cell.guest.name() {
             name if name.contains("max") => 24_000.0,

@@ -5,8 +5,12 @@ use std::cmp::Ordering;
 
 use driftline_dirty_tracker::TrackingMode;
 
+use super::looks;
+use super::matrix::GuestKind;
 use super::report::{CellReport, Figures};
-use super::{GuestKind, Spread, Way, looks};
+use super::stats::Spread;
+use super::units::{percent, size, us};
+use super::way::Way;
 
 /// A figure of which less is better.
 #[derive(Clone, Copy, Debug)]
@@ -38,33 +42,6 @@ const SLOW_DOWN: Measure = Measure {
 };
 const HOST_CPU: Measure =
     Measure { what: "host processor time", of: |f| f.host_cpu_percent, shown: percent, least: 0.0 };
-
-/// A time for people.
-pub(super) fn us(us: f64) -> String {
-    match us {
-        us if us >= 99_950.0 => format!("{:.0} ms", us / 1e3),
-        us if us >= 999.5 => format!("{:.1} ms", us / 1e3),
-        us if us >= 99.95 => format!("{us:.0} us"),
-        us => format!("{us:.1} us"),
-    }
-}
-
-fn percent(value: f64) -> String {
-    // A tenth less than none is none.
-    format!("{:.1} %", if value.abs() < 0.05 { 0.0 } else { value })
-}
-
-/// A size for people, in powers of two.
-pub(super) fn size(bytes: u64) -> String {
-    let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    match units.into_iter().find(|(_, shift)| bytes >= 1 << shift) {
-        None => format!("{bytes} B"),
-        Some((unit, shift)) if bytes.is_multiple_of(1 << shift) => {
-            format!("{} {unit}", bytes >> shift)
-        }
-        Some((unit, shift)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),
-    }
-}
 
 /// The rows of one guest of one size.
 struct Group<'r> {
@@ -280,7 +257,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::LIGHT;
+    use crate::matrix::LIGHT;
 
     fn row(way: Way, mem_bytes: u64, epoch_us: [f64; 3]) -> CellReport {
         CellReport {

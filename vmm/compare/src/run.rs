@@ -1,0 +1,61 @@
+//! Measures cells one at a time, in turn.
+
+use driftline_machine::kvm::Capabilities;
+
+use super::host::{Host, utc_date};
+use super::matrix::{self, Cell};
+use super::report::{self, Report};
+use super::settings::Settings;
+use super::{cell, words};
+
+/// A comparison under way, for whoever watches.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Step<'c> {
+    /// Runs that are over.
+    pub done: usize,
+    /// All that there are.
+    pub of: usize,
+    /// What is measured now.
+    pub cell: &'c Cell,
+}
+
+/// Measures `cells` one at a time, `settings.repeat` times each; `watch` is told of every run
+/// before it. A cell that cannot be measured is a row that says why, and no error.
+pub fn compare(
+    cells: &[Cell],
+    settings: &Settings,
+    capabilities: &Capabilities,
+    host: Host,
+    mut watch: impl FnMut(Step<'_>),
+) -> Report {
+    let mut outcomes: Vec<Vec<report::Outcome>> = vec![Vec::new(); cells.len()];
+    let lacking = |cell: &Cell| cell.way.lacking(capabilities, settings.ring_entries);
+    let possible: Vec<usize> = (0..cells.len())
+        .filter(|at| match cells.get(*at).and_then(lacking) {
+            None => true,
+            Some(why) => {
+                outcomes.iter_mut().skip(*at).take(1).for_each(|o| o.push(Err(why.clone())));
+                false
+            }
+        })
+        .collect();
+    let of = possible.len() * settings.repeat;
+    for (done, (_, at)) in matrix::interleaved(possible.len(), settings.repeat).enumerate() {
+        let Some((at, cell)) = possible.get(at).and_then(|at| Some((*at, cells.get(*at)?))) else {
+            continue;
+        };
+        watch(Step { done, of, cell });
+        let outcome = cell::run(cell, settings).map_err(|e| e.to_string());
+        outcomes.iter_mut().skip(at).take(1).for_each(|o| o.push(outcome.clone()));
+    }
+    let rows = report::rows(cells, &outcomes);
+    Report {
+        version: env!("CARGO_PKG_VERSION"),
+        date: utc_date(),
+        host,
+        settings: settings.clone(),
+        command: None,
+        findings: words::findings(&rows),
+        cells: rows,
+    }
+}
