@@ -4,10 +4,12 @@
 mod balloon;
 mod codec;
 mod cpu;
+mod device_id;
 mod devices;
 mod identity;
 mod lineage;
 mod net;
+mod replace;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -22,12 +24,12 @@ pub use balloon::BalloonConfig;
 pub use cpu::{CpuConfig, CpuModel, CpuidWord, MsrWord};
 pub(crate) use devices::disks_mut;
 pub use devices::{
-    DeviceConfig, DiskConfig, DiskSpec, MAX_BLOCK_BYTES, MAX_DEVICES, MAX_SERIAL_BYTES,
-    ReplaceError, disks,
+    DeviceConfig, DiskConfig, DiskSpec, MAX_BLOCK_BYTES, MAX_DEVICES, MAX_SERIAL_BYTES, disks,
 };
 pub use identity::DiskIdentity;
 pub use lineage::{GuestName, Identity, Lineage, Restored, guest_span};
 pub use net::{MAX_QUEUE_PAIRS, MacAddr, NetConfig, NetSpec, VsockConfig, VsockSpec};
+pub use replace::ReplaceError;
 
 /// What runs the vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]

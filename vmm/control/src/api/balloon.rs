@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use driftline_machine::devices::BalloonControl;
 
 use super::fault::{Fault, Input};
-use super::routes::{Answer, Shared, blocking};
+use super::handler::{Answer, Shared, blocking};
 use crate::jobs::Jobs;
 use crate::model::{BalloonRequest, BalloonView};
 

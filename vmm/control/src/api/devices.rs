@@ -7,7 +7,7 @@ use driftline_machine::config::{DeviceConfig, DiskConfig, NetConfig, VsockConfig
 use serde_json::{Map, Value, json};
 
 use super::fault::Fault;
-use super::routes::{Answer, Shared, blocking};
+use super::handler::{Answer, Shared, blocking};
 
 /// `GET /drives/{id}`.
 pub(super) async fn drive(State(app): Shared, Path(id): Path<String>) -> Answer<Value> {

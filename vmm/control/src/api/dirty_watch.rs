@@ -12,7 +12,7 @@ use axum::http::StatusCode;
 use serde::Deserialize;
 
 use super::fault::{Fault, Input};
-use super::routes::{Answer, Shared, blocking};
+use super::handler::{Answer, Shared, blocking};
 use crate::model::{MAX_BINS, WatchBegun, WatchPage, WatchRequest};
 
 /// Ranges where nobody asks for a number.

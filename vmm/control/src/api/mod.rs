@@ -11,6 +11,7 @@ mod client;
 mod devices;
 mod dirty_watch;
 mod fault;
+mod handler;
 pub mod plan;
 mod routes;
 mod server;

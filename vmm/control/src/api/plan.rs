@@ -10,7 +10,7 @@ use driftline_migrate::forecast::{Conditions, Curve, Forecast, forecast};
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, Input};
-use super::routes::{Answer, Shared, blocking};
+use super::handler::{Answer, Shared, blocking};
 use crate::jobs::Watched;
 use crate::model::MAX_DOWNTIME_MS;
 

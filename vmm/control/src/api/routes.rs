@@ -21,6 +21,7 @@ use super::balloon;
 use super::devices;
 use super::dirty_watch;
 use super::fault::{Fault, Input};
+use super::handler::{Answer, Shared, blocking};
 use super::plan;
 use crate::jobs::Jobs;
 use crate::model::{
@@ -28,9 +29,6 @@ use crate::model::{
     InstanceInfo, JobBegun, MachineConfigView, MigrationPage, MigrationRequest, ResolveRequest,
     VmRequest, VmTarget,
 };
-
-pub(super) type Shared = State<Arc<App>>;
-pub(super) type Answer<T> = Result<Json<T>, Fault>;
 
 pub(super) fn all(app: Arc<App>) -> Router {
     let without_query = Router::new()
@@ -75,17 +73,6 @@ async fn refuse_query(request: Request, next: Next) -> Response {
                 .into_response()
         }
     }
-}
-
-/// Runs `call` where it may block.
-pub(super) async fn blocking<T: Send + 'static>(
-    app: Arc<App>,
-    call: impl FnOnce(&Arc<Jobs>) -> Result<T, Fault> + Send + 'static,
-) -> Result<T, Fault> {
-    let jobs = app.jobs().map_err(Fault::new)?.clone();
-    let called = tokio::task::spawn_blocking(move || jobs.span().in_scope(|| call(&jobs)));
-    let called = called.await;
-    called.unwrap_or_else(|e| Err(Fault::internal(format!("the request failed: {e}"))))
 }
 
 async fn unknown(method: Method, uri: Uri) -> Fault {

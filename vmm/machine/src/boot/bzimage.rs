@@ -8,7 +8,7 @@ use std::io::{Read, Seek, SeekFrom};
 use linux_loader::loader::bootparam::{LOADED_HIGH, XLF_KERNEL_64, setup_header};
 use vm_memory::{ByteValued, Bytes, GuestAddress, ReadVolatile};
 
-use super::kernel::{Loaded, Start};
+use super::loaded::{Loaded, Start};
 use super::{BootError, Taken, map};
 use crate::memory::Memory;
 

@@ -14,7 +14,7 @@ use linux_loader::elf::{
 };
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
-use super::kernel::{Loaded, Start};
+use super::loaded::{Loaded, Start};
 use super::{BootError, Taken, map, zero_page};
 use crate::memory::Memory;
 

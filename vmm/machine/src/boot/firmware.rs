@@ -3,7 +3,7 @@
 use driftline_dirty_tracker::Gfn;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::kernel::Loaded;
+use super::loaded::Loaded;
 use super::{BootError, MmioSlot, acpi, map, mptable};
 use crate::memory::Memory;
 

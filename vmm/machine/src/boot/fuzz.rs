@@ -6,7 +6,8 @@ use std::io::Cursor;
 use driftline_dirty_tracker::{FrameRun, Gfn, TrackingMode};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::kernel::{self, Loaded};
+use super::kernel;
+use super::loaded::Loaded;
 use super::{Entry, MmioSlot, enter};
 use crate::config::{Backend, Boot, CpuConfig, DEFAULT_RING_ENTRIES, MachineConfig};
 use crate::memory::{Memory, MemoryOptions};

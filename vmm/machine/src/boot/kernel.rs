@@ -3,40 +3,13 @@
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 
-use linux_loader::loader::bootparam::setup_header;
 use vm_memory::{Bytes, GuestAddress, ReadVolatile};
 
+use super::loaded::Loaded;
 use super::{BootError, Taken, bzimage, elf, map};
 use crate::memory::Memory;
 
 const PAGE: u64 = 4096;
-
-/// A kernel in guest memory.
-#[derive(Debug)]
-pub(super) struct Loaded {
-    pub(super) start: Start,
-    /// The memory that it needs.
-    pub(super) segments: Vec<Taken>,
-}
-
-/// How a kernel wants to be entered.
-#[derive(Debug)]
-pub(super) enum Start {
-    /// By the PVH note, in 32-bit mode.
-    Pvh { rip: u64 },
-    /// By the 64-bit Linux boot protocol, in long mode with a zero page.
-    Linux64 { rip: u64, header: Box<setup_header> },
-}
-
-impl Start {
-    /// The highest address that the last byte of a RAM disk may have.
-    fn initrd_addr_max(&self) -> u64 {
-        match self {
-            Self::Pvh { .. } => u32::MAX.into(),
-            Self::Linux64 { header, .. } => header.initrd_addr_max.into(),
-        }
-    }
-}
 
 /// Reads the kernel `from`, called `what` in errors, into `memory`.
 pub(super) fn load<F: Read + Seek + ReadVolatile>(

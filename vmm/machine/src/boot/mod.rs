@@ -16,6 +16,7 @@ mod firmware;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod kernel;
+mod loaded;
 mod map;
 mod mptable;
 mod pvh;
@@ -32,7 +33,7 @@ use driftline_images::workload::Placement;
 
 use crate::config::{Boot, MachineConfig};
 use crate::memory::Memory;
-use kernel::{Loaded, Start};
+use loaded::{Loaded, Start};
 
 pub(crate) use firmware::{generation_frame, renew_generation_id};
 pub use registers::set_registers;

@@ -1,16 +1,16 @@
 //! The devices of a machine, as its configuration has them and as the command line gives them.
 
 use std::collections::HashSet;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use driftline_guest::GuestError;
 use serde::{Deserialize, Serialize};
 
 use super::DiskIdentity;
 use super::balloon::{self, BalloonConfig};
+use super::device_id::check_id;
 use super::net::{NetConfig, NetSpec, VsockConfig, VsockSpec, replace_net, replace_vsock};
+use super::replace::ReplaceError;
 
 /// Most virtio devices: there are no more interrupts for them.
 pub const MAX_DEVICES: usize = 16;
@@ -18,9 +18,6 @@ pub const MAX_DEVICES: usize = 16;
 pub const MAX_SERIAL_BYTES: usize = 20;
 /// Largest block of a disk, in bytes: a page, since Linux takes no larger ones.
 pub const MAX_BLOCK_BYTES: u32 = 4096;
-/// Longest name of a device.
-const MAX_ID_BYTES: usize = 64;
-
 /// A virtio device. Where it is in the list decides its registers' place and its interrupt.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -115,16 +112,6 @@ impl FromStr for DiskSpec {
         let path = path.ok_or_else(|| format!("\"{s}\" names no file: path=FILE is missing"))?;
         Ok(Self { path, readonly, id, serial, any_identity, copy })
     }
-}
-
-pub(super) fn check_id(id: &str) -> Result<String, String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    if id.is_empty() || id.len() > MAX_ID_BYTES || !id.chars().all(allowed) {
-        return Err(format!(
-            "\"{id}\" is no name of a device: it has 1 to {MAX_ID_BYTES} letters, digits, - and _"
-        ));
-    }
-    Ok(id.to_owned())
 }
 
 fn check_serial(serial: &str) -> Result<String, String> {
@@ -306,22 +293,4 @@ fn replace_disk(disk: &mut DiskConfig, with: &DiskSpec, copied: bool) -> Result<
     }
     disk.path.clone_from(&with.path);
     Ok(())
-}
-
-/// What is given on this host does not fit the guest.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ReplaceError(pub(super) String);
-
-impl fmt::Display for ReplaceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for ReplaceError {}
-
-impl From<ReplaceError> for GuestError {
-    fn from(e: ReplaceError) -> Self {
-        Self::System { what: "giving the guest these devices", cause: Box::new(e) }
-    }
 }

@@ -6,7 +6,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::devices::{ReplaceError, check_id};
+use super::device_id::check_id;
+use super::replace::ReplaceError;
 
 /// Most queue pairs of a network interface.
 pub const MAX_QUEUE_PAIRS: u8 = 8;

@@ -14,7 +14,7 @@ use landlock::{
     path_beneath_rules,
 };
 
-use super::{Options, StartError};
+use super::options::{Options, StartError};
 
 /// The newest whose rights are told apart here; older kernels enforce what they know of them.
 const KNOWN: ABI = ABI::V7;

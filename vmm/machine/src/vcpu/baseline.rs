@@ -4,7 +4,7 @@
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
-use super::cpuid::{
+use super::leaves::{
     AMD_LEGACY_CMP, AMD_REPEATS, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_CACHES, LEAF_FEATURES,
     LEAF_SIZES, LEAF_TOPOLOGY, find,
 };

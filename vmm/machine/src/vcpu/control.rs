@@ -5,7 +5,7 @@
 
 use kvm_bindings::{kvm_cpuid_entry2, kvm_sregs};
 
-use super::cpuid::find;
+use super::leaves::find;
 use crate::cpu_model;
 
 /// A bit of a control register and the features of which one must be there for it.

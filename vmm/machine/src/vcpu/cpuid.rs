@@ -4,42 +4,13 @@
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 use super::baseline::baseline;
+use super::leaves::{
+    AMD_LEGACY_CMP, AMD_REPEATS, AMD_VENDORS, HTT, HYPERVISOR, LEAF_AMD_CACHES, LEAF_AMD_FEATURES,
+    LEAF_AMD_TOPOLOGY, LEAF_BASE, LEAF_CACHES, LEAF_EXTENDED_FEATURES, LEAF_FEATURES, LEAF_SIZES,
+    LEAF_SVM, LEAF_TOPOLOGY, LEAF_TOPOLOGY_V2, SHSTK, SVM, TSC_DEADLINE, VMX, find,
+};
 use crate::config::{CpuConfig, CpuModel};
 use crate::cpu_model::{self, Place};
-
-pub(super) const LEAF_BASE: u32 = 0x0;
-pub(super) const LEAF_FEATURES: u32 = 0x1;
-pub(super) const LEAF_CACHES: u32 = 0x4;
-pub(super) const LEAF_EXTENDED_FEATURES: u32 = 0x7;
-pub(super) const LEAF_TOPOLOGY: u32 = 0xb;
-pub(super) const LEAF_XSAVE: u32 = 0xd;
-const LEAF_TOPOLOGY_V2: u32 = 0x1f;
-pub(super) const LEAF_KVM_FEATURES: u32 = 0x4000_0001;
-pub(super) const LEAF_AMD_FEATURES: u32 = 0x8000_0001;
-pub(super) const LEAF_SIZES: u32 = 0x8000_0008;
-const LEAF_SVM: u32 = 0x8000_000a;
-const LEAF_AMD_CACHES: u32 = 0x8000_001d;
-const LEAF_AMD_TOPOLOGY: u32 = 0x8000_001e;
-
-/// Leaf 0 EBX of AMD and Hygon: "Auth", "Hygo".
-const AMD_VENDORS: [u32; 2] = [u32::from_le_bytes(*b"Auth"), u32::from_le_bytes(*b"Hygo")];
-
-/// Leaf 1 ECX.
-const VMX: u32 = 1 << 5;
-pub(super) const TSC_DEADLINE: u32 = 1 << 24;
-pub(super) const OSXSAVE: u32 = 1 << 27;
-pub(super) const HYPERVISOR: u32 = 1 << 31;
-/// Leaf 1 EDX.
-pub(super) const HTT: u32 = 1 << 28;
-/// Leaf 0x8000_0001 EDX repeats these bits of leaf 1 EDX on AMD.
-pub(super) const AMD_REPEATS: u32 = 0x0183_f3ff;
-/// Leaf 7 ECX.
-const SHSTK: u32 = 1 << 7;
-/// Leaf 7 ECX: mirrors CR4.PKE.
-pub(super) const OSPKE: u32 = 1 << 4;
-/// Leaf 0x8000_0001 ECX.
-pub(super) const AMD_LEGACY_CMP: u32 = 1 << 1;
-const SVM: u32 = 1 << 2;
 
 /// Of what KVM supports, what the guest is to have; or what the baseline asks for in vain, by name.
 pub fn narrow(supported: &CpuId, cpu: &CpuConfig) -> Result<CpuId, String> {
@@ -168,13 +139,9 @@ pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u32 {
     }
 }
 
-pub(super) fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
-    let found = entries.iter().find(|e| e.function == function && e.index == index);
-    found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::leaves::OSXSAVE;
     use super::super::promises::{ALL, lacking, missing, shown};
     use super::*;
 

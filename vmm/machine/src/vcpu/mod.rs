@@ -17,6 +17,7 @@ pub mod baseline;
 mod control;
 pub mod cpuid;
 mod hold;
+mod leaves;
 pub mod msrs;
 pub mod promises;
 mod reset;

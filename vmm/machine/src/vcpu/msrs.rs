@@ -5,7 +5,7 @@ use driftline_guest::GuestError;
 use kvm_bindings::*;
 use kvm_ioctls::{Kvm, VcpuFd};
 
-use super::cpuid::{LEAF_EXTENDED_FEATURES, LEAF_FEATURES, find};
+use super::leaves::{LEAF_EXTENDED_FEATURES, LEAF_FEATURES, find};
 use crate::config::MsrWord;
 
 pub(super) const TSC: u32 = 0x10;

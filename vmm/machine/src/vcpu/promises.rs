@@ -5,7 +5,7 @@
 
 use kvm_bindings::kvm_cpuid_entry2;
 
-use super::cpuid::{
+use super::leaves::{
     AMD_LEGACY_CMP, HTT, HYPERVISOR, LEAF_AMD_FEATURES, LEAF_BASE, LEAF_EXTENDED_FEATURES,
     LEAF_FEATURES, LEAF_KVM_FEATURES, LEAF_SIZES, LEAF_XSAVE, OSPKE, OSXSAVE, TSC_DEADLINE, find,
 };

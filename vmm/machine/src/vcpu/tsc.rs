@@ -2,7 +2,7 @@
 
 use kvm_bindings::kvm_cpuid_entry2;
 
-use super::cpuid::find;
+use super::leaves::find;
 use crate::cpu_model;
 
 /// TSC frequencies nearer to each other than this many parts in a million count as equal: what two

@@ -27,8 +27,13 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::file::{DiskError, DiskFile};
+use super::error::DiskError;
 use crate::sandbox::{self, Class};
+
+/// Makes the disk's own file durable, on the flush thread, and lets go of the disk.
+type Sync = Box<dyn FnOnce() -> io::Result<()> + Send>;
+/// What the flush thread is given.
+type Order = (Arc<Flusher>, Sync);
 
 /// See the module.
 #[derive(Debug)]
@@ -42,7 +47,7 @@ pub(in crate::devices) struct Flusher {
     ended: Condvar,
     /// To the flush thread, which ends with this; `None` for a disk that is only read. The device's
     /// thread starts none: its sandbox forbids it.
-    orders: Option<Sender<Arc<DiskFile>>>,
+    orders: Option<Sender<Order>>,
 }
 
 #[derive(Debug, Default)]
@@ -149,10 +154,15 @@ impl Flusher {
         open_again(which, 0)
     }
 
-    /// Has the flush thread make `file`, the disk's own, durable. Nothing is under way.
-    pub(super) fn begin_own(&self, file: &Arc<DiskFile>) -> Result<(), String> {
+    /// Has the flush thread call `sync`, which makes the disk's own file durable. Nothing is under
+    /// way.
+    pub(super) fn begin_own(
+        self: &Arc<Self>,
+        sync: impl FnOnce() -> io::Result<()> + Send + 'static,
+    ) -> Result<(), String> {
         self.lock().under_way = true;
-        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(file.clone()).is_ok());
+        let order = (self.clone(), Box::new(sync) as Sync);
+        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok());
         if sent {
             return Ok(());
         }
@@ -263,14 +273,13 @@ impl Flusher {
 }
 
 /// Starts a disk's flush thread. Idle, it has no file: a disk that is dropped closes it at once.
-fn start(disk: &str) -> io::Result<Sender<Arc<DiskFile>>> {
-    let (orders, taken) = mpsc::channel::<Arc<DiskFile>>();
+fn start(disk: &str) -> io::Result<Sender<Order>> {
+    let (orders, taken) = mpsc::channel::<Order>();
     sandbox::spawn(Class::Block, format!("flush-{disk}"), move || {
-        while let Ok(disk) = taken.recv() {
-            let result = disk.file().sync_data();
-            let flusher = disk.flusher().clone();
-            // Before anyone hears of the end: whoever drops the disk then closes its file.
-            drop(disk);
+        while let Ok((flusher, sync)) = taken.recv() {
+            // It has let go of the disk before anyone hears of the end: whoever drops the disk then
+            // closes its file.
+            let result = sync();
             flusher.end(None, result);
         }
     })?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::engine::Operation;
+use super::operation::Operation;
 
 /// The engine, and the handle of whoever holds it.
 #[derive(Clone)]

@@ -15,7 +15,8 @@ use driftline_format::durable::sync_dir;
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 use rustix::fs::SeekFrom;
 
-use super::file::{DiskError, write_zeroes};
+use super::error::DiskError;
+use super::file::write_zeroes;
 use super::lock::{self, Lock};
 use crate::config::{DiskConfig, MachineConfig, disks};
 use crate::sandbox::hint;

@@ -11,6 +11,7 @@
 //! counted.
 
 mod engine;
+mod error;
 mod file;
 mod flusher;
 #[cfg(test)]
@@ -18,6 +19,7 @@ mod held;
 mod identity;
 mod lock;
 mod made;
+mod operation;
 mod plain;
 mod request;
 mod restored;
@@ -41,7 +43,8 @@ use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_blk::*;
 use vmm_sys_util::epoll::EventSet;
 
-use self::engine::{Engine, Operation, Work};
+use self::engine::Engine;
+use self::operation::{Operation, Work};
 use self::request::Request;
 use super::figures::DiskCounters;
 use super::virtio::{
@@ -49,7 +52,7 @@ use super::virtio::{
 };
 use crate::config::{DiskConfig, DiskIdentity};
 
-pub use self::file::DiskError;
+pub use self::error::DiskError;
 use self::file::DiskFile;
 pub(super) use self::file::FileIdentity;
 pub use self::file::probe;

@@ -4,7 +4,7 @@
 use driftline_guest::GuestRam;
 use virtio_bindings::virtio_blk::*;
 
-use super::engine::Work;
+use super::operation::{Range, Work};
 use crate::config::DiskConfig;
 use crate::devices::virtio::{Buffers, Chain, Violation};
 
@@ -115,15 +115,6 @@ fn span(disk: &DiskConfig, sector: u64, len: u32) -> Result<u64, u32> {
         true => Ok(offset),
         false => Err(VIRTIO_BLK_S_IOERR),
     }
-}
-
-/// A range of a disk, in bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Range {
-    pub(super) offset: u64,
-    pub(super) len: u64,
-    /// Its room may be given back.
-    pub(super) unmap: bool,
 }
 
 /// The ranges of a discard or write-zeroes request; `flags` are those that may be set.

@@ -10,7 +10,8 @@ use std::path::Path;
 
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 
-use super::file::{DiskError, DiskFile, write_zeroes};
+use super::error::DiskError;
+use super::file::{DiskFile, write_zeroes};
 use super::identity;
 use super::lock::{self, Lock};
 use super::request::SECTOR;

@@ -17,8 +17,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vm_memory::GuestMemoryBackend;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::engine::{Operation, Work};
 use super::file::DiskFile;
+use super::operation::{Operation, Work};
 use crate::devices::virtio::Buffers;
 
 /// Submission entries: the kernel takes them at each submit, so few are enough.

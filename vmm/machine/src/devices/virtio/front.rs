@@ -12,7 +12,7 @@ use virtio_bindings::virtio_mmio::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::registers::{Effect, RegisterState, Registers};
-use super::worker::{ReadyRing, RestoredWorker, SavedWorker, Written};
+use super::written::{ReadyRing, RestoredWorker, SavedWorker, Written};
 use super::{Device, Kind, REGISTERS_LEN, Shared, Violation, VirtioState};
 
 /// See the module.

@@ -34,6 +34,7 @@ mod state;
 mod transport;
 mod watcher;
 mod worker;
+mod written;
 
 pub(crate) use chain::{Buffer, Buffers, Chain};
 pub(crate) use device::{Device, Io, Kind, Stall};

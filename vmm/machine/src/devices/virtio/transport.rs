@@ -14,7 +14,8 @@ use driftline_guest::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::front::Front;
-use super::worker::{Command, Reply, Worker, Written};
+use super::worker::{Command, Reply, Worker};
+use super::written::Written;
 use super::{Device, Done, VirtioState};
 use crate::sandbox;
 #[cfg(test)]

@@ -17,6 +17,7 @@
 //! | refusals | `MAX_REFUSALS`, then one for each connection that was open when they became so many |
 //! | programs that have not said what they want | `MAX_CALLERS` |
 
+mod bounds;
 mod connection;
 mod host;
 mod packet;
@@ -33,11 +34,11 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::epoll::EventSet;
 use zerocopy::IntoBytes;
 
+use self::bounds::{MAX_DATA, MAX_REFUSALS, most_connections};
 use self::connection::{Connection, Fate, Ports};
 pub use self::host::VsockError;
 use self::host::{Door, Greeting};
 use self::packet::{HEADER, HOST_CID, Header, STREAM, op};
-use self::patience::most_connections;
 use super::opener::Opener;
 use super::timer::Timer;
 use super::virtio::{Chain, Device, Io, Kind, Stall, Violation, Watcher};
@@ -48,13 +49,6 @@ const QUEUE_SIZE: u16 = 256;
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
-/// Programs that have not yet said what they want; beyond that the first of them gives way.
-const MAX_CALLERS: usize = 64;
-/// Refusals that wait for room in the guest. With so many, the device takes no packets and opens no
-/// connections.
-const MAX_REFUSALS: usize = 256;
-/// Most bytes of data in a packet.
-const MAX_DATA: usize = 64 << 10;
 /// Where programs knock; tokens above are those of streams.
 const DOOR: u32 = 0;
 const TIMER: u32 = 1;

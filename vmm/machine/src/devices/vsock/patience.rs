@@ -6,24 +6,13 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::EventSet;
 
+use super::bounds::MAX_CALLERS;
 use super::connection::{Connection, Fate};
-use super::{DOOR, MAX_CALLERS, Vsock};
+use super::{DOOR, Vsock};
 use crate::devices::virtio::Watcher;
 
-/// Connections at most.
-const MAX_CONNECTIONS: usize = 1024;
-/// Open files of this process that are not for connections: the rest of it needs some.
-const OTHER_FILES: u64 = 256;
-/// Connections for which there is room always.
-const MIN_CONNECTIONS: usize = 16;
 /// After this long programs are let in again that the system had no room for.
 const DOOR_RETRY: Duration = Duration::from_secs(1);
-
-/// How many connections a process may have that can open `files` files.
-pub(super) fn most_connections(files: u64) -> usize {
-    let left = usize::try_from(files.saturating_sub(OTHER_FILES)).unwrap_or(usize::MAX);
-    left.clamp(MIN_CONNECTIONS, MAX_CONNECTIONS)
-}
 
 impl Vsock {
     /// Watches the door, if it is there and not left alone for a while.

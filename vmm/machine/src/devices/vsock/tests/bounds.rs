@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
+use super::super::bounds::MAX_CALLERS;
 use super::*;
 
 /// What a device keeps, the most ever seen of each.

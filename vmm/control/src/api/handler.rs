@@ -1,0 +1,26 @@
+//! What the handlers of requests share: their state, their answers, and calls that may block.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+
+use super::app::App;
+use super::fault::Fault;
+use crate::jobs::Jobs;
+
+/// What every handler gets.
+pub(super) type Shared = State<Arc<App>>;
+/// What most handlers give.
+pub(super) type Answer<T> = Result<Json<T>, Fault>;
+
+/// Runs `call` where it may block.
+pub(super) async fn blocking<T: Send + 'static>(
+    app: Arc<App>,
+    call: impl FnOnce(&Arc<Jobs>) -> Result<T, Fault> + Send + 'static,
+) -> Result<T, Fault> {
+    let jobs = app.jobs().map_err(Fault::new)?.clone();
+    let called = tokio::task::spawn_blocking(move || jobs.span().in_scope(|| call(&jobs)));
+    let called = called.await;
+    called.unwrap_or_else(|e| Err(Fault::internal(format!("the request failed: {e}"))))
+}

@@ -1,0 +1,15 @@
+//! The names of devices.
+
+/// Longest name of a device.
+const MAX_ID_BYTES: usize = 64;
+
+/// The name `id`, if it is one.
+pub(super) fn check_id(id: &str) -> Result<String, String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    if id.is_empty() || id.len() > MAX_ID_BYTES || !id.chars().all(allowed) {
+        return Err(format!(
+            "\"{id}\" is no name of a device: it has 1 to {MAX_ID_BYTES} letters, digits, - and _"
+        ));
+    }
+    Ok(id.to_owned())
+}

@@ -1,0 +1,23 @@
+//! Why what is given for a guest on this host does not fit it.
+
+use std::fmt;
+
+use driftline_guest::GuestError;
+
+/// What is given on this host does not fit the guest.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ReplaceError(pub(super) String);
+
+impl fmt::Display for ReplaceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ReplaceError {}
+
+impl From<ReplaceError> for GuestError {
+    fn from(e: ReplaceError) -> Self {
+        Self::System { what: "giving the guest these devices", cause: Box::new(e) }
+    }
+}
