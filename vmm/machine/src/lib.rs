@@ -1,7 +1,17 @@
-//! The machine.
+//! The KVM machine of Driftline, and the threads backend for hosts without KVM.
 //!
 //! The only crate that opens `/dev/kvm`. A [`vm::Vm`] is a [`driftline_guest::Guest`] with a beginning
-//! and an end; there are two: the KVM machine, and the threads backend for hosts without KVM.
+//! and an end; both backends are one. Each line of the table may use those above it.
+//!
+//! | modules | own |
+//! | --- | --- |
+//! | `limits`, `size`, `cpu_model`, `end_reason`, `local_time`, `signals`, `terminal`, `fail_point`, `schedule` | what needs nothing else of this crate |
+//! | `log`, `exit`, `sandbox`, `log_thread`, `latency`, `socket` | the process: its log, its end, what its threads may do |
+//! | `memory`, `config` | guest memory; what a machine is made of |
+//! | `kvm`, `sinks`, `sources` | KVM's ioctls; where dirty frames come from |
+//! | `devices`, `boot`, `vm`, `vcpu` | devices; the kernel in memory; the trait of a guest; vCPU threads |
+//! | `collector`, `machine`, `export` | harvesting and throttling; the machine as a whole; its state as an ELF core |
+//! | `threads`, `backend`, `doctor` | the other backend; the choice between the two; what the host offers |
 
 pub mod backend;
 pub mod boot;
