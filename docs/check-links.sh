@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Checks the Markdown documents: every relative link leads to a file, every anchor to a heading,
+# every page of the book is in its summary, and prose keeps to 100 columns.
+# Tables, code, and lines with a link may be longer. Needs no network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+files=(README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md CHANGELOG.md)
+while IFS= read -r page; do files+=("$page"); done < <(find docs/src -name '*.md' | sort)
+failed=0
+
+complain() {
+    echo "$1" >&2
+    failed=1
+}
+
+# The anchors of a page, as mdbook and GitHub make them from its headings.
+anchors() {
+    sed '/^```/,/^```/d' "$1" | sed -n 's/^##* //p' | tr '[:upper:]' '[:lower:]' |
+        sed -E 's/[^a-z0-9 _-]//g; s/ /-/g'
+}
+
+for file in "${files[@]}"; do
+    while IFS= read -r target; do
+        path=${target%%#*}
+        case $target in
+            http://* | https://* | mailto:*) continue ;;
+        esac
+        place=$file
+        [ -z "$path" ] || place=$(dirname "$file")/$path
+        if [ ! -e "$place" ]; then
+            complain "$file: $target leads to nothing"
+        elif [ "$target" != "$path" ] && ! anchors "$place" | grep -qxF -- "${target#*#}"; then
+            complain "$file: $target leads to no heading"
+        fi
+    done < <(sed '/^```/,/^```/d' "$file" | grep -oE '\]\([^) ]+\)' | sed 's/^](//; s/)$//')
+    long=$(awk '/^ *```/ { code = !code; next } !code && !/^ *\|/ && !/\]\(|https?:/' "$file" |
+        LC_ALL=C.UTF-8 grep -E '^.{101,}' || true)
+    [ -z "$long" ] || complain "$file: longer than 100 columns: $(head -n 3 <<<"$long")"
+done
+for page in "${files[@]}"; do
+    name=${page#docs/src/}
+    [ "$name" = "$page" ] || [ "$name" = SUMMARY.md ] || grep -qF "($name)" docs/src/SUMMARY.md ||
+        complain "$page is not in the summary"
+done
+[ "$failed" -eq 0 ]

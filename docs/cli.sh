@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Prints the page "Command line" of the book from the program's own help:
+#   docs/cli.sh target/release/driftline >docs/src/reference/cli.md
+set -euo pipefail
+driftline=${1:?usage: docs/cli.sh PATH_OF_DRIFTLINE}
+
+page() {
+    printf '\n## driftline %s\n\n```text\n' "$1"
+    # Without a terminal, help is 100 columns wide.
+    # shellcheck disable=SC2086
+    "$driftline" $1 --help | sed 's/ *$//'
+    printf '```\n'
+}
+
+cat <<'TEXT'
+# Command line
+
+This page is the program's own help. `docs/cli.sh` generates it.
+
+Sizes are digits and nothing, `K`, `M` or `G` (powers of two). Durations are digits and `ms` or `s`.
+Results go to standard output, everything else to standard error. Every command with results has
+`--json`. [Exit codes](exit-codes.md) are the same for all commands.
+
+```text
+TEXT
+"$driftline" --help | sed 's/ *$//'
+printf '```\n'
+for command in demo run info balloon pause resume stop checkpoint restore receive-migration \
+    send-migration plan top cancel-migration resolve compare doctor; do
+    page "$command"
+done
+for command in ls verify repair compact export; do
+    page "store $command"
+done
