@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Checks the Markdown documents: every relative link leads to a file, every anchor to a heading,
-# every page of the book is in its summary, and prose keeps to 100 columns.
-# Tables, code, and lines with a link may be longer. Needs no network.
+# Checks the Markdown documents: every relative link leads to a file, every anchor to a heading, and
+# every page of the book is in its summary. Needs no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -34,9 +33,6 @@ for file in "${files[@]}"; do
             complain "$file: $target leads to no heading"
         fi
     done < <(sed '/^```/,/^```/d' "$file" | grep -oE '\]\([^) ]+\)' | sed 's/^](//; s/)$//')
-    long=$(awk '/^ *```/ { code = !code; next } !code && !/^ *\|/ && !/\]\(|https?:/' "$file" |
-        LC_ALL=C.UTF-8 grep -E '^.{101,}' || true)
-    [ -z "$long" ] || complain "$file: longer than 100 columns: $(head -n 3 <<<"$long")"
 done
 for page in "${files[@]}"; do
     name=${page#docs/src/}
