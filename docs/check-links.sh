@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Checks the Markdown documents: every relative link leads to a file, every anchor to a heading, and
-# every page of the book is in its summary. Needs no network.
+# Checks the Markdown documents: every relative link leads to a file, every anchor to a heading, every
+# path of the source tree that is named exists, and every page of the book is in its summary. Needs
+# no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 files=(README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md CHANGELOG.md)
 while IFS= read -r page; do files+=("$page"); done < <(find docs/src -name '*.md' | sort)
 failed=0
+readonly folders='dirty-tracker|checkpoint|migrate|vmm|tests|images|docs|\.ci'
 
 complain() {
     echo "$1" >&2
@@ -33,6 +35,9 @@ for file in "${files[@]}"; do
             complain "$file: $target leads to no heading"
         fi
     done < <(sed '/^```/,/^```/d' "$file" | grep -oE '\]\([^) ]+\)' | sed 's/^](//; s/)$//')
+    while IFS= read -r path; do
+        [ -e "$path" ] || complain "$file: there is no $path"
+    done < <(sed '/^```/,/^```/d' "$file" | grep -oE "\`($folders)/[A-Za-z0-9_./-]+\`" | tr -d '\`')
 done
 for page in "${files[@]}"; do
     name=${page#docs/src/}

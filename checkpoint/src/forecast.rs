@@ -1,6 +1,7 @@
 //! What checkpoints at an interval would cost a guest, before any is taken: a pure function.
 //!
-//! Its figures are those of one machine of two cores (the README's table of pauses): an order of magnitude elsewhere.
+//! Its figures are those of one machine of two cores (`docs/src/performance/checkpoints.md`): an
+//! order of magnitude elsewhere.
 
 use std::time::Duration;
 
