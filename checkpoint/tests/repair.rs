@@ -302,6 +302,7 @@ fn kill_at_any_sync(links: bool) {
         }
         let intact = intact(&stored, &needs, &damaged);
         assert!(!intact.is_empty());
+        let was = FILES.map(|name| damaged.contents(name).unwrap());
         let mut stop = 0;
         loop {
             let disk = damaged.copy();
@@ -320,8 +321,20 @@ fn kill_at_any_sync(links: bool) {
                         // It removes what nothing names.
                         let _ = Store::with_backend(Box::new(after.clone()), true);
                     }
-                    repair(&after).unwrap();
+                    if !links {
+                        after.fail(DiskOp::Link, libc::EPERM, 0);
+                    }
+                    let report = repair(&after).unwrap();
+                    let now = after.names();
+                    assert!(report.aside.iter().all(|name| now.contains(name)), "{report:?}");
+                    let files: Vec<_> = now.iter().map(|n| after.contents(n).unwrap()).collect();
+                    for (name, was) in FILES.iter().zip(&was) {
+                        let is_kept = files.iter().any(|now| now.starts_with(was));
+                        assert!(is_kept, "{name} is not kept at sync {stop}, {how:?}: {now:?}");
+                    }
                     check_repaired(&stored, &after, &intact);
+                    let lists = after.names().into_iter().filter(|n| n.ends_with(".names"));
+                    assert_eq!(lists.count(), 0, "at sync {stop}, {how:?}");
                 }
             }
             if !disk.is_stopped() {
@@ -335,16 +348,25 @@ fn kill_at_any_sync(links: bool) {
 
 #[test]
 fn a_full_disk_leaves_a_damaged_store_as_it_was() {
+    for links in [true, false] {
+        refuse_on_a_full_disk(links);
+    }
+}
+
+fn refuse_on_a_full_disk(links: bool) {
     let stored = stored(&[3, 4, 4], 6);
     let damaged =
         with_bad_sector(&stored.disk, begins(&stored.disk.contents("log-1").unwrap())[9], true);
     let before: Vec<_> =
         damaged.names().into_iter().map(|n| (damaged.contents(&n).unwrap(), n)).collect();
-    let ops = [DiskOp::Create, DiskOp::Write, DiskOp::Sync, DiskOp::Link, DiskOp::SyncDir];
-    for op in ops.into_iter().chain([DiskOp::Rename]) {
+    let ops = [DiskOp::Create, DiskOp::Write, DiskOp::Sync, DiskOp::SyncDir, DiskOp::Rename];
+    for op in ops.into_iter().chain(links.then_some(DiskOp::Link)) {
         let mut refused = 0;
         loop {
             let disk = damaged.copy();
+            if !links {
+                disk.fail(DiskOp::Link, libc::EPERM, 0);
+            }
             disk.fail(op, libc::ENOSPC, refused);
             let Err(e) = repair(&disk) else { break };
             assert!(e.to_string().contains("No space left"), "{e}");

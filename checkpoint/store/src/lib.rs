@@ -10,7 +10,7 @@
 //! writer, entries    one epoch being written                 opening, commit    made durable, in order; old ones dropped
 //! space, block_map   which slots which epochs need           rotate             another log, compaction
 //! pin                epochs that are being read              verify, export     all of it read
-//! salvage            what is left of a damaged store    repair             a sound one of that
+//! salvage            what is left of a damaged store    repair, aside      a sound one of that
 //! unreadable         parts of a file that its disk cannot read
 //! archive            one epoch in a file of its own             late, touched      frames as a guest asks for them
 //! ```
@@ -19,6 +19,7 @@
 mod address;
 mod alloc;
 mod archive;
+mod aside;
 mod backend;
 mod block_map;
 mod build;

@@ -163,7 +163,7 @@ impl Store {
 /// Whether a file is a store's own, but not this one's.
 pub(crate) fn is_leftover(name: &str, manifest: Option<&Manifest>) -> bool {
     match parse_name(name) {
-        Named::ManifestNew | Named::TouchedNew => true,
+        Named::ManifestNew | Named::TouchedNew | Named::AsideList(_) => true,
         Named::Log(n) => manifest.is_none_or(|m| m.files.log != n),
         Named::Pages(n) => manifest.is_none_or(|m| m.files.pages != n),
         Named::Manifest | Named::Lock | Named::Touched | Named::Aside(_) => false,

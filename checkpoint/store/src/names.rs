@@ -11,7 +11,9 @@ pub(crate) const PAGES: &str = "pages-";
 pub(crate) const TOUCHED: &str = "touched";
 pub(crate) const TOUCHED_NEW: &str = "touched.tmp-";
 /// Begins the names of files that a repair has kept aside: `damaged-1.log-2`.
-pub(crate) const ASIDE: &str = "damaged-";
+const ASIDE: &str = "damaged-";
+/// Ends the name of a list of files that a repair is to keep aside: `damaged-1.names`.
+const LIST: &str = "names";
 
 pub(crate) fn log_name(generation: u64) -> String {
     format!("{LOG}{generation}")
@@ -19,6 +21,16 @@ pub(crate) fn log_name(generation: u64) -> String {
 
 pub(crate) fn pages_name(generation: u64) -> String {
     format!("{PAGES}{generation}")
+}
+
+/// The name under which repair `number` keeps the file `name`.
+pub(crate) fn aside_name(number: u64, name: &str) -> String {
+    format!("{ASIDE}{number}.{name}")
+}
+
+/// The name of the list of files that repair `number` is to keep.
+pub(crate) fn list_name(number: u64) -> String {
+    aside_name(number, LIST)
 }
 
 /// What a name in the directory stands for.
@@ -33,6 +45,8 @@ pub(crate) enum Named {
     TouchedNew,
     /// What a repair has kept aside, and its number.
     Aside(u64),
+    /// A list of what a repair is to keep aside, and its number.
+    AsideList(u64),
     /// An epoch of format 1.
     Epoch1,
     Foreign,
@@ -58,8 +72,8 @@ pub(crate) fn parse_name(name: &str) -> Named {
         return Named::Pages(n);
     }
     let aside = name.strip_prefix(ASIDE).and_then(|rest| rest.split_once('.'));
-    if let Some(n) = aside.and_then(|(digits, _)| number(digits)) {
-        return Named::Aside(n);
+    if let Some((n, rest)) = aside.and_then(|(digits, rest)| Some((number(digits)?, rest))) {
+        return if rest == LIST { Named::AsideList(n) } else { Named::Aside(n) };
     }
     let epoch = name.strip_prefix("epoch-").and_then(|rest| rest.strip_suffix(".dl"));
     match epoch {
@@ -78,6 +92,8 @@ mod tests {
         assert_eq!(parse_name(&pages_name(MAX_GENERATION)), Named::Pages(MAX_GENERATION));
         assert_eq!(parse_name(&pages_name(MAX_GENERATION + 1)), Named::Foreign);
         assert_eq!(parse_name(&pages_name(u64::MAX)), Named::Foreign);
+        assert_eq!(parse_name(&aside_name(2, &log_name(1))), Named::Aside(2));
+        assert_eq!(parse_name(&list_name(3)), Named::AsideList(3));
         assert_eq!(parse_name("touched"), Named::Touched);
         assert_eq!(parse_name("touched.tmp-1"), Named::TouchedNew);
         assert_eq!(parse_name("epoch-00000000000000000007.dl"), Named::Epoch1);

@@ -70,6 +70,9 @@ impl Store {
         }
         // First: a crash may yet bring back the manifest before this one, and it names some of them.
         self.sync_dir()?;
+        for aside in self.set_aside(names, manifest)? {
+            tracing::info!("kept as {aside}: a repair that was killed has replaced it");
+        }
         for name in leftovers {
             tracing::info!(name, "removing what was never finished");
             match self.backend().remove(name) {

@@ -10,9 +10,9 @@
 //! checkpoint is given up, so that all that is left of it stays.
 //!
 //! Where files have one name only, the manifest is copied, and the other files are renamed instead
-//! of removed at the end: none of them is read, since a disk that fails may not give it back.
+//! of removed at the end: none of them is read, since a disk that fails may not give it back. A list
+//! of them is written before the new manifest (`aside.rs`).
 
-use std::collections::HashMap;
 use std::io;
 
 use driftline_dirty_tracker::PAGE_SIZE;
@@ -22,7 +22,9 @@ use crate::backend::{has_no_links, is_media_error};
 use crate::error::StoreError;
 use crate::limits::NO_SLOT;
 use crate::manifest::{Manifest, is_leftover};
-use crate::names::{ASIDE, MANIFEST, MANIFEST_NEW, Named, log_name, pages_name, parse_name};
+use crate::names::{
+    MANIFEST, MANIFEST_NEW, Named, aside_name, list_name, log_name, pages_name, parse_name,
+};
 use crate::pages::{PageReader, begin_pages};
 use crate::records::Files;
 use crate::rotate::copy_log;
@@ -62,6 +64,9 @@ impl Store {
         if lost && survey.sound == 0 {
             return Err(StoreError::NothingSound { dir: self.dir() });
         }
+        if salvage.manifest_is_sound {
+            self.set_aside(&self.names()?, &Manifest { vm_id, files: old })?;
+        }
         let names = self.names()?;
         let manifest_was = self.manifest_file();
         let next = self.next_files()?;
@@ -84,25 +89,29 @@ impl Store {
         let number = 1 + names
             .iter()
             .map(|name| match parse_name(name) {
-                Named::Aside(n) => n,
+                Named::Aside(n) | Named::AsideList(n) => n,
                 _ => 0,
             })
             .max()
             .unwrap_or(0);
-        let aside: Vec<String> =
-            replaced.iter().map(|name| format!("{ASIDE}{number}.{name}")).collect();
-        let mut later: HashMap<&str, &str> = HashMap::new();
+        let mut aside = Vec::new();
+        let mut later: Vec<&str> = Vec::new();
         let prepared = self.write_sound(&mut salvage, new).and_then(|()| {
-            for (name, aside) in replaced.iter().zip(&aside) {
-                let kept = match self.backend().link(name, aside) {
-                    Err(e) if has_no_links(&e) && **name == MANIFEST => self.copy_manifest(aside),
+            for name in &replaced {
+                let second = aside_name(number, name);
+                let kept = match self.backend().link(name, &second) {
+                    Err(e) if has_no_links(&e) && **name == MANIFEST => self.copy_manifest(&second),
                     Err(e) if has_no_links(&e) => {
-                        later.insert(name, aside);
-                        Ok(())
+                        later.push(name);
+                        continue;
                     }
                     linked => linked,
                 };
                 kept.map_err(|e| self.io("keeping aside", name, e))?;
+                aside.push(second);
+            }
+            if !later.is_empty() {
+                self.write_list(number, &later)?;
             }
             self.sync_dir()
         });
@@ -123,28 +132,32 @@ impl Store {
                 let made =
                     [(new.log == next, log_name(next)), (new.pages == next, pages_name(next))];
                 let made = made.into_iter().filter_map(|(made, name)| made.then_some(name));
-                made.chain(aside.clone()).chain([MANIFEST_NEW.to_owned()]).for_each(|name| {
+                let second = replaced.iter().map(|name| aside_name(number, name));
+                let others = [MANIFEST_NEW.to_owned(), list_name(number)];
+                made.chain(second).chain(others).for_each(|name| {
                     let _ = self.backend().remove(&name);
                 });
             }
             return Err(e);
         }
         let manifest = Manifest { vm_id, files: new };
-        for name in names.iter().filter(|name| is_leftover(name, Some(&manifest))) {
-            match later.get(name.as_str()) {
-                Some(aside) => {
-                    if let Err(e) = self.backend().rename(name, aside) {
-                        let e = self.io("keeping aside", name, e);
-                        tracing::warn!("{e}; copy it: the next writer removes it");
-                    }
-                }
-                // What cannot be removed now is when the store is next opened.
-                None => _ = self.backend().remove(name),
-            }
+        let is_removed =
+            |name: &&String| is_leftover(name, Some(&manifest)) && !later.contains(&name.as_str());
+        for name in names.iter().filter(is_removed) {
+            // What cannot be removed now is when the store is next opened.
+            let _ = self.backend().remove(name);
         }
-        if let Err(e) = self.sync_dir() {
+        let finished = self.names().and_then(|names| {
+            aside.extend(self.set_aside(&names, &manifest)?);
+            if !later.is_empty() {
+                // It names nothing any more.
+                let _ = self.backend().remove(&list_name(number));
+            }
+            self.sync_dir()
+        });
+        if let Err(e) = finished {
             // The new manifest is durable: a crash may bring back old names, and no more.
-            tracing::warn!("{e}; the store is repaired");
+            tracing::warn!("{e}; the store is repaired, and its next writer finishes this");
         }
         Ok(RepairReport { survey, repaired: true, aside })
     }
