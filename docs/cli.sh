@@ -4,11 +4,23 @@
 set -euo pipefail
 driftline=${1:?usage: docs/cli.sh PATH_OF_DRIFTLINE}
 
+# The options that every command has are shown once, at the program's own help.
+without_common() {
+    awk '
+        /^ +(-[a-zA-Z], )?--?[a-z]/ { common = /--(verbose|log|log-format|log-file|help)( |\.|$)/ }
+        /^[^ ]/ { common = 0 }
+        !common { print }' | sed 's/ *$//' | cat -s | awk '
+        # A heading with nothing under it goes, too.
+        /^Output:$/ { heading = $0; next }
+        heading != "" && NF { if (/^ /) print heading; heading = "" }
+        { print }' | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}'
+}
+
 page() {
     printf '\n## driftline %s\n\n```text\n' "$1"
     # Without a terminal, help is 100 columns wide.
     # shellcheck disable=SC2086
-    "$driftline" $1 --help | sed 's/ *$//'
+    "$driftline" $1 --help | without_common
     printf '```\n'
 }
 
@@ -19,7 +31,8 @@ This page is the program's own help. `docs/cli.sh` generates it.
 
 Sizes are digits and nothing, `K`, `M` or `G` (powers of two). Durations are digits and `ms` or `s`.
 Results go to standard output, everything else to standard error. Every command with results has
-`--json`. [Exit codes](exit-codes.md) are the same for all commands.
+`--json`. [Exit codes](exit-codes.md) are the same for all commands. The options under *Output* of
+the first block, except `--version`, belong to every command.
 
 ```text
 TEXT
