@@ -34,7 +34,9 @@ use populated::Populated;
 use preparing::Preparing;
 pub(crate) use shield::Kept;
 use shield::MemoryShield;
-pub(crate) use userfault::{USERFAULTFD_IOC_NEW, Userfault};
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use userfault::USERFAULTFD_IOC_NEW;
+pub(crate) use userfault::Userfault;
 pub use watch::WriteWatch;
 
 /// Why there is no guest memory.
