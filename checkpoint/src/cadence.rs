@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::spread::Times;
+use crate::histogram::Times;
 use crate::{CheckpointError, Checkpointer, EpochReport, Spread};
 
 /// How long a wait goes on after it has been cancelled, at most.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use driftline_dirty_tracker::Subscription;
 
-use crate::followed::Followed;
+use crate::disk_copy::Followed;
 
 /// A chain being written by one checkpointer.
 pub(crate) struct Chain {

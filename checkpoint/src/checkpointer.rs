@@ -20,14 +20,13 @@ use driftline_guest::{DriveHead, Guest, GuestError};
 use driftline_store::{Bounds, Committer, EpochWriter, MAX_EPOCH, Store, StoreError};
 
 use crate::chain::Chain;
-use crate::copied::Ways;
+use crate::commit_thread::{Answer, Crew};
+use crate::copy_policy::{Shielding, Ways};
 use crate::cost::{AheadCost, CopyCost};
-use crate::crew::{Answer, Crew};
-use crate::followed::{self, Patience, drives_of};
-use crate::instant::{self, Means, Taken};
-use crate::live::{catch_up, copy_live};
+use crate::disk_copy::{self, Patience, drives_of};
+use crate::live_copy::{catch_up, copy_live};
 use crate::report::{Cause, CheckpointError, EpochReport, Phase, step};
-use crate::shielding::Shielding;
+use crate::snapshot::{self, Means, Taken};
 use crate::staging::{Staging, StagingLimits};
 
 /// Takes epochs of one guest into one store.
@@ -437,7 +436,7 @@ impl Checkpointer {
         })?;
         if full {
             let subscription = step(Phase::Subscribe, || guest.subscribe("checkpoint"))?;
-            let drives = step(Phase::Subscribe, || followed::follow(guest, drives))?;
+            let drives = step(Phase::Subscribe, || disk_copy::follow(guest, drives))?;
             *chain = Some(Chain::new(subscription, drives));
         }
         let Some(chain) = chain else {
@@ -447,12 +446,12 @@ impl Checkpointer {
         let mut changed = Vec::new();
         if full {
             changed = step(Phase::CopyLive, || {
-                followed::copy_live(drives, staging, &mut file)?;
+                disk_copy::copy_live(drives, staging, &mut file)?;
                 copy_live(guest, staging, &mut file, subscription)
             })?;
         }
         let begun = Instant::now();
-        let ahead = || followed::copy_ahead(drives, staging, &mut file);
+        let ahead = || disk_copy::copy_ahead(drives, staging, &mut file);
         let mut ahead = step(Phase::CopyDrives, ahead)?;
         ahead_cost.note(begun.elapsed(), ahead.due);
         if full && !ahead.passes.is_empty() {
@@ -465,7 +464,7 @@ impl Checkpointer {
         let file_of = &mut file;
         let calm = store.calm();
         let means = Means { guest, calm, drives, patient, shield, ways, staging, file: file_of };
-        let mut taken = instant::take(means, subscription)?;
+        let mut taken = snapshot::take(means, subscription)?;
         changed.append(&mut taken.changed);
         crew.commit(file.finish(), *bounds);
         (chain.last, chain.since) = (Some(epoch), taken.resumed);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use driftline_dirty_tracker::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 
-use crate::copied::BEHIND_FROM;
+use crate::copy_policy::BEHIND_FROM;
 
 /// A pause in which nothing is copied.
 const LEAST_PAUSE: Duration = Duration::from_micros(500);

@@ -8,30 +8,30 @@
 //! A failed epoch loses nothing: its frames go back to the tracker and are in the next one (I4).
 #![forbid(unsafe_code)]
 
+mod background_copy;
 mod cadence;
 mod chain;
 mod checkpointer;
-mod copied;
+mod chunks;
+mod commit_thread;
+mod copy_policy;
 mod cost;
-mod crew;
-mod followed;
+mod disk_copy;
 mod forecast;
-mod instant;
-mod live;
+mod histogram;
+mod live_copy;
 mod pause;
-mod pieces;
+mod precopy_buffer;
+mod protection;
 mod report;
 mod restore;
-mod saver;
-mod shield;
-mod shielding;
-mod spread;
+mod snapshot;
 mod staging;
 
 pub use cadence::{Achieved, Cadence, Taken, Tally};
 pub use checkpointer::Checkpointer;
 pub use forecast::{BEARABLE, CadenceForecast, cadence_forecast};
+pub use histogram::Spread;
 pub use report::{Cause, CheckpointError, EpochReport, Phase};
 pub use restore::{RestoreError, RestoreReport, restore, restore_archive, restore_lazily};
-pub use spread::Spread;
 pub use staging::StagingLimits;

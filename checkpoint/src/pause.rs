@@ -6,7 +6,7 @@ use driftline_dirty_tracker::{Epoch, Subscription};
 use driftline_guest::{Guest, Paused, Section, VcpuPauses};
 use driftline_store::{Calm, EpochWriter};
 
-use crate::followed::{self, Followed, Stood};
+use crate::disk_copy::{self, Followed, Stood};
 use crate::report::{Cause, Phase, step};
 
 /// What a pause brought.
@@ -34,7 +34,7 @@ pub(crate) fn pause<T>(
     let (paused, saved) = step(Phase::Pause, || Paused::saving(guest))?;
     let sections = step(Phase::Save, || saved)?;
     let changed = step(Phase::Drain, || paused.drain(subscription))?;
-    let blocks = step(Phase::Drain, || followed::stand(drives, patient, file))?;
+    let blocks = step(Phase::Drain, || disk_copy::stand(drives, patient, file))?;
     let dealt = deal(&changed, file)?;
     step(Phase::Resume, || paused.resume())?;
     Ok(Pause { changed, blocks, sections, dealt, time: since.elapsed() })

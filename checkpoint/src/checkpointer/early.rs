@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Checkpointer;
-use crate::followed;
+use crate::disk_copy;
 
 impl Checkpointer {
     /// With so many changed frames an epoch should be taken if its pause is not to exceed `max_pause`: three quarters of what
@@ -28,7 +28,7 @@ impl Checkpointer {
         let changed = chain.subscription.drain();
         let frames = changed.frames();
         changed.give_back();
-        let ahead = self.ahead.of(followed::due_ahead(&mut chain.drives));
+        let ahead = self.ahead.of(disk_copy::due_ahead(&mut chain.drives));
         Some(grown(frames, chain.since.elapsed(), ahead))
     }
 }

@@ -16,18 +16,18 @@ use driftline_guest::VmId;
 use crate::address::MEMORY;
 use crate::alloc::SlotRun;
 use crate::backend::{RangeLock, StoreFile};
-use crate::build::Builder;
+use crate::epoch_encoder::Builder;
+use crate::epoch_writer::Written;
 use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::log::LogFile;
 use crate::manifest::{Manifest, NotWritten};
 use crate::names::{MANIFEST, log_name, pages_name};
-use crate::pages::Pages;
+use crate::page_file::Pages;
 use crate::records::{Commit, Files};
+use crate::retention::Space;
 use crate::sectors::Place;
-use crate::space::Space;
 use crate::store::Store;
-use crate::writer::Written;
 
 /// The log may have so many bytes, and so many times those that a new one would have, before it is written anew.
 const LOG_BOUND: u64 = 16 << 20;

@@ -10,8 +10,8 @@ use driftline_guest::{Section, VmId};
 use serde::Serialize;
 
 use crate::error::StoreError;
-use crate::fetch::{Sink, fetch};
 use crate::frame_map::{Cell, FrameMap};
+use crate::read::{Sink, fetch};
 use crate::store::Store;
 
 /// What an export has written.

@@ -1,4 +1,4 @@
-//! A log: which epochs it has, and how it ends. Each of them is read by `group`.
+//! A log: which epochs it has, and how it ends. Each of them is read by `epoch_reader`.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,8 +7,8 @@ use driftline_format::{HEADER_LEN, Header, MAGIC_LOG, is_zero};
 use driftline_guest::VmId;
 
 use crate::epoch_info::EpochInfo;
+use crate::epoch_reader::GroupReader;
 use crate::error::{Damage, StoreError};
-use crate::group::GroupReader;
 use crate::limits::SECTOR;
 use crate::names::log_name;
 use crate::object::encode_drives;

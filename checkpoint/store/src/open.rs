@@ -8,7 +8,7 @@ use crate::error::StoreError;
 use crate::log::{LogFile, is_not_found};
 use crate::manifest::{Manifest, is_leftover};
 use crate::names::{Named, log_name, pages_name, parse_name};
-use crate::pages::PageReader;
+use crate::page_file::PageReader;
 use crate::store::Store;
 
 impl Store {

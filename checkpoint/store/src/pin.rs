@@ -14,15 +14,15 @@ use driftline_guest::{DriveHead, Section};
 use crate::address::MEMORY;
 use crate::backend::RangeLock;
 use crate::epoch_info::EpochInfo;
+use crate::epoch_reader::Record;
 use crate::error::{Damage, StoreError};
-use crate::fetch::{Sink, fetch};
 use crate::frame_map::{Cell, FrameMap};
-use crate::group::Record;
 use crate::log::{LogFile, is_not_found};
 use crate::manifest::Manifest;
 use crate::names::pages_name;
-use crate::pages::PageReader;
-use crate::space::{apply, apply_last};
+use crate::page_file::PageReader;
+use crate::read::{Sink, fetch};
+use crate::retention::{apply, apply_last};
 use crate::store::Store;
 
 /// How long a writer may take to make an epoch durable, and how long epochs may go as fast as they are chosen.

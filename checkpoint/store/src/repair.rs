@@ -25,7 +25,7 @@ use crate::manifest::{Manifest, is_leftover};
 use crate::names::{
     MANIFEST, MANIFEST_NEW, Named, aside_name, list_name, log_name, pages_name, parse_name,
 };
-use crate::pages::{PageReader, begin_pages};
+use crate::page_file::{PageReader, begin_pages};
 use crate::records::Files;
 use crate::rotate::copy_log;
 use crate::salvage::{Salvage, Survey};

@@ -11,20 +11,20 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 
 use crate::backend::StoreFile;
-use crate::build::{Builder, Entry, begin_log};
 use crate::commit::{Committer, Kept, Standing};
+use crate::epoch_encoder::{Builder, Entry, begin_log};
+use crate::epoch_reader::Record;
 use crate::error::StoreError;
-use crate::fetch::{Sink, fetch};
 use crate::frame_map::{Cell, FrameMap};
-use crate::group::Record;
 use crate::limits::NO_SLOT;
 use crate::log::LogFile;
 use crate::manifest::{Manifest, NotWritten};
 use crate::names::{log_name, pages_name};
-use crate::pages::{PageReader, begin_pages};
+use crate::page_file::{PageReader, begin_pages};
+use crate::read::{Sink, fetch};
 use crate::records::{Commit, Files, Front, Placed};
+use crate::retention::apply;
 use crate::sectors::Place;
-use crate::space::apply;
 use crate::store::Store;
 
 /// After so many entries, some dozen microseconds of work, it is time to stand aside.

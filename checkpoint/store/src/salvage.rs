@@ -16,10 +16,10 @@ use crate::frame_map::FrameMap;
 use crate::log::{Hole, LogFile, is_not_found};
 use crate::manifest::Manifest;
 use crate::names::{MANIFEST, Named, log_name, pages_name, parse_name};
-use crate::pages::PageReader;
+use crate::page_file::PageReader;
 use crate::pin::Pinned;
 use crate::records::Files;
-use crate::space::apply;
+use crate::retention::apply;
 use crate::store::Store;
 use crate::verify::{PageCheck, verdict};
 

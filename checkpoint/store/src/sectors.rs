@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 use driftline_format::{FormatError, is_zero};
 
 use crate::backend::{StoreFile, is_media_error};
-use crate::calm::Calm;
 use crate::error::{Damage, StoreError};
 use crate::limits::SECTOR;
+use crate::pause_gate::Calm;
 use crate::records::Digest;
 use crate::unreadable::Unreadable;
 

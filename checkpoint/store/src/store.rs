@@ -7,8 +7,8 @@ use std::time::Duration;
 use driftline_guest::{Guest, Origin};
 
 use crate::backend::{Backend, LOCK_FILE, LockError, StoreFile};
-use crate::calm::Calm;
 use crate::error::StoreError;
+use crate::pause_gate::Calm;
 use crate::unreadable::{PATIENCE, Unreadable};
 
 /// A directory of epochs.

@@ -11,8 +11,8 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::address::of_object;
 use crate::commit::Committer;
+use crate::epoch_writer::EpochWriter;
 use crate::store::Store;
-use crate::writer::EpochWriter;
 
 /// A drive whose writes are followed.
 struct Followed {

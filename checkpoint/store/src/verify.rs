@@ -7,14 +7,14 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use serde::Serialize;
 
 use crate::epoch_info::EpochInfo;
+use crate::epoch_reader::Record;
 use crate::error::{Damage, StoreError};
-use crate::fetch::{Sink, fetch};
 use crate::frame_map::{Cell, FrameMap};
-use crate::group::Record;
 use crate::log::LogFile;
-use crate::pages::PageReader;
+use crate::page_file::PageReader;
 use crate::pin::Pinned;
-use crate::space::apply;
+use crate::read::{Sink, fetch};
+use crate::retention::apply;
 use crate::store::Store;
 
 /// What a sound store holds.

@@ -24,9 +24,9 @@ use crate::archive::walk::{Place, Walk, reading};
 use crate::backend::StoreFile;
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
-use crate::fetch::Sink;
 use crate::object::{Objects, decode_drives};
 use crate::pin::Machine;
+use crate::read::Sink;
 use crate::records::{Digest, Front, TAG_DRIVES, TAG_EPOCH, TAG_LAYOUT, TAG_STORE, decode_layout};
 use crate::verify::VerifyReport;
 

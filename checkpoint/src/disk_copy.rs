@@ -18,7 +18,7 @@ use driftline_guest::{
 };
 use driftline_store::{EpochWriter, StoreError, of_object};
 
-use crate::live::batches;
+use crate::live_copy::batches;
 use crate::report::{Cause, Phase};
 use crate::staging::{Staging, window};
 

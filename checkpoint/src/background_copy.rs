@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{FrameRun, FrameSet};
 use driftline_guest::{Guest, GuestError, WRITE_WAIT_LIMIT};
 
-use crate::pieces::Pieces;
+use crate::chunks::Pieces;
+use crate::protection::{OfEpoch, Released, Waits};
 use crate::report::Cause;
-use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::copy;
 
 /// How often the saver looks whether the pause has come.

@@ -6,10 +6,10 @@ use driftline_guest::{Backlog, PageSourceError};
 use crate::epoch_info::EpochInfo;
 use crate::error::{Damage, StoreError};
 use crate::frame_map::Cell;
-use crate::pages::PageReader;
+use crate::page_file::PageReader;
 use crate::pin::{Mapped, Pinned};
 use crate::store::Store;
-use crate::touched::Touched;
+use crate::working_set::Touched;
 
 const PAGE: usize = PAGE_SIZE as usize;
 

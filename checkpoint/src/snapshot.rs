@@ -25,13 +25,14 @@ use driftline_dirty_tracker::{Epoch, FrameSet, PAGE_SIZE, Subscription};
 use driftline_guest::{Guest, GuestError, Shield};
 use driftline_store::{Calm, EpochWriter};
 
-use crate::copied::{Copied, Way, Ways};
-use crate::followed::{self, Followed, Stood};
+use crate::background_copy::{Before, Full, Saver};
+use crate::chunks::{in_slots, spans};
+use crate::copy_policy::{Way, Ways};
+use crate::disk_copy::{self, Followed, Stood};
 use crate::pause::{Pause, pause, stood_since};
-use crate::pieces::{in_slots, spans};
+use crate::precopy_buffer::Copied;
+use crate::protection::{OfEpoch, Released, Waits};
 use crate::report::{Cause, Phase, step};
-use crate::saver::{Before, Full, Saver};
-use crate::shield::{OfEpoch, Released, Waits};
 use crate::staging::{Staging, copy, window};
 
 /// Frames that are copied, and let go of, at once. Fewer cost more calls of the kernel, more hold a
@@ -85,7 +86,7 @@ pub(crate) struct Taken {
 impl Taken {
     /// Nothing was copied while the guest ran, and nobody waited. It stood for `pause`.
     fn new(all: Vec<Epoch>, staged: u64, of: &[Stood], (pause, at): (Duration, Instant)) -> Self {
-        let (in_pause, changed, waited) = (followed::in_pause(of), all, Duration::ZERO);
+        let (in_pause, changed, waited) = (disk_copy::in_pause(of), all, Duration::ZERO);
         Self { changed, staged, in_pause, behind: 0, waits: 0, waited, pause, resumed: at }
     }
 }
@@ -107,7 +108,7 @@ pub(crate) fn take(
         taken.pause = stood;
     }
     // After memory, for which vCPUs wait.
-    let copied = step(Phase::CopyDrives, || followed::copy_behind(blocks, staging, file));
+    let copied = step(Phase::CopyDrives, || disk_copy::copy_behind(blocks, staging, file));
     let (mut changed, waits) = copied?;
     taken.changed.append(&mut changed);
     taken.waits += waits.times;
@@ -159,7 +160,7 @@ fn in_the_pause(
                 let count = at_once.min(left - from);
                 let part = window(runs.iter().copied(), from, count);
                 file.frames(part, staging.from(at + from, count), false)?;
-                followed::save_aside(&mut blocks, &mut aside, file)?;
+                disk_copy::save_aside(&mut blocks, &mut aside, file)?;
             }
         }
         Ok(sections.iter().try_for_each(|section| file.section(section))?)
@@ -285,7 +286,7 @@ impl Taker<'_, '_> {
                 file.frames(runs.iter().copied(), buffer, false)?;
                 // The saver may have copied all there is.
                 let _ = to_guest.send(buffer);
-                followed::save_aside(&mut blocks, &mut aside, file)?;
+                disk_copy::save_aside(&mut blocks, &mut aside, file)?;
             }
             let bytes = (late.frames() * PAGE_SIZE) as usize;
             file.frames(in_slots(layout, &late), &late_room[..bytes], false)?;

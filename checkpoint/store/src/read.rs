@@ -8,7 +8,7 @@ use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 
 use crate::error::{Damage, StoreError};
 use crate::frame_map::Cell;
-use crate::pages::PageReader;
+use crate::page_file::PageReader;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// Frames that one thread reads at a time: 1 MiB, which stays in a cache until it has been checked and copied.

@@ -9,17 +9,17 @@ use driftline_guest::{Guest, VmId};
 
 use crate::alloc::Slots;
 use crate::backend::StoreFile;
-use crate::build::begin_log;
 use crate::commit::{Bounds, Committer, Kept, Standing};
+use crate::epoch_encoder::begin_log;
 use crate::error::StoreError;
 use crate::limits::SECTOR;
 use crate::log::LogFile;
 use crate::manifest::{Manifest, NotWritten};
 use crate::names::{MANIFEST, log_name, pages_name};
-use crate::pages::{PageReader, Pages, begin_pages};
+use crate::page_file::{PageReader, Pages, begin_pages};
 use crate::records::Files;
+use crate::retention::Space;
 use crate::sectors::Place;
-use crate::space::Space;
 use crate::store::Store;
 
 /// Bytes of a log that are written again at once.

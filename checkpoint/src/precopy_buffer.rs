@@ -14,116 +14,32 @@ use driftline_dirty_tracker::{Epoch, FrameRun, Gfn};
 use driftline_guest::{Guest, GuestRam};
 use driftline_store::EpochWriter;
 
-use crate::live::batches;
+use crate::live_copy::batches;
 use crate::report::Cause;
 use crate::staging::Staging;
-
-/// Of so many changed frames on they are copied behind the guest's back: those that take about a
-/// millisecond to copy. From 256 on that makes a single pause shorter (`tests/bench/pause.rs`), but
-/// at a hundred epochs a second of 1,000 frames it takes a guest that keeps all processors busy
-/// more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
-pub(crate) const BEHIND_FROM: u64 = 1280;
-/// So it is of those that take some milliseconds to copy before the pause, where by what the last
-/// epoch left for it that leaves little: an epoch that comes late has more than its share, and is
-/// not to cost the guest more than the others for that.
-const BEHIND_FROM_IF_FEW_LEFT: u64 = 5120;
-/// So many left for the pause are few: a third of a millisecond's.
-const FEW: u64 = 512;
-/// Fewer take no time in a pause.
-const LEAST: u64 = 64;
-/// After an epoch most of which was written again, so many that could be copied before their pauses
-/// are not.
-const REST: u32 = 16;
-
-/// When the frames of an epoch are copied.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Way {
-    /// Behind the guest's back.
-    Behind,
-    /// Before the pause, while the guest runs, and what is written again in it.
-    Before,
-    /// In the pause, all of them.
-    InPause,
-}
-
-/// What decides about that.
-#[derive(Debug)]
-pub(crate) struct Ways {
-    /// Of so many on they are copied behind the guest's back, where it can be shielded.
-    behind_from: u64,
-    /// The same where copying before the pause would leave few for it.
-    behind_from_if_few_left: u64,
-    /// Epochs that are not copied before their pauses.
-    rest: u32,
-    /// Frames that the last one copied before its pause left for it, and those that it had copied.
-    left: Option<(u64, u64)>,
-}
-
-impl Default for Ways {
-    fn default() -> Self {
-        Self { behind_from_if_few_left: BEHIND_FROM_IF_FEW_LEFT, ..Self::new(BEHIND_FROM) }
-    }
-}
-
-impl Ways {
-    /// Of `behind_from` frames on behind the guest's back.
-    pub(crate) fn new(behind_from: u64) -> Self {
-        Self { behind_from, behind_from_if_few_left: behind_from, rest: 0, left: None }
-    }
-
-    /// Fewer frames are not worth being protected.
-    pub(crate) fn behind_from(&self) -> u64 {
-        self.behind_from
-    }
-
-    /// The way for an epoch of so many frames of a guest that is `shielded` or not, where there is
-    /// room for so many.
-    pub(crate) fn of_next(&mut self, frames: u64, room: u64, shielded: bool) -> Way {
-        let may = frames >= LEAST && frames <= room / 2;
-        let before = may && self.rest == 0;
-        if may {
-            self.rest = self.rest.saturating_sub(1);
-        }
-        // Of one that has more, as large a part will be left.
-        let few_left = |(left, of): (u64, u64)| left.saturating_mul(frames) / of.max(1) <= FEW;
-        let from = match before && self.left.is_some_and(few_left) {
-            true => self.behind_from_if_few_left,
-            false => self.behind_from,
-        };
-        if shielded && room > 1 && frames >= from.max(1) {
-            Way::Behind
-        } else if before {
-            Way::Before
-        } else {
-            Way::InPause
-        }
-    }
-
-    /// What came of copying before the pause.
-    pub(crate) fn note(&mut self, copied: &Copied) {
-        self.left = Some((copied.copied_in_pause(), copied.early_frames));
-        if copied.again > copied.early_frames / 2 {
-            self.rest = REST;
-        }
-    }
-}
 
 /// What of an epoch is in the staging area.
 #[derive(Debug, Default)]
 pub(crate) struct Copied {
     /// Copied before the pause, ascending, each with the number of frames before it.
     early: Vec<(FrameRun, u64)>,
-    early_frames: u64,
+    pub(crate) early_frames: u64,
     /// Copied in the pause behind those.
     late: Vec<FrameRun>,
     late_frames: u64,
     /// Of the early ones, copied once more in the pause.
-    again: u64,
+    pub(crate) again: u64,
     /// Of the late ones, those that had no room and are in the file.
     written: u64,
 }
 
 impl Copied {
+    /// For tests of what is decided by it: so many frames of each kind.
+    #[cfg(test)]
+    pub(crate) fn of(early_frames: u64, late_frames: u64, again: u64) -> Self {
+        Self { early_frames, late_frames, again, ..Self::default() }
+    }
+
     /// Copies `early` while the guest runs; it must fit.
     pub(crate) fn before_pause(
         guest: &dyn Guest,
@@ -303,52 +219,5 @@ mod tests {
                 prop_assert_eq!(byte_of(&restored, *gfn), was[*gfn as usize], "frame {}", gfn);
             }
         }
-    }
-
-    #[test]
-    fn who_writes_the_same_again_is_copied_in_the_pause_for_a_while() {
-        let mut ways = Ways::default();
-        assert_eq!(ways.of_next(LEAST - 1, 1 << 20, true), Way::InPause);
-        assert_eq!(ways.of_next(1000, 1999, true), Way::InPause);
-        assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
-        ways.note(&Copied { early_frames: 1000, again: 500, ..Copied::default() });
-        assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
-        // Of few and of many frames, shielded or not.
-        for (frames, shielded, meanwhile, then) in [
-            (1000, true, Way::InPause, Way::Before),
-            (2000, false, Way::InPause, Way::Before),
-            // What one left that had few says that these would leave many.
-            (2000, true, Way::Behind, Way::Behind),
-        ] {
-            ways.note(&Copied { early_frames: 1000, again: 501, ..Copied::default() });
-            for _ in 0..REST {
-                assert_eq!(ways.of_next(frames, 1 << 20, shielded), meanwhile);
-            }
-            assert_eq!(ways.of_next(frames, 1 << 20, shielded), then);
-        }
-    }
-
-    #[test]
-    fn many_are_copied_before_the_pause_only_while_that_leaves_few_for_it() {
-        let (mut ways, room, most) = (Ways::default(), 1 << 20, BEHIND_FROM_IF_FEW_LEFT - 1);
-        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Behind, "nothing is known");
-        let left =
-            |early_frames, late_frames| Copied { early_frames, late_frames, ..Copied::default() };
-        ways.note(&left(1000, 80));
-        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
-        assert_eq!(ways.of_next(most, room, true), Way::Before);
-        assert_eq!(ways.of_next(most + 1, room, true), Way::Behind);
-        assert_eq!(ways.of_next(BEHIND_FROM, 2 * BEHIND_FROM - 1, true), Way::Behind, "no room");
-        // One that had few, of which it left a fifth, says nothing good of one that has many.
-        ways.note(&left(100, 20));
-        assert_eq!(ways.of_next(most, room, true), Way::Behind);
-        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
-        ways.note(&left(most, 2 * FEW));
-        assert_eq!(ways.of_next(BEHIND_FROM - 1, room, true), Way::Before);
-        (0..100).for_each(|_| assert_eq!(ways.of_next(most, room, true), Way::Behind));
-        let mut asked = Ways::new(64);
-        assert_eq!(asked.of_next(64, room, true), Way::Behind, "as it was asked for");
-        assert_eq!(Ways::new(u64::MAX).of_next(1 << 18, room, true), Way::Before);
-        assert_eq!(Ways::new(0).of_next(0, room, true), Way::InPause, "nothing to protect");
     }
 }

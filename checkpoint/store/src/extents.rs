@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use driftline_dirty_tracker::{FrameRun, FrameSet, Gfn};
 
 use crate::alloc::SlotRun;
-use crate::build::Entry;
+use crate::epoch_encoder::Entry;
 use crate::limits::NO_SLOT;
 
 /// Frames that follow one another in slots that do, or zeros. 24 bytes.

@@ -10,9 +10,9 @@ use driftline_format::{FormatError, MAX_SECTION, MAX_SECTIONS, MAX_STATE, is_zer
 use driftline_guest::{DriveHead, Guest, Section, section_tags};
 
 use crate::alloc::SlotRun;
-use crate::entries::Entries;
 use crate::error::StoreError;
-use crate::pages::Pages;
+use crate::extents::Entries;
+use crate::page_file::Pages;
 use crate::records::{Front, TAG_STORE, limit};
 
 const PAGE: usize = PAGE_SIZE as usize;

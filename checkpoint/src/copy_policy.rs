@@ -1,0 +1,217 @@
+//! When the frames of an epoch are copied: before the pause, in it, or behind the guest's back; and
+//! whether that last way can be had.
+
+use std::fmt;
+
+use driftline_guest::{Guest, Shield};
+
+use crate::precopy_buffer::Copied;
+use crate::report::{Cause, Phase};
+
+/// Of so many changed frames on they are copied behind the guest's back: those that take about a
+/// millisecond to copy. From 256 on that makes a single pause shorter (`tests/bench/pause.rs`), but
+/// at a hundred epochs a second of 1,000 frames it takes a guest that keeps all processors busy
+/// more writes, and late threads make its pauses longer (`tests/bench/cadence.rs`).
+pub(crate) const BEHIND_FROM: u64 = 1280;
+/// So it is of those that take some milliseconds to copy before the pause, where by what the last
+/// epoch left for it that leaves little: an epoch that comes late has more than its share, and is
+/// not to cost the guest more than the others for that.
+const BEHIND_FROM_IF_FEW_LEFT: u64 = 5120;
+/// So many left for the pause are few: a third of a millisecond's.
+const FEW: u64 = 512;
+/// Fewer take no time in a pause.
+const LEAST: u64 = 64;
+/// After an epoch most of which was written again, so many that could be copied before their pauses
+/// are not.
+const REST: u32 = 16;
+
+/// When the frames of an epoch are copied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Way {
+    /// Behind the guest's back.
+    Behind,
+    /// Before the pause, while the guest runs, and what is written again in it.
+    Before,
+    /// In the pause, all of them.
+    InPause,
+}
+
+/// What decides about that.
+#[derive(Debug)]
+pub(crate) struct Ways {
+    /// Of so many on they are copied behind the guest's back, where it can be shielded.
+    behind_from: u64,
+    /// The same where copying before the pause would leave few for it.
+    behind_from_if_few_left: u64,
+    /// Epochs that are not copied before their pauses.
+    rest: u32,
+    /// Frames that the last one copied before its pause left for it, and those that it had copied.
+    left: Option<(u64, u64)>,
+}
+
+impl Default for Ways {
+    fn default() -> Self {
+        Self { behind_from_if_few_left: BEHIND_FROM_IF_FEW_LEFT, ..Self::new(BEHIND_FROM) }
+    }
+}
+
+impl Ways {
+    /// Of `behind_from` frames on behind the guest's back.
+    pub(crate) fn new(behind_from: u64) -> Self {
+        Self { behind_from, behind_from_if_few_left: behind_from, rest: 0, left: None }
+    }
+
+    /// Fewer frames are not worth being protected.
+    pub(crate) fn behind_from(&self) -> u64 {
+        self.behind_from
+    }
+
+    /// The way for an epoch of so many frames of a guest that is `shielded` or not, where there is
+    /// room for so many.
+    pub(crate) fn of_next(&mut self, frames: u64, room: u64, shielded: bool) -> Way {
+        let may = frames >= LEAST && frames <= room / 2;
+        let before = may && self.rest == 0;
+        if may {
+            self.rest = self.rest.saturating_sub(1);
+        }
+        // Of one that has more, as large a part will be left.
+        let few_left = |(left, of): (u64, u64)| left.saturating_mul(frames) / of.max(1) <= FEW;
+        let from = match before && self.left.is_some_and(few_left) {
+            true => self.behind_from_if_few_left,
+            false => self.behind_from,
+        };
+        if shielded && room > 1 && frames >= from.max(1) {
+            Way::Behind
+        } else if before {
+            Way::Before
+        } else {
+            Way::InPause
+        }
+    }
+
+    /// What came of copying before the pause.
+    pub(crate) fn note(&mut self, copied: &Copied) {
+        self.left = Some((copied.copied_in_pause(), copied.early_frames));
+        if copied.again > copied.early_frames / 2 {
+            self.rest = REST;
+        }
+    }
+}
+
+/// How many epochs are copied in the pause after the guest's shield has failed, and after the store has made the guest wait
+/// for too long. Then it is tried again.
+const AFTER_FAILURE: u32 = 100;
+const AFTER_STALL: u32 = 20;
+
+/// Whether frames can be copied behind the guest's back.
+#[derive(Default)]
+pub(crate) struct Shielding {
+    is: Shielded,
+    /// For so many epochs it is not used, nor asked for.
+    rests: u32,
+}
+
+#[derive(Default)]
+enum Shielded {
+    #[default]
+    NotAsked,
+    /// The host or the guest does not offer it.
+    No,
+    Yes(Box<dyn Shield>),
+}
+
+impl Shielding {
+    /// Whether the next epoch has it.
+    pub(crate) fn is_used(&self) -> bool {
+        self.rests == 0 && matches!(self.is, Shielded::Yes(_))
+    }
+
+    /// For an epoch. Asks the guest the first time, and when it failed some epochs ago.
+    pub(crate) fn ask(&mut self, guest: &dyn Guest) -> Option<&dyn Shield> {
+        if self.rests > 0 {
+            self.rests -= 1;
+            return None;
+        }
+        if let Shielded::NotAsked = self.is {
+            match guest.shield() {
+                Ok(Some(shield)) => self.is = Shielded::Yes(shield),
+                Ok(None) => self.is = Shielded::No,
+                Err(e) => self.rest(AFTER_FAILURE, &e),
+            }
+        }
+        match &self.is {
+            Shielded::Yes(shield) => Some(&**shield),
+            Shielded::NotAsked | Shielded::No => None,
+        }
+    }
+
+    /// An epoch failed for `cause`.
+    pub(crate) fn failed(&mut self, phase: Phase, cause: &Cause) {
+        match (phase, cause) {
+            // Drives have nothing to do with it.
+            (Phase::CopyDrives, _) => {}
+            (Phase::Protect | Phase::CopyBehind, Cause::Guest(_)) => {
+                self.is = Shielded::NotAsked;
+                self.rest(AFTER_FAILURE, cause);
+            }
+            (_, Cause::Stalled(_)) => self.rest(AFTER_STALL, cause),
+            _ => {}
+        }
+    }
+
+    fn rest(&mut self, epochs: u32, why: &dyn fmt::Display) {
+        tracing::warn!("changed pages are copied in the pause for {epochs} checkpoints: {why}");
+        self.rests = epochs;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_writes_the_same_again_is_copied_in_the_pause_for_a_while() {
+        let mut ways = Ways::default();
+        assert_eq!(ways.of_next(LEAST - 1, 1 << 20, true), Way::InPause);
+        assert_eq!(ways.of_next(1000, 1999, true), Way::InPause);
+        assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
+        ways.note(&Copied::of(1000, 0, 500));
+        assert_eq!(ways.of_next(1000, 2000, true), Way::Before);
+        // Of few and of many frames, shielded or not.
+        for (frames, shielded, meanwhile, then) in [
+            (1000, true, Way::InPause, Way::Before),
+            (2000, false, Way::InPause, Way::Before),
+            // What one left that had few says that these would leave many.
+            (2000, true, Way::Behind, Way::Behind),
+        ] {
+            ways.note(&Copied::of(1000, 0, 501));
+            for _ in 0..REST {
+                assert_eq!(ways.of_next(frames, 1 << 20, shielded), meanwhile);
+            }
+            assert_eq!(ways.of_next(frames, 1 << 20, shielded), then);
+        }
+    }
+
+    #[test]
+    fn many_are_copied_before_the_pause_only_while_that_leaves_few_for_it() {
+        let (mut ways, room, most) = (Ways::default(), 1 << 20, BEHIND_FROM_IF_FEW_LEFT - 1);
+        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Behind, "nothing is known");
+        let left = |early_frames, late_frames| Copied::of(early_frames, late_frames, 0);
+        ways.note(&left(1000, 80));
+        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
+        assert_eq!(ways.of_next(most, room, true), Way::Before);
+        assert_eq!(ways.of_next(most + 1, room, true), Way::Behind);
+        assert_eq!(ways.of_next(BEHIND_FROM, 2 * BEHIND_FROM - 1, true), Way::Behind, "no room");
+        // One that had few, of which it left a fifth, says nothing good of one that has many.
+        ways.note(&left(100, 20));
+        assert_eq!(ways.of_next(most, room, true), Way::Behind);
+        assert_eq!(ways.of_next(BEHIND_FROM, room, true), Way::Before);
+        ways.note(&left(most, 2 * FEW));
+        assert_eq!(ways.of_next(BEHIND_FROM - 1, room, true), Way::Before);
+        (0..100).for_each(|_| assert_eq!(ways.of_next(most, room, true), Way::Behind));
+        let mut asked = Ways::new(64);
+        assert_eq!(asked.of_next(64, room, true), Way::Behind, "as it was asked for");
+        assert_eq!(Ways::new(u64::MAX).of_next(1 << 18, room, true), Way::Before);
+        assert_eq!(Ways::new(0).of_next(0, room, true), Way::InPause, "nothing to protect");
+    }
+}
