@@ -1,11 +1,12 @@
-//! Owns the settings of the terminal that is the guest's console: raw while the guest lives, and as
-//! they were before on every way out, [`exit::now`](crate::exit::now) and the handler of SIGSYS
-//! included. The unsafe code is two ioctls, which a signal handler may make.
+//! Owns standard input, the guest's console: one owner at a time, and if it is a terminal, its
+//! settings. They are raw while the owner lives, and as they were before on every way out,
+//! [`exit::now`](crate::exit::now) and the handler of SIGSYS included. The unsafe code is two
+//! ioctls, which a signal handler may make.
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use libc::termios2;
 
@@ -13,17 +14,27 @@ use libc::termios2;
 const GET: libc::c_ulong = 0x802c_542a;
 pub(crate) const SET: u32 = 0x402c_542b;
 
+/// Whether standard input has an owner.
+static OWNED: AtomicBool = AtomicBool::new(false);
+
 /// The settings to restore; null while there are none. What it points to is never freed: a handler
 /// may be reading it.
 static BEFORE: AtomicPtr<termios2> = AtomicPtr::new(ptr::null_mut());
 
-/// Standard input as a raw terminal; dropping this restores its settings.
+/// The right to read standard input and to change its settings. A second owner would take the raw
+/// settings of the first for those to restore.
 #[derive(Debug)]
-pub(crate) struct RawTerminal(());
+pub(crate) struct Stdin(());
 
-impl RawTerminal {
-    /// Makes standard input raw; output is processed as before.
-    pub(crate) fn new() -> io::Result<Self> {
+impl Stdin {
+    /// Takes standard input; `None` while another owner has it.
+    pub(crate) fn take() -> Option<Self> {
+        // Made only if it is to own it: its drop gives that up.
+        (!OWNED.swap(true, Ordering::AcqRel)).then(|| Self(()))
+    }
+
+    /// Makes the terminal raw until this is dropped; output is processed as before.
+    pub(crate) fn make_raw(&mut self) -> io::Result<()> {
         let mut settings = MaybeUninit::<termios2>::uninit();
         // SAFETY: the kernel writes the whole structure there, or fails.
         let got = unsafe { libc::ioctl(libc::STDIN_FILENO, GET, settings.as_mut_ptr()) };
@@ -48,16 +59,16 @@ impl RawTerminal {
         raw.c_cc[libc::VTIME] = 0;
         // Before the change, so that it is undone wherever the process ends from here on.
         BEFORE.store(Box::into_raw(Box::new(before)), Ordering::Release);
-        set(&raw)?;
-        Ok(Self(()))
+        set(&raw)
     }
 }
 
-impl Drop for RawTerminal {
+impl Drop for Stdin {
     fn drop(&mut self) {
         if let Err(e) = restore() {
             tracing::warn!("the terminal's settings cannot be restored: {e}");
         }
+        OWNED.store(false, Ordering::Release);
     }
 }
 
@@ -75,4 +86,60 @@ fn set(settings: &termios2) -> io::Result<()> {
     // SAFETY: the kernel reads the whole structure.
     let set = unsafe { libc::ioctl(libc::STDIN_FILENO, libc::c_ulong::from(SET), settings) };
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use rustix::fs::{Mode, OFlags};
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+    use rustix::termios::{LocalModes, tcgetattr};
+
+    use super::*;
+
+    fn is_raw() -> bool {
+        let modes = tcgetattr(io::stdin()).unwrap().local_modes;
+        !modes.contains(LocalModes::ICANON) && !modes.contains(LocalModes::ECHO)
+    }
+
+    /// In a process of its own, whose standard input is a terminal.
+    #[test]
+    fn terminal_has_one_owner_at_a_time() {
+        const CHILD: &str = "OWNS_A_TERMINAL";
+        if std::env::var_os(CHILD).is_none() {
+            let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+            grantpt(&master).unwrap();
+            unlockpt(&master).unwrap();
+            let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
+            let flags = OFlags::RDWR | OFlags::NOCTTY;
+            let terminal = rustix::fs::open(&name, flags, Mode::empty()).unwrap();
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            let test = "terminal::tests::terminal_has_one_owner_at_a_time";
+            child.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+            let out = child.stdin(Stdio::from(terminal)).output().unwrap();
+            let said = String::from_utf8_lossy(&out.stdout);
+            assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
+            assert!(said.contains("1 passed"), "{said}");
+            return;
+        }
+        assert!(!is_raw());
+        let mut first = Stdin::take().unwrap();
+        first.make_raw().unwrap();
+        assert!(is_raw());
+        if let Some(mut second) = Stdin::take() {
+            second.make_raw().unwrap();
+            drop(second);
+            drop(first);
+            panic!("the terminal has two owners, and is left raw: {}", is_raw());
+        }
+        assert!(is_raw(), "the one that was refused has not restored it");
+        drop(first);
+        assert!(!is_raw());
+        let mut next = Stdin::take().unwrap();
+        next.make_raw().unwrap();
+        assert!(is_raw());
+        drop(next);
+        assert!(!is_raw());
+    }
 }

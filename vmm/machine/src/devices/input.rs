@@ -3,7 +3,7 @@
 //!
 //! | standard input | what happens |
 //! | --- | --- |
-//! | a terminal, in the foreground | raw while the machine lives; Ctrl-A x ends the machine, Ctrl-A Ctrl-A is one Ctrl-A |
+//! | a terminal, in the foreground | raw from the guest's first resume to the machine's end; Ctrl-A x ends the machine, Ctrl-A Ctrl-A is one Ctrl-A |
 //! | a pipe, socket or file | its bytes, once the guest listens by interrupt: drivers throw away what came before |
 //! | anything else | not read |
 //!
@@ -12,8 +12,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ use rustix::termios::{isatty, tcgetpgrp};
 
 use super::Bus;
 use crate::sandbox::{self, Class};
-use crate::terminal::RawTerminal;
+use crate::terminal::Stdin;
 
 /// Bytes that wait for a guest.
 const ROOM: usize = 4096;
@@ -81,22 +81,59 @@ fn source(stdin: BorrowedFd) -> Option<Source> {
     }
 }
 
+/// A machine's serial input. It begins with the guest's first resume: a guest that never runs, such
+/// as one that was built too late to be received, leaves standard input to the one that does.
+#[derive(Debug)]
+pub(crate) struct SerialInput(Mutex<Progress>);
+
+#[derive(Debug)]
+enum Progress {
+    /// Nothing is read yet.
+    Waiting(Weak<Bus>),
+    /// `None`: standard input cannot be read, or not by this machine.
+    Begun { _thread: Option<InputThread> },
+}
+
+impl SerialInput {
+    /// The input of COM1 of `bus`.
+    pub(crate) fn new(bus: &Arc<Bus>) -> Self {
+        Self(Mutex::new(Progress::Waiting(Arc::downgrade(bus))))
+    }
+
+    /// Begins to read, the first time that it is called. A guest that runs already goes on without
+    /// input that cannot be read.
+    pub(crate) fn begin(&self) {
+        let mut progress = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Progress::Waiting(bus) = &*progress else { return };
+        // The bus goes when the guest has ended.
+        let started = bus.upgrade().map_or(Ok(None), InputThread::start);
+        let thread = started.unwrap_or_else(|e| {
+            tracing::warn!(
+                "the guest's console takes no input: standard input cannot be read: {e}"
+            );
+            None
+        });
+        *progress = Progress::Begun { _thread: thread };
+    }
+}
+
 /// The thread that reads standard input. Dropping it ends it, and restores the terminal.
 #[derive(Debug)]
-pub(crate) struct InputThread {
+struct InputThread {
     stop: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
-    _terminal: Option<RawTerminal>,
+    _stdin: Stdin,
 }
 
 impl InputThread {
     /// Starts to read for COM1 of `bus`, if standard input is anything to be read.
-    pub(crate) fn start(bus: Arc<Bus>) -> io::Result<Option<Self>> {
+    fn start(bus: Arc<Bus>) -> io::Result<Option<Self>> {
         let Some(source) = source(io::stdin().as_fd()) else { return Ok(None) };
-        let terminal = match source {
-            Source::Terminal => Some(RawTerminal::new()?),
-            Source::Stream => None,
-        };
+        let stdin = Stdin::take();
+        let mut stdin = stdin.ok_or_else(|| io::Error::other("it is another guest's"))?;
+        if source == Source::Terminal {
+            stdin.make_raw()?;
+        }
         let stop = Arc::new(Bell::new()?);
         let stopped = stop.clone();
         let run = move || {
@@ -106,7 +143,7 @@ impl InputThread {
             }
         };
         let thread = sandbox::spawn(Class::SerialInput, "serial-input", run)?;
-        Ok(Some(Self { stop, thread: Some(thread), _terminal: terminal }))
+        Ok(Some(Self { stop, thread: Some(thread), _stdin: stdin }))
     }
 }
 

@@ -35,7 +35,7 @@ pub use block::{DiskError, probe as probe_disk};
 pub(crate) use block::{DriveSource, Parent, make_copies, open_drives};
 pub use figures::DeviceFigures;
 pub(crate) use figures::Meter;
-pub(crate) use input::InputThread;
+pub(crate) use input::SerialInput;
 pub use input::was_ctrl_a_x;
 pub use net::TapError;
 pub use placement::{Placement, placement};

@@ -19,7 +19,7 @@ use super::{Machine, MachineError};
 use crate::boot::{self, Entry, MmioSlot};
 use crate::collector::{Brake, Collector, Message};
 use crate::config::{Backend, CpuConfig, HostConfig, MachineConfig, SerialSink};
-use crate::devices::{Bus, Com1, DeviceError, DeviceSet, InputThread, open_sink, placement};
+use crate::devices::{Bus, Com1, DeviceError, DeviceSet, SerialInput, open_sink, placement};
 use crate::kvm::{Capabilities, ImmediateExit, KvmVm, RingMap, register_kick_handler};
 use crate::memory::Memory;
 use crate::sandbox::{self, Class};
@@ -187,10 +187,9 @@ impl Machine {
         let counters = handles.iter().map(|h| h.counters.clone()).collect();
         let brakes = handles.iter().map(VcpuHandle::brake).collect();
         let input = match host.serial {
-            SerialSink::Stdio => InputThread::start(bus.clone()),
-            SerialSink::Null | SerialSink::File(_) => Ok(None),
+            SerialSink::Stdio => Some(SerialInput::new(&bus)),
+            SerialSink::Null | SerialSink::File(_) => None,
         };
-        let input = input.map_err(MachineError::system("reading the serial port's input"))?;
         #[cfg(test)]
         let shared_bus = bus.clone();
         let supervisor =
@@ -211,7 +210,7 @@ impl Machine {
             collector: None,
             #[cfg(test)]
             bus: shared_bus,
-            _input: input,
+            input,
             _serial: serial,
         };
         machine.collector =

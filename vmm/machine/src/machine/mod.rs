@@ -45,7 +45,7 @@ use driftline_guest::{
 
 use crate::collector::Collector;
 use crate::config::MachineConfig;
-use crate::devices::{BalloonControl, Drive, DriveSource, InputThread, Meter, SinkThread};
+use crate::devices::{BalloonControl, Drive, DriveSource, Meter, SerialInput, SinkThread};
 use crate::exit;
 use crate::latency;
 use crate::memory::{self, Memory};
@@ -82,7 +82,7 @@ pub struct Machine {
     #[cfg(test)]
     bus: Arc<crate::devices::Bus>,
     /// Restores the terminal when it goes.
-    _input: Option<InputThread>,
+    input: Option<SerialInput>,
     /// Last: what the guest said at its end is still to be written.
     _serial: SinkThread,
 }
@@ -253,7 +253,10 @@ impl Guest for Machine {
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        self.ask("resuming", Request::Resume)
+        self.ask("resuming", Request::Resume)?;
+        // Not before: it would delay a hand-over.
+        self.input.iter().for_each(SerialInput::begin);
+        Ok(())
     }
 
     fn save_state(&self) -> SavedState {

@@ -1,6 +1,7 @@
 //! Machines whose devices are slow, or do not come to an end: nobody waits for those without a limit.
 
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use driftline_guest::{Guest, RunState, VmId};
 use super::Machine;
 use crate::config::{HostConfig, SerialSink};
 use crate::devices::{DeviceSet, Limits, fake};
+use crate::terminal::Stdin;
 use crate::testing::{Elf, kernel_config, kvm_or_skip};
 use crate::vm::{EndReason, Vm};
 
@@ -199,4 +201,43 @@ fn released_guest_never_runs() {
         }
     }
     machine.stop("the test is over");
+}
+
+/// In a process of its own, whose standard input is a pipe.
+#[test]
+fn console_belongs_to_the_guest_that_runs() {
+    const CHILD: &str = "HAS_A_CONSOLE";
+    if !kvm_or_skip("console_belongs_to_the_guest_that_runs") {
+        return;
+    }
+    if std::env::var_os(CHILD).is_none() {
+        let name = "machine::tests::console_belongs_to_the_guest_that_runs";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+        let (stdin, _writer) = std::io::pipe().unwrap();
+        let out = child.stdin(Stdio::from(stdin)).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success(), "{said}{}", String::from_utf8_lossy(&out.stderr));
+        assert!(said.contains("1 passed"), "{said}");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("kernel");
+    std::fs::write(&kernel, Elf::new(&ECHO).bytes()).unwrap();
+    let host = HostConfig { serial: SerialSink::Stdio, ..Default::default() };
+    let machine = || Machine::launch(kernel_config(&kernel), &host).unwrap();
+    let is_taken = || Stdin::take().is_none();
+    // As one that is received and one that was left behind.
+    let (received, late) = (machine(), machine());
+    assert!(!is_taken(), "by a guest that has not run");
+    received.resume().unwrap();
+    assert!(is_taken());
+    drop(late);
+    assert!(is_taken(), "it is not given up with a guest that has not run");
+    let other = machine();
+    other.resume().unwrap();
+    drop(other);
+    assert!(is_taken(), "nor with one that was refused it");
+    drop(received);
+    assert!(!is_taken());
 }
