@@ -36,7 +36,7 @@ use crate::sandbox::hint;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 16;
-/// Most starters that may get in the way of one.
+/// Most starters that may get in the way of one, and most waits for one that is stopped.
 const TRIES: u32 = 16;
 /// Wait for another starter that replaces the same stale socket, which takes microseconds.
 const RETRY: Duration = Duration::from_millis(1);
@@ -217,14 +217,18 @@ impl Dir {
                 tracing::info!("replacing {}: its process is gone", self.path.join(name).display());
                 self.unlink(name)
             }
-            Ok(_) | Err(Errno::NOENT) => Ok(()),
-            Err(e) => Err(e),
+            identity => identity.map(|_| ()),
         };
         drop(claim);
-        removed.map_err(system)
+        match removed {
+            // A foreign program removed its own socket.
+            Err(Errno::NOENT) => Ok(()),
+            removed => removed.map_err(system),
+        }
     }
 
-    /// The right to remove the stale socket `name`. `None` if another starter has it.
+    /// Takes the right to remove the stale socket `name`. Returns `None` if another starter has it.
+    /// Only the first claim of a chain is waited for: waits for claims to claims would multiply.
     fn claim(
         &self,
         name: &OsStr,
@@ -241,7 +245,7 @@ impl Dir {
             Err(_) if self.is_strangers(&claim, stale) => {
                 Ok(Some(Claim { dir: self, name: claim, named: None }))
             }
-            Err(SocketError::InUse(_) | SocketError::Contended(_)) => {
+            Err(SocketError::InUse(_) | SocketError::Contended(_)) if claims == 1 => {
                 std::thread::sleep(RETRY);
                 Ok(None)
             }

@@ -213,6 +213,25 @@ fn claim_of_a_killed_starter_forbids_nothing() {
 }
 
 #[test]
+fn waits_for_claims_do_not_multiply() {
+    for depth in 2..=CLAIMS {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let mut ino = leave_stale(&path);
+        for _ in 1..depth {
+            ino = leave_stale(&claim_to(&path, ino));
+        }
+        let claim = UnixListener::bind(claim_to(&path, ino)).unwrap();
+        claim.set_nonblocking(true).unwrap();
+        let e = ListeningSocket::bind(&path).unwrap_err();
+        assert!(matches!(&e, SocketError::Contended(at) if *at == path), "{e}");
+        // Each try looks once whether the last claim of the chain is a live one.
+        let tries = std::iter::from_fn(|| claim.accept().ok()).count();
+        assert_eq!(tries, TRIES as usize, "a chain of {depth} claims");
+    }
+}
+
+#[test]
 fn claim_of_a_stranger_forbids_nothing() {
     if !rustix::process::geteuid().is_root() {
         return eprintln!("skipped: only root makes files of other users");

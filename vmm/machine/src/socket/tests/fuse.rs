@@ -20,6 +20,8 @@ struct Plain {
     names: Names,
     next: Mutex<u64>,
     has_links: bool,
+    /// A name that somebody else always removes first.
+    removed_first: Option<&'static str>,
 }
 
 fn attributes(ino: INodeNo) -> FileAttr {
@@ -78,7 +80,10 @@ impl Filesystem for Plain {
 
     fn unlink(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         self.names.lock().unwrap().remove(name);
-        reply.ok();
+        match self.removed_first {
+            Some(first) if name == first => reply.error(Errno::ENOENT),
+            _ => reply.ok(),
+        }
     }
 
     fn rename(
@@ -109,16 +114,36 @@ impl Filesystem for Plain {
     }
 }
 
+/// Serves `files` at `dir`; skips the test loudly where that cannot be.
+fn mount(files: Plain, dir: &Path) -> Option<fuser::BackgroundSession> {
+    let session = fuser::spawn_mount(files, dir, &Config::default());
+    session.inspect_err(|e| eprintln!("skipped: no FUSE file system can be mounted: {e}")).ok()
+}
+
+#[test]
+fn stale_socket_that_goes_meanwhile_is_replaced() {
+    let names = Names::default();
+    let dir = tempfile::tempdir().unwrap();
+    let next = Mutex::new(1);
+    let files = Plain { names: names.clone(), next, has_links: true, removed_first: Some("api") };
+    let Some(session) = mount(files, dir.path()) else { return };
+    let path = dir.path().join("api");
+    leave_stale(&path);
+    let socket = ListeningSocket::bind(&path).unwrap();
+    assert!(names.lock().unwrap().keys().eq(["api"]));
+    drop(socket);
+    assert!(names.lock().unwrap().is_empty());
+    session.umount_and_join().unwrap();
+}
+
 #[test]
 fn file_system_without_noreplace_has_sockets() {
     for has_links in [true, false] {
         let names = Names::default();
         let dir = tempfile::tempdir().unwrap();
-        let files = Plain { names: names.clone(), next: Mutex::new(1), has_links };
-        let session = match fuser::spawn_mount(files, dir.path(), &Config::default()) {
-            Ok(session) => session,
-            Err(e) => return eprintln!("skipped: no FUSE file system can be mounted: {e}"),
-        };
+        let next = Mutex::new(1);
+        let files = Plain { names: names.clone(), next, has_links, removed_first: None };
+        let Some(session) = mount(files, dir.path()) else { return };
         let path = dir.path().join("api");
         let is = |expected: &[&str]| assert!(names.lock().unwrap().keys().eq(expected));
         let socket = ListeningSocket::bind(&path).unwrap();
