@@ -16,6 +16,14 @@
 //! So a starter removes no other file than the one it has looked at, however long it is stopped
 //! between two steps, and no live socket loses its name. Of starters one has the name, and the
 //! others find it in use. The claim of a killed starter is a dead socket, replaced as any other is.
+//!
+//! A live socket can lose its name in two cases:
+//!
+//! - on a file system with neither `RENAME_NOREPLACE` nor hard links, if two starters find the name
+//!   free at once: the second has it;
+//! - in a directory with the sticky bit, where a stranger's file has the claim's name: starters go
+//!   without the claim, and of two at once the slower may remove the faster one's socket.
+//!
 //! The private name of a killed starter stays: a sweep would read directories, which the sandbox
 //! forbids, for a file that only a kill within microseconds leaves behind.
 
