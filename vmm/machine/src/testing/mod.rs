@@ -127,6 +127,16 @@ pub fn fail_fdatasync() -> Result<(), String> {
     fail([(libc::SYS_fdatasync, Vec::new())], libc::EIO)
 }
 
+/// From now on no lock of a file can be had on this thread.
+#[cfg(test)]
+pub(crate) fn fail_locks() -> Result<(), String> {
+    let locks = libc::F_OFD_SETLK.unsigned_abs().into();
+    let asks = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, locks)
+        .and_then(|asks| SeccompRule::new(vec![asks]))
+        .map_err(|e| e.to_string())?;
+    fail([(libc::SYS_fcntl, vec![asks])], libc::ENOLCK)
+}
+
 /// From now on this thread, and what it starts, finds a kernel without userfaultfd: neither the system call nor the device gives one.
 pub fn hide_userfaultfd() -> Result<(), String> {
     let request = crate::memory::USERFAULTFD_IOC_NEW();

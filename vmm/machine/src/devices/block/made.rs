@@ -87,10 +87,9 @@ impl MadeDisk {
         match lock::set(&made.file, Lock::Exclusive, guest) {
             Ok(true) => {}
             Ok(false) => return Err(refused("it is in use by another".to_owned())),
-            Err(e) => {
-                made.kept.store(before != Before::Nothing, Ordering::Relaxed);
-                return Err(failed("locking it", e));
-            }
+            // Also one that was made here: another build may have locked it by now, and an empty
+            // file is in nobody's way.
+            Err(e) => return Err(failed("locking it", e)),
         }
         // Not before it is locked: whoever had the lock may have been filling it.
         if let Before::Room(bytes) = before {
@@ -219,7 +218,7 @@ fn parent(path: &Path) -> &Path {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::disk;
+    use crate::testing::{disk, fail_locks};
 
     const BYTES: u64 = 1 << 20;
 
@@ -285,6 +284,22 @@ mod tests {
         assert!(make(dir.path(), guest).unwrap_err().contains("it is no regular file"));
         let none = dir.path().join("none/copy");
         assert!(make(&none, guest).unwrap_err().contains("making it failed: No such file"));
+    }
+
+    #[test]
+    fn file_that_cannot_be_locked_is_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("copy");
+        let guest = VmId::random();
+        let unlocked = || {
+            fail_locks().unwrap();
+            make(&path, guest).unwrap_err()
+        };
+        let said = std::thread::scope(|scope| scope.spawn(unlocked).join().unwrap());
+        assert!(said.contains("locking it failed: No locks available"), "{said}");
+        assert_eq!(path.metadata().unwrap().len(), 0, "another build may have it");
+        make(&path, guest).unwrap().write(0, &[7; 4096]).unwrap();
+        assert_eq!(path.metadata().unwrap().len(), 0, "as it was before");
     }
 
     #[test]
