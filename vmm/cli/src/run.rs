@@ -95,7 +95,8 @@ fn disk_config(spec: DiskSpec, i: u32) -> Result<DiskConfig, Failure> {
     if any_identity || copy {
         let what = if copy { "copy" } else { "identity=any" };
         return Err(Failure::usage(format_args!(
-            "'{what}' of --disk is only for receive-migration, where a guest arrives with its disks"
+            "'{what}' of --disk is only for {}, where a guest comes with its disks",
+            if copy { "receive-migration" } else { "receive-migration and restore" }
         )));
     }
     let (bytes, block_bytes) = probe_disk(&path, readonly).map_err(Failure::error)?;

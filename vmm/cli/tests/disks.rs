@@ -225,8 +225,12 @@ fn a_restore_brings_the_disk_back_with_the_guest() {
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     std::fs::remove_file(record).unwrap();
     // Nor for a new guest: whatever is there by now is at the path of its parent's disk.
-    let said = restore(&["--disk", &spec]);
-    assert!(said.contains(&format!("is guest {id}'s: give the new guest a file")), "{said}");
+    let any = format!("{spec},identity=any");
+    for spec in [&spec, &any] {
+        let said = restore(&["--disk", spec]);
+        let why = format!("has the path of guest {id}'s disk: name another path");
+        assert!(said.contains(&why), "{said}");
+    }
     assert!(std::fs::read(place.path("disk")).unwrap() == later, "refused before it was touched");
     let args = ["restore", "--store", &store, "--disk", &spec, "--same-id"];
     let mut fourth = Vmm::start(&place, "fourth", &args);

@@ -119,6 +119,11 @@ impl HostConfig {
         self.disks.iter().any(|spec| spec.path == disk.path)
     }
 
+    /// Whether the operator says that the file of `disk` may be any.
+    pub(crate) fn takes_any_identity_for(&self, disk: &DiskConfig) -> bool {
+        self.disks.iter().any(|spec| spec.path == disk.path && spec.any_identity)
+    }
+
     /// This host as it is for a guest whose `drives` are about to be written over.
     pub(crate) fn writing_over(&self, drives: &[DriveHead]) -> Self {
         let written_over = drives.iter().map(|drive| drive.id.clone()).collect();

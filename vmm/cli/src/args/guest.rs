@@ -209,11 +209,13 @@ pub(crate) struct DeviceArgs {
 
 /// Describes `--disk` of `restore`, which takes fewer settings than that of `receive-migration`.
 fn describe_restored_disk(arg: Arg) -> Arg {
-    arg.help("File for a disk: path=FILE[,readonly][,id=NAME]").long_help(
-        "File for a disk: path=FILE[,readonly][,id=NAME]\n\n\
+    arg.help("File for a disk: path=FILE[,readonly][,id=NAME][,identity=any]").long_help(
+        "File for a disk: path=FILE[,readonly][,id=NAME][,identity=any]\n\n\
          With id=NAME it is for the disk of that name, else for the next in the guest's order. A disk \
          without a file here has the path that it had when the checkpoint was taken, and that path \
          must lead to the same disk. A checkpoint that has the disk's content overwrites FILE with it. \
+         A new guest cannot have its parent's disk; identity=any says that a file with the inode and \
+         birth time of that disk is a copy in a snapshot of its file system. \
          With --disks external, give copies of the disks from the moment of the checkpoint.",
     )
 }

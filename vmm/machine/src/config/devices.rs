@@ -104,7 +104,7 @@ impl FromStr for DiskSpec {
                 _ => {
                     return Err(format!(
                         "\"{option}\" is not an option of a disk: they are path=FILE, readonly, id=NAME and serial=TEXT; \
-                         receive-migration also takes identity=any and copy"
+                         receive-migration also takes identity=any and copy, restore identity=any"
                     ));
                 }
             }

@@ -1,7 +1,7 @@
 //! Why a disk cannot be had.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use driftline_guest::VmId;
 
@@ -70,9 +70,8 @@ pub enum DiskError {
     /// It is to be written over for a new guest, and is the disk of the guest that was
     /// checkpointed.
     #[error(
-        "disk \"{id}\", in file \"{}\", is guest {guest}'s: give the new guest a file of its own, of \
-         {bytes} bytes (--disk id={id},path=FILE), or restore that guest itself (--same-id)",
-        path.display()
+        "disk \"{id}\", in file \"{}\", {}{}",
+        path.display(), why.refusal(*guest, id, *bytes), why.hint(id, path)
     )]
     Parents {
         /// The disk's name.
@@ -83,6 +82,8 @@ pub enum DiskError {
         guest: VmId,
         /// Its size.
         bytes: u64,
+        /// Why it is taken for that disk.
+        why: ParentsDisk,
     },
     /// Another guest has it.
     #[error("{0}")]
@@ -141,4 +142,41 @@ pub enum DiskError {
         /// What stands against it.
         cause: driftline_dirty_tracker::LayoutError,
     },
+}
+
+/// Why a file is taken for the disk of the guest that was checkpointed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ParentsDisk {
+    /// It is that disk.
+    Itself,
+    /// It is that disk through another mount, or a copy in a snapshot of its file system.
+    OrSnapshot,
+    /// It is another file, at that disk's path.
+    Path,
+}
+
+impl ParentsDisk {
+    fn refusal(self, guest: VmId, id: &str, bytes: u64) -> String {
+        match self {
+            Self::Itself | Self::OrSnapshot => format!(
+                "is guest {guest}'s: give the new guest a file of its own, of {bytes} bytes \
+                 (--disk id={id},path=FILE), or restore that guest itself (--same-id)"
+            ),
+            Self::Path => format!(
+                "has the path of guest {guest}'s disk: name another path (--disk id={id},path=FILE), \
+                 or restore that guest itself (--same-id)"
+            ),
+        }
+    }
+
+    fn hint(self, id: &str, path: &Path) -> String {
+        match self {
+            Self::OrSnapshot => format!(
+                "; if it is a copy in a snapshot of that disk's file system, --disk \
+                 id={id},path={},identity=any says so",
+                path.display()
+            ),
+            Self::Itself | Self::Path => String::new(),
+        }
+    }
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use driftline_guest::{DriveCopy, DriveHead, GuestError, VmId};
 
-use super::error::DiskError;
+use super::error::{DiskError, ParentsDisk};
 use super::file::{DiskFile, write_zeroes};
 use super::identity;
 use super::lock::{self, Lock};
@@ -64,16 +64,18 @@ pub(crate) fn open_drives(
             what: "opening the disks to restore",
             cause: Box::new(e),
         };
-        let is_parents = || {
+        let is_parents = |why: ParentsDisk| {
             let (id, path) = (disk.id.clone(), disk.path.clone());
-            refused(DiskError::Parents { id, path, guest: parent.guest, bytes: disk.bytes })
+            refused(DiskError::Parents { id, path, guest: parent.guest, bytes: disk.bytes, why })
         };
         if known && guest != parent.guest {
-            return Err(is_parents());
+            return Err(is_parents(ParentsDisk::Itself));
         }
         let file = RestoredDisk::open(disk, guest, known).map_err(refused)?;
-        if guest != parent.guest && parent.has(&file.file) {
-            return Err(is_parents());
+        if guest != parent.guest
+            && let Some(why) = parent.claim_to(&file.file, host.takes_any_identity_for(disk))
+        {
+            return Err(is_parents(why));
         }
         opened.push(Box::new(file));
     }
@@ -81,29 +83,50 @@ pub(crate) fn open_drives(
 }
 
 impl Parent<'_> {
-    /// Whether `file` is that of one of its disks, by whatever name, or has the path of one.
-    fn has(&self, file: &DiskFile) -> bool {
-        disks(self.devices).any(|disk| {
-            is_same(file.file(), &disk.path)
-                || disk.identity.as_ref().is_some_and(|known| {
-                    let there = || identity_at(&disk.path);
-                    is_parents(known, file.disk_identity().as_ref(), there)
-                })
+    /// Why `file` may not be another guest's disk; `None` if it may. `may_be_snapshot`: the operator
+    /// says that it is a copy if it can be one.
+    fn claim_to(&self, file: &DiskFile, may_be_snapshot: bool) -> Option<ParentsDisk> {
+        let found = file.disk_identity();
+        disks(self.devices).find_map(|disk| {
+            let path = ParentsPath {
+                leads_to_it: is_same(file.file(), &disk.path),
+                identity: || identity_at(&disk.path),
+            };
+            claim_to_disk(disk.identity.as_ref(), found.as_ref(), path, may_be_snapshot)
         })
     }
 }
 
-/// Whether the disk `found`, which is not at the parent's path, is the one `known` as the parent's.
-/// A file in a snapshot of the parent's file system has its number and its time: if the file
-/// `there`, at the parent's path, has them too, that is the parent's.
-fn is_parents(
-    known: &DiskIdentity,
+/// The path of one of the parent's disks, on this host.
+struct ParentsPath<F> {
+    /// It leads to the file in question.
+    leads_to_it: bool,
+    /// Returns the identity of the file that it leads to.
+    identity: F,
+}
+
+/// Why the disk `found` may not be another guest's, of a parent whose disk is `known`.
+///
+/// A file in a snapshot of the parent's file system has the number and the birth time of the
+/// parent's, and so has the parent's file itself through another mount, which may have another
+/// device number. Nothing tells these two apart, so the operator has to.
+fn claim_to_disk(
+    known: Option<&DiskIdentity>,
     found: Option<&DiskIdentity>,
-    there: impl FnOnce() -> Option<DiskIdentity>,
-) -> bool {
-    let is_file = matches!(known, DiskIdentity::File { .. });
-    found.is_some_and(|found| !known.differs(found))
-        && !(is_file && there().is_some_and(|there| !known.differs(&there)))
+    path: ParentsPath<impl FnOnce() -> Option<DiskIdentity>>,
+    may_be_snapshot: bool,
+) -> Option<ParentsDisk> {
+    let Some(known) = known.filter(|known| found.is_some_and(|found| !known.differs(found))) else {
+        return path.leads_to_it.then_some(ParentsDisk::Path);
+    };
+    let can_be_snapshot = !path.leads_to_it
+        && matches!(known, DiskIdentity::File { .. })
+        && (path.identity)().is_some_and(|there| !known.differs(&there));
+    match can_be_snapshot {
+        false => Some(ParentsDisk::Itself),
+        true if may_be_snapshot => None,
+        true => Some(ParentsDisk::OrSnapshot),
+    }
 }
 
 /// The identity of the file that `path` leads to on this host, if it is one.
@@ -286,6 +309,7 @@ mod tests {
             let file = dir.path().join(name);
             assert!(said.contains(&format!("in file \"{}\", is guest", file.display())), "{said}");
             assert!(said.contains("give the new guest a file of its own"), "{said}");
+            assert!(!said.contains("identity=any"), "no snapshot: {said}");
         }
         assert_eq!(named("copy", "").unwrap(), 1);
         // Nor what is at its path by now: the parent's may have been restored from a backup.
@@ -293,26 +317,37 @@ mod tests {
         fs::rename(&path, dir.path().join("was")).unwrap();
         fs::copy(&copy, &path).unwrap();
         let said = named("disk", ",identity=any").unwrap_err().to_string();
-        assert!(said.contains("give the new guest a file of its own"), "{said}");
+        let why = format!("has the path of guest {parent}'s disk: name another path");
+        assert!(said.contains(&why) && said.contains("(--same-id)"), "{said}");
         assert!(named("was", "").is_err(), "it has moved, and is known");
     }
 
-    /// As in a snapshot of a file system: number and time are the same.
+    /// A file in a snapshot, and the parent's through another mount: number and time are the same.
     #[test]
-    fn snapshot_of_the_parents_disk_is_a_copy() {
+    fn only_the_operator_knows_a_snapshot() {
         let file = |inode| DiskIdentity::File { inode, born_ns: Some(7) };
         let device = DiskIdentity::device("naa.50").unwrap();
-        for (found, there, is) in [
-            (Some(file(3)), Some(file(3)), false),
-            (Some(file(3)), Some(file(4)), true),
-            (Some(file(3)), None, true),
-            (Some(file(4)), None, false),
-            (None, None, false),
+        let (itself, path) = (Some(ParentsDisk::Itself), Some(ParentsDisk::Path));
+        let why = |known: &DiskIdentity, found: Option<&_>, leads_to_it, there, says| {
+            claim_to_disk(Some(known), found, ParentsPath { leads_to_it, identity: || there }, says)
+        };
+        for (found, has_path, there, unsaid, said) in [
+            (Some(file(3)), false, Some(file(3)), Some(ParentsDisk::OrSnapshot), None),
+            (Some(file(3)), true, Some(file(3)), itself, itself),
+            (Some(file(3)), false, Some(file(4)), itself, itself),
+            (Some(file(3)), false, None, itself, itself),
+            (Some(file(4)), false, Some(file(3)), None, None),
+            (Some(file(4)), true, Some(file(4)), path, path),
+            (None, false, None, None, None),
+            (None, true, None, path, path),
         ] {
-            assert_eq!(is_parents(&file(3), found.as_ref(), || there.clone()), is, "{found:?}");
+            for (says, expected) in [(false, unsaid), (true, said)] {
+                let why = why(&file(3), found.as_ref(), has_path, there.clone(), says);
+                assert_eq!(why, expected, "{found:?} {has_path} {there:?} {says}");
+            }
         }
         // Two paths to one device have one name.
-        assert!(is_parents(&device, Some(&device), || Some(device.clone())));
+        assert_eq!(why(&device, Some(&device), false, Some(device.clone()), true), itself);
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("disk");
         assert!(identity_at(&path).is_none() && identity_at(dir.path()).is_none());
