@@ -379,7 +379,7 @@ fn guest_whose_copies_cannot_be_made_is_refused() {
         assert_eq!(guest.run_state(), RunState::Running);
         within(LONG, "it waits on", || there.waits_on());
     }
-    assert_eq!(world.faults.hung.load(Ordering::SeqCst), 4, "threads");
+    within(LONG, "four threads hang", || world.faults.hung.load(Ordering::SeqCst) == 4);
     // They answer after all: what was left behind goes.
     world.faults.make_hangs.store(false, Ordering::SeqCst);
     within(LONG, "the next guest is built", || {
@@ -399,8 +399,10 @@ fn guest_is_built_beside_one_whose_storage_hangs() {
     let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
     assert!(error.to_string().contains("was not built within 500ms"), "{error}");
     within(LONG, "it waits on", || there.waits_on());
-    // Another one, of which no copies are made.
-    Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result().unwrap();
+    // Another one, of which no copies are made. A busy host may take longer than the limit.
+    within(LONG, "another one is built", || {
+        Sender::start(guest.guest(), &there.to, &quick_send(&world.host)).result().is_ok()
+    });
     there.guest().guest.verify().unwrap();
     assert_eq!(world.copies(), 0, "the first one's storage hangs still");
     world.faults.make_hangs.store(false, Ordering::SeqCst);
