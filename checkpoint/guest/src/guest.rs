@@ -213,7 +213,8 @@ pub trait Guest: Send + Sync {
     fn attach(&self, late: &[u8]) -> Result<(), GuestError>;
 
     /// Takes again what [`release`](Self::release) and [`detach`](Self::detach) let go of, or takes
-    /// it first on a new host. If that fails, the guest holds nothing, and no peer reaches it here.
+    /// it first on a new host. If that fails, the guest holds nothing, and no peer reaches it here;
+    /// but a guest that has run here holds what its writes could not be made durable in.
     fn acquire(&self) -> Result<(), GuestError>;
 
     /// Ends the guest here for good; it can never be resumed. `why` is for the log.

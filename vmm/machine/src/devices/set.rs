@@ -343,8 +343,9 @@ impl DeviceSet {
     }
 
     /// Takes what only one host may hold. If one device cannot, none holds anything, and no peer
-    /// reaches the guest here. A stuck device releases what it takes as soon as its backend answers,
-    /// and is not waited for.
+    /// reaches the guest here; but a disk of a guest that has run here stays locked if what the guest
+    /// wrote cannot be made durable. A stuck device releases what it takes as soon as its backend
+    /// answers, and is not waited for.
     pub(crate) fn acquire(&self) -> Result<(), String> {
         let deadline = Instant::now() + self.limits.release;
         // Side by side: each may wait for its storage.

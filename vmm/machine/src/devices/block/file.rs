@@ -182,6 +182,11 @@ impl DiskFile {
             self.flusher.settle(begun, deadline)?;
             self.flusher.lost().map_or(Ok(()), Err)?;
         }
+        self.unlock()
+    }
+
+    /// Releases the lock of a guest that has not run here: there is nothing to make durable.
+    pub(super) fn unlock(&self) -> Result<(), String> {
         let failed = |e| format!("disk file \"{}\" cannot be unlocked: {e}", self.path.display());
         lock::set(&self.file, Lock::None, self.holder).map(drop).map_err(failed)
     }

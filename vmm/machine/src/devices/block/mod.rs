@@ -97,9 +97,9 @@ pub(super) struct Block {
     held: bool,
     /// The file was made here, for a guest that comes.
     made_here: bool,
-    /// Another host may have written to the file since it was opened: the guest comes from there,
-    /// and has not run here.
-    may_be_stale: bool,
+    /// The guest has run here with the file. One that comes from another host has not, which may
+    /// have written to the file since it was opened here.
+    has_run: bool,
     next_token: u64,
     counters: Arc<DiskCounters>,
     state: BlockState,
@@ -177,7 +177,8 @@ impl Block {
             writes_through: false,
             held: false,
             made_here: false,
-            may_be_stale: false,
+            // `start` knows better.
+            has_run: true,
             next_token: 0,
             counters: Arc::default(),
             state: BlockState::default(),
@@ -414,8 +415,7 @@ impl Device for Block {
     fn write_config(&mut self, _: usize, _: &[u8], _: &mut Io<'_>) {}
 
     fn start(&mut self, watcher: &Watcher) -> io::Result<()> {
-        // A disk that is only read is locked against writers all the time, here or there.
-        self.may_be_stale = !self.disk.readonly && !self.held && !self.made_here;
+        self.has_run = self.held;
         match self.engine.announcer() {
             Some(fd) => watcher.watch(fd, EventSet::IN, COMPLETIONS),
             None => Ok(()),
@@ -460,7 +460,7 @@ impl Device for Block {
         // Should it let go of the file from now on, and take it again, its guest ran nowhere else
         // meanwhile. Not sooner: when another of the guest's devices cannot be had, the guest goes
         // on where it was, and writes.
-        self.may_be_stale &= !self.held;
+        self.has_run |= self.held;
         Ok(())
     }
 
@@ -481,7 +481,8 @@ impl Device for Block {
         self.file.lock()?;
         self.held = true;
         self.keeper.hold();
-        if self.may_be_stale {
+        // A disk that is only read is locked against writers all the time, here or there.
+        if !self.has_run && !self.disk.readonly && !self.made_here {
             self.file.forget_cached();
         }
         Ok(())
@@ -496,5 +497,14 @@ impl Device for Block {
             Err(_) => self.keeper.hold(),
         }
         released
+    }
+
+    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), String> {
+        if self.has_run {
+            return self.release(deadline);
+        }
+        self.keeper.let_go();
+        self.held = false;
+        self.file.unlock()
     }
 }

@@ -393,3 +393,22 @@ fn what_it_does_is_counted() {
         DeviceFigures::Disk { id, reads, read_bytes, writes, written_bytes, flushes, errors };
     assert_eq!(meter.read(), figures);
 }
+
+/// It has nothing to make durable, even if the guest comes with data that was lost before.
+#[test]
+fn failed_take_over_leaves_no_disk_locked() {
+    let lost = postcard::to_stdvec(&BlockState { errors: 1, lost: true }).unwrap();
+    for has_run in [false, true] {
+        let disk = Disk::new();
+        let mut block = disk.block(With::Plain);
+        // As `start` has it of a guest that begins here, and of one that comes.
+        block.has_run = has_run;
+        block.restore(&lost).unwrap();
+        block.acquire().unwrap();
+        let undone = block.undo_acquire(soon());
+        let other = disk.block(With::Plain).acquire();
+        assert_eq!(undone.is_ok(), !has_run, "{undone:?}");
+        assert_eq!(other.is_ok(), !has_run, "{other:?}");
+        assert_eq!(block.held, has_run);
+    }
+}

@@ -146,6 +146,12 @@ pub(crate) trait Device: Send {
     /// `deadline` is an error, and stays held. The error is a sentence.
     fn release(&mut self, deadline: Instant) -> Result<(), String>;
 
+    /// Lets go of what [`acquire`](Self::acquire) took, for a guest that goes on elsewhere. Where the
+    /// guest has not run since it came to this host, nothing has to be made durable.
+    fn undo_acquire(&mut self, deadline: Instant) -> Result<(), String> {
+        self.release(deadline)
+    }
+
     /// Lets go of that, too, of a device that was released. What came for it since it was saved,
     /// encoded in at most `room` bytes, for [`attach`](Self::attach) at the next host; empty if nothing did. The device
     /// keeps it as well: it may be acquired again.

@@ -442,7 +442,7 @@ impl Worker {
 
     /// Releases files and peers.
     fn undo(&mut self, limit: Duration) -> Result<(), String> {
-        let released = self.release(Instant::now() + limit);
+        let released = self.device.undo_acquire(Instant::now() + limit);
         // The guest does not run here, so what came for it late is of no use.
         self.detach(0);
         released
