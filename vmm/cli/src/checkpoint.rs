@@ -174,7 +174,7 @@ async fn start_and_follow(args: &CheckpointArgs, store: &Path) -> Result<ExitCod
 }
 
 /// No answer about the run, of which checkpoint `last` is durable: says whether the VMM has ended,
-/// does not answer, or has closed the connection.
+/// does not answer, or has not answered properly.
 async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     let durable = match last {
         Some(last) => format!("; the last durable checkpoint is {last}"),
@@ -182,7 +182,7 @@ async fn lost(client: &Client, e: ClientError, last: Option<u64>) -> Failure {
     };
     let why = match &e {
         ClientError::Connect { cause, .. } => format!("does not answer: {cause}"),
-        ClientError::Broken { why, .. } => format!("closed the connection: {why}"),
+        ClientError::Broken { why, .. } => format!("did not answer properly: {why}"),
         ClientError::Silent { .. } => return Failure::from(e).followed_by(&durable),
         _ => return e.into(),
     };

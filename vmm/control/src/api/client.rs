@@ -31,7 +31,7 @@ pub enum ClientError {
         cause: io::Error,
     },
     /// The connection ended, or what came is no answer.
-    #[error("the VMM on {} has ended, or closed the connection: {why}", socket.display())]
+    #[error("the VMM on {} has ended, or did not answer properly: {why}", socket.display())]
     Broken {
         /// The socket's path.
         socket: PathBuf,
