@@ -173,9 +173,10 @@ impl ReceiveControl {
         Arc::default()
     }
 
-    /// Ends the waiting or receiving within about 100 ms. Refused once COMMIT has come, until taking
-    /// the guest over has failed: then the receiver ends as soon as the source knows that, or has had
-    /// time to ask.
+    /// Ends the waiting or receiving within about 100 ms. Between PREPARED and COMMIT the receiver
+    /// first has up to 2 s to tell its source that the guest was discarded, and the source another
+    /// 2 s to ask. Refused once COMMIT has come, until taking the guest over has failed: then the
+    /// receiver ends as soon as the source knows that, or has had the same time to ask.
     pub fn cancel(&self) -> Result<(), ControlError> {
         Ok(self.stop.cancel()?)
     }
