@@ -10,8 +10,9 @@ use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_guest::GuestRam;
 
 use super::drives::Drives;
+use super::limit::Limit;
 use super::pacer::Pacer;
-use super::passes::{Limit, PassSender};
+use super::passes::PassSender;
 use crate::control::SendControl;
 use crate::error::Cause;
 use crate::policy::convergence::Measured;
@@ -119,7 +120,7 @@ impl<'a> Passes<'a> {
     }
 
     /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the destination's word that
-    /// it has all of it is left to be waited for. Fails with `late` if `deadline` passes first. On an error the destination
+    /// it has all of it is left to be waited for. Fails at `limit`. On an error the destination
     /// may have any part of it.
     pub(super) fn begin(
         &mut self,
@@ -128,7 +129,7 @@ impl<'a> Passes<'a> {
         runs: impl Iterator<Item = FrameRun> + Send,
         frames: u64,
         drives: &mut Drives,
-        deadline: Limit<'_>,
+        limit: Limit,
     ) -> Result<PassSent, Cause> {
         let begun = Instant::now();
         let before = wire.sent_bytes() + self.shared_bytes();
@@ -140,13 +141,12 @@ impl<'a> Passes<'a> {
         wire.send(&Message::PassBegin { pass, frames })?;
         let mut chunks = runs.flat_map(|run| run.chunks(MAX_PAGES));
         let counts = match self.shares.is_empty() {
-            true => self.first.share(wire, || chunks.next(), deadline)?,
-            false => self.all(wire, (pass, frames), chunks, deadline)?,
+            true => self.first.share(wire, || chunks.next(), limit)?,
+            false => self.all(wire, (pass, frames), chunks, limit)?,
         };
         let (first, control) = (&mut self.first, self.control);
-        drives.send(wire, pass, control, deadline, |wire, before| {
-            first.after_message(wire, before)
-        })?;
+        drives
+            .send(wire, pass, control, limit, |wire, before| first.after_message(wire, before))?;
         wire.send(&Message::PassEnd { pass, counts })?;
         self.totals += counts;
         let bytes = wire.sent_bytes() + self.shared_bytes() - before;
@@ -160,7 +160,7 @@ impl<'a> Passes<'a> {
         wire: &mut Wire<Link>,
         pass: (u32, u64),
         chunks: impl Iterator<Item = FrameRun> + Send,
-        deadline: Limit<'_>,
+        limit: Limit,
     ) -> Result<Counts, Cause> {
         let bundle = Arc::new(Bundle::default());
         let of = self.connections();
@@ -188,7 +188,7 @@ impl<'a> Passes<'a> {
                 share.wire.stream_mut().set_bundle(Some(bundle.clone()));
                 let thread = std::thread::Builder::new().name("migrate-share".into());
                 let span = tracing::Span::current();
-                let run = move || span.in_scope(|| heard(which, share.send(pass, next, deadline)));
+                let run = move || span.in_scope(|| heard(which, share.send(pass, next, limit)));
                 match thread.spawn_scoped(scope, run) {
                     Ok(thread) => threads.push(thread),
                     Err(cause) => {
@@ -196,7 +196,7 @@ impl<'a> Passes<'a> {
                     }
                 }
             }
-            counts += heard(0, self.first.share(wire, next, deadline));
+            counts += heard(0, self.first.share(wire, next, limit));
             for thread in threads {
                 match thread.join() {
                     Ok(share) => counts += share,
@@ -218,11 +218,11 @@ impl Share<'_> {
         &mut self,
         (pass, frames): (u32, u64),
         next: impl FnMut() -> Option<FrameRun>,
-        deadline: Limit<'_>,
+        limit: Limit,
     ) -> Result<Counts, Cause> {
-        self.wire.stream_mut().set_deadline(deadline.map(|(at, _)| at));
+        self.wire.stream_mut().set_deadline(limit.at());
         self.wire.send(&Message::PassBegin { pass, frames })?;
-        let counts = self.sender.share(&mut self.wire, next, deadline)?;
+        let counts = self.sender.share(&mut self.wire, next, limit)?;
         self.wire.send(&Message::PassEnd { pass, counts })?;
         Ok(counts)
     }

@@ -8,7 +8,6 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::str::FromStr;
-use std::time::Instant;
 
 use driftline_dirty_tracker::{Epoch, FrameRun, Gfn, PAGE_SIZE, Subscription};
 use driftline_format::is_zero;
@@ -17,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
 use super::fits;
-use super::passes::Limit;
+use super::limit::Limit;
 use crate::control::SendControl;
 use crate::error::Cause;
 use crate::protocol::limits::{MAX_DRIVES, MAX_ZERO_RUNS};
@@ -191,13 +190,13 @@ impl Drives {
     }
 
     /// Sends what was drained, as the drives' part of pass number `pass`. `sent` is told after each message of how
-    /// many bytes had been sent before it. Fails with `late` if `deadline` passes first.
+    /// many bytes had been sent before it. Fails at `limit`.
     pub(super) fn send(
         &mut self,
         wire: &mut Wire<Link>,
         pass: u32,
         control: &SendControl,
-        deadline: Limit<'_>,
+        limit: Limit,
         mut sent: impl FnMut(&mut Wire<Link>, u64) -> Result<(), Cause>,
     ) -> Result<(), Cause> {
         if self.drives.is_empty() {
@@ -209,9 +208,7 @@ impl Drives {
         *passed = Counts::default();
         for (drive, number) in drives.iter().zip(0..) {
             for chunk in drive.next.runs().flat_map(|run| run.chunks(BLOCKS_PER_MESSAGE)) {
-                if let Some((_, late)) = deadline.filter(|(at, _)| Instant::now() >= *at) {
-                    return Err(late());
-                }
+                limit.check()?;
                 if batch.is_full(chunk.count) {
                     batch.send(wire, number, &mut sent)?;
                 }

@@ -8,6 +8,7 @@ mod announce;
 mod channels;
 mod drives;
 mod hand_over;
+mod limit;
 mod options;
 mod pacer;
 mod passes;
@@ -26,9 +27,7 @@ use crate::control::{Phase, SendControl};
 use crate::error::{Cause, GuestPlace, SendError};
 use crate::heap;
 use crate::journal::{Records, StagedSource};
-use crate::policy::convergence::{
-    Judgement, Measured, Reason, TimeoutStrategy, expected_downtime, link_rate,
-};
+use crate::policy::convergence::{Judgement, Measured, Reason, expected_downtime, link_rate};
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
 use crate::protocol::message::Counts;
@@ -40,8 +39,8 @@ use announce::announce;
 use channels::{PassDone, Passes};
 pub use drives::CopyDrives;
 use drives::Drives;
+use limit::Limit;
 pub use options::{MIN_BANDWIDTH, SendOptions};
-use passes::on_time;
 use paused_guest::{Held, Recorded};
 use throttle::Throttled;
 use verify::Verifier;
@@ -253,25 +252,16 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         let sender = Passes::new(self.guest.ram(), self.control, speed, (joined, peer.features))?;
         let sender = peer.sender.insert(sender);
         let (mut measured, mut passes) = (Vec::new(), Vec::new());
-        let late = || Cause::NotConverging {
-            why: format!("precopy took longer than its {} s", goals.timeout.as_secs_f64()),
-        };
-        // Where the pause is to come at any price, a pass is finished first: it makes it shorter.
-        let deadline = match goals.strategy {
-            // A time beyond what the clock can say is no deadline.
-            TimeoutStrategy::Cancel => begun
-                .checked_add(goals.timeout)
-                .map(|at| (at, &late as &(dyn Fn() -> Cause + Sync))),
-            TimeoutStrategy::Switchover => None,
-        };
+        let limit = Limit::of_precopy(begun, &goals);
         let frames = populated.iter().map(|r| r.count).sum();
-        on_time(&mut peer.wire, deadline, |wire| announce(wire, self.guest.ram(), &populated))?;
-        let mut done = on_time(&mut peer.wire, deadline, |wire| {
-            tracing::debug!(ms = ms(begun.elapsed()), "announced");
-            let runs = populated.iter().copied();
-            sender.begin(wire, 0, runs, frames, &mut drives, deadline)?.await_end(wire)
-        })
-        .map_err(|cause| throttled.explain(cause))?;
+        limit.hold(&mut peer.wire, |wire| announce(wire, self.guest.ram(), &populated))?;
+        let mut done = limit
+            .hold(&mut peer.wire, |wire| {
+                tracing::debug!(ms = ms(begun.elapsed()), "announced");
+                let runs = populated.iter().copied();
+                sender.begin(wire, 0, runs, frames, &mut drives, limit)?.await_end(wire)
+            })
+            .map_err(|cause| throttled.explain(cause))?;
         drives.commit();
         let mut since = begun;
         let mut settlings = 0;
@@ -356,11 +346,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 verifier.sends(epoch.runs())?;
             }
             // An error drops the epoch, which gives it back (I4).
-            done = on_time(&mut peer.wire, deadline, |wire| {
-                let (runs, frames) = (epoch.runs(), epoch.frames());
-                sender.begin(wire, pass, runs, frames, &mut drives, deadline)?.await_end(wire)
-            })
-            .map_err(|cause| throttled.explain(cause))?;
+            done = limit
+                .hold(&mut peer.wire, |wire| {
+                    let (runs, frames) = (epoch.runs(), epoch.frames());
+                    sender.begin(wire, pass, runs, frames, &mut drives, limit)?.await_end(wire)
+                })
+                .map_err(|cause| throttled.explain(cause))?;
             epoch.commit();
             drives.commit();
         }

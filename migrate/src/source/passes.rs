@@ -4,7 +4,6 @@
 //! are dirty again and come again. Scattered frames are gathered in one reused buffer, and have a checksum (PAGES).
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::is_zero;
@@ -22,6 +21,7 @@ use crate::transport::compression::Packer;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
+use super::limit::Limit;
 use super::pacer::Pacer;
 
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
@@ -56,26 +56,6 @@ pub(super) struct PassSender<'a> {
 struct ZeroRuns {
     runs: Vec<RawRun>,
     last: Option<FrameRun>,
-}
-
-/// A moment, and what it means to have reached it.
-pub(super) type Limit<'d> = Option<(Instant, &'d (dyn Fn() -> Cause + Sync))>;
-
-/// Does `work` under a limit that no peer can stretch, neither by silence nor by trickling.
-pub(super) fn on_time<T>(
-    wire: &mut Wire<Link>,
-    limit: Limit<'_>,
-    work: impl FnOnce(&mut Wire<Link>) -> Result<T, Cause>,
-) -> Result<T, Cause> {
-    wire.stream_mut().set_deadline(limit.map(|(at, _)| at));
-    let result = work(wire);
-    wire.stream_mut().set_deadline(None);
-    match (result, limit) {
-        (Err(Cause::Wire(e)), Some((at, late))) if e.is_silence() && Instant::now() >= at => {
-            Err(late())
-        }
-        (result, _) => result,
-    }
 }
 
 /// Extends the last run of a table by a frame, or begins a new one. `last` is forgotten where a
@@ -114,18 +94,16 @@ impl<'a> PassSender<'a> {
     }
 
     /// Sends chunks as `next` gives them, until it gives no more: all of a pass, or this connection's share of it. Fails
-    /// with `deadline`'s cause if that passes first.
+    /// at `limit`.
     pub(super) fn share(
         &mut self,
         wire: &mut Wire<Link>,
         mut next: impl FnMut() -> Option<FrameRun>,
-        deadline: Limit<'_>,
+        limit: Limit,
     ) -> Result<Counts, Cause> {
         let mut counts = Counts::default();
         while let Some(chunk) = next() {
-            if let Some((_, late)) = deadline.filter(|(at, _)| Instant::now() >= *at) {
-                return Err(late());
-            }
+            limit.check()?;
             self.chunk(wire, chunk, &mut counts)?;
         }
         self.flush_pages(wire)?;

@@ -8,7 +8,7 @@ use driftline_guest::{Guest, MAX_LATE, Section};
 use uuid::Uuid;
 
 use super::channels::Passes;
-use super::passes::{Limit, on_time};
+use super::limit::Limit;
 use super::paused_guest::{Held, Recorded};
 use super::{Copied, Failed, Job, Peer, Ready, Tale, fits, no_record, report_of};
 use crate::error::Cause;
@@ -37,14 +37,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         if copied.verifier.is_some() {
             limit = limit.saturating_add(allowance(self.guest.layout().frames()));
         }
-        let late = || Cause::PauseTooLong { limit };
-        let until = held.since().checked_add(limit);
-        let until: Limit<'_> = until.map(|at| (at, &late as &(dyn Fn() -> Cause + Sync)));
+        let limit = Limit::of_pause(held.since(), limit);
         let Peer { wire, sender, records, staged, features, .. } = peer;
         let sender = sender.as_mut().ok_or_else(no_record)?;
-        let rest = on_time(wire, until, |wire| {
+        let rest = limit.hold(wire, |wire| {
             let sections = saved?;
-            self.send_rest((wire, sender, *features), (&mut held, sections), copied, until, || {
+            self.send_rest((wire, sender, *features), (&mut held, sections), copied, limit, || {
                 recorded = Some(Recorded::place(records, staged)?);
                 Ok(())
             })
@@ -68,7 +66,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         (wire, sender, features): (&mut Wire<Link>, &mut Passes<'a>, u64),
         (held, sections): (&mut Held<'a, G>, Vec<Section>),
         copied: Copied<'a, G>,
-        until: Limit<'_>,
+        limit: Limit,
         record: impl FnOnce() -> Result<(), Cause>,
     ) -> Result<(Uuid, Tale, Subscription), Cause> {
         let Copied { mut writes, verifier, mut drives, throttled, mut tale, left, .. } = copied;
@@ -99,7 +97,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
         // What is small goes together with the words around it. VERIFY is to be heard at once.
         wire.stream().set_cork(verifier.is_none());
-        let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), &mut drives, until)?;
+        let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), &mut drives, limit)?;
         (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());
         tale.drive_totals = drives.totals;
         if verifier.is_some() {

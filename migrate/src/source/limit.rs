@@ -1,0 +1,79 @@
+//! Upper bounds on phases, which no peer can stretch, neither by silence nor by trickling.
+
+use std::time::{Duration, Instant};
+
+use crate::error::Cause;
+use crate::policy::convergence::{Goals, TimeoutStrategy};
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
+
+/// The moment at which a phase fails, if there is one, and what that failure is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limit {
+    at: Option<Instant>,
+    failure: Failure,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Failure {
+    /// Pre-copy has taken this long.
+    NotConverging(Duration),
+    /// So has the pause.
+    PauseTooLong(Duration),
+}
+
+impl Limit {
+    /// The limit of a pre-copy that began at `begun`. Where the pause is to come at any price, a
+    /// pass is finished first: it makes the pause shorter.
+    pub(super) fn of_precopy(begun: Instant, goals: &Goals) -> Self {
+        let at = match goals.strategy {
+            // A time beyond what the clock can say is no limit.
+            TimeoutStrategy::Cancel => begun.checked_add(goals.timeout),
+            TimeoutStrategy::Switchover => None,
+        };
+        Self { at, failure: Failure::NotConverging(goals.timeout) }
+    }
+
+    /// The limit of a pause that began at `since`.
+    pub(super) fn of_pause(since: Instant, limit: Duration) -> Self {
+        Self { at: since.checked_add(limit), failure: Failure::PauseTooLong(limit) }
+    }
+
+    /// When it is reached.
+    pub(super) fn at(&self) -> Option<Instant> {
+        self.at
+    }
+
+    fn is_reached(&self) -> bool {
+        self.at.is_some_and(|at| Instant::now() >= at)
+    }
+
+    fn cause(&self) -> Cause {
+        match self.failure {
+            Failure::NotConverging(timeout) => Cause::NotConverging {
+                why: format!("precopy took longer than its {} s", timeout.as_secs_f64()),
+            },
+            Failure::PauseTooLong(limit) => Cause::PauseTooLong { limit },
+        }
+    }
+
+    /// Fails once the limit is reached.
+    pub(super) fn check(&self) -> Result<(), Cause> {
+        if self.is_reached() { Err(self.cause()) } else { Ok(()) }
+    }
+
+    /// Does `work`, in which every wait for the peer ends at the limit.
+    pub(super) fn hold<T>(
+        &self,
+        wire: &mut Wire<Link>,
+        work: impl FnOnce(&mut Wire<Link>) -> Result<T, Cause>,
+    ) -> Result<T, Cause> {
+        wire.stream_mut().set_deadline(self.at);
+        let result = work(wire);
+        wire.stream_mut().set_deadline(None);
+        match result {
+            Err(Cause::Wire(e)) if e.is_silence() && self.is_reached() => Err(self.cause()),
+            result => result,
+        }
+    }
+}
