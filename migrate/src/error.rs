@@ -146,6 +146,11 @@ pub enum Cause {
     },
 }
 
+/// Fails if the guest does not fit into the protocol.
+pub(crate) fn fits(what: &'static str, found: u64, limit: u64) -> Result<(), Cause> {
+    if found > limit { Err(Cause::TooLarge { what, found, limit }) } else { Ok(()) }
+}
+
 impl From<TransportError> for Cause {
     fn from(e: TransportError) -> Self {
         match e {

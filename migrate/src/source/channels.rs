@@ -1,243 +1,31 @@
-//! A migration's connections: the first, which everything else goes over, and those that only share in its passes.
-//!
-//! A pass's chunks go to whichever connection is ready for one. All have ended their shares before the first one ends
-//! the pass, and no pass begins before the one before it is acknowledged: a frame that goes twice ends as its newest.
+//! The connections of a migration, at its source.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
-
-use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
-use driftline_guest::GuestRam;
-
-use super::drives::Drives;
-use super::limit::Limit;
-use super::pacer::Pacer;
-use super::passes::PassSender;
-use crate::control::SendControl;
-use crate::error::Cause;
-use crate::policy::convergence::Measured;
-use crate::protocol::error::WireError;
-use crate::protocol::limits::MAX_PAGES;
-use crate::protocol::message::{Counts, Message};
-use crate::transport::channels::Bundle;
-use crate::transport::compression::{Compression, Packer};
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Sends passes of one guest's memory over all connections of its migration.
-pub(super) struct Passes<'a> {
-    control: &'a SendControl,
-    pacer: Arc<Pacer>,
-    first: PassSender<'a>,
-    shares: Vec<Share<'a>>,
-    /// Frames of all passes.
-    pub(super) totals: Counts,
+/// The first connection, which everything else goes over, and those that only share in the passes.
+///
+/// All are kept to the migration's end: to close one before saying why on the first tells the
+/// destination no more than that the connection is lost.
+pub(super) struct Channels {
+    pub(super) first: Wire<Link>,
+    /// In the order in which they have joined.
+    pub(super) joined: Vec<Wire<Link>>,
 }
 
-/// A connection that has joined.
-struct Share<'a> {
-    wire: Wire<Link>,
-    sender: PassSender<'a>,
-}
-
-/// A pass whose end the destination has not yet acknowledged.
-#[must_use = "the destination's word is not yet heard"]
-#[derive(Debug)]
-pub(super) struct PassSent {
-    pass: u32,
-    counts: Counts,
-    bytes: u64,
-    begun: Instant,
-    connections: u32,
-}
-
-/// What a pass did.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PassDone {
-    pub(super) counts: Counts,
-    pub(super) bytes: u64,
-    pub(super) time: Duration,
-}
-
-impl PassDone {
-    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks meanwhile; besides frames the
-    /// pass had `blocks` of drives. Bytes are those of contents where these were made smaller: the next pass's will be,
-    /// too. Of drives, zeros count: to read them takes the time of the others, and what is written next may be zeros or not.
-    pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
-        let contents = self.counts.normal + blocks.normal + blocks.zero;
-        let frames = contents + self.counts.zero;
-        let bytes = self.bytes.max(contents.saturating_mul(PAGE_SIZE));
-        Measured { frames, bytes, time: self.time, dirtied }
-    }
-}
-
-impl PassSent {
-    /// Waits until the destination has all of it.
-    pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
-        let Self { pass, counts, bytes, begun, connections } = self;
-        // What lies in the buffers of all goes over one line, and nothing is heard meanwhile.
-        let patience = wire.stream().patience();
-        wire.stream_mut().set_patience(patience.saturating_mul(connections));
-        let acknowledged = acknowledged(wire, pass, counts);
-        wire.stream_mut().set_patience(patience);
-        acknowledged?;
-        Ok(PassDone { counts, bytes, time: begun.elapsed() })
-    }
-}
-
-impl<'a> Passes<'a> {
-    /// `rate`: bytes/s at most, until [`hurry`](Self::hurry).
-    pub(super) fn new(
-        ram: &'a GuestRam,
-        control: &'a SendControl,
-        (rate, compression): (Option<u64>, Compression),
-        (joined, features): (Vec<Wire<Link>>, u64),
-    ) -> Result<Self, Cause> {
-        let pacer = Arc::new(Pacer::new(rate));
-        let sender = || -> Result<_, Cause> {
-            let packer = Packer::new(compression)?;
-            Ok(PassSender::new(ram, control, pacer.clone(), packer, features))
-        };
-        let share = |wire| Ok(Share { wire, sender: sender()? });
-        let shares = joined.into_iter().map(share).collect::<Result<_, Cause>>()?;
-        let first = sender()?;
-        Ok(Self { control, first, shares, pacer, totals: Counts::default() })
-    }
-
-    /// From now on as fast as the link goes.
-    pub(super) fn hurry(&mut self) {
-        self.pacer.end();
-    }
-
+impl Channels {
     /// How many there are, the first one included.
-    fn connections(&self) -> u32 {
-        1 + self.shares.len() as u32
+    pub(super) fn count(&self) -> u32 {
+        1 + self.joined.len() as u32
     }
 
-    /// Bytes sent over the connections that have joined.
-    pub(super) fn shared_bytes(&self) -> u64 {
-        self.shares.iter().map(|share| share.wire.sent_bytes()).sum()
+    /// Bytes sent over those that have joined.
+    pub(super) fn joined_bytes(&self) -> u64 {
+        self.joined.iter().map(Wire::sent_bytes).sum()
     }
 
-    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the destination's word that
-    /// it has all of it is left to be waited for. Fails at `limit`. On an error the destination
-    /// may have any part of it.
-    pub(super) fn begin(
-        &mut self,
-        wire: &mut Wire<Link>,
-        pass: u32,
-        runs: impl Iterator<Item = FrameRun> + Send,
-        frames: u64,
-        drives: &mut Drives,
-        limit: Limit,
-    ) -> Result<PassSent, Cause> {
-        let begun = Instant::now();
-        let before = wire.sent_bytes() + self.shared_bytes();
-        self.pacer.begin();
-        let disk_bytes = drives.pending().saturating_mul(PAGE_SIZE);
-        self.control.update(|p| {
-            (p.pass, p.remaining_frames, p.remaining_disk_bytes) = (pass, frames, disk_bytes);
-        });
-        wire.send(&Message::PassBegin { pass, frames })?;
-        let mut chunks = runs.flat_map(|run| run.chunks(MAX_PAGES));
-        let counts = match self.shares.is_empty() {
-            true => self.first.share(wire, || chunks.next(), limit)?,
-            false => self.all(wire, (pass, frames), chunks, limit)?,
-        };
-        let (first, control) = (&mut self.first, self.control);
-        drives
-            .send(wire, pass, control, limit, |wire, before| first.after_message(wire, before))?;
-        wire.send(&Message::PassEnd { pass, counts })?;
-        self.totals += counts;
-        let bytes = wire.sent_bytes() + self.shared_bytes() - before;
-        let connections = self.connections();
-        Ok(PassSent { pass, counts, bytes, begun, connections })
+    /// Bytes sent over all.
+    pub(super) fn sent_bytes(&self) -> u64 {
+        self.first.sent_bytes() + self.joined_bytes()
     }
-
-    /// Sends a pass's chunks over all connections; the first one's end is left to be told.
-    fn all(
-        &mut self,
-        wire: &mut Wire<Link>,
-        pass: (u32, u64),
-        chunks: impl Iterator<Item = FrameRun> + Send,
-        limit: Limit,
-    ) -> Result<Counts, Cause> {
-        let bundle = Arc::new(Bundle::default());
-        let of = self.connections();
-        let chunks = Mutex::new(chunks);
-        let next = || chunks.lock().unwrap_or_else(PoisonError::into_inner).next();
-        // The first to fail says why, and ends the waits of the others.
-        let fault = Mutex::new(None);
-        let heard = |which: u32, result: Result<Counts, Cause>| match result {
-            Ok(counts) => counts,
-            Err(cause) => {
-                let mut fault = fault.lock().unwrap_or_else(PoisonError::into_inner);
-                fault.get_or_insert_with(|| match which {
-                    0 => cause,
-                    _ => Cause::Connection { which: which + 1, of, cause: Box::new(cause) },
-                });
-                bundle.halt();
-                Counts::default()
-            }
-        };
-        let mut counts = Counts::default();
-        wire.stream_mut().set_bundle(Some(bundle.clone()));
-        std::thread::scope(|scope| {
-            let mut threads = Vec::with_capacity(self.shares.len());
-            for (which, share) in (1..).zip(&mut self.shares) {
-                share.wire.stream_mut().set_bundle(Some(bundle.clone()));
-                let thread = std::thread::Builder::new().name("migrate-share".into());
-                let span = tracing::Span::current();
-                let run = move || span.in_scope(|| heard(which, share.send(pass, next, limit)));
-                match thread.spawn_scoped(scope, run) {
-                    Ok(thread) => threads.push(thread),
-                    Err(cause) => {
-                        heard(which, Err(Cause::System { what: "starting a thread", cause }));
-                    }
-                }
-            }
-            counts += heard(0, self.first.share(wire, next, limit));
-            for thread in threads {
-                match thread.join() {
-                    Ok(share) => counts += share,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                }
-            }
-        });
-        wire.stream_mut().set_bundle(None);
-        match fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(cause) => Err(cause),
-            None => Ok(counts),
-        }
-    }
-}
-
-impl Share<'_> {
-    /// Sends this connection's share of a pass.
-    fn send(
-        &mut self,
-        (pass, frames): (u32, u64),
-        next: impl FnMut() -> Option<FrameRun>,
-        limit: Limit,
-    ) -> Result<Counts, Cause> {
-        self.wire.stream_mut().set_deadline(limit.at());
-        self.wire.send(&Message::PassBegin { pass, frames })?;
-        let counts = self.sender.share(&mut self.wire, next, limit)?;
-        self.wire.send(&Message::PassEnd { pass, counts })?;
-        Ok(counts)
-    }
-}
-
-fn acknowledged(wire: &mut Wire<Link>, pass: u32, counts: Counts) -> Result<(), WireError> {
-    let (theirs, received) = match wire.recv()? {
-        Message::PassAck { pass, counts } => (pass, counts),
-        other => return Err(other.unexpected("PASS_ACK")),
-    };
-    let same = |what, found, expected| match found == expected {
-        true => Ok(()),
-        false => Err(WireError::Count { what, found, expected }),
-    };
-    same("the number of the pass", theirs.into(), pass.into())?;
-    same("the pass's frames with content", received.normal, counts.normal)?;
-    same("the pass's zero frames", received.zero, counts.zero)
 }

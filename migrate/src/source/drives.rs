@@ -15,10 +15,9 @@ use driftline_guest::{DriveHead, Guest, GuestDrive, GuestError, block_layout, da
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
-use super::fits;
 use super::limit::Limit;
 use crate::control::SendControl;
-use crate::error::Cause;
+use crate::error::{Cause, fits};
 use crate::protocol::limits::{MAX_DRIVES, MAX_ZERO_RUNS};
 use crate::protocol::message::{Counts, DriveMessage, Message, RawRun, blocks_head};
 use crate::protocol::tag::Tag;

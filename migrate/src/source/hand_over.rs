@@ -4,16 +4,21 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
+use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::Guest;
+use uuid::Uuid;
 
+use super::channels::Channels;
+use super::job::{Failed, Job};
 use super::paused_guest::Sealed;
-use super::{Failed, Job, Peer, Ready, Tale};
+use super::precopy::Stats;
+use super::record::SealedRecord;
+use super::switch_over::{Ready, Spent};
 use crate::control::Phase;
 use crate::error::Cause;
 use crate::protocol::decision::Verdict;
 use crate::protocol::error::WireError;
-use crate::protocol::message::{Message, Purpose};
+use crate::protocol::message::{Counts, Message, Purpose};
 use crate::protocol::tag::Tag;
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
@@ -29,56 +34,80 @@ const QUERY_LIMIT: Duration = Duration::from_secs(3);
 /// The guest behind its durable record: from here on it may be the destination's.
 pub(super) struct Handed<'a, G: Guest + ?Sized> {
     sealed: Sealed<'a, G>,
+    record: SealedRecord,
     state: Source,
     order: SourceOrder,
     paused_at: (Instant, SystemTime),
-    tale: Tale,
-    writes: Subscription,
+    figures: Figures,
+    spent: Spent<'a>,
+}
+
+/// What the report will tell of all passes.
+struct Figures {
+    stats: Stats,
+    totals: Counts,
+    drive_totals: Counts,
+}
+
+/// How long it took.
+struct Times {
+    paused_at: SystemTime,
+    downtime: Duration,
+    total: Duration,
 }
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
     /// The last moment at which a failure gives the guest back.
     pub(super) fn seal(
         &self,
-        peer: &mut Peer,
+        channels: &mut Channels,
         ready: Ready<'a, G>,
     ) -> Result<Handed<'a, G>, Failed> {
-        let Ready { held, recorded, tale, writes } = ready;
+        let Ready { held, record, stats, totals, drive_totals, spent } = ready;
         // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
-        if let Some(cause) = gone(&mut peer.wire) {
+        if let Some(cause) = gone(&mut channels.first) {
             return Err(held.give_up(cause));
         }
         if !self.control.stop.seal() {
             return Err(held.give_up(Cause::Cancelled));
         }
         let paused_at = (held.since(), held.since_by_clock());
-        let (sealed, state, order) = held.seal(recorded)?;
-        Ok(Handed { sealed, state, order, paused_at, tale, writes })
+        let (record, state, order) = record.seal();
+        let sealed = held.seal(&record);
+        let figures = Figures { stats, totals, drive_totals };
+        Ok(Handed { sealed, record, state, order, paused_at, figures, spent })
     }
 
     /// Says COMMIT and finds out whose the guest is, for as long as that takes.
     pub(super) fn settle(
         &self,
-        mut peer: Peer,
+        mut channels: Channels,
         handed: Handed<'a, G>,
     ) -> Result<SendReport, Failed> {
-        let Handed { sealed, mut state, mut order, paused_at, tale, writes: _until_settled } =
-            handed;
+        let Handed {
+            sealed,
+            record,
+            mut state,
+            mut order,
+            paused_at,
+            figures,
+            spent: _until_settled,
+        } = handed;
         let mut ran_at = None;
-        let mut sent = peer.wire.sent_bytes() + tale.shared_bytes;
+        let mut sent = channels.sent_bytes();
         // Why the last question had no answer, or what the answer was.
         let mut doubt = None;
         let mut resolved = None;
         loop {
             let event = match order {
                 SourceOrder::Commit => {
-                    let event = self.commit(&mut peer.wire, &mut doubt, &mut ran_at);
-                    sent = peer.wire.sent_bytes() + tale.shared_bytes;
+                    let event = self.commit(&mut channels.first, &mut doubt, &mut ran_at);
+                    sent = channels.sent_bytes();
                     event
                 }
                 SourceOrder::Ask | SourceOrder::Wait | SourceOrder::Record => {
                     self.in_doubt(&doubt);
-                    let event = self.ask(&sealed, &mut peer, &mut doubt);
+                    let event = self.ask(record.site(), &mut channels.first, &mut doubt);
                     if let SourceEvent::Operator(how) = event {
                         resolved = Some(how);
                     }
@@ -90,22 +119,21 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         None => Cause::Discarded { reason: doubt },
                     };
                     let failed = sealed.take_back(permit, cause);
-                    self.forget(&mut peer);
+                    self.forget(record, &mut channels.first);
                     return Err(failed);
                 }
                 SourceOrder::End(permit) => {
-                    let (now, (asked, _)) = (Instant::now(), paused_at);
+                    let (now, (asked, paused_at)) = (Instant::now(), paused_at);
                     let downtime = ran_at.unwrap_or(now).saturating_duration_since(asked);
                     let total = now.duration_since(self.begun);
                     sealed.end(permit, &format!("it has moved to {}", self.to));
-                    self.forget(&mut peer);
+                    self.forget(record, &mut channels.first);
                     let status = match resolved {
                         Some(_) => SendStatus::ResolvedDiscarded,
                         None => SendStatus::Completed,
                     };
-                    let paused_at = unix_us(paused_at.1);
-                    let report = self.report(status, (downtime, total), sent, tale);
-                    return Ok(SendReport { paused_at_unix_us: paused_at, ..report });
+                    let times = Times { paused_at, downtime, total };
+                    return Ok(self.report(status, times, sent, figures));
                 }
             };
             (state, order) = state.on(event);
@@ -165,12 +193,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Waits a little, then asks the destination once; the operator's word comes first.
-    fn ask(
-        &self,
-        sealed: &Sealed<'a, G>,
-        peer: &mut Peer,
-        doubt: &mut Option<String>,
-    ) -> SourceEvent {
+    fn ask(&self, site: Uuid, wire: &mut Wire<Link>, doubt: &mut Option<String>) -> SourceEvent {
         let next = Instant::now() + self.options.ask_every;
         loop {
             if let Some(how) = self.control.resolution() {
@@ -184,8 +207,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             }
             std::thread::sleep(left.min(SLICE));
         }
-        match self.query(sealed) {
-            Ok((verdict, wire)) => {
+        match self.query(site) {
+            Ok((verdict, asked)) => {
                 *doubt = Some(
                     match verdict {
                         Verdict::Undecided => "it has not decided yet",
@@ -195,7 +218,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         Verdict::Unknown => "it does not know of this migration",
                         Verdict::Running | Verdict::Discarded => {
                             // Whoever gave the verdict waits there for ENDED.
-                            peer.wire = wire;
+                            *wire = asked;
                             return SourceEvent::Answer(verdict);
                         }
                     }
@@ -212,12 +235,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
     }
 
-    fn query(&self, sealed: &Sealed<'a, G>) -> Result<(Verdict, Wire<Link>), Cause> {
+    fn query(&self, site: Uuid) -> Result<(Verdict, Wire<Link>), Cause> {
         let limit = self.options.connect_timeout.min(QUERY_LIMIT);
         let resolved = self.control.resolved.clone();
         let (mut wire, _) = self.introduce(Purpose::Query, limit, resolved)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + QUERY_LIMIT));
-        wire.send(&Message::Query { token: self.token, site: sealed.record().site })?;
+        wire.send(&Message::Query { token: self.token, site })?;
         match wire.recv()? {
             Message::Answer { token, verdict } => {
                 self.own(Tag::Answer, token)?;
@@ -228,13 +251,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// The migration is settled: the records have served, here and (if it hears it) there.
-    fn forget(&self, peer: &mut Peer) {
-        match peer.records.settle(self.token) {
+    fn forget(&self, record: SealedRecord, wire: &mut Wire<Link>) {
+        match record.settle() {
             // A destination that does not hear it keeps a small file.
             Ok(()) => {
                 // The operator's word may have come meanwhile; it is no reason to keep quiet.
-                peer.wire.stream_mut().begin_last_words();
-                let _ = peer.wire.send(&Message::Ended { token: self.token });
+                wire.stream_mut().begin_last_words();
+                let _ = wire.send(&Message::Ended { token: self.token });
             }
             Err(e) => tracing::warn!("a resolved migration leaves its record: {e}"),
         }
@@ -243,26 +266,31 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     fn report(
         &self,
         status: SendStatus,
-        (downtime, total): (Duration, Duration),
+        times: Times,
         transferred_bytes: u64,
-        tale: Tale,
+        figures: Figures,
     ) -> SendReport {
+        let Figures { stats, totals, drive_totals } = figures;
+        let Times { paused_at, downtime, total } = times;
         SendReport {
             status,
             vm_id: self.guest.vm_id(),
             total_time_ms: ms(total),
             downtime_ms: ms(downtime),
-            paused_at_unix_us: 0,
-            setup_time_ms: ms(tale.setup),
+            paused_at_unix_us: unix_us(paused_at),
+            setup_time_ms: ms(stats.setup),
             transferred_bytes,
-            zero_frames: tale.totals.zero,
-            normal_frames: tale.totals.normal,
-            disk_bytes: tale.drive_totals.normal.saturating_mul(PAGE_SIZE),
-            disk_zero_bytes: tale.drive_totals.zero.saturating_mul(PAGE_SIZE),
-            throughput_bytes_per_s: per_second(transferred_bytes, total.saturating_sub(tale.setup)),
-            converged: tale.reason.to_string(),
-            passes: tale.passes,
-            throttle: tale.throttle,
+            zero_frames: totals.zero,
+            normal_frames: totals.normal,
+            disk_bytes: drive_totals.normal.saturating_mul(PAGE_SIZE),
+            disk_zero_bytes: drive_totals.zero.saturating_mul(PAGE_SIZE),
+            throughput_bytes_per_s: per_second(
+                transferred_bytes,
+                total.saturating_sub(stats.setup),
+            ),
+            converged: stats.reason.to_string(),
+            passes: stats.passes,
+            throttle: stats.throttle,
         }
     }
 }

@@ -2,10 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use super::channels::Channels;
 use crate::error::Cause;
 use crate::policy::convergence::{Goals, TimeoutStrategy};
-use crate::transport::link::Link;
-use crate::transport::wire::Wire;
 
 /// The moment at which a phase fails, if there is one, and what that failure is.
 #[derive(Clone, Copy, Debug)]
@@ -65,12 +64,12 @@ impl Limit {
     /// Does `work`, in which every wait for the peer ends at the limit.
     pub(super) fn hold<T>(
         &self,
-        wire: &mut Wire<Link>,
-        work: impl FnOnce(&mut Wire<Link>) -> Result<T, Cause>,
+        channels: &mut Channels,
+        work: impl FnOnce(&mut Channels) -> Result<T, Cause>,
     ) -> Result<T, Cause> {
-        wire.stream_mut().set_deadline(self.at);
-        let result = work(wire);
-        wire.stream_mut().set_deadline(None);
+        channels.first.stream_mut().set_deadline(self.at);
+        let result = work(channels);
+        channels.first.stream_mut().set_deadline(None);
         match result {
             Err(Cause::Wire(e)) if e.is_silence() && self.is_reached() => Err(self.cause()),
             result => result,

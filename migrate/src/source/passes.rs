@@ -1,239 +1,247 @@
-//! Frames into messages, over one connection: FRAMES, PAGES and ZERO.
+//! Passes: frames and blocks over all channels of a migration.
 //!
-//! Long runs go from guest memory to the socket as they are (FRAMES): the guest may write them meanwhile, and then they
-//! are dirty again and come again. Scattered frames are gathered in one reused buffer, and have a checksum (PAGES).
+//! A pass's chunks go to whichever connection is ready for one. All have ended their shares before the first one ends
+//! the pass, and no pass begins before the one before it is acknowledged: a frame that goes twice ends as its newest.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
-use driftline_format::is_zero;
+use driftline_dirty_tracker::{FrameRun, PAGE_SIZE};
 use driftline_guest::GuestRam;
-use vm_memory::{Bytes, GuestAddress};
-use zerocopy::IntoBytes;
 
+use super::channels::Channels;
+use super::drives::Drives;
+use super::frames::FrameSender;
+use super::limit::Limit;
+use super::pacer::Pacer;
 use crate::control::SendControl;
 use crate::error::Cause;
-use crate::protocol::features::DIRECT_FRAMES;
-use crate::protocol::limits::{MAX_PAGES, MAX_ZERO_RUNS};
-use crate::protocol::message::{Counts, RawRun, packed_head, runs_head};
-use crate::protocol::tag::Tag;
-use crate::transport::compression::Packer;
+use crate::policy::convergence::Measured;
+use crate::protocol::error::WireError;
+use crate::protocol::limits::MAX_PAGES;
+use crate::protocol::message::{Counts, Message};
+use crate::report::{PassReport, ms, per_second};
+use crate::transport::channels::Bundle;
+use crate::transport::compression::{Compression, Packer};
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-use super::limit::Limit;
-use super::pacer::Pacer;
-
-/// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
-const FRAMES_PER_MESSAGE: u64 = 128;
-/// Runs of so many frames are worth a message of their own: two system calls more cost about as much as to copy them.
-const DIRECT: u64 = 8;
-/// Runs from which on a ZERO is sent. A chunk adds at most one a frame, so they stay below what a message may have.
-const ZERO_RUNS: usize = 512;
-const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
-/// A frame of zeros is found in pieces of so many bytes.
-const PIECE: usize = 512;
-/// Of a cache.
-const LINE: usize = 64;
-const PAGE: usize = PAGE_SIZE as usize;
-
-/// Sends a guest's memory, or shares of it, over one connection.
-pub(super) struct PassSender<'a> {
-    ram: &'a GuestRam,
+/// Sends passes of one guest's memory over all connections of its migration.
+pub(super) struct Passes<'a> {
     control: &'a SendControl,
     pacer: Arc<Pacer>,
-    packer: Option<Packer>,
-    /// Whether long runs go as FRAMES.
-    direct: bool,
-    pages: Vec<u8>,
-    runs: Vec<RawRun>,
-    frames: u64,
-    zeros: ZeroRuns,
+    first: FrameSender<'a>,
+    /// Of the channels that have joined, in their order.
+    joined: Vec<FrameSender<'a>>,
+    /// Frames of all passes.
+    pub(super) totals: Counts,
 }
 
-/// Zero frames collected for one ZERO message.
-#[derive(Default)]
-struct ZeroRuns {
-    runs: Vec<RawRun>,
-    last: Option<FrameRun>,
+/// A pass whose end the destination has not yet acknowledged.
+#[must_use = "the destination's word is not yet heard"]
+#[derive(Debug)]
+pub(super) struct PassSent {
+    pass: u32,
+    counts: Counts,
+    bytes: u64,
+    begun: Instant,
+    connections: u32,
 }
 
-/// Extends the last run of a table by a frame, or begins a new one. `last` is forgotten where a
-/// source run ends, so that no run of the table reaches over the end of a slot.
-fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
-    match last {
-        Some(run) if run.end() == gfn => {
-            run.count += 1;
-            runs.pop();
-        }
-        _ => *last = Some(FrameRun { start: gfn, count: 1 }),
+/// What a pass did.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PassDone {
+    pub(super) counts: Counts,
+    pub(super) bytes: u64,
+    pub(super) time: Duration,
+}
+
+impl PassDone {
+    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks meanwhile; besides frames the
+    /// pass had `blocks` of drives. Bytes are those of contents where these were made smaller: the next pass's will be,
+    /// too. Of drives, zeros count: to read them takes the time of the others, and what is written next may be zeros or not.
+    pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
+        let contents = self.counts.normal + blocks.normal + blocks.zero;
+        let frames = contents + self.counts.zero;
+        let bytes = self.bytes.max(contents.saturating_mul(PAGE_SIZE));
+        Measured { frames, bytes, time: self.time, dirtied }
     }
-    runs.extend(last.map(RawRun::from));
+
+    /// The report of a pass with `blocks` of drives, in whose `window` the guest has `dirtied` so
+    /// many frames and blocks.
+    pub(super) fn report(&self, blocks: Counts, dirtied: u64, window: Duration) -> PassReport {
+        PassReport {
+            frames: self.counts.normal + self.counts.zero,
+            bytes: self.bytes,
+            disk_bytes: (blocks.normal + blocks.zero).saturating_mul(PAGE_SIZE),
+            time_ms: ms(self.time),
+            dirty_rate_bytes_per_s: per_second(dirtied.saturating_mul(PAGE_SIZE), window),
+        }
+    }
 }
 
-impl<'a> PassSender<'a> {
+impl PassSent {
+    /// Waits until the destination has all of it.
+    pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
+        let Self { pass, counts, bytes, begun, connections } = self;
+        // What lies in the buffers of all goes over one line, and nothing is heard meanwhile.
+        let patience = wire.stream().patience();
+        wire.stream_mut().set_patience(patience.saturating_mul(connections));
+        let acknowledged = acknowledged(wire, pass, counts);
+        wire.stream_mut().set_patience(patience);
+        acknowledged?;
+        Ok(PassDone { counts, bytes, time: begun.elapsed() })
+    }
+}
+
+impl<'a> Passes<'a> {
+    /// Of the guest whose memory this is, over `channels` to a destination that has `features`.
+    /// `rate`: bytes/s at most, until [`hurry`](Self::hurry).
     pub(super) fn new(
         ram: &'a GuestRam,
         control: &'a SendControl,
-        pacer: Arc<Pacer>,
-        packer: Option<Packer>,
+        channels: &Channels,
         features: u64,
-    ) -> Self {
-        let direct = packer.is_none() && features & DIRECT_FRAMES != 0;
-        Self {
-            ram,
-            control,
-            pacer,
-            packer,
-            direct,
-            pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
-            runs: Vec::with_capacity(FRAMES_PER_MESSAGE as usize),
-            frames: 0,
-            zeros: ZeroRuns::default(),
-        }
+        compression: Compression,
+        rate: Option<u64>,
+    ) -> Result<Self, Cause> {
+        let pacer = Arc::new(Pacer::new(rate));
+        let sender = || -> Result<_, Cause> {
+            let packer = Packer::new(compression)?;
+            Ok(FrameSender::new(ram, control, pacer.clone(), packer, features))
+        };
+        let first = sender()?;
+        let joined = channels.joined.iter().map(|_| sender()).collect::<Result<_, Cause>>()?;
+        Ok(Self { control, pacer, first, joined, totals: Counts::default() })
     }
 
-    /// Sends chunks as `next` gives them, until it gives no more: all of a pass, or this connection's share of it. Fails
-    /// at `limit`.
-    pub(super) fn share(
+    /// From now on as fast as the link goes.
+    pub(super) fn hurry(&mut self) {
+        self.pacer.end();
+    }
+
+    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the destination's word that
+    /// it has all of it is left to be waited for. Fails at `limit`. On an error the destination
+    /// may have any part of it.
+    pub(super) fn begin(
         &mut self,
-        wire: &mut Wire<Link>,
-        mut next: impl FnMut() -> Option<FrameRun>,
+        channels: &mut Channels,
+        pass: u32,
+        runs: impl Iterator<Item = FrameRun> + Send,
+        frames: u64,
+        drives: &mut Drives,
+        limit: Limit,
+    ) -> Result<PassSent, Cause> {
+        let begun = Instant::now();
+        let before = channels.sent_bytes();
+        self.pacer.begin();
+        let disk_bytes = drives.pending().saturating_mul(PAGE_SIZE);
+        self.control.update(|p| {
+            (p.pass, p.remaining_frames, p.remaining_disk_bytes) = (pass, frames, disk_bytes);
+        });
+        channels.first.send(&Message::PassBegin { pass, frames })?;
+        let mut chunks = runs.flat_map(|run| run.chunks(MAX_PAGES));
+        let counts = match self.joined.is_empty() {
+            true => self.first.share(&mut channels.first, || chunks.next(), limit)?,
+            false => self.all(channels, (pass, frames), chunks, limit)?,
+        };
+        let wire = &mut channels.first;
+        let (first, control) = (&mut self.first, self.control);
+        drives
+            .send(wire, pass, control, limit, |wire, before| first.after_message(wire, before))?;
+        wire.send(&Message::PassEnd { pass, counts })?;
+        self.totals += counts;
+        let bytes = channels.sent_bytes() - before;
+        let connections = channels.count();
+        Ok(PassSent { pass, counts, bytes, begun, connections })
+    }
+
+    /// Sends a pass's chunks over all connections; the first one's end is left to be told.
+    fn all(
+        &mut self,
+        channels: &mut Channels,
+        pass: (u32, u64),
+        chunks: impl Iterator<Item = FrameRun> + Send,
         limit: Limit,
     ) -> Result<Counts, Cause> {
+        let bundle = Arc::new(Bundle::default());
+        let of = channels.count();
+        let Channels { first: wire, joined } = channels;
+        let chunks = Mutex::new(chunks);
+        let next = || chunks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        // The first to fail says why, and ends the waits of the others.
+        let fault = Mutex::new(None);
+        let heard = |which: u32, result: Result<Counts, Cause>| match result {
+            Ok(counts) => counts,
+            Err(cause) => {
+                let mut fault = fault.lock().unwrap_or_else(PoisonError::into_inner);
+                fault.get_or_insert_with(|| match which {
+                    0 => cause,
+                    _ => Cause::Connection { which: which + 1, of, cause: Box::new(cause) },
+                });
+                bundle.halt();
+                Counts::default()
+            }
+        };
         let mut counts = Counts::default();
-        while let Some(chunk) = next() {
-            limit.check()?;
-            self.chunk(wire, chunk, &mut counts)?;
-        }
-        self.flush_pages(wire)?;
-        self.flush_zeros(wire)?;
-        Ok(counts)
-    }
-
-    /// Sends a chunk of at most one message's frames: its zeros and its scattered frames when enough of them have come together.
-    fn chunk(
-        &mut self,
-        wire: &mut Wire<Link>,
-        chunk: FrameRun,
-        counts: &mut Counts,
-    ) -> Result<(), Cause> {
-        let mut open: Option<FrameRun> = None;
-        // No run of the table reaches over the end of a slot.
-        self.zeros.last = None;
-        for gfn in chunk.frames() {
-            if self.reads_zero(gfn)? {
-                counts.zero += 1;
-                extend(&mut self.zeros.runs, &mut self.zeros.last, gfn);
-                self.content(wire, open.take())?;
-            } else {
-                counts.normal += 1;
-                let so_far = open.unwrap_or(FrameRun { start: gfn, count: 0 });
-                open = Some(FrameRun { count: so_far.count + 1, ..so_far });
+        wire.stream_mut().set_bundle(Some(bundle.clone()));
+        std::thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(joined.len());
+            for (which, (wire, sender)) in (1..).zip(joined.iter_mut().zip(&mut self.joined)) {
+                wire.stream_mut().set_bundle(Some(bundle.clone()));
+                let thread = std::thread::Builder::new().name("migrate-share".into());
+                let span = tracing::Span::current();
+                let run = move || {
+                    span.in_scope(|| heard(which, send_share(wire, sender, pass, next, limit)))
+                };
+                match thread.spawn_scoped(scope, run) {
+                    Ok(thread) => threads.push(thread),
+                    Err(cause) => {
+                        heard(which, Err(Cause::System { what: "starting a thread", cause }));
+                    }
+                }
             }
-        }
-        self.content(wire, open)?;
-        self.control.update(|p| {
-            p.remaining_frames = p.remaining_frames.saturating_sub(chunk.count);
+            counts += heard(0, self.first.share(wire, next, limit));
+            for thread in threads {
+                match thread.join() {
+                    Ok(share) => counts += share,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                }
+            }
         });
-        // Not only when no more would fit: the destination is to hear something now and then.
-        if self.zeros.runs.len() >= ZERO_RUNS {
-            self.flush_zeros(wire)?;
+        wire.stream_mut().set_bundle(None);
+        match fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(cause) => Err(cause),
+            None => Ok(counts),
         }
-        Ok(())
-    }
-
-    fn reads_zero(&self, gfn: Gfn) -> Result<bool, Cause> {
-        let mut piece = [0; PIECE];
-        // Of most frames that are not zero the first line tells, and only that is fetched.
-        let line = &mut piece[..LINE];
-        self.ram.read_slice(line, GuestAddress(gfn.gpa())).map_err(unreadable)?;
-        if line.iter().any(|byte| *byte != 0) {
-            return Ok(false);
-        }
-        for at in (0..PAGE_SIZE).step_by(PIECE) {
-            self.ram.read_slice(&mut piece, GuestAddress(gfn.gpa() + at)).map_err(unreadable)?;
-            if !is_zero(&piece) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    /// Sends a run of frames with content, or keeps it for the next PAGES.
-    fn content(&mut self, wire: &mut Wire<Link>, run: Option<FrameRun>) -> Result<(), Cause> {
-        let Some(run) = run else { return Ok(()) };
-        if run.count >= DIRECT && self.direct {
-            let before = wire.sent_bytes();
-            wire.send_frames(self.ram, run)?;
-            return self.after_message(wire, before);
-        }
-        run.chunks(FRAMES_PER_MESSAGE).try_for_each(|run| self.gather(wire, run))
-    }
-
-    fn gather(&mut self, wire: &mut Wire<Link>, run: FrameRun) -> Result<(), Cause> {
-        if self.frames + run.count > FRAMES_PER_MESSAGE {
-            self.flush_pages(wire)?;
-        }
-        let at = self.frames as usize * PAGE;
-        let room = &mut self.pages[at..at + run.bytes() as usize];
-        self.ram.read_slice(room, GuestAddress(run.start.gpa())).map_err(unreadable)?;
-        self.runs.push(run.into());
-        self.frames += run.count;
-        Ok(())
-    }
-
-    fn flush_pages(&mut self, wire: &mut Wire<Link>) -> Result<(), Cause> {
-        if self.frames == 0 {
-            return Ok(());
-        }
-        let contents = &self.pages[..self.frames as usize * PAGE];
-        let before = wire.sent_bytes();
-        let (runs, packer) = (self.runs.as_bytes(), self.packer.as_mut());
-        let packed = packer.and_then(|p| Some((p.codec(), p.pack(contents)?)));
-        match packed {
-            Some((codec, packed)) => {
-                let head = packed_head(self.runs.len(), codec);
-                wire.send_parts(Tag::Packed, &[head.as_bytes(), runs, packed])?;
-            }
-            None => {
-                let head = runs_head(self.runs.len());
-                wire.send_parts(Tag::Pages, &[head.as_bytes(), runs, contents])?;
-            }
-        }
-        self.runs.clear();
-        self.frames = 0;
-        self.after_message(wire, before)
-    }
-
-    fn flush_zeros(&mut self, wire: &mut Wire<Link>) -> Result<(), Cause> {
-        if self.zeros.runs.is_empty() {
-            return Ok(());
-        }
-        let head = runs_head(self.zeros.runs.len());
-        let before = wire.sent_bytes();
-        wire.send_parts(Tag::Zero, &[head.as_bytes(), self.zeros.runs.as_bytes()])?;
-        self.zeros.runs.clear();
-        self.zeros.last = None;
-        self.after_message(wire, before)
-    }
-
-    /// Counts, keeps the rate, and hears a destination that gives up in the middle of a pass.
-    pub(super) fn after_message(
-        &mut self,
-        wire: &mut Wire<Link>,
-        before: u64,
-    ) -> Result<(), Cause> {
-        self.control.update(|p| p.sent_bytes += wire.sent_bytes() - before);
-        self.pacer.pace(wire.sent_bytes() - before, || wire.stream().is_over());
-        if wire.stream().has_incoming() {
-            let message = wire.recv()?;
-            return Err(message.unexpected("nothing before PASS_END").into());
-        }
-        Ok(())
     }
 }
 
-fn unreadable(e: vm_memory::GuestMemoryError) -> Cause {
-    Cause::System { what: "reading guest memory", cause: std::io::Error::other(e) }
+/// Sends the share of a pass that goes over a channel that has joined.
+fn send_share(
+    wire: &mut Wire<Link>,
+    sender: &mut FrameSender<'_>,
+    (pass, frames): (u32, u64),
+    next: impl FnMut() -> Option<FrameRun>,
+    limit: Limit,
+) -> Result<Counts, Cause> {
+    wire.stream_mut().set_deadline(limit.at());
+    wire.send(&Message::PassBegin { pass, frames })?;
+    let counts = sender.share(wire, next, limit)?;
+    wire.send(&Message::PassEnd { pass, counts })?;
+    Ok(counts)
+}
+
+fn acknowledged(wire: &mut Wire<Link>, pass: u32, counts: Counts) -> Result<(), WireError> {
+    let (theirs, received) = match wire.recv()? {
+        Message::PassAck { pass, counts } => (pass, counts),
+        other => return Err(other.unexpected("PASS_ACK")),
+    };
+    let same = |what, found, expected| match found == expected {
+        true => Ok(()),
+        false => Err(WireError::Count { what, found, expected }),
+    };
+    same("the number of the pass", theirs.into(), pass.into())?;
+    same("the pass's frames with content", received.normal, counts.normal)?;
+    same("the pass's zero frames", received.zero, counts.zero)
 }

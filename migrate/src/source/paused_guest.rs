@@ -8,84 +8,22 @@ use std::time::{Instant, SystemTime};
 
 use driftline_dirty_tracker::{Epoch, Subscription};
 use driftline_guest::{Guest, GuestError, Paused, SavedState};
-use uuid::Uuid;
 
-use super::{Failed, no_record};
+use super::job::Failed;
+use super::record::SealedRecord;
 use crate::error::{Cause, GuestPlace};
-use crate::journal::{Records, SourceMark, SourceRecord, StagedSource};
-use crate::protocol::ids::Token;
-use crate::protocol::two_phase::{MayEnd, MayRunHere, Source, SourceEvent, SourceOrder};
+use crate::protocol::two_phase::{MayEnd, MayRunHere};
 
 /// A paused guest that is certainly this host's.
 #[must_use = "dropping this gives the guest back"]
 pub(super) struct Held<'g, G: Guest + ?Sized> {
     guest: &'g G,
+    /// Until the guest is given back or sealed.
     paused: Option<Paused<'g, G>>,
+    was_running: bool,
     released: bool,
     since: Instant,
     clock: SystemTime,
-}
-
-/// Proof that the record is durable. Dropping it removes the record: the guest is this host's. Drop it after what holds
-/// the guest, which does not wait for the disk.
-#[must_use = "dropping this removes the record"]
-#[derive(Debug)]
-pub(super) struct Recorded {
-    records: Records,
-    token: Token,
-    /// None once the guest is sealed with it.
-    mark: Option<SourceMark>,
-    state: Source,
-}
-
-impl Recorded {
-    /// Makes the hand-over record durable. It goes with what this returns, unless the guest is sealed with that.
-    pub(super) fn place(
-        records: &Records,
-        staged: &mut Option<StagedSource>,
-    ) -> Result<Self, Cause> {
-        let staged = staged.take().ok_or_else(no_record)?;
-        let (state, order) = Source::Streaming.on(SourceEvent::Converged);
-        debug_assert_eq!(order, SourceOrder::Record);
-        let token = staged.token();
-        let mark = records.place_source(staged).inspect_err(|_| {
-            // One that failed half-way may stand.
-            remove(records, token);
-        })?;
-        let (state, _wait) = state.on(SourceEvent::Recorded);
-        Ok(Self { records: records.clone(), token, mark: Some(mark), state })
-    }
-
-    /// The guest is not paused yet after all: the record goes, and is staged anew. Nobody shall meet one for as long as passes take.
-    pub(super) fn withdraw(mut self) -> Result<StagedSource, Cause> {
-        let mark = self.mark.as_ref().ok_or_else(no_record)?;
-        let SourceRecord { vm_id, peer, site, .. } = mark.record().clone();
-        self.records.settle(self.token)?;
-        self.mark = None;
-        Ok(self.records.stage_source(self.token, vm_id, &peer, site)?)
-    }
-
-    /// The destination's directory of records, as READY told it.
-    pub(super) fn site(&self) -> Option<Uuid> {
-        self.mark.as_ref().map(|mark| mark.record().site)
-    }
-}
-
-impl Drop for Recorded {
-    fn drop(&mut self) {
-        if self.mark.is_some() {
-            remove(&self.records, self.token);
-        }
-    }
-}
-
-/// COMMIT was not said: the record says nothing.
-fn remove(records: &Records, token: Token) {
-    if let Err(e) = records.settle(token) {
-        tracing::warn!(
-            %token, "the guest is here, and a record that says otherwise may stay: {e}"
-        );
-    }
 }
 
 impl<'g, G: Guest + ?Sized> Held<'g, G> {
@@ -93,7 +31,8 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
     pub(super) fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
         let (since, clock) = (Instant::now(), SystemTime::now());
         let (paused, saved) = Paused::saving(guest)?;
-        Ok((Self { guest, paused: Some(paused), released: false, since, clock }, saved))
+        let (was_running, paused) = (paused.was_running(), Some(paused));
+        Ok((Self { guest, paused, was_running, released: false, since, clock }, saved))
     }
 
     /// When the pause was asked for.
@@ -107,7 +46,7 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
     }
 
     pub(super) fn was_running(&self) -> bool {
-        self.paused.as_ref().is_some_and(Paused::was_running)
+        self.was_running
     }
 
     /// Everything that changed since the last drain; complete, because the guest stands still.
@@ -146,18 +85,12 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
         Failed { cause: cause.into(), place: place(self.take_back()) }
     }
 
-    /// PREPARED came: from here on the guest may be the destination's.
-    pub(super) fn seal(
-        mut self,
-        mut recorded: Recorded,
-    ) -> Result<(Sealed<'g, G>, Source, SourceOrder), Failed> {
-        let was_running = self.was_running();
-        let Some(mark) = recorded.mark.take() else { return Err(self.give_up(no_record())) };
+    /// PREPARED came: from here on the guest may be the destination's, as its record says.
+    pub(super) fn seal(mut self, _proof: &SealedRecord) -> Sealed<'g, G> {
         if let Some(paused) = self.paused.take() {
             paused.keep_paused();
         }
-        let (state, order) = recorded.state.on(SourceEvent::Prepared);
-        Ok((Sealed { guest: self.guest, was_running, mark }, state, order))
+        Sealed { guest: self.guest, was_running: self.was_running }
     }
 }
 
@@ -181,14 +114,9 @@ fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
 pub(super) struct Sealed<'g, G: Guest + ?Sized> {
     guest: &'g G,
     was_running: bool,
-    mark: SourceMark,
 }
 
 impl<G: Guest + ?Sized> Sealed<'_, G> {
-    pub(super) fn record(&self) -> &SourceRecord {
-        self.mark.record()
-    }
-
     /// The guest is this host's again.
     pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> Failed {
         let resumed = self.guest.acquire().and_then(|()| match self.was_running {

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use driftline_guest::Guest;
+use driftline_guest::{Guest, GuestDrive};
 
-use super::{Failed, Job, Peer, drives, fits};
-use crate::error::Cause;
+use super::channels::Channels;
+use super::drives;
+use super::job::{Failed, Job};
+use super::record::StagedRecord;
+use crate::error::{Cause, fits};
 use crate::journal::Records;
 use crate::protocol::features::{
     COPIES_DRIVES, FEATURES, MEMORY_DIGEST, PACKED_CONTENTS, SEVERAL_CONNECTIONS,
@@ -21,17 +24,34 @@ use crate::transport::wire::Wire;
 /// Connections that join at once.
 const JOINS_AT_ONCE: usize = 4;
 
-impl<'a, G: Guest + ?Sized> Job<'a, G> {
+/// The destination has introduced itself.
+pub(super) struct Connected {
+    records: Records,
+    /// What the destination can do, from its HELLO.
+    features: u64,
+    /// That go along.
+    drives: Vec<Box<dyn GuestDrive>>,
+}
+
+/// The machine is built at the destination, and all channels have joined.
+pub(super) struct SetUp {
+    /// READY has told the site that it names.
+    pub(super) record: StagedRecord,
+    pub(super) features: u64,
+    pub(super) drives: Vec<Box<dyn GuestDrive>>,
+}
+
+impl<G: Guest + ?Sized> Job<'_, G> {
     /// Connects and introduces itself.
-    pub(super) fn connect(&self) -> Result<Peer<'a>, Failed> {
+    pub(super) fn connect(&self) -> Result<(Channels, Connected), Failed> {
         // Opened now, so that a directory that cannot be used fails before the guest is paused.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
         let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
         let limit = self.options.connect_timeout;
-        let (wire, features) = self.introduce(Purpose::Move, limit, stop)?;
-        let joined = Vec::new();
-        Ok(Peer { wire, records, joined, sender: None, features, drives, staged: None })
+        let (first, features) = self.introduce(Purpose::Move, limit, stop)?;
+        let channels = Channels { first, joined: Vec::new() };
+        Ok((channels, Connected { records, features, drives }))
     }
 
     /// A connection with introductions made; both within `limit`, and not once `stop` says so.
@@ -61,29 +81,34 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Has the machine built at the destination.
-    pub(super) fn set_up(&self, peer: &mut Peer<'a>) -> Result<(), Failed> {
-        self.offered(peer.features)?;
+    pub(super) fn set_up(
+        &self,
+        channels: &mut Channels,
+        connected: Connected,
+    ) -> Result<SetUp, Failed> {
+        let Connected { records, features, drives } = connected;
+        self.offered(features)?;
         let config = self.guest.config();
         fits("the guest's configuration", config.len() as u64, MAX_CONFIG.into())?;
         let layout = self.guest.layout().clone();
         fits("the guest's memory layout", layout.slots().len() as u64, MAX_SLOTS.into())?;
-        if !peer.drives.is_empty() && peer.features & COPIES_DRIVES == 0 {
+        if !drives.is_empty() && features & COPIES_DRIVES == 0 {
             return Err(Cause::NotOffered { feature: "copies of disks (--copy-disks)" }.into());
         }
-        let wire = &mut peer.wire;
-        drives::announce(wire, &peer.drives)?;
+        let wire = &mut channels.first;
+        drives::announce(wire, &drives)?;
         wire.send(&Message::Config { token: self.token, layout, config: &config })?;
         // Building a machine shows no progress on the wire.
         wire.stream_mut().set_patience(self.options.setup_timeout);
-        match wire.recv()? {
-            Message::Ready { site } => {
-                let (vm, records) = (self.guest.vm_id(), &peer.records);
-                peer.staged = Some(records.stage_source(self.token, vm, self.to, site)?);
-            }
+        let site = match wire.recv()? {
+            Message::Ready { site } => site,
             other => return Err(other.unexpected("READY").into()),
-        }
+        };
+        let staged = records.stage_source(self.token, self.guest.vm_id(), self.to, site)?;
+        let record = StagedRecord::new(records, staged);
         wire.stream_mut().set_patience(self.options.patience);
-        self.join(peer)
+        self.join(channels)?;
+        Ok(SetUp { record, features, drives })
     }
 
     /// Whether the destination knows all that is asked for.
@@ -108,7 +133,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 
     /// Makes the connections that share in the sending, all at once.
-    fn join(&self, peer: &mut Peer<'a>) -> Result<(), Failed> {
+    fn join(&self, channels: &mut Channels) -> Result<(), Failed> {
         let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
         if more == 0 {
             return Ok(());
@@ -133,9 +158,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 };
                 threads.into_iter().map(ended).collect()
             });
-            peer.joined.extend(joined?);
+            channels.joined.extend(joined?);
         }
-        Ok(peer.wire.send(&Message::Connections { joined: more })?)
+        Ok(channels.first.send(&Message::Connections { joined: more })?)
     }
 
     fn join_one(&self) -> Result<Wire<Link>, Cause> {

@@ -1,151 +1,234 @@
-//! The record, and the source's pause up to PREPARED: the last pass and the state.
+//! The source's pause up to PREPARED: the state and the last pass.
 
 use std::fmt::Write as _;
 use std::time::Instant;
 
-use driftline_dirty_tracker::Subscription;
+use driftline_dirty_tracker::{Epoch, Subscription};
 use driftline_guest::{Guest, MAX_LATE, Section};
 use uuid::Uuid;
 
-use super::channels::Passes;
+use super::channels::Channels;
+use super::drives::Drives;
+use super::job::{Failed, Job};
 use super::limit::Limit;
-use super::paused_guest::{Held, Recorded};
-use super::{Copied, Failed, Job, Peer, Ready, Tale, fits, no_record, report_of};
-use crate::error::Cause;
-use crate::protocol::digest::MemoryDigests;
-use crate::protocol::digest::allowance;
+use super::passes::{PassDone, PassSent, Passes};
+use super::paused_guest::Held;
+use super::precopy::{Copied, Stats};
+use super::record::StandingRecord;
+use super::verify::Verifier;
+use crate::error::{Cause, fits};
+use crate::protocol::digest::{MemoryDigests, allowance};
 use crate::protocol::error::WireError;
 use crate::protocol::features::{EARLY_STATE, WHOLE_STATE};
 use crate::protocol::limits::{MAX_SECTION, MAX_SECTIONS, MAX_STATE};
-use crate::protocol::message::{Message, StateDigest, section_head};
+use crate::protocol::message::{Counts, Message, StateDigest, section_head};
 use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
+
+/// The destination has everything and is prepared; the guest here is held, and the record stands.
+pub(super) struct Ready<'a, G: Guest + ?Sized> {
+    pub(super) held: Held<'a, G>,
+    pub(super) record: StandingRecord,
+    pub(super) stats: Stats,
+    /// Frames of all passes.
+    pub(super) totals: Counts,
+    /// Blocks of all passes.
+    pub(super) drive_totals: Counts,
+    pub(super) spent: Spent<'a>,
+}
+
+/// What has served, and goes when the guest has gone: to give its memory back takes time.
+pub(super) struct Spent<'a> {
+    _writes: Subscription,
+    _verifier: Option<Verifier>,
+    _drives: Drives,
+    _passes: Passes<'a>,
+    _sections: Vec<Section>,
+}
+
+/// What is left to be sent when the guest is paused.
+struct Rest<'j, 'a, G: Guest + ?Sized> {
+    job: &'j Job<'a, G>,
+    limit: Limit,
+    features: u64,
+    writes: Subscription,
+    /// Where digests of memory are compared.
+    verifier: Option<Verifier>,
+    drives: Drives,
+    passes: Passes<'a>,
+    sections: Vec<Section>,
+    /// The last pass's number.
+    pass: u32,
+    /// Frames that it may have.
+    left: u64,
+    laps: Laps,
+}
+
+/// The last pass, of which the destination has all.
+struct LastPass {
+    /// To be committed (I4).
+    epoch: Epoch,
+    done: PassDone,
+    state_digest: u32,
+}
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
     /// Pauses the guest, sends the rest of it, and has the destination prepare.
     pub(super) fn switch_over(
         &self,
-        peer: &mut Peer<'a>,
-        mut copied: Copied<'a, G>,
+        channels: &mut Channels,
+        copied: Copied<'a, G>,
     ) -> Result<Ready<'a, G>, Failed> {
-        // Goes after what holds the guest.
-        let mut recorded = copied.recorded.take();
+        // The record goes after what holds the guest: `give_up` comes before it everywhere.
+        let Copied {
+            record,
+            writes,
+            verifier,
+            drives,
+            passes,
+            throttled,
+            mut stats,
+            features,
+            left,
+        } = copied;
         // State first: saving it may make the host write into guest memory.
         let (mut held, saved) = Held::saving(self.guest)?;
-        let mut limit = self.options.pause_limit(&copied.tale.reason);
-        if copied.verifier.is_some() {
+        // Should the guest go on here after all, it does so at full speed.
+        drop(throttled);
+        let sections = match saved {
+            Ok(sections) => sections,
+            Err(e) => return Err(held.give_up(e)),
+        };
+        let mut limit = self.options.pause_limit(&stats.reason);
+        if verifier.is_some() {
             limit = limit.saturating_add(allowance(self.guest.layout().frames()));
         }
         let limit = Limit::of_pause(held.since(), limit);
-        let Peer { wire, sender, records, staged, features, .. } = peer;
-        let sender = sender.as_mut().ok_or_else(no_record)?;
-        let rest = limit.hold(wire, |wire| {
-            let sections = saved?;
-            self.send_rest((wire, sender, *features), (&mut held, sections), copied, limit, || {
-                recorded = Some(Recorded::place(records, staged)?);
-                Ok(())
-            })
-        });
-        let (named, tale, writes) = match rest {
-            Ok(rest) => rest,
+        let (pass, laps) = (stats.passes.len() as u32, Laps::begin(held.since()));
+        let mut rest = Rest {
+            job: self,
+            limit,
+            features,
+            writes,
+            verifier,
+            drives,
+            passes,
+            sections,
+            pass,
+            left,
+            laps,
+        };
+        let last = match limit.hold(channels, |channels| rest.send(channels, &mut held)) {
+            Ok(last) => last,
             Err(cause) => return Err(held.give_up(cause)),
         };
-        let Some(recorded) = recorded else {
-            return Err(held.give_up(no_record()));
+        // It does already, unless digests had to be compared first.
+        let record = match record.stand() {
+            Ok(record) => record,
+            Err(cause) => return Err(held.give_up(cause)),
         };
-        if recorded.site() != Some(named) {
+        rest.laps.end("recorded");
+        let prepared = limit.hold(channels, |channels| {
+            rest.await_prepared(&mut channels.first, &held, last, &mut stats)
+        });
+        let named = match prepared {
+            Ok(site) => site,
+            Err(cause) => return Err(held.give_up(cause)),
+        };
+        if record.site() != named {
             let why = "PREPARED names another site than READY";
             return Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }));
         }
-        Ok(Ready { held, recorded, tale, writes })
+        let (totals, drive_totals) = (rest.passes.totals, rest.drives.totals);
+        let Rest { writes, verifier, drives, passes, sections, .. } = rest;
+        let spent = Spent {
+            _writes: writes,
+            _verifier: verifier,
+            _drives: drives,
+            _passes: passes,
+            _sections: sections,
+        };
+        Ok(Ready { held, record, stats, totals, drive_totals, spent })
     }
+}
 
-    fn send_rest(
-        &self,
-        (wire, sender, features): (&mut Wire<Link>, &mut Passes<'a>, u64),
-        (held, sections): (&mut Held<'a, G>, Vec<Section>),
-        copied: Copied<'a, G>,
-        limit: Limit,
-        record: impl FnOnce() -> Result<(), Cause>,
-    ) -> Result<(Uuid, Tale, Subscription), Cause> {
-        let Copied { mut writes, verifier, mut drives, throttled, mut tale, left, .. } = copied;
-        // Should the guest go on here after all, it does so at full speed.
-        drop(throttled);
-        let mut laps = Laps::begin(held.since());
-        laps.end("saved");
-        // The destination restores the state while the rest comes; where digests are compared only afterwards, because
-        // restoring may write into memory, too.
-        let early = verifier.is_none() && features & EARLY_STATE != 0 && !sections.is_empty();
+impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
+    /// Sends everything, and has the last pass acknowledged.
+    fn send(&mut self, channels: &mut Channels, held: &mut Held<'a, G>) -> Result<LastPass, Cause> {
+        self.laps.end("saved");
+        // The destination restores the state while the rest comes; where digests are compared only
+        // afterwards, because restoring may write into memory, too.
+        let offered = self.features & EARLY_STATE != 0;
+        let early = self.verifier.is_none() && offered && !self.sections.is_empty();
         if early {
-            wire.stream().set_cork(true);
-            send_sections(wire, &sections)?;
-            if features & WHOLE_STATE != 0 {
-                let sections = sections.len() as u32;
-                wire.send(&Message::StateWhole { sections, frames: left })?;
-            }
-            wire.stream().set_cork(false);
+            self.send_early_state(&mut channels.first)?;
         }
-        let epoch = held.drain(&mut writes)?;
-        laps.end("drained");
-        // The devices stand: nothing is under way any more.
-        drives.drain();
-        let pass = tale.passes.len() as u32;
-        sender.hurry();
-        if let Some(verifier) = &verifier {
-            verifier.sends(epoch.runs())?;
-        }
-        // What is small goes together with the words around it. VERIFY is to be heard at once.
-        wire.stream().set_cork(verifier.is_none());
-        let sent = sender.begin(wire, pass, epoch.runs(), epoch.frames(), &mut drives, limit)?;
-        (tale.totals, tale.shared_bytes) = (sender.totals, sender.shared_bytes());
-        tale.drive_totals = drives.totals;
-        if verifier.is_some() {
-            wire.send(&Message::Verify)?;
-            let patience =
-                self.options.patience.saturating_add(allowance(self.guest.layout().frames()));
-            wire.stream_mut().set_patience(patience);
-        }
-        // Beside the destination's, and before the state: once it has that, it waits for COMMIT no longer than it must.
-        let digest = verifier.map(|verifier| verifier.digest(self.guest)).transpose()?;
+        let (epoch, sent) = self.send_last_pass(channels, held)?;
+        let wire = &mut channels.first;
+        let digest = self.digest(wire)?;
         if !early {
-            send_sections(wire, &sections)?;
+            send_sections(wire, &self.sections)?;
         }
-        let (count, was_running) = (sections.len() as u32, held.was_running());
-        wire.send(&Message::StateEnd { sections: count, was_running, counts: tale.totals })?;
+        let (sections, counts) = (self.sections.len() as u32, self.passes.totals);
+        wire.send(&Message::StateEnd { sections, was_running: held.was_running(), counts })?;
         wire.stream().set_cork(false);
-        laps.end("sent");
+        self.laps.end("sent");
         held.release()?;
-        laps.end("released");
-        let state_digest = StateDigest::of(&sections);
+        self.laps.end("released");
+        let state_digest = StateDigest::of(&self.sections);
         // Heard only now: the way there and back is not worth a pause of its own.
         let done = sent.await_end(wire)?;
         if let Some(ours) = digest {
             self.same_memory(wire, ours)?;
-            record()?;
-            laps.end("verified");
+            self.laps.end("verified");
         }
-        epoch.commit();
-        drives.commit();
-        tale.passes.push(report_of(&done, &drives, 0, done.time));
-        let says = match wire.recv()? {
-            Message::Prepared(says) => says,
-            other => return Err(other.unexpected("PREPARED").into()),
-        };
-        laps.end("prepared");
-        tracing::debug!("the pause, in us: {}", laps.text);
-        self.own(Tag::Prepared, says.token)?;
-        let same = |what, ours: u64, theirs: u64| match ours == theirs {
-            true => Ok(()),
-            false => Err(Cause::Differs { what, ours, theirs }),
-        };
-        same("the state's digest", state_digest.into(), says.digest.into())?;
-        same("the count of frames with content", tale.totals.normal, says.counts.normal)?;
-        same("the count of zero frames", tale.totals.zero, says.counts.zero)?;
-        let late = held.detach()?;
-        fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
-        wire.send(&Message::Late(&late))?;
-        Ok((says.site, tale, writes))
+        Ok(LastPass { epoch, done, state_digest })
+    }
+
+    /// Sends the state before the last pass.
+    fn send_early_state(&self, wire: &mut Wire<Link>) -> Result<(), Cause> {
+        wire.stream().set_cork(true);
+        send_sections(wire, &self.sections)?;
+        if self.features & WHOLE_STATE != 0 {
+            let sections = self.sections.len() as u32;
+            wire.send(&Message::StateWhole { sections, frames: self.left })?;
+        }
+        wire.stream().set_cork(false);
+        Ok(())
+    }
+
+    /// Sends what was written since the last pass. What follows it, and is small, goes together
+    /// with the pass's end; VERIFY is to be heard at once.
+    fn send_last_pass(
+        &mut self,
+        channels: &mut Channels,
+        held: &Held<'a, G>,
+    ) -> Result<(Epoch, PassSent), Cause> {
+        let epoch = held.drain(&mut self.writes)?;
+        self.laps.end("drained");
+        // The devices stand: nothing is under way any more.
+        self.drives.drain();
+        self.passes.hurry();
+        if let Some(verifier) = &self.verifier {
+            verifier.sends(epoch.runs())?;
+        }
+        channels.first.stream().set_cork(self.verifier.is_none());
+        let (runs, frames) = (epoch.runs(), epoch.frames());
+        let drives = &mut self.drives;
+        let sent = self.passes.begin(channels, self.pass, runs, frames, drives, self.limit)?;
+        Ok((epoch, sent))
+    }
+
+    /// The digest of all memory, where it is to be compared; asks for the destination's. Computed
+    /// beside that one, and before the state is sent: once the destination has that, it waits for
+    /// COMMIT no longer than it must.
+    fn digest(&self, wire: &mut Wire<Link>) -> Result<Option<u128>, Cause> {
+        let Some(verifier) = &self.verifier else { return Ok(None) };
+        wire.send(&Message::Verify)?;
+        let allowance = allowance(self.job.guest.layout().frames());
+        wire.stream_mut().set_patience(self.job.options.patience.saturating_add(allowance));
+        verifier.digest(self.job.guest).map(Some)
     }
 
     /// Hears the destination's digest of all memory, which must be ours.
@@ -158,8 +241,42 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             }
             other => return Err(other.unexpected("DIGEST").into()),
         }
-        wire.stream_mut().set_patience(self.options.patience);
+        wire.stream_mut().set_patience(self.job.options.patience);
         Ok(())
+    }
+
+    /// Hears PREPARED, which must say what was sent, and sends what has come late for the guest.
+    /// Returns the site that PREPARED names.
+    fn await_prepared(
+        &mut self,
+        wire: &mut Wire<Link>,
+        held: &Held<'a, G>,
+        last: LastPass,
+        stats: &mut Stats,
+    ) -> Result<Uuid, Cause> {
+        let LastPass { epoch, done, state_digest } = last;
+        epoch.commit();
+        self.drives.commit();
+        stats.passes.push(done.report(self.drives.passed, 0, done.time));
+        let says = match wire.recv()? {
+            Message::Prepared(says) => says,
+            other => return Err(other.unexpected("PREPARED").into()),
+        };
+        self.laps.end("prepared");
+        tracing::debug!("the pause, in us: {}", self.laps.text);
+        self.job.own(Tag::Prepared, says.token)?;
+        let same = |what, ours: u64, theirs: u64| match ours == theirs {
+            true => Ok(()),
+            false => Err(Cause::Differs { what, ours, theirs }),
+        };
+        let ours = self.passes.totals;
+        same("the state's digest", state_digest.into(), says.digest.into())?;
+        same("the count of frames with content", ours.normal, says.counts.normal)?;
+        same("the count of zero frames", ours.zero, says.counts.zero)?;
+        let late = held.detach()?;
+        fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
+        wire.send(&Message::Late(&late))?;
+        Ok(says.site)
     }
 }
 

@@ -1,0 +1,239 @@
+//! Frames into messages, over one connection: FRAMES, PAGES and ZERO.
+//!
+//! Long runs go from guest memory to the socket as they are (FRAMES): the guest may write them meanwhile, and then they
+//! are dirty again and come again. Scattered frames are gathered in one reused buffer, and have a checksum (PAGES).
+
+use std::sync::Arc;
+
+use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
+use driftline_format::is_zero;
+use driftline_guest::GuestRam;
+use vm_memory::{Bytes, GuestAddress};
+use zerocopy::IntoBytes;
+
+use crate::control::SendControl;
+use crate::error::Cause;
+use crate::protocol::features::DIRECT_FRAMES;
+use crate::protocol::limits::{MAX_PAGES, MAX_ZERO_RUNS};
+use crate::protocol::message::{Counts, RawRun, packed_head, runs_head};
+use crate::protocol::tag::Tag;
+use crate::transport::compression::Packer;
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
+
+use super::limit::Limit;
+use super::pacer::Pacer;
+
+/// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
+const FRAMES_PER_MESSAGE: u64 = 128;
+/// Runs of so many frames are worth a message of their own: two system calls more cost about as much as to copy them.
+const DIRECT: u64 = 8;
+/// Runs from which on a ZERO is sent. A chunk adds at most one a frame, so they stay below what a message may have.
+const ZERO_RUNS: usize = 512;
+const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
+/// A frame of zeros is found in pieces of so many bytes.
+const PIECE: usize = 512;
+/// Of a cache.
+const LINE: usize = 64;
+const PAGE: usize = PAGE_SIZE as usize;
+
+/// Sends a guest's memory, or shares of it, over one connection.
+pub(super) struct FrameSender<'a> {
+    ram: &'a GuestRam,
+    control: &'a SendControl,
+    pacer: Arc<Pacer>,
+    packer: Option<Packer>,
+    /// Whether long runs go as FRAMES.
+    direct: bool,
+    pages: Vec<u8>,
+    runs: Vec<RawRun>,
+    frames: u64,
+    zeros: ZeroRuns,
+}
+
+/// Zero frames collected for one ZERO message.
+#[derive(Default)]
+struct ZeroRuns {
+    runs: Vec<RawRun>,
+    last: Option<FrameRun>,
+}
+
+/// Extends the last run of a table by a frame, or begins a new one. `last` is forgotten where a
+/// source run ends, so that no run of the table reaches over the end of a slot.
+fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
+    match last {
+        Some(run) if run.end() == gfn => {
+            run.count += 1;
+            runs.pop();
+        }
+        _ => *last = Some(FrameRun { start: gfn, count: 1 }),
+    }
+    runs.extend(last.map(RawRun::from));
+}
+
+impl<'a> FrameSender<'a> {
+    pub(super) fn new(
+        ram: &'a GuestRam,
+        control: &'a SendControl,
+        pacer: Arc<Pacer>,
+        packer: Option<Packer>,
+        features: u64,
+    ) -> Self {
+        let direct = packer.is_none() && features & DIRECT_FRAMES != 0;
+        Self {
+            ram,
+            control,
+            pacer,
+            packer,
+            direct,
+            pages: vec![0; FRAMES_PER_MESSAGE as usize * PAGE],
+            runs: Vec::with_capacity(FRAMES_PER_MESSAGE as usize),
+            frames: 0,
+            zeros: ZeroRuns::default(),
+        }
+    }
+
+    /// Sends chunks as `next` gives them, until it gives no more: all of a pass, or this connection's share of it. Fails
+    /// at `limit`.
+    pub(super) fn share(
+        &mut self,
+        wire: &mut Wire<Link>,
+        mut next: impl FnMut() -> Option<FrameRun>,
+        limit: Limit,
+    ) -> Result<Counts, Cause> {
+        let mut counts = Counts::default();
+        while let Some(chunk) = next() {
+            limit.check()?;
+            self.chunk(wire, chunk, &mut counts)?;
+        }
+        self.flush_pages(wire)?;
+        self.flush_zeros(wire)?;
+        Ok(counts)
+    }
+
+    /// Sends a chunk of at most one message's frames: its zeros and its scattered frames when enough of them have come together.
+    fn chunk(
+        &mut self,
+        wire: &mut Wire<Link>,
+        chunk: FrameRun,
+        counts: &mut Counts,
+    ) -> Result<(), Cause> {
+        let mut open: Option<FrameRun> = None;
+        // No run of the table reaches over the end of a slot.
+        self.zeros.last = None;
+        for gfn in chunk.frames() {
+            if self.reads_zero(gfn)? {
+                counts.zero += 1;
+                extend(&mut self.zeros.runs, &mut self.zeros.last, gfn);
+                self.content(wire, open.take())?;
+            } else {
+                counts.normal += 1;
+                let so_far = open.unwrap_or(FrameRun { start: gfn, count: 0 });
+                open = Some(FrameRun { count: so_far.count + 1, ..so_far });
+            }
+        }
+        self.content(wire, open)?;
+        self.control.update(|p| {
+            p.remaining_frames = p.remaining_frames.saturating_sub(chunk.count);
+        });
+        // Not only when no more would fit: the destination is to hear something now and then.
+        if self.zeros.runs.len() >= ZERO_RUNS {
+            self.flush_zeros(wire)?;
+        }
+        Ok(())
+    }
+
+    fn reads_zero(&self, gfn: Gfn) -> Result<bool, Cause> {
+        let mut piece = [0; PIECE];
+        // Of most frames that are not zero the first line tells, and only that is fetched.
+        let line = &mut piece[..LINE];
+        self.ram.read_slice(line, GuestAddress(gfn.gpa())).map_err(unreadable)?;
+        if line.iter().any(|byte| *byte != 0) {
+            return Ok(false);
+        }
+        for at in (0..PAGE_SIZE).step_by(PIECE) {
+            self.ram.read_slice(&mut piece, GuestAddress(gfn.gpa() + at)).map_err(unreadable)?;
+            if !is_zero(&piece) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Sends a run of frames with content, or keeps it for the next PAGES.
+    fn content(&mut self, wire: &mut Wire<Link>, run: Option<FrameRun>) -> Result<(), Cause> {
+        let Some(run) = run else { return Ok(()) };
+        if run.count >= DIRECT && self.direct {
+            let before = wire.sent_bytes();
+            wire.send_frames(self.ram, run)?;
+            return self.after_message(wire, before);
+        }
+        run.chunks(FRAMES_PER_MESSAGE).try_for_each(|run| self.gather(wire, run))
+    }
+
+    fn gather(&mut self, wire: &mut Wire<Link>, run: FrameRun) -> Result<(), Cause> {
+        if self.frames + run.count > FRAMES_PER_MESSAGE {
+            self.flush_pages(wire)?;
+        }
+        let at = self.frames as usize * PAGE;
+        let room = &mut self.pages[at..at + run.bytes() as usize];
+        self.ram.read_slice(room, GuestAddress(run.start.gpa())).map_err(unreadable)?;
+        self.runs.push(run.into());
+        self.frames += run.count;
+        Ok(())
+    }
+
+    fn flush_pages(&mut self, wire: &mut Wire<Link>) -> Result<(), Cause> {
+        if self.frames == 0 {
+            return Ok(());
+        }
+        let contents = &self.pages[..self.frames as usize * PAGE];
+        let before = wire.sent_bytes();
+        let (runs, packer) = (self.runs.as_bytes(), self.packer.as_mut());
+        let packed = packer.and_then(|p| Some((p.codec(), p.pack(contents)?)));
+        match packed {
+            Some((codec, packed)) => {
+                let head = packed_head(self.runs.len(), codec);
+                wire.send_parts(Tag::Packed, &[head.as_bytes(), runs, packed])?;
+            }
+            None => {
+                let head = runs_head(self.runs.len());
+                wire.send_parts(Tag::Pages, &[head.as_bytes(), runs, contents])?;
+            }
+        }
+        self.runs.clear();
+        self.frames = 0;
+        self.after_message(wire, before)
+    }
+
+    fn flush_zeros(&mut self, wire: &mut Wire<Link>) -> Result<(), Cause> {
+        if self.zeros.runs.is_empty() {
+            return Ok(());
+        }
+        let head = runs_head(self.zeros.runs.len());
+        let before = wire.sent_bytes();
+        wire.send_parts(Tag::Zero, &[head.as_bytes(), self.zeros.runs.as_bytes()])?;
+        self.zeros.runs.clear();
+        self.zeros.last = None;
+        self.after_message(wire, before)
+    }
+
+    /// Counts, keeps the rate, and hears a destination that gives up in the middle of a pass.
+    pub(super) fn after_message(
+        &mut self,
+        wire: &mut Wire<Link>,
+        before: u64,
+    ) -> Result<(), Cause> {
+        self.control.update(|p| p.sent_bytes += wire.sent_bytes() - before);
+        self.pacer.pace(wire.sent_bytes() - before, || wire.stream().is_over());
+        if wire.stream().has_incoming() {
+            let message = wire.recv()?;
+            return Err(message.unexpected("nothing before PASS_END").into());
+        }
+        Ok(())
+    }
+}
+
+fn unreadable(e: vm_memory::GuestMemoryError) -> Cause {
+    Cause::System { what: "reading guest memory", cause: std::io::Error::other(e) }
+}

@@ -1,0 +1,104 @@
+//! What all phases of a migration know at its source, and how each of them fails.
+
+use std::time::Instant;
+
+use driftline_guest::Guest;
+
+use super::channels::Channels;
+use super::options::SendOptions;
+use crate::control::{Phase, SendControl};
+use crate::error::{Cause, GuestPlace};
+use crate::protocol::error::WireError;
+use crate::protocol::ids::Token;
+use crate::protocol::tag::Tag;
+use crate::report::ms;
+use crate::transport::link::Link;
+use crate::transport::wire::Wire;
+
+/// A failure with where it leaves the guest.
+#[derive(Debug)]
+pub(super) struct Failed {
+    pub(super) cause: Cause,
+    pub(super) place: GuestPlace,
+}
+
+impl<E: Into<Cause>> From<E> for Failed {
+    /// For failures while the guest runs: nothing has to be taken back.
+    fn from(e: E) -> Self {
+        Self { cause: e.into(), place: GuestPlace::Here }
+    }
+}
+
+/// What all phases know.
+pub(super) struct Job<'a, G: Guest + ?Sized> {
+    pub(super) guest: &'a G,
+    pub(super) to: &'a str,
+    pub(super) options: &'a SendOptions,
+    pub(super) control: &'a SendControl,
+    pub(super) token: Token,
+    pub(super) begun: Instant,
+}
+
+impl<G: Guest + ?Sized> Job<'_, G> {
+    pub(super) fn phase<T>(
+        &self,
+        phase: Phase,
+        work: impl FnOnce() -> Result<T, Failed>,
+    ) -> Result<T, Failed> {
+        let begun = Instant::now();
+        let (vm, token) = (self.guest.vm_id(), self.token);
+        tracing::info!(%vm, %token, ?phase, "begin");
+        self.control.update(|p| p.phase = phase);
+        let result = work();
+        let (ms, ok) = (ms(begun.elapsed()), result.is_ok());
+        tracing::info!(%vm, %token, ?phase, ms, ok, "end");
+        result
+    }
+
+    /// A phase after whose failure the two sides tell each other why. The guest has been given back
+    /// by then: it does not wait for anyone's last words.
+    pub(super) fn told<T>(
+        &self,
+        phase: Phase,
+        channels: &mut Channels,
+        work: impl FnOnce(&mut Channels) -> Result<T, Failed>,
+    ) -> Result<T, Failed> {
+        self.phase(phase, || work(channels)).map_err(|failed| {
+            let cause = self.last_words(&mut channels.first, failed.cause);
+            Failed { cause, place: failed.place }
+        })
+    }
+
+    /// Hears the peer's last words, or says ours. Returns the cause, in the peer's words where it
+    /// had some.
+    fn last_words(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
+        let cancelled = self.control.stop.is_cancelled();
+        match cause {
+            Cause::Wire(WireError::Refused { .. } | WireError::Aborted { .. }) => cause,
+            Cause::Connection { .. } if !cancelled => match wire.words_at_hand() {
+                Some(e) => Cause::Wire(e),
+                None => {
+                    wire.abort(Tag::Abort, &cause.to_string());
+                    cause
+                }
+            },
+            Cause::Wire(WireError::Format(_)) if !cancelled => {
+                wire.last_words().map_or(cause, Cause::Wire)
+            }
+            cause => {
+                let cause = if cancelled { Cause::Cancelled } else { cause };
+                wire.abort(Tag::Abort, &cause.to_string());
+                cause
+            }
+        }
+    }
+
+    /// A message that decides something must name this migration.
+    pub(super) fn own(&self, message: Tag, found: Token) -> Result<(), WireError> {
+        let expected = self.token;
+        match found == expected {
+            true => Ok(()),
+            false => Err(WireError::Token { message, found, expected }),
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The hand-over record at its source: staged, standing, and removed again unless the guest is
+//! sealed with it.
+
+use uuid::Uuid;
+
+use crate::error::Cause;
+use crate::journal::{Records, RecordsError, SourceMark, SourceRecord, StagedSource};
+use crate::protocol::ids::Token;
+use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
+
+/// A migration's record before PREPARED.
+pub(super) enum Record {
+    Staged(StagedRecord),
+    Standing(StandingRecord),
+}
+
+impl Record {
+    /// Makes the record durable, if it is not.
+    pub(super) fn stand(self) -> Result<StandingRecord, Cause> {
+        match self {
+            Self::Staged(staged) => staged.place(),
+            Self::Standing(standing) => Ok(standing),
+        }
+    }
+
+    /// The guest is not paused yet after all: a record that stands is removed and staged anew.
+    /// Nobody shall meet one for as long as passes take.
+    pub(super) fn withdraw(self) -> Result<Self, Cause> {
+        match self {
+            Self::Staged(staged) => Ok(Self::Staged(staged)),
+            Self::Standing(standing) => standing.withdraw().map(Self::Staged),
+        }
+    }
+}
+
+/// A record that is written and has no name yet. Dropping it removes it.
+pub(super) struct StagedRecord {
+    records: Records,
+    staged: StagedSource,
+}
+
+impl StagedRecord {
+    pub(super) fn new(records: Records, staged: StagedSource) -> Self {
+        Self { records, staged }
+    }
+
+    /// Makes the record durable. It goes with what this returns, unless the guest is sealed with
+    /// that.
+    fn place(self) -> Result<StandingRecord, Cause> {
+        let Self { records, staged } = self;
+        let (state, order) = Source::Streaming.on(SourceEvent::Converged);
+        debug_assert_eq!(order, SourceOrder::Record);
+        // One that failed half-way may stand.
+        let guard = RemoveOnDrop { records, token: staged.token(), armed: true };
+        let mark = guard.records.place_source(staged)?;
+        let (state, _wait) = state.on(SourceEvent::Recorded);
+        Ok(StandingRecord { guard, mark, state })
+    }
+}
+
+/// Proof that the record is durable. Dropping it removes the record: the guest is this host's. Drop
+/// it after what holds the guest, which does not wait for the disk.
+#[must_use = "dropping this removes the record"]
+pub(super) struct StandingRecord {
+    guard: RemoveOnDrop,
+    mark: SourceMark,
+    state: Source,
+}
+
+impl StandingRecord {
+    fn withdraw(self) -> Result<StagedRecord, Cause> {
+        let Self { mut guard, mark, state: _ } = self;
+        let SourceRecord { token, vm_id, peer, site, .. } = mark.record().clone();
+        guard.records.settle(token)?;
+        guard.armed = false;
+        let staged = guard.records.stage_source(token, vm_id, &peer, site)?;
+        Ok(StagedRecord { records: guard.records.clone(), staged })
+    }
+
+    /// The destination's directory of records, as READY told it.
+    pub(super) fn site(&self) -> Uuid {
+        self.mark.record().site
+    }
+
+    /// PREPARED came: from here on the record stays until the migration is settled.
+    pub(super) fn seal(self) -> (SealedRecord, Source, SourceOrder) {
+        let Self { mut guard, mark, state } = self;
+        guard.armed = false;
+        let (state, order) = state.on(SourceEvent::Prepared);
+        (SealedRecord { records: guard.records.clone(), mark }, state, order)
+    }
+}
+
+/// The record of a guest that may be the destination's.
+pub(super) struct SealedRecord {
+    records: Records,
+    mark: SourceMark,
+}
+
+impl SealedRecord {
+    /// The destination's directory of records.
+    pub(super) fn site(&self) -> Uuid {
+        self.mark.record().site
+    }
+
+    /// Removes the record: it is known whose the guest is.
+    pub(super) fn settle(self) -> Result<(), RecordsError> {
+        self.records.settle(self.mark.record().token)
+    }
+}
+
+/// Removes a record when it goes: COMMIT was not said, and the record says nothing.
+struct RemoveOnDrop {
+    records: Records,
+    token: Token,
+    armed: bool,
+}
+
+impl Drop for RemoveOnDrop {
+    fn drop(&mut self) {
+        if !self.armed {
+            return;
+        }
+        if let Err(e) = self.records.settle(self.token) {
+            let token = self.token;
+            tracing::warn!(
+                %token, "the guest is here, and a record that says otherwise may stay: {e}"
+            );
+        }
+    }
+}
