@@ -10,7 +10,10 @@ use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::{Guest, GuestFactory};
 
 use super::copies::Copies;
-use super::{Arrival, Failed, Host, Whole, listener};
+use super::host::{Failed, Host};
+use super::listener;
+use super::precopy::Restored;
+use super::setup::{Arrival, detach, throw_away};
 use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
@@ -29,11 +32,12 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     pub(super) fn hand_over(
         &self,
         arrival: Arrival<F::Guest>,
-        mut whole: Whole,
+        restored: Restored,
     ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
         let Arrival { mut wire, guest, drives: _, mut copies, token, came } = arrival;
+        let was_running = restored.was_running;
         let (_say_prepared, _) = self.ledger.post(DestinationEvent::Restored);
-        if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &whole) {
+        if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &restored) {
             return Err(self.discard(&mut wire, &*guest, copies, token, cause));
         }
         let (committed, committed_at) = (Instant::now(), SystemTime::now());
@@ -51,7 +55,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                 return Err(self.tell(&mut wire, token, cause));
             }
         };
-        if let Err(e) = take_over(&*guest, &mut copies, permit, whole.was_running) {
+        if let Err(e) = take_over(&*guest, &mut copies, permit, was_running) {
             // It never ran, holds nothing, and never will.
             self.control.stop.unseal();
             guest.stop(&format!("it was not received: {e}"));
@@ -76,18 +80,19 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
             tracing::warn!(%token, "RUNNING was not said: {e}");
         }
-        drop((whole.written.take(), copies));
+        drop((restored.written, copies));
+        let figures = restored.figures;
         let report = ReceiveReport {
             vm_id: guest.vm_id(),
-            running: whole.was_running,
+            running: was_running,
             total_time_ms: ms(came.elapsed()),
             take_over_ms: ms(took),
             taken_over_at_unix_us: unix_us(taken_over_at),
-            received_bytes: wire.received_bytes() + whole.received_bytes,
-            zero_frames: whole.totals.zero,
-            normal_frames: whole.totals.normal,
-            disk_bytes: whole.drive_totals.normal.saturating_mul(PAGE_SIZE),
-            passes: whole.passes,
+            received_bytes: wire.received_bytes() + figures.joined_bytes,
+            zero_frames: figures.totals.zero,
+            normal_frames: figures.totals.normal,
+            disk_bytes: figures.drive_totals.normal.saturating_mul(PAGE_SIZE),
+            passes: figures.passes,
         };
         listener::await_end(wire, self.ledger.clone(), token, END_LIMIT);
         Ok((guest, report))
@@ -99,14 +104,14 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         wire: &mut Wire<Link>,
         guest: &F::Guest,
         token: Token,
-        whole: &Whole,
+        restored: &Restored,
     ) -> Result<(), Cause> {
         let deadline = self.options.commit_deadline;
         wire.send(&Message::Prepared(PreparedSays {
             token,
             site: self.ledger.site(),
-            digest: StateDigest::of(&whole.sections),
-            counts: whole.totals,
+            digest: StateDigest::of(&restored.sections),
+            counts: restored.figures.totals,
         }))?;
         wire.stream_mut().set_deadline(Some(Instant::now() + deadline));
         wire.stream_mut().set_patience(deadline);
@@ -204,16 +209,4 @@ fn take_over<G: Guest + ?Sized>(
         return Err(e.into());
     }
     Ok(())
-}
-
-/// Ends a guest that never ran here. First peers are to reach it here no more: its source may want it back.
-pub(super) fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
-    detach(guest);
-    guest.stop(why);
-}
-
-fn detach<G: Guest + ?Sized>(guest: &G) {
-    if let Err(e) = guest.detach() {
-        tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
-    }
 }

@@ -9,10 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use driftline_dirty_tracker::PAGE_SIZE;
+use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
-use super::Whole;
 use super::channels::Shares;
 use super::copies::Copies;
 use super::memory_writer::Placing;
@@ -22,7 +21,7 @@ use crate::error::Cause;
 use crate::heap;
 use crate::protocol::digest::allowance;
 use crate::protocol::error::WireError;
-use crate::protocol::message::Message;
+use crate::protocol::message::{Counts, Message};
 use crate::protocol::stream_state::{Inbound, Step};
 use crate::protocol::tag::Tag;
 use crate::report::per_second;
@@ -79,6 +78,36 @@ impl Pace {
     }
 }
 
+/// Everything of a guest: memory in place, and the state.
+pub(super) struct Whole {
+    pub(super) sections: Arc<[Section]>,
+    /// The state came before the last pass, and is in the guest.
+    pub(super) is_restored: bool,
+    pub(super) was_running: bool,
+    pub(super) figures: Figures,
+    /// Which frames were written to.
+    pub(super) written: Subscription,
+}
+
+/// How much has come.
+#[derive(Clone, Copy)]
+pub(super) struct Figures {
+    pub(super) totals: Counts,
+    /// Of drives that came along.
+    pub(super) drive_totals: Counts,
+    pub(super) passes: u32,
+    /// Over channels that have joined.
+    pub(super) joined_bytes: u64,
+}
+
+/// What the stream has brought when it is complete, besides memory.
+struct Complete {
+    sections: Arc<[Section]>,
+    is_restored: bool,
+    was_running: bool,
+    figures: Figures,
+}
+
 /// A guest whose memory is arriving.
 pub(super) struct Assembly<'g, G: Guest + ?Sized> {
     guest: &'g G,
@@ -113,15 +142,17 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
             what: "noting what is received",
             cause: std::io::Error::other(e),
         })?;
-        std::thread::scope(|scope| {
+        let complete = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("migrate-prepare".into());
             // Without it each frame gets its memory when it comes.
             if let Err(e) = thread.spawn_scoped(scope, move || preparer.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
             self.receive(scope, wire, reading, &placing, over)
-        })
-        .map(|whole| Whole { written: Some(placing.into_written()), ..whole })
+        })?;
+        let Complete { sections, is_restored, was_running, figures } = complete;
+        let written = placing.into_written();
+        Ok(Whole { sections, is_restored, was_running, figures, written })
     }
 
     fn receive<'scope>(
@@ -131,7 +162,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         reading: Reading<'_>,
         placing: &'scope Placing<'scope, G>,
         over: &AtomicBool,
-    ) -> Result<Whole, Cause>
+    ) -> Result<Complete, Cause>
     where
         'g: 'scope,
     {
@@ -151,7 +182,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         reading: Reading<'_>,
         placing: &'scope Placing<'scope, G>,
         over: &AtomicBool,
-    ) -> Result<Whole, Cause>
+    ) -> Result<Complete, Cause>
     where
         'g: 'scope,
     {
@@ -238,19 +269,13 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
                         restored = true;
                     }
-                    let (totals, passes) = (self.inbound.totals(), self.inbound.passes());
-                    let received_bytes = self.shares.received_bytes();
-                    let drive_totals = self.inbound.drive_totals();
-                    return Ok(Whole {
-                        sections,
-                        restored,
-                        was_running,
-                        totals,
-                        drive_totals,
-                        passes,
-                        received_bytes,
-                        written: None,
-                    });
+                    let figures = Figures {
+                        totals: self.inbound.totals(),
+                        drive_totals: self.inbound.drive_totals(),
+                        passes: self.inbound.passes(),
+                        joined_bytes: self.shares.received_bytes(),
+                    };
+                    return Ok(Complete { sections, is_restored: restored, was_running, figures });
                 }
             }
             pace.note(self.moved_bytes());

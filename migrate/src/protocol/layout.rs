@@ -47,3 +47,36 @@ impl LayoutDifference {
         (ours != theirs).then_some(Self::Slots { ours, theirs })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use driftline_dirty_tracker::{Gfn, SlotId};
+
+    use super::*;
+
+    #[test]
+    fn the_first_difference_of_layouts_is_named() {
+        let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
+        let layout = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap();
+        let ours = layout(&[slot(0, 0, 8), slot(1, 16, 8)]);
+        for (theirs, said) in [
+            (layout(&[slot(0, 0, 8)]), "1 memory slots there and 2 here"),
+            (
+                layout(&[slot(0, 0, 8), slot(2, 16, 8)]),
+                "the number of its memory slot 1 is 0x2 there and 0x1 here",
+            ),
+            (
+                layout(&[slot(0, 1, 7), slot(1, 16, 8)]),
+                "the first gfn of its memory slot 0 is 0x1 there and 0x0 here",
+            ),
+            (
+                layout(&[slot(0, 0, 8), slot(1, 16, 9)]),
+                "the length of its memory slot 1 is 0x9 there and 0x8 here",
+            ),
+        ] {
+            let difference = LayoutDifference::between(&ours, &theirs).unwrap();
+            assert_eq!(difference.to_string(), said);
+        }
+        assert_eq!(LayoutDifference::between(&ours, &ours.clone()), None);
+    }
+}

@@ -1,15 +1,22 @@
 //! Building the guest of a source: what is refused, and what is waited for.
 
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Receiver;
 use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
 
 use driftline_dirty_tracker::{Gfn, Slot, SlotId};
 use driftline_format::MAGIC_STREAM;
 use driftline_guest::testing::{MemoryConfig, MemoryGuest, MemoryGuestFactory};
 use driftline_guest::{DriveCopy, VmId};
 
+use super::super::building::Builder;
+use super::super::options::ReceiveOptions;
+use super::super::session::Ledger;
 use super::*;
+use crate::control::ReceiveControl;
+use crate::journal::Records;
 
 fn host<'a>(
     options: &'a ReceiveOptions,
@@ -213,30 +220,4 @@ fn source_hears_refused_before_copies_are_removed_and_then_the_seat_is_free() {
     assert!(host.admit(caller).unwrap().is_none());
     assert_eq!(*seen.lock().unwrap(), [(true, true)]);
     host.ledger.vacant().unwrap();
-}
-
-#[test]
-fn the_first_difference_of_layouts_is_named() {
-    let slot = |id, base, frames| Slot { id: SlotId(id), base: Gfn(base), frames };
-    let layout = |slots: &[Slot]| Layout::new(slots.iter().copied()).unwrap();
-    let ours = layout(&[slot(0, 0, 8), slot(1, 16, 8)]);
-    for (theirs, said) in [
-        (layout(&[slot(0, 0, 8)]), "1 memory slots there and 2 here"),
-        (
-            layout(&[slot(0, 0, 8), slot(2, 16, 8)]),
-            "the number of its memory slot 1 is 0x2 there and 0x1 here",
-        ),
-        (
-            layout(&[slot(0, 1, 7), slot(1, 16, 8)]),
-            "the first gfn of its memory slot 0 is 0x1 there and 0x0 here",
-        ),
-        (
-            layout(&[slot(0, 0, 8), slot(1, 16, 9)]),
-            "the length of its memory slot 1 is 0x9 there and 0x8 here",
-        ),
-    ] {
-        let difference = LayoutDifference::between(&ours, &theirs).unwrap();
-        assert_eq!(difference.to_string(), said);
-    }
-    assert_eq!(LayoutDifference::between(&ours, &ours.clone()), None);
 }

@@ -1,0 +1,72 @@
+//! What all phases of a migration know at its destination, and how each of them fails.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::Instant;
+
+use driftline_guest::GuestFactory;
+
+use super::building::Builder;
+use super::listener::{self, Knock, Responder};
+use super::options::ReceiveOptions;
+use super::session::Ledger;
+use crate::control::{Phase, ReceiveControl};
+use crate::error::Cause;
+use crate::journal::Records;
+use crate::report::ms;
+
+#[derive(Debug)]
+pub(super) struct Failed {
+    pub(super) cause: Cause,
+    pub(super) was_prepared: bool,
+}
+
+impl<E: Into<Cause>> From<E> for Failed {
+    /// For failures before PREPARED.
+    fn from(e: E) -> Self {
+        Self { cause: e.into(), was_prepared: false }
+    }
+}
+
+/// What all phases know.
+pub(super) struct Host<'a, F: GuestFactory + ?Sized> {
+    pub(super) builder: Builder<F>,
+    pub(super) options: &'a ReceiveOptions,
+    pub(super) control: &'a ReceiveControl,
+    pub(super) ledger: Arc<Ledger>,
+    pub(super) callers: Receiver<Knock>,
+}
+
+pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
+    listener: TcpListener,
+    factory: Arc<F>,
+    options: &'a ReceiveOptions,
+    control: &'a Arc<ReceiveControl>,
+) -> Result<(Host<'a, F>, Responder), Failed> {
+    let records = Records::open(&options.records)?;
+    records.sweep_settled();
+    let ledger = Arc::new(Ledger::new(records));
+    let (patience, handshake) = (options.patience, options.handshake_timeout);
+    let (responder, callers) =
+        listener::open(listener, ledger.clone(), control.clone(), patience, handshake)
+            .map_err(|cause| Cause::System { what: "listening", cause })?;
+    let builder = Builder::new(factory, options.build_limit, options.disk_limit);
+    Ok((Host { builder, options, control, ledger, callers }, responder))
+}
+
+impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
+    pub(super) fn phase<T>(
+        &self,
+        phase: Phase,
+        work: impl FnOnce() -> Result<T, Failed>,
+    ) -> Result<T, Failed> {
+        let begun = Instant::now();
+        tracing::info!(?phase, "begin");
+        self.control.update(|p| p.phase = phase);
+        let result = work();
+        let (ms, ok) = (ms(begun.elapsed()), result.is_ok());
+        tracing::info!(?phase, ms, ok, "end");
+        result
+    }
+}

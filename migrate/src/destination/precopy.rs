@@ -1,0 +1,95 @@
+//! The destination from READY to PREPARED: memory, pass by pass, and the state.
+
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Instant;
+
+use driftline_dirty_tracker::Subscription;
+use driftline_guest::{Clock, Guest, GuestFactory, Section};
+
+use super::host::{Failed, Host};
+use super::listener::Knock;
+use super::receive::{Assembly, Figures, Pace, Reading, Whole};
+use super::setup::{Arrival, throw_away, words};
+use crate::error::Cause;
+use crate::protocol::error::WireError;
+use crate::protocol::ids::Token;
+use crate::protocol::tag::Tag;
+use crate::protocol::two_phase::DestinationEvent;
+use crate::transport::link::{Link, SLICE};
+use crate::transport::wire::Wire;
+
+/// A guest whose memory and state are in place; it is paused.
+pub(super) struct Restored {
+    pub(super) sections: Arc<[Section]>,
+    pub(super) was_running: bool,
+    pub(super) figures: Figures,
+    /// Goes when the guest runs: its memory takes time to be given back.
+    pub(super) written: Subscription,
+}
+
+impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
+    /// Receives memory, pass by pass, and the state.
+    pub(super) fn assemble(&self, arrival: &mut Arrival<F::Guest>) -> Result<Whole, Failed> {
+        let Arrival { wire, guest, drives, copies, token, .. } = arrival;
+        let reading = Reading {
+            control: self.control,
+            pace: Pace::begin(self.options.pace_window),
+            patience: self.options.patience,
+            joined: &|count| self.joined(*token, count),
+        };
+        let received = Assembly::new(&**guest, drives, copies).run(wire, reading);
+        received.map_err(|cause| self.give_up(arrival, cause))
+    }
+
+    /// The connections that have joined; the source has heard of each before it says how many there
+    /// are.
+    fn joined(&self, token: Token, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
+        let mut joined = Vec::with_capacity(count as usize);
+        let until = Instant::now() + self.options.handshake_timeout;
+        while (joined.len() as u32) < count {
+            match self.callers.recv_timeout(SLICE) {
+                Ok(Knock::Joined(of, mut wire)) if of == token => {
+                    wire.stream_mut().set_stop(self.control.stop.clone());
+                    joined.push(*wire);
+                }
+                // Nobody else gets the seat, and others have joined a migration that is over.
+                Ok(_) => {}
+                Err(_) if self.control.stop.is_cancelled() => return Err(Cause::Cancelled),
+                Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+                Err(_) => {
+                    let what = "the number of connections";
+                    let (found, expected) = (count.into(), joined.len() as u64);
+                    return Err(WireError::Count { what, found, expected }.into());
+                }
+            }
+        }
+        Ok(joined)
+    }
+
+    /// Puts the state into the guest, if that was not done beside the last pass.
+    pub(super) fn restore(
+        &self,
+        arrival: &mut Arrival<F::Guest>,
+        whole: Whole,
+    ) -> Result<Restored, Failed> {
+        let Whole { sections, is_restored, was_running, figures, written } = whole;
+        if !is_restored && let Err(e) = arrival.guest.restore_state(&sections, Clock::Advance) {
+            return Err(self.give_up(arrival, e.into()));
+        }
+        Ok(Restored { sections, was_running, figures, written })
+    }
+
+    /// Before PREPARED: the guest is thrown away, and the source told why. It cannot have said
+    /// COMMIT, so it will never ask.
+    fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
+        let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
+        throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
+        let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
+        if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
+            arrival.wire.abort(Tag::Abort, &words(&cause));
+        }
+        arrival.copies.throw_away();
+        cause.into()
+    }
+}

@@ -1,0 +1,192 @@
+//! The destination until pre-copy: a source is waited for, and its guest is built.
+
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Instant;
+
+use driftline_dirty_tracker::Layout;
+use driftline_format::Header;
+use driftline_guest::{DriveHead, Guest, GuestFactory};
+
+use super::copies::Copies;
+use super::host::{Failed, Host};
+use super::listener::{self, Caller, Knock};
+use super::places::Stage;
+use crate::control::{Phase, Progress};
+use crate::error::Cause;
+use crate::log_limit::LogLimit;
+use crate::protocol::ids::Token;
+use crate::protocol::layout::LayoutDifference;
+use crate::protocol::message::Message;
+use crate::protocol::tag::Tag;
+use crate::protocol::two_phase::DestinationEvent;
+use crate::transport::link::{Link, SLICE};
+use crate::transport::wire::Wire;
+
+/// A source whose guest has been built, paused and zeroed.
+pub(super) struct Arrival<G: Guest + ?Sized> {
+    pub(super) wire: Wire<Link>,
+    pub(super) guest: Arc<G>,
+    /// The drives that come along.
+    pub(super) drives: Vec<DriveHead>,
+    /// Their copies, which go with this unless they are kept.
+    pub(super) copies: Copies,
+    pub(super) token: Token,
+    pub(super) came: Instant,
+}
+
+/// Why a source was not told READY.
+struct Unready {
+    cause: Cause,
+    /// Of its drives, to be removed.
+    copies: Option<Box<Copies>>,
+}
+
+impl From<Cause> for Unready {
+    fn from(cause: Cause) -> Self {
+        Self { cause, copies: None }
+    }
+}
+
+impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
+    /// Waits for a source whose guest can be built here.
+    pub(super) fn welcome(&self) -> Result<Arrival<F::Guest>, Failed> {
+        loop {
+            match self.callers.recv_timeout(SLICE) {
+                Ok(Knock::Source(caller)) => {
+                    self.control.update(|p| p.phase = Phase::Setup);
+                    if let Some(arrival) = self.admit(*caller)? {
+                        return Ok(arrival);
+                    }
+                    self.control.update(|p| p.phase = Phase::Waiting);
+                }
+                // Of a migration that is over.
+                Ok(Knock::Joined(..)) => {}
+                // It was queued while nobody had the seat: a source that has it now goes on.
+                Ok(Knock::Left { peer, cause })
+                    if !self.options.once || self.ledger.vacant().is_err() =>
+                {
+                    listener::left_early(self.control, &peer, &cause);
+                }
+                Ok(Knock::Left { peer, cause }) => {
+                    let (before, cause) = ("it sent its configuration", Box::new(cause));
+                    return Err(Cause::SourceLeft { peer, before, cause }.into());
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    let cause = std::io::Error::other("the listening thread has ended");
+                    return Err(Cause::System { what: "listening", cause }.into());
+                }
+            }
+            if self.control.stop.is_cancelled() {
+                return Err(Cause::Cancelled.into());
+            }
+        }
+    }
+
+    /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone
+    /// and no other is to come.
+    fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
+        let Caller { mut wire, header, token, drives, layout, config, came } = caller;
+        wire.stream_mut().set_stop(self.control.stop.clone());
+        let built = self.build(&mut wire, &header, token, &layout, &config, &drives);
+        let (cause, copies) = match built {
+            Ok((guest, copies)) => {
+                return Ok(Some(Arrival { wire, guest, drives, copies, token, came }));
+            }
+            Err(Unready { cause, copies }) => (cause, copies),
+        };
+        let peer = wire.stream().peer();
+        match cause {
+            Cause::Wire(cause) if cause.is_loss() && self.options.once => {
+                self.ledger.vacate();
+                let (before, cause) = ("its guest stood here", Box::new(cause));
+                Err(Cause::SourceLeft { peer, before, cause }.into())
+            }
+            cause => {
+                let reason = words(&cause);
+                listener::turned_away(self.control, Stage::Source, &peer, &reason);
+                wire.abort(Tag::Refused, &reason);
+                // Removing them takes time, and the next source with the seat waits for READY.
+                drop(copies);
+                self.ledger.vacate();
+                Ok(None)
+            }
+        }
+    }
+
+    fn build(
+        &self,
+        wire: &mut Wire<Link>,
+        header: &Header,
+        token: Token,
+        layout: &Layout,
+        config: &[u8],
+        drives: &[DriveHead],
+    ) -> Result<(Arc<F::Guest>, Copies), Unready> {
+        let vm_id = header.vm_id();
+        let (theirs, ours) = (header.layout_hash().into(), layout.hash().into());
+        if theirs != ours {
+            return Err(Cause::Differs { what: "the layout's hash", ours, theirs }.into());
+        }
+        let (guest, copies) = self.builder.build(vm_id, config, drives, &self.control.stop)?;
+        let differs = LayoutDifference::between(guest.layout(), layout);
+        let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
+            self.ledger.begin(token, vm_id)?;
+            Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
+        });
+        match ready {
+            Ok(()) => Ok((guest, copies)),
+            Err(cause) => {
+                guest.stop(&format!("it was not received: {cause}"));
+                let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
+                Err(Unready { cause, copies: Some(Box::new(copies)) })
+            }
+        }
+    }
+
+    /// Before PREPARED: the source has its guest, and this host takes another one, or the same
+    /// again.
+    pub(super) fn wait_on(&self, arrival: Arrival<F::Guest>, failed: Failed) -> Result<(), Failed> {
+        if self.options.once || self.control.stop.is_cancelled() {
+            return Err(failed);
+        }
+        let (peer, phase) = (arrival.wire.stream().peer(), self.control.progress().phase);
+        // Its memory, files and devices are free before another guest comes.
+        drop(arrival);
+        self.ledger.vacate();
+        let reason = format!("no guest was received ({phase}): {}", failed.cause);
+        static LIMIT: LogLimit = LogLimit::new();
+        if let Some(unshown) = LIMIT.admit() {
+            tracing::warn!(peer, unshown, "{reason}; waiting for another source");
+        }
+        listener::note_refusal(self.control, &peer, &reason);
+        self.control.update(Progress::forget_stream);
+        Ok(())
+    }
+}
+
+/// What a source is told: "it" of "it was cancelled" would be the source's own migration.
+pub(super) fn words(cause: &Cause) -> String {
+    match cause {
+        Cause::Cancelled => "the receiver was stopped".to_owned(),
+        cause => cause.to_string(),
+    }
+}
+
+/// Ends a guest that never ran here. First peers are to reach it here no more: its source may want
+/// it back.
+pub(super) fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
+    detach(guest);
+    guest.stop(why);
+}
+
+/// Lets go of what peers reach a guest by that does not run here.
+pub(super) fn detach<G: Guest + ?Sized>(guest: &G) {
+    if let Err(e) = guest.detach() {
+        tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
+    }
+}
+
+#[cfg(test)]
+mod tests;
