@@ -76,7 +76,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let took = took.min(committed.elapsed());
         copies.keep();
         let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);
-        // A source that does not hear it asks, and the door answers.
+        // A source that does not hear it asks, and the listener answers.
         if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
             tracing::warn!(%token, "RUNNING was not said: {e}");
         }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use driftline_guest::GuestFactory;
 
 use super::building::Builder;
-use super::listener::{self, Knock, Responder};
+use super::listener::{self, Incoming, Responder};
 use super::options::ReceiveOptions;
 use super::session::Ledger;
 use crate::control::{Phase, ReceiveControl};
@@ -35,7 +35,7 @@ pub(super) struct Host<'a, F: GuestFactory + ?Sized> {
     pub(super) options: &'a ReceiveOptions,
     pub(super) control: &'a ReceiveControl,
     pub(super) ledger: Arc<Ledger>,
-    pub(super) callers: Receiver<Knock>,
+    pub(super) callers: Receiver<Incoming>,
 }
 
 pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(

@@ -37,7 +37,7 @@ const ENDED_LIMIT: Duration = Duration::from_secs(5);
 
 /// What the listener tells the receiving thread.
 #[derive(Debug)]
-pub(super) enum Knock {
+pub(super) enum Incoming {
     /// A source that has the seat.
     Source(Box<Caller>),
     /// One more connection of the migration that has the seat.
@@ -91,11 +91,11 @@ impl Drop for Responder {
     }
 }
 
-/// What the thread of each connection needs.
-struct Porter {
+/// What the threads of all connections share.
+struct Listener {
     ledger: Arc<Ledger>,
     control: Arc<ReceiveControl>,
-    callers: Sender<Knock>,
+    callers: Sender<Incoming>,
     stop: Arc<Stop>,
     patience: Duration,
     handshake: Duration,
@@ -109,7 +109,7 @@ pub(super) fn open(
     control: Arc<ReceiveControl>,
     patience: Duration,
     handshake: Duration,
-) -> io::Result<(Responder, Receiver<Knock>)> {
+) -> io::Result<(Responder, Receiver<Incoming>)> {
     let address = listener.local_addr()?;
     listener.set_nonblocking(false)?;
     // accept(2) honours the receive timeout: the thread looks at its stop flag once a slice.
@@ -117,16 +117,16 @@ pub(super) fn open(
     let (callers, called) = mpsc::channel();
     let stop = Arc::new(Stop::default());
     let places = Arc::default();
-    let porter =
-        Porter { ledger, control, callers, stop: stop.clone(), patience, handshake, places };
+    let shared =
+        Listener { ledger, control, callers, stop: stop.clone(), patience, handshake, places };
     let thread = std::thread::Builder::new()
-        .name("migrate-door".into())
-        .spawn(move || accept(&listener, &Arc::new(porter)))?;
+        .name("migrate-listen".into())
+        .spawn(move || accept(&listener, &Arc::new(shared)))?;
     Ok((Responder { address, stop, thread: Some(thread) }, called))
 }
 
-fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
-    while !porter.stop.is_cancelled() {
+fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
+    while !shared.stop.is_cancelled() {
         let (stream, from) = match listener.accept() {
             Ok(accepted) => accepted,
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
@@ -139,14 +139,14 @@ fn accept(listener: &TcpListener, porter: &Arc<Porter>) {
                 continue;
             }
         };
-        if let Err(e) = porter.receive(stream, from.ip()) {
+        if let Err(e) = shared.receive(stream, from.ip()) {
             static LIMIT: LogLimit = LogLimit::new();
             warn_limited(&LIMIT, format_args!("a caller from {from} is not heard: {e}"));
         }
     }
 }
 
-impl Porter {
+impl Listener {
     /// Gives a connection a place and a thread.
     fn receive(self: &Arc<Self>, stream: TcpStream, from: IpAddr) -> io::Result<()> {
         let came = Instant::now();
@@ -156,15 +156,15 @@ impl Porter {
         let mut link = Link::new(stream, self.patience, self.stop.clone())?;
         link.set_deadline(Some(came + self.handshake));
         let place = self.places.admit(&link, from)?;
-        let porter = self.clone();
+        let shared = self.clone();
         std::thread::Builder::new().name("migrate-caller".into()).spawn(move || {
             let _server = server;
-            porter.hear(link, &place, came);
+            shared.serve(link, &place, came);
         })?;
         Ok(())
     }
 
-    fn hear(&self, link: Link, place: &Place, came: Instant) {
+    fn serve(&self, link: Link, place: &Place, came: Instant) {
         let peer = link.peer();
         let mut wire = Wire::new(link);
         let mut stage = Stage::Undecided;
@@ -271,7 +271,7 @@ impl Porter {
                 wire.stream_mut().set_deadline(None);
                 let Described { token, drives, layout, config } = described;
                 let caller = Caller { wire, header, token, drives, layout, config, came };
-                if self.callers.send(Knock::Source(Box::new(caller))).is_err() {
+                if self.callers.send(Incoming::Source(Box::new(caller))).is_err() {
                     self.ledger.vacate();
                 }
             }
@@ -310,7 +310,7 @@ impl Porter {
         wire.send(&Message::Ready { site: self.ledger.site() })?;
         wire.stream_mut().set_deadline(None);
         // Without a receiver of the channel the migration is over.
-        drop(self.callers.send(Knock::Joined(token, Box::new(wire))));
+        drop(self.callers.send(Incoming::Joined(token, Box::new(wire))));
         Ok(())
     }
 
@@ -318,7 +318,7 @@ impl Porter {
     fn left(&self, peer: String, cause: WireError) {
         match self.ledger.vacant() {
             // Without a receiver of the channel no source is waited for.
-            Ok(()) => drop(self.callers.send(Knock::Left { peer, cause })),
+            Ok(()) => drop(self.callers.send(Incoming::Left { peer, cause })),
             Err(_) => left_early(&self.control, &peer, &cause),
         }
     }

@@ -8,7 +8,7 @@ use driftline_dirty_tracker::Subscription;
 use driftline_guest::{Clock, Guest, GuestFactory, Section};
 
 use super::host::{Failed, Host};
-use super::listener::Knock;
+use super::listener::Incoming;
 use super::receive::{Assembly, Figures, Pace, Reading, Whole};
 use super::setup::{Arrival, throw_away, words};
 use crate::error::Cause;
@@ -49,7 +49,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let until = Instant::now() + self.options.handshake_timeout;
         while (joined.len() as u32) < count {
             match self.callers.recv_timeout(SLICE) {
-                Ok(Knock::Joined(of, mut wire)) if of == token => {
+                Ok(Incoming::Joined(of, mut wire)) if of == token => {
                     wire.stream_mut().set_stop(self.control.stop.clone());
                     joined.push(*wire);
                 }

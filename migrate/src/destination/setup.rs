@@ -10,7 +10,7 @@ use driftline_guest::{DriveHead, Guest, GuestFactory};
 
 use super::copies::Copies;
 use super::host::{Failed, Host};
-use super::listener::{self, Caller, Knock};
+use super::listener::{self, Caller, Incoming};
 use super::places::Stage;
 use crate::control::{Phase, Progress};
 use crate::error::Cause;
@@ -53,7 +53,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     pub(super) fn welcome(&self) -> Result<Arrival<F::Guest>, Failed> {
         loop {
             match self.callers.recv_timeout(SLICE) {
-                Ok(Knock::Source(caller)) => {
+                Ok(Incoming::Source(caller)) => {
                     self.control.update(|p| p.phase = Phase::Setup);
                     if let Some(arrival) = self.admit(*caller)? {
                         return Ok(arrival);
@@ -61,14 +61,14 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                     self.control.update(|p| p.phase = Phase::Waiting);
                 }
                 // Of a migration that is over.
-                Ok(Knock::Joined(..)) => {}
+                Ok(Incoming::Joined(..)) => {}
                 // It was queued while nobody had the seat: a source that has it now goes on.
-                Ok(Knock::Left { peer, cause })
+                Ok(Incoming::Left { peer, cause })
                     if !self.options.once || self.ledger.vacant().is_err() =>
                 {
                     listener::left_early(self.control, &peer, &cause);
                 }
-                Ok(Knock::Left { peer, cause }) => {
+                Ok(Incoming::Left { peer, cause }) => {
                     let (before, cause) = ("it sent its configuration", Box::new(cause));
                     return Err(Cause::SourceLeft { peer, before, cause }.into());
                 }

@@ -139,7 +139,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
             return Ok(());
         }
         let numbers: Vec<u32> = (2..more + 2).collect();
-        // The destination's door hears so many at once, and others may call, too.
+        // The destination's listener serves a bounded number at once, and others may call, too.
         for batch in numbers.chunks(JOINS_AT_ONCE) {
             let joined: Result<Vec<_>, Cause> = std::thread::scope(|scope| {
                 let join = |which: &u32| {

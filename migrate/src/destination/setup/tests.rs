@@ -21,7 +21,7 @@ use crate::journal::Records;
 fn host<'a>(
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
-    callers: Receiver<Knock>,
+    callers: Receiver<Incoming>,
 ) -> Host<'a, MemoryGuestFactory> {
     host_of(Arc::default(), options, control, callers)
 }
@@ -38,7 +38,7 @@ fn host_of<'a, F: GuestFactory + 'static>(
     factory: Arc<F>,
     options: &'a ReceiveOptions,
     control: &'a ReceiveControl,
-    callers: Receiver<Knock>,
+    callers: Receiver<Incoming>,
 ) -> Host<'a, F> {
     let builder = Builder::new(factory, options.build_limit, options.disk_limit);
     let ledger = Arc::new(Ledger::new(Records::open(&options.records).unwrap()));
@@ -50,12 +50,12 @@ fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
     let dir = tempfile::tempdir().unwrap();
     let options = ReceiveOptions { once: true, ..ReceiveOptions::new(dir.path()) };
     let control = ReceiveControl::new();
-    let (knock, callers) = std::sync::mpsc::channel();
+    let (tell, callers) = std::sync::mpsc::channel();
     let host = host(&options, &control, callers);
     let left = || {
         let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
         let cause = driftline_format::FormatError::Io(cause).into();
-        knock.send(Knock::Left { peer: "somebody".into(), cause }).unwrap();
+        tell.send(Incoming::Left { peer: "somebody".into(), cause }).unwrap();
     };
     // So that the waiting ends in any case, after what is queued.
     control.cancel().unwrap();
@@ -93,7 +93,7 @@ fn of_one_hash() -> (Layout, Layout) {
 fn layouts_of_one_hash_are_told_apart() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_knock, callers) = std::sync::mpsc::channel();
+    let (_tell, callers) = std::sync::mpsc::channel();
     let host = host(&options, &control, callers);
     let (mut wire, _source) = wire();
     let (ours, theirs) = of_one_hash();
@@ -176,7 +176,7 @@ fn mislaid(wire: Wire<Link>) -> Caller {
 fn refused_guest_is_not_waited_for_while_its_copies_hang() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_knock, callers) = std::sync::mpsc::channel();
+    let (_tell, callers) = std::sync::mpsc::channel();
     let released = Arc::new(AtomicBool::new(false));
     let removal = released.clone();
     let until = Instant::now() + Duration::from_secs(60);
@@ -200,7 +200,7 @@ fn refused_guest_is_not_waited_for_while_its_copies_hang() {
 fn source_hears_refused_before_copies_are_removed_and_then_the_seat_is_free() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
-    let (_knock, callers) = std::sync::mpsc::channel();
+    let (_tell, callers) = std::sync::mpsc::channel();
     let (wire, source) = wire();
     source.shutdown(std::net::Shutdown::Write).unwrap();
     source.set_nonblocking(true).unwrap();
