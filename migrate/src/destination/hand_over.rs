@@ -36,12 +36,12 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {
         let Arrival { mut wire, guest, drives: _, mut copies, token, came } = arrival;
         let was_running = restored.was_running;
-        let (_say_prepared, _) = self.ledger.post(DestinationEvent::Restored);
+        let (_say_prepared, _) = self.session.post(DestinationEvent::Restored);
         if let Err(cause) = self.await_commit(&mut wire, &*guest, token, &restored) {
             return Err(self.discard(&mut wire, &*guest, copies, token, cause));
         }
         let (committed, committed_at) = (Instant::now(), SystemTime::now());
-        let permit = match self.ledger.post(DestinationEvent::Commit) {
+        let permit = match self.session.post(DestinationEvent::Commit) {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
                 // Not stored, or decided otherwise by another process of this site.
@@ -60,7 +60,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             self.control.stop.unseal();
             guest.stop(&format!("it was not received: {e}"));
             drop(copies);
-            let (_, fault) = self.ledger.post(DestinationEvent::NotResumed);
+            let (_, fault) = self.session.post(DestinationEvent::NotResumed);
             if let Some(fault) = fault {
                 tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
             }
@@ -75,7 +75,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let took = taken_over_at.duration_since(committed_at).unwrap_or_default();
         let took = took.min(committed.elapsed());
         copies.keep();
-        let (_say_running, _) = self.ledger.post(DestinationEvent::Resumed);
+        let (_say_running, _) = self.session.post(DestinationEvent::Resumed);
         // A source that does not hear it asks, and the listener answers.
         if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
             tracing::warn!(%token, "RUNNING was not said: {e}");
@@ -94,7 +94,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             disk_bytes: figures.drive_totals.normal.saturating_mul(PAGE_SIZE),
             passes: figures.passes,
         };
-        listener::await_end(wire, self.ledger.clone(), token, END_LIMIT);
+        listener::await_end(wire, self.session.clone(), token, END_LIMIT);
         Ok((guest, report))
     }
 
@@ -109,7 +109,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let deadline = self.options.commit_deadline;
         wire.send(&Message::Prepared(PreparedSays {
             token,
-            site: self.ledger.site(),
+            site: self.session.site(),
             digest: StateDigest::of(&restored.sections),
             counts: restored.figures.totals,
         }))?;
@@ -153,10 +153,10 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         drop(copies);
         tracing::info!(vm = %guest.vm_id(), %token, "the guest was thrown away: {cause}");
         if matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
-            self.ledger.post(DestinationEvent::Aborted);
+            self.session.post(DestinationEvent::Aborted);
             return Failed { cause, was_prepared: true };
         }
-        let (_, fault) = self.ledger.post(DestinationEvent::Failed);
+        let (_, fault) = self.session.post(DestinationEvent::Failed);
         if let Some(fault) = fault {
             tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
         }
@@ -166,16 +166,16 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     /// Tells the source what became of the guest, on this connection if it still stands, and else
     /// when it asks.
     fn tell(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> Failed {
-        let verdict = self.ledger.verdict(token);
+        let verdict = self.session.verdict(token);
         wire.stream_mut().begin_last_words();
         let heard = wire.send(&Message::Answer { token, verdict }).is_ok()
             && matches!(wire.recv(), Ok(Message::Ended { token: ended }) if ended == token);
         if heard {
-            self.ledger.forget(token);
+            self.session.forget(token);
         } else {
             wire.stream().close();
             tracing::warn!(%token, "staying up to {:?} to tell the source", self.options.linger);
-            if !self.ledger.linger(self.options.linger, &self.control.stop) {
+            if !self.session.linger(self.options.linger, &self.control.stop) {
                 tracing::warn!(
                     %token,
                     "the source was not told that the guest does not run here: if it is in doubt, \

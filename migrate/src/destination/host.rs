@@ -10,7 +10,7 @@ use driftline_guest::GuestFactory;
 use super::building::Builder;
 use super::listener::{self, Incoming, Responder};
 use super::options::ReceiveOptions;
-use super::session::Ledger;
+use super::session::Session;
 use crate::control::{Phase, ReceiveControl};
 use crate::error::Cause;
 use crate::journal::Records;
@@ -34,7 +34,7 @@ pub(super) struct Host<'a, F: GuestFactory + ?Sized> {
     pub(super) builder: Builder<F>,
     pub(super) options: &'a ReceiveOptions,
     pub(super) control: &'a ReceiveControl,
-    pub(super) ledger: Arc<Ledger>,
+    pub(super) session: Arc<Session>,
     pub(super) callers: Receiver<Incoming>,
 }
 
@@ -46,13 +46,13 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
 ) -> Result<(Host<'a, F>, Responder), Failed> {
     let records = Records::open(&options.records)?;
     records.sweep_settled();
-    let ledger = Arc::new(Ledger::new(records));
+    let session = Arc::new(Session::new(records));
     let (patience, handshake) = (options.patience, options.handshake_timeout);
     let (responder, callers) =
-        listener::open(listener, ledger.clone(), control.clone(), patience, handshake)
+        listener::open(listener, session.clone(), control.clone(), patience, handshake)
             .map_err(|cause| Cause::System { what: "listening", cause })?;
     let builder = Builder::new(factory, options.build_limit, options.disk_limit);
-    Ok((Host { builder, options, control, ledger, callers }, responder))
+    Ok((Host { builder, options, control, session, callers }, responder))
 }
 
 impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {

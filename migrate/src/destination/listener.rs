@@ -2,7 +2,7 @@
 //!
 //! One thread accepts connections. A short-lived thread serves each, in a bounded number of
 //! [places](super::places), so that a silent caller keeps no other waiting. The first source whose
-//! CONFIG has come gets the seat, and the others are refused. Questions are answered, and every
+//! CONFIG has come gets the session, and the others are refused. Questions are answered, and every
 //! other caller is turned away. The listener outlives the migration: it answers questions until it
 //! is dropped.
 
@@ -19,7 +19,7 @@ use driftline_guest::DriveHead;
 use socket2::SockRef;
 
 use super::places::{Place, Places, Stage};
-use super::session::Ledger;
+use super::session::Session;
 use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
 use crate::protocol::decision::Verdict;
@@ -38,15 +38,15 @@ const ENDED_LIMIT: Duration = Duration::from_secs(5);
 /// What the listener tells the receiving thread.
 #[derive(Debug)]
 pub(super) enum Incoming {
-    /// A source that has the seat.
+    /// A source that has the session.
     Source(Box<Caller>),
-    /// One more connection of the migration that has the seat.
+    /// One more connection of the migration that has the session.
     Joined(Token, Box<Wire<Link>>),
-    /// A source whose connection ended before CONFIG, while the seat was free.
+    /// A source whose connection ended before CONFIG, while the session was free.
     Left { peer: String, cause: WireError },
 }
 
-/// A source that has the seat, and the guest that it wants to have built.
+/// A source that has the session, and the guest that it wants to have built.
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) wire: Wire<Link>,
@@ -93,7 +93,7 @@ impl Drop for Responder {
 
 /// What the threads of all connections share.
 struct Listener {
-    ledger: Arc<Ledger>,
+    session: Arc<Session>,
     control: Arc<ReceiveControl>,
     callers: Sender<Incoming>,
     stop: Arc<Stop>,
@@ -105,7 +105,7 @@ struct Listener {
 /// Starts to listen: sources come out of the channel.
 pub(super) fn open(
     listener: TcpListener,
-    ledger: Arc<Ledger>,
+    session: Arc<Session>,
     control: Arc<ReceiveControl>,
     patience: Duration,
     handshake: Duration,
@@ -118,7 +118,7 @@ pub(super) fn open(
     let stop = Arc::new(Stop::default());
     let places = Arc::default();
     let shared =
-        Listener { ledger, control, callers, stop: stop.clone(), patience, handshake, places };
+        Listener { session, control, callers, stop: stop.clone(), patience, handshake, places };
     let thread = std::thread::Builder::new()
         .name("migrate-listen".into())
         .spawn(move || accept(&listener, &Arc::new(shared)))?;
@@ -181,7 +181,7 @@ impl Listener {
             place.advance(stage);
             match stage {
                 Stage::Source => {
-                    self.seat(wire, header, place, came);
+                    self.source(wire, header, place, came);
                     Ok(())
                 }
                 Stage::Join => self.join(wire, place),
@@ -202,7 +202,7 @@ impl Listener {
         wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
         let heard = match wire.recv() {
             Ok(Message::Ended { token: ended }) if ended == token => {
-                self.ledger.forget(token);
+                self.session.forget(token);
                 true
             }
             Ok(_) => false,
@@ -210,7 +210,7 @@ impl Listener {
         };
         // Last: the receiving thread waits for this, and may then drop the listener.
         if heard && verdict == Verdict::Discarded {
-            self.ledger.told(token);
+            self.session.told(token);
         }
     }
 
@@ -244,14 +244,14 @@ impl Listener {
         wire.send(&Message::Hello { purpose: Purpose::Serve, features: FEATURES, version })
     }
 
-    /// Serves a source: reads its CONFIG, and gives it the seat if that is still free.
-    fn seat(&self, mut wire: Wire<Link>, header: Header, place: &Place, came: Instant) {
+    /// Serves a source: reads its CONFIG, and gives it the session if that is still free.
+    fn source(&self, mut wire: Wire<Link>, header: Header, place: &Place, came: Instant) {
         let peer = wire.stream().peer();
         let refuse = |mut wire: Wire<Link>, reason: &str| {
             self.refused(Stage::Source, &peer, reason);
             wire.abort(Tag::Refused, reason);
         };
-        if let Err(reason) = self.ledger.vacant() {
+        if let Err(reason) = self.session.vacant() {
             // Where a HELLO would stand, a header comes first.
             return match wire.send_header(None) {
                 Ok(()) => refuse(wire, &reason),
@@ -266,13 +266,13 @@ impl Listener {
             Err(e) if e.is_loss() => return self.left(peer, e),
             Err(e) => return refuse(wire, &e.to_string()),
         };
-        match self.ledger.claim(header.vm_id(), described.token, || leave(place)) {
+        match self.session.claim(header.vm_id(), described.token, || leave(place)) {
             Ok(()) => {
                 wire.stream_mut().set_deadline(None);
                 let Described { token, drives, layout, config } = described;
                 let caller = Caller { wire, header, token, drives, layout, config, came };
                 if self.callers.send(Incoming::Source(Box::new(caller))).is_err() {
-                    self.ledger.vacate();
+                    self.session.vacate();
                 }
             }
             Err(reason) => refuse(wire, &reason),
@@ -302,12 +302,12 @@ impl Listener {
             Message::Join { token } => token,
             other => return Err(other.unexpected("JOIN")),
         };
-        if let Err(reason) = self.ledger.join(token, || leave(place)) {
+        if let Err(reason) = self.session.join(token, || leave(place)) {
             self.refused(Stage::Join, &wire.stream().peer(), &reason);
             wire.abort(Tag::Refused, &reason);
             return Ok(());
         }
-        wire.send(&Message::Ready { site: self.ledger.site() })?;
+        wire.send(&Message::Ready { site: self.session.site() })?;
         wire.stream_mut().set_deadline(None);
         // Without a receiver of the channel the migration is over.
         drop(self.callers.send(Incoming::Joined(token, Box::new(wire))));
@@ -316,7 +316,7 @@ impl Listener {
 
     /// Notes that a source's connection ended between HELLO and CONFIG.
     fn left(&self, peer: String, cause: WireError) {
-        match self.ledger.vacant() {
+        match self.session.vacant() {
             // Without a receiver of the channel no source is waited for.
             Ok(()) => drop(self.callers.send(Incoming::Left { peer, cause })),
             Err(_) => left_early(&self.control, &peer, &cause),
@@ -330,7 +330,7 @@ impl Listener {
             Message::Query { token, site } => (token, site),
             other => return Err(other.unexpected("QUERY")),
         };
-        let verdict = self.ledger.answer(token, site);
+        let verdict = self.session.answer(token, site);
         static LIMIT: LogLimit = LogLimit::new();
         if let Some(unshown) = LIMIT.admit() {
             tracing::info!(%token, ?verdict, peer = wire.stream().peer(), unshown, "asked");
@@ -352,7 +352,7 @@ fn closed(e: &WireError) -> bool {
 /// Why a connection that was displaced has ended.
 const DISPLACED: &str = "it gave way to another connection: too many were open";
 
-/// Gives up the place of a connection that the ledger accepts. One that is refused keeps its place
+/// Gives up the place of a connection that the session accepts. One that is refused keeps its place
 /// until it has heard so: another connection can displace it, and its thread is not one more.
 fn leave(place: &Place) -> Result<(), String> {
     if place.leave() { Ok(()) } else { Err(DISPLACED.to_owned()) }
@@ -386,23 +386,28 @@ pub(super) fn note_refusal(control: &ReceiveControl, peer: &str, reason: &str) {
     });
 }
 
-/// A source left without a CONFIG, which matters to nobody: another has the seat.
+/// A source left without a CONFIG, which matters to nobody: another has the session.
 pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError) {
     turned_away(control, Stage::Source, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
 /// Makes the decision durable in the background, and waits for the source to say that its guest has
 /// ended. Then the decision is not needed any more.
-pub(super) fn await_end(mut wire: Wire<Link>, ledger: Arc<Ledger>, token: Token, limit: Duration) {
-    let records = ledger.clone();
+pub(super) fn await_end(
+    mut wire: Wire<Link>,
+    session: Arc<Session>,
+    token: Token,
+    limit: Duration,
+) {
+    let records = session.clone();
     let wait = move || {
         // The guest runs, and its operator does not wait for a disk.
-        ledger.sync(token);
+        session.sync(token);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         if let Ok(Message::Ended { token: ended }) = wire.recv()
             && ended == token
         {
-            ledger.forget(token);
+            session.forget(token);
         }
     };
     if let Err(e) = std::thread::Builder::new().name("migrate-end".into()).spawn(wait) {

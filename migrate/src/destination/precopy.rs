@@ -53,7 +53,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                     wire.stream_mut().set_stop(self.control.stop.clone());
                     joined.push(*wire);
                 }
-                // Nobody else gets the seat, and others have joined a migration that is over.
+                // Nobody else gets the session, and others have joined a migration that is over.
                 Ok(_) => {}
                 Err(_) if self.control.stop.is_cancelled() => return Err(Cause::Cancelled),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
@@ -85,7 +85,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };
         throw_away(&*arrival.guest, &format!("it was not received: {cause}"));
-        let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
+        let (_drop, _) = self.session.post(DestinationEvent::Failed);
         if !matches!(cause, Cause::Wire(WireError::Aborted { .. })) {
             arrival.wire.abort(Tag::Abort, &words(&cause));
         }

@@ -1,7 +1,7 @@
-//! The receiver's session: which guest occupies it, and how far its hand-over is.
+//! The receiver's session: which guest it is for, and how far its hand-over is.
 //!
 //! The receiving thread and the threads of connections share it. Every change of the hand-over's
-//! state goes through [`Ledger::post`], under one lock, together with the decision that it needs.
+//! state goes through [`Session::post`], under one lock, together with the decision that it needs.
 //! So an answer never runs ahead of what other processes find on the disk.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -20,27 +20,27 @@ use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder
 use crate::transport::link::SLICE;
 use crate::transport::stop::Stop;
 
-/// Time from the begin of [`Ledger::linger`] for a source to ask, also where the receiver is to stop:
+/// Time from the begin of [`Session::linger`] for a source to ask, also where the receiver is to stop:
 /// a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
 const STOPPED_LINGER: Duration = Duration::from_secs(2);
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Ledger {
+pub(super) struct Session {
     records: Records,
-    seat: Mutex<Seat>,
+    state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Seat {
-    /// The guest that has it, and its migration.
+struct State {
+    /// The guest that it is for, and its migration's name.
     occupant: Option<(VmId, Token)>,
-    session: Option<Session>,
+    migration: Option<Migration>,
 }
 
 #[derive(Debug)]
-struct Session {
+struct Migration {
     token: Token,
     vm_id: VmId,
     state: Destination,
@@ -58,53 +58,53 @@ struct Session {
     fault: Option<RecordsError>,
 }
 
-impl Ledger {
+impl Session {
     pub(super) fn new(records: Records) -> Self {
-        Self { records, seat: Mutex::default(), changed: Condvar::new() }
+        Self { records, state: Mutex::default(), changed: Condvar::new() }
     }
 
     pub(super) fn site(&self) -> Uuid {
         self.records.site()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Seat> {
-        self.seat.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the seat is free, or who has it.
+    /// Whether the session is free, or whose guest has it.
     pub(super) fn vacant(&self) -> Result<(), String> {
         self.lock().vacant()
     }
 
-    /// Gives the only seat to a source, or says who has it. If `accept` fails, the seat stays free.
+    /// Gives the only session to a source, or says whose it is. If `accept` fails, it stays free.
     pub(super) fn claim(
         &self,
         vm_id: VmId,
         token: Token,
         accept: impl FnOnce() -> Result<(), String>,
     ) -> Result<(), String> {
-        let mut seat = self.lock();
-        seat.vacant()?;
+        let mut state = self.lock();
+        state.vacant()?;
         accept()?;
-        seat.occupant = Some((vm_id, token));
+        state.occupant = Some((vm_id, token));
         Ok(())
     }
 
-    /// Frees the seat of a source with which nothing was begun.
+    /// Ends the session of a source with which nothing was begun.
     pub(super) fn vacate(&self) {
-        *self.lock() = Seat::default();
+        *self.lock() = State::default();
     }
 
-    /// Begins a session: from now on this process answers for `token`, and its prepared record is
+    /// Begins the migration: from now on this process answers for `token`, and its prepared record is
     /// durable.
     pub(super) fn begin(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
         let prepared = Some(self.records.prepare(token, vm_id)?);
         // Not in the pause. Should it fail now, it is tried again then, and said.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
         let (state, placed, told, fault) = (Destination::Assembling, false, false, None);
-        let session =
-            Session { token, vm_id, state, staged, prepared, placed, told, joined: 0, fault };
-        self.lock().session = Some(session);
+        let migration =
+            Migration { token, vm_id, state, staged, prepared, placed, told, joined: 0, fault };
+        self.lock().migration = Some(migration);
         Ok(())
     }
 
@@ -126,52 +126,52 @@ impl Ledger {
         token: Token,
         accept: impl FnOnce() -> Result<(), String>,
     ) -> Result<(), String> {
-        let mut seat = self.lock();
-        let session = seat.session.as_mut().filter(|s| s.token == token);
-        let session = session.filter(|s| s.state == Destination::Assembling);
-        let Some(session) = session else {
+        let mut state = self.lock();
+        let migration = state.migration.as_mut().filter(|s| s.token == token);
+        let migration = migration.filter(|s| s.state == Destination::Assembling);
+        let Some(migration) = migration else {
             return Err("it joins a migration that is not under way here".to_owned());
         };
-        if session.joined + 1 >= MAX_CONNECTIONS {
+        if migration.joined + 1 >= MAX_CONNECTIONS {
             return Err(format!("a migration has at most {MAX_CONNECTIONS} connections"));
         }
         accept()?;
-        session.joined += 1;
+        migration.joined += 1;
         Ok(())
     }
 
     /// Passes an event through the state machine, and stores the decisions that it orders. Returns
     /// the first order that is the caller's to perform, and why a decision could not be stored.
     pub(super) fn post(&self, event: DestinationEvent) -> (DestinationOrder, Option<RecordsError>) {
-        let mut seat = self.lock();
-        let Some(session) = &mut seat.session else { return (DestinationOrder::Wait, None) };
-        let order = session.advance(&self.records, event);
-        let fault = session.fault.take();
-        drop(seat);
+        let mut state = self.lock();
+        let Some(migration) = &mut state.migration else { return (DestinationOrder::Wait, None) };
+        let order = migration.advance(&self.records, event);
+        let fault = migration.fault.take();
+        drop(state);
         self.changed.notify_all();
         (order, fault)
     }
 
     /// What this receiver's own migration has come to.
     pub(super) fn verdict(&self, token: Token) -> Verdict {
-        let seat = self.lock();
-        let session = seat.session.as_ref().filter(|s| s.token == token);
-        session.map_or(Verdict::Unknown, |s| s.state.verdict())
+        let state = self.lock();
+        let migration = state.migration.as_ref().filter(|s| s.token == token);
+        migration.map_or(Verdict::Unknown, |s| s.state.verdict())
     }
 
     /// Answers a question. About a token that this process does not know the site's records decide:
     /// after *discarded* no process that shares them can run that guest.
     pub(super) fn answer(&self, token: Token, site: Uuid) -> Verdict {
-        let mut seat = self.lock();
-        if let Some(session) = seat.session.as_mut().filter(|s| s.token == token) {
-            session.advance(&self.records, DestinationEvent::Asked);
-            return session.state.verdict();
+        let mut state = self.lock();
+        if let Some(migration) = state.migration.as_mut().filter(|s| s.token == token) {
+            migration.advance(&self.records, DestinationEvent::Asked);
+            return migration.state.verdict();
         }
         // Its machine is being built, and it has no prepared record yet. No honest source asks then.
-        if seat.occupant.is_some_and(|(_, building)| building == token) {
+        if state.occupant.is_some_and(|(_, building)| building == token) {
             return Verdict::Undecided;
         }
-        drop(seat);
+        drop(state);
         if site != self.records.site() {
             return Verdict::Unknown;
         }
@@ -190,8 +190,8 @@ impl Ledger {
 
     /// Notes that the source knows that the guest was discarded: it will not ask again.
     pub(super) fn told(&self, token: Token) {
-        if let Some(session) = self.lock().session.as_mut().filter(|s| s.token == token) {
-            session.told = true;
+        if let Some(migration) = self.lock().migration.as_mut().filter(|s| s.token == token) {
+            migration.told = true;
         }
         self.changed.notify_all();
     }
@@ -200,13 +200,14 @@ impl Ledger {
     /// guest, and will not decide about it any more, does: a decision that another process made is
     /// all that keeps that one from running the guest.
     pub(super) fn forget(&self, token: Token) {
-        let mut seat = self.lock();
-        let session = seat.session.as_mut().filter(|s| s.token == token && s.state.may_forget());
-        let Some(session) = session else {
+        let mut state = self.lock();
+        let migration =
+            state.migration.as_mut().filter(|s| s.token == token && s.state.may_forget());
+        let Some(migration) = migration else {
             return tracing::debug!(%token, "the decision stays: this process never had the guest");
         };
-        let prepared = session.prepared.take();
-        drop(seat);
+        let prepared = migration.prepared.take();
+        drop(state);
         if let Err(e) = self.records.forget_decision(token, prepared) {
             tracing::warn!(%token, "a settled migration leaves its record: {e}");
         }
@@ -216,26 +217,26 @@ impl Ledger {
     /// [`STOPPED_LINGER`] once this is to stop. Returns whether the source has heard.
     pub(super) fn linger(&self, limit: Duration, stop: &Stop) -> bool {
         let began = Instant::now();
-        let mut seat = self.lock();
+        let mut state = self.lock();
         loop {
-            if seat.session.as_ref().is_none_or(|s| s.told) {
+            if state.migration.as_ref().is_none_or(|s| s.told) {
                 return true;
             }
             let limit = if stop.is_asked() { limit.min(STOPPED_LINGER) } else { limit };
             if began.elapsed() >= limit {
                 return false;
             }
-            let waited = self.changed.wait_timeout(seat, SLICE);
-            seat = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.changed.wait_timeout(state, SLICE);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
-impl Seat {
+impl State {
     fn vacant(&self) -> Result<(), String> {
-        match (self.occupant, &self.session) {
+        match (self.occupant, &self.migration) {
             (None, _) => Ok(()),
-            (Some((vm, _)), Some(Session { state: Destination::Running, .. })) => {
+            (Some((vm, _)), Some(Migration { state: Destination::Running, .. })) => {
                 Err(format!("this receiver has taken over vm {vm} already"))
             }
             (Some((vm, _)), _) => Err(format!("busy with vm {vm}")),
@@ -243,7 +244,7 @@ impl Seat {
     }
 }
 
-impl Session {
+impl Migration {
     fn advance(&mut self, records: &Records, event: DestinationEvent) -> DestinationOrder {
         let mut event = event;
         loop {
@@ -307,20 +308,20 @@ impl Session {
 mod tests {
     use super::*;
 
-    fn ledger(dir: &tempfile::TempDir) -> Ledger {
-        Ledger::new(Records::open(dir.path()).unwrap())
+    fn session(dir: &tempfile::TempDir) -> Session {
+        Session::new(Records::open(dir.path()).unwrap())
     }
 
-    fn prepared(ledger: &Ledger, token: Token) {
-        ledger.begin(token, VmId::random()).unwrap();
-        let (order, _) = ledger.post(DestinationEvent::Restored);
+    fn prepared(session: &Session, token: Token) {
+        session.begin(token, VmId::random()).unwrap();
+        let (order, _) = session.post(DestinationEvent::Restored);
         assert_eq!(order, DestinationOrder::SayPrepared);
     }
 
     #[test]
     fn a_decision_for_another_process_outlives_ended() {
         let dir = tempfile::tempdir().unwrap();
-        let (holder, other, token) = (ledger(&dir), ledger(&dir), Token::random());
+        let (holder, other, token) = (session(&dir), session(&dir), Token::random());
         prepared(&holder, token);
         // The source in doubt has reached the other one, goes on, and says so.
         assert_eq!(other.answer(token, other.site()), Verdict::Discarded);
@@ -336,18 +337,18 @@ mod tests {
     #[test]
     fn stop_before_lingering_leaves_the_source_time() {
         let dir = tempfile::tempdir().unwrap();
-        let (ledger, token, stop) = (ledger(&dir), Token::random(), Stop::default());
-        prepared(&ledger, token);
+        let (session, token, stop) = (session(&dir), Token::random(), Stop::default());
+        prepared(&session, token);
         assert!(stop.seal());
         // During the take-over, which fails.
         stop.cancel().unwrap_err();
         stop.unseal();
         let began = Instant::now();
         // Nobody asks.
-        assert!(!ledger.linger(Duration::from_secs(600), &stop));
+        assert!(!session.linger(Duration::from_secs(600), &stop));
         assert!(began.elapsed() >= STOPPED_LINGER, "a source may have been about to ask");
-        ledger.told(token);
-        assert!(ledger.linger(Duration::from_secs(600), &stop));
+        session.told(token);
+        assert!(session.linger(Duration::from_secs(600), &stop));
     }
 
     fn files(dir: &tempfile::TempDir, end: &str) -> Vec<std::path::PathBuf> {
@@ -358,13 +359,13 @@ mod tests {
     #[test]
     fn a_guest_that_may_have_run_is_not_said_to_be_discarded_whatever_the_host_has_forgotten() {
         let dir = tempfile::tempdir().unwrap();
-        let (holder, token, vm) = (ledger(&dir), Token::random(), VmId::random());
+        let (holder, token, vm) = (session(&dir), Token::random(), VmId::random());
         holder.begin(token, vm).unwrap();
         holder.post(DestinationEvent::Restored);
         let (order, _) = holder.post(DestinationEvent::Commit);
         assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
         let decision = files(&dir, ".destination.json").pop().unwrap();
-        assert_eq!(ledger(&dir).answer(token, holder.site()), Verdict::Committed);
+        assert_eq!(session(&dir).answer(token, holder.site()), Verdict::Committed);
         // The host crashes before it was durable, and is up again.
         std::fs::remove_file(decision).unwrap();
         let prepared = files(&dir, ".prepared.json").pop().unwrap();
@@ -373,7 +374,7 @@ mod tests {
         let earlier = record.replace(boot.trim(), &Uuid::new_v4().to_string());
         assert_ne!(record, earlier);
         std::fs::write(&prepared, earlier).unwrap();
-        assert_eq!(ledger(&dir).answer(token, holder.site()), Verdict::Committed);
+        assert_eq!(session(&dir).answer(token, holder.site()), Verdict::Committed);
         assert!(files(&dir, ".destination.json").is_empty(), "nobody has decided");
         holder.post(DestinationEvent::Resumed);
         holder.forget(token);
@@ -384,10 +385,10 @@ mod tests {
     fn a_guest_that_was_dropped_leaves_no_record() {
         for event in [DestinationEvent::Failed, DestinationEvent::Aborted] {
             let dir = tempfile::tempdir().unwrap();
-            let (ledger, token, vm) = (ledger(&dir), Token::random(), VmId::random());
-            ledger.begin(token, vm).unwrap();
+            let (session, token, vm) = (session(&dir), Token::random(), VmId::random());
+            session.begin(token, vm).unwrap();
             assert_eq!(files(&dir, ".prepared.json").len(), 1);
-            ledger.post(event);
+            session.post(event);
             assert!(files(&dir, ".json").is_empty());
         }
     }
@@ -395,16 +396,16 @@ mod tests {
     #[test]
     fn a_decision_stays_until_its_own_process_is_settled() {
         let dir = tempfile::tempdir().unwrap();
-        let (ledger, token) = (ledger(&dir), Token::random());
-        prepared(&ledger, token);
-        let (order, _) = ledger.post(DestinationEvent::Commit);
+        let (session, token) = (session(&dir), Token::random());
+        prepared(&session, token);
+        let (order, _) = session.post(DestinationEvent::Commit);
         assert!(matches!(order, DestinationOrder::TakeOver(_)), "{order:?}");
-        ledger.forget(token);
-        assert_eq!(ledger.records.decision(token).unwrap(), Some(Decision::Committed));
-        ledger.post(DestinationEvent::Resumed);
-        ledger.forget(Token::random());
-        assert_eq!(ledger.records.decision(token).unwrap(), Some(Decision::Committed));
-        ledger.forget(token);
-        assert_eq!(ledger.records.decision(token).unwrap(), None);
+        session.forget(token);
+        assert_eq!(session.records.decision(token).unwrap(), Some(Decision::Committed));
+        session.post(DestinationEvent::Resumed);
+        session.forget(Token::random());
+        assert_eq!(session.records.decision(token).unwrap(), Some(Decision::Committed));
+        session.forget(token);
+        assert_eq!(session.records.decision(token).unwrap(), None);
     }
 }

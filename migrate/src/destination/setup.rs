@@ -62,9 +62,9 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                 }
                 // Of a migration that is over.
                 Ok(Incoming::Joined(..)) => {}
-                // It was queued while nobody had the seat: a source that has it now goes on.
+                // It was queued while nobody had the session: a source that has it now goes on.
                 Ok(Incoming::Left { peer, cause })
-                    if !self.options.once || self.ledger.vacant().is_err() =>
+                    if !self.options.once || self.session.vacant().is_err() =>
                 {
                     listener::left_early(self.control, &peer, &cause);
                 }
@@ -84,7 +84,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         }
     }
 
-    /// Builds a caller's guest, or refuses it and frees the seat; an error if the caller has gone
+    /// Builds a caller's guest, or refuses it and frees the session; an error if the caller has gone
     /// and no other is to come.
     fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
         let Caller { mut wire, header, token, drives, layout, config, came } = caller;
@@ -99,7 +99,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let peer = wire.stream().peer();
         match cause {
             Cause::Wire(cause) if cause.is_loss() && self.options.once => {
-                self.ledger.vacate();
+                self.session.vacate();
                 let (before, cause) = ("its guest stood here", Box::new(cause));
                 Err(Cause::SourceLeft { peer, before, cause }.into())
             }
@@ -107,9 +107,9 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                 let reason = words(&cause);
                 listener::turned_away(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
-                // Removing them takes time, and the next source with the seat waits for READY.
+                // Removing them takes time, and the next source with the session waits for READY.
                 drop(copies);
-                self.ledger.vacate();
+                self.session.vacate();
                 Ok(None)
             }
         }
@@ -132,14 +132,14 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let (guest, copies) = self.builder.build(vm_id, config, drives, &self.control.stop)?;
         let differs = LayoutDifference::between(guest.layout(), layout);
         let ready = differs.map_or(Ok(()), |d| Err(Cause::LayoutDiffers(d))).and_then(|()| {
-            self.ledger.begin(token, vm_id)?;
-            Ok(wire.send(&Message::Ready { site: self.ledger.site() })?)
+            self.session.begin(token, vm_id)?;
+            Ok(wire.send(&Message::Ready { site: self.session.site() })?)
         });
         match ready {
             Ok(()) => Ok((guest, copies)),
             Err(cause) => {
                 guest.stop(&format!("it was not received: {cause}"));
-                let (_drop, _) = self.ledger.post(DestinationEvent::Failed);
+                let (_drop, _) = self.session.post(DestinationEvent::Failed);
                 Err(Unready { cause, copies: Some(Box::new(copies)) })
             }
         }
@@ -154,7 +154,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let (peer, phase) = (arrival.wire.stream().peer(), self.control.progress().phase);
         // Its memory, files and devices are free before another guest comes.
         drop(arrival);
-        self.ledger.vacate();
+        self.session.vacate();
         let reason = format!("no guest was received ({phase}): {}", failed.cause);
         static LIMIT: LogLimit = LogLimit::new();
         if let Some(unshown) = LIMIT.admit() {

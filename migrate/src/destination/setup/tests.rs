@@ -13,7 +13,7 @@ use driftline_guest::{DriveCopy, VmId};
 
 use super::super::building::Builder;
 use super::super::options::ReceiveOptions;
-use super::super::session::Ledger;
+use super::super::session::Session;
 use super::*;
 use crate::control::ReceiveControl;
 use crate::journal::Records;
@@ -41,12 +41,12 @@ fn host_of<'a, F: GuestFactory + 'static>(
     callers: Receiver<Incoming>,
 ) -> Host<'a, F> {
     let builder = Builder::new(factory, options.build_limit, options.disk_limit);
-    let ledger = Arc::new(Ledger::new(Records::open(&options.records).unwrap()));
-    Host { builder, options, control, ledger, callers }
+    let session = Arc::new(Session::new(Records::open(&options.records).unwrap()));
+    Host { builder, options, control, session, callers }
 }
 
 #[test]
-fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
+fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_session() {
     let dir = tempfile::tempdir().unwrap();
     let options = ReceiveOptions { once: true, ..ReceiveOptions::new(dir.path()) };
     let control = ReceiveControl::new();
@@ -59,12 +59,12 @@ fn a_source_that_left_ends_the_waiting_only_while_nobody_has_the_seat() {
     };
     // So that the waiting ends in any case, after what is queued.
     control.cancel().unwrap();
-    host.ledger.claim(VmId::random(), Token::random(), || Ok(())).unwrap();
+    host.session.claim(VmId::random(), Token::random(), || Ok(())).unwrap();
     left();
     let failed = host.welcome().err().unwrap();
     assert!(matches!(failed.cause, Cause::Cancelled), "{failed:?}");
     assert_eq!(control.progress().refused, 1);
-    host.ledger.vacate();
+    host.session.vacate();
     left();
     let failed = host.welcome().err().unwrap();
     assert!(matches!(failed.cause, Cause::SourceLeft { .. }), "{failed:?}");
@@ -161,7 +161,7 @@ impl GuestFactory for Copying {
     }
 }
 
-/// A source with a drive that goes along, and the seat, whose memory is laid out otherwise than its
+/// A source with a drive that goes along, and the session, whose memory is laid out otherwise than its
 /// guest's.
 fn mislaid(wire: Wire<Link>) -> Caller {
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
@@ -197,27 +197,27 @@ fn refused_guest_is_not_waited_for_while_its_copies_hang() {
 }
 
 #[test]
-fn source_hears_refused_before_copies_are_removed_and_then_the_seat_is_free() {
+fn source_hears_refused_before_copies_are_removed_and_then_the_session_is_free() {
     let dir = tempfile::tempdir().unwrap();
     let (options, control) = (ReceiveOptions::new(dir.path()), ReceiveControl::new());
     let (_tell, callers) = std::sync::mpsc::channel();
     let (wire, source) = wire();
     source.shutdown(std::net::Shutdown::Write).unwrap();
     source.set_nonblocking(true).unwrap();
-    let ledger: Arc<OnceLock<Arc<Ledger>>> = Arc::default();
-    let (seen, seat) = (Arc::new(Mutex::new(Vec::new())), ledger.clone());
+    let session: Arc<OnceLock<Arc<Session>>> = Arc::default();
+    let (seen, watched) = (Arc::new(Mutex::new(Vec::new())), session.clone());
     let tell = seen.clone();
     let removing = move || {
         let heard = source.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
-        let taken = seat.get().is_some_and(|ledger| ledger.vacant().is_err());
+        let taken = watched.get().is_some_and(|session| session.vacant().is_err());
         tell.lock().unwrap().push((heard, taken));
     };
     let factory = Arc::new(Copying(MemoryGuestFactory::default(), Arc::new(removing)));
     let host = host_of(factory, &options, &control, callers);
-    ledger.set(host.ledger.clone()).unwrap();
+    session.set(host.session.clone()).unwrap();
     let caller = mislaid(wire);
-    host.ledger.claim(caller.header.vm_id(), caller.token, || Ok(())).unwrap();
+    host.session.claim(caller.header.vm_id(), caller.token, || Ok(())).unwrap();
     assert!(host.admit(caller).unwrap().is_none());
     assert_eq!(*seen.lock().unwrap(), [(true, true)]);
-    host.ledger.vacant().unwrap();
+    host.session.vacant().unwrap();
 }

@@ -401,7 +401,7 @@ impl World {
         }
     }
 
-    /// As `Ledger::store`, when the disk works.
+    /// As `Migration::store`, when the disk works.
     fn stored(&self, decision: Decision) -> (Self, DestinationEvent) {
         let mut w = self.clone();
         if decision == Decision::Discarded && w.placed {
