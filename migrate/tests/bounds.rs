@@ -117,7 +117,7 @@ fn takes_a_guest(
 fn patient(host: &Host) -> Receiver {
     let mut options = host.receive_options();
     options.handshake_timeout = Duration::from_secs(600);
-    options.patience = Duration::from_secs(600);
+    options.progress_timeout = Duration::from_secs(600);
     host.receiver_with(options)
 }
 

@@ -94,8 +94,8 @@ fn cut_at(cut: Cut, source: bool, unit: usize, tag: u16) {
         sending.connect_timeout = limit(unit <= 1);
         receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });
         sending.setup_timeout = limit(unit == 2);
-        receiving.patience = limit(true);
-        sending.patience = limit(true);
+        receiving.progress_timeout = limit(true);
+        sending.progress_timeout = limit(true);
         receiving.commit_deadline = Duration::from_millis(500);
         sending.settle_timeout = Duration::from_millis(400);
     }

@@ -329,7 +329,7 @@ fn copy_that_hangs_leaves_the_guest_here() {
         hangs.store(true, Ordering::SeqCst);
         let there = world.receiver_by(|o| o.disk_limit = Duration::from_millis(500));
         // Longer than the destination waits for its storage.
-        let options = SendOptions { patience: LONG, ..world.options() };
+        let options = SendOptions { progress_timeout: LONG, ..world.options() };
         let error = send(&*guest, &there.to, &options, &SendControl::new()).unwrap_err();
         let said = error.to_string();
         assert!(said.contains("copying disk \"disk0\" failed") && said.contains(why), "{said}");
@@ -350,7 +350,7 @@ fn stop_ends_a_receiver_whose_copy_hangs() {
     let guest = world.guest(15);
     world.faults.write_hangs.store(true, Ordering::SeqCst);
     let there = world.receiver_by(|o| o.disk_limit = LONG);
-    let options = SendOptions { patience: LONG, ..world.options() };
+    let options = SendOptions { progress_timeout: LONG, ..world.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "a write hangs", || world.faults.hung.load(Ordering::SeqCst) > 0);
     there.control.cancel().unwrap();
@@ -440,7 +440,7 @@ fn source_is_not_too_slow_while_storage_makes_it_wait() {
     faults.write_hangs.store(true, Ordering::SeqCst);
     let window = LONG / 2;
     let there = world.receiver_by(|o| (o.disk_limit, o.pace_window) = (2 * LONG, window));
-    let options = SendOptions { patience: 2 * LONG, ..world.options() };
+    let options = SendOptions { progress_timeout: 2 * LONG, ..world.options() };
     let sending = Sender::start(&guest, &there.to, &options);
     within(LONG, "a write hangs", || faults.hung.load(Ordering::SeqCst) > 0);
     std::thread::sleep(window + Duration::from_secs(1));

@@ -140,14 +140,15 @@ fn a_connection_that_breaks_ends_the_migration_and_the_guest_goes_on() {
             let guest = host.start(large());
             // Only a limit ends a stall.
             let stalls = cut == Cut::Stall;
-            let patience = if stalls { Duration::from_millis(1500) } else { LONG };
-            let receiving = ReceiveOptions { patience, ..host.receive_options() };
+            let progress_timeout = if stalls { Duration::from_millis(1500) } else { LONG };
+            let receiving = ReceiveOptions { progress_timeout, ..host.receive_options() };
             let mut there = host.receiver_with(receiving);
             // A busy machine may need longer than that for a whole migration.
             there.again = !stalls;
             let plan = Plan::cut(true, At::Tag(tag("PASS_END")), cut);
             let proxy = Proxy::nth(&there.to, which, plan);
-            let options = with(&host, |o| (o.connections, o.patience) = (3, patience));
+            let options =
+                with(&host, |o| (o.connections, o.progress_timeout) = (3, progress_timeout));
             let sent = Sender::start(&guest, &proxy.to, &options).result();
             let error = sent.as_ref().unwrap_err().to_string();
             // A share that is cut is named; a stalled one nobody can tell from one that waits for another.
@@ -264,16 +265,17 @@ fn what_fails_at_the_destination_is_said_over_several_connections_too() {
 }
 
 #[test]
-fn many_connections_share_a_small_bandwidth_without_running_out_of_patience() {
+fn many_connections_share_a_small_bandwidth_without_timing_out() {
     let host = Host::new();
     let guest = host.start(MemoryConfig { writers: 0, working_set: 0, ..large() });
     fill(&*guest, FILLED, |gfn, at| (gfn as usize + at) as u8 | 1);
-    // Each has to wait for the 15 others: 16 MiB at 4 MiB/s, and patience for 2 s.
-    let patience = Duration::from_secs(2);
+    // Each has to wait for the 15 others: 16 MiB at 4 MiB/s, and the progress timeout is 2 s.
+    let progress_timeout = Duration::from_secs(2);
     let options = with(&host, |o| {
-        (o.connections, o.max_bandwidth, o.patience) = (MAX_CONNECTIONS, Some(4 << 20), patience);
+        (o.connections, o.max_bandwidth, o.progress_timeout) =
+            (MAX_CONNECTIONS, Some(4 << 20), progress_timeout);
     });
-    let there = host.receiver_with(ReceiveOptions { patience, ..host.receive_options() });
+    let there = host.receiver_with(ReceiveOptions { progress_timeout, ..host.receive_options() });
     Sender::start(&guest, &there.to, &options).result().unwrap();
     same(&*guest, &*there.guest().guest, "16 connections");
 }

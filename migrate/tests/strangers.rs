@@ -170,11 +170,12 @@ fn the_first_config_wins_and_the_other_hears_who_did() {
     // Nothing here is late: what is held is held until it may go on.
     let long = Duration::from_secs(600);
     let mut options = host.receive_options();
-    (options.handshake_timeout, options.patience) = (long, long);
+    (options.handshake_timeout, options.progress_timeout) = (long, long);
     let there = host.receiver_with(options);
     let patient = |host: &Host| {
         let mut options = quick_send(host);
-        (options.patience, options.setup_timeout, options.connect_timeout) = (long, long, long);
+        (options.progress_timeout, options.setup_timeout, options.connect_timeout) =
+            (long, long, long);
         options.downtime = Duration::from_secs(60);
         options
     };
@@ -285,8 +286,8 @@ fn nobody_there_is_said_so() {
 fn a_source_that_trickles_does_not_keep_the_receiver() {
     let host = Host::new();
     let mut options = host.receive_options();
-    // It always makes progress, by its patience; only the pace ends it.
-    options.patience = Duration::from_secs(600);
+    // It always makes progress, by the progress timeout; only the pace ends it.
+    options.progress_timeout = Duration::from_secs(600);
     options.pace_window = Duration::from_millis(300);
     let there = host.receiver_with(options);
     let mut source = admitted(&there.to);

@@ -91,13 +91,13 @@ impl Shares {
         wire: Wire<Link>,
         layout: Layout,
         placing: &'scope Placing<'scope, G>,
-        patience: Duration,
+        progress_timeout: Duration,
     ) -> Result<(), Cause> {
         let (to, shared) = (self.to.clone(), self.shared.clone());
         let closer = wire.stream().closer();
         self.closers.push(closer.map_err(|cause| Cause::System { what: "joining", cause })?);
         let (inbound, unpacker) = (Inbound::shares(layout), Unpacker::new());
-        let share = Share { wire, inbound, placing, unpacker, patience, shared, to };
+        let share = Share { wire, inbound, placing, unpacker, progress_timeout, shared, to };
         std::thread::Builder::new()
             .name("migrate-share".into())
             .spawn_scoped(scope, move || share.run())
@@ -180,7 +180,7 @@ struct Share<'g, G: Guest + ?Sized> {
     inbound: Inbound,
     placing: &'g Placing<'g, G>,
     unpacker: Unpacker,
-    patience: Duration,
+    progress_timeout: Duration,
     shared: Arc<Shared>,
     to: SyncSender<Done>,
 }
@@ -201,8 +201,8 @@ impl<G: Guest + ?Sized> Share<'_, G> {
         self.wire.stream_mut().set_bundle(Some(self.shared.bundle.clone()));
         loop {
             let in_pass = self.inbound.is_in_pass();
-            let patience = if in_pass { self.patience } else { UNLIMITED };
-            self.wire.stream_mut().set_patience(patience);
+            let progress_timeout = if in_pass { self.progress_timeout } else { UNLIMITED };
+            self.wire.stream_mut().set_progress_timeout(progress_timeout);
             let (moved, received) = (self.inbound.moved_bytes(), self.wire.received_bytes());
             let message = self.wire.recv()?;
             match self.inbound.on(message)? {

@@ -114,13 +114,13 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             counts: restored.figures.totals,
         }))?;
         wire.stream_mut().set_deadline(Some(Instant::now() + deadline));
-        wire.stream_mut().set_patience(deadline);
+        wire.stream_mut().set_progress_timeout(deadline);
         let mut attached = false;
         let found = loop {
             match wire.recv() {
                 Ok(Message::Late(late)) if !attached => {
                     attached = true;
-                    // Networks lose frames: it costs the guest no more than its peers' patience.
+                    // Networks lose frames: the guest's peers send them again.
                     if let Err(e) = guest.attach(late) {
                         tracing::warn!(vm = %guest.vm_id(), "what came for the guest is lost: {e}");
                     }
@@ -136,7 +136,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             return Err(WireError::Token { message, found, expected }.into());
         }
         wire.stream_mut().set_deadline(None);
-        wire.stream_mut().set_patience(self.options.patience);
+        wire.stream_mut().set_progress_timeout(self.options.progress_timeout);
         if self.control.stop.seal() { Ok(()) } else { Err(Cause::Cancelled) }
     }
 

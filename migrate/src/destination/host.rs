@@ -47,9 +47,9 @@ pub(super) fn open<'a, F: GuestFactory + ?Sized + 'static>(
     let records = Records::open(&options.records)?;
     records.sweep_settled();
     let session = Arc::new(Session::new(records));
-    let (patience, handshake) = (options.patience, options.handshake_timeout);
+    let (progress_timeout, handshake) = (options.progress_timeout, options.handshake_timeout);
     let (responder, callers) =
-        listener::open(listener, session.clone(), control.clone(), patience, handshake)
+        listener::open(listener, session.clone(), control.clone(), progress_timeout, handshake)
             .map_err(|cause| Cause::System { what: "listening", cause })?;
     let builder = Builder::new(factory, options.build_limit, options.disk_limit);
     Ok((Host { builder, options, control, session, callers }, responder))

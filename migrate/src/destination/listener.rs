@@ -97,7 +97,7 @@ struct Listener {
     control: Arc<ReceiveControl>,
     callers: Sender<Incoming>,
     stop: Arc<Stop>,
-    patience: Duration,
+    progress_timeout: Duration,
     handshake: Duration,
     places: Arc<Places>,
 }
@@ -107,7 +107,7 @@ pub(super) fn open(
     listener: TcpListener,
     session: Arc<Session>,
     control: Arc<ReceiveControl>,
-    patience: Duration,
+    progress_timeout: Duration,
     handshake: Duration,
 ) -> io::Result<(Responder, Receiver<Incoming>)> {
     let address = listener.local_addr()?;
@@ -117,8 +117,15 @@ pub(super) fn open(
     let (callers, called) = mpsc::channel();
     let stop = Arc::new(Stop::default());
     let places = Arc::default();
-    let shared =
-        Listener { session, control, callers, stop: stop.clone(), patience, handshake, places };
+    let shared = Listener {
+        session,
+        control,
+        callers,
+        stop: stop.clone(),
+        progress_timeout,
+        handshake,
+        places,
+    };
     let thread = std::thread::Builder::new()
         .name("migrate-listen".into())
         .spawn(move || accept(&listener, &Arc::new(shared)))?;
@@ -153,7 +160,7 @@ impl Listener {
         let Some(server) = self.places.server() else {
             return Err(io::Error::other("too many connections are about to end"));
         };
-        let mut link = Link::new(stream, self.patience, self.stop.clone())?;
+        let mut link = Link::new(stream, self.progress_timeout, self.stop.clone())?;
         link.set_deadline(Some(came + self.handshake));
         let place = self.places.admit(&link, from)?;
         let shared = self.clone();

@@ -19,7 +19,7 @@ pub struct ReceiveOptions {
     /// Time for a caller to introduce itself and to describe its guest. 5 s.
     pub handshake_timeout: Duration,
     /// How long the source may make no progress at all. 10 s.
-    pub patience: Duration,
+    pub progress_timeout: Duration,
     /// The time in which the source has to move at least 256 KiB of memory or state: a peer that
     /// trickles does not keep this receiver for nothing. A minute.
     pub pace_window: Duration,
@@ -46,7 +46,7 @@ impl ReceiveOptions {
         Self {
             records: records.into(),
             handshake_timeout: Duration::from_secs(5),
-            patience: Duration::from_secs(10),
+            progress_timeout: Duration::from_secs(10),
             pace_window: Duration::from_secs(60),
             build_limit: Duration::from_secs(25),
             disk_limit: DISK_LIMIT,

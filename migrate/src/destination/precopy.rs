@@ -35,7 +35,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let reading = Reading {
             control: self.control,
             pace: Pace::begin(self.options.pace_window),
-            patience: self.options.patience,
+            progress_timeout: self.options.progress_timeout,
             joined: &|count| self.joined(*token, count),
         };
         let received = Assembly::new(&**guest, drives, copies).run(wire, reading);

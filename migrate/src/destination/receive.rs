@@ -121,7 +121,7 @@ pub(super) struct Reading<'r> {
     pub(super) control: &'r ReceiveControl,
     pub(super) pace: Pace,
     /// How long a connection may be silent within a pass.
-    pub(super) patience: Duration,
+    pub(super) progress_timeout: Duration,
     /// Gives the connections that have joined, so many of them.
     pub(super) joined: &'r dyn Fn(u32) -> Result<Vec<Wire<Link>>, Cause>,
 }
@@ -186,7 +186,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     where
         'g: 'scope,
     {
-        let Reading { control, mut pace, patience, joined } = reading;
+        let Reading { control, mut pace, progress_timeout, joined } = reading;
         let mut unpacker = Unpacker::new();
         // What had come, and when, at the end of the pass before.
         let mut before = (wire.received_bytes(), Instant::now());
@@ -213,7 +213,8 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     wire.send(&Message::Digest(digest))?;
                     // The time of that is not the source's, which may be slower at its own.
                     let allowance = allowance(self.guest.layout().frames());
-                    wire.stream_mut().set_patience(patience.saturating_add(allowance));
+                    wire.stream_mut()
+                        .set_progress_timeout(progress_timeout.saturating_add(allowance));
                     pace = Pace::begin(pace.window.saturating_add(allowance));
                 }
                 Step::Fetch { run } => {
@@ -228,7 +229,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     }
                     for share in joined(count)? {
                         let layout = self.guest.layout().clone();
-                        self.shares.add(scope, share, layout, placing, patience)?;
+                        self.shares.add(scope, share, layout, placing, progress_timeout)?;
                     }
                 }
                 // The source does not pay for the time that this host's disks take.

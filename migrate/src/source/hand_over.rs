@@ -148,7 +148,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         ran: &mut Option<Instant>,
     ) -> SourceEvent {
         wire.stream_mut().set_deadline(Some(Instant::now() + self.options.settle_timeout));
-        wire.stream_mut().set_patience(self.options.settle_timeout);
+        wire.stream_mut().set_progress_timeout(self.options.settle_timeout);
         let answer = (|| {
             let said = Instant::now();
             wire.send(&Message::Commit { token: self.token })?;

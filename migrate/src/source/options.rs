@@ -46,7 +46,7 @@ pub struct SendOptions {
     /// Time for the destination to build the machine. 30 s.
     pub setup_timeout: Duration,
     /// How long the destination may make no progress at all in any other phase. 10 s.
-    pub patience: Duration,
+    pub progress_timeout: Duration,
     /// The longest pause until the destination is prepared, after which the guest continues here.
     /// `None`: ten times the downtime, or ten times what the pause was expected to take where the
     /// strategy is to pause anyway; at least 5 s.
@@ -75,7 +75,7 @@ impl SendOptions {
             throttle: true,
             connect_timeout: Duration::from_secs(10),
             setup_timeout: Duration::from_secs(30),
-            patience: Duration::from_secs(10),
+            progress_timeout: Duration::from_secs(10),
             switch_over_limit: None,
             settle_timeout: Duration::from_secs(10),
             ask_every: Duration::from_millis(500),

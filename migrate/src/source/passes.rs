@@ -85,10 +85,10 @@ impl PassSent {
     pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
         let Self { pass, counts, bytes, begun, connections } = self;
         // What lies in the buffers of all goes over one line, and nothing is heard meanwhile.
-        let patience = wire.stream().patience();
-        wire.stream_mut().set_patience(patience.saturating_mul(connections));
+        let progress_timeout = wire.stream().progress_timeout();
+        wire.stream_mut().set_progress_timeout(progress_timeout.saturating_mul(connections));
         let acknowledged = acknowledged(wire, pass, counts);
-        wire.stream_mut().set_patience(patience);
+        wire.stream_mut().set_progress_timeout(progress_timeout);
         acknowledged?;
         Ok(PassDone { counts, bytes, time: begun.elapsed() })
     }

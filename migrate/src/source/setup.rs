@@ -61,7 +61,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         limit: Duration,
         stop: Arc<Stop>,
     ) -> Result<(Wire<Link>, u64), Cause> {
-        let link = Link::connect(self.to, limit, self.options.patience, stop)
+        let link = Link::connect(self.to, limit, self.options.progress_timeout, stop)
             .map_err(|cause| Cause::Connect { peer: self.to.to_owned(), cause })?;
         let mut wire = Wire::new(link);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
@@ -99,14 +99,14 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         drives::announce(wire, &drives)?;
         wire.send(&Message::Config { token: self.token, layout, config: &config })?;
         // Building a machine shows no progress on the wire.
-        wire.stream_mut().set_patience(self.options.setup_timeout);
+        wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
         let site = match wire.recv()? {
             Message::Ready { site } => site,
             other => return Err(other.unexpected("READY").into()),
         };
         let staged = records.stage_source(self.token, self.guest.vm_id(), self.to, site)?;
         let record = StagedRecord::new(records, staged);
-        wire.stream_mut().set_patience(self.options.patience);
+        wire.stream_mut().set_progress_timeout(self.options.progress_timeout);
         self.join(channels)?;
         Ok(SetUp { record, features, drives })
     }

@@ -227,7 +227,8 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         let Some(verifier) = &self.verifier else { return Ok(None) };
         wire.send(&Message::Verify)?;
         let allowance = allowance(self.job.guest.layout().frames());
-        wire.stream_mut().set_patience(self.job.options.patience.saturating_add(allowance));
+        wire.stream_mut()
+            .set_progress_timeout(self.job.options.progress_timeout.saturating_add(allowance));
         verifier.digest(self.job.guest).map(Some)
     }
 
@@ -241,7 +242,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
             }
             other => return Err(other.unexpected("DIGEST").into()),
         }
-        wire.stream_mut().set_patience(self.job.options.patience);
+        wire.stream_mut().set_progress_timeout(self.job.options.progress_timeout);
         Ok(())
     }
 

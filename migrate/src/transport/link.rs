@@ -1,7 +1,7 @@
 //! One TCP connection with limits: it never waits for ever, and a stop request ends any wait.
 //!
 //! Reads and writes wait in slices of [`SLICE`]; between two slices the link looks at its stop
-//! flag and its limits: `patience`, how long a peer may make no progress, and an absolute deadline.
+//! flag and its limits: `progress_timeout`, how long a peer may make no progress, and an absolute deadline.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -28,28 +28,32 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 pub(crate) struct Link {
     stream: TcpStream,
     stop: Arc<Stop>,
-    patience: Duration,
+    progress_timeout: Duration,
     deadline: Option<Instant>,
     bundle: Option<Arc<Bundle>>,
 }
 
 impl Link {
-    /// Takes over a connection. `patience` bounds how long the peer may make no progress.
-    pub(crate) fn new(stream: TcpStream, patience: Duration, stop: Arc<Stop>) -> io::Result<Self> {
+    /// Takes over a connection. `progress_timeout` bounds how long the peer may make no progress.
+    pub(crate) fn new(
+        stream: TcpStream,
+        progress_timeout: Duration,
+        stop: Arc<Stop>,
+    ) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(SLICE))?;
         stream.set_write_timeout(Some(SLICE))?;
         let probe = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
         SockRef::from(&stream).set_tcp_keepalive(&probe)?;
-        Ok(Self { stream, stop, patience, deadline: None, bundle: None })
+        Ok(Self { stream, stop, progress_timeout, deadline: None, bundle: None })
     }
 
     /// Connects to `peer` ("HOST:PORT", with or without "tcp:"), trying each of its addresses.
     pub(crate) fn connect(
         peer: &str,
         timeout: Duration,
-        patience: Duration,
+        progress_timeout: Duration,
         stop: Arc<Stop>,
     ) -> io::Result<Self> {
         let (tell, told) = mpsc::channel();
@@ -62,7 +66,7 @@ impl Link {
         let give_up = Instant::now() + timeout + SLICE;
         loop {
             match told.recv_timeout(SLICE) {
-                Ok(result) => return Self::new(result?, patience, stop),
+                Ok(result) => return Self::new(result?, progress_timeout, stop),
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(io::Error::other("the connecting thread ended early"));
                 }
@@ -77,7 +81,7 @@ impl Link {
         }
     }
 
-    /// Sets the absolute deadline of everything that follows; `None` leaves only the patience.
+    /// Sets the absolute deadline of everything that follows; `None` leaves only the progress timeout.
     pub(crate) fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;
     }
@@ -92,7 +96,7 @@ impl Link {
         self.stop = stop;
     }
 
-    /// Makes this connection one of several: each other's progress counts for its patience, and each ends with the others.
+    /// Makes this connection one of several: each other's progress counts for its progress timeout, and each ends with the others.
     pub(crate) fn set_bundle(&mut self, bundle: Option<Arc<Bundle>>) {
         self.bundle = bundle;
     }
@@ -110,13 +114,13 @@ impl Link {
     }
 
     /// How long the peer may make no progress.
-    pub(crate) fn patience(&self) -> Duration {
-        self.patience
+    pub(crate) fn progress_timeout(&self) -> Duration {
+        self.progress_timeout
     }
 
     /// Sets how long the peer may make no progress.
-    pub(crate) fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    pub(crate) fn set_progress_timeout(&mut self, progress_timeout: Duration) {
+        self.progress_timeout = progress_timeout;
     }
 
     /// Who is at the other end, for logs.
@@ -208,7 +212,7 @@ impl Link {
         mut attempt: impl FnMut(&mut TcpStream) -> io::Result<T>,
     ) -> io::Result<T> {
         let begun = Instant::now();
-        let mut limit = begun + self.patience;
+        let mut limit = begun + self.progress_timeout;
         let mut seen = self.bundle.as_ref().map_or(0, |bundle| bundle.progress());
         loop {
             if self.stop.is_cancelled() {
@@ -235,7 +239,7 @@ impl Link {
             }
             match self.bundle.as_ref().map(|bundle| bundle.progress()) {
                 Some(progress) if progress != seen => {
-                    (seen, limit) = (progress, Instant::now() + self.patience);
+                    (seen, limit) = (progress, Instant::now() + self.progress_timeout);
                 }
                 _ => return Err(silent(verb, begun.elapsed())),
             }

@@ -81,7 +81,7 @@ impl Host {
     pub fn receive_options(&self) -> ReceiveOptions {
         let mut options = ReceiveOptions::new(self.destination_records());
         (options.commit_deadline, options.handshake_timeout) = (LONG, LONG);
-        (options.patience, options.pace_window) = (LONG, LONG);
+        (options.progress_timeout, options.pace_window) = (LONG, LONG);
         options.linger = Duration::from_secs(5);
         options
     }
@@ -173,7 +173,7 @@ impl Receiver {
 /// machine is: a test that waits for one sets it.
 pub fn quick_send(host: &Host) -> SendOptions {
     let mut options = SendOptions::new(host.source_records());
-    (options.patience, options.setup_timeout) = (LONG, LONG);
+    (options.progress_timeout, options.setup_timeout) = (LONG, LONG);
     (options.settle_timeout, options.connect_timeout) = (LONG, LONG);
     options.ask_every = Duration::from_millis(50);
     options
