@@ -157,7 +157,7 @@ impl Shares {
         let fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
         match (cause, fault) {
             (cause @ Cause::Wire(WireError::Aborted { .. }), _) | (cause, None) => cause,
-            (_, Some(Cause::Wire(e))) if e.is_loss() => match wire.words_at_hand() {
+            (_, Some(Cause::Wire(e))) if e.is_loss() => match wire.pending_abort() {
                 Some(said) => said.into(),
                 None => Cause::Joined { cause: Box::new(e) },
             },

@@ -167,7 +167,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     /// when it asks.
     fn tell(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> Failed {
         let verdict = self.session.verdict(token);
-        wire.stream_mut().begin_last_words();
+        wire.stream_mut().begin_closing();
         let heard = wire.send(&Message::Answer { token, verdict }).is_ok()
             && matches!(wire.recv(), Ok(Message::Ended { token: ended }) if ended == token);
         if heard {

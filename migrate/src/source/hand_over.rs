@@ -25,7 +25,7 @@ use crate::report::{SendReport, SendStatus, ms, per_second, unix_us};
 use crate::transport::link::{Link, SLICE};
 use crate::transport::wire::Wire;
 
-/// How long the last words of a destination that gives up before COMMIT may take to arrive.
+/// Upper bound on reading why a destination gives up before COMMIT.
 const GONE_LIMIT: Duration = Duration::from_millis(500);
 
 /// How long one question may take: for introductions, and again for the answer.
@@ -256,7 +256,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             // A destination that does not hear it keeps a small file.
             Ok(()) => {
                 // The operator's word may have come meanwhile; it is no reason to keep quiet.
-                wire.stream_mut().begin_last_words();
+                wire.stream_mut().begin_closing();
                 let _ = wire.send(&Message::Ended { token: self.token });
             }
             Err(e) => tracing::warn!("a resolved migration leaves its record: {e}"),

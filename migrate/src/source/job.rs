@@ -56,7 +56,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
     }
 
     /// A phase after whose failure the two sides tell each other why. The guest has been given back
-    /// by then: it does not wait for anyone's last words.
+    /// by then: it does not wait for that.
     pub(super) fn told<T>(
         &self,
         phase: Phase,
@@ -64,18 +64,17 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         work: impl FnOnce(&mut Channels) -> Result<T, Failed>,
     ) -> Result<T, Failed> {
         self.phase(phase, || work(channels)).map_err(|failed| {
-            let cause = self.last_words(&mut channels.first, failed.cause);
+            let cause = self.exchange_reasons(&mut channels.first, failed.cause);
             Failed { cause, place: failed.place }
         })
     }
 
-    /// Hears the peer's last words, or says ours. Returns the cause, in the peer's words where it
-    /// had some.
-    fn last_words(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
+    /// Hears the peer's reason, or says ours. Returns the cause, as the peer gave it where it did.
+    fn exchange_reasons(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
         let cancelled = self.control.stop.is_cancelled();
         match cause {
             Cause::Wire(WireError::Refused { .. } | WireError::Aborted { .. }) => cause,
-            Cause::Connection { .. } if !cancelled => match wire.words_at_hand() {
+            Cause::Connection { .. } if !cancelled => match wire.pending_abort() {
                 Some(e) => Cause::Wire(e),
                 None => {
                     wire.abort(Tag::Abort, &cause.to_string());
@@ -83,7 +82,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
                 }
             },
             Cause::Wire(WireError::Format(_)) if !cancelled => {
-                wire.last_words().map_or(cause, Cause::Wire)
+                wire.closing_abort().map_or(cause, Cause::Wire)
             }
             cause => {
                 let cause = if cancelled { Cause::Cancelled } else { cause };

@@ -20,8 +20,8 @@ use super::stop::Stop;
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// Idle time after which the kernel probes the peer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// Time for saying why a conversation ends, and for the peer to hear it.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Upper bound on closing a conversation: saying why it ends, and the peer hearing it.
+const CLOSING_LIMIT: Duration = Duration::from_secs(2);
 
 /// A connection with limits.
 #[derive(Debug)]
@@ -142,17 +142,17 @@ impl Link {
         let _ = SockRef::from(&self.stream).set_tcp_cork(corked);
     }
 
-    /// From now on a stop request is no reason to fail, and everything ends after [`LAST_WORDS`].
-    pub(crate) fn begin_last_words(&mut self) {
+    /// From now on a stop request is no reason to fail, and everything ends after [`CLOSING_LIMIT`].
+    pub(crate) fn begin_closing(&mut self) {
         self.stop = Arc::default();
         self.bundle = None;
         self.set_cork(false);
-        self.deadline = Some(Instant::now() + LAST_WORDS);
+        self.deadline = Some(Instant::now() + CLOSING_LIMIT);
     }
 
     /// Says that nothing more will be written, and swallows what the peer still sends until it has
     /// closed too or the deadline has passed: a close with unread bytes would reset the connection
-    /// and lose our last words.
+    /// and lose our reason.
     pub(crate) fn hang_up(&mut self) {
         if self.stream.shutdown(std::net::Shutdown::Write).is_err() {
             return;

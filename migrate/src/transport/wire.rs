@@ -28,7 +28,7 @@ const MAX_SKIPPED: u32 = 64 << 10;
 const MAX_SKIPPED_RECORDS: u64 = 16;
 
 /// How long words may take that a peer says because another connection failed.
-const AT_HAND: Duration = Duration::from_millis(500);
+const PENDING_LIMIT: Duration = Duration::from_millis(500);
 
 /// Both directions of one connection.
 #[derive(Debug)]
@@ -168,10 +168,10 @@ impl Wire<Link> {
         Ok(())
     }
 
-    /// Last words: tells the peer that it ends here, if a record can still be written, and hangs up.
+    /// Tells the peer that it ends here, and why, if a record can still be written, and hangs up.
     /// Takes at most about two seconds, whatever was requested to stop.
     pub(crate) fn abort(&mut self, tag: Tag, reason: &str) {
-        self.stream.begin_last_words();
+        self.stream.begin_closing();
         if !self.torn {
             // The peer may be gone; then it needs no reason.
             let _ = self.send_parts(tag, &[clip(reason).as_bytes()]);
@@ -180,21 +180,21 @@ impl Wire<Link> {
     }
 
     /// What the peer said, or is just saying, before it goes, if it does.
-    pub(crate) fn words_at_hand(&mut self) -> Option<WireError> {
-        self.stream.set_deadline(Some(Instant::now() + AT_HAND));
-        let said = self.farewell();
+    pub(crate) fn pending_abort(&mut self) -> Option<WireError> {
+        self.stream.set_deadline(Some(Instant::now() + PENDING_LIMIT));
+        let said = self.read_abort();
         self.stream.set_deadline(None);
         said
     }
 
     /// After a failed write: what the peer said before it went, if it did.
-    pub(crate) fn last_words(&mut self) -> Option<WireError> {
-        self.stream.begin_last_words();
-        self.farewell()
+    pub(crate) fn closing_abort(&mut self) -> Option<WireError> {
+        self.stream.begin_closing();
+        self.read_abort()
     }
 
     /// Reads on to the words with which the peer ends, over all that was under way before them.
-    fn farewell(&mut self) -> Option<WireError> {
+    fn read_abort(&mut self) -> Option<WireError> {
         while !self.astray {
             if self.content > 0 {
                 self.recv_content().ok()?;
@@ -339,13 +339,13 @@ mod tests {
     }
 
     #[test]
-    fn last_words_are_heard_over_frames_that_nobody_fetched() {
+    fn reason_is_heard_over_frames_that_nobody_fetched() {
         let (mut here, mut there) = ends();
         send_two(&mut there, 8192);
         send_two(&mut there, 8192);
         there.abort(Tag::Abort, "enough");
         assert!(matches!(here.recv().unwrap(), Message::Frames { .. }));
-        let said = here.words_at_hand().unwrap().to_string();
+        let said = here.pending_abort().unwrap().to_string();
         assert!(said.contains("enough"), "{said}");
     }
 
@@ -366,7 +366,7 @@ mod tests {
         there.abort(Tag::Abort, "forged");
         assert!(here.recv().is_err());
         assert!(here.astray);
-        assert!(here.last_words().is_none());
+        assert!(here.closing_abort().is_none());
     }
 
     #[test]
@@ -377,6 +377,6 @@ mod tests {
         assert!(matches!(here.recv().unwrap(), Message::Frames { .. }));
         assert!(here.recv_content().is_err());
         assert!(here.astray);
-        assert!(here.words_at_hand().is_none());
+        assert!(here.pending_abort().is_none());
     }
 }
