@@ -269,7 +269,7 @@ fn a_new_receiver_on_the_same_records_answers_for_one_that_died_before_it_decide
     let host = Host::new();
     let guest = host.start(MemoryConfig::small());
     let mut receiving = host.receive_options();
-    receiving.linger = Duration::ZERO;
+    receiving.tell_limit = Duration::ZERO;
     let there = host.receiver_with(receiving);
     // COMMIT never arrives, and what the first receiver decides is lost with its process.
     let plan = Plan::cut_for_good(true, At::Tag(tag("COMMIT")), Cut::Before);

@@ -417,7 +417,7 @@ proptest! {
 
         let host = Host::new();
         let mut options = host.receive_options();
-        options.linger = Duration::ZERO;
+        options.tell_limit = Duration::ZERO;
         options.handshake_timeout = Duration::from_millis(200);
         let there = host.receiver_with(options);
         let mut socket = TcpStream::connect(&there.to).unwrap();

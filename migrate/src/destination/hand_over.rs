@@ -174,8 +174,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             self.session.forget(token);
         } else {
             wire.stream().close();
-            tracing::warn!(%token, "staying up to {:?} to tell the source", self.options.linger);
-            if !self.session.linger(self.options.linger, &self.control.stop) {
+            tracing::warn!(%token, "staying up to {:?} to tell the source", self.options.tell_limit);
+            if !self.session.await_told(self.options.tell_limit, &self.control.stop) {
                 tracing::warn!(
                     %token,
                     "the source was not told that the guest does not run here: if it is in doubt, \

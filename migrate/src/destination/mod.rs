@@ -50,7 +50,7 @@ pub struct Received<G: ?Sized> {
 /// waiting goes on; see `control.progress()` for them. A migration that fails before PREPARED
 /// leaves nothing here: its source has its guest and hears why, and the waiting goes on, unless
 /// [`ReceiveOptions::once`] is set. A failure after PREPARED ends this: then the guest does not run
-/// here and never will, which is made durable, and this stays [`ReceiveOptions::linger`] to tell
+/// here and never will, which is made durable, and this stays [`ReceiveOptions::tell_limit`] to tell
 /// the source.
 ///
 /// The listener's side costs one thread, and one for each caller while it introduces itself, in a

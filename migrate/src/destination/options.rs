@@ -34,7 +34,7 @@ pub struct ReceiveOptions {
     pub commit_deadline: Duration,
     /// How long a receiver that threw a prepared guest away stays to tell the source. 30 s, or 2 s
     /// once it is cancelled.
-    pub linger: Duration,
+    pub tell_limit: Duration,
     /// Take one source only: fail with it, wherever it fails before PREPARED, instead of waiting
     /// for another. False.
     pub once: bool,
@@ -51,7 +51,7 @@ impl ReceiveOptions {
             build_limit: Duration::from_secs(25),
             disk_limit: DISK_LIMIT,
             commit_deadline: Duration::from_secs(10),
-            linger: Duration::from_secs(30),
+            tell_limit: Duration::from_secs(30),
             once: false,
         }
     }

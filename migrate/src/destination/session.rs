@@ -20,9 +20,9 @@ use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder
 use crate::transport::link::SLICE;
 use crate::transport::stop::Stop;
 
-/// Time from the begin of [`Session::linger`] for a source to ask, also where the receiver is to stop:
+/// Time from the begin of [`Session::await_told`] for a source to ask, also where the receiver is to stop:
 /// a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
-const STOPPED_LINGER: Duration = Duration::from_secs(2);
+const STOPPED_LIMIT: Duration = Duration::from_secs(2);
 
 /// See the module.
 #[derive(Debug)]
@@ -214,15 +214,15 @@ impl Session {
     }
 
     /// Waits until a source has heard that the guest was discarded, at most `limit`, and at most
-    /// [`STOPPED_LINGER`] once this is to stop. Returns whether the source has heard.
-    pub(super) fn linger(&self, limit: Duration, stop: &Stop) -> bool {
+    /// [`STOPPED_LIMIT`] once this is to stop. Returns whether the source has heard.
+    pub(super) fn await_told(&self, limit: Duration, stop: &Stop) -> bool {
         let began = Instant::now();
         let mut state = self.lock();
         loop {
             if state.migration.as_ref().is_none_or(|s| s.told) {
                 return true;
             }
-            let limit = if stop.is_asked() { limit.min(STOPPED_LINGER) } else { limit };
+            let limit = if stop.is_asked() { limit.min(STOPPED_LIMIT) } else { limit };
             if began.elapsed() >= limit {
                 return false;
             }
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_before_lingering_leaves_the_source_time() {
+    fn stop_before_the_wait_leaves_the_source_time() {
         let dir = tempfile::tempdir().unwrap();
         let (session, token, stop) = (session(&dir), Token::random(), Stop::default());
         prepared(&session, token);
@@ -345,10 +345,10 @@ mod tests {
         stop.unseal();
         let began = Instant::now();
         // Nobody asks.
-        assert!(!session.linger(Duration::from_secs(600), &stop));
-        assert!(began.elapsed() >= STOPPED_LINGER, "a source may have been about to ask");
+        assert!(!session.await_told(Duration::from_secs(600), &stop));
+        assert!(began.elapsed() >= STOPPED_LIMIT, "a source may have been about to ask");
         session.told(token);
-        assert!(session.linger(Duration::from_secs(600), &stop));
+        assert!(session.await_told(Duration::from_secs(600), &stop));
     }
 
     fn files(dir: &tempfile::TempDir, end: &str) -> Vec<std::path::PathBuf> {

@@ -82,7 +82,7 @@ impl Host {
         let mut options = ReceiveOptions::new(self.destination_records());
         (options.commit_deadline, options.handshake_timeout) = (LONG, LONG);
         (options.progress_timeout, options.pace_window) = (LONG, LONG);
-        options.linger = Duration::from_secs(5);
+        options.tell_limit = Duration::from_secs(5);
         options
     }
 

@@ -55,7 +55,7 @@ pub(super) fn receive(args: ReceiveArgs) -> Result<ExitCode, Failure> {
     let memory = host.memory;
     let factory = Factory::new(host);
     let options = ReceiveOptions {
-        linger: args.linger,
+        tell_limit: args.linger,
         once: args.once,
         ..ReceiveOptions::new(&args.host.state_dir)
     };
