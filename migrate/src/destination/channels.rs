@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::Layout;
 use driftline_guest::Guest;
 
-use super::memory_writer::Placing;
+use super::memory_writer::MemoryWriter;
 use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_CONNECTIONS;
@@ -90,14 +90,14 @@ impl Shares {
         scope: &'scope Scope<'scope, '_>,
         wire: Wire<Link>,
         layout: Layout,
-        placing: &'scope Placing<'scope, G>,
+        memory: &'scope MemoryWriter<'scope, G>,
         progress_timeout: Duration,
     ) -> Result<(), Cause> {
         let (to, shared) = (self.to.clone(), self.shared.clone());
         let closer = wire.stream().closer();
         self.closers.push(closer.map_err(|cause| Cause::System { what: "joining", cause })?);
         let (inbound, unpacker) = (Inbound::shares(layout), Unpacker::new());
-        let share = Share { wire, inbound, placing, unpacker, progress_timeout, shared, to };
+        let share = Share { wire, inbound, memory, unpacker, progress_timeout, shared, to };
         std::thread::Builder::new()
             .name("migrate-share".into())
             .spawn_scoped(scope, move || share.run())
@@ -178,7 +178,7 @@ impl Drop for Shares {
 struct Share<'g, G: Guest + ?Sized> {
     wire: Wire<Link>,
     inbound: Inbound,
-    placing: &'g Placing<'g, G>,
+    memory: &'g MemoryWriter<'g, G>,
     unpacker: Unpacker,
     progress_timeout: Duration,
     shared: Arc<Shared>,
@@ -213,12 +213,12 @@ impl<G: Guest + ?Sized> Share<'_, G> {
                         return Err(WireError::Malformed { message: Tag::PassBegin, why }.into());
                     }
                 }
-                Step::Place { runs, contents } => self.placing.place(runs, contents)?,
+                Step::Place { runs, contents } => self.memory.place(runs, contents)?,
                 Step::Unpack { codec, runs, packed } => {
-                    self.placing.unpack(&mut self.unpacker, codec, runs, packed)?;
+                    self.memory.unpack(&mut self.unpacker, codec, runs, packed)?;
                 }
-                Step::Fetch { run } => self.placing.fetch(&mut self.wire, run)?,
-                Step::Zero { runs } => self.placing.zero(runs)?,
+                Step::Fetch { run } => self.memory.fetch(&mut self.wire, run)?,
+                Step::Zero { runs } => self.memory.zero(runs)?,
                 Step::Ack { pass, counts } => {
                     // The other end lives as long as this thread.
                     let _ = self.to.send(Done { pass, counts });

@@ -9,7 +9,7 @@ use driftline_dirty_tracker::{FrameRun, NoMemory, PAGE_SIZE, Subscription, Track
 use driftline_guest::{Guest, GuestRam};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::prealloc::Ahead;
+use super::prealloc::Prealloc;
 use crate::error::Cause;
 use crate::protocol::codec::Codec;
 use crate::protocol::digest;
@@ -24,30 +24,30 @@ const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 const PREPARE_FROM: u64 = 4;
 
 /// The memory of a guest that is arriving.
-pub(super) struct Placing<'g, G: Guest + ?Sized> {
+pub(super) struct MemoryWriter<'g, G: Guest + ?Sized> {
     guest: &'g G,
     ram: &'g GuestRam,
     /// Frames that content was or may have been written to: all others are zero already, and need not be written.
     written: Subscription,
     marks: Arc<Tracker>,
     /// Taken for a moment by each message.
-    ahead: Mutex<Ahead>,
+    prealloc: Mutex<Prealloc>,
 }
 
-impl<'g, G: Guest + ?Sized> Placing<'g, G> {
-    pub(super) fn new(guest: &'g G, ahead: Ahead) -> Result<Self, NoMemory> {
+impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
+    pub(super) fn new(guest: &'g G, prealloc: Prealloc) -> Result<Self, NoMemory> {
         let marks = Arc::new(Tracker::new(guest.layout().clone()));
         let written = marks.subscribe("received")?;
-        Ok(Self { guest, ram: guest.ram(), written, marks, ahead: Mutex::new(ahead) })
+        Ok(Self { guest, ram: guest.ram(), written, marks, prealloc: Mutex::new(prealloc) })
     }
 
-    fn ahead(&self) -> MutexGuard<'_, Ahead> {
-        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    fn prealloc(&self) -> MutexGuard<'_, Prealloc> {
+        self.prealloc.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// These frames will come.
     pub(super) fn expect(&self, runs: Runs<'_>) {
-        self.ahead().expect(runs.iter());
+        self.prealloc().expect(runs.iter());
     }
 
     /// What it knew of which frames were written to, when all have come.
@@ -57,7 +57,7 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
 
     /// Nothing more is prepared beforehand.
     pub(super) fn end_expecting(&self) {
-        self.ahead().end();
+        self.prealloc().end();
     }
 
     /// Writes `contents`, in this order, to the frames of `runs`; they are as long as the runs say.
@@ -103,9 +103,9 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
 
     /// Makes frames zero.
     pub(super) fn zero(&self, runs: Runs<'_>) -> Result<(), Cause> {
-        let mut ahead = self.ahead();
-        runs.iter().for_each(|run| ahead.arrived(run, false));
-        drop(ahead);
+        let mut prealloc = self.prealloc();
+        runs.iter().for_each(|run| prealloc.arrived(run, false));
+        drop(prealloc);
         for gfn in runs.iter().flat_map(|run| run.frames()) {
             if self.written.is_marked(gfn) {
                 self.write(gfn.gpa(), &ZEROS)?;
@@ -115,9 +115,9 @@ impl<'g, G: Guest + ?Sized> Placing<'g, G> {
     }
 
     fn arrived(&self, runs: impl Iterator<Item = FrameRun>) {
-        let mut ahead = self.ahead();
-        runs.for_each(|run| ahead.arrived(run, true));
-        ahead.go_on();
+        let mut prealloc = self.prealloc();
+        runs.for_each(|run| prealloc.arrived(run, true));
+        prealloc.go_on();
     }
 
     /// Has the host give memory to frames that have none yet. Before [`mark`](Self::mark), which says that they do.
@@ -190,31 +190,31 @@ mod tests {
     #[test]
     fn a_page_is_marked_before_it_is_written() {
         let guest = self::guest(64);
-        let (ahead, _preparer) = prealloc::pair();
-        let placing = Placing::new(&*guest, ahead).unwrap();
+        let (prealloc, _preallocator) = prealloc::pair();
+        let memory = MemoryWriter::new(&*guest, prealloc).unwrap();
         let run = FrameRun { start: Gfn(7), count: 1 };
         let mut wire = half_a_page(run);
         assert!(matches!(wire.recv().unwrap(), Message::Frames { run: said } if said == run));
-        placing.fetch(&mut wire, run).unwrap_err();
+        memory.fetch(&mut wire, run).unwrap_err();
         let mut page = [0; PAGE_SIZE as usize];
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
         assert_eq!(page[0], 0x5a, "half of it was written");
-        assert!(placing.written.is_marked(run.start), "FRAMES");
+        assert!(memory.written.is_marked(run.start), "FRAMES");
         let zero = zero_of(run);
         let Message::Zero { runs } = Message::parse(Tag::Zero, &zero).unwrap() else { panic!() };
-        placing.zero(runs).unwrap();
+        memory.zero(runs).unwrap();
         guest.ram().read_slice(&mut page, GuestAddress(run.start.gpa())).unwrap();
         assert_eq!(page, ZEROS);
 
         // A page whose write fails: this memory is shorter than the layout says.
         let short = self::guest(8);
-        let placing = Placing { ram: short.ram(), ..placing };
+        let memory = MemoryWriter { ram: short.ram(), ..memory };
         let run = FrameRun { start: Gfn(20), count: 1 };
         let mut pages = zero_of(run);
         pages.extend(ZEROS);
         let pages = Message::parse(Tag::Pages, &pages).unwrap();
         let Message::Pages { runs, contents } = pages else { panic!() };
-        placing.place(runs, contents).unwrap_err();
-        assert!(placing.written.is_marked(run.start), "PAGES");
+        memory.place(runs, contents).unwrap_err();
+        assert!(memory.written.is_marked(run.start), "PAGES");
     }
 }

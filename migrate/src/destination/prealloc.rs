@@ -1,7 +1,7 @@
 //! Memory for frames that are still to come: a thread has the host give it to them ahead of pass 0, so
 //! that they are not written one page fault after the other.
 //!
-//! EXPECT says what will come, and is only a word: so no more is prepared than [`AHEAD`] frames besides as many as
+//! EXPECT says what will come, and is only a word: so no more is prepared than [`WINDOW`] frames besides as many as
 //! have come with content. Frames that have come already, or that follow pass 0, are not prepared.
 
 use std::collections::VecDeque;
@@ -12,14 +12,14 @@ use driftline_dirty_tracker::{FrameRun, Gfn};
 use driftline_guest::Guest;
 
 /// 64 MiB: some tens of milliseconds of a fast link.
-const AHEAD: u64 = 16 << 10;
+const WINDOW: u64 = 16 << 10;
 
 /// Frames that are prepared by one call, 2 MiB and so a huge page: a migration that is over does not wait for more.
 const AT_ONCE: u64 = 512;
 
 /// What is expected, for the thread that receives.
-pub(super) struct Ahead {
-    /// As announced, less what the preparer has been told of.
+pub(super) struct Prealloc {
+    /// As announced, less what the preallocator has been told of.
     runs: VecDeque<FrameRun>,
     /// Where pass 0 is.
     reached: Gfn,
@@ -29,18 +29,19 @@ pub(super) struct Ahead {
 }
 
 /// The thread's half.
-pub(super) struct Preparer {
+pub(super) struct Preallocator {
     from: Receiver<FrameRun>,
 }
 
 /// Both halves.
-pub(super) fn pair() -> (Ahead, Preparer) {
-    let (to, from) = sync_channel((AHEAD / AT_ONCE) as usize);
-    let ahead = Ahead { runs: VecDeque::new(), reached: Gfn(0), credit: AHEAD, to: Some(to) };
-    (ahead, Preparer { from })
+pub(super) fn pair() -> (Prealloc, Preallocator) {
+    let (to, from) = sync_channel((WINDOW / AT_ONCE) as usize);
+    let prealloc =
+        Prealloc { runs: VecDeque::new(), reached: Gfn(0), credit: WINDOW, to: Some(to) };
+    (prealloc, Preallocator { from })
 }
 
-impl Ahead {
+impl Prealloc {
     /// These frames will come.
     pub(super) fn expect(&mut self, runs: impl Iterator<Item = FrameRun>) {
         self.runs.extend(runs);
@@ -53,14 +54,14 @@ impl Ahead {
         self.credit += if with_content { run.count } else { 0 };
     }
 
-    /// Tells the preparer of what it may prepare now.
+    /// Tells the preallocator of what it may prepare now.
     pub(super) fn go_on(&mut self) {
         while let (Some(run), Some(to)) = (self.runs.front_mut(), &self.to) {
             // Up to where a huge page can begin.
             let aligned = AT_ONCE - run.start.0 % AT_ONCE;
             let next = FrameRun { start: run.start, count: run.count.min(aligned) };
             if next.end() > self.reached {
-                // A preparer that is busy, or is not there, is told later, or never.
+                // A preallocator that is busy, or is not there, is told later, or never.
                 if next.count > self.credit || to.try_send(next).is_err() {
                     return;
                 }
@@ -80,7 +81,7 @@ impl Ahead {
     }
 }
 
-impl Preparer {
+impl Preallocator {
     /// Prepares frames of `guest` as it is told, until nothing is expected any more or all is `over`.
     pub(super) fn run<G: Guest + ?Sized>(self, guest: &G, over: &AtomicBool) {
         for run in self.from {
@@ -100,39 +101,39 @@ mod tests {
         FrameRun { start: Gfn(start), count }
     }
 
-    fn told(preparer: &Preparer) -> u64 {
-        preparer.from.try_iter().map(|run| run.count).sum()
+    fn told(preallocator: &Preallocator) -> u64 {
+        preallocator.from.try_iter().map(|run| run.count).sum()
     }
 
     #[test]
     fn a_word_gets_no_more_than_its_share_of_memory() {
-        let (mut ahead, preparer) = pair();
-        ahead.expect([run(0, 1 << 32)].into_iter());
-        assert_eq!(told(&preparer), AHEAD);
+        let (mut prealloc, preallocator) = pair();
+        prealloc.expect([run(0, 1 << 32)].into_iter());
+        assert_eq!(told(&preallocator), WINDOW);
         // Zeros, wherever they are, get nothing more.
-        ahead.arrived(run(1 << 20, 1 << 20), false);
-        ahead.go_on();
-        assert_eq!(told(&preparer), 0);
-        ahead.arrived(run(2 << 20, AT_ONCE), true);
-        ahead.go_on();
-        let next: Vec<FrameRun> = preparer.from.try_iter().collect();
+        prealloc.arrived(run(1 << 20, 1 << 20), false);
+        prealloc.go_on();
+        assert_eq!(told(&preallocator), 0);
+        prealloc.arrived(run(2 << 20, AT_ONCE), true);
+        prealloc.go_on();
+        let next: Vec<FrameRun> = preallocator.from.try_iter().collect();
         assert_eq!(next, [run((2 << 20) + AT_ONCE, AT_ONCE)], "what lies behind is passed over");
     }
 
     #[test]
     fn all_of_what_comes_in_order_is_prepared_but_what_has_come() {
-        let (mut ahead, preparer) = pair();
-        let expected = [run(10, 100), run(AHEAD, 3 * AHEAD + 7)];
-        ahead.expect(expected.into_iter());
-        let mut prepared = told(&preparer);
+        let (mut prealloc, preallocator) = pair();
+        let expected = [run(10, 100), run(WINDOW, 3 * WINDOW + 7)];
+        prealloc.expect(expected.into_iter());
+        let mut prepared = told(&preallocator);
         for piece in expected.into_iter().flat_map(|run| run.chunks(128)) {
-            ahead.arrived(piece, true);
-            ahead.go_on();
-            prepared += told(&preparer);
+            prealloc.arrived(piece, true);
+            prealloc.go_on();
+            prepared += told(&preallocator);
         }
-        assert_eq!(prepared, 100 + 3 * AHEAD + 7);
-        ahead.end();
-        ahead.expect([run(0, 9)].into_iter());
-        assert_eq!(told(&preparer), 0, "after its end nothing is prepared");
+        assert_eq!(prepared, 100 + 3 * WINDOW + 7);
+        prealloc.end();
+        prealloc.expect([run(0, 9)].into_iter());
+        assert_eq!(told(&preallocator), 0, "after its end nothing is prepared");
     }
 }

@@ -9,7 +9,7 @@ use driftline_guest::{Clock, Guest, GuestFactory, Section};
 
 use super::host::{Failed, Host};
 use super::listener::Incoming;
-use super::receive::{Assembly, Figures, Pace, Reading, Whole};
+use super::receive::{Figures, GuestReceiver, Pace, Reading, Whole};
 use super::setup::{Arrival, throw_away, words};
 use crate::error::Cause;
 use crate::protocol::error::WireError;
@@ -38,7 +38,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             progress_timeout: self.options.progress_timeout,
             joined: &|count| self.joined(*token, count),
         };
-        let received = Assembly::new(&**guest, drives, copies).run(wire, reading);
+        let received = GuestReceiver::new(&**guest, drives, copies).run(wire, reading);
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 

@@ -14,7 +14,7 @@ use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
 use super::channels::Shares;
 use super::copies::Copies;
-use super::memory_writer::Placing;
+use super::memory_writer::MemoryWriter;
 use super::prealloc;
 use crate::control::ReceiveControl;
 use crate::error::Cause;
@@ -109,7 +109,7 @@ struct Complete {
 }
 
 /// A guest whose memory is arriving.
-pub(super) struct Assembly<'g, G: Guest + ?Sized> {
+pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     guest: &'g G,
     inbound: Inbound,
     shares: Shares,
@@ -126,7 +126,7 @@ pub(super) struct Reading<'r> {
     pub(super) joined: &'r dyn Fn(u32) -> Result<Vec<Wire<Link>>, Cause>,
 }
 
-impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
+impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     /// `drives` come along, into `copies`.
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let inbound = Inbound::new(guest.layout().clone(), drives.to_vec());
@@ -135,23 +135,23 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
 
     /// Receives until the state is complete; acknowledges each pass.
     pub(super) fn run(self, wire: &mut Wire<Link>, reading: Reading<'_>) -> Result<Whole, Cause> {
-        let (ahead, preparer) = prealloc::pair();
+        let (prealloc, preallocator) = prealloc::pair();
         let over = AtomicBool::new(false);
         let (guest, over) = (self.guest, &over);
-        let placing = Placing::new(guest, ahead).map_err(|e| Cause::System {
+        let memory = MemoryWriter::new(guest, prealloc).map_err(|e| Cause::System {
             what: "noting what is received",
             cause: std::io::Error::other(e),
         })?;
         let complete = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("migrate-prepare".into());
             // Without it each frame gets its memory when it comes.
-            if let Err(e) = thread.spawn_scoped(scope, move || preparer.run(guest, over)) {
+            if let Err(e) = thread.spawn_scoped(scope, move || preallocator.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
-            self.receive(scope, wire, reading, &placing, over)
+            self.receive(scope, wire, reading, &memory, over)
         })?;
         let Complete { sections, is_restored, was_running, figures } = complete;
-        let written = placing.into_written();
+        let written = memory.into_written();
         Ok(Whole { sections, is_restored, was_running, figures, written })
     }
 
@@ -160,7 +160,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         scope: &'scope Scope<'scope, '_>,
         wire: &mut Wire<Link>,
         reading: Reading<'_>,
-        placing: &'scope Placing<'scope, G>,
+        memory: &'scope MemoryWriter<'scope, G>,
         over: &AtomicBool,
     ) -> Result<Complete, Cause>
     where
@@ -168,9 +168,9 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
     {
         let _over = SetAtEnd(over);
         // Or its thread would wait for more.
-        let _end = EndExpecting(placing);
+        let _end = EndPrealloc(memory);
         wire.stream_mut().set_bundle(Some(self.shares.bundle()));
-        let result = self.read(scope, wire, reading, placing, over);
+        let result = self.read(scope, wire, reading, memory, over);
         wire.stream_mut().set_bundle(None);
         result.map_err(|cause| self.shares.say_why(wire, cause))
     }
@@ -180,7 +180,7 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
         scope: &'scope Scope<'scope, '_>,
         wire: &mut Wire<Link>,
         reading: Reading<'_>,
-        placing: &'scope Placing<'scope, G>,
+        memory: &'scope MemoryWriter<'scope, G>,
         over: &AtomicBool,
     ) -> Result<Complete, Cause>
     where
@@ -204,12 +204,12 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
             }
             match self.inbound.on(message)? {
                 Step::Noted => {}
-                Step::Place { runs, contents } => placing.place(runs, contents)?,
+                Step::Place { runs, contents } => memory.place(runs, contents)?,
                 Step::Unpack { codec, runs, packed } => {
-                    placing.unpack(&mut unpacker, codec, runs, packed)?;
+                    memory.unpack(&mut unpacker, codec, runs, packed)?;
                 }
                 Step::Digest => {
-                    let digest = placing.digest()?;
+                    let digest = memory.digest()?;
                     wire.send(&Message::Digest(digest))?;
                     // The time of that is not the source's, which may be slower at its own.
                     let allowance = allowance(self.guest.layout().frames());
@@ -218,10 +218,10 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     pace = Pace::begin(pace.window.saturating_add(allowance));
                 }
                 Step::Fetch { run } => {
-                    placing.fetch(wire, run).map_err(|cause| self.slow(&pace, cause))?;
+                    memory.fetch(wire, run).map_err(|cause| self.slow(&pace, cause))?;
                 }
-                Step::Zero { runs } => placing.zero(runs)?,
-                Step::Prepare { runs } => placing.expect(runs),
+                Step::Zero { runs } => memory.zero(runs)?,
+                Step::Prepare { runs } => memory.expect(runs),
                 Step::Join { joined: count } => {
                     if self.shares.count() > 0 {
                         let why = "it was said before";
@@ -229,14 +229,14 @@ impl<'g, G: Guest + ?Sized> Assembly<'g, G> {
                     }
                     for share in joined(count)? {
                         let layout = self.guest.layout().clone();
-                        self.shares.add(scope, share, layout, placing, progress_timeout)?;
+                        self.shares.add(scope, share, layout, memory, progress_timeout)?;
                     }
                 }
                 // The source does not pay for the time that this host's disks take.
                 Step::Drive(step) => pace.allow(self.copies.take(step)?),
                 Step::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
-                    placing.end_expecting();
+                    memory.end_expecting();
                     if self.copies.settle()? {
                         pace.renew(self.moved_bytes());
                     }
@@ -338,9 +338,9 @@ impl Drop for SetAtEnd<'_> {
 }
 
 /// Ends the preparing when it goes.
-struct EndExpecting<'p, 'g, G: Guest + ?Sized>(&'p Placing<'g, G>);
+struct EndPrealloc<'p, 'g, G: Guest + ?Sized>(&'p MemoryWriter<'g, G>);
 
-impl<G: Guest + ?Sized> Drop for EndExpecting<'_, '_, G> {
+impl<G: Guest + ?Sized> Drop for EndPrealloc<'_, '_, G> {
     fn drop(&mut self) {
         self.0.end_expecting();
     }
