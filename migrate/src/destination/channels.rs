@@ -30,7 +30,7 @@ const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What all connections of one migration know.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct Common {
     bundle: Arc<Bundle>,
     /// Passes acknowledged.
     acknowledged: AtomicU32,
@@ -51,20 +51,20 @@ struct Done {
 
 /// The shares, for the thread that reads the first connection.
 #[derive(Debug)]
-pub(super) struct Shares {
+pub(super) struct Channels {
     count: usize,
     /// Their connections, to be closed.
     closers: Vec<Closer>,
     from: Receiver<Done>,
     to: SyncSender<Done>,
-    shared: Arc<Shared>,
+    shared: Arc<Common>,
 }
 
-impl Shares {
+impl Channels {
     /// None yet.
     pub(super) fn new() -> Self {
         let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(Common {
             bundle: Arc::default(),
             acknowledged: AtomicU32::new(0),
             moved: AtomicU64::new(0),
@@ -97,10 +97,10 @@ impl Shares {
         let closer = wire.stream().closer();
         self.closers.push(closer.map_err(|cause| Cause::System { what: "joining", cause })?);
         let (inbound, unpacker) = (Inbound::shares(layout), Unpacker::new());
-        let share = Share { wire, inbound, memory, unpacker, progress_timeout, shared, to };
+        let channel = Channel { wire, inbound, memory, unpacker, progress_timeout, shared, to };
         std::thread::Builder::new()
-            .name("migrate-share".into())
-            .spawn_scoped(scope, move || share.run())
+            .name("migrate-channel".into())
+            .spawn_scoped(scope, move || channel.run())
             .map_err(|cause| Cause::System { what: "starting a thread", cause })?;
         self.count += 1;
         Ok(())
@@ -166,7 +166,7 @@ impl Shares {
     }
 }
 
-impl Drop for Shares {
+impl Drop for Channels {
     /// Ends the threads at once: the guest may stand meanwhile.
     fn drop(&mut self) {
         self.shared.bundle.halt();
@@ -175,17 +175,17 @@ impl Drop for Shares {
 }
 
 /// One joined connection.
-struct Share<'g, G: Guest + ?Sized> {
+struct Channel<'g, G: Guest + ?Sized> {
     wire: Wire<Link>,
     inbound: Inbound,
     memory: &'g MemoryWriter<'g, G>,
     unpacker: Unpacker,
     progress_timeout: Duration,
-    shared: Arc<Shared>,
+    shared: Arc<Common>,
     to: SyncSender<Done>,
 }
 
-impl<G: Guest + ?Sized> Share<'_, G> {
+impl<G: Guest + ?Sized> Channel<'_, G> {
     fn run(mut self) {
         let Err(cause) = self.read() else { return };
         // After a halt it is that, and not a cause.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use driftline_dirty_tracker::{PAGE_SIZE, Subscription};
 use driftline_guest::{Clock, DriveHead, Guest, GuestError, Section};
 
-use super::channels::Shares;
+use super::channels::Channels;
 use super::copies::Copies;
 use super::memory_writer::MemoryWriter;
 use super::prealloc;
@@ -112,7 +112,7 @@ struct Complete {
 pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     guest: &'g G,
     inbound: Inbound,
-    shares: Shares,
+    channels: Channels,
     copies: &'g mut Copies,
 }
 
@@ -130,7 +130,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     /// `drives` come along, into `copies`.
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let inbound = Inbound::new(guest.layout().clone(), drives.to_vec());
-        Self { guest, inbound, shares: Shares::new(), copies }
+        Self { guest, inbound, channels: Channels::new(), copies }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
@@ -169,10 +169,10 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         let _over = SetAtEnd(over);
         // Or its thread would wait for more.
         let _end = EndPrealloc(memory);
-        wire.stream_mut().set_bundle(Some(self.shares.bundle()));
+        wire.stream_mut().set_bundle(Some(self.channels.bundle()));
         let result = self.read(scope, wire, reading, memory, over);
         wire.stream_mut().set_bundle(None);
-        result.map_err(|cause| self.shares.say_why(wire, cause))
+        result.map_err(|cause| self.channels.say_why(wire, cause))
     }
 
     fn read<'scope>(
@@ -196,9 +196,9 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
             wire.stream_mut().set_deadline(Some(pace.until));
             let message = wire.recv().map_err(|e| pace.judge(e, self.moved_bytes()))?;
             if let Message::PassEnd { pass, .. } = &message
-                && self.shares.count() > 0
+                && self.channels.count() > 0
             {
-                let others = self.shares.await_end(*pass, pace.until);
+                let others = self.channels.await_end(*pass, pace.until);
                 let others = others.map_err(|cause| self.slow(&pace, cause))?;
                 self.inbound.count_others(others);
             }
@@ -223,13 +223,13 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                 Step::Zero { runs } => memory.zero(runs)?,
                 Step::Prepare { runs } => memory.expect(runs),
                 Step::Join { joined: count } => {
-                    if self.shares.count() > 0 {
+                    if self.channels.count() > 0 {
                         let why = "it was said before";
                         return Err(WireError::Malformed { message: Tag::Connections, why }.into());
                     }
-                    for share in joined(count)? {
+                    for wire in joined(count)? {
                         let layout = self.guest.layout().clone();
-                        self.shares.add(scope, share, layout, memory, progress_timeout)?;
+                        self.channels.add(scope, wire, layout, memory, progress_timeout)?;
                     }
                 }
                 // The source does not pay for the time that this host's disks take.
@@ -240,9 +240,9 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                     if self.copies.settle()? {
                         pace.renew(self.moved_bytes());
                     }
-                    self.shares.acknowledge();
+                    self.channels.acknowledge();
                     wire.send(&Message::PassAck { pass, counts })?;
-                    let received = wire.received_bytes() + self.shares.received_bytes();
+                    let received = wire.received_bytes() + self.channels.received_bytes();
                     let (bytes, time) = (received - before.0, before.1.elapsed());
                     before = (received, Instant::now());
                     if !restored && restoring.is_none() {
@@ -251,7 +251,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         awake = Some(Instant::now());
                         heap::grow();
                     }
-                    moved_elsewhere = self.shares.moved_bytes();
+                    moved_elsewhere = self.channels.moved_bytes();
                     let rate = per_second(bytes, time);
                     control.update(|p| p.link_rate_bytes_per_s = rate);
                 }
@@ -274,17 +274,17 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         totals: self.inbound.totals(),
                         drive_totals: self.inbound.drive_totals(),
                         passes: self.inbound.passes(),
-                        joined_bytes: self.shares.received_bytes(),
+                        joined_bytes: self.channels.received_bytes(),
                     };
                     return Ok(Complete { sections, is_restored: restored, was_running, figures });
                 }
             }
             pace.note(self.moved_bytes());
-            let received = wire.received_bytes() + self.shares.received_bytes();
+            let received = wire.received_bytes() + self.channels.received_bytes();
             control.update(|p| {
                 p.sent_bytes = received;
                 let (pass, left) = self.inbound.under_way();
-                let elsewhere = (self.shares.moved_bytes() - moved_elsewhere) / PAGE_SIZE;
+                let elsewhere = (self.channels.moved_bytes() - moved_elsewhere) / PAGE_SIZE;
                 (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
             });
         }
@@ -317,7 +317,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     /// Over all connections. The shares of completed passes are in the first connection's totals
     /// too: they only make a pace look better that is good.
     fn moved_bytes(&self) -> u64 {
-        self.inbound.moved_bytes().saturating_add(self.shares.moved_bytes())
+        self.inbound.moved_bytes().saturating_add(self.channels.moved_bytes())
     }
 
     fn slow(&self, pace: &Pace, cause: Cause) -> Cause {

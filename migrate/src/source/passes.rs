@@ -189,7 +189,7 @@ impl<'a> Passes<'a> {
             let mut threads = Vec::with_capacity(joined.len());
             for (which, (wire, sender)) in (1..).zip(joined.iter_mut().zip(&mut self.joined)) {
                 wire.stream_mut().set_bundle(Some(bundle.clone()));
-                let thread = std::thread::Builder::new().name("migrate-share".into());
+                let thread = std::thread::Builder::new().name("migrate-channel".into());
                 let span = tracing::Span::current();
                 let run = move || {
                     span.in_scope(|| heard(which, send_share(wire, sender, pass, next, limit)))
