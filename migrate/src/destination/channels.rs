@@ -18,7 +18,7 @@ use crate::error::Cause;
 use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::message::Counts;
-use crate::protocol::stream_state::{Inbound, Step};
+use crate::protocol::stream_state::{Step, StreamState};
 use crate::protocol::tag::Tag;
 use crate::transport::channels::Bundle;
 use crate::transport::compression::Unpacker;
@@ -96,8 +96,8 @@ impl Channels {
         let (to, shared) = (self.to.clone(), self.shared.clone());
         let closer = wire.stream().closer();
         self.closers.push(closer.map_err(|cause| Cause::System { what: "joining", cause })?);
-        let (inbound, unpacker) = (Inbound::shares(layout), Unpacker::new());
-        let channel = Channel { wire, inbound, memory, unpacker, progress_timeout, shared, to };
+        let (stream, unpacker) = (StreamState::shares(layout), Unpacker::new());
+        let channel = Channel { wire, stream, memory, unpacker, progress_timeout, shared, to };
         std::thread::Builder::new()
             .name("migrate-channel".into())
             .spawn_scoped(scope, move || channel.run())
@@ -177,7 +177,7 @@ impl Drop for Channels {
 /// One joined connection.
 struct Channel<'g, G: Guest + ?Sized> {
     wire: Wire<Link>,
-    inbound: Inbound,
+    stream: StreamState,
     memory: &'g MemoryWriter<'g, G>,
     unpacker: Unpacker,
     progress_timeout: Duration,
@@ -200,14 +200,14 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
     fn read(&mut self) -> Result<(), Cause> {
         self.wire.stream_mut().set_bundle(Some(self.shared.bundle.clone()));
         loop {
-            let in_pass = self.inbound.is_in_pass();
+            let in_pass = self.stream.is_in_pass();
             let progress_timeout = if in_pass { self.progress_timeout } else { UNLIMITED };
             self.wire.stream_mut().set_progress_timeout(progress_timeout);
-            let (moved, received) = (self.inbound.moved_bytes(), self.wire.received_bytes());
+            let (moved, received) = (self.stream.moved_bytes(), self.wire.received_bytes());
             let message = self.wire.recv()?;
-            match self.inbound.on(message)? {
+            match self.stream.on(message)? {
                 Step::Noted => {
-                    let begun = self.inbound.passes();
+                    let begun = self.stream.passes();
                     if begun > self.shared.acknowledged.load(Ordering::Acquire) {
                         let why = "the pass before it was not acknowledged";
                         return Err(WireError::Malformed { message: Tag::PassBegin, why }.into());
@@ -223,7 +223,7 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
                     // The other end lives as long as this thread.
                     let _ = self.to.send(Done { pass, counts });
                 }
-                // `Inbound` lets none of them through here.
+                // `StreamState` lets none of them through here.
                 Step::Prepare { .. }
                 | Step::Join { .. }
                 | Step::Drive(_)
@@ -234,7 +234,7 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
                 }
             }
             let (moved, received) =
-                (self.inbound.moved_bytes() - moved, self.wire.received_bytes() - received);
+                (self.stream.moved_bytes() - moved, self.wire.received_bytes() - received);
             self.shared.moved.fetch_add(moved, Ordering::Relaxed);
             self.shared.received.fetch_add(received, Ordering::Relaxed);
         }

@@ -8,7 +8,7 @@ use crate::protocol::error::WireError;
 use crate::protocol::ids::Token;
 use crate::protocol::message::{DriveMessage, Message, StateDigest};
 use crate::protocol::stream_state::DriveStep;
-use crate::protocol::stream_state::{Inbound, Step};
+use crate::protocol::stream_state::{Step, StreamState};
 use crate::transport::compression::Unpacker;
 use crate::transport::error::TransportError;
 use crate::transport::wire::Wire;
@@ -79,11 +79,11 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     }
     let memory_frames = layout.frames();
     let drive_count = drives.len();
-    let mut inbound = Inbound::new(layout, drives);
+    let mut stream = StreamState::new(layout, drives);
     let mut content_crc = 0;
     let mut unpacker = Unpacker::new();
     let (sections, was_running) = loop {
-        match inbound.on(wire.recv()?)? {
+        match stream.on(wire.recv()?)? {
             Step::Place { contents, .. } | Step::Drive(DriveStep::Place { contents, .. }) => {
                 content_crc = crc32c::crc32c_append(content_crc, contents);
             }
@@ -109,7 +109,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
             | Step::Ack { .. } => {}
         }
     };
-    let (totals, blocks) = (inbound.totals(), inbound.drive_totals());
+    let (totals, blocks) = (stream.totals(), stream.drive_totals());
     // A stream may well end here: COMMIT is said only to a destination that is prepared.
     let mut late = None;
     let committed = loop {
@@ -125,7 +125,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         token,
         config_bytes,
         memory_frames,
-        passes: inbound.passes(),
+        passes: stream.passes(),
         normal_frames: totals.normal,
         zero_frames: totals.zero,
         drives: drive_count,

@@ -22,7 +22,7 @@ use crate::heap;
 use crate::protocol::digest::allowance;
 use crate::protocol::error::WireError;
 use crate::protocol::message::{Counts, Message};
-use crate::protocol::stream_state::{Inbound, Step};
+use crate::protocol::stream_state::{Step, StreamState};
 use crate::protocol::tag::Tag;
 use crate::report::per_second;
 use crate::transport::compression::Unpacker;
@@ -111,7 +111,7 @@ struct Complete {
 /// A guest whose memory is arriving.
 pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     guest: &'g G,
-    inbound: Inbound,
+    stream: StreamState,
     channels: Channels,
     copies: &'g mut Copies,
 }
@@ -129,8 +129,8 @@ pub(super) struct Reading<'r> {
 impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     /// `drives` come along, into `copies`.
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
-        let inbound = Inbound::new(guest.layout().clone(), drives.to_vec());
-        Self { guest, inbound, channels: Channels::new(), copies }
+        let stream = StreamState::new(guest.layout().clone(), drives.to_vec());
+        Self { guest, stream, channels: Channels::new(), copies }
     }
 
     /// Receives until the state is complete; acknowledges each pass.
@@ -200,9 +200,9 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
             {
                 let others = self.channels.await_end(*pass, pace.until);
                 let others = others.map_err(|cause| self.slow(&pace, cause))?;
-                self.inbound.count_others(others);
+                self.stream.count_others(others);
             }
-            match self.inbound.on(message)? {
+            match self.stream.on(message)? {
                 Step::Noted => {}
                 Step::Place { runs, contents } => memory.place(runs, contents)?,
                 Step::Unpack { codec, runs, packed } => {
@@ -271,9 +271,9 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         restored = true;
                     }
                     let figures = Figures {
-                        totals: self.inbound.totals(),
-                        drive_totals: self.inbound.drive_totals(),
-                        passes: self.inbound.passes(),
+                        totals: self.stream.totals(),
+                        drive_totals: self.stream.drive_totals(),
+                        passes: self.stream.passes(),
                         joined_bytes: self.channels.received_bytes(),
                     };
                     return Ok(Complete { sections, is_restored: restored, was_running, figures });
@@ -283,7 +283,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
             let received = wire.received_bytes() + self.channels.received_bytes();
             control.update(|p| {
                 p.sent_bytes = received;
-                let (pass, left) = self.inbound.under_way();
+                let (pass, left) = self.stream.under_way();
                 let elsewhere = (self.channels.moved_bytes() - moved_elsewhere) / PAGE_SIZE;
                 (p.pass, p.remaining_frames) = (pass, left.saturating_sub(elsewhere));
             });
@@ -317,7 +317,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     /// Over all connections. The shares of completed passes are in the first connection's totals
     /// too: they only make a pace look better that is good.
     fn moved_bytes(&self) -> u64 {
-        self.inbound.moved_bytes().saturating_add(self.channels.moved_bytes())
+        self.stream.moved_bytes().saturating_add(self.channels.moved_bytes())
     }
 
     fn slow(&self, pace: &Pace, cause: Cause) -> Cause {

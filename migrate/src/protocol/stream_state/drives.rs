@@ -10,9 +10,9 @@ use crate::protocol::error::WireError;
 use crate::protocol::message::{Counts, DriveMessage, Runs};
 use crate::protocol::tag::Tag;
 
-/// What may come of the drives that go along: the pure half, as `Inbound` is of memory.
+/// What may come of the drives that go along: the pure half, as `StreamState` is of memory.
 #[derive(Debug)]
-pub(crate) struct InboundDrives {
+pub(crate) struct DriveStreamState {
     heads: Vec<DriveHead>,
     /// Of the pass under way.
     counts: Counts,
@@ -32,7 +32,7 @@ pub(crate) enum DriveStep<'a> {
     Zero { drive: usize, runs: Runs<'a> },
 }
 
-impl InboundDrives {
+impl DriveStreamState {
     pub(crate) fn new(heads: Vec<DriveHead>) -> Self {
         let (counts, totals) = Default::default();
         Self { heads, counts, ended: false, totals }
@@ -136,13 +136,13 @@ mod tests {
     use super::*;
     use crate::protocol::message::{Message, RawRun, blocks_head};
 
-    fn inbound() -> InboundDrives {
+    fn stream() -> DriveStreamState {
         let head = |id: &str, bytes| DriveHead { id: id.into(), bytes, readonly: false };
-        InboundDrives::new(vec![head("a", 4 * PAGE_SIZE), head("b", 512)])
+        DriveStreamState::new(vec![head("a", 4 * PAGE_SIZE), head("b", 512)])
     }
 
     fn zeros(
-        inbound: &mut InboundDrives,
+        stream: &mut DriveStreamState,
         drive: u32,
         start: u64,
         count: u64,
@@ -152,19 +152,19 @@ mod tests {
         let Message::Drive(message) = Message::parse(Tag::BlockZeros, &bytes)? else {
             panic!("another message");
         };
-        inbound.on(7, message).map(drop)
+        stream.on(7, message).map(drop)
     }
 
-    fn end(inbound: &mut InboundDrives, pass: u32, zero: u64) -> Result<(), WireError> {
+    fn end(stream: &mut DriveStreamState, pass: u32, zero: u64) -> Result<(), WireError> {
         let counts = Counts { normal: 0, zero };
-        inbound.on(7, DriveMessage::BlocksEnd { pass, counts }).map(drop)
+        stream.on(7, DriveMessage::BlocksEnd { pass, counts }).map(drop)
     }
 
     #[test]
     fn blocks_lie_in_a_drive_that_goes_along() {
-        let mut inbound = inbound();
-        zeros(&mut inbound, 0, 0, 4).unwrap();
-        zeros(&mut inbound, 1, 0, 1).unwrap();
+        let mut stream = stream();
+        zeros(&mut stream, 0, 0, 4).unwrap();
+        zeros(&mut stream, 1, 0, 1).unwrap();
         for (drive, start, count, why) in [
             (2, 0, 1, "names drive 2, and 2 go along"),
             (u32::MAX, 0, 1, "names drive 4294967295, and 2 go along"),
@@ -173,31 +173,31 @@ mod tests {
             (1, 0, 2, "of disk \"b\", which has 1"),
             (0, u64::MAX, u64::MAX, "of disk \"a\", which has 4"),
         ] {
-            let said = zeros(&mut self::inbound(), drive, start, count).unwrap_err().to_string();
+            let said = zeros(&mut self::stream(), drive, start, count).unwrap_err().to_string();
             assert!(said.contains(why), "{said}");
         }
     }
 
     #[test]
     fn a_pass_has_as_many_blocks_as_was_said_and_no_more_than_there_are() {
-        let mut inbound = inbound();
-        zeros(&mut inbound, 0, 0, 4).unwrap();
-        zeros(&mut inbound, 0, 0, 1).unwrap();
-        let said = zeros(&mut inbound, 0, 0, 1).unwrap_err().to_string();
+        let mut stream = stream();
+        zeros(&mut stream, 0, 0, 4).unwrap();
+        zeros(&mut stream, 0, 0, 1).unwrap();
+        let said = zeros(&mut stream, 0, 0, 1).unwrap_err().to_string();
         assert_eq!(said, "1 blocks in the rest of the pass, more than the 0 allowed");
-        assert!(inbound.end_pass().is_err(), "their end was not said");
-        assert!(end(&mut inbound, 6, 5).unwrap_err().to_string().contains("number of the pass"));
-        assert!(end(&mut inbound, 7, 4).unwrap_err().to_string().contains("blocks of zeros"));
-        end(&mut inbound, 7, 5).unwrap();
-        assert!(zeros(&mut inbound, 0, 0, 1).unwrap_err().to_string().contains("PASS_END was"));
-        assert_eq!(inbound.end_pass().unwrap(), 5);
-        assert_eq!((inbound.totals().zero, inbound.moved_bytes()), (5, 5 * PAGE_SIZE));
-        zeros(&mut inbound, 0, 0, 4).unwrap();
+        assert!(stream.end_pass().is_err(), "their end was not said");
+        assert!(end(&mut stream, 6, 5).unwrap_err().to_string().contains("number of the pass"));
+        assert!(end(&mut stream, 7, 4).unwrap_err().to_string().contains("blocks of zeros"));
+        end(&mut stream, 7, 5).unwrap();
+        assert!(zeros(&mut stream, 0, 0, 1).unwrap_err().to_string().contains("PASS_END was"));
+        assert_eq!(stream.end_pass().unwrap(), 5);
+        assert_eq!((stream.totals().zero, stream.moved_bytes()), (5, 5 * PAGE_SIZE));
+        zeros(&mut stream, 0, 0, 4).unwrap();
     }
 
     #[test]
     fn without_a_list_nothing_of_drives_may_come() {
-        let mut none = InboundDrives::new(Vec::new());
+        let mut none = DriveStreamState::new(Vec::new());
         assert!(zeros(&mut none, 0, 0, 1).unwrap_err().to_string().contains("and 0 go along"));
         assert!(end(&mut none, 7, 0).unwrap_err().to_string().starts_with("BLOCKS_END came"));
         assert_eq!(none.end_pass().unwrap(), 0);

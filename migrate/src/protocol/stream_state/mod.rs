@@ -31,13 +31,13 @@ use crate::protocol::limits::{
 use crate::protocol::message::{Counts, Message, Runs};
 use crate::protocol::tag::Tag;
 pub(crate) use drives::DriveStep;
-use drives::InboundDrives;
+use drives::DriveStreamState;
 
 /// The receiving side's place in the stream.
 #[derive(Debug)]
-pub(crate) struct Inbound {
+pub(crate) struct StreamState {
     layout: Layout,
-    drives: InboundDrives,
+    drives: DriveStreamState,
     /// Of a connection that has joined: a pass may have fewer frames here than it has in all.
     shares: bool,
     /// A digest was asked for, which costs time: once is enough.
@@ -102,13 +102,13 @@ pub(crate) enum Step<'a> {
     Complete { sections: Arc<[Section]>, was_running: bool },
 }
 
-impl Inbound {
+impl StreamState {
     /// `drives` come along.
     pub(crate) fn new(layout: Layout, drives: Vec<DriveHead>) -> Self {
         let (stage, totals, sections) = (Stage::Between, Counts::default(), Vec::new());
         Self {
             layout,
-            drives: InboundDrives::new(drives),
+            drives: DriveStreamState::new(drives),
             shares: false,
             verified: false,
             stage,
@@ -362,133 +362,133 @@ mod tests {
 
     const FRAMES: u64 = 4;
 
-    fn inbound() -> Inbound {
+    fn stream() -> StreamState {
         let slot = Slot { id: SlotId(0), base: Gfn(0), frames: FRAMES };
-        Inbound::new(Layout::new([slot]).unwrap(), Vec::new())
+        StreamState::new(Layout::new([slot]).unwrap(), Vec::new())
     }
 
     /// One whole pass of `frames` zero frames.
-    fn pass(inbound: &mut Inbound, pass: u32, frames: u64) -> Result<(), WireError> {
-        inbound.on(Message::PassBegin { pass, frames })?;
+    fn pass(stream: &mut StreamState, pass: u32, frames: u64) -> Result<(), WireError> {
+        stream.on(Message::PassBegin { pass, frames })?;
         if frames > 0 {
             let run = RawRun::from(FrameRun { start: Gfn(0), count: frames });
             let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
-            inbound.on(Message::parse(Tag::Zero, &bytes)?)?;
+            stream.on(Message::parse(Tag::Zero, &bytes)?)?;
         }
         let counts = Counts { normal: 0, zero: frames };
-        inbound.on(Message::PassEnd { pass, counts })?;
+        stream.on(Message::PassEnd { pass, counts })?;
         Ok(())
     }
 
     #[test]
     fn what_is_expected_is_bounded_by_memory_and_comes_before_the_first_pass() {
-        let mut inbound = inbound();
-        let expect = |inbound: &mut Inbound, start, count| {
+        let mut stream = stream();
+        let expect = |stream: &mut StreamState, start, count| {
             let run = RawRun::from(FrameRun { start: Gfn(start), count });
             let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
-            inbound.on(Message::parse(Tag::Expect, &bytes)?).map(|_| ())
+            stream.on(Message::parse(Tag::Expect, &bytes)?).map(|_| ())
         };
-        expect(&mut inbound, 0, 3).unwrap();
-        let e = expect(&mut inbound, 1, 2).unwrap_err().to_string();
+        expect(&mut stream, 0, 3).unwrap();
+        let e = expect(&mut stream, 1, 2).unwrap_err().to_string();
         assert!(e.starts_with("2 expected frames in the rest of memory"), "{e}");
-        let e = expect(&mut inbound, 3, 2).unwrap_err().to_string();
+        let e = expect(&mut stream, 3, 2).unwrap_err().to_string();
         assert!(e.contains("EXPECT"), "{e}");
-        expect(&mut inbound, 3, 1).unwrap();
-        pass(&mut inbound, 0, 4).unwrap();
-        let e = expect(&mut inbound, 0, 1).unwrap_err().to_string();
+        expect(&mut stream, 3, 1).unwrap();
+        pass(&mut stream, 0, 4).unwrap();
+        let e = expect(&mut stream, 0, 1).unwrap_err().to_string();
         assert!(e.contains("EXPECT"), "{e}");
     }
 
     #[test]
     fn passes_are_bounded() {
-        let mut inbound = inbound();
+        let mut stream = stream();
         for n in 0..MAX_PASSES {
-            pass(&mut inbound, n, 1).unwrap();
+            pass(&mut stream, n, 1).unwrap();
         }
-        let e = pass(&mut inbound, MAX_PASSES, 1).unwrap_err().to_string();
+        let e = pass(&mut stream, MAX_PASSES, 1).unwrap_err().to_string();
         assert_eq!(e, "4097 passes, more than the 4096 allowed");
     }
 
     #[test]
     fn empty_passes_are_bounded_also_between_others() {
-        let mut inbound = inbound();
+        let mut stream = stream();
         let mut n = 0;
         for _ in 0..MAX_EMPTY_PASSES {
-            pass(&mut inbound, n, 0).unwrap();
-            pass(&mut inbound, n + 1, 2).unwrap();
+            pass(&mut stream, n, 0).unwrap();
+            pass(&mut stream, n + 1, 2).unwrap();
             n += 2;
         }
-        let e = pass(&mut inbound, n, 0).unwrap_err().to_string();
+        let e = pass(&mut stream, n, 0).unwrap_err().to_string();
         assert_eq!(e, "17 empty passes, more than the 16 allowed");
     }
 
     #[test]
     fn state_may_come_before_the_last_pass_and_only_there() {
-        let mut inbound = inbound();
-        pass(&mut inbound, 0, 2).unwrap();
+        let mut stream = stream();
+        pass(&mut stream, 0, 2).unwrap();
         let section = || Section::new(driftline_guest::SectionTag(7), 0, vec![1]);
-        inbound.on(Message::State(section())).unwrap();
-        let step = inbound.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
+        stream.on(Message::State(section())).unwrap();
+        let step = stream.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
         assert!(
             matches!(step, Step::Restore { sections, frames: 0 } if sections[..] == [section()])
         );
-        let e = inbound.on(Message::State(section())).unwrap_err().to_string();
+        let e = stream.on(Message::State(section())).unwrap_err().to_string();
         assert!(e.contains("STATE"), "{e}");
         let counts = Counts::default();
-        inbound.on(Message::PassEnd { pass: 1, counts }).unwrap();
+        stream.on(Message::PassEnd { pass: 1, counts }).unwrap();
         for more in
             [Message::PassBegin { pass: 2, frames: 0 }, Message::State(section()), Message::Verify]
         {
-            let e = inbound.on(more).unwrap_err().to_string();
+            let e = stream.on(more).unwrap_err().to_string();
             assert!(e.contains("STATE_END"), "{e}");
         }
         let end = |sections| {
             let counts = Counts { normal: 0, zero: 2 };
             Message::StateEnd { sections, was_running: true, counts }
         };
-        let step = inbound.on(end(1)).unwrap();
+        let step = stream.on(end(1)).unwrap();
         assert!(matches!(step, Step::Complete { sections, .. } if sections.len() == 1));
     }
 
     #[test]
     fn a_state_that_is_whole_can_be_restored_before_the_last_pass_begins() {
-        let mut inbound = inbound();
-        pass(&mut inbound, 0, 2).unwrap();
+        let mut stream = stream();
+        pass(&mut stream, 0, 2).unwrap();
         let section = || Section::new(driftline_guest::SectionTag(7), 0, vec![1]);
         let whole = |sections| Message::StateWhole { sections, frames: 3 };
-        let e = inbound.on(whole(0)).unwrap_err().to_string();
+        let e = stream.on(whole(0)).unwrap_err().to_string();
         assert!(e.contains("STATE_WHOLE came where"), "{e}");
-        inbound.on(Message::State(section())).unwrap();
-        let e = inbound.on(whole(2)).unwrap_err().to_string();
+        stream.on(Message::State(section())).unwrap();
+        let e = stream.on(whole(2)).unwrap_err().to_string();
         assert!(e.contains("2 by the peer's count and 1 by this side's"), "{e}");
-        let step = inbound.on(whole(1)).unwrap();
+        let step = stream.on(whole(1)).unwrap();
         assert!(
             matches!(step, Step::Restore { sections, frames: 3 } if sections[..] == [section()])
         );
         for more in [Message::State(section()), whole(1), Message::Verify] {
-            let e = inbound.on(more).unwrap_err().to_string();
+            let e = stream.on(more).unwrap_err().to_string();
             assert!(e.contains("where PASS_BEGIN was expected"), "{e}");
         }
         let counts = Counts::default();
-        let begun = inbound.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
+        let begun = stream.on(Message::PassBegin { pass: 1, frames: 0 }).unwrap();
         assert!(matches!(begun, Step::Noted), "it is restored once");
-        inbound.on(Message::PassEnd { pass: 1, counts }).unwrap();
+        stream.on(Message::PassEnd { pass: 1, counts }).unwrap();
         let counts = Counts { normal: 0, zero: 2 };
         let end = Message::StateEnd { sections: 1, was_running: true, counts };
-        let step = inbound.on(end).unwrap();
+        let step = stream.on(end).unwrap();
         assert!(matches!(step, Step::Complete { sections, .. } if sections.len() == 1));
     }
 
     #[test]
     fn what_has_moved_counts_frames_at_once_and_state() {
-        let mut inbound = inbound();
-        pass(&mut inbound, 0, 3).unwrap();
-        assert_eq!(inbound.moved_bytes(), 3 * PAGE_SIZE);
-        inbound.on(Message::PassBegin { pass: 1, frames: 2 }).unwrap();
-        assert_eq!(inbound.moved_bytes(), 3 * PAGE_SIZE, "what is announced has not come");
+        let mut stream = stream();
+        pass(&mut stream, 0, 3).unwrap();
+        assert_eq!(stream.moved_bytes(), 3 * PAGE_SIZE);
+        stream.on(Message::PassBegin { pass: 1, frames: 2 }).unwrap();
+        assert_eq!(stream.moved_bytes(), 3 * PAGE_SIZE, "what is announced has not come");
         let run = RawRun::from(FrameRun { start: Gfn(1), count: 1 });
         let bytes = [runs_head(1).as_bytes(), run.as_bytes()].concat();
-        inbound.on(Message::parse(Tag::Zero, &bytes).unwrap()).unwrap();
-        assert_eq!(inbound.moved_bytes(), 4 * PAGE_SIZE);
+        stream.on(Message::parse(Tag::Zero, &bytes).unwrap()).unwrap();
+        assert_eq!(stream.moved_bytes(), 4 * PAGE_SIZE);
     }
 }
