@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::channels::Channels;
 use super::job::{Failed, Job};
-use super::paused_guest::Sealed;
+use super::paused_guest::SealedGuest;
 use super::precopy::Stats;
 use super::record::SealedRecord;
 use super::switch_over::{Ready, Spent};
@@ -33,7 +33,7 @@ const QUERY_LIMIT: Duration = Duration::from_secs(3);
 
 /// The guest behind its durable record: from here on it may be the destination's.
 pub(super) struct Handed<'a, G: Guest + ?Sized> {
-    sealed: Sealed<'a, G>,
+    sealed: SealedGuest<'a, G>,
     record: SealedRecord,
     state: Source,
     order: SourceOrder,
@@ -63,17 +63,17 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         channels: &mut Channels,
         ready: Ready<'a, G>,
     ) -> Result<Handed<'a, G>, Failed> {
-        let Ready { held, record, stats, totals, drive_totals, spent } = ready;
+        let Ready { paused, record, stats, totals, drive_totals, spent } = ready;
         // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
         if let Some(cause) = gone(&mut channels.first) {
-            return Err(held.give_up(cause));
+            return Err(paused.give_up(cause));
         }
         if !self.control.stop.seal() {
-            return Err(held.give_up(Cause::Cancelled));
+            return Err(paused.give_up(Cause::Cancelled));
         }
-        let paused_at = (held.since(), held.since_by_clock());
+        let paused_at = (paused.since(), paused.since_by_clock());
         let (record, state, order) = record.seal();
-        let sealed = held.seal(&record);
+        let sealed = paused.seal(&record);
         let figures = Figures { stats, totals, drive_totals };
         Ok(Handed { sealed, record, state, order, paused_at, figures, spent })
     }

@@ -1,6 +1,6 @@
 //! The source of a migration: `send`, and the phases that it goes through.
 //!
-//! One thread, the caller's, does everything: it owns the connection, the subscription and the held
+//! One thread, the caller's, does everything: it owns the connection, the subscription and the paused
 //! guest. Before COMMIT every failure gives the guest back here; after it only the state machine's
 //! permits decide (see `protocol::two_phase`).
 

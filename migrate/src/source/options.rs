@@ -8,7 +8,7 @@ use crate::policy::convergence::{Goals, Reason, TimeoutStrategy};
 use crate::protocol::limits::MAX_PASSES;
 use crate::transport::compression::Compression;
 
-/// The least bandwidth, bytes/s, that a migration can be held to: a message of memory takes a second then, and a
+/// The least bandwidth, bytes/s, that a migration can be limited to: a message of memory takes a second then, and a
 /// destination waits ten for one.
 pub const MIN_BANDWIDTH: u64 = 1 << 20;
 
@@ -38,7 +38,7 @@ pub struct SendOptions {
     pub verify: bool,
     /// Drives that go along, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,
-    /// Whether vCPUs that write are held back, by short holds, when passes do not shrink (see
+    /// Whether vCPUs that write are throttled when passes do not shrink (see
     /// [`throttle`](crate::policy::throttle)). They are.
     pub throttle: bool,
     /// Time for a connection to be made. 10 s.

@@ -1,7 +1,7 @@
-//! The guest while it is held at its source: before the hand-over record, and after it.
+//! The guest while it is paused at its source: before the hand-over record, and after it.
 //!
-//! [`Held`] gives the guest back by itself, whatever path is left by an error or a panic. Sealing it
-//! needs a durable record and makes it [`Sealed`], which never lets the guest run without a permit
+//! [`PausedGuest`] gives the guest back by itself, whatever path is left by an error or a panic. Sealing it
+//! needs a durable record and makes it [`SealedGuest`], which never lets the guest run without a permit
 //! of the state machine.
 
 use std::time::{Instant, SystemTime};
@@ -16,7 +16,7 @@ use crate::protocol::two_phase::{MayEnd, MayRunHere};
 
 /// A paused guest that is certainly this host's.
 #[must_use = "dropping this gives the guest back"]
-pub(super) struct Held<'g, G: Guest + ?Sized> {
+pub(super) struct PausedGuest<'g, G: Guest + ?Sized> {
     guest: &'g G,
     /// Until the guest is given back or sealed.
     paused: Option<Paused<'g, G>>,
@@ -26,7 +26,7 @@ pub(super) struct Held<'g, G: Guest + ?Sized> {
     clock: SystemTime,
 }
 
-impl<'g, G: Guest + ?Sized> Held<'g, G> {
+impl<'g, G: Guest + ?Sized> PausedGuest<'g, G> {
     /// Pauses the guest and saves its state.
     pub(super) fn saving(guest: &'g G) -> Result<(Self, SavedState), GuestError> {
         let (since, clock) = (Instant::now(), SystemTime::now());
@@ -86,15 +86,15 @@ impl<'g, G: Guest + ?Sized> Held<'g, G> {
     }
 
     /// PREPARED came: from here on the guest may be the destination's, as its record says.
-    pub(super) fn seal(mut self, _proof: &SealedRecord) -> Sealed<'g, G> {
+    pub(super) fn seal(mut self, _proof: &SealedRecord) -> SealedGuest<'g, G> {
         if let Some(paused) = self.paused.take() {
             paused.keep_paused();
         }
-        Sealed { guest: self.guest, was_running: self.was_running }
+        SealedGuest { guest: self.guest, was_running: self.was_running }
     }
 }
 
-impl<G: Guest + ?Sized> Drop for Held<'_, G> {
+impl<G: Guest + ?Sized> Drop for PausedGuest<'_, G> {
     fn drop(&mut self) {
         if let Err(e) = self.take_back() {
             tracing::error!(vm = %self.guest.vm_id(), "the guest stays paused: {e}");
@@ -111,12 +111,12 @@ fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
 
 /// A paused guest that another host may run. Dropping it leaves it paused.
 #[must_use = "the guest stays paused until the machine says whose it is"]
-pub(super) struct Sealed<'g, G: Guest + ?Sized> {
+pub(super) struct SealedGuest<'g, G: Guest + ?Sized> {
     guest: &'g G,
     was_running: bool,
 }
 
-impl<G: Guest + ?Sized> Sealed<'_, G> {
+impl<G: Guest + ?Sized> SealedGuest<'_, G> {
     /// The guest is this host's again.
     pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> Failed {
         let resumed = self.guest.acquire().and_then(|()| match self.was_running {

@@ -12,7 +12,7 @@ use super::drives::Drives;
 use super::job::{Failed, Job};
 use super::limit::Limit;
 use super::passes::{PassDone, PassSent, Passes};
-use super::paused_guest::Held;
+use super::paused_guest::PausedGuest;
 use super::precopy::{Copied, Stats};
 use super::record::StandingRecord;
 use super::verify::Verifier;
@@ -26,9 +26,9 @@ use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// The destination has everything and is prepared; the guest here is held, and the record stands.
+/// The destination has everything and is prepared; the guest here is paused, and the record stands.
 pub(super) struct Ready<'a, G: Guest + ?Sized> {
-    pub(super) held: Held<'a, G>,
+    pub(super) paused: PausedGuest<'a, G>,
     pub(super) record: StandingRecord,
     pub(super) stats: Stats,
     /// Frames of all passes.
@@ -93,19 +93,19 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             left,
         } = copied;
         // State first: saving it may make the host write into guest memory.
-        let (mut held, saved) = Held::saving(self.guest)?;
+        let (mut paused, saved) = PausedGuest::saving(self.guest)?;
         // Should the guest go on here after all, it does so at full speed.
         drop(throttled);
         let sections = match saved {
             Ok(sections) => sections,
-            Err(e) => return Err(held.give_up(e)),
+            Err(e) => return Err(paused.give_up(e)),
         };
         let mut limit = self.options.pause_limit(&stats.reason);
         if verifier.is_some() {
             limit = limit.saturating_add(allowance(self.guest.layout().frames()));
         }
-        let limit = Limit::of_pause(held.since(), limit);
-        let (pass, laps) = (stats.passes.len() as u32, Laps::begin(held.since()));
+        let limit = Limit::of_pause(paused.since(), limit);
+        let (pass, laps) = (stats.passes.len() as u32, Laps::begin(paused.since()));
         let mut rest = Rest {
             job: self,
             limit,
@@ -119,26 +119,26 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             left,
             laps,
         };
-        let last = match limit.hold(channels, |channels| rest.send(channels, &mut held)) {
+        let last = match limit.hold(channels, |channels| rest.send(channels, &mut paused)) {
             Ok(last) => last,
-            Err(cause) => return Err(held.give_up(cause)),
+            Err(cause) => return Err(paused.give_up(cause)),
         };
         // It does already, unless digests had to be compared first.
         let record = match record.stand() {
             Ok(record) => record,
-            Err(cause) => return Err(held.give_up(cause)),
+            Err(cause) => return Err(paused.give_up(cause)),
         };
         rest.laps.end("recorded");
         let prepared = limit.hold(channels, |channels| {
-            rest.await_prepared(&mut channels.first, &held, last, &mut stats)
+            rest.await_prepared(&mut channels.first, &paused, last, &mut stats)
         });
         let named = match prepared {
             Ok(site) => site,
-            Err(cause) => return Err(held.give_up(cause)),
+            Err(cause) => return Err(paused.give_up(cause)),
         };
         if record.site() != named {
             let why = "PREPARED names another site than READY";
-            return Err(held.give_up(WireError::Malformed { message: Tag::Prepared, why }));
+            return Err(paused.give_up(WireError::Malformed { message: Tag::Prepared, why }));
         }
         let (totals, drive_totals) = (rest.passes.totals, rest.drives.totals);
         let Rest { writes, verifier, drives, passes, sections, .. } = rest;
@@ -149,13 +149,17 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             _passes: passes,
             _sections: sections,
         };
-        Ok(Ready { held, record, stats, totals, drive_totals, spent })
+        Ok(Ready { paused, record, stats, totals, drive_totals, spent })
     }
 }
 
 impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
     /// Sends everything, and has the last pass acknowledged.
-    fn send(&mut self, channels: &mut Channels, held: &mut Held<'a, G>) -> Result<LastPass, Cause> {
+    fn send(
+        &mut self,
+        channels: &mut Channels,
+        paused: &mut PausedGuest<'a, G>,
+    ) -> Result<LastPass, Cause> {
         self.laps.end("saved");
         // The destination restores the state while the rest comes; where digests are compared only
         // afterwards, because restoring may write into memory, too.
@@ -164,17 +168,17 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         if early {
             self.send_early_state(&mut channels.first)?;
         }
-        let (epoch, sent) = self.send_last_pass(channels, held)?;
+        let (epoch, sent) = self.send_last_pass(channels, paused)?;
         let wire = &mut channels.first;
         let digest = self.digest(wire)?;
         if !early {
             send_sections(wire, &self.sections)?;
         }
         let (sections, counts) = (self.sections.len() as u32, self.passes.totals);
-        wire.send(&Message::StateEnd { sections, was_running: held.was_running(), counts })?;
+        wire.send(&Message::StateEnd { sections, was_running: paused.was_running(), counts })?;
         wire.stream().set_cork(false);
         self.laps.end("sent");
-        held.release()?;
+        paused.release()?;
         self.laps.end("released");
         let state_digest = StateDigest::of(&self.sections);
         // Heard only now: the way there and back is not worth a pause of its own.
@@ -203,9 +207,9 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
     fn send_last_pass(
         &mut self,
         channels: &mut Channels,
-        held: &Held<'a, G>,
+        paused: &PausedGuest<'a, G>,
     ) -> Result<(Epoch, PassSent), Cause> {
-        let epoch = held.drain(&mut self.writes)?;
+        let epoch = paused.drain(&mut self.writes)?;
         self.laps.end("drained");
         // The devices stand: nothing is under way any more.
         self.drives.drain();
@@ -251,7 +255,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
     fn await_prepared(
         &mut self,
         wire: &mut Wire<Link>,
-        held: &Held<'a, G>,
+        paused: &PausedGuest<'a, G>,
         last: LastPass,
         stats: &mut Stats,
     ) -> Result<Uuid, Cause> {
@@ -274,7 +278,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         same("the state's digest", state_digest.into(), says.digest.into())?;
         same("the count of frames with content", ours.normal, says.counts.normal)?;
         same("the count of zero frames", ours.zero, says.counts.zero)?;
-        let late = held.detach()?;
+        let late = paused.detach()?;
         fits("what came late for the guest", late.len() as u64, MAX_LATE as u64)?;
         wire.send(&Message::Late(&late))?;
         Ok(says.site)
