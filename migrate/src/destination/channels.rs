@@ -20,7 +20,7 @@ use crate::protocol::limits::MAX_CONNECTIONS;
 use crate::protocol::message::Counts;
 use crate::protocol::stream_state::{Step, StreamState};
 use crate::protocol::tag::Tag;
-use crate::transport::channels::Bundle;
+use crate::transport::channels::ChannelGroup;
 use crate::transport::compression::Unpacker;
 use crate::transport::link::{Closer, Link, SLICE};
 use crate::transport::wire::Wire;
@@ -31,7 +31,7 @@ const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 /// What all connections of one migration know.
 #[derive(Debug)]
 pub(super) struct Common {
-    bundle: Arc<Bundle>,
+    group: Arc<ChannelGroup>,
     /// Passes acknowledged.
     acknowledged: AtomicU32,
     /// Bytes of memory, zero frames included, that have come over shares.
@@ -65,7 +65,7 @@ impl Channels {
     pub(super) fn new() -> Self {
         let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
         let shared = Arc::new(Common {
-            bundle: Arc::default(),
+            group: Arc::default(),
             acknowledged: AtomicU32::new(0),
             moved: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -75,8 +75,8 @@ impl Channels {
     }
 
     /// What makes the first connection one of them.
-    pub(super) fn bundle(&self) -> Arc<Bundle> {
-        self.shared.bundle.clone()
+    pub(super) fn group(&self) -> Arc<ChannelGroup> {
+        self.shared.group.clone()
     }
 
     /// How many have joined.
@@ -121,7 +121,7 @@ impl Channels {
                         .into());
                     }
                 }
-                if self.shared.bundle.is_halted() {
+                if self.shared.group.is_halted() {
                     let why =
                         std::io::Error::other("another connection of this migration has ended");
                     return Err(WireError::from(why).into());
@@ -169,7 +169,7 @@ impl Channels {
 impl Drop for Channels {
     /// Ends the threads at once: the guest may stand meanwhile.
     fn drop(&mut self) {
-        self.shared.bundle.halt();
+        self.shared.group.halt();
         self.closers.iter().for_each(Closer::close);
     }
 }
@@ -189,16 +189,16 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
     fn run(mut self) {
         let Err(cause) = self.read() else { return };
         // After a halt it is that, and not a cause.
-        if !self.shared.bundle.is_halted() {
+        if !self.shared.group.is_halted() {
             let mut fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner);
             fault.get_or_insert(cause);
             drop(fault);
-            self.shared.bundle.halt();
+            self.shared.group.halt();
         }
     }
 
     fn read(&mut self) -> Result<(), Cause> {
-        self.wire.stream_mut().set_bundle(Some(self.shared.bundle.clone()));
+        self.wire.stream_mut().set_group(Some(self.shared.group.clone()));
         loop {
             let in_pass = self.stream.is_in_pass();
             let progress_timeout = if in_pass { self.progress_timeout } else { UNLIMITED };

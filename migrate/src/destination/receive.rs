@@ -169,9 +169,9 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         let _over = SetAtEnd(over);
         // Or its thread would wait for more.
         let _end = EndPrealloc(memory);
-        wire.stream_mut().set_bundle(Some(self.channels.bundle()));
+        wire.stream_mut().set_group(Some(self.channels.group()));
         let result = self.read(scope, wire, reading, memory, over);
-        wire.stream_mut().set_bundle(None);
+        wire.stream_mut().set_group(None);
         result.map_err(|cause| self.channels.say_why(wire, cause))
     }
 

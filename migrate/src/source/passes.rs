@@ -21,7 +21,7 @@ use crate::protocol::error::WireError;
 use crate::protocol::limits::MAX_PAGES;
 use crate::protocol::message::{Counts, Message};
 use crate::report::{PassReport, ms, per_second};
-use crate::transport::channels::Bundle;
+use crate::transport::channels::ChannelGroup;
 use crate::transport::compression::{Compression, Packer};
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
@@ -164,7 +164,7 @@ impl<'a> Passes<'a> {
         chunks: impl Iterator<Item = FrameRun> + Send,
         limit: Limit,
     ) -> Result<Counts, Cause> {
-        let bundle = Arc::new(Bundle::default());
+        let group = Arc::new(ChannelGroup::default());
         let of = channels.count();
         let Channels { first: wire, joined } = channels;
         let chunks = Mutex::new(chunks);
@@ -179,16 +179,16 @@ impl<'a> Passes<'a> {
                     0 => cause,
                     _ => Cause::Connection { which: which + 1, of, cause: Box::new(cause) },
                 });
-                bundle.halt();
+                group.halt();
                 Counts::default()
             }
         };
         let mut counts = Counts::default();
-        wire.stream_mut().set_bundle(Some(bundle.clone()));
+        wire.stream_mut().set_group(Some(group.clone()));
         std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(joined.len());
             for (which, (wire, sender)) in (1..).zip(joined.iter_mut().zip(&mut self.joined)) {
-                wire.stream_mut().set_bundle(Some(bundle.clone()));
+                wire.stream_mut().set_group(Some(group.clone()));
                 let thread = std::thread::Builder::new().name("migrate-channel".into());
                 let span = tracing::Span::current();
                 let run = move || {
@@ -209,7 +209,7 @@ impl<'a> Passes<'a> {
                 }
             }
         });
-        wire.stream_mut().set_bundle(None);
+        wire.stream_mut().set_group(None);
         match fault.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(cause) => Err(cause),
             None => Ok(counts),

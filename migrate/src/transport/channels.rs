@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// What the connections of one migration share, while there are several.
 #[derive(Debug, Default)]
-pub(crate) struct Bundle {
+pub(crate) struct ChannelGroup {
     halted: AtomicBool,
     /// Grows with every read and write of any of them.
     progress: AtomicU64,
 }
 
-impl Bundle {
+impl ChannelGroup {
     /// Ends any wait of any of them, within [`SLICE`](super::link::SLICE).
     pub(crate) fn halt(&self) {
         self.halted.store(true, Ordering::Relaxed);

@@ -13,7 +13,7 @@ use socket2::{SockRef, TcpKeepalive};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile};
 
-use super::channels::Bundle;
+use super::channels::ChannelGroup;
 use super::stop::Stop;
 
 /// How long a stop request may go unnoticed.
@@ -30,7 +30,7 @@ pub(crate) struct Link {
     stop: Arc<Stop>,
     progress_timeout: Duration,
     deadline: Option<Instant>,
-    bundle: Option<Arc<Bundle>>,
+    group: Option<Arc<ChannelGroup>>,
 }
 
 impl Link {
@@ -46,7 +46,7 @@ impl Link {
         stream.set_write_timeout(Some(SLICE))?;
         let probe = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
         SockRef::from(&stream).set_tcp_keepalive(&probe)?;
-        Ok(Self { stream, stop, progress_timeout, deadline: None, bundle: None })
+        Ok(Self { stream, stop, progress_timeout, deadline: None, group: None })
     }
 
     /// Connects to `peer` ("HOST:PORT", with or without "tcp:"), trying each of its addresses.
@@ -97,8 +97,8 @@ impl Link {
     }
 
     /// Makes this connection one of several: each other's progress counts for its progress timeout, and each ends with the others.
-    pub(crate) fn set_bundle(&mut self, bundle: Option<Arc<Bundle>>) {
-        self.bundle = bundle;
+    pub(crate) fn set_group(&mut self, group: Option<Arc<ChannelGroup>>) {
+        self.group = group;
     }
 
     /// Another handle to the same connection, to close it by.
@@ -109,7 +109,7 @@ impl Link {
     /// Whether a wait would end at once: a stop request, another connection's end, or the deadline.
     pub(crate) fn is_over(&self) -> bool {
         self.stop.is_cancelled()
-            || self.bundle.as_ref().is_some_and(|bundle| bundle.is_halted())
+            || self.group.as_ref().is_some_and(|group| group.is_halted())
             || self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
@@ -145,7 +145,7 @@ impl Link {
     /// From now on a stop request is no reason to fail, and everything ends after [`CLOSING_LIMIT`].
     pub(crate) fn begin_closing(&mut self) {
         self.stop = Arc::default();
-        self.bundle = None;
+        self.group = None;
         self.set_cork(false);
         self.deadline = Some(Instant::now() + CLOSING_LIMIT);
     }
@@ -213,12 +213,12 @@ impl Link {
     ) -> io::Result<T> {
         let begun = Instant::now();
         let mut limit = begun + self.progress_timeout;
-        let mut seen = self.bundle.as_ref().map_or(0, |bundle| bundle.progress());
+        let mut seen = self.group.as_ref().map_or(0, |group| group.progress());
         loop {
             if self.stop.is_cancelled() {
                 return Err(cancelled());
             }
-            if self.bundle.as_ref().is_some_and(|bundle| bundle.is_halted()) {
+            if self.group.as_ref().is_some_and(|group| group.is_halted()) {
                 return Err(io::Error::other("another connection of this migration has ended"));
             }
             // A peer that trickles always makes progress: the deadline comes before any of it.
@@ -228,8 +228,8 @@ impl Link {
             match attempt(&mut self.stream) {
                 Err(e) if waits(&e) => {}
                 done => {
-                    if let Some(bundle) = &self.bundle {
-                        bundle.note_progress();
+                    if let Some(group) = &self.group {
+                        group.note_progress();
                     }
                     return done;
                 }
@@ -237,7 +237,7 @@ impl Link {
             if Instant::now() < limit {
                 continue;
             }
-            match self.bundle.as_ref().map(|bundle| bundle.progress()) {
+            match self.group.as_ref().map(|group| group.progress()) {
                 Some(progress) if progress != seen => {
                     (seen, limit) = (progress, Instant::now() + self.progress_timeout);
                 }
