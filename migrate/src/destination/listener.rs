@@ -1,7 +1,7 @@
 //! The listener: accepts connections, and answers each or passes it to the receiving thread.
 //!
 //! One thread accepts connections. A short-lived thread serves each, in a bounded number of
-//! [places](super::places), so that a silent caller keeps no other waiting. The first source whose
+//! [places](super::admission), so that a silent caller keeps no other waiting. The first source whose
 //! CONFIG has come gets the session, and the others are refused. Questions are answered, and every
 //! other caller is turned away. The listener outlives the migration: it answers questions until it
 //! is dropped.
@@ -18,7 +18,7 @@ use driftline_format::{FormatError, Header};
 use driftline_guest::DriveHead;
 use socket2::SockRef;
 
-use super::places::{Place, Places, Stage};
+use super::admission::{Admission, Admitted, Stage};
 use super::session::Session;
 use crate::control::ReceiveControl;
 use crate::log_limit::LogLimit;
@@ -99,7 +99,7 @@ struct Listener {
     stop: Arc<Stop>,
     progress_timeout: Duration,
     handshake: Duration,
-    places: Arc<Places>,
+    places: Arc<Admission>,
 }
 
 /// Starts to listen: sources come out of the channel.
@@ -157,7 +157,7 @@ impl Listener {
     /// Gives a connection a place and a thread.
     fn receive(self: &Arc<Self>, stream: TcpStream, from: IpAddr) -> io::Result<()> {
         let came = Instant::now();
-        let Some(server) = self.places.server() else {
+        let Some(server) = self.places.serving_thread() else {
             return Err(io::Error::other("too many connections are about to end"));
         };
         let mut link = Link::new(stream, self.progress_timeout, self.stop.clone())?;
@@ -171,7 +171,7 @@ impl Listener {
         Ok(())
     }
 
-    fn serve(&self, link: Link, place: &Place, came: Instant) {
+    fn serve(&self, link: Link, place: &Admitted, came: Instant) {
         let peer = link.peer();
         let mut wire = Wire::new(link);
         let mut stage = Stage::Undecided;
@@ -205,7 +205,7 @@ impl Listener {
     }
 
     /// Waits, after an answer that settles the migration, for the source to acknowledge it.
-    fn await_end(&self, wire: &mut Wire<Link>, place: &Place, token: Token, verdict: Verdict) {
+    fn await_end(&self, wire: &mut Wire<Link>, place: &Admitted, token: Token, verdict: Verdict) {
         wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
         let heard = match wire.recv() {
             Ok(Message::Ended { token: ended }) if ended == token => {
@@ -252,7 +252,7 @@ impl Listener {
     }
 
     /// Serves a source: reads its CONFIG, and gives it the session if that is still free.
-    fn source(&self, mut wire: Wire<Link>, header: Header, place: &Place, came: Instant) {
+    fn source(&self, mut wire: Wire<Link>, header: Header, place: &Admitted, came: Instant) {
         let peer = wire.stream().peer();
         let refuse = |mut wire: Wire<Link>, reason: &str| {
             self.refused(Stage::Source, &peer, reason);
@@ -303,7 +303,7 @@ impl Listener {
     }
 
     /// Serves one more connection of the migration under way: passes it to the receiving thread.
-    fn join(&self, mut wire: Wire<Link>, place: &Place) -> Result<(), WireError> {
+    fn join(&self, mut wire: Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(&mut wire)?;
         let token = match wire.recv()? {
             Message::Join { token } => token,
@@ -331,7 +331,7 @@ impl Listener {
     }
 
     /// Answers a question.
-    fn answer(&self, wire: &mut Wire<Link>, place: &Place) -> Result<(), WireError> {
+    fn answer(&self, wire: &mut Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(wire)?;
         let (token, site) = match wire.recv()? {
             Message::Query { token, site } => (token, site),
@@ -361,12 +361,12 @@ const DISPLACED: &str = "it gave way to another connection: too many were open";
 
 /// Gives up the place of a connection that the session accepts. One that is refused keeps its place
 /// until it has heard so: another connection can displace it, and its thread is not one more.
-fn leave(place: &Place) -> Result<(), String> {
+fn leave(place: &Admitted) -> Result<(), String> {
     if place.leave() { Ok(()) } else { Err(DISPLACED.to_owned()) }
 }
 
 /// Why a connection has ended.
-fn said(e: &WireError, place: &Place) -> String {
+fn said(e: &WireError, place: &Admitted) -> String {
     if place.is_displaced() { DISPLACED.to_owned() } else { e.to_string() }
 }
 

@@ -3,6 +3,7 @@
 //! The caller's thread owns the connection and the guest being built. It lets the guest run only
 //! with the permit of the state machine (`protocol::two_phase`), which needs a decision that stands.
 
+mod admission;
 mod building;
 mod channels;
 mod copies;
@@ -12,7 +13,6 @@ mod inspect;
 mod listener;
 mod memory_writer;
 mod options;
-mod places;
 mod prealloc;
 mod precopy;
 mod receive;

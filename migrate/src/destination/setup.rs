@@ -8,10 +8,10 @@ use driftline_dirty_tracker::Layout;
 use driftline_format::Header;
 use driftline_guest::{DriveHead, Guest, GuestFactory};
 
+use super::admission::Stage;
 use super::copies::Copies;
 use super::host::{Failed, Host};
 use super::listener::{self, Caller, Incoming};
-use super::places::Stage;
 use crate::control::{Phase, Progress};
 use crate::error::Cause;
 use crate::log_limit::LogLimit;

@@ -1,7 +1,7 @@
 //! The bounded number of connections that are served at once, and which of them gives way.
 //!
 //! A connection is first in [`Stage::Undecided`], and with its first message in the stage of its purpose.
-//! Each stage has [`PLACES`] of its own, so that connections of one kind keep none of another out. In a full
+//! Each stage has [`MAX_PER_STAGE`] places of its own, so that connections of one kind keep none of another out. In a full
 //! stage a newcomer displaces the oldest connection of the address that has most of them: callers who hold
 //! many connections and say nothing displace their own.
 
@@ -13,10 +13,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::transport::link::{Closer, Link};
 
 /// Connections of each stage.
-pub(super) const PLACES: usize = 16;
+pub(super) const MAX_PER_STAGE: usize = 16;
 
 /// Threads that serve connections, those of displaced ones that are about to end among them.
-const THREADS: usize = 8 * PLACES;
+const THREADS: usize = 8 * MAX_PER_STAGE;
 
 /// What is known of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,12 +33,12 @@ pub(super) enum Stage {
 
 /// The places of one listener.
 #[derive(Debug, Default)]
-pub(super) struct Places(Mutex<Taken>);
+pub(super) struct Admission(Mutex<Entries>);
 
 #[derive(Debug, Default)]
-struct Taken {
+struct Entries {
     /// Ascending by the time at which each came into its stage.
-    places: Vec<Entry>,
+    all: Vec<Entry>,
     /// Their number is the next one's name.
     named: u64,
     threads: usize,
@@ -55,79 +55,79 @@ struct Entry {
 
 /// A connection's place; given back however its thread ends.
 #[derive(Debug)]
-pub(super) struct Place {
-    places: Arc<Places>,
+pub(super) struct Admitted {
+    places: Arc<Admission>,
     name: u64,
     displaced: Arc<AtomicBool>,
 }
 
 /// A thread that serves a connection, counted until it ends.
 #[derive(Debug)]
-pub(super) struct Server(Arc<Places>);
+pub(super) struct ServingThread(Arc<Admission>);
 
-impl Places {
-    fn lock(&self) -> MutexGuard<'_, Taken> {
+impl Admission {
+    fn lock(&self) -> MutexGuard<'_, Entries> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts one more thread, unless there are too many.
-    pub(super) fn server(self: &Arc<Self>) -> Option<Server> {
-        let mut taken = self.lock();
-        if taken.threads == THREADS {
+    pub(super) fn serving_thread(self: &Arc<Self>) -> Option<ServingThread> {
+        let mut entries = self.lock();
+        if entries.threads == THREADS {
             return None;
         }
-        taken.threads += 1;
-        Some(Server(self.clone()))
+        entries.threads += 1;
+        Some(ServingThread(self.clone()))
     }
 
     /// A place for a new connection from `from`.
-    pub(super) fn admit(self: &Arc<Self>, link: &Link, from: IpAddr) -> io::Result<Place> {
+    pub(super) fn admit(self: &Arc<Self>, link: &Link, from: IpAddr) -> io::Result<Admitted> {
         let (closer, displaced) = (link.closer()?, Arc::new(AtomicBool::new(false)));
-        let mut taken = self.lock();
-        taken.named += 1;
-        let (name, stage, network) = (taken.named, Stage::Undecided, network(from));
-        taken.enter(Entry { name, stage, network, closer, displaced: displaced.clone() });
-        Ok(Place { places: self.clone(), name, displaced })
+        let mut entries = self.lock();
+        entries.named += 1;
+        let (name, stage, network) = (entries.named, Stage::Undecided, network(from));
+        entries.enter(Entry { name, stage, network, closer, displaced: displaced.clone() });
+        Ok(Admitted { places: self.clone(), name, displaced })
     }
 }
 
-impl Taken {
+impl Entries {
     /// Takes a place in the entry's stage, that of another one if it has to.
     fn enter(&mut self, entry: Entry) {
         let of_stage = |e: &&Entry| e.stage == entry.stage;
-        if self.places.iter().filter(of_stage).count() == PLACES {
+        if self.all.iter().filter(of_stage).count() == MAX_PER_STAGE {
             let same = |network: IpAddr| {
-                let others = self.places.iter().filter(of_stage);
+                let others = self.all.iter().filter(of_stage);
                 others.filter(|e| e.network == network).count()
                     + usize::from(entry.network == network)
             };
             // The first of those that have as many: the oldest.
-            let most = self.places.iter().filter(of_stage).map(|e| same(e.network)).max();
+            let most = self.all.iter().filter(of_stage).map(|e| same(e.network)).max();
             let gives_way = |e: &Entry| e.stage == entry.stage && Some(same(e.network)) == most;
-            if let Some(at) = self.places.iter().position(gives_way) {
-                let displaced = self.places.remove(at);
+            if let Some(at) = self.all.iter().position(gives_way) {
+                let displaced = self.all.remove(at);
                 displaced.displaced.store(true, Ordering::SeqCst);
                 displaced.closer.close();
             }
         }
-        self.places.push(entry);
+        self.all.push(entry);
     }
 }
 
-impl Place {
+impl Admitted {
     /// The first message has come: from now on the connection is one of `stage`. False if it was displaced.
     pub(super) fn advance(&self, stage: Stage) -> bool {
-        let mut taken = self.places.lock();
-        let at = taken.places.iter().position(|e| e.name == self.name);
-        at.map(|at| taken.places.remove(at)).map(|e| taken.enter(Entry { stage, ..e })).is_some()
+        let mut entries = self.places.lock();
+        let at = entries.all.iter().position(|e| e.name == self.name);
+        at.map(|at| entries.all.remove(at)).map(|e| entries.enter(Entry { stage, ..e })).is_some()
     }
 
     /// From now on nobody displaces the connection, which has a bound of its own. False if it was displaced.
     pub(super) fn leave(&self) -> bool {
-        let mut taken = self.places.lock();
-        let before = taken.places.len();
-        taken.places.retain(|e| e.name != self.name);
-        taken.places.len() < before
+        let mut entries = self.places.lock();
+        let before = entries.all.len();
+        entries.all.retain(|e| e.name != self.name);
+        entries.all.len() < before
     }
 
     /// Whether another connection has displaced this one. Its end is then this side's doing.
@@ -136,13 +136,13 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Admitted {
     fn drop(&mut self) {
         self.leave();
     }
 }
 
-impl Drop for Server {
+impl Drop for ServingThread {
     fn drop(&mut self) {
         self.0.lock().threads -= 1;
     }
@@ -165,7 +165,7 @@ mod tests {
 
     struct Callers {
         listener: TcpListener,
-        places: Arc<Places>,
+        places: Arc<Admission>,
         links: Vec<Link>,
     }
 
@@ -175,7 +175,7 @@ mod tests {
             Self { listener, places: Arc::default(), links: Vec::new() }
         }
 
-        fn call(&mut self, from: &str) -> Place {
+        fn call(&mut self, from: &str) -> Admitted {
             let _caller = TcpStream::connect(self.listener.local_addr().unwrap()).unwrap();
             let (stream, _) = self.listener.accept().unwrap();
             let link = Link::new(stream, Duration::from_secs(1), Arc::default()).unwrap();
@@ -189,11 +189,11 @@ mod tests {
     fn the_oldest_of_the_most_crowded_address_gives_way() {
         let mut callers = Callers::new();
         let single = callers.call("10.0.0.1");
-        let many: Vec<Place> = (1..PLACES).map(|_| callers.call("10.0.0.2")).collect();
+        let many: Vec<Admitted> = (1..MAX_PER_STAGE).map(|_| callers.call("10.0.0.2")).collect();
         assert!(many.iter().all(|place| !place.is_displaced()));
         let third = callers.call("10.0.0.3");
         let again = callers.call("10.0.0.2");
-        let displaced: Vec<bool> = many.iter().map(Place::is_displaced).collect();
+        let displaced: Vec<bool> = many.iter().map(Admitted::is_displaced).collect();
         assert_eq!(displaced[..3], [true, true, false]);
         assert!([&single, &third, &again].iter().all(|place| !place.is_displaced()));
         assert!(!many[0].advance(Stage::Query) && many[2].advance(Stage::Query));
@@ -203,8 +203,8 @@ mod tests {
     fn hosts_of_one_ipv6_network_count_as_one() {
         let mut callers = Callers::new();
         let other = callers.call("2001:db8:0:2::1");
-        let many: Vec<Place> =
-            (1..PLACES).map(|n| callers.call(&format!("2001:db8:0:1::{n:x}"))).collect();
+        let many: Vec<Admitted> =
+            (1..MAX_PER_STAGE).map(|n| callers.call(&format!("2001:db8:0:1::{n:x}"))).collect();
         let _more = callers.call("10.0.0.1");
         assert!(many[0].is_displaced() && !other.is_displaced());
         assert_eq!(
@@ -218,33 +218,33 @@ mod tests {
         let mut callers = Callers::new();
         let mut held = Vec::new();
         for stage in [Stage::Query, Stage::Join, Stage::Source] {
-            for _ in 0..PLACES {
+            for _ in 0..MAX_PER_STAGE {
                 let place = callers.call("10.0.0.1");
                 assert!(place.advance(stage));
                 held.push(place);
             }
         }
-        held.extend((0..PLACES).map(|_| callers.call("10.0.0.1")));
+        held.extend((0..MAX_PER_STAGE).map(|_| callers.call("10.0.0.1")));
         assert!(held.iter().all(|place| !place.is_displaced()));
         let more = callers.call("10.0.0.1");
         assert!(more.advance(Stage::Join));
         let displaced: Vec<usize> = (0..held.len()).filter(|n| held[*n].is_displaced()).collect();
         assert_eq!(
             displaced,
-            [PLACES, 3 * PLACES],
+            [MAX_PER_STAGE, 3 * MAX_PER_STAGE],
             "the oldest that joins, and the oldest undecided"
         );
         drop(held);
-        assert_eq!(callers.places.lock().places.len(), 1);
+        assert_eq!(callers.places.lock().all.len(), 1);
         assert!(more.leave() && !more.leave() && !more.is_displaced());
     }
 
     #[test]
     fn threads_are_counted_until_they_end() {
-        let places = Arc::new(Places::default());
-        let servers: Vec<Server> = std::iter::from_fn(|| places.server()).collect();
-        assert_eq!(servers.len(), THREADS);
-        drop(servers);
-        assert!(places.server().is_some());
+        let places = Arc::new(Admission::default());
+        let threads: Vec<ServingThread> = std::iter::from_fn(|| places.serving_thread()).collect();
+        assert_eq!(threads.len(), THREADS);
+        drop(threads);
+        assert!(places.serving_thread().is_some());
     }
 }
