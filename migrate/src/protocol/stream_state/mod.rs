@@ -42,7 +42,7 @@ pub(crate) struct StreamState {
     shares: bool,
     /// A digest was asked for, which costs time: once is enough.
     verified: bool,
-    stage: Stage,
+    position: Position,
     /// Passes completed.
     passes: u32,
     /// Frames and runs that pass 0 is said to bring.
@@ -58,7 +58,7 @@ pub(crate) struct StreamState {
 }
 
 #[derive(Debug)]
-enum Stage {
+enum Position {
     Between,
     /// `others` came over other connections.
     InPass {
@@ -105,13 +105,13 @@ pub(crate) enum Step<'a> {
 impl StreamState {
     /// `drives` come along.
     pub(crate) fn new(layout: Layout, drives: Vec<DriveHead>) -> Self {
-        let (stage, totals, sections) = (Stage::Between, Counts::default(), Vec::new());
+        let (position, totals, sections) = (Position::Between, Counts::default(), Vec::new());
         Self {
             layout,
             drives: DriveStreamState::new(drives),
             shares: false,
             verified: false,
-            stage,
+            position,
             passes: 0,
             expected: 0,
             expected_runs: 0,
@@ -130,13 +130,13 @@ impl StreamState {
 
     /// Whether a pass is under way.
     pub(crate) fn is_in_pass(&self) -> bool {
-        matches!(self.stage, Stage::InPass { .. })
+        matches!(self.position, Position::InPass { .. })
     }
 
     /// The pass under way, or to come, and the frames that are to come of it, here.
     pub(crate) fn under_way(&self) -> (u32, u64) {
-        let left = match self.stage {
-            Stage::InPass { frames, counts, .. } => left(frames, &counts),
+        let left = match self.position {
+            Position::InPass { frames, counts, .. } => left(frames, &counts),
             _ => 0,
         };
         (self.passes, left)
@@ -144,7 +144,7 @@ impl StreamState {
 
     /// Counts what other connections have brought of the pass under way.
     pub(crate) fn count_others(&mut self, counts: Counts) {
-        if let Stage::InPass { others, .. } = &mut self.stage {
+        if let Position::InPass { others, .. } = &mut self.position {
             *others += counts;
         }
     }
@@ -166,8 +166,8 @@ impl StreamState {
 
     /// Bytes of memory and drives, zeros included, and of state that have come so far.
     pub(crate) fn moved_bytes(&self) -> u64 {
-        let pass = match self.stage {
-            Stage::InPass { counts, .. } => counts,
+        let pass = match self.position {
+            Position::InPass { counts, .. } => counts,
             _ => Counts::default(),
         };
         let frames = [self.totals, pass].iter().map(|c| c.normal + c.zero).sum::<u64>();
@@ -179,13 +179,13 @@ impl StreamState {
     /// Takes the next message.
     pub(crate) fn on<'a>(&mut self, message: Message<'a>) -> Result<Step<'a>, WireError> {
         let shares = self.shares;
-        match (&mut self.stage, message) {
+        match (&mut self.position, message) {
             (
-                stage @ (Stage::Between | Stage::State | Stage::Whole),
+                position @ (Position::Between | Position::State | Position::Whole),
                 Message::PassBegin { pass, frames },
             ) => {
                 // From a source that does not say STATE_WHOLE.
-                let early = matches!(stage, Stage::State);
+                let early = matches!(position, Position::State);
                 same("the number of the pass", pass.into(), self.passes.into())?;
                 at_most("passes", u64::from(pass) + 1, MAX_PASSES.into())?;
                 if self.drives.are_none() {
@@ -197,57 +197,59 @@ impl StreamState {
                     return Err(WireError::Count { what, found, expected });
                 }
                 let (counts, others) = (Counts::default(), Counts::default());
-                self.stage = Stage::InPass { frames, counts, others };
+                self.position = Position::InPass { frames, counts, others };
                 if !early {
                     return Ok(Step::Noted);
                 }
                 Ok(self.restore(frames))
             }
-            (Stage::State, Message::StateWhole { sections: said, frames }) => {
+            (Position::State, Message::StateWhole { sections: said, frames }) => {
                 same("state sections", said.into(), self.sections.len() as u64)?;
-                self.stage = Stage::Whole;
+                self.position = Position::Whole;
                 Ok(self.restore(frames))
             }
-            (Stage::Between, Message::Connections { joined }) if self.passes == 0 && !shares => {
+            (Position::Between, Message::Connections { joined }) if self.passes == 0 && !shares => {
                 at_most("connections", u64::from(joined) + 1, MAX_CONNECTIONS.into())?;
                 Ok(Step::Join { joined })
             }
-            (Stage::Between, Message::Expect { runs }) if self.passes == 0 && !shares => {
+            (Position::Between, Message::Expect { runs }) if self.passes == 0 && !shares => {
                 let left = self.layout.frames() - self.expected;
                 self.expected += checked(&self.layout, Tag::Expect, runs.iter(), left)?;
                 self.expected_runs += runs.len();
                 at_most("expected runs", self.expected_runs as u64, MAX_EXPECTED as u64)?;
                 Ok(Step::Prepare { runs })
             }
-            (Stage::InPass { frames, counts, .. }, Message::Pages { runs, contents }) => {
+            (Position::InPass { frames, counts, .. }, Message::Pages { runs, contents }) => {
                 let left = left(*frames, counts);
                 counts.normal += checked(&self.layout, Tag::Pages, runs.iter(), left)?;
                 Ok(Step::Place { runs, contents })
             }
-            (Stage::InPass { frames, counts, .. }, Message::Packed { codec, runs, packed }) => {
+            (Position::InPass { frames, counts, .. }, Message::Packed { codec, runs, packed }) => {
                 let left = left(*frames, counts);
                 counts.normal += checked(&self.layout, Tag::Packed, runs.iter(), left)?;
                 Ok(Step::Unpack { codec, runs, packed })
             }
-            (Stage::Between, Message::Verify) if self.passes > 0 && !shares && !self.verified => {
+            (Position::Between, Message::Verify)
+                if self.passes > 0 && !shares && !self.verified =>
+            {
                 self.verified = true;
                 Ok(Step::Digest)
             }
-            (Stage::InPass { frames, counts, .. }, Message::Frames { run }) => {
+            (Position::InPass { frames, counts, .. }, Message::Frames { run }) => {
                 let left = left(*frames, counts);
                 counts.normal += checked(&self.layout, Tag::Frames, [run].into_iter(), left)?;
                 Ok(Step::Fetch { run })
             }
-            (Stage::InPass { frames, counts, .. }, Message::Zero { runs }) => {
+            (Position::InPass { frames, counts, .. }, Message::Zero { runs }) => {
                 let left = left(*frames, counts);
                 counts.zero += checked(&self.layout, Tag::Zero, runs.iter(), left)?;
                 Ok(Step::Zero { runs })
             }
-            (Stage::InPass { .. }, Message::Drive(message)) => {
+            (Position::InPass { .. }, Message::Drive(message)) => {
                 Ok(Step::Drive(self.drives.on(self.passes, message)?))
             }
             (
-                Stage::InPass { frames, counts, others },
+                Position::InPass { frames, counts, others },
                 Message::PassEnd { pass, counts: theirs },
             ) => {
                 let (frames, mut counts) = (*frames, *counts);
@@ -264,11 +266,12 @@ impl StreamState {
                 }
                 self.totals += counts;
                 self.passes += 1;
-                self.stage = if self.early.is_some() { Stage::Last } else { Stage::Between };
+                self.position =
+                    if self.early.is_some() { Position::Last } else { Position::Between };
                 Ok(Step::Ack { pass, counts })
             }
-            (Stage::Between | Stage::State, Message::State(section)) if !shares => {
-                self.stage = Stage::State;
+            (Position::Between | Position::State, Message::State(section)) if !shares => {
+                self.position = Position::State;
                 self.state_bytes += section.bytes.len() as u64;
                 at_most("state sections", self.sections.len() as u64 + 1, MAX_SECTIONS.into())?;
                 at_most("bytes of state", self.state_bytes, MAX_STATE)?;
@@ -276,7 +279,7 @@ impl StreamState {
                 Ok(Step::Noted)
             }
             (
-                Stage::Between | Stage::State | Stage::Last,
+                Position::Between | Position::State | Position::Last,
                 Message::StateEnd { sections: said, was_running, counts },
             ) if !shares => {
                 let late = || std::mem::take(&mut self.sections).into();
@@ -284,10 +287,10 @@ impl StreamState {
                 same("state sections", said.into(), sections.len() as u64)?;
                 same("all frames with content", counts.normal, self.totals.normal)?;
                 same("all zero frames", counts.zero, self.totals.zero)?;
-                self.stage = Stage::Complete;
+                self.position = Position::Complete;
                 Ok(Step::Complete { sections, was_running })
             }
-            (stage, other) => Err(other.unexpected(stage.expects())),
+            (position, other) => Err(other.unexpected(position.expects())),
         }
     }
 
@@ -305,7 +308,7 @@ impl StreamState {
     }
 }
 
-impl Stage {
+impl Position {
     const fn expects(&self) -> &'static str {
         match self {
             Self::Between => "EXPECT, CONNECTIONS, PASS_BEGIN, VERIFY, STATE or STATE_END",
