@@ -64,8 +64,8 @@ pub(super) struct Copies {
 struct Threads {
     set: Arc<Set>,
     stop: Arc<Stop>,
-    jobs: Sender<Job>,
-    told: Receiver<Result<Told, Cause>>,
+    tasks: Sender<Task>,
+    told: Receiver<Result<Reply, Cause>>,
     /// Pieces that the writer thread has given back, or that were never used.
     free: Vec<Piece>,
     /// Something was written that is not known to be durable.
@@ -77,7 +77,7 @@ struct Set {
     heads: Vec<DriveHead>,
     /// Of `heads`, in the same order.
     copies: Vec<Box<dyn DriveCopy>>,
-    /// What each thread is doing, by [`Slot`].
+    /// What each thread is doing, by [`Role`].
     doing: [Mutex<Option<Doing>>; 2],
     limits: Limits,
     /// Held while a copy may still have to be removed.
@@ -85,7 +85,7 @@ struct Set {
 }
 
 #[derive(Clone, Copy)]
-enum Slot {
+enum Role {
     Writer,
     Syncer,
 }
@@ -106,7 +106,7 @@ struct Piece {
     contents: Vec<u8>,
 }
 
-enum Job {
+enum Task {
     Write(Piece),
     /// Make all of it durable.
     Settle,
@@ -114,7 +114,7 @@ enum Job {
     Yield,
 }
 
-enum Told {
+enum Reply {
     Written(Piece),
     Done,
 }
@@ -127,12 +127,12 @@ impl Set {
     /// Performs one operation on a copy; meanwhile others can see since when.
     fn attempt(
         &self,
-        slot: Slot,
+        role: Role,
         drive: usize,
         what: &'static str,
         operation: impl FnOnce(&dyn DriveCopy) -> io::Result<()>,
     ) -> Result<(), Cause> {
-        let doing = &self.doing[slot as usize];
+        let doing = &self.doing[role as usize];
         *lock(doing) = Some(Doing { drive, what, since: Instant::now() });
         let done = operation(&*self.copies[drive]);
         *lock(doing) = None;
@@ -171,11 +171,11 @@ impl Set {
     /// Does `operation` to each copy in turn.
     fn each(
         &self,
-        slot: Slot,
+        role: Role,
         what: &'static str,
         operation: impl Fn(&dyn DriveCopy) -> io::Result<()>,
     ) -> Result<(), Cause> {
-        (0..self.copies.len()).try_for_each(|drive| self.attempt(slot, drive, what, &operation))
+        (0..self.copies.len()).try_for_each(|drive| self.attempt(role, drive, what, &operation))
     }
 
     /// Writes `piece`, and returns how many bytes of blocks it had.
@@ -186,7 +186,7 @@ impl Set {
                 for part in run.chunks(ZEROS) {
                     let (at, has) = (part.start.gpa(), self.part(drive, &part));
                     let zero = |copy: &dyn DriveCopy| copy.zero(at, has);
-                    self.attempt(Slot::Writer, drive, "writing zeros to its copy", zero)?;
+                    self.attempt(Role::Writer, drive, "writing zeros to its copy", zero)?;
                 }
                 continue;
             }
@@ -194,7 +194,7 @@ impl Set {
             // Parsing has compared the runs with the length.
             let (bytes, rest) = contents.split_at(run.bytes() as usize);
             let write = |copy: &dyn DriveCopy| copy.write(at, &bytes[..has as usize]);
-            self.attempt(Slot::Writer, drive, "writing its copy", write)?;
+            self.attempt(Role::Writer, drive, "writing its copy", write)?;
             contents = rest;
         }
         Ok(piece.runs.iter().map(|run| run.bytes()).sum())
@@ -222,12 +222,12 @@ impl Copies {
         let heads = heads.to_vec();
         let doing = Default::default();
         let set = Arc::new(Set { heads, copies, doing, limits, _busy: busy });
-        let ((jobs, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
+        let ((tasks, asked), (tell, told)) = (mpsc::channel(), mpsc::channel());
         let syncer = Syncer::spawn(set.clone())?;
         let writer = Writer { set: set.clone(), syncer, unsynced: 0 };
         spawn("migrate-disks", move || writer.run(&asked, tell))?;
         let free = (0..PIECES).map(|_| Piece::default()).collect();
-        let threads = Threads { set, stop, jobs, told, free, unsettled: false };
+        let threads = Threads { set, stop, tasks, told, free, unsettled: false };
         Ok(Self { threads: Some(threads) })
     }
 
@@ -249,7 +249,7 @@ impl Copies {
         piece.contents.clear();
         piece.contents.extend_from_slice(contents);
         threads.unsettled = true;
-        threads.ask(Job::Write(piece));
+        threads.ask(Task::Write(piece));
         Ok(waited)
     }
 
@@ -257,7 +257,7 @@ impl Copies {
     pub(super) fn settle(&mut self) -> Result<bool, Cause> {
         match &mut self.threads {
             Some(threads) if threads.unsettled => {
-                threads.perform(Job::Settle)?;
+                threads.perform(Task::Settle)?;
                 threads.unsettled = false;
                 Ok(true)
             }
@@ -267,7 +267,7 @@ impl Copies {
 
     /// Lets the guest have them: what kept others from them is given up.
     pub(super) fn yield_to_guest(&mut self) -> Result<(), Cause> {
-        self.threads.as_mut().map_or(Ok(()), |threads| threads.perform(Job::Yield))
+        self.threads.as_mut().map_or(Ok(()), |threads| threads.perform(Task::Yield))
     }
 
     /// They are the guest's drives from now on.
@@ -279,11 +279,11 @@ impl Copies {
     /// Ends the threads, and removes what was not kept, which takes large files some time. Returns
     /// when that is done, or has taken [`REMOVE_LIMIT`].
     pub(super) fn throw_away(&mut self) {
-        let Some(Threads { set, told, jobs, .. }) = self.threads.take() else { return };
+        let Some(Threads { set, told, tasks, .. }) = self.threads.take() else { return };
         let until = Instant::now() + REMOVE_LIMIT;
         let names: Vec<_> = set.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
         // The writer thread has the last reference then, and removes the files before it hangs up.
-        drop((set, jobs));
+        drop((set, tasks));
         loop {
             match told.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(_) => {}
@@ -306,9 +306,9 @@ impl Drop for Copies {
 }
 
 impl Threads {
-    fn ask(&self, job: Job) {
+    fn ask(&self, task: Task) {
         // Without the thread there is no answer either, which says why.
-        let _ = self.jobs.send(job);
+        let _ = self.tasks.send(task);
     }
 
     /// A piece that nobody uses, as soon as there is one.
@@ -326,20 +326,20 @@ impl Threads {
         }
     }
 
-    fn note(&mut self, told: Told) {
+    fn note(&mut self, told: Reply) {
         match told {
-            Told::Written(piece) => self.free.push(piece),
-            Told::Done => {}
+            Reply::Written(piece) => self.free.push(piece),
+            Reply::Done => {}
         }
     }
 
-    /// Has a job done, after all that was asked before.
-    fn perform(&mut self, job: Job) -> Result<(), Cause> {
-        self.ask(job);
+    /// Has a task done, after all that was asked before.
+    fn perform(&mut self, task: Task) -> Result<(), Cause> {
+        self.ask(task);
         let until = self.give_up_at();
         loop {
             match self.next(until)? {
-                Told::Done => return Ok(()),
+                Reply::Done => return Ok(()),
                 written => self.note(written),
             }
         }
@@ -351,7 +351,7 @@ impl Threads {
     }
 
     /// What the writer thread says next, in a wait that ends at `until`.
-    fn next(&mut self, until: Instant) -> Result<Told, Cause> {
+    fn next(&mut self, until: Instant) -> Result<Reply, Cause> {
         loop {
             match self.told.recv_timeout(SLICE) {
                 Ok(told) => return told,
@@ -380,9 +380,9 @@ struct Writer {
 }
 
 impl Writer {
-    fn run(mut self, jobs: &Receiver<Job>, tell: Sender<Result<Told, Cause>>) {
-        for job in jobs {
-            let done = self.perform(job);
+    fn run(mut self, tasks: &Receiver<Task>, tell: Sender<Result<Reply, Cause>>) {
+        for task in tasks {
+            let done = self.perform(task);
             let failed = done.is_err();
             if tell.send(done).is_err() || failed {
                 break;
@@ -395,26 +395,26 @@ impl Writer {
         drop(tell);
     }
 
-    fn perform(&mut self, job: Job) -> Result<Told, Cause> {
-        match job {
-            Job::Write(piece) => {
+    fn perform(&mut self, task: Task) -> Result<Reply, Cause> {
+        match task {
+            Task::Write(piece) => {
                 self.unsynced = self.unsynced.saturating_add(self.set.write(&piece)?);
                 if self.unsynced >= SYNC_EVERY {
                     self.begin_sync()?;
                 }
-                Ok(Told::Written(piece))
+                Ok(Reply::Written(piece))
             }
-            Job::Settle => {
+            Task::Settle => {
                 if self.unsynced > 0 {
                     self.begin_sync()?;
                 }
                 self.syncer.wait()?;
-                Ok(Told::Done)
+                Ok(Reply::Done)
             }
-            Job::Yield => {
+            Task::Yield => {
                 let what = "giving its copy to the guest";
-                self.set.each(Slot::Writer, what, |copy| copy.yield_to_guest())?;
-                Ok(Told::Done)
+                self.set.each(Role::Writer, what, |copy| copy.yield_to_guest())?;
+                Ok(Reply::Done)
             }
         }
     }
@@ -441,7 +441,7 @@ impl Syncer {
         let thread = spawn("migrate-sync", move || {
             for () in asked {
                 let what = "making its copy durable";
-                if tell.send(set.each(Slot::Syncer, what, |copy| copy.make_durable())).is_err() {
+                if tell.send(set.each(Role::Syncer, what, |copy| copy.make_durable())).is_err() {
                     return;
                 }
             }
