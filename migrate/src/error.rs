@@ -221,6 +221,7 @@ pub struct ReceiveError {
     /// Why.
     #[source]
     pub cause: Cause,
-    /// Whether the source may have been told to hand over, and so may have to ask: from PREPARED on.
+    /// Whether the source may have been told to hand over, and so may have to ask: from PREPARED
+    /// on.
     pub was_prepared: bool,
 }

@@ -1,5 +1,5 @@
-//! Guest state, streamed: live migration of a [`driftline_guest::Guest`] over TCP, with a hand-over that
-//! cannot run two guests.
+//! Guest state, streamed: live migration of a [`driftline_guest::Guest`] over TCP, with a hand-over
+//! that cannot run two guests.
 //!
 //! [`send`] moves a guest to the host where [`receive`] waits: passes over memory while the guest
 //! runs, a pause for what is left, and a hand-over in which at every moment at most one side may

@@ -25,11 +25,11 @@ pub struct PassReport {
     /// Of drives that go along: bytes of blocks sent, with and without content.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// From its begin to its acknowledgement, ms; that of the last pass is heard after the guest's state
-    /// was sent and its drives were let go of.
+    /// From its begin to its acknowledgement, ms; that of the last pass is heard after the guest's
+    /// state was sent and its drives were let go of.
     pub time_ms: f64,
-    /// Whole frames, and blocks of drives that go along, that the guest wrote meanwhile, bytes/s; 0 in the last pass,
-    /// when it was paused.
+    /// Whole frames, and blocks of drives that go along, that the guest wrote meanwhile, bytes/s;
+    /// 0 in the last pass, when it was paused.
     pub dirty_rate_bytes_per_s: u64,
 }
 
@@ -55,10 +55,12 @@ pub struct SendReport {
     pub status: SendStatus,
     /// The guest that moved.
     pub vm_id: VmId,
-    /// From the call of `send` to RUNNING heard here, ms; what was the guest's here ends after that.
+    /// From the call of `send` to RUNNING heard here, ms; what was the guest's here ends after
+    /// that.
     pub total_time_ms: f64,
-    /// From the pause here to the guest's first instruction there, ms: to COMMIT by this host's clock, then what RUNNING
-    /// says, and half of what the way there and back took besides. In doubt, to the answer that settled it.
+    /// From the pause here to the guest's first instruction there, ms: to COMMIT by this host's
+    /// clock, then what RUNNING says, and half of what the way there and back took besides. In
+    /// doubt, to the answer that settled it.
     pub downtime_ms: f64,
     /// When the pause was asked for, by this host's clock, microseconds since 1970.
     #[serde(default)]
@@ -74,7 +76,8 @@ pub struct SendReport {
     /// Of drives that went along: bytes of blocks sent with content, repetitions included.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// Of drives that went along: bytes of blocks sent as zeros, repetitions included; their holes are not sent.
+    /// Of drives that went along: bytes of blocks sent as zeros, repetitions included; their holes
+    /// are not sent.
     #[serde(default)]
     pub disk_zero_bytes: u64,
     /// `transferred_bytes` over the time without setup.
@@ -83,8 +86,8 @@ pub struct SendReport {
     pub converged: String,
     /// Every pass, the last one with the guest paused.
     pub passes: Vec<PassReport>,
-    /// Every vCPU, until the last pass; empty where it is not known which of them write (tracking modes other than `dirty-ring`,
-    /// the threads backend).
+    /// Every vCPU, until the last pass; empty where it is not known which of them write (tracking
+    /// modes other than `dirty-ring`, the threads backend).
     #[serde(default)]
     pub throttle: Vec<VcpuThrottle>,
 }

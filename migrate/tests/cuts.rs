@@ -41,7 +41,8 @@ fn units() -> (Vec<u16>, Vec<u16>) {
     (seen(&proxy.from_source), seen(&proxy.from_destination))
 }
 
-/// Of each tag the first two units and the last one: memory comes in as many messages as it happens to need.
+/// Of each tag the first two units and the last one: memory comes in as many messages as it happens
+/// to need.
 fn some_of_each(tags: &[u16]) -> Vec<(usize, u16)> {
     let units = || tags.iter().copied().enumerate();
     let among = |unit: usize, tag: u16| {
@@ -89,7 +90,8 @@ fn cut_at(cut: Cut, source: bool, unit: usize, tag: u16) {
     let mut receiving = host.receive_options();
     let mut sending = options(&host);
     if cut == Cut::Stall {
-        // Only limits end these: short where the stall is, long where a busy machine would reach them before it.
+        // Only limits end these: short where the stall is, long where a busy machine would reach
+        // them before it.
         let limit = |here| if here { Duration::from_millis(300) } else { LONG };
         sending.connect_timeout = limit(unit <= 1);
         receiving.handshake_timeout = limit(unit <= if source { 2 } else { 1 });

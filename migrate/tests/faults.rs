@@ -62,8 +62,8 @@ fn disks_are_flushed_after_each_pass_and_what_fails_then_is_the_guests_affair() 
         host.here.fail_next(Op::Flush, failing);
         let there = host.receiver();
         let sent = Sender::start(&guest, &there.to, &quick_send(&host)).result();
-        // Beside each pass but the last, which belongs to the pause, and once before that pause; in it, what is left
-        // is flushed with the release.
+        // Beside each pass but the last, which belongs to the pause, and once before that pause; in
+        // it, what is left is flushed with the release.
         let passes = sent.as_ref().unwrap().passes.len() as u64 - 1;
         assert_eq!(host.drive.flushes(), passes + 1 - u64::from(failing));
         exactly_one_runs(&host, &guest, &sent, there, "a flush");

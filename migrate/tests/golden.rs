@@ -156,7 +156,8 @@ fn record_a_stream_with_drives() {
 }
 
 /// Records streams of this version. Run it when the version changes, and keep the old files:
-/// `GOLDEN=record cargo test -p driftline-migrate --test golden -- --ignored`, then set the constants. `GOLDEN=NAME` records one.
+/// `GOLDEN=record cargo test -p driftline-migrate --test golden -- --ignored`, then set the
+/// constants. `GOLDEN=NAME` records one.
 #[test]
 #[ignore = "writes golden files"]
 fn record_streams() {
@@ -174,7 +175,8 @@ fn record_streams() {
         let config =
             MemoryConfig { writers: 1, working_set: 4, writes_per_s: 100, ..MemoryConfig::small() };
         let guest = host.start(config);
-        // A run that is long enough for FRAMES, which packs well, and a frame of it that is zeros later.
+        // A run that is long enough for FRAMES, which packs well, and a frame of it that is zeros
+        // later.
         let at = GuestAddress(0x401 * PAGE_SIZE);
         let content: Vec<u8> = (0..9 * PAGE_SIZE).map(|i| (i / 512) as u8 | 1).collect();
         guest.ram().write_slice(&content, at).unwrap();

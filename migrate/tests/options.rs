@@ -1,4 +1,5 @@
-//! What a migration can be asked for besides: several connections, smaller contents, a comparison of all memory.
+//! What a migration can be asked for besides: several connections, smaller contents, a comparison
+//! of all memory.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;
@@ -151,7 +152,8 @@ fn a_connection_that_breaks_ends_the_migration_and_the_guest_goes_on() {
                 with(&host, |o| (o.connections, o.progress_timeout) = (3, progress_timeout));
             let sent = Sender::start(&guest, &proxy.to, &options).result();
             let error = sent.as_ref().unwrap_err().to_string();
-            // A share that is cut is named; a stalled one nobody can tell from one that waits for another.
+            // A share that is cut is named; a stalled one nobody can tell from one that waits for
+            // another.
             if cut == Cut::Within && which > 0 {
                 assert!(error.contains("connection"), "{context}: {error}");
             }

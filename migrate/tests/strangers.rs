@@ -1,4 +1,5 @@
-//! Callers that are no source, other versions, a second source, and streams that were tampered with.
+//! Callers that are no source, other versions, a second source, and streams that were tampered
+//! with.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test code")]
 
 mod common;

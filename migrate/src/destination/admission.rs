@@ -1,9 +1,10 @@
 //! The bounded number of connections that are served at once, and which of them gives way.
 //!
-//! A connection is first in [`Stage::Undecided`], and with its first message in the stage of its purpose.
-//! Each stage has [`MAX_PER_STAGE`] places of its own, so that connections of one kind keep none of another out. In a full
-//! stage a newcomer displaces the oldest connection of the address that has most of them: callers who hold
-//! many connections and say nothing displace their own.
+//! A connection is first in [`Stage::Undecided`], and with its first message in the stage of its
+//! purpose. Each stage has [`MAX_PER_STAGE`] places of its own, so that connections of one kind
+//! keep none of another out. In a full stage a newcomer displaces the oldest connection of the
+//! address that has most of them: callers who hold many connections and say nothing displace their
+//! own.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
@@ -115,14 +116,16 @@ impl Entries {
 }
 
 impl Admitted {
-    /// The first message has come: from now on the connection is one of `stage`. False if it was displaced.
+    /// The first message has come: from now on the connection is one of `stage`. False if it was
+    /// displaced.
     pub(super) fn advance(&self, stage: Stage) -> bool {
         let mut entries = self.places.lock();
         let at = entries.all.iter().position(|e| e.name == self.name);
         at.map(|at| entries.all.remove(at)).map(|e| entries.enter(Entry { stage, ..e })).is_some()
     }
 
-    /// From now on nobody displaces the connection, which has a bound of its own. False if it was displaced.
+    /// From now on nobody displaces the connection, which has a bound of its own. False if it was
+    /// displaced.
     pub(super) fn leave(&self) -> bool {
         let mut entries = self.places.lock();
         let before = entries.all.len();
@@ -148,7 +151,8 @@ impl Drop for ServingThread {
     }
 }
 
-/// What counts as one address: of IPv6 the network, within which a host has as many addresses as it likes.
+/// What counts as one address: of IPv6 the network, within which a host has as many addresses as it
+/// likes.
 fn network(from: IpAddr) -> IpAddr {
     match from.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),

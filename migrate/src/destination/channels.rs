@@ -1,7 +1,9 @@
-//! The connections that have joined a migration: a thread reads each, and brings its share of every pass.
+//! The connections that have joined a migration: a thread reads each, and brings its share of every
+//! pass.
 //!
-//! A pass begins on all connections once the one before it was acknowledged, so a frame that comes twice ends as its newest
-//! wherever it came. The first connection ends the pass: when it has heard from every share.
+//! A pass begins on all connections once the one before it was acknowledged, so a frame that comes
+//! twice ends as its newest wherever it came. The first connection ends the pass: when it has heard
+//! from every share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -25,7 +27,8 @@ use crate::transport::compression::Unpacker;
 use crate::transport::link::{Closer, Link, SLICE};
 use crate::transport::wire::Wire;
 
-/// Between two passes a share waits for as long as its migration takes: the first connection has the limits.
+/// Between two passes a share waits for as long as its migration takes: the first connection has
+/// the limits.
 const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What all connections of one migration know.
@@ -106,7 +109,8 @@ impl Channels {
         Ok(())
     }
 
-    /// Waits until all shares of `pass` are in place; what they brought. Fails at `until`, as silence does.
+    /// Waits until all shares of `pass` are in place; what they brought. Fails at `until`, as
+    /// silence does.
     pub(super) fn await_end(&self, pass: u32, until: Instant) -> Result<Counts, Cause> {
         let mut counts = Counts::default();
         for _ in 0..self.count {
@@ -151,8 +155,8 @@ impl Channels {
         self.shared.received.load(Ordering::Relaxed)
     }
 
-    /// Why receiving failed, where the first connection's end was `cause`. What the source says goes before all; what ended a
-    /// share says more than that it has ended.
+    /// Why receiving failed, where the first connection's end was `cause`. What the source says
+    /// goes before all; what ended a share says more than that it has ended.
     pub(super) fn say_why(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
         let fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
         match (cause, fault) {

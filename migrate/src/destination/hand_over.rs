@@ -1,7 +1,7 @@
 //! The destination's end of the hand-over: PREPARED, the decision, and RUNNING or its opposite.
 //!
-//! What to do is decided in `crate::protocol::two_phase::Destination`; here it is done. Whenever the guest is
-//! to be thrown away, that happens first and is told afterwards.
+//! What to do is decided in `crate::protocol::two_phase::Destination`; here it is done. Whenever
+//! the guest is to be thrown away, that happens first and is told afterwards.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -187,8 +187,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     }
 }
 
-/// Takes what only one host may hold, and lets the guest run if it ran on its source. If that fails,
-/// the guest holds nothing, and no peer reaches it here: its source may want it back.
+/// Takes what only one host may hold, and lets the guest run if it ran on its source. If that
+/// fails, the guest holds nothing, and no peer reaches it here: its source may want it back.
 fn take_over<G: Guest + ?Sized>(
     guest: &G,
     copies: &mut Copies,

@@ -1,10 +1,10 @@
 //! The listener: accepts connections, and answers each or passes it to the receiving thread.
 //!
 //! One thread accepts connections. A short-lived thread serves each, in a bounded number of
-//! [places](super::admission), so that a silent caller keeps no other waiting. The first source whose
-//! CONFIG has come gets the session, and the others are refused. Questions are answered, and every
-//! other caller is turned away. The listener outlives the migration: it answers questions until it
-//! is dropped.
+//! [places](super::admission), so that a silent caller keeps no other waiting. The first source
+//! whose CONFIG has come gets the session, and the others are refused. Questions are answered, and
+//! every other caller is turned away. The listener outlives the migration: it answers questions
+//! until it is dropped.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};

@@ -1,7 +1,8 @@
-//! Frames into the memory of the guest that is being built; shared by all connections of a migration.
+//! Frames into the memory of the guest that is being built; shared by all connections of a
+//! migration.
 //!
-//! A frame is marked as written before its first byte is (I8): where a write breaks half-way, a later
-//! ZERO of that frame must not take it for zero already.
+//! A frame is marked as written before its first byte is (I8): where a write breaks half-way, a
+//! later ZERO of that frame must not take it for zero already.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -27,7 +28,8 @@ const PREPARE_FROM: u64 = 4;
 pub(super) struct MemoryWriter<'g, G: Guest + ?Sized> {
     guest: &'g G,
     ram: &'g GuestRam,
-    /// Frames that content was or may have been written to: all others are zero already, and need not be written.
+    /// Frames that content was or may have been written to: all others are zero already, and need
+    /// not be written.
     written: Subscription,
     marks: Arc<Tracker>,
     /// Taken for a moment by each message.
@@ -120,7 +122,8 @@ impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
         prealloc.go_on();
     }
 
-    /// Has the host give memory to frames that have none yet. Before [`mark`](Self::mark), which says that they do.
+    /// Has the host give memory to frames that have none yet. Before [`mark`](Self::mark), which
+    /// says that they do.
     fn make_room(&self, run: FrameRun) {
         if run.count >= PREPARE_FROM && !self.written.is_marked(run.start) {
             self.guest.prepare(run);

@@ -1,7 +1,8 @@
 //! The destination of a migration: `receive`, and the phases that it goes through.
 //!
 //! The caller's thread owns the connection and the guest being built. It lets the guest run only
-//! with the permit of the state machine (`protocol::two_phase`), which needs a decision that stands.
+//! with the permit of the state machine (`protocol::two_phase`), which needs a decision that
+//! stands.
 
 mod admission;
 mod building;
@@ -50,8 +51,8 @@ pub struct Received<G: ?Sized> {
 /// waiting goes on; see `control.progress()` for them. A migration that fails before PREPARED
 /// leaves nothing here: its source has its guest and hears why, and the waiting goes on, unless
 /// [`ReceiveOptions::once`] is set. A failure after PREPARED ends this: then the guest does not run
-/// here and never will, which is made durable, and this stays [`ReceiveOptions::tell_limit`] to tell
-/// the source.
+/// here and never will, which is made durable, and this stays [`ReceiveOptions::tell_limit`] to
+/// tell the source.
 ///
 /// The listener's side costs one thread, and one for each caller while it introduces itself, in a
 /// bounded number.

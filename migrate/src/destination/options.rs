@@ -24,11 +24,13 @@ pub struct ReceiveOptions {
     /// trickles does not keep this receiver for nothing. A minute.
     pub pace_window: Duration,
     /// How long building a guest may take, its disks opened and copies of drives made, after which
-    /// it is refused: a disk hangs. 25 s: less than a source waits for READY, so that it hears why.
+    /// it is refused: a disk hangs. 25 s: less than a source waits for READY, so that it hears
+    /// why.
     pub build_limit: Duration,
     /// How long one operation on the copy of a drive may take, after which the guest is thrown
-    /// away: its storage hangs. A wait for several operations may take a second more. 8 s: a source
-    /// gives up before it hears why if it waits for less without progress, or in the pause.
+    /// away: its storage hangs. A wait for several operations may take a second more. 8 s: a
+    /// source gives up before it hears why if it waits for less without progress, or in the
+    /// pause.
     pub disk_limit: Duration,
     /// Time from PREPARED to COMMIT, after which the guest is thrown away. 10 s.
     pub commit_deadline: Duration,

@@ -1,8 +1,9 @@
-//! Memory for frames that are still to come: a thread has the host give it to them ahead of pass 0, so
-//! that they are not written one page fault after the other.
+//! Memory for frames that are still to come: a thread has the host give it to them ahead of pass 0,
+//! so that they are not written one page fault after the other.
 //!
-//! EXPECT says what will come, and is only a word: so no more is prepared than [`WINDOW`] frames besides as many as
-//! have come with content. Frames that have come already, or that follow pass 0, are not prepared.
+//! EXPECT says what will come, and is only a word: so no more is prepared than [`WINDOW`] frames
+//! besides as many as have come with content. Frames that have come already, or that follow pass 0,
+//! are not prepared.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,8 @@ use driftline_guest::Guest;
 /// 64 MiB: some tens of milliseconds of a fast link.
 const WINDOW: u64 = 16 << 10;
 
-/// Frames that are prepared by one call, 2 MiB and so a huge page: a migration that is over does not wait for more.
+/// Frames that are prepared by one call, 2 MiB and so a huge page: a migration that is over does
+/// not wait for more.
 const AT_ONCE: u64 = 512;
 
 /// What is expected, for the thread that receives.
@@ -82,7 +84,8 @@ impl Prealloc {
 }
 
 impl Preallocator {
-    /// Prepares frames of `guest` as it is told, until nothing is expected any more or all is `over`.
+    /// Prepares frames of `guest` as it is told, until nothing is expected any more or all is
+    /// `over`.
     pub(super) fn run<G: Guest + ?Sized>(self, guest: &G, over: &AtomicBool) {
         for run in self.from {
             if over.load(Ordering::Relaxed) {

@@ -20,8 +20,8 @@ use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder
 use crate::transport::link::SLICE;
 use crate::transport::stop::Stop;
 
-/// Time from the begin of [`Session::await_told`] for a source to ask, also where the receiver is to stop:
-/// a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
+/// Time from the begin of [`Session::await_told`] for a source to ask, also where the receiver is
+/// to stop: a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
 const STOPPED_LIMIT: Duration = Duration::from_secs(2);
 
 /// See the module.
@@ -95,8 +95,8 @@ impl Session {
         *self.lock() = State::default();
     }
 
-    /// Begins the migration: from now on this process answers for `token`, and its prepared record is
-    /// durable.
+    /// Begins the migration: from now on this process answers for `token`, and its prepared record
+    /// is durable.
     pub(super) fn begin(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
         let prepared = Some(self.records.prepare(token, vm_id)?);
         // Not in the pause. Should it fail now, it is tried again then, and said.
@@ -167,7 +167,8 @@ impl Session {
             migration.advance(&self.records, DestinationEvent::Asked);
             return migration.state.verdict();
         }
-        // Its machine is being built, and it has no prepared record yet. No honest source asks then.
+        // Its machine is being built, and it has no prepared record yet. No honest source asks
+        // then.
         if state.occupant.is_some_and(|(_, building)| building == token) {
             return Verdict::Undecided;
         }

@@ -84,8 +84,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         }
     }
 
-    /// Builds a caller's guest, or refuses it and frees the session; an error if the caller has gone
-    /// and no other is to come.
+    /// Builds a caller's guest, or refuses it and frees the session; an error if the caller has
+    /// gone and no other is to come.
     fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
         let Caller { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());

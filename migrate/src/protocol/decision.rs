@@ -38,8 +38,8 @@ pub(crate) enum Decision {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Resolution {
-    /// The guest shall run here. The operator has made sure that the destination does not run it and
-    /// never will (its process is dead, its host is off); otherwise two run.
+    /// The guest shall run here. The operator has made sure that the destination does not run it
+    /// and never will (its process is dead, its host is off); otherwise two run.
     Run,
     /// The guest here shall end. If the destination does not run it, it is lost.
     Discard,

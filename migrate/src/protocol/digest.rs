@@ -1,7 +1,9 @@
-//! A digest of guest memory: the same on both sides, in whatever order and messages its frames came.
+//! A digest of guest memory: the same on both sides, in whatever order and messages its frames
+//! came.
 //!
-//! The sum, modulo 2^128, of XXH3 over each frame that is not all zeros, seeded with the frame's number: a frame that the other side
-//! does not have because it is zero does not count, two frames exchanged do. It finds accidents; it is no signature.
+//! The sum, modulo 2^128, of XXH3 over each frame that is not all zeros, seeded with the frame's
+//! number: a frame that the other side does not have because it is zero does not count, two frames
+//! exchanged do. It finds accidents; it is no signature.
 
 use std::fmt;
 use std::io;
@@ -44,7 +46,8 @@ const PIECE: u64 = 512;
 /// Threads at most: memory is not faster with more.
 const MAX_THREADS: usize = 8;
 
-/// The digest of `runs`, which the guest must not write meanwhile. Reads them once: some 10 GB/s a thread at best.
+/// The digest of `runs`, which the guest must not write meanwhile. Reads them once: some 10 GB/s a
+/// thread at best.
 pub(crate) fn of(ram: &GuestRam, runs: &[FrameRun]) -> io::Result<u128> {
     let pieces = Mutex::new(runs.iter().flat_map(|run| run.chunks(PIECE)));
     let next = || pieces.lock().unwrap_or_else(PoisonError::into_inner).next();

@@ -49,9 +49,11 @@ pub enum Tag {
     Ended = 18,
     /// Source: frames that pass 0 will bring, to be prepared meanwhile.
     Expect = 19,
-    /// Source: nobody is reached here any more; what has come for the guest since its state was saved.
+    /// Source: nobody is reached here any more; what has come for the guest since its state was
+    /// saved.
     Late = 20,
-    /// Source: a run of frames whose content came straight from the guest's memory, without a checksum.
+    /// Source: a run of frames whose content came straight from the guest's memory, without a
+    /// checksum.
     Frames = 21,
     /// Source: frames with content, made smaller.
     Packed = 22,

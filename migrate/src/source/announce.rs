@@ -1,4 +1,5 @@
-//! What pass 0 will bring, told beforehand, so that the destination has memory for it when it comes.
+//! What pass 0 will bring, told beforehand, so that the destination has memory for it when it
+//! comes.
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::is_zero;
@@ -30,8 +31,8 @@ pub(super) fn announce(
     Ok(())
 }
 
-/// The longer of the populated runs without the pieces that begin and end with zeros: memory that was used once
-/// and is free again, which the destination need not have.
+/// The longer of the populated runs without the pieces that begin and end with zeros: memory that
+/// was used once and is free again, which the destination need not have.
 fn expected(ram: &GuestRam, populated: &[FrameRun]) -> Vec<RawRun> {
     let mut runs = Vec::new();
     for run in populated.iter().filter(|run| run.count >= LEAST) {

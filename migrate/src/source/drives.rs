@@ -1,8 +1,10 @@
-//! Drives that go along: which they are, what of each is still to be sent, and their part of a pass.
+//! Drives that go along: which they are, what of each is still to be sent, and their part of a
+//! pass.
 //!
-//! A pass reads what it sends after it was drained, so that nothing is missed (see [`GuestDrive`]), through an open
-//! file of its own: the device and its queues know nothing of it. Blocks are copied into one reused buffer first,
-//! since the checksum goes ahead of the bytes, and the guest may write meanwhile.
+//! A pass reads what it sends after it was drained, so that nothing is missed (see [`GuestDrive`]),
+//! through an open file of its own: the device and its queues know nothing of it. Blocks are copied
+//! into one reused buffer first, since the checksum goes ahead of the bytes, and the guest may
+//! write meanwhile.
 
 use std::fs::File;
 use std::io;
@@ -26,8 +28,8 @@ use crate::transport::wire::Wire;
 
 /// Blocks in one BLOCKS: as PAGES has frames.
 const BLOCKS_PER_MESSAGE: u64 = 128;
-/// Blocks of zeros after which they are told, 16 MiB: to find more takes a disk a while, and a destination does not
-/// wait for ever to hear something.
+/// Blocks of zeros after which they are told, 16 MiB: to find more takes a disk a while, and a
+/// destination does not wait for ever to hear something.
 const ZEROS_PER_MESSAGE: u64 = 4096;
 const BLOCK: usize = PAGE_SIZE as usize;
 
@@ -142,8 +144,8 @@ impl Moving {
         let head = drive.head();
         let failed = |what, cause| Cause::Drive { id: head.id.clone(), what, cause };
         block_layout(head.bytes).map_err(|e| failed("following it", io::Error::other(e)))?;
-        // First the subscription, then the look at what there is: what is written between the two is in the first
-        // epoch.
+        // First the subscription, then the look at what there is: what is written between the two
+        // is in the first epoch.
         let writes =
             drive.subscribe("migrate").map_err(|e| failed("following it", io::Error::other(e)))?;
         let file = drive.open().map_err(|e| failed("opening it", e))?;
@@ -153,8 +155,8 @@ impl Moving {
 }
 
 impl Drives {
-    /// Begins to follow these drives; the first pass has what they hold now, without their holes. Costs, beside their
-    /// trees, 512 KiB.
+    /// Begins to follow these drives; the first pass has what they hold now, without their holes.
+    /// Costs, beside their trees, 512 KiB.
     pub(super) fn follow(drives: &[Box<dyn GuestDrive>]) -> Result<Self, Cause> {
         let drives: Result<Vec<_>, _> = drives.iter().map(|d| Moving::follow(&**d)).collect();
         let (passed, totals) = Default::default();
@@ -188,8 +190,8 @@ impl Drives {
         }
     }
 
-    /// Sends what was drained, as the drives' part of pass number `pass`. `sent` is told after each message of how
-    /// many bytes had been sent before it. Fails at `limit`.
+    /// Sends what was drained, as the drives' part of pass number `pass`. `sent` is told after each
+    /// message of how many bytes had been sent before it. Fails at `limit`.
     pub(super) fn send(
         &mut self,
         wire: &mut Wire<Link>,

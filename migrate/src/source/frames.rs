@@ -1,7 +1,8 @@
 //! Frames into messages, over one connection: FRAMES, PAGES and ZERO.
 //!
-//! Long runs go from guest memory to the socket as they are (FRAMES): the guest may write them meanwhile, and then they
-//! are dirty again and come again. Scattered frames are gathered in one reused buffer, and have a checksum (PAGES).
+//! Long runs go from guest memory to the socket as they are (FRAMES): the guest may write them
+//! meanwhile, and then they are dirty again and come again. Scattered frames are gathered in one
+//! reused buffer, and have a checksum (PAGES).
 
 use std::sync::Arc;
 
@@ -26,9 +27,11 @@ use super::pacer::Pacer;
 
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
 const FRAMES_PER_MESSAGE: u64 = 128;
-/// Runs of so many frames are worth a message of their own: two system calls more cost about as much as to copy them.
+/// Runs of so many frames are worth a message of their own: two system calls more cost about as
+/// much as to copy them.
 const DIRECT: u64 = 8;
-/// Runs from which on a ZERO is sent. A chunk adds at most one a frame, so they stay below what a message may have.
+/// Runs from which on a ZERO is sent. A chunk adds at most one a frame, so they stay below what a
+/// message may have.
 const ZERO_RUNS: usize = 512;
 const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
 /// A frame of zeros is found in pieces of so many bytes.
@@ -93,8 +96,8 @@ impl<'a> FrameSender<'a> {
         }
     }
 
-    /// Sends chunks as `next` gives them, until it gives no more: all of a pass, or this connection's share of it. Fails
-    /// at `limit`.
+    /// Sends chunks as `next` gives them, until it gives no more: all of a pass, or this
+    /// connection's share of it. Fails at `limit`.
     pub(super) fn share(
         &mut self,
         wire: &mut Wire<Link>,
@@ -111,7 +114,8 @@ impl<'a> FrameSender<'a> {
         Ok(counts)
     }
 
-    /// Sends a chunk of at most one message's frames: its zeros and its scattered frames when enough of them have come together.
+    /// Sends a chunk of at most one message's frames: its zeros and its scattered frames when
+    /// enough of them have come together.
     fn chunk(
         &mut self,
         wire: &mut Wire<Link>,

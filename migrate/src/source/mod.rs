@@ -1,8 +1,8 @@
 //! The source of a migration: `send`, and the phases that it goes through.
 //!
-//! One thread, the caller's, does everything: it owns the connection, the subscription and the paused
-//! guest. Before COMMIT every failure gives the guest back here; after it only the state machine's
-//! permits decide (see `protocol::two_phase`).
+//! One thread, the caller's, does everything: it owns the connection, the subscription and the
+//! paused guest. Before COMMIT every failure gives the guest back here; after it only the state
+//! machine's permits decide (see `protocol::two_phase`).
 
 mod announce;
 mod channels;
@@ -40,8 +40,8 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 /// While neither is known, the migration is in doubt: this asks the destination, for ever if need
 /// be, until it answers or [`SendControl::resolve`] is called; `control.progress()` shows it.
 ///
-/// Costs one bit of memory a frame for tracking (three with `verify`), and for each connection 512 KiB of buffers, or 2 MiB
-/// with compression. Drives that go along cost a bit a block, and 512 KiB.
+/// Costs one bit of memory a frame for tracking (three with `verify`), and for each connection 512
+/// KiB of buffers, or 2 MiB with compression. Drives that go along cost a bit a block, and 512 KiB.
 pub fn send<G: Guest + ?Sized>(
     guest: &G,
     to: &str,

@@ -8,8 +8,8 @@ use crate::policy::convergence::{Goals, Reason, TimeoutStrategy};
 use crate::protocol::limits::MAX_PASSES;
 use crate::transport::compression::Compression;
 
-/// The least bandwidth, bytes/s, that a migration can be limited to: a message of memory takes a second then, and a
-/// destination waits ten for one.
+/// The least bandwidth, bytes/s, that a migration can be limited to: a message of memory takes a
+/// second then, and a destination waits ten for one.
 pub const MIN_BANDWIDTH: u64 = 1 << 20;
 
 /// How a guest is sent. [`SendOptions::new`] gives the defaults.
@@ -25,16 +25,19 @@ pub struct SendOptions {
     pub timeout: Duration,
     /// What to do when one of these two runs out. Cancel.
     pub timeout_strategy: TimeoutStrategy,
-    /// Bytes/s at most while the guest runs. In the pause the link is used as it is, but what that will take is
-    /// judged by this: how fast a link is that was never used so is not known. Less than [`MIN_BANDWIDTH`] counts as
-    /// that; `None`, the default: as fast as it goes.
+    /// Bytes/s at most while the guest runs. In the pause the link is used as it is, but what that
+    /// will take is judged by this: how fast a link is that was never used so is not known.
+    /// Less than [`MIN_BANDWIDTH`] counts as that; `None`, the default: as fast as it goes.
     pub max_bandwidth: Option<u64>,
-    /// Connections that share in the sending of memory, 1 to [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS). 1. More of them pay where one does
+    /// Connections that share in the sending of memory, 1 to
+    /// [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS). 1. More of them pay where one does
     /// not fill the link: each costs a thread on either side.
     pub connections: u32,
-    /// How contents are made smaller, message by message, where that wins an eighth at least. Not at all.
+    /// How contents are made smaller, message by message, where that wins an eighth at least. Not
+    /// at all.
     pub compression: Compression,
-    /// Whether both sides compare a digest of all memory in the pause: that costs the time to read it.
+    /// Whether both sides compare a digest of all memory in the pause: that costs the time to read
+    /// it.
     pub verify: bool,
     /// Drives that go along, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use crate::transport::link::SLICE;
 
-/// Lets through so many bytes a second, in messages, without saving up for later what was not used. All connections of
-/// a migration share one.
+/// Lets through so many bytes a second, in messages, without saving up for later what was not used.
+/// All connections of a migration share one.
 #[derive(Debug)]
 pub(super) struct Pacer(Mutex<State>);
 

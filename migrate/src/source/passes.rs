@@ -1,7 +1,8 @@
 //! Passes: frames and blocks over all channels of a migration.
 //!
-//! A pass's chunks go to whichever connection is ready for one. All have ended their shares before the first one ends
-//! the pass, and no pass begins before the one before it is acknowledged: a frame that goes twice ends as its newest.
+//! A pass's chunks go to whichever connection is ready for one. All have ended their shares before
+//! the first one ends the pass, and no pass begins before the one before it is acknowledged: a
+//! frame that goes twice ends as its newest.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -57,9 +58,10 @@ pub(super) struct PassDone {
 }
 
 impl PassDone {
-    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks meanwhile; besides frames the
-    /// pass had `blocks` of drives. Bytes are those of contents where these were made smaller: the next pass's will be,
-    /// too. Of drives, zeros count: to read them takes the time of the others, and what is written next may be zeros or not.
+    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks
+    /// meanwhile; besides frames the pass had `blocks` of drives. Bytes are those of contents
+    /// where these were made smaller: the next pass's will be, too. Of drives, zeros count: to
+    /// read them takes the time of the others, and what is written next may be zeros or not.
     pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
         let contents = self.counts.normal + blocks.normal + blocks.zero;
         let frames = contents + self.counts.zero;
@@ -120,9 +122,9 @@ impl<'a> Passes<'a> {
         self.pacer.end();
     }
 
-    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the destination's word that
-    /// it has all of it is left to be waited for. Fails at `limit`. On an error the destination
-    /// may have any part of it.
+    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the
+    /// destination's word that it has all of it is left to be waited for. Fails at `limit`. On
+    /// an error the destination may have any part of it.
     pub(super) fn begin(
         &mut self,
         channels: &mut Channels,

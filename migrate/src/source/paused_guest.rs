@@ -1,8 +1,8 @@
 //! The guest while it is paused at its source: before the hand-over record, and after it.
 //!
-//! [`PausedGuest`] gives the guest back by itself, whatever path is left by an error or a panic. Sealing it
-//! needs a durable record and makes it [`SealedGuest`], which never lets the guest run without a permit
-//! of the state machine.
+//! [`PausedGuest`] gives the guest back by itself, whatever path is left by an error or a panic.
+//! Sealing it needs a durable record and makes it [`SealedGuest`], which never lets the guest run
+//! without a permit of the state machine.
 
 use std::time::{Instant, SystemTime};
 

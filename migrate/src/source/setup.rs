@@ -1,4 +1,5 @@
-//! The source until precopy: connections and introductions, and the machine that is built at the destination.
+//! The source until precopy: connections and introductions, and the machine that is built at the
+//! destination.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -27,7 +27,8 @@ pub(super) struct Throttled<'g, G: Guest + ?Sized> {
     /// Before the migration, and at the end of the last pass.
     first: Vec<VcpuWrites>,
     last: Vec<VcpuWrites>,
-    /// Frames that each vCPU made dirty during the last pass, how long that was, and what it says of it.
+    /// Frames that each vCPU made dirty during the last pass, how long that was, and what it says
+    /// of it.
     dirtied: Vec<u64>,
     window: Duration,
     figures: Vec<VcpuThrottle>,

@@ -1,8 +1,8 @@
 //! `--verify`: which frames the source's digest is of.
 //!
-//! Of all that the host has memory for, but for what the guest called free when pass 0 began and has not written since:
-//! that was not sent, and its content is of no use to anybody. So a frame that tracking missed is in the digest,
-//! and the destination does not have it.
+//! Of all that the host has memory for, but for what the guest called free when pass 0 began and
+//! has not written since: that was not sent, and its content is of no use to anybody. So a frame
+//! that tracking missed is in the digest, and the destination does not have it.
 
 use std::sync::Arc;
 

@@ -1,6 +1,7 @@
 //! Contents made smaller: which codecs there are, and one message's content through them.
 //!
-//! Off by default: what a codec's time saves depends on the link and the guest. Buffers are made once.
+//! Off by default: what a codec's time saves depends on the link and the guest. Buffers are made
+//! once.
 
 use std::fmt;
 use std::str::FromStr;
@@ -113,7 +114,8 @@ impl Unpacker {
         Self { zstd: None, contents: Vec::new() }
     }
 
-    /// The content of `frames` frames, at most [`MAX_PAGES`]; an error if `packed`, which a peer sent, is not that.
+    /// The content of `frames` frames, at most [`MAX_PAGES`]; an error if `packed`, which a peer
+    /// sent, is not that.
     pub(crate) fn unpack(
         &mut self,
         codec: Codec,

@@ -1,7 +1,8 @@
 //! One TCP connection with limits: it never waits for ever, and a stop request ends any wait.
 //!
 //! Reads and writes wait in slices of [`SLICE`]; between two slices the link looks at its stop
-//! flag and its limits: `progress_timeout`, how long a peer may make no progress, and an absolute deadline.
+//! flag and its limits: `progress_timeout`, how long a peer may make no progress, and an absolute
+//! deadline.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -81,7 +82,8 @@ impl Link {
         }
     }
 
-    /// Sets the absolute deadline of everything that follows; `None` leaves only the progress timeout.
+    /// Sets the absolute deadline of everything that follows; `None` leaves only the progress
+    /// timeout.
     pub(crate) fn set_deadline(&mut self, deadline: Option<Instant>) {
         self.deadline = deadline;
     }
@@ -96,7 +98,8 @@ impl Link {
         self.stop = stop;
     }
 
-    /// Makes this connection one of several: each other's progress counts for its progress timeout, and each ends with the others.
+    /// Makes this connection one of several: each other's progress counts for its progress timeout,
+    /// and each ends with the others.
     pub(crate) fn set_group(&mut self, group: Option<Arc<ChannelGroup>>) {
         self.group = group;
     }
@@ -136,13 +139,14 @@ impl Link {
         peeked.map_or_else(|e| !waits(&e), |_| true)
     }
 
-    /// Has the kernel keep small writes back until this is taken back: they go together. It does so for 200 ms at most,
-    /// and that it cannot only costs packets.
+    /// Has the kernel keep small writes back until this is taken back: they go together. It does so
+    /// for 200 ms at most, and that it cannot only costs packets.
     pub(crate) fn set_cork(&self, corked: bool) {
         let _ = SockRef::from(&self.stream).set_tcp_cork(corked);
     }
 
-    /// From now on a stop request is no reason to fail, and everything ends after [`CLOSING_LIMIT`].
+    /// From now on a stop request is no reason to fail, and everything ends after
+    /// [`CLOSING_LIMIT`].
     pub(crate) fn begin_closing(&mut self) {
         self.stop = Arc::default();
         self.group = None;
@@ -161,7 +165,8 @@ impl Link {
         while self.deadline.is_some_and(|d| Instant::now() < d) && self.read(&mut sink).is_ok() {}
     }
 
-    /// Writes all of `buf`, which more follows at once: no packet is made for it alone. From its first byte on `torn` is true.
+    /// Writes all of `buf`, which more follows at once: no packet is made for it alone. From its
+    /// first byte on `torn` is true.
     pub(crate) fn write_all_more(&mut self, mut buf: &[u8], torn: &mut bool) -> io::Result<()> {
         while !buf.is_empty() {
             let sent = self.wait_until("took", |s| {

@@ -96,8 +96,8 @@ impl<S: Write> Wire<S> {
         self.send_parts(message.tag(), &[&message.to_bytes()])
     }
 
-    /// Sends a message whose payload lies in pieces, without joining them first. The pieces must not
-    /// change meanwhile: the checksum goes before them.
+    /// Sends a message whose payload lies in pieces, without joining them first. The pieces must
+    /// not change meanwhile: the checksum goes before them.
     pub(crate) fn send_parts(&mut self, tag: Tag, parts: &[&[u8]]) -> Result<(), WireError> {
         let length: usize = parts.iter().map(|p| p.len()).sum();
         let head = self.head(tag, length, parts);
@@ -126,8 +126,8 @@ impl<S: Write> Wire<S> {
 }
 
 impl Wire<Link> {
-    /// Sends a run of frames from where they are, as they are when the kernel takes them: the guest may write
-    /// them meanwhile, so there is no checksum of them.
+    /// Sends a run of frames from where they are, as they are when the kernel takes them: the guest
+    /// may write them meanwhile, so there is no checksum of them.
     pub(crate) fn send_frames(
         &mut self,
         ram: &GuestRam,
@@ -150,7 +150,8 @@ impl Wire<Link> {
         Ok(())
     }
 
-    /// Fetches the content of the FRAMES that [`recv`](Self::recv) has just given, straight to its frames.
+    /// Fetches the content of the FRAMES that [`recv`](Self::recv) has just given, straight to its
+    /// frames.
     pub(crate) fn recv_frames(
         &mut self,
         ram: &GuestRam,
@@ -250,8 +251,9 @@ impl<S: Read> Wire<S> {
         Ok(&self.payload[..length])
     }
 
-    /// The next message. After FRAMES, its content has to be fetched. Records of unknown tags that need not be understood are skipped. REFUSED
-    /// and ABORT come back as errors: they end the conversation wherever they stand.
+    /// The next message. After FRAMES, its content has to be fetched. Records of unknown tags that
+    /// need not be understood are skipped. REFUSED and ABORT come back as errors: they end the
+    /// conversation wherever they stand.
     pub(crate) fn recv(&mut self) -> Result<Message<'_>, WireError> {
         debug_assert_eq!(self.content, 0, "content that was not fetched");
         let mut skipped = 0;

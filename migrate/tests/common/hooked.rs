@@ -1,4 +1,5 @@
-//! A guest that does something of a test's before it lets go of what only one host may hold, or of what peers reach it by.
+//! A guest that does something of a test's before it lets go of what only one host may hold, or of
+//! what peers reach it by.
 
 use std::sync::Arc;
 use std::time::Duration;

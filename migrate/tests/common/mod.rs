@@ -250,8 +250,8 @@ pub fn exactly_one_runs(
     assert_eq!(host.drive.most_running(), 1, "{context}: I7");
 }
 
-/// A receiver that waits on receives the guest. On a busy host it may take several tries to keep within the limits of
-/// these tests, or one may fail after PREPARED, which ends it.
+/// A receiver that waits on receives the guest. On a busy host it may take several tries to keep
+/// within the limits of these tests, or one may fail after PREPARED, which ends it.
 fn takes_it_now(host: &Host, source: &Arc<MemoryGuest>, there: Receiver, context: &str) {
     let mut tries = 0;
     while let Err(e) = Sender::start(source, &there.to, &quick_send(host)).result() {

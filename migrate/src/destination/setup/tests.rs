@@ -161,8 +161,8 @@ impl GuestFactory for Copying {
     }
 }
 
-/// A source with a drive that goes along, and the session, whose memory is laid out otherwise than its
-/// guest's.
+/// A source with a drive that goes along, and the session, whose memory is laid out otherwise than
+/// its guest's.
 fn mislaid(wire: Wire<Link>) -> Caller {
     let guest = MemoryGuest::new(VmId::random(), MemoryConfig::still()).unwrap();
     let layout = Layout::new([Slot { id: SlotId(7), base: Gfn(0), frames: 1 }]).unwrap();

@@ -1,4 +1,5 @@
-//! The messages about drives that go along: which they are, and their blocks. PROTOCOL.md draws them.
+//! The messages about drives that go along: which they are, and their blocks. PROTOCOL.md draws
+//! them.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
@@ -27,8 +28,8 @@ struct RawDrive {
 // The limit of DRIVES counts on it.
 const _: () = assert!(size_of::<RawDrive>() == 16 + MAX_DRIVE_ID);
 
-/// A message about drives. `drive` is a place in the list of DRIVES, from 0; whether there is one, and whether it has
-/// these blocks, is for whoever knows that list.
+/// A message about drives. `drive` is a place in the list of DRIVES, from 0; whether there is one,
+/// and whether it has these blocks, is for whoever knows that list.
 #[derive(Debug)]
 pub(crate) enum DriveMessage<'a> {
     /// Those that go along.

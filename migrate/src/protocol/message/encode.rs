@@ -10,8 +10,8 @@ use crate::protocol::ids::Token;
 use crate::protocol::limits::MAX_TEXT;
 
 impl Message<'_> {
-    /// The payload's bytes. PAGES, ZERO and FRAMES are sent from their own places ([`runs_head`]), so
-    /// here they only serve tests and tools.
+    /// The payload's bytes. PAGES, ZERO and FRAMES are sent from their own places ([`runs_head`]),
+    /// so here they only serve tests and tools.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let counted = |number: u32, flag: bool, c: &Counts| {
             RawCounts::new(number, flag, c).as_bytes().to_vec()

@@ -1,7 +1,7 @@
 //! Drives that come along: what may come of them and when. What does come is written by `copies`.
 //!
-//! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said PREPARED has all
-//! that the guest had made durable on its last host.
+//! A pass is acknowledged when its blocks will survive a crash of this host: so whoever has said
+//! PREPARED has all that the guest had made durable on its last host.
 
 use driftline_dirty_tracker::PAGE_SIZE;
 use driftline_guest::DriveHead;
@@ -105,8 +105,8 @@ impl DriveStreamState {
         Ok(counts.normal + counts.zero)
     }
 
-    /// The drive that is meant and the blocks of `runs`: all of them in that drive, and no more in this pass than all
-    /// drives have.
+    /// The drive that is meant and the blocks of `runs`: all of them in that drive, and no more in
+    /// this pass than all drives have.
     fn checked(&self, message: Tag, drive: u32, runs: Runs<'_>) -> Result<(usize, u64), WireError> {
         let none = || WireError::NoDrive { message, drive, drives: self.heads.len() };
         let head = self.heads.get(drive as usize).ok_or_else(none)?;

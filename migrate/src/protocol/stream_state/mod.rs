@@ -96,7 +96,8 @@ pub(crate) enum Step<'a> {
     Drive(DriveStep<'a>),
     /// Everything of the pass is in place: say so.
     Ack { pass: u32, counts: Counts },
-    /// Restore this state: all of it has come, and the last pass, of so many frames or thereabouts, is to follow.
+    /// Restore this state: all of it has come, and the last pass, of so many frames or thereabouts,
+    /// is to follow.
     Restore { sections: Arc<[Section]>, frames: u64 },
     /// Everything has come.
     Complete { sections: Arc<[Section]>, was_running: bool },

@@ -11,8 +11,9 @@
 use crate::protocol::decision::Decision;
 use crate::protocol::decision::Verdict;
 
-/// Where the destination stands. The guest may run only in `Running`; only `Committed` leads there, which needs
-/// a decision that stands: found by every process of the host, and durable itself or by a prepared record.
+/// Where the destination stands. The guest may run only in `Running`; only `Committed` leads there,
+/// which needs a decision that stands: found by every process of the host, and durable itself or by
+/// a prepared record.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Destination {
     /// Everything up to PREPARED.
@@ -90,7 +91,8 @@ impl Destination {
             (Self::Assembling, E::Restored) => (Self::Prepared, O::SayPrepared),
             (Self::Assembling, E::Failed | E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Commit) => (Self::Deciding, O::StoreCommitted),
-            // A source never says ABORT after COMMIT, and goes on with its guest: it will never ask.
+            // A source never says ABORT after COMMIT, and goes on with its guest: it will never
+            // ask.
             (Self::Prepared, E::Aborted) => (Self::Dropped, O::Drop),
             (Self::Prepared, E::Failed) => (Self::Discarding, O::StoreDiscarded),
             (Self::Deciding, E::Stands(Decision::Committed)) => {

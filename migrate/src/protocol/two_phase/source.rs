@@ -10,8 +10,8 @@
 //!                                                                |  Discarded, operator's Run    -> Here
 //! ```
 //!
-//! The record is made before the pause (where digests are compared, in it), so that the pause does not wait for a disk.
-//! Until COMMIT is said it forbids nothing.
+//! The record is made before the pause (where digests are compared, in it), so that the pause does
+//! not wait for a disk. Until COMMIT is said it forbids nothing.
 
 use crate::protocol::decision::Resolution;
 use crate::protocol::decision::Verdict;
@@ -47,7 +47,8 @@ pub(crate) enum SourceEvent {
     Prepared,
     /// RUNNING came.
     Running,
-    /// The connection broke, the answer did not come in time; before COMMIT: anything failed, or it was cancelled.
+    /// The connection broke, the answer did not come in time; before COMMIT: anything failed, or it
+    /// was cancelled.
     Lost,
     /// ANSWER came.
     Answer(Verdict),
@@ -91,7 +92,8 @@ impl Source {
             (Self::Streaming, E::Converged) => (Self::Recording, O::Record),
             (Self::Recording, E::Recorded) => (Self::Recorded, O::Wait),
             (Self::Recorded, E::Prepared) => (Self::Committed, O::Commit),
-            // A record that cannot be removed, or failed half-way, may stand: COMMIT was never said.
+            // A record that cannot be removed, or failed half-way, may stand: COMMIT was never
+            // said.
             (Self::Streaming | Self::Recording | Self::Recorded, E::Lost) => take_back,
             (Self::Committed | Self::InDoubt, E::Running | E::Answer(Verdict::Running)) => end,
             (Self::Committed | Self::InDoubt, E::Answer(Verdict::Discarded)) => take_back,
