@@ -1,5 +1,4 @@
-//! What pass 0 will bring, told beforehand, so that the destination has memory for it when it
-//! comes.
+//! Announcing what pass 0 will send, so that the destination can allocate its memory beforehand.
 
 use driftline_dirty_tracker::{FrameRun, Gfn, PAGE_SIZE};
 use driftline_format::is_zero;
@@ -14,12 +13,12 @@ use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Frames that are looked at together, 2 MiB.
+/// Frames that are examined together, 2 MiB.
 const PIECE: u64 = 512;
-/// Shorter runs get their memory at no great cost when they come.
+/// Least frames of a run worth announcing: shorter ones cost little when they arrive.
 const LEAST: u64 = 64;
 
-/// Says which frames pass 0 will bring.
+/// Sends EXPECT for the frames that pass 0 will send.
 pub(super) fn announce(
     wire: &mut Wire<Link>,
     ram: &GuestRam,
@@ -31,8 +30,8 @@ pub(super) fn announce(
     Ok(())
 }
 
-/// The longer of the populated runs without the pieces that begin and end with zeros: memory that
-/// was used once and is free again, which the destination need not have.
+/// Returns the long populated runs, without the pieces that begin and end with zeros: the guest
+/// used and freed that memory, and the destination need not have it.
 fn expected(ram: &GuestRam, populated: &[FrameRun]) -> Vec<RawRun> {
     let mut runs = Vec::new();
     for run in populated.iter().filter(|run| run.count >= LEAST) {
@@ -56,7 +55,7 @@ fn expected(ram: &GuestRam, populated: &[FrameRun]) -> Vec<RawRun> {
 fn is_used(ram: &GuestRam, piece: FrameRun) -> bool {
     let mut frame = [0; PAGE_SIZE as usize];
     let mut has_content = |gfn: Gfn| {
-        // What cannot be read will fail where it is sent.
+        // A frame that cannot be read fails later, when it is sent.
         ram.read_slice(&mut frame, GuestAddress(gfn.gpa())).is_err() || !is_zero(&frame)
     };
     has_content(piece.start) || has_content(Gfn(piece.end().0 - 1))

@@ -5,8 +5,8 @@ use crate::transport::wire::Wire;
 
 /// The first connection, which everything else goes over, and those that only share in the passes.
 ///
-/// All are kept to the migration's end: to close one before saying why on the first tells the
-/// destination no more than that the connection is lost.
+/// All stay open until the migration ends. If one closed before the first has carried the reason,
+/// the destination would only see a lost connection.
 pub(super) struct Channels {
     pub(super) first: Wire<Link>,
     /// In the order in which they have joined.
@@ -14,17 +14,17 @@ pub(super) struct Channels {
 }
 
 impl Channels {
-    /// How many there are, the first one included.
+    /// Number of channels, including the first.
     pub(super) fn count(&self) -> u32 {
         1 + self.joined.len() as u32
     }
 
-    /// Bytes sent over those that have joined.
+    /// Bytes sent over the channels that have joined.
     pub(super) fn joined_bytes(&self) -> u64 {
         self.joined.iter().map(Wire::sent_bytes).sum()
     }
 
-    /// Bytes sent over all.
+    /// Bytes sent over all channels.
     pub(super) fn sent_bytes(&self) -> u64 {
         self.first.sent_bytes() + self.joined_bytes()
     }

@@ -1,10 +1,8 @@
-//! Drives that go along: which they are, what of each is still to be sent, and their part of a
-//! pass.
+//! Copying disks: which ones, what is left of each, and their part of a pass.
 //!
-//! A pass reads what it sends after it was drained, so that nothing is missed (see [`GuestDrive`]),
-//! through an open file of its own: the device and its queues know nothing of it. Blocks are copied
-//! into one reused buffer first, since the checksum goes ahead of the bytes, and the guest may
-//! write meanwhile.
+//! A pass reads blocks after draining them, so that no write is missed (see [`GuestDrive`]),
+//! through an open file of its own: the device is not involved. Blocks are copied into one reused
+//! buffer first, because the checksum precedes the bytes and the guest may write meanwhile.
 
 use std::fs::File;
 use std::io;
@@ -26,30 +24,30 @@ use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Blocks in one BLOCKS: as PAGES has frames.
+/// Blocks in one BLOCKS, as many as PAGES has frames.
 const BLOCKS_PER_MESSAGE: u64 = 128;
-/// Blocks of zeros after which they are told, 16 MiB: to find more takes a disk a while, and a
-/// destination does not wait for ever to hear something.
+/// Zero blocks at which BLOCK_ZEROS is sent, 16 MiB. Finding more takes a disk a while, and the
+/// destination has to see progress.
 const ZEROS_PER_MESSAGE: u64 = 4096;
 const BLOCK: usize = PAGE_SIZE as usize;
 
-/// Which of a guest's drives go along; the destination has the others already.
+/// Which of a guest's disks are copied. The destination has access to the others.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CopyDrives {
-    /// None: both hosts have the same ones.
+    /// None: both hosts reach all disks.
     #[default]
     None,
-    /// All.
+    /// All disks.
     All,
-    /// Those with these names.
+    /// The disks with these names.
     Named(Vec<String>),
 }
 
 impl FromStr for CopyDrives {
     type Err = String;
 
-    /// Names with commas between; nothing is all of them.
+    /// Parses names separated by commas; the empty text means all disks.
     fn from_str(s: &str) -> Result<Self, String> {
         match s.split(',').map(str::to_owned).collect::<Vec<_>>() {
             names if names == [""] => Ok(Self::All),
@@ -61,7 +59,7 @@ impl FromStr for CopyDrives {
     }
 }
 
-/// The drives of `guest` that `which` means, in the guest's order.
+/// Returns the disks of `guest` that `which` selects, in the guest's order.
 pub(super) fn chosen<G: Guest + ?Sized>(
     guest: &G,
     which: &CopyDrives,
@@ -86,7 +84,7 @@ pub(super) fn chosen<G: Guest + ?Sized>(
     Ok(drives)
 }
 
-/// Says which drives go along, if any do.
+/// Sends DRIVES if disks are copied.
 pub(super) fn announce(wire: &mut Wire<Link>, drives: &[Box<dyn GuestDrive>]) -> Result<(), Cause> {
     if drives.is_empty() {
         return Ok(());
@@ -95,13 +93,13 @@ pub(super) fn announce(wire: &mut Wire<Link>, drives: &[Box<dyn GuestDrive>]) ->
     Ok(wire.send(&Message::Drive(DriveMessage::Drives(heads)))?)
 }
 
-/// The drives that go along, while they are copied. None, for most migrations.
+/// The disks that are copied; empty for most migrations.
 pub(super) struct Drives {
     drives: Vec<Moving>,
     batch: Batch,
-    /// Of the last pass.
+    /// Blocks of the last pass.
     pub(super) passed: Counts,
-    /// Of all passes.
+    /// Blocks of all passes.
     pub(super) totals: Counts,
 }
 
@@ -112,10 +110,10 @@ struct Moving {
     next: Next,
 }
 
-/// What of a drive the next pass sends.
+/// What the next pass sends of a disk.
 enum Next {
     Nothing,
-    /// What it held when it was first looked at.
+    /// The data that it held at first.
     First(Vec<FrameRun>),
     /// What was written since. Dropping it gives it back (I4).
     Epoch(Epoch),
@@ -144,8 +142,8 @@ impl Moving {
         let head = drive.head();
         let failed = |what, cause| Cause::Drive { id: head.id.clone(), what, cause };
         block_layout(head.bytes).map_err(|e| failed("following it", io::Error::other(e)))?;
-        // First the subscription, then the look at what there is: what is written between the two
-        // is in the first epoch.
+        // Subscribe before looking for data: what is written in between is in the first drained
+        // set.
         let writes =
             drive.subscribe("migrate").map_err(|e| failed("following it", io::Error::other(e)))?;
         let file = drive.open().map_err(|e| failed("opening it", e))?;
@@ -155,20 +153,20 @@ impl Moving {
 }
 
 impl Drives {
-    /// Begins to follow these drives; the first pass has what they hold now, without their holes.
-    /// Costs, beside their trees, 512 KiB.
+    /// Subscribes to these disks. The first pass has what they hold now, without holes. Costs 512
+    /// KiB besides their trees.
     pub(super) fn follow(drives: &[Box<dyn GuestDrive>]) -> Result<Self, Cause> {
         let drives: Result<Vec<_>, _> = drives.iter().map(|d| Moving::follow(&**d)).collect();
         let (passed, totals) = Default::default();
         Ok(Self { drives: drives?, batch: Batch::default(), passed, totals })
     }
 
-    /// Blocks that the next pass has.
+    /// Number of blocks in the next pass.
     pub(super) fn pending(&self) -> u64 {
         self.drives.iter().map(|drive| drive.next.blocks()).sum()
     }
 
-    /// What was written since the last drain, and what was given back, is what the next pass has.
+    /// Drains what was written or given back since the last drain, for the next pass.
     pub(super) fn drain(&mut self) {
         self.give_back();
         for drive in &mut self.drives {
@@ -176,12 +174,12 @@ impl Drives {
         }
     }
 
-    /// What was drained and not sent is to be drained again (I4).
+    /// Gives back what was drained and not sent (I4).
     pub(super) fn give_back(&mut self) {
         self.drives.iter_mut().for_each(|drive| drive.next = Next::Nothing);
     }
 
-    /// The destination has all of the pass, durably (I4).
+    /// Commits what was drained: the destination has it, durably (I4).
     pub(super) fn commit(&mut self) {
         for drive in &mut self.drives {
             if let Next::Epoch(epoch) = std::mem::replace(&mut drive.next, Next::Nothing) {
@@ -190,8 +188,8 @@ impl Drives {
         }
     }
 
-    /// Sends what was drained, as the drives' part of pass number `pass`. `sent` is told after each
-    /// message of how many bytes had been sent before it. Fails at `limit`.
+    /// Sends what was drained, as the disks' part of pass number `pass`. Calls `sent` after each
+    /// message with the number of bytes sent before it. Fails at `limit`.
     pub(super) fn send(
         &mut self,
         wire: &mut Wire<Link>,
@@ -227,7 +225,7 @@ impl Drives {
     }
 }
 
-/// Blocks of one drive that are sent together.
+/// Blocks of one disk that are sent together.
 #[derive(Default)]
 struct Batch {
     contents: Vec<u8>,
@@ -238,16 +236,16 @@ struct Batch {
     zeroed: u64,
 }
 
-/// A block is a run at most.
+/// Each block is at most one run.
 const _: () = assert!(ZEROS_PER_MESSAGE <= MAX_ZERO_RUNS as u64);
 
 impl Batch {
-    /// Whether so many more blocks may be too many for a message of either kind.
+    /// Whether this number of additional blocks may exceed a message of either kind.
     fn is_full(&self, blocks: u64) -> bool {
         self.filled as u64 + blocks > BLOCKS_PER_MESSAGE || self.zeroed + blocks > ZEROS_PER_MESSAGE
     }
 
-    /// Reads a chunk of at most a message's blocks.
+    /// Reads a chunk of at most one message's blocks.
     fn take(&mut self, drive: &Moving, chunk: FrameRun, counts: &mut Counts) -> Result<(), Cause> {
         self.contents.resize(BLOCKS_PER_MESSAGE as usize * BLOCK, 0);
         let at = self.filled * BLOCK;
@@ -275,7 +273,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Sends what there is, as blocks of drive `number`.
+    /// Sends the batch as blocks of disk `number`.
     fn send(
         &mut self,
         wire: &mut Wire<Link>,
@@ -299,7 +297,7 @@ impl Batch {
     }
 }
 
-/// Adds a block to a table of runs, each ahead of the next.
+/// Adds a block to a table of ascending runs.
 fn extend(runs: &mut Vec<RawRun>, block: Gfn) {
     let last = runs.last().map(FrameRun::from).filter(|run| run.end() == block);
     let run = match last {
@@ -312,7 +310,8 @@ fn extend(runs: &mut Vec<RawRun>, block: Gfn) {
     runs.push(run.into());
 }
 
-/// Reads whole blocks from `start` on; zeros behind the drive's end, whatever its file has there.
+/// Reads whole blocks from `start` on. Bytes behind the end of the disk read as zeros, whatever its
+/// file has there.
 fn read(drive: &Moving, start: Gfn, to: &mut [u8]) -> io::Result<()> {
     let offset = start.gpa();
     let has = drive.head.bytes.saturating_sub(offset).min(to.len() as u64) as usize;

@@ -1,8 +1,8 @@
 //! Frames into messages, over one connection: FRAMES, PAGES and ZERO.
 //!
-//! Long runs go from guest memory to the socket as they are (FRAMES): the guest may write them
-//! meanwhile, and then they are dirty again and come again. Scattered frames are gathered in one
-//! reused buffer, and have a checksum (PAGES).
+//! Long runs go from guest memory straight to the socket (FRAMES). If the guest writes them
+//! meanwhile, they are dirty and are sent again. Scattered frames are gathered in one reused buffer
+//! and have a checksum (PAGES).
 
 use std::sync::Arc;
 
@@ -27,26 +27,26 @@ use super::pacer::Pacer;
 
 /// Frames in one PAGES: 512 KiB of content, which stays in a core's cache from copy to send.
 const FRAMES_PER_MESSAGE: u64 = 128;
-/// Runs of so many frames are worth a message of their own: two system calls more cost about as
-/// much as to copy them.
+/// Least frames of a run that is sent as FRAMES: its two additional system calls cost about as much
+/// as copying this many frames.
 const DIRECT: u64 = 8;
-/// Runs from which on a ZERO is sent. A chunk adds at most one a frame, so they stay below what a
-/// message may have.
+/// Number of runs at which a ZERO is sent. A chunk adds at most one a frame, so a message never has
+/// more runs than it may.
 const ZERO_RUNS: usize = 512;
 const _: () = assert!(ZERO_RUNS as u64 + MAX_PAGES < MAX_ZERO_RUNS as u64);
-/// A frame of zeros is found in pieces of so many bytes.
+/// Bytes that are compared with zero at a time.
 const PIECE: usize = 512;
-/// Of a cache.
+/// Bytes of a cache line.
 const LINE: usize = 64;
 const PAGE: usize = PAGE_SIZE as usize;
 
-/// Sends a guest's memory, or shares of it, over one connection.
+/// Sends a guest's memory, or shares of it, over one channel.
 pub(super) struct FrameSender<'a> {
     ram: &'a GuestRam,
     control: &'a SendControl,
     pacer: Arc<Pacer>,
     packer: Option<Packer>,
-    /// Whether long runs go as FRAMES.
+    /// Whether long runs are sent as FRAMES.
     direct: bool,
     pages: Vec<u8>,
     runs: Vec<RawRun>,
@@ -61,8 +61,8 @@ struct ZeroRuns {
     last: Option<FrameRun>,
 }
 
-/// Extends the last run of a table by a frame, or begins a new one. `last` is forgotten where a
-/// source run ends, so that no run of the table reaches over the end of a slot.
+/// Extends the last run of a table by a frame, or begins a new run. The caller clears `last` where
+/// a source run ends, so that no run crosses the end of a memory slot.
 fn extend(runs: &mut Vec<RawRun>, last: &mut Option<FrameRun>, gfn: Gfn) {
     match last {
         Some(run) if run.end() == gfn => {
@@ -96,8 +96,8 @@ impl<'a> FrameSender<'a> {
         }
     }
 
-    /// Sends chunks as `next` gives them, until it gives no more: all of a pass, or this
-    /// connection's share of it. Fails at `limit`.
+    /// Sends the chunks that `next` returns, until there are none: all of a pass, or this channel's
+    /// share of it. Fails at `limit`.
     pub(super) fn share(
         &mut self,
         wire: &mut Wire<Link>,
@@ -114,8 +114,8 @@ impl<'a> FrameSender<'a> {
         Ok(counts)
     }
 
-    /// Sends a chunk of at most one message's frames: its zeros and its scattered frames when
-    /// enough of them have come together.
+    /// Sends a chunk of at most one message's frames. Zero frames and scattered frames are sent
+    /// once enough of them have come together.
     fn chunk(
         &mut self,
         wire: &mut Wire<Link>,
@@ -123,7 +123,7 @@ impl<'a> FrameSender<'a> {
         counts: &mut Counts,
     ) -> Result<(), Cause> {
         let mut open: Option<FrameRun> = None;
-        // No run of the table reaches over the end of a slot.
+        // No run crosses the end of a memory slot.
         self.zeros.last = None;
         for gfn in chunk.frames() {
             if self.reads_zero(gfn)? {
@@ -140,7 +140,7 @@ impl<'a> FrameSender<'a> {
         self.control.update(|p| {
             p.remaining_frames = p.remaining_frames.saturating_sub(chunk.count);
         });
-        // Not only when no more would fit: the destination is to hear something now and then.
+        // Sent before the message is full, so that the destination sees progress.
         if self.zeros.runs.len() >= ZERO_RUNS {
             self.flush_zeros(wire)?;
         }
@@ -149,7 +149,7 @@ impl<'a> FrameSender<'a> {
 
     fn reads_zero(&self, gfn: Gfn) -> Result<bool, Cause> {
         let mut piece = [0; PIECE];
-        // Of most frames that are not zero the first line tells, and only that is fetched.
+        // The first cache line decides for most frames with content, and only it is fetched.
         let line = &mut piece[..LINE];
         self.ram.read_slice(line, GuestAddress(gfn.gpa())).map_err(unreadable)?;
         if line.iter().any(|byte| *byte != 0) {
@@ -164,7 +164,7 @@ impl<'a> FrameSender<'a> {
         Ok(true)
     }
 
-    /// Sends a run of frames with content, or keeps it for the next PAGES.
+    /// Sends a run of frames with content, or gathers it for the next PAGES.
     fn content(&mut self, wire: &mut Wire<Link>, run: Option<FrameRun>) -> Result<(), Cause> {
         let Some(run) = run else { return Ok(()) };
         if run.count >= DIRECT && self.direct {
@@ -222,7 +222,7 @@ impl<'a> FrameSender<'a> {
         self.after_message(wire, before)
     }
 
-    /// Counts, keeps the rate, and hears a destination that gives up in the middle of a pass.
+    /// Counts the bytes, keeps the rate, and detects a destination that gives up within a pass.
     pub(super) fn after_message(
         &mut self,
         wire: &mut Wire<Link>,

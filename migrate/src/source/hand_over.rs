@@ -1,6 +1,6 @@
 //! The source's end of the hand-over: COMMIT, and what follows if no answer comes.
 //!
-//! What to do is decided in `crate::protocol::two_phase::Source`; here it is done.
+//! `crate::protocol::two_phase::Source` decides what to do; this module does it.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -28,10 +28,10 @@ use crate::transport::wire::Wire;
 /// Upper bound on reading why a destination gives up before COMMIT.
 const GONE_LIMIT: Duration = Duration::from_millis(500);
 
-/// How long one question may take: for introductions, and again for the answer.
+/// Upper bound on a question's HELLOs, and again on its answer.
 const QUERY_LIMIT: Duration = Duration::from_secs(3);
 
-/// The guest behind its durable record: from here on it may be the destination's.
+/// A sealed guest, which may be the destination's from here on.
 pub(super) struct Handed<'a, G: Guest + ?Sized> {
     sealed: SealedGuest<'a, G>,
     record: SealedRecord,
@@ -42,14 +42,14 @@ pub(super) struct Handed<'a, G: Guest + ?Sized> {
     spent: Spent<'a>,
 }
 
-/// What the report will tell of all passes.
+/// Figures of all passes for the report.
 struct Figures {
     stats: Stats,
     totals: Counts,
     drive_totals: Counts,
 }
 
-/// How long it took.
+/// Times for the report.
 struct Times {
     paused_at: SystemTime,
     downtime: Duration,
@@ -57,14 +57,14 @@ struct Times {
 }
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
-    /// The last moment at which a failure gives the guest back.
+    /// Seals the guest. This is the last step whose failure resumes the guest here.
     pub(super) fn seal(
         &self,
         channels: &mut Channels,
         ready: Ready<'a, G>,
     ) -> Result<Handed<'a, G>, Failed> {
         let Ready { paused, record, stats, totals, drive_totals, spent } = ready;
-        // A destination that died or gave up since PREPARED: seen now, it costs no doubt.
+        // A destination that died or gave up since PREPARED is detected now, without doubt.
         if let Some(cause) = gone(&mut channels.first) {
             return Err(paused.give_up(cause));
         }
@@ -78,7 +78,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         Ok(Handed { sealed, record, state, order, paused_at, figures, spent })
     }
 
-    /// Says COMMIT and finds out whose the guest is, for as long as that takes.
+    /// Sends COMMIT, and asks until it is known which host has the guest.
     pub(super) fn settle(
         &self,
         mut channels: Channels,
@@ -95,7 +95,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         } = handed;
         let mut ran_at = None;
         let mut sent = channels.sent_bytes();
-        // Why the last question had no answer, or what the answer was.
+        // Why the last question had no answer, or the answer in words.
         let mut doubt = None;
         let mut resolved = None;
         loop {
@@ -140,7 +140,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
     }
 
-    /// Says COMMIT and waits for the answer to it, which tells when the guest `ran` there.
+    /// Sends COMMIT and waits for its answer, from which it computes when the guest `ran` there.
     fn commit(
         &self,
         wire: &mut Wire<Link>,
@@ -156,7 +156,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 Message::Running { token, took_us } => {
                     self.own(Tag::Running, token)?;
                     let (waited, took) = (said.elapsed(), Duration::from_micros(took_us));
-                    // A peer's word makes it no longer than it was.
+                    // A peer's figure cannot make it longer than it was.
                     let ways = waited.saturating_sub(took);
                     *ran = Some(said + waited - ways / 2);
                     Ok(SourceEvent::Running)
@@ -170,13 +170,13 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         })();
         answer.unwrap_or_else(|e: WireError| {
             *doubt = Some(e.to_string());
-            // A destination that has not read COMMIT by now shall not wait for it.
+            // A destination that has not read COMMIT yet need not wait for it.
             wire.stream().close();
             SourceEvent::Lost
         })
     }
 
-    /// Shows the doubt, once as an event and always in the progress.
+    /// Shows the doubt: once in the log, and always in the progress.
     fn in_doubt(&self, doubt: &Option<String>) {
         if self.control.progress().phase != Phase::InDoubt {
             let (vm, token, why) = (self.guest.vm_id(), self.token, doubt.as_deref().unwrap_or(""));
@@ -192,7 +192,8 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         });
     }
 
-    /// Waits a little, then asks the destination once; the operator's word comes first.
+    /// Waits for the interval, then asks the destination once. The operator's resolution takes
+    /// precedence.
     fn ask(&self, site: Uuid, wire: &mut Wire<Link>, doubt: &mut Option<String>) -> SourceEvent {
         let next = Instant::now() + self.options.ask_every;
         loop {
@@ -217,7 +218,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                         }
                         Verdict::Unknown => "it does not know of this migration",
                         Verdict::Running | Verdict::Discarded => {
-                            // Whoever gave the verdict waits there for ENDED.
+                            // The connection that gave this verdict waits for ENDED.
                             *wire = asked;
                             return SourceEvent::Answer(verdict);
                         }
@@ -226,7 +227,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
                 );
                 SourceEvent::Answer(verdict)
             }
-            // Cut short by the operator, who is heard next.
+            // The operator's resolution, which comes next, cut it short.
             Err(_) if self.control.resolution().is_some() => SourceEvent::Lost,
             Err(e) => {
                 *doubt = Some(e.to_string());
@@ -250,12 +251,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
         }
     }
 
-    /// The migration is settled: the records have served, here and (if it hears it) there.
+    /// Removes the record of a settled migration, and tells the destination to remove its own.
     fn forget(&self, record: SealedRecord, wire: &mut Wire<Link>) {
         match record.settle() {
-            // A destination that does not hear it keeps a small file.
+            // A destination that does not receive ENDED keeps a small file.
             Ok(()) => {
-                // The operator's word may have come meanwhile; it is no reason to keep quiet.
+                // The operator may have resolved meanwhile, which is no reason not to send it.
                 wire.stream_mut().begin_closing();
                 let _ = wire.send(&Message::Ended { token: self.token });
             }
@@ -295,12 +296,12 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
     }
 }
 
-/// What a destination that should wait for COMMIT has said or done instead, if it has.
+/// Returns why a destination that should wait for COMMIT is gone, if it is.
 fn gone(wire: &mut Wire<Link>) -> Option<WireError> {
     if !wire.stream().has_incoming() {
         return None;
     }
-    // The guest is paused: whatever it is shall be here, not trickle in.
+    // The guest is paused, so the message must not trickle in.
     wire.stream_mut().set_deadline(Some(Instant::now() + GONE_LIMIT));
     let cause = match wire.recv() {
         Ok(other) => other.unexpected("nothing before COMMIT"),

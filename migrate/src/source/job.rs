@@ -1,4 +1,4 @@
-//! What all phases of a migration know at its source, and how each of them fails.
+//! What all phases of a migration share at its source, and how a phase fails.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use crate::report::ms;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// A failure with where it leaves the guest.
+/// A failure, and where it leaves the guest.
 #[derive(Debug)]
 pub(super) struct Failed {
     pub(super) cause: Cause,
@@ -23,13 +23,13 @@ pub(super) struct Failed {
 }
 
 impl<E: Into<Cause>> From<E> for Failed {
-    /// For failures while the guest runs: nothing has to be taken back.
+    /// For failures while the guest runs: nothing has to be undone.
     fn from(e: E) -> Self {
         Self { cause: e.into(), place: GuestPlace::Here }
     }
 }
 
-/// What all phases know.
+/// What all phases share.
 pub(super) struct Job<'a, G: Guest + ?Sized> {
     pub(super) guest: &'a G,
     pub(super) to: &'a str,
@@ -55,8 +55,8 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         result
     }
 
-    /// A phase after whose failure the two sides tell each other why. The guest has been given back
-    /// by then: it does not wait for that.
+    /// Runs a phase; if it fails, both ends tell each other why. The guest runs again by then and
+    /// does not wait for that.
     pub(super) fn told<T>(
         &self,
         phase: Phase,
@@ -69,7 +69,8 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         })
     }
 
-    /// Hears the peer's reason, or says ours. Returns the cause, as the peer gave it where it did.
+    /// Reads the peer's reason, or sends this side's. Returns the cause, in the peer's words if it
+    /// gave any.
     fn exchange_reasons(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
         let cancelled = self.control.stop.is_cancelled();
         match cause {
@@ -92,7 +93,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         }
     }
 
-    /// A message that decides something must name this migration.
+    /// Checks that a message which decides something names this migration.
     pub(super) fn own(&self, message: Tag, found: Token) -> Result<(), WireError> {
         let expected = self.token;
         match found == expected {

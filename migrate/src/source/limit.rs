@@ -6,7 +6,7 @@ use super::channels::Channels;
 use crate::error::Cause;
 use crate::policy::convergence::{Goals, TimeoutStrategy};
 
-/// The moment at which a phase fails, if there is one, and what that failure is.
+/// The time at which a phase fails, if there is one, and the failure that this is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limit {
     at: Option<Instant>,
@@ -17,28 +17,28 @@ pub(super) struct Limit {
 enum Failure {
     /// Pre-copy has taken this long.
     NotConverging(Duration),
-    /// So has the pause.
+    /// The pause has taken this long.
     PauseTooLong(Duration),
 }
 
 impl Limit {
-    /// The limit of a pre-copy that began at `begun`. Where the pause is to come at any price, a
-    /// pass is finished first: it makes the pause shorter.
+    /// Returns the limit of a pre-copy that began at `begun`. With a strategy that pauses in any
+    /// case there is none: finishing the pass makes the pause shorter.
     pub(super) fn of_precopy(begun: Instant, goals: &Goals) -> Self {
         let at = match goals.strategy {
-            // A time beyond what the clock can say is no limit.
+            // A time that the clock cannot represent is no limit.
             TimeoutStrategy::Cancel => begun.checked_add(goals.timeout),
             TimeoutStrategy::Switchover => None,
         };
         Self { at, failure: Failure::NotConverging(goals.timeout) }
     }
 
-    /// The limit of a pause that began at `since`.
+    /// Returns the limit of a pause that began at `since`.
     pub(super) fn of_pause(since: Instant, limit: Duration) -> Self {
         Self { at: since.checked_add(limit), failure: Failure::PauseTooLong(limit) }
     }
 
-    /// When it is reached.
+    /// The time of the limit.
     pub(super) fn at(&self) -> Option<Instant> {
         self.at
     }
@@ -56,12 +56,12 @@ impl Limit {
         }
     }
 
-    /// Fails once the limit is reached.
+    /// Returns the failure if the limit has been reached.
     pub(super) fn check(&self) -> Result<(), Cause> {
         if self.is_reached() { Err(self.cause()) } else { Ok(()) }
     }
 
-    /// Does `work`, in which every wait for the peer ends at the limit.
+    /// Runs `work` with the limit as the deadline of every wait for the peer.
     pub(super) fn hold<T>(
         &self,
         channels: &mut Channels,

@@ -1,8 +1,8 @@
 //! The source of a migration: `send`, and the phases that it goes through.
 //!
-//! One thread, the caller's, does everything: it owns the connection, the subscription and the
-//! paused guest. Before COMMIT every failure gives the guest back here; after it only the state
-//! machine's permits decide (see `protocol::two_phase`).
+//! The caller's thread does everything: it owns the connections, the subscription and the paused
+//! guest. Before COMMIT every failure returns the guest to this host. After COMMIT only a permit of
+//! the state machine decides (see `protocol::two_phase`).
 
 mod announce;
 mod channels;
@@ -36,12 +36,13 @@ pub use options::{MIN_BANDWIDTH, SendOptions};
 
 /// Moves `guest` to the destination that listens at `to` ("HOST:PORT", "tcp:" in front allowed).
 ///
-/// Blocks until the guest is there (then it has ended here, [`Guest::stop`]), or is certainly here.
-/// While neither is known, the migration is in doubt: this asks the destination, for ever if need
-/// be, until it answers or [`SendControl::resolve`] is called; `control.progress()` shows it.
+/// Blocks until the destination has the guest (which has then ended here, [`Guest::stop`]), or
+/// until it is certain that the guest stays here. While neither is known, the migration is in
+/// doubt: `send` asks the destination until it answers or [`SendControl::resolve`] is called.
+/// `control.progress()` shows the doubt.
 ///
-/// Costs one bit of memory a frame for tracking (three with `verify`), and for each connection 512
-/// KiB of buffers, or 2 MiB with compression. Drives that go along cost a bit a block, and 512 KiB.
+/// Costs one bit of memory a frame for tracking (three with `verify`), and 512 KiB of buffers for
+/// each connection (2 MiB with compression). Copied disks cost one bit a block, and 512 KiB.
 pub fn send<G: Guest + ?Sized>(
     guest: &G,
     to: &str,
@@ -56,7 +57,7 @@ pub fn send<G: Guest + ?Sized>(
             false => failed.cause,
         };
         let phase = control.progress().phase;
-        // A guest that powered itself off makes a migration fail in many ways; it never goes on.
+        // A guest that powers itself off makes a migration fail in many ways, and never runs again.
         let place = match guest.run_state() {
             RunState::Stopped => GuestPlace::Ended,
             _ => failed.place,
@@ -66,13 +67,13 @@ pub fn send<G: Guest + ?Sized>(
     control.update(|p| p.phase = Phase::Finished);
     match &result {
         Ok(report) => tracing::info!(vm = %guest.vm_id(), to, ?report.status, "migration ended"),
-        // Whoever asked for the migration is told, and says it.
+        // The caller reports it.
         Err(e) => tracing::info!(vm = %guest.vm_id(), "{e}"),
     }
     result
 }
 
-/// The migration, a phase a line. What a phase needs comes from the phase before it.
+/// Runs the migration, one phase a line. What a phase needs comes from the phase before it.
 fn migrate<G: Guest + ?Sized>(job: &Job<'_, G>) -> Result<SendReport, Failed> {
     let (mut channels, connected) = job.phase(Phase::Connect, || job.connect())?;
     let set_up = job.told(Phase::Setup, &mut channels, |to| job.set_up(to, connected))?;

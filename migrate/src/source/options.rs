@@ -1,4 +1,4 @@
-//! How a guest is sent: the options, with their defaults and bounds.
+//! Options of `send`, with their defaults and bounds.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,60 +8,60 @@ use crate::policy::convergence::{Goals, Reason, TimeoutStrategy};
 use crate::protocol::limits::MAX_PASSES;
 use crate::transport::compression::Compression;
 
-/// The least bandwidth, bytes/s, that a migration can be limited to: a message of memory takes a
-/// second then, and a destination waits ten for one.
+/// Lower bound on [`SendOptions::max_bandwidth`], bytes/s: one message of memory then takes a
+/// second, and a destination waits ten seconds for one.
 pub const MIN_BANDWIDTH: u64 = 1 << 20;
 
-/// How a guest is sent. [`SendOptions::new`] gives the defaults.
+/// Options of [`send`](crate::send). [`SendOptions::new`] gives the defaults.
 #[derive(Clone, Debug)]
 pub struct SendOptions {
-    /// The directory of this host's hand-over records ([`Records`](crate::Records)).
+    /// Directory of this host's hand-over records ([`Records`](crate::Records)).
     pub records: PathBuf,
-    /// The pause that the last pass may take. 300 ms.
+    /// Target of the pause for the last pass. 300 ms.
     pub downtime: Duration,
-    /// Passes before the last one, at most. 30; more than 4095 count as 4095.
+    /// Upper bound on passes before the last one. 30; more than 4095 count as 4095.
     pub max_passes: u32,
-    /// Time for precopy. An hour.
+    /// Upper bound on pre-copy. One hour.
     pub timeout: Duration,
-    /// What to do when one of these two runs out. Cancel.
+    /// What to do at one of these two bounds. Cancel.
     pub timeout_strategy: TimeoutStrategy,
-    /// Bytes/s at most while the guest runs. In the pause the link is used as it is, but what that
-    /// will take is judged by this: how fast a link is that was never used so is not known.
-    /// Less than [`MIN_BANDWIDTH`] counts as that; `None`, the default: as fast as it goes.
+    /// Limit of bandwidth while the guest runs, bytes/s; less than [`MIN_BANDWIDTH`] counts as
+    /// that. `None`, the default: no limit. The last pass ignores it, but the expected pause is
+    /// computed with it: the speed of a link that was never used fully is not known.
     pub max_bandwidth: Option<u64>,
-    /// Connections that share in the sending of memory, 1 to
-    /// [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS). 1. More of them pay where one does
-    /// not fill the link: each costs a thread on either side.
+    /// Connections that share in sending memory, 1 to [`MAX_CONNECTIONS`](crate::MAX_CONNECTIONS).
+    /// 1. More of them pay where one does not fill the link; each costs a thread at either end.
     pub connections: u32,
-    /// How contents are made smaller, message by message, where that wins an eighth at least. Not
-    /// at all.
+    /// Compression of contents; a message is sent uncompressed unless it shrinks by at least an
+    /// eighth. None.
     pub compression: Compression,
-    /// Whether both sides compare a digest of all memory in the pause: that costs the time to read
+    /// Whether both ends compare a digest of all memory in the pause, which costs the time to read
     /// it.
     pub verify: bool,
-    /// Drives that go along, because the destination cannot reach them. None.
+    /// Disks to copy, because the destination cannot reach them. None.
     pub copy_drives: CopyDrives,
     /// Whether vCPUs that write are throttled when passes do not shrink (see
     /// [`throttle`](crate::policy::throttle)). They are.
     pub throttle: bool,
-    /// Time for a connection to be made. 10 s.
+    /// Upper bound on opening a connection. 10 s.
     pub connect_timeout: Duration,
-    /// Time for the destination to build the machine. 30 s.
+    /// Upper bound on building the machine at the destination. 30 s.
     pub setup_timeout: Duration,
-    /// How long the destination may make no progress at all in any other phase. 10 s.
+    /// Longest time without any progress of the destination in any other phase. 10 s.
     pub progress_timeout: Duration,
-    /// The longest pause until the destination is prepared, after which the guest continues here.
-    /// `None`: ten times the downtime, or ten times what the pause was expected to take where the
-    /// strategy is to pause anyway; at least 5 s.
+    /// Upper bound on the pause until PREPARED, after which the guest runs here again. `None`: ten
+    /// times the target, or ten times the expected pause where the strategy is to pause in any
+    /// case; at least 5 s.
     pub switch_over_limit: Option<Duration>,
-    /// Time from COMMIT to the answer, after which the migration is in doubt. 10 s.
+    /// Upper bound on the time from COMMIT to its answer, after which the migration is in doubt. 10
+    /// s.
     pub settle_timeout: Duration,
-    /// How often a destination is asked while in doubt. 500 ms.
+    /// Interval between questions to the destination while in doubt. 500 ms.
     pub ask_every: Duration,
 }
 
 impl SendOptions {
-    /// The defaults, with the directory for the hand-over record.
+    /// Returns the defaults, with the directory of hand-over records.
     pub fn new(records: impl Into<PathBuf>) -> Self {
         let Goals { downtime, max_passes, timeout, strategy } = Goals::default();
         Self {
@@ -85,7 +85,7 @@ impl SendOptions {
         }
     }
 
-    /// How long the pause may be that `reason` led to.
+    /// Upper bound on the pause that `reason` led to.
     pub(super) fn pause_limit(&self, reason: &Reason) -> Duration {
         let expected = reason.expected().unwrap_or_default().max(self.downtime);
         let usual = expected.saturating_mul(10).max(Duration::from_secs(5));

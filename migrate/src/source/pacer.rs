@@ -1,20 +1,19 @@
-//! Holds a sender to a rate: after each message it waits until the next one may go.
+//! Limits a sender's rate: after each message it waits until the next one is due.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::transport::link::SLICE;
 
-/// Lets through so many bytes a second, in messages, without saving up for later what was not used.
-/// All connections of a migration share one.
+/// A rate limit without credit for unused time. All channels of a migration share one.
 #[derive(Debug)]
 pub(super) struct Pacer(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
-    /// Bytes/s; `None`: as fast as it goes.
+    /// Bytes/s; `None`: no limit.
     rate: Option<u64>,
-    /// When the next message may go.
+    /// When the next message is due.
     next: Instant,
 }
 
@@ -27,18 +26,18 @@ impl Pacer {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on as fast as it goes.
+    /// Lifts the limit.
     pub(super) fn end(&self) {
         self.state().rate = None;
     }
 
-    /// A pass begins: nothing is left of the time before.
+    /// Starts a pass, without credit or debt from the time before.
     pub(super) fn begin(&self) {
         let mut state = self.state();
         state.next = state.next.max(Instant::now());
     }
 
-    /// `bytes` have just been sent: waits until more may go, or `is_over` says that none will.
+    /// Waits, after `bytes` were sent, until the next message is due or `is_over` returns true.
     pub(super) fn pace(&self, bytes: u64, is_over: impl Fn() -> bool) {
         let next = self.state().due(bytes, Instant::now());
         loop {
@@ -52,11 +51,11 @@ impl Pacer {
 }
 
 impl State {
-    /// When more may go after `bytes` that were sent until `now`.
+    /// Returns when the next message is due, after `bytes` that were sent until `now`.
     fn due(&mut self, bytes: u64, now: Instant) -> Instant {
         let Some(rate) = self.rate else { return now };
         let takes = Duration::from_secs_f64((bytes as f64 / rate as f64).min(3600.0));
-        // Of a time in which nothing was sent no more than this message's own counts.
+        // Idle time counts for no more than this message's own share.
         let from = self.next.max(now.checked_sub(takes).unwrap_or(now));
         self.next = from + takes;
         self.next
@@ -75,7 +74,7 @@ mod tests {
         let ms = Duration::from_millis;
         assert_eq!(state.due(500, begun), begun + ms(500));
         assert_eq!(state.due(500, begun + ms(500)), begun + ms(1000));
-        // A link as slow as the rate is not made slower.
+        // A link as slow as the rate is not slowed down.
         assert_eq!(state.due(500, begun + ms(1500)), begun + ms(1500));
         let later = begun + ms(9000);
         assert_eq!(state.due(500, later), later, "it had its own time");

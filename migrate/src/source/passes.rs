@@ -1,8 +1,8 @@
 //! Passes: frames and blocks over all channels of a migration.
 //!
-//! A pass's chunks go to whichever connection is ready for one. All have ended their shares before
-//! the first one ends the pass, and no pass begins before the one before it is acknowledged: a
-//! frame that goes twice ends as its newest.
+//! A pass's chunks go to whichever channel is ready for one. All channels that have joined end
+//! their shares before the first one ends the pass, and no pass begins before the one before it is
+//! acknowledged. So of a frame that is sent twice the newest content stays.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -27,18 +27,18 @@ use crate::transport::compression::{Compression, Packer};
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Sends passes of one guest's memory over all connections of its migration.
+/// Sends passes of one guest's memory over all channels of its migration.
 pub(super) struct Passes<'a> {
     control: &'a SendControl,
     pacer: Arc<Pacer>,
     first: FrameSender<'a>,
-    /// Of the channels that have joined, in their order.
+    /// For the channels that have joined, in their order.
     joined: Vec<FrameSender<'a>>,
     /// Frames of all passes.
     pub(super) totals: Counts,
 }
 
-/// A pass whose end the destination has not yet acknowledged.
+/// A pass that the destination has not acknowledged yet.
 #[must_use = "the destination's word is not yet heard"]
 #[derive(Debug)]
 pub(super) struct PassSent {
@@ -49,7 +49,7 @@ pub(super) struct PassSent {
     connections: u32,
 }
 
-/// What a pass did.
+/// An acknowledged pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassDone {
     pub(super) counts: Counts,
@@ -58,10 +58,13 @@ pub(super) struct PassDone {
 }
 
 impl PassDone {
-    /// What it says about the link, of a guest that has `dirtied` so many frames and blocks
-    /// meanwhile; besides frames the pass had `blocks` of drives. Bytes are those of contents
-    /// where these were made smaller: the next pass's will be, too. Of drives, zeros count: to
-    /// read them takes the time of the others, and what is written next may be zeros or not.
+    ///
+    /// Returns what the pass says about the link. `dirtied` frames and blocks were written during
+    /// it, and it sent `blocks` of disks besides frames.
+    ///
+    /// With compression the uncompressed size counts, because the next pass will compress as well.
+    /// Zero blocks of disks count as content: reading them takes as long, and what is written next
+    /// may or may not be zeros.
     pub(super) fn measured(&self, dirtied: u64, blocks: Counts) -> Measured {
         let contents = self.counts.normal + blocks.normal + blocks.zero;
         let frames = contents + self.counts.zero;
@@ -69,8 +72,8 @@ impl PassDone {
         Measured { frames, bytes, time: self.time, dirtied }
     }
 
-    /// The report of a pass with `blocks` of drives, in whose `window` the guest has `dirtied` so
-    /// many frames and blocks.
+    /// Returns the report of the pass, which sent `blocks` of disks. In its `window` the guest
+    /// wrote `dirtied` frames and blocks.
     pub(super) fn report(&self, blocks: Counts, dirtied: u64, window: Duration) -> PassReport {
         PassReport {
             frames: self.counts.normal + self.counts.zero,
@@ -83,10 +86,10 @@ impl PassDone {
 }
 
 impl PassSent {
-    /// Waits until the destination has all of it.
+    /// Waits until the destination acknowledges the pass.
     pub(super) fn await_end(self, wire: &mut Wire<Link>) -> Result<PassDone, Cause> {
         let Self { pass, counts, bytes, begun, connections } = self;
-        // What lies in the buffers of all goes over one line, and nothing is heard meanwhile.
+        // The buffers of all channels drain over one line before the acknowledgement can come.
         let progress_timeout = wire.stream().progress_timeout();
         wire.stream_mut().set_progress_timeout(progress_timeout.saturating_mul(connections));
         let acknowledged = acknowledged(wire, pass, counts);
@@ -97,8 +100,8 @@ impl PassSent {
 }
 
 impl<'a> Passes<'a> {
-    /// Of the guest whose memory this is, over `channels` to a destination that has `features`.
-    /// `rate`: bytes/s at most, until [`hurry`](Self::hurry).
+    /// Makes the senders of `ram` for `channels`, to a destination that offers `features`. `rate`
+    /// is the limit in bytes/s until [`hurry`](Self::hurry).
     pub(super) fn new(
         ram: &'a GuestRam,
         control: &'a SendControl,
@@ -117,14 +120,14 @@ impl<'a> Passes<'a> {
         Ok(Self { control, pacer, first, joined, totals: Counts::default() })
     }
 
-    /// From now on as fast as the link goes.
+    /// Lifts the limit of bandwidth.
     pub(super) fn hurry(&mut self) {
         self.pacer.end();
     }
 
-    /// Sends `runs`, of `frames` frames in all, and what `drives` have, as pass number `pass`; the
-    /// destination's word that it has all of it is left to be waited for. Fails at `limit`. On
-    /// an error the destination may have any part of it.
+    /// Sends `runs`, which have `frames` frames in all, and what `drives` have drained, as pass
+    /// number `pass`. Does not wait for the acknowledgement. Fails at `limit`. On an error the
+    /// destination may have any part of the pass.
     pub(super) fn begin(
         &mut self,
         channels: &mut Channels,
@@ -158,7 +161,7 @@ impl<'a> Passes<'a> {
         Ok(PassSent { pass, counts, bytes, begun, connections })
     }
 
-    /// Sends a pass's chunks over all connections; the first one's end is left to be told.
+    /// Sends a pass's chunks over all channels, without the PASS_END of the first one.
     fn all(
         &mut self,
         channels: &mut Channels,
@@ -171,7 +174,7 @@ impl<'a> Passes<'a> {
         let Channels { first: wire, joined } = channels;
         let chunks = Mutex::new(chunks);
         let next = || chunks.lock().unwrap_or_else(PoisonError::into_inner).next();
-        // The first to fail says why, and ends the waits of the others.
+        // The first failure is the cause, and stops the other channels.
         let fault = Mutex::new(None);
         let heard = |which: u32, result: Result<Counts, Cause>| match result {
             Ok(counts) => counts,
@@ -219,7 +222,7 @@ impl<'a> Passes<'a> {
     }
 }
 
-/// Sends the share of a pass that goes over a channel that has joined.
+/// Sends a joined channel's share of a pass.
 fn send_share(
     wire: &mut Wire<Link>,
     sender: &mut FrameSender<'_>,

@@ -1,8 +1,7 @@
-//! The guest while it is paused at its source: before the hand-over record, and after it.
+//! The paused guest at its source, before and after it is sealed.
 //!
-//! [`PausedGuest`] gives the guest back by itself, whatever path is left by an error or a panic.
-//! Sealing it needs a durable record and makes it [`SealedGuest`], which never lets the guest run
-//! without a permit of the state machine.
+//! Dropping a [`PausedGuest`], on any path, resumes the guest here. Sealing it needs a durable
+//! record and makes it a [`SealedGuest`], which only a permit of the state machine lets run.
 
 use std::time::{Instant, SystemTime};
 
@@ -14,11 +13,11 @@ use super::record::SealedRecord;
 use crate::error::{Cause, GuestPlace};
 use crate::protocol::two_phase::{MayEnd, MayRunHere};
 
-/// A paused guest that is certainly this host's.
+/// A paused guest that certainly belongs to this host.
 #[must_use = "dropping this gives the guest back"]
 pub(super) struct PausedGuest<'g, G: Guest + ?Sized> {
     guest: &'g G,
-    /// Until the guest is given back or sealed.
+    /// Set until the guest is resumed or sealed.
     paused: Option<Paused<'g, G>>,
     was_running: bool,
     released: bool,
@@ -35,12 +34,12 @@ impl<'g, G: Guest + ?Sized> PausedGuest<'g, G> {
         Ok((Self { guest, paused, was_running, released: false, since, clock }, saved))
     }
 
-    /// When the pause was asked for.
+    /// When the pause was requested.
     pub(super) fn since(&self) -> Instant {
         self.since
     }
 
-    /// The same, by the host's clock.
+    /// When the pause was requested, by the host's clock.
     pub(super) fn since_by_clock(&self) -> SystemTime {
         self.clock
     }
@@ -49,43 +48,45 @@ impl<'g, G: Guest + ?Sized> PausedGuest<'g, G> {
         self.was_running
     }
 
-    /// Everything that changed since the last drain; complete, because the guest stands still.
+    /// Drains what changed since the last drain; complete, because the guest is paused.
     pub(super) fn drain(&self, writes: &mut Subscription) -> Result<Epoch, GuestError> {
         self.guest.collect()?;
         Ok(writes.drain())
     }
 
-    /// Lets go of what only one host may hold.
+    /// Releases what only one host may hold: disks.
     pub(super) fn release(&mut self) -> Result<(), GuestError> {
-        // Before it is tried: of a guest with two drives one may be gone when the other fails.
+        // Set before the attempt: of two disks one may be released when the other fails.
         self.released = true;
         self.guest.release()
     }
 
-    /// Lets go of what peers reach the guest by; what has come for it since its state was saved.
+    /// Detaches the guest from its networks. Returns the packets that came since its state was
+    /// saved.
     pub(super) fn detach(&self) -> Result<Vec<u8>, GuestError> {
         self.guest.detach()
     }
 
-    /// Takes everything back and lets the guest run, if it ran before.
+    /// Acquires everything again, and resumes the guest if it ran before.
     fn take_back(&mut self) -> Result<(), GuestError> {
         let Some(paused) = self.paused.take() else { return Ok(()) };
         if self.released
             && let Err(e) = self.guest.acquire()
         {
-            // Without its drives it must not run.
+            // Without its disks it must not run.
             paused.keep_paused();
             return Err(e);
         }
         paused.resume()
     }
 
-    /// The migration failed: gives the guest back and says where it is.
+    /// Resumes the guest after a failure, and returns that with where the guest is.
     pub(super) fn give_up(mut self, cause: impl Into<Cause>) -> Failed {
         Failed { cause: cause.into(), place: place(self.take_back()) }
     }
 
-    /// PREPARED came: from here on the guest may be the destination's, as its record says.
+    /// Seals the guest: PREPARED has come, and the guest may be the destination's, as its record
+    /// says.
     pub(super) fn seal(mut self, _proof: &SealedRecord) -> SealedGuest<'g, G> {
         if let Some(paused) = self.paused.take() {
             paused.keep_paused();
@@ -109,7 +110,7 @@ fn place(taken_back: Result<(), GuestError>) -> GuestPlace {
     }
 }
 
-/// A paused guest that another host may run. Dropping it leaves it paused.
+/// A paused guest that may run at another host. Dropping it leaves it paused.
 #[must_use = "the guest stays paused until the machine says whose it is"]
 pub(super) struct SealedGuest<'g, G: Guest + ?Sized> {
     guest: &'g G,
@@ -117,7 +118,7 @@ pub(super) struct SealedGuest<'g, G: Guest + ?Sized> {
 }
 
 impl<G: Guest + ?Sized> SealedGuest<'_, G> {
-    /// The guest is this host's again.
+    /// Resumes the guest here.
     pub(super) fn take_back(self, _permit: MayRunHere, cause: Cause) -> Failed {
         let resumed = self.guest.acquire().and_then(|()| match self.was_running {
             true => self.guest.resume(),
@@ -126,7 +127,7 @@ impl<G: Guest + ?Sized> SealedGuest<'_, G> {
         Failed { cause, place: place(resumed) }
     }
 
-    /// The guest is not this host's any more.
+    /// Ends the guest here.
     pub(super) fn end(self, _permit: MayEnd, why: &str) {
         self.guest.stop(why);
     }

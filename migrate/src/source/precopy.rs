@@ -24,13 +24,14 @@ use crate::policy::convergence::{
 };
 use crate::report::{PassReport, VcpuThrottle, ms, per_second};
 
-/// How often it is judged once more what the guest wrote while disks and the record were synced.
+/// How often the judgement is repeated after disks and the record were synced.
 const SETTLINGS: u32 = 2;
 
-/// How long precopy waits for disks after each pass, at most.
+/// Upper bound on waiting for disks before the first judgement is repeated.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// Memory and drives as pre-copy left them: what was written since is in `writes`, and in theirs.
+/// Memory and disks as pre-copy left them. Later writes are in `writes` and in the disks' own
+/// subscriptions.
 pub(super) struct Copied<'a, G: Guest + ?Sized> {
     pub(super) writes: Subscription,
     pub(super) verifier: Option<Verifier>,
@@ -38,15 +39,15 @@ pub(super) struct Copied<'a, G: Guest + ?Sized> {
     pub(super) passes: Passes<'a>,
     pub(super) throttled: Throttled<'a, G>,
     pub(super) stats: Stats,
-    /// Stands, unless digests of memory are to be compared first.
+    /// Durable already, unless digests of memory are compared first.
     pub(super) record: Record,
-    /// What the destination can do.
+    /// Feature bits of the destination's HELLO.
     pub(super) features: u64,
-    /// Frames that were left for the last pass when the pause was decided on.
+    /// Dirty frames at the time of the decision to pause.
     pub(super) left: u64,
 }
 
-/// What the report will tell of pre-copy.
+/// Figures of pre-copy for the report.
 pub(super) struct Stats {
     pub(super) setup: Duration,
     pub(super) passes: Vec<PassReport>,
@@ -54,7 +55,7 @@ pub(super) struct Stats {
     pub(super) reason: Reason,
 }
 
-/// A pre-copy under way.
+/// A pre-copy in progress.
 struct Precopy<'j, 'a, G: Guest + ?Sized> {
     job: &'j Job<'a, G>,
     goals: Goals,
@@ -68,25 +69,25 @@ struct Precopy<'j, 'a, G: Guest + ?Sized> {
     passes: Passes<'a>,
     measured: Vec<Measured>,
     reports: Vec<PassReport>,
-    /// When the writes were drained last.
+    /// Time of the last drain.
     drained: Instant,
     settlings: u32,
     throttled: Throttled<'a, G>,
-    /// Behind the throttle: a record that stands is removed after the guest has its full speed
-    /// again.
+    /// Declared after `throttled`, so that on failure the guest has its full speed before a durable
+    /// record is removed.
     record: Record,
 }
 
 /// What follows a pass.
 enum AfterPass<'j, 'a, G: Guest + ?Sized> {
-    /// Another one, which sends what was drained.
+    /// Another pass, which sends the drained set.
     Next(Precopy<'j, 'a, G>, Epoch),
-    /// The pause, with so many frames left.
+    /// The pause, with this number of dirty frames.
     SwitchOver(Precopy<'j, 'a, G>, Reason, u64),
 }
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
-    /// Copies memory while the guest runs, until what is left is worth a pause.
+    /// Copies memory and disks while the guest runs, until the rest fits into a pause.
     pub(super) fn precopy(
         &self,
         channels: &mut Channels,
@@ -107,7 +108,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
 }
 
 impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
-    /// Begins to follow writes. The first pass is to bring the runs that are returned.
+    /// Subscribes to writes. Returns the runs that the first pass has to send.
     fn begin(
         job: &'j Job<'a, G>,
         channels: &Channels,
@@ -118,8 +119,8 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
         let begun = Instant::now();
         let (goals, guest) = (job.options.goals(), job.guest);
         let throttled = Throttled::new(guest, job.options.throttle);
-        // First the subscription, then the look at what is populated: whatever is written between
-        // the two is in the first epoch.
+        // Subscribe before reading which memory is populated: what is written in between is in the
+        // first drained set.
         let writes = guest.subscribe("migrate")?;
         let subscribed = begun.elapsed();
         let populated = guest.populated()?;
@@ -155,7 +156,7 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
         Ok((precopy, populated))
     }
 
-    /// Sends all that the guest has, as pass 0.
+    /// Sends all populated memory as pass 0.
     fn first_pass(
         &mut self,
         channels: &mut Channels,
@@ -171,12 +172,12 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
         Ok(done)
     }
 
-    /// Sends what was drained after the last pass.
+    /// Sends the set that was drained after the last pass.
     fn next_pass(&mut self, channels: &mut Channels, epoch: Epoch) -> Result<PassDone, Failed> {
         if let Some(verifier) = &self.verifier {
             verifier.sends(epoch.runs())?;
         }
-        // An error drops the epoch, which gives it back (I4).
+        // On an error the set is dropped, which gives it back (I4).
         let done = self.pass(channels, epoch.runs(), epoch.frames())?;
         epoch.commit();
         self.drives.commit();
@@ -198,10 +199,11 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
         done.map_err(|cause| self.throttled.explain(cause))
     }
 
-    /// Measures a pass, and decides what follows it. Before a pause, disks are flushed and the
-    /// hand-over record is made durable, and it is judged once more what was written meanwhile.
+    /// Measures a pass and decides what follows it. Before a pause, disks are flushed, the
+    /// hand-over record is made durable, and the decision is repeated with what was written
+    /// meanwhile.
     fn settle(mut self, done: PassDone) -> Result<AfterPass<'j, 'a, G>, Failed> {
-        // Begun beside the next pass; waited for before the pause.
+        // Starts the flush; only before the pause is it waited for.
         self.flush_disks(Duration::ZERO);
         let mut epoch = self.drain()?;
         let window = self.drained.elapsed();
@@ -217,16 +219,17 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
             if self.settlings == 1 {
                 self.flush_disks(FLUSH_LIMIT);
             }
-            // Nor does the pause wait for the record's disk. Where digests are compared it is made
-            // only after that: it takes long, and a record is in an operator's way.
+            // The record is made durable now, so that the pause does not wait for its disk. Where
+            // digests are compared it is made after that: a comparison takes long, and an operator
+            // who finds the record would take the migration for one in doubt.
             if self.verifier.is_none() {
                 self.record = Record::Standing(self.record.stand()?);
             }
-            // The pause is near.
+            // The pause may be next.
             self.job.guest.stay_awake();
             heap::grow();
-            // What the guest wrote to its memory meanwhile counts, unless disks are so slow that it
-            // always is too much.
+            // Writes during the syncs count, unless disks are so slow that they always exceed the
+            // target.
             if self.settlings <= SETTLINGS {
                 epoch.give_back();
                 epoch = self.drain()?;
@@ -246,7 +249,7 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
                 let cause = Cause::NotConverging { why: reason.to_string() };
                 Err(self.throttled.explain(cause).into())
             }
-            // What was drained goes back, and is drained again with what the guest still writes.
+            // The set is given back, and drained again once the guest is paused.
             Judgement::SwitchOver(reason) => {
                 let left = epoch.frames();
                 epoch.give_back();
@@ -272,7 +275,7 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
         }
     }
 
-    /// What was written since the last drain, and what was given back.
+    /// Drains what was written or given back since the last drain.
     fn drain(&mut self) -> Result<Epoch, Cause> {
         self.job.guest.collect()?;
         let epoch = self.writes.drain();
@@ -285,12 +288,12 @@ impl<'j, 'a, G: Guest + ?Sized> Precopy<'j, 'a, G> {
         self.throttled.judge(&self.goals, &self.measured, pending, self.begun.elapsed())
     }
 
-    /// Has disks made durable while the guest runs, and waits at most `limit` for that: what is
-    /// then not done, the release of the guest waits for.
+    /// Flushes disks while the guest runs, waiting at most `limit`. What is not done by then delays
+    /// the release of the disks in the pause.
     fn flush_disks(&self, limit: Duration) {
         match self.job.guest.flush(limit) {
             Ok(done) => tracing::debug!(done, "flushed"),
-            // The guest's own affair until it is handed over.
+            // A disk that cannot be flushed concerns only the guest until the hand-over.
             Err(e) => tracing::warn!(vm = %self.job.guest.vm_id(), "{e}"),
         }
     }

@@ -8,14 +8,14 @@ use crate::journal::{Records, RecordsError, SourceMark, SourceRecord, StagedSour
 use crate::protocol::ids::Token;
 use crate::protocol::two_phase::{Source, SourceEvent, SourceOrder};
 
-/// A migration's record before PREPARED.
+/// A hand-over record before PREPARED.
 pub(super) enum Record {
     Staged(StagedRecord),
     Standing(StandingRecord),
 }
 
 impl Record {
-    /// Makes the record durable, if it is not.
+    /// Makes the record durable unless it is already.
     pub(super) fn stand(self) -> Result<StandingRecord, Cause> {
         match self {
             Self::Staged(staged) => staged.place(),
@@ -23,8 +23,8 @@ impl Record {
         }
     }
 
-    /// The guest is not paused yet after all: a record that stands is removed and staged anew.
-    /// Nobody shall meet one for as long as passes take.
+    /// Removes a durable record and stages it again, because pre-copy goes on. An operator must not
+    /// find a record for as long as passes take.
     pub(super) fn withdraw(self) -> Result<Self, Cause> {
         match self {
             Self::Staged(staged) => Ok(Self::Staged(staged)),
@@ -33,7 +33,7 @@ impl Record {
     }
 }
 
-/// A record that is written and has no name yet. Dropping it removes it.
+/// A record that is written but has no name yet. Dropping it removes it.
 pub(super) struct StagedRecord {
     records: Records,
     staged: StagedSource,
@@ -44,13 +44,13 @@ impl StagedRecord {
         Self { records, staged }
     }
 
-    /// Makes the record durable. It goes with what this returns, unless the guest is sealed with
-    /// that.
+    /// Makes the record durable. Dropping the result removes it, unless the guest was sealed with
+    /// it.
     fn place(self) -> Result<StandingRecord, Cause> {
         let Self { records, staged } = self;
         let (state, order) = Source::Streaming.on(SourceEvent::Converged);
         debug_assert_eq!(order, SourceOrder::Record);
-        // One that failed half-way may stand.
+        // A record whose placing failed half-way may exist.
         let guard = RemoveOnDrop { records, token: staged.token(), armed: true };
         let mark = guard.records.place_source(staged)?;
         let (state, _wait) = state.on(SourceEvent::Recorded);
@@ -58,8 +58,8 @@ impl StagedRecord {
     }
 }
 
-/// Proof that the record is durable. Dropping it removes the record: the guest is this host's. Drop
-/// it after what holds the guest, which does not wait for the disk.
+/// Proof that the record is durable. Dropping it removes the record, because the guest stays on
+/// this host. It must be dropped after the paused guest, which must not wait for that disk write.
 #[must_use = "dropping this removes the record"]
 pub(super) struct StandingRecord {
     guard: RemoveOnDrop,
@@ -77,12 +77,12 @@ impl StandingRecord {
         Ok(StagedRecord { records: guard.records.clone(), staged })
     }
 
-    /// The destination's directory of records, as READY told it.
+    /// The site of the destination's records, from READY.
     pub(super) fn site(&self) -> Uuid {
         self.mark.record().site
     }
 
-    /// PREPARED came: from here on the record stays until the migration is settled.
+    /// Keeps the record until the migration is settled: PREPARED has come.
     pub(super) fn seal(self) -> (SealedRecord, Source, SourceOrder) {
         let Self { mut guard, mark, state } = self;
         guard.armed = false;
@@ -98,18 +98,18 @@ pub(super) struct SealedRecord {
 }
 
 impl SealedRecord {
-    /// The destination's directory of records.
+    /// The site of the destination's records.
     pub(super) fn site(&self) -> Uuid {
         self.mark.record().site
     }
 
-    /// Removes the record: it is known whose the guest is.
+    /// Removes the record, because it is known which host has the guest.
     pub(super) fn settle(self) -> Result<(), RecordsError> {
         self.records.settle(self.mark.record().token)
     }
 }
 
-/// Removes a record when it goes: COMMIT was not said, and the record says nothing.
+/// Removes a record on drop: without COMMIT it has no meaning.
 struct RemoveOnDrop {
     records: Records,
     token: Token,

@@ -1,5 +1,4 @@
-//! The source until precopy: connections and introductions, and the machine that is built at the
-//! destination.
+//! The source until pre-copy: it connects, and has the destination build the machine.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,30 +21,30 @@ use crate::transport::link::Link;
 use crate::transport::stop::Stop;
 use crate::transport::wire::Wire;
 
-/// Connections that join at once.
+/// Connections that are opened in parallel.
 const JOINS_AT_ONCE: usize = 4;
 
-/// The destination has introduced itself.
+/// A connection whose destination has introduced itself.
 pub(super) struct Connected {
     records: Records,
-    /// What the destination can do, from its HELLO.
+    /// Feature bits of the destination's HELLO.
     features: u64,
-    /// That go along.
+    /// Disks that are copied.
     drives: Vec<Box<dyn GuestDrive>>,
 }
 
-/// The machine is built at the destination, and all channels have joined.
+/// A destination that has built the machine, with all channels open.
 pub(super) struct SetUp {
-    /// READY has told the site that it names.
+    /// Names the site that READY gave.
     pub(super) record: StagedRecord,
     pub(super) features: u64,
     pub(super) drives: Vec<Box<dyn GuestDrive>>,
 }
 
 impl<G: Guest + ?Sized> Job<'_, G> {
-    /// Connects and introduces itself.
+    /// Connects to the destination and exchanges HELLOs.
     pub(super) fn connect(&self) -> Result<(Channels, Connected), Failed> {
-        // Opened now, so that a directory that cannot be used fails before the guest is paused.
+        // Opened now, so that an unusable directory fails before the guest is paused.
         let records = Records::open(&self.options.records)?;
         let stop = self.control.stop.clone();
         let drives = drives::chosen(self.guest, &self.options.copy_drives)?;
@@ -55,7 +54,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         Ok((channels, Connected { records, features, drives }))
     }
 
-    /// A connection with introductions made; both within `limit`, and not once `stop` says so.
+    /// Opens a connection and exchanges HELLOs within `limit`, unless `stop` ends it.
     pub(super) fn introduce(
         &self,
         purpose: Purpose,
@@ -81,7 +80,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         Ok((wire, features))
     }
 
-    /// Has the machine built at the destination.
+    /// Has the destination build the machine, and opens the other channels.
     pub(super) fn set_up(
         &self,
         channels: &mut Channels,
@@ -99,7 +98,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         let wire = &mut channels.first;
         drives::announce(wire, &drives)?;
         wire.send(&Message::Config { token: self.token, layout, config: &config })?;
-        // Building a machine shows no progress on the wire.
+        // The wire shows no progress while a machine is built.
         wire.stream_mut().set_progress_timeout(self.options.setup_timeout);
         let site = match wire.recv()? {
             Message::Ready { site } => site,
@@ -112,7 +111,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         Ok(SetUp { record, features, drives })
     }
 
-    /// Whether the destination knows all that is asked for.
+    /// Checks that the destination offers what the options ask for.
     fn offered(&self, features: u64) -> Result<(), Cause> {
         let asked = [
             (self.options.verify, MEMORY_DIGEST, "a digest of memory (--verify)"),
@@ -133,7 +132,7 @@ impl<G: Guest + ?Sized> Job<'_, G> {
         }
     }
 
-    /// Makes the connections that share in the sending, all at once.
+    /// Opens the other channels, some in parallel.
     fn join(&self, channels: &mut Channels) -> Result<(), Failed> {
         let more = self.options.connections.clamp(1, MAX_CONNECTIONS) - 1;
         if more == 0 {

@@ -26,7 +26,7 @@ use crate::protocol::tag::Tag;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// The destination has everything and is prepared; the guest here is paused, and the record stands.
+/// A migration whose destination is prepared. The guest here is paused, and its record is durable.
 pub(super) struct Ready<'a, G: Guest + ?Sized> {
     pub(super) paused: PausedGuest<'a, G>,
     pub(super) record: StandingRecord,
@@ -38,7 +38,7 @@ pub(super) struct Ready<'a, G: Guest + ?Sized> {
     pub(super) spent: Spent<'a>,
 }
 
-/// What has served, and goes when the guest has gone: to give its memory back takes time.
+/// What is no longer needed, kept until the guest has moved because freeing it takes time.
 pub(super) struct Spent<'a> {
     _writes: Subscription,
     _verifier: Option<Verifier>,
@@ -47,40 +47,40 @@ pub(super) struct Spent<'a> {
     _sections: Vec<Section>,
 }
 
-/// What is left to be sent when the guest is paused.
+/// What is left to send in the pause.
 struct Rest<'j, 'a, G: Guest + ?Sized> {
     job: &'j Job<'a, G>,
     limit: Limit,
     features: u64,
     writes: Subscription,
-    /// Where digests of memory are compared.
+    /// Set where digests of memory are compared.
     verifier: Option<Verifier>,
     drives: Drives,
     passes: Passes<'a>,
     sections: Vec<Section>,
-    /// The last pass's number.
+    /// Number of the last pass.
     pass: u32,
-    /// Frames that it may have.
+    /// Dirty frames at the time of the decision to pause.
     left: u64,
     laps: Laps,
 }
 
-/// The last pass, of which the destination has all.
+/// The last pass, acknowledged.
 struct LastPass {
-    /// To be committed (I4).
+    /// The set that it sent, not committed yet (I4).
     epoch: Epoch,
     done: PassDone,
     state_digest: u32,
 }
 
 impl<'a, G: Guest + ?Sized> Job<'a, G> {
-    /// Pauses the guest, sends the rest of it, and has the destination prepare.
+    /// Pauses the guest, sends the rest of it, and waits for PREPARED.
     pub(super) fn switch_over(
         &self,
         channels: &mut Channels,
         copied: Copied<'a, G>,
     ) -> Result<Ready<'a, G>, Failed> {
-        // The record goes after what holds the guest: `give_up` comes before it everywhere.
+        // Every failure below resumes the guest (`give_up`) before the record is dropped.
         let Copied {
             record,
             writes,
@@ -92,9 +92,9 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             features,
             left,
         } = copied;
-        // State first: saving it may make the host write into guest memory.
+        // State first: saving it may make the host write to guest memory.
         let (mut paused, saved) = PausedGuest::saving(self.guest)?;
-        // Should the guest go on here after all, it does so at full speed.
+        // If the guest is resumed here, it has its full speed.
         drop(throttled);
         let sections = match saved {
             Ok(sections) => sections,
@@ -123,7 +123,7 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
             Ok(last) => last,
             Err(cause) => return Err(paused.give_up(cause)),
         };
-        // It does already, unless digests had to be compared first.
+        // Durable already, unless digests had to be compared first.
         let record = match record.stand() {
             Ok(record) => record,
             Err(cause) => return Err(paused.give_up(cause)),
@@ -154,15 +154,15 @@ impl<'a, G: Guest + ?Sized> Job<'a, G> {
 }
 
 impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
-    /// Sends everything, and has the last pass acknowledged.
+    /// Sends the state and the last pass, and waits for the pass to be acknowledged.
     fn send(
         &mut self,
         channels: &mut Channels,
         paused: &mut PausedGuest<'a, G>,
     ) -> Result<LastPass, Cause> {
         self.laps.end("saved");
-        // The destination restores the state while the rest comes; where digests are compared only
-        // afterwards, because restoring may write into memory, too.
+        // The destination restores an early state while the last pass arrives. Where digests are
+        // compared the state follows, because restoring it may write to memory, too.
         let offered = self.features & EARLY_STATE != 0;
         let early = self.verifier.is_none() && offered && !self.sections.is_empty();
         if early {
@@ -181,7 +181,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         paused.release()?;
         self.laps.end("released");
         let state_digest = StateDigest::of(&self.sections);
-        // Heard only now: the way there and back is not worth a pause of its own.
+        // Read only now: a round trip of its own would prolong the pause.
         let done = sent.await_end(wire)?;
         if let Some(ours) = digest {
             self.same_memory(wire, ours)?;
@@ -190,7 +190,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         Ok(LastPass { epoch, done, state_digest })
     }
 
-    /// Sends the state before the last pass.
+    /// Sends the state ahead of the last pass.
     fn send_early_state(&self, wire: &mut Wire<Link>) -> Result<(), Cause> {
         wire.stream().set_cork(true);
         send_sections(wire, &self.sections)?;
@@ -202,8 +202,8 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         Ok(())
     }
 
-    /// Sends what was written since the last pass. What follows it, and is small, goes together
-    /// with the pass's end; VERIFY is to be heard at once.
+    /// Sends what was written since the last pass. Small messages after it share its packets,
+    /// unless VERIFY follows, which must arrive at once.
     fn send_last_pass(
         &mut self,
         channels: &mut Channels,
@@ -211,7 +211,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
     ) -> Result<(Epoch, PassSent), Cause> {
         let epoch = paused.drain(&mut self.writes)?;
         self.laps.end("drained");
-        // The devices stand: nothing is under way any more.
+        // The devices are paused, so no write is in flight.
         self.drives.drain();
         self.passes.hurry();
         if let Some(verifier) = &self.verifier {
@@ -224,9 +224,9 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         Ok((epoch, sent))
     }
 
-    /// The digest of all memory, where it is to be compared; asks for the destination's. Computed
-    /// beside that one, and before the state is sent: once the destination has that, it waits for
-    /// COMMIT no longer than it must.
+    /// Asks for the destination's digest of all memory, and returns this side's; `None` if digests
+    /// are not compared. The two are computed in parallel, and before the state is sent, because
+    /// from then on the destination waits for COMMIT.
     fn digest(&self, wire: &mut Wire<Link>) -> Result<Option<u128>, Cause> {
         let Some(verifier) = &self.verifier else { return Ok(None) };
         wire.send(&Message::Verify)?;
@@ -236,7 +236,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         verifier.digest(self.job.guest).map(Some)
     }
 
-    /// Hears the destination's digest of all memory, which must be ours.
+    /// Reads the destination's digest of all memory, and compares it.
     fn same_memory(&self, wire: &mut Wire<Link>, ours: u128) -> Result<(), Cause> {
         match wire.recv()? {
             Message::Digest(theirs) if theirs == ours => {}
@@ -250,8 +250,8 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
         Ok(())
     }
 
-    /// Hears PREPARED, which must say what was sent, and sends what has come late for the guest.
-    /// Returns the site that PREPARED names.
+    /// Reads PREPARED, compares it with what was sent, and sends LATE. Returns the site that
+    /// PREPARED names.
     fn await_prepared(
         &mut self,
         wire: &mut Wire<Link>,
@@ -285,7 +285,7 @@ impl<'a, G: Guest + ?Sized> Rest<'_, 'a, G> {
     }
 }
 
-/// What the pause is spent on, for the log.
+/// Durations of the steps of a pause, for the log.
 struct Laps {
     last: Instant,
     text: String,
@@ -296,10 +296,10 @@ impl Laps {
         Self { last, text: String::with_capacity(128) }
     }
 
-    /// A step has ended.
+    /// Notes the end of a step.
     fn end(&mut self, step: &str) {
         let now = Instant::now();
-        // Writing to a text cannot fail.
+        // Writing to a String cannot fail.
         let _ = write!(self.text, "{step} {} ", now.duration_since(self.last).as_micros());
         self.last = now;
     }

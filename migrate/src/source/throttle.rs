@@ -1,7 +1,7 @@
-//! The guest's throttle while precopy lasts: who wrote in each pass, what [`judge_and_throttle`]
-//! makes of it, and the end of it.
+//! The guest's throttle during pre-copy: which vCPUs wrote in each pass, and what
+//! [`judge_and_throttle`] makes of it.
 //!
-//! [`Throttled`] takes the throttle away by itself, whatever path is left by an error or a panic.
+//! Dropping [`Throttled`], on any path, ends the throttle.
 
 use std::time::{Duration, Instant};
 
@@ -13,29 +13,28 @@ use crate::policy::convergence::{Goals, Judgement, Measured, judge};
 use crate::policy::throttle::{Throttle, judge_and_throttle};
 use crate::report::{VcpuThrottle, ms, per_second};
 
-/// A guest whose vCPUs may be held.
+/// A guest whose vCPUs may be throttled.
 #[must_use = "dropping this takes the throttle away"]
 pub(super) struct Throttled<'g, G: Guest + ?Sized> {
     guest: &'g G,
-    /// The operator wants no holds.
+    /// The operator forbids it.
     forbidden: bool,
     now: Throttle,
-    /// As of the last verdict.
+    /// As of the last judgement.
     next: Throttle,
-    /// When the first one began.
+    /// When the first throttle began.
     since: Option<Instant>,
-    /// Before the migration, and at the end of the last pass.
+    /// Counters before the migration, and at the end of the last pass.
     first: Vec<VcpuWrites>,
     last: Vec<VcpuWrites>,
-    /// Frames that each vCPU made dirty during the last pass, how long that was, and what it says
-    /// of it.
+    /// Frames that each vCPU dirtied during the last pass, its duration, and its figures.
     dirtied: Vec<u64>,
     window: Duration,
     figures: Vec<VcpuThrottle>,
 }
 
 impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
-    /// Not throttled yet, and never if it is not `allowed`.
+    /// Begins without a throttle; there never is one unless `allowed`.
     pub(super) fn new(guest: &'g G, allowed: bool) -> Self {
         let first = guest.vcpu_writes();
         Self {
@@ -52,7 +51,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         }
     }
 
-    /// A pass's frames have been drained, `window` after those of the one before.
+    /// Measures a pass: its frames were drained `window` after those of the one before.
     pub(super) fn measure(&mut self, window: Duration) {
         let now = self.guest.vcpu_writes();
         let writes = now.iter().zip(&self.last);
@@ -73,15 +72,15 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         (self.last, self.window) = (now, window);
     }
 
-    /// The part that `held` is of the time since the first throttle began.
+    /// Percentage that `held` is of the time since the first throttle began.
     fn percent(&self, held: Duration) -> f64 {
         let since = self.since.map_or(Duration::ZERO, |since| since.elapsed());
         let part = held.as_secs_f64() / since.as_secs_f64();
         if part.is_finite() { (part * 100.0).min(100.0) } else { 0.0 }
     }
 
-    /// The verdict after a pass, with `pending` frames left. [`Self::adjust`] then throttles as
-    /// that wants it.
+    /// Judges a pass after which `pending` frames are left. [`Self::adjust`] then throttles
+    /// accordingly.
     pub(super) fn judge(
         &mut self,
         goals: &Goals,
@@ -98,7 +97,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         verdict
     }
 
-    /// Precopy goes on: throttles vCPUs as the last verdict wanted it.
+    /// Throttles vCPUs as the last judgement requires, because pre-copy goes on.
     pub(super) fn adjust(&mut self) {
         let next = self.next;
         if next.rate() != self.now.rate() {
@@ -110,14 +109,15 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         self.now = next;
     }
 
-    /// Each vCPU as of the last pass; nothing where it is not known who writes.
+    /// Figures of each vCPU as of the last pass; empty where the tracking mode does not tell vCPUs
+    /// apart.
     pub(super) fn figures(&self) -> Vec<VcpuThrottle> {
         let most = self.now.rate().map(|rate| rate.saturating_mul(PAGE_SIZE));
         let with_most = |f: &VcpuThrottle| VcpuThrottle { most_bytes_per_s: most, ..*f };
         self.figures.iter().map(with_most).collect()
     }
 
-    /// A cause with what was done about the guest, if it is that the guest was given up.
+    /// Adds what the throttle did to a cause that is a lack of convergence.
     pub(super) fn explain(&self, cause: Cause) -> Cause {
         match cause {
             Cause::NotConverging { why } => {
@@ -137,7 +137,7 @@ impl<'g, G: Guest + ?Sized> Throttled<'g, G> {
         let Some(rate) = self.now.rate() else {
             return "its vCPUs were not throttled".to_owned();
         };
-        // As of now: a pass that was given up has no figures.
+        // As of now, because an unfinished pass has no figures.
         let now = self.guest.vcpu_writes();
         let held = now.iter().zip(&self.first).map(|(n, f)| n.held.saturating_sub(f.held));
         let held: Vec<String> = (0u32..)

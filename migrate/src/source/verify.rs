@@ -1,8 +1,8 @@
-//! `--verify`: which frames the source's digest is of.
+//! `--verify`: which frames the source's digest covers.
 //!
-//! Of all that the host has memory for, but for what the guest called free when pass 0 began and
-//! has not written since: that was not sent, and its content is of no use to anybody. So a frame
-//! that tracking missed is in the digest, and the destination does not have it.
+//! It covers all memory that the host has backed, except what the guest reported as free when pass
+//! 0 began and has not written since. So a write that tracking missed is in the digest, and the
+//! destination does not have it.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use driftline_guest::Guest;
 use crate::error::Cause;
 use crate::protocol::digest;
 
-/// Follows what was sent, so that the digest can be told which frames count.
+/// Records what was sent, to select the frames of the digest.
 pub(super) struct Verifier {
-    /// What the host had memory for when pass 0 began.
+    /// Memory that was resident when pass 0 began.
     had: Marked,
-    /// What passes have brought.
+    /// Frames that passes have sent.
     sent: Marked,
 }
 
@@ -44,7 +44,7 @@ impl Marked {
 }
 
 impl Verifier {
-    /// Before pass 0, which will bring `populated`.
+    /// Begins before pass 0, which sends `populated`.
     pub(super) fn new<G: Guest + ?Sized>(guest: &G, populated: &[FrameRun]) -> Result<Self, Cause> {
         let (had, sent) = (Marked::new(guest)?, Marked::new(guest)?);
         had.add(guest.resident()?)?;
@@ -52,12 +52,12 @@ impl Verifier {
         Ok(Self { had, sent })
     }
 
-    /// A pass brings these.
+    /// Notes what a pass sends.
     pub(super) fn sends(&self, runs: impl IntoIterator<Item = FrameRun>) -> Result<(), Cause> {
         self.sent.add(runs)
     }
 
-    /// The digest of the guest's memory; it stands still.
+    /// Returns the digest of the memory of the guest, which must be paused.
     pub(super) fn digest<G: Guest + ?Sized>(&self, guest: &G) -> Result<u128, Cause> {
         let counts = |gfn: &Gfn| self.sent.marks.is_marked(*gfn) || !self.had.marks.is_marked(*gfn);
         let mut runs: Vec<FrameRun> = Vec::new();
