@@ -1,10 +1,9 @@
-//! The bounded number of connections that are served at once, and which of them gives way.
+//! Admission of connections: a bounded number is served at a time, and a newcomer may displace one.
 //!
-//! A connection is first in [`Stage::Undecided`], and with its first message in the stage of its
-//! purpose. Each stage has [`MAX_PER_STAGE`] places of its own, so that connections of one kind
-//! keep none of another out. In a full stage a newcomer displaces the oldest connection of the
-//! address that has most of them: callers who hold many connections and say nothing displace their
-//! own.
+//! A connection begins in [`Stage::Undecided`]; its first message puts it into the stage of its
+//! purpose. Each stage has [`MAX_PER_STAGE`] places, so that connections of one kind do not exclude
+//! another. In a full stage a newcomer displaces the oldest connection of the address that has most
+//! of them, so callers that hold many idle connections displace their own.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
@@ -13,22 +12,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::transport::link::{Closer, Link};
 
-/// Connections of each stage.
+/// Upper bound on connections of each stage.
 pub(super) const MAX_PER_STAGE: usize = 16;
 
-/// Threads that serve connections, those of displaced ones that are about to end among them.
+/// Upper bound on threads that serve connections, including those of displaced ones that are about
+/// to end.
 const THREADS: usize = 8 * MAX_PER_STAGE;
 
 /// What is known of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Stage {
-    /// It has not said what it is for.
+    /// Its purpose is not known yet.
     Undecided,
-    /// A source whose CONFIG is to come.
+    /// A source before its CONFIG.
     Source,
     /// It joins a migration.
     Join,
-    /// It asks.
+    /// It asks about a migration.
     Query,
 }
 
@@ -38,9 +38,9 @@ pub(super) struct Admission(Mutex<Entries>);
 
 #[derive(Debug, Default)]
 struct Entries {
-    /// Ascending by the time at which each came into its stage.
+    /// Ascending by the time at which each entered its stage.
     all: Vec<Entry>,
-    /// Their number is the next one's name.
+    /// Number of connections so far, which names the last one.
     named: u64,
     threads: usize,
 }
@@ -54,7 +54,7 @@ struct Entry {
     displaced: Arc<AtomicBool>,
 }
 
-/// A connection's place; given back however its thread ends.
+/// A connection's place, freed however its thread ends.
 #[derive(Debug)]
 pub(super) struct Admitted {
     places: Arc<Admission>,
@@ -81,7 +81,7 @@ impl Admission {
         Some(ServingThread(self.clone()))
     }
 
-    /// A place for a new connection from `from`.
+    /// Admits a new connection from `from`.
     pub(super) fn admit(self: &Arc<Self>, link: &Link, from: IpAddr) -> io::Result<Admitted> {
         let (closer, displaced) = (link.closer()?, Arc::new(AtomicBool::new(false)));
         let mut entries = self.lock();
@@ -93,7 +93,7 @@ impl Admission {
 }
 
 impl Entries {
-    /// Takes a place in the entry's stage, that of another one if it has to.
+    /// Enters a connection into its stage, displacing another one if that is full.
     fn enter(&mut self, entry: Entry) {
         let of_stage = |e: &&Entry| e.stage == entry.stage;
         if self.all.iter().filter(of_stage).count() == MAX_PER_STAGE {
@@ -102,7 +102,7 @@ impl Entries {
                 others.filter(|e| e.network == network).count()
                     + usize::from(entry.network == network)
             };
-            // The first of those that have as many: the oldest.
+            // The first of equals is the oldest.
             let most = self.all.iter().filter(of_stage).map(|e| same(e.network)).max();
             let gives_way = |e: &Entry| e.stage == entry.stage && Some(same(e.network)) == most;
             if let Some(at) = self.all.iter().position(gives_way) {
@@ -116,16 +116,15 @@ impl Entries {
 }
 
 impl Admitted {
-    /// The first message has come: from now on the connection is one of `stage`. False if it was
-    /// displaced.
+    /// Moves the connection to `stage`, after its first message. Returns false if it was displaced.
     pub(super) fn advance(&self, stage: Stage) -> bool {
         let mut entries = self.places.lock();
         let at = entries.all.iter().position(|e| e.name == self.name);
         at.map(|at| entries.all.remove(at)).map(|e| entries.enter(Entry { stage, ..e })).is_some()
     }
 
-    /// From now on nobody displaces the connection, which has a bound of its own. False if it was
-    /// displaced.
+    /// Leaves the place, because another bound applies to the connection from now on. Returns false
+    /// if it was displaced.
     pub(super) fn leave(&self) -> bool {
         let mut entries = self.places.lock();
         let before = entries.all.len();
@@ -133,7 +132,7 @@ impl Admitted {
         entries.all.len() < before
     }
 
-    /// Whether another connection has displaced this one. Its end is then this side's doing.
+    /// Whether another connection has displaced this one, so that this side has closed it.
     pub(super) fn is_displaced(&self) -> bool {
         self.displaced.load(Ordering::SeqCst)
     }
@@ -151,8 +150,8 @@ impl Drop for ServingThread {
     }
 }
 
-/// What counts as one address: of IPv6 the network, within which a host has as many addresses as it
-/// likes.
+/// Returns what counts as one address: for IPv6 the /64 network, within which a host can use any
+/// number of addresses.
 fn network(from: IpAddr) -> IpAddr {
     match from.to_canonical() {
         IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64).into(),

@@ -1,11 +1,11 @@
 //! Building a guest on a thread of its own.
 //!
-//! A factory opens the guest's disks and makes copies of those that come along, and storage that
-//! hangs would keep the receiving thread for ever. So the receiving thread waits for a builder
-//! thread in slices, and gives up after the limit or when the receiver is stopped. A builder thread
-//! whose storage never answers is left behind, with what it has built, [`MAX_LEFT`] of them at
-//! most. No guest is built beside more, nor while copies are being removed: callers cannot make
-//! threads accumulate (I9).
+//! A factory opens the guest's disks and makes copies, and storage that does not answer would block
+//! the receiving thread for ever. So the receiving thread waits for a builder thread in slices, and
+//! gives up after the limit or when the receiver is cancelled. A builder thread whose storage never
+//! answers is left behind, with what it has built. No guest is built while [`MAX_LEFT`] such
+//! threads exist, or while copies are being removed, so that callers cannot make threads accumulate
+//! (I9).
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError, SyncSender};
@@ -20,10 +20,10 @@ use crate::error::Cause;
 use crate::transport::link::SLICE;
 use crate::transport::stop::Stop;
 
-/// A guest, and the copies of drives that come along with it.
+/// A guest, and the copies of its disks.
 type Built<F> = (Arc<<F as GuestFactory>::Guest>, Copies);
 
-/// Builder threads that may be left behind.
+/// Upper bound on builder threads that are left behind.
 const MAX_LEFT: usize = 4;
 
 /// Builds guests, one at a time.
@@ -33,7 +33,7 @@ pub(super) struct Builder<F: GuestFactory + ?Sized> {
     limit: Duration,
     /// Upper bound on one operation on a copy.
     disk_limit: Duration,
-    /// Threads that were not waited for, and their guests.
+    /// Threads that were left behind, and their guests.
     left: Mutex<Vec<(VmId, JoinHandle<()>)>>,
     /// Shared with copies that are not removed yet.
     busy: Arc<()>,
@@ -69,7 +69,7 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
         }
         let (tell, told) = meeting();
         let (factory, limits) = (self.factory.clone(), Limits::of(self.disk_limit));
-        // There are no copies before the factory has made them.
+        // A weak reference, because copies exist only once the factory has made them.
         let (copies_stop, busy) = (stop.clone(), Arc::downgrade(&self.busy));
         let (config, drives) = (config.to_vec(), drives.to_vec());
         let span = tracing::Span::current();
@@ -77,7 +77,7 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
             let _span = span.entered();
             let built = factory.create_with_copies(vm_id, &config, &drives);
             let built = built.map_err(Cause::from).and_then(|(guest, copies)| {
-                // A guest whose copies cannot be served goes on this thread, too.
+                // A guest whose copies cannot be served is dropped on this thread, too.
                 let busy = busy.upgrade().unwrap_or_default();
                 let copies = Copies::new(copies, &drives, limits, copies_stop, busy);
                 let copies = copies.inspect_err(|cause| {
@@ -92,14 +92,14 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
         let thread = Thread::new().name("migrate-build".into()).spawn(work);
         let thread = thread.map_err(|cause| Cause::System { what: "starting a thread", cause })?;
         let built = self.wait(&told, stop);
-        // One that has answered is ending, and counts as ended.
+        // A thread that has answered is about to end, and is not counted.
         built.unwrap_or_else(|| {
             left.push((vm_id, thread));
             Err(self.late(vm_id, stop))
         })
     }
 
-    /// What the thread says; `None` if it is not waited for any longer.
+    /// Waits for the thread's result; `None` if it is left behind.
     fn wait(
         &self,
         told: &Receiver<Result<Built<F>, Cause>>,
@@ -120,7 +120,7 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
         }
     }
 
-    /// Why the thread is not waited for any longer.
+    /// Returns why the thread is left behind.
     fn late(&self, vm_id: VmId, stop: &Stop) -> Cause {
         if stop.is_cancelled() {
             return Cause::Cancelled;
@@ -135,8 +135,8 @@ impl<F: GuestFactory + ?Sized + 'static> Builder<F> {
     }
 }
 
-/// A channel in which nothing waits: what nobody receives goes back to the sender, who disposes of
-/// it.
+/// Makes a channel without a buffer: a value that is not received returns to the sender, which
+/// disposes of it.
 fn meeting<T>() -> (SyncSender<T>, Receiver<T>) {
     mpsc::sync_channel(0)
 }

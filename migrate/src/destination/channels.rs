@@ -1,9 +1,9 @@
-//! The connections that have joined a migration: a thread reads each, and brings its share of every
-//! pass.
+//! The channels that have joined a migration: a thread reads each of them, and receives its share
+//! of every pass.
 //!
-//! A pass begins on all connections once the one before it was acknowledged, so a frame that comes
-//! twice ends as its newest wherever it came. The first connection ends the pass: when it has heard
-//! from every share.
+//! A pass begins on all channels once the one before it was acknowledged, so that of a frame that
+//! comes twice the newest content stays. The first channel ends the pass, once all others have
+//! ended their shares.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -27,21 +27,20 @@ use crate::transport::compression::Unpacker;
 use crate::transport::link::{Closer, Link, SLICE};
 use crate::transport::wire::Wire;
 
-/// Between two passes a share waits for as long as its migration takes: the first connection has
-/// the limits.
+/// Progress timeout between two passes: the first channel has the limits.
 const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// What all connections of one migration know.
+/// What all channels of one migration share.
 #[derive(Debug)]
 pub(super) struct Common {
     group: Arc<ChannelGroup>,
-    /// Passes acknowledged.
+    /// Number of passes acknowledged.
     acknowledged: AtomicU32,
-    /// Bytes of memory, zero frames included, that have come over shares.
+    /// Bytes of memory, including zero frames, received over channels that have joined.
     moved: AtomicU64,
-    /// Bytes that have come over shares, heads included.
+    /// Bytes received over channels that have joined, including heads.
     received: AtomicU64,
-    /// Why the first share failed.
+    /// Why the first of them to fail has failed.
     fault: Mutex<Option<Cause>>,
 }
 
@@ -52,11 +51,11 @@ struct Done {
     counts: Counts,
 }
 
-/// The shares, for the thread that reads the first connection.
+/// The channels that have joined, for the thread that reads the first one.
 #[derive(Debug)]
 pub(super) struct Channels {
     count: usize,
-    /// Their connections, to be closed.
+    /// To close their connections.
     closers: Vec<Closer>,
     from: Receiver<Done>,
     to: SyncSender<Done>,
@@ -64,7 +63,7 @@ pub(super) struct Channels {
 }
 
 impl Channels {
-    /// None yet.
+    /// Begins without any.
     pub(super) fn new() -> Self {
         let (to, from) = sync_channel(MAX_CONNECTIONS as usize);
         let shared = Arc::new(Common {
@@ -77,17 +76,17 @@ impl Channels {
         Self { count: 0, closers: Vec::new(), from, to, shared }
     }
 
-    /// What makes the first connection one of them.
+    /// The group that the first channel has to be in.
     pub(super) fn group(&self) -> Arc<ChannelGroup> {
         self.shared.group.clone()
     }
 
-    /// How many have joined.
+    /// Number of channels that have joined.
     pub(super) fn count(&self) -> usize {
         self.count
     }
 
-    /// Has a thread of `scope` read a connection that has joined.
+    /// Starts a thread of `scope` that reads a channel.
     pub(super) fn add<'scope, G: Guest + ?Sized>(
         &mut self,
         scope: &'scope Scope<'scope, '_>,
@@ -109,8 +108,8 @@ impl Channels {
         Ok(())
     }
 
-    /// Waits until all shares of `pass` are in place; what they brought. Fails at `until`, as
-    /// silence does.
+    /// Waits until all shares of `pass` are in place. Returns what they had. Fails at `until` as a
+    /// timeout.
     pub(super) fn await_end(&self, pass: u32, until: Instant) -> Result<Counts, Cause> {
         let mut counts = Counts::default();
         for _ in 0..self.count {
@@ -140,23 +139,23 @@ impl Channels {
         Ok(counts)
     }
 
-    /// The pass is about to be acknowledged: the next one may come.
+    /// Notes that the pass is about to be acknowledged, so that the next one may come.
     pub(super) fn acknowledge(&self) {
         self.shared.acknowledged.fetch_add(1, Ordering::Release);
     }
 
-    /// Bytes of memory that have come over shares.
+    /// Bytes of memory received over channels that have joined.
     pub(super) fn moved_bytes(&self) -> u64 {
         self.shared.moved.load(Ordering::Relaxed)
     }
 
-    /// Bytes that have come over shares, heads included.
+    /// Bytes received over channels that have joined, including heads.
     pub(super) fn received_bytes(&self) -> u64 {
         self.shared.received.load(Ordering::Relaxed)
     }
 
-    /// Why receiving failed, where the first connection's end was `cause`. What the source says
-    /// goes before all; what ended a share says more than that it has ended.
+    /// Returns why receiving failed, where the first channel failed with `cause`. A reason from the
+    /// source takes precedence, then the failure of another channel.
     pub(super) fn say_why(&self, wire: &mut Wire<Link>, cause: Cause) -> Cause {
         let fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
         match (cause, fault) {
@@ -171,14 +170,14 @@ impl Channels {
 }
 
 impl Drop for Channels {
-    /// Ends the threads at once: the guest may stand meanwhile.
+    /// Ends the threads at once, because the guest may be paused.
     fn drop(&mut self) {
         self.shared.group.halt();
         self.closers.iter().for_each(Closer::close);
     }
 }
 
-/// One joined connection.
+/// One channel that has joined.
 struct Channel<'g, G: Guest + ?Sized> {
     wire: Wire<Link>,
     stream: StreamState,
@@ -192,7 +191,7 @@ struct Channel<'g, G: Guest + ?Sized> {
 impl<G: Guest + ?Sized> Channel<'_, G> {
     fn run(mut self) {
         let Err(cause) = self.read() else { return };
-        // After a halt it is that, and not a cause.
+        // After a halt, the failure is its consequence and no cause.
         if !self.shared.group.is_halted() {
             let mut fault = self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner);
             fault.get_or_insert(cause);
@@ -227,7 +226,7 @@ impl<G: Guest + ?Sized> Channel<'_, G> {
                     // The other end lives as long as this thread.
                     let _ = self.to.send(Done { pass, counts });
                 }
-                // `StreamState` lets none of them through here.
+                // `StreamState` returns none of them here.
                 Step::Prepare { .. }
                 | Step::Join { .. }
                 | Step::Drive(_)

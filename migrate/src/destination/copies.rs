@@ -1,11 +1,12 @@
-//! Copies of drives while they arrive, and the threads that write them.
+//! Copies of disks while they are received, and the threads that write them.
 //!
-//! The receiving thread never touches a copy itself, because storage that hangs would keep it for
-//! ever. A writer thread takes pieces from it, [`PIECES`] at most, and has a second thread make
-//! them durable while more come, so that little is left to do at the end of a pass. The receiving
-//! thread waits for either in slices. It gives up when one operation takes longer than the limit,
-//! when one of its own waits takes longer than that and [`MARGIN`], or when the receiver is
-//! stopped. Threads whose storage never answers are left behind; they touch nothing else.
+//! The receiving thread never touches a copy itself, because storage that does not answer would
+//! block it for ever. A writer thread takes pieces from it, [`PIECES`] at most, and has a second
+//! thread make them durable while more arrive, so that little is left to do at the end of a pass.
+//! The receiving thread waits for either in slices. It gives up when one operation takes longer
+//! than the limit, when one of its own waits takes longer than that and [`MARGIN`], or when the
+//! receiver is cancelled. Threads whose storage never answers are left behind; they touch nothing
+//! else.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -22,23 +23,22 @@ use crate::protocol::stream_state::DriveStep;
 use crate::transport::link::SLICE;
 use crate::transport::stop::Stop;
 
-/// Messages that may wait for the writer thread, a megabyte each at most (I9).
+/// Upper bound on messages that wait for the writer thread, a megabyte each at most (I9).
 const PIECES: usize = 8;
-/// Bytes of blocks after which copies are made durable, while more comes: twice as many at most
-/// wait for that.
+/// Bytes of blocks after which copies are made durable while more arrive. At most twice as many are
+/// not durable.
 const SYNC_EVERY: u64 = 64 << 20;
-/// Blocks of zeros in one operation, 64 MiB: storage that cannot make room for them in one go, but
-/// writes them, does so within the limit of an operation.
+/// Upper bound on zero blocks in one operation, 64 MiB: storage that has to write the zeros does so
+/// within the limit of an operation.
 const ZEROS: u64 = 16 << 10;
-/// Time that one wait may take on top of the limit of an operation. Together they are less than the
-/// source waits by default without progress, so it hears why the migration fails, unless several
-/// such waits delay one answer, or the guest is paused: the pause may have a shorter limit.
+/// Time that one wait may take in addition to the limit of an operation. Both together are less
+/// than the source's default progress timeout, so that it is told why the migration fails, unless
+/// several such waits delay one answer, or the guest is paused: the pause may have a shorter limit.
 pub(super) const MARGIN: Duration = Duration::from_secs(1);
-/// Upper bound on waiting for files to be removed. What takes longer goes on without being waited
-/// for.
+/// Upper bound on waiting for files to be removed. A longer removal goes on in the background.
 const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long the storage of copies may take.
+/// Upper bounds on the storage of copies.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// For one operation.
@@ -48,15 +48,15 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// With so much time for one operation.
+    /// Makes limits from that of one operation.
     pub(super) fn of(operation: Duration) -> Self {
         Self { operation, wait: operation.saturating_add(MARGIN) }
     }
 }
 
-/// The copies of one guest's drives. Files are removed when it is dropped without having been kept.
+/// The copies of one guest's disks. Their files are removed on drop unless they were kept.
 pub(super) struct Copies {
-    /// None, for most migrations.
+    /// None if no disk is copied.
     threads: Option<Threads>,
 }
 
@@ -66,9 +66,9 @@ struct Threads {
     stop: Arc<Stop>,
     tasks: Sender<Task>,
     told: Receiver<Result<Reply, Cause>>,
-    /// Pieces that the writer thread has given back, or that were never used.
+    /// Pieces that are free.
     free: Vec<Piece>,
-    /// Something was written that is not known to be durable.
+    /// Whether something was written that may not be durable.
     unsettled: bool,
 }
 
@@ -77,10 +77,10 @@ struct Set {
     heads: Vec<DriveHead>,
     /// Of `heads`, in the same order.
     copies: Vec<Box<dyn DriveCopy>>,
-    /// What each thread is doing, by [`Role`].
+    /// The operation of each thread, by [`Role`].
     doing: [Mutex<Option<Doing>>; 2],
     limits: Limits,
-    /// Held while a copy may still have to be removed.
+    /// Shared with the builder while a copy may still have to be removed.
     _busy: Arc<()>,
 }
 
@@ -90,14 +90,14 @@ enum Role {
     Syncer,
 }
 
-/// An operation under way.
+/// An operation in progress.
 struct Doing {
     drive: usize,
     what: &'static str,
     since: Instant,
 }
 
-/// Blocks of one drive; reused, so that it costs no memory again.
+/// Blocks of one disk; reused, so that nothing is allocated again.
 #[derive(Default)]
 struct Piece {
     drive: usize,
@@ -108,9 +108,9 @@ struct Piece {
 
 enum Task {
     Write(Piece),
-    /// Make all of it durable.
+    /// Make everything durable.
     Settle,
-    /// Let the guest have the copies.
+    /// Yield the copies to the guest.
     Yield,
 }
 
@@ -124,7 +124,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Set {
-    /// Performs one operation on a copy; meanwhile others can see since when.
+    /// Performs one operation on a copy, and shows it in `doing` meanwhile.
     fn attempt(
         &self,
         role: Role,
@@ -143,13 +143,13 @@ impl Set {
         Cause::Drive { id: self.heads[drive].id.clone(), what, cause }
     }
 
-    /// The operation that has taken longer than the limit, as a failure.
+    /// Returns the failure of an operation that has taken longer than the limit.
     fn overdue(&self) -> Option<Cause> {
         let limit = self.limits.operation;
         self.under_way(limit, &format!("its storage has not answered for {limit:?}"))
     }
 
-    /// The failure of a wait that has taken too long, though each operation may be in time.
+    /// Returns the failure of a wait that has taken too long, though each operation may be in time.
     fn too_slow(&self) -> Cause {
         let why = format!("its storage has not kept up for {:?}", self.limits.wait);
         self.under_way(Duration::ZERO, &why).unwrap_or_else(|| {
@@ -158,7 +158,7 @@ impl Set {
         })
     }
 
-    /// An operation under way that has taken at least so long, failed for this reason.
+    /// Returns the failure, for this reason, of an operation that has taken at least `least`.
     fn under_way(&self, least: Duration, why: &str) -> Option<Cause> {
         self.doing.iter().find_map(|doing| {
             let doing = lock(doing);
@@ -168,7 +168,7 @@ impl Set {
         })
     }
 
-    /// Does `operation` to each copy in turn.
+    /// Performs `operation` on each copy in turn.
     fn each(
         &self,
         role: Role,
@@ -178,7 +178,7 @@ impl Set {
         (0..self.copies.len()).try_for_each(|drive| self.attempt(role, drive, what, &operation))
     }
 
-    /// Writes `piece`, and returns how many bytes of blocks it had.
+    /// Writes `piece`. Returns its bytes of blocks.
     fn write(&self, piece: &Piece) -> Result<u64, Cause> {
         let (drive, mut contents) = (piece.drive, &piece.contents[..]);
         for run in &piece.runs {
@@ -191,7 +191,7 @@ impl Set {
                 continue;
             }
             let (at, has) = (run.start.gpa(), self.part(drive, run));
-            // Parsing has compared the runs with the length.
+            // Decoding has compared the runs with the length.
             let (bytes, rest) = contents.split_at(run.bytes() as usize);
             let write = |copy: &dyn DriveCopy| copy.write(at, &bytes[..has as usize]);
             self.attempt(Role::Writer, drive, "writing its copy", write)?;
@@ -200,15 +200,15 @@ impl Set {
         Ok(piece.runs.iter().map(|run| run.bytes()).sum())
     }
 
-    /// How many bytes of `run` the drive has: of its last block perhaps a part.
+    /// Bytes of `run` that the disk has: its last block may be partial.
     fn part(&self, drive: usize, run: &FrameRun) -> u64 {
         self.heads[drive].bytes.saturating_sub(run.start.gpa()).min(run.bytes())
     }
 }
 
 impl Copies {
-    /// `copies` are those of `heads`, in the same order. `busy` is held until they are kept or
-    /// removed, and their threads have ended.
+    /// Starts the threads. `copies` belong to `heads`, in the same order. `busy` is shared until
+    /// they are kept or removed and their threads have ended.
     pub(super) fn new(
         copies: Vec<Box<dyn DriveCopy>>,
         heads: &[DriveHead],
@@ -231,8 +231,8 @@ impl Copies {
         Ok(Self { threads: Some(threads) })
     }
 
-    /// Has blocks written. Returns before they are, with the time spent on waiting for earlier
-    /// ones, and fails with what became of those.
+    /// Passes blocks to the writer thread. Returns the time spent waiting for earlier ones, and
+    /// fails with their failure.
     pub(super) fn take(&mut self, step: DriveStep<'_>) -> Result<Duration, Cause> {
         let (drive, runs, contents): (_, Runs<'_>, &[u8]) = match step {
             DriveStep::Noted => return Ok(Duration::ZERO),
@@ -253,7 +253,7 @@ impl Copies {
         Ok(waited)
     }
 
-    /// Returns when all that has come is durable; whether that was worth waiting for.
+    /// Waits until everything received is durable. Returns whether there was something to wait for.
     pub(super) fn settle(&mut self) -> Result<bool, Cause> {
         match &mut self.threads {
             Some(threads) if threads.unsettled => {
@@ -265,24 +265,25 @@ impl Copies {
         }
     }
 
-    /// Lets the guest have them: what kept others from them is given up.
+    /// Yields the copies to the guest: their locks are released.
     pub(super) fn yield_to_guest(&mut self) -> Result<(), Cause> {
         self.threads.as_mut().map_or(Ok(()), |threads| threads.perform(Task::Yield))
     }
 
-    /// They are the guest's drives from now on.
+    /// Keeps the copies: they are the guest's disks from now on.
     pub(super) fn keep(&self) {
         let copies = self.threads.iter().flat_map(|threads| &threads.set.copies);
         copies.for_each(|copy| copy.keep());
     }
 
-    /// Ends the threads, and removes what was not kept, which takes large files some time. Returns
-    /// when that is done, or has taken [`REMOVE_LIMIT`].
+    /// Ends the threads, and removes what was not kept, which takes some time for large files.
+    /// Returns when that is done, or after [`REMOVE_LIMIT`].
     pub(super) fn throw_away(&mut self) {
         let Some(Threads { set, told, tasks, .. }) = self.threads.take() else { return };
         let until = Instant::now() + REMOVE_LIMIT;
         let names: Vec<_> = set.heads.iter().map(|head| format!("\"{}\"", head.id)).collect();
-        // The writer thread has the last reference then, and removes the files before it hangs up.
+        // The writer thread then has the last reference, and removes the files before it closes its
+        // channel.
         drop((set, tasks));
         loop {
             match told.recv_timeout(until.saturating_duration_since(Instant::now())) {
@@ -307,11 +308,11 @@ impl Drop for Copies {
 
 impl Threads {
     fn ask(&self, task: Task) {
-        // Without the thread there is no answer either, which says why.
+        // If the thread has ended, reading its answer fails and says why.
         let _ = self.tasks.send(task);
     }
 
-    /// A piece that nobody uses, as soon as there is one.
+    /// Waits for a free piece.
     fn free_piece(&mut self) -> Result<Piece, Cause> {
         let until = self.give_up_at();
         loop {
@@ -333,7 +334,7 @@ impl Threads {
         }
     }
 
-    /// Has a task done, after all that was asked before.
+    /// Has a task performed, after all earlier ones.
     fn perform(&mut self, task: Task) -> Result<(), Cause> {
         self.ask(task);
         let until = self.give_up_at();
@@ -345,12 +346,12 @@ impl Threads {
         }
     }
 
-    /// When a wait that begins now has taken too long.
+    /// Time at which a wait that begins now has taken too long.
     fn give_up_at(&self) -> Instant {
         Instant::now() + self.set.limits.wait
     }
 
-    /// What the writer thread says next, in a wait that ends at `until`.
+    /// Waits for the writer thread's next reply, until `until`.
     fn next(&mut self, until: Instant) -> Result<Reply, Cause> {
         loop {
             match self.told.recv_timeout(SLICE) {
@@ -371,11 +372,11 @@ impl Threads {
     }
 }
 
-/// What the writer thread has.
+/// The writer thread.
 struct Writer {
     set: Arc<Set>,
     syncer: Syncer,
-    /// Bytes written since copies were last made durable, or begun to be.
+    /// Bytes written since the last sync was started.
     unsynced: u64,
 }
 
@@ -390,7 +391,8 @@ impl Writer {
         }
         let Self { set, syncer, .. } = self;
         syncer.end();
-        // Perhaps the last reference; who waits for the files to be gone waits for `tell` to go.
+        // Perhaps the last reference, which removes the files: dropped before `tell`, for which
+        // `throw_away` waits.
         drop(set);
         drop(tell);
     }
@@ -419,7 +421,7 @@ impl Writer {
         }
     }
 
-    /// Has what was written so far made durable, once what was before is.
+    /// Starts a sync of what was written so far, after waiting for the previous one.
     fn begin_sync(&mut self) -> Result<(), Cause> {
         self.syncer.wait()?;
         self.unsynced = 0;
@@ -427,7 +429,7 @@ impl Writer {
     }
 }
 
-/// The thread that makes copies durable, as the writer thread sees it.
+/// The syncing thread, as the writer thread sees it.
 struct Syncer {
     ask: Sender<()>,
     told: Receiver<Result<(), Cause>>,
@@ -464,7 +466,7 @@ impl Syncer {
     fn end(self) {
         let Self { ask, thread, .. } = self;
         drop(ask);
-        // Whether it has panicked was told by its silence.
+        // If it has panicked, waiting for it has failed already.
         let _ = thread.join();
     }
 }

@@ -1,7 +1,7 @@
 //! The destination's end of the hand-over: PREPARED, the decision, and RUNNING or its opposite.
 //!
-//! What to do is decided in `crate::protocol::two_phase::Destination`; here it is done. Whenever
-//! the guest is to be thrown away, that happens first and is told afterwards.
+//! `crate::protocol::two_phase::Destination` decides what to do; this module does it. A guest that
+//! is to be discarded is discarded first, and that is told afterwards.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -24,11 +24,11 @@ use crate::report::{ReceiveReport, ms, unix_us};
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// How long a settled source may take to say so.
+/// Upper bound on waiting for ENDED after RUNNING.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
 impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
-    /// Offers the guest, waits for the decision, makes it, and takes the guest over.
+    /// Sends PREPARED, waits for COMMIT, makes the decision, and takes the guest over.
     pub(super) fn hand_over(
         &self,
         arrival: Arrival<F::Guest>,
@@ -44,7 +44,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         let permit = match self.session.post(DestinationEvent::Commit) {
             (DestinationOrder::TakeOver(permit), _) => permit,
             (_, fault) => {
-                // Not stored, or decided otherwise by another process of this site.
+                // Not stored, or another process of this site decided otherwise.
                 self.control.stop.unseal();
                 throw_away(
                     &*guest,
@@ -56,7 +56,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             }
         };
         if let Err(e) = take_over(&*guest, &mut copies, permit, was_running) {
-            // It never ran, holds nothing, and never will.
+            // It never ran, holds nothing, and never will run.
             self.control.stop.unseal();
             guest.stop(&format!("it was not received: {e}"));
             drop(copies);
@@ -64,19 +64,19 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             if let Some(fault) = fault {
                 tracing::error!(%token, "the guest is gone, and that is not durable: {fault}");
             }
-            // With its files, and so with locks that could not be let go of.
+            // Its files go with it, and with them locks that could not be released.
             drop(guest);
             return Err(self.tell(&mut wire, token, e));
         }
-        // The vCPUs' own account: this thread may wait for a processor that they have.
+        // By the vCPUs' own account, because this thread may wait for a processor that they use.
         let resumed = guest.stood().iter().filter_map(|vcpu| vcpu.resumed).max();
         let taken_over_at = resumed.unwrap_or_else(SystemTime::now);
-        // The clock may have been set meanwhile; it was no longer than this thread saw.
+        // The clock may have been set meanwhile, so this thread's own measure is the upper bound.
         let took = taken_over_at.duration_since(committed_at).unwrap_or_default();
         let took = took.min(committed.elapsed());
         copies.keep();
         let (_say_running, _) = self.session.post(DestinationEvent::Resumed);
-        // A source that does not hear it asks, and the listener answers.
+        // A source that does not receive it asks, and the listener answers.
         if let Err(e) = wire.send(&Message::Running { token, took_us: took.as_micros() as u64 }) {
             tracing::warn!(%token, "RUNNING was not said: {e}");
         }
@@ -98,7 +98,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         Ok((guest, report))
     }
 
-    /// Says PREPARED and waits for COMMIT; after it, nobody can cancel any more.
+    /// Sends PREPARED and waits for COMMIT, after which the migration cannot be cancelled.
     fn await_commit(
         &self,
         wire: &mut Wire<Link>,
@@ -120,7 +120,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
             match wire.recv() {
                 Ok(Message::Late(late)) if !attached => {
                     attached = true;
-                    // Networks lose frames: the guest's peers send them again.
+                    // Networks may lose packets; the guest's peers send them again.
                     if let Err(e) = guest.attach(late) {
                         tracing::warn!(vm = %guest.vm_id(), "what came for the guest is lost: {e}");
                     }
@@ -140,7 +140,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         if self.control.stop.seal() { Ok(()) } else { Err(Cause::Cancelled) }
     }
 
-    /// PREPARED was said (or half said) and COMMIT did not come: throws the guest away for good.
+    /// Discards a guest for good: PREPARED was sent, perhaps in part, and COMMIT did not come.
     fn discard(
         &self,
         wire: &mut Wire<Link>,
@@ -163,8 +163,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         self.tell(wire, token, cause)
     }
 
-    /// Tells the source what became of the guest, on this connection if it still stands, and else
-    /// when it asks.
+    /// Tells the source the verdict, over this connection if possible and otherwise when it asks.
     fn tell(&self, wire: &mut Wire<Link>, token: Token, cause: Cause) -> Failed {
         let verdict = self.session.verdict(token);
         wire.stream_mut().begin_closing();
@@ -187,8 +186,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     }
 }
 
-/// Takes what only one host may hold, and lets the guest run if it ran on its source. If that
-/// fails, the guest holds nothing, and no peer reaches it here: its source may want it back.
+/// Acquires what only one host may hold, and resumes the guest if it ran at its source. On failure
+/// the guest holds nothing and is detached from its networks, because its source may resume it.
 fn take_over<G: Guest + ?Sized>(
     guest: &G,
     copies: &mut Copies,
@@ -199,7 +198,7 @@ fn take_over<G: Guest + ?Sized>(
         detach(guest);
         return Err(cause);
     }
-    // This undoes itself where it fails.
+    // Undoes itself on failure.
     guest.acquire()?;
     if was_running && let Err(e) = guest.resume() {
         if let Err(e) = guest.release() {

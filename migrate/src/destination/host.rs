@@ -1,4 +1,4 @@
-//! What all phases of a migration know at its destination, and how each of them fails.
+//! What all phases of a migration share at its destination, and how a phase fails.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ impl<E: Into<Cause>> From<E> for Failed {
     }
 }
 
-/// What all phases know.
+/// What all phases share.
 pub(super) struct Host<'a, F: GuestFactory + ?Sized> {
     pub(super) builder: Builder<F>,
     pub(super) options: &'a ReceiveOptions,

@@ -1,4 +1,4 @@
-//! What a recorded stream contains: the receiving side's checks without a guest behind them.
+//! Checking a recorded stream as a destination would, without a guest.
 
 use std::io::Read;
 
@@ -13,12 +13,12 @@ use crate::transport::compression::Unpacker;
 use crate::transport::error::TransportError;
 use crate::transport::wire::Wire;
 
-/// A source's side of a migration, checked from header to state.
+/// Contents of a source's stream, checked from header to state.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StreamSummary {
     /// The guest.
     pub vm_id: VmId,
-    /// The program that sent it.
+    /// Version of the program that sent it.
     pub program: String,
     /// The migration.
     pub token: Token,
@@ -32,7 +32,7 @@ pub struct StreamSummary {
     pub normal_frames: u64,
     /// Frames of zeros.
     pub zero_frames: u64,
-    /// Drives that go along.
+    /// Disks that are copied.
     pub drives: usize,
     /// Their blocks with content.
     pub normal_blocks: u64,
@@ -42,20 +42,20 @@ pub struct StreamSummary {
     pub content_crc: u32,
     /// State sections.
     pub sections: u32,
-    /// The digest that a destination says in PREPARED.
+    /// The digest that a destination puts into PREPARED.
     pub state_digest: u32,
     /// Whether the guest ran.
     pub was_running: bool,
-    /// Bytes that came late for the guest.
+    /// Bytes of packets in LATE.
     pub late_bytes: usize,
     /// Whether COMMIT follows.
     pub committed: bool,
 }
 
-/// Reads what a source sent, as a destination would, and checks everything that a destination
-/// checks before it has a guest. For tools, tests and the fuzzer: `stream` is hostile input.
+/// Reads a source's stream as a destination would, and checks everything that a destination checks
+/// before it has a guest. For tools, tests and the fuzzer: `stream` is hostile input.
 ///
-/// At most one message is in memory at a time, and the state (at most 64 MiB).
+/// Holds at most one message, and the state (at most 64 MiB), in memory.
 pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
     let mut wire = Wire::new(stream);
     let header = wire.recv_header()?;
@@ -110,7 +110,7 @@ pub fn inspect(stream: impl Read) -> Result<StreamSummary, WireError> {
         }
     };
     let (totals, blocks) = (stream.totals(), stream.drive_totals());
-    // A stream may well end here: COMMIT is said only to a destination that is prepared.
+    // A stream may end here: COMMIT is sent only to a prepared destination.
     let mut late = None;
     let committed = loop {
         match wire.recv() {

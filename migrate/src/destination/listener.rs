@@ -1,10 +1,10 @@
 //! The listener: accepts connections, and answers each or passes it to the receiving thread.
 //!
-//! One thread accepts connections. A short-lived thread serves each, in a bounded number of
-//! [places](super::admission), so that a silent caller keeps no other waiting. The first source
-//! whose CONFIG has come gets the session, and the others are refused. Questions are answered, and
-//! every other caller is turned away. The listener outlives the migration: it answers questions
-//! until it is dropped.
+//! One thread accepts connections. A short-lived thread serves each of them, in a bounded number of
+//! [places](super::admission), so that a silent caller delays no other. The first source whose
+//! CONFIG has come gets the session; the others are refused. Questions are answered, and every
+//! other caller is refused. The listener outlives the migration: it answers questions until it is
+//! dropped.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -32,21 +32,21 @@ use crate::transport::link::{Link, SLICE};
 use crate::transport::stop::Stop;
 use crate::transport::wire::Wire;
 
-/// Time for a source that was told the verdict to say that it is settled.
+/// Upper bound on waiting for ENDED after a verdict was sent.
 const ENDED_LIMIT: Duration = Duration::from_secs(5);
 
-/// What the listener tells the receiving thread.
+/// What the listener passes to the receiving thread.
 #[derive(Debug)]
 pub(super) enum Incoming {
     /// A source that has the session.
     Source(Box<Caller>),
-    /// One more connection of the migration that has the session.
+    /// One more channel of the migration that has the session.
     Joined(Token, Box<Wire<Link>>),
     /// A source whose connection ended before CONFIG, while the session was free.
     Left { peer: String, cause: WireError },
 }
 
-/// A source that has the session, and the guest that it wants to have built.
+/// A source that has the session, and the guest that is to be built for it.
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) wire: Wire<Link>,
@@ -58,7 +58,7 @@ pub(super) struct Caller {
     pub(super) came: Instant,
 }
 
-/// What a source says of its guest.
+/// A source's description of its guest.
 struct Described {
     token: Token,
     drives: Vec<DriveHead>,
@@ -75,7 +75,7 @@ pub struct Responder {
 }
 
 impl Responder {
-    /// Where it listens.
+    /// The address on which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -85,7 +85,7 @@ impl Drop for Responder {
     fn drop(&mut self) {
         self.stop.force();
         if let Some(thread) = self.thread.take() {
-            // It owns nothing that a panic could have left undone.
+            // The thread owns nothing that a panic could leave inconsistent.
             let _ = thread.join();
         }
     }
@@ -102,7 +102,7 @@ struct Listener {
     places: Arc<Admission>,
 }
 
-/// Starts to listen: sources come out of the channel.
+/// Starts the listening thread. Returns the receiving end of what it passes on.
 pub(super) fn open(
     listener: TcpListener,
     session: Arc<Session>,
@@ -112,7 +112,7 @@ pub(super) fn open(
 ) -> io::Result<(Responder, Receiver<Incoming>)> {
     let address = listener.local_addr()?;
     listener.set_nonblocking(false)?;
-    // accept(2) honours the receive timeout: the thread looks at its stop flag once a slice.
+    // accept(2) honours the receive timeout, so the thread checks its stop flag every slice.
     SockRef::from(&listener).set_read_timeout(Some(SLICE))?;
     let (callers, called) = mpsc::channel();
     let stop = Arc::new(Stop::default());
@@ -154,7 +154,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Listener>) {
 }
 
 impl Listener {
-    /// Gives a connection a place and a thread.
+    /// Admits a connection and starts its thread.
     fn receive(self: &Arc<Self>, stream: TcpStream, from: IpAddr) -> io::Result<()> {
         let came = Instant::now();
         let Some(server) = self.places.serving_thread() else {
@@ -204,7 +204,7 @@ impl Listener {
         turned_away(&self.control, stage, peer, reason);
     }
 
-    /// Waits, after an answer that settles the migration, for the source to acknowledge it.
+    /// Waits for the source to acknowledge an answer that settles the migration.
     fn await_end(&self, wire: &mut Wire<Link>, place: &Admitted, token: Token, verdict: Verdict) {
         wire.stream_mut().set_deadline(Some(Instant::now() + ENDED_LIMIT));
         let heard = match wire.recv() {
@@ -215,18 +215,18 @@ impl Listener {
             Ok(_) => false,
             Err(e) => closed(&e) && !place.is_displaced(),
         };
-        // Last: the receiving thread waits for this, and may then drop the listener.
+        // Last, because the receiving thread waits for this and may then drop the listener.
         if heard && verdict == Verdict::Discarded {
             self.session.told(token);
         }
     }
 
-    /// Reads a caller's header and HELLO, and answers neither.
+    /// Reads a caller's header and HELLO, without answering them.
     fn greet(&self, wire: &mut Wire<Link>) -> Result<(Header, Purpose), WireError> {
         let header = match wire.recv_header() {
             Ok(header) => header,
             Err(e) => {
-                // Another version of this program can read a header, and so perhaps the refusal.
+                // Another version of this program can read a header, and perhaps the refusal.
                 if let WireError::Format(
                     FormatError::Version { .. }
                     | FormatError::Features { .. }
@@ -259,7 +259,7 @@ impl Listener {
             wire.abort(Tag::Refused, reason);
         };
         if let Err(reason) = self.session.vacant() {
-            // Where a HELLO would stand, a header comes first.
+            // A header precedes a refusal, as it would a HELLO.
             return match wire.send_header(None) {
                 Ok(()) => refuse(wire, &reason),
                 Err(e) => self.refused(Stage::Source, &peer, &format!("{reason}; {e}")),
@@ -286,7 +286,7 @@ impl Listener {
         }
     }
 
-    /// Answers a source's HELLO, and reads what guest it has.
+    /// Answers a source's HELLO, and reads the description of its guest.
     fn configuration(&self, wire: &mut Wire<Link>) -> Result<Described, WireError> {
         self.say_hello(wire)?;
         wire.stream_mut().set_deadline(Some(Instant::now() + self.handshake));
@@ -302,7 +302,7 @@ impl Listener {
         }
     }
 
-    /// Serves one more connection of the migration under way: passes it to the receiving thread.
+    /// Serves one more channel of the migration in progress: passes it to the receiving thread.
     fn join(&self, mut wire: Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(&mut wire)?;
         let token = match wire.recv()? {
@@ -316,7 +316,7 @@ impl Listener {
         }
         wire.send(&Message::Ready { site: self.session.site() })?;
         wire.stream_mut().set_deadline(None);
-        // Without a receiver of the channel the migration is over.
+        // If nothing receives it, the migration is over.
         drop(self.callers.send(Incoming::Joined(token, Box::new(wire))));
         Ok(())
     }
@@ -324,13 +324,13 @@ impl Listener {
     /// Notes that a source's connection ended between HELLO and CONFIG.
     fn left(&self, peer: String, cause: WireError) {
         match self.session.vacant() {
-            // Without a receiver of the channel no source is waited for.
+            // If nothing receives it, no source is waited for.
             Ok(()) => drop(self.callers.send(Incoming::Left { peer, cause })),
             Err(_) => left_early(&self.control, &peer, &cause),
         }
     }
 
-    /// Answers a question.
+    /// Serves a source that asks: answers its QUERY.
     fn answer(&self, wire: &mut Wire<Link>, place: &Admitted) -> Result<(), WireError> {
         self.say_hello(wire)?;
         let (token, site) = match wire.recv()? {
@@ -350,22 +350,22 @@ impl Listener {
     }
 }
 
-/// The peer closed the connection in good order; a reset or silence is something else.
+/// Whether the peer closed the connection in good order, without reset or timeout.
 fn closed(e: &WireError) -> bool {
     let end = io::ErrorKind::UnexpectedEof;
     matches!(e, WireError::Format(FormatError::Io(e)) if e.kind() == end)
 }
 
-/// Why a connection that was displaced has ended.
+/// Reason of a displaced connection.
 const DISPLACED: &str = "it gave way to another connection: too many were open";
 
-/// Gives up the place of a connection that the session accepts. One that is refused keeps its place
-/// until it has heard so: another connection can displace it, and its thread is not one more.
+/// Leaves the place of a connection that the session accepts. A refused connection keeps its place
+/// until it was told: another one can displace it, and its thread is counted.
 fn leave(place: &Admitted) -> Result<(), String> {
     if place.leave() { Ok(()) } else { Err(DISPLACED.to_owned()) }
 }
 
-/// Why a connection has ended.
+/// Returns why a connection has ended.
 fn said(e: &WireError, place: &Admitted) -> String {
     if place.is_displaced() { DISPLACED.to_owned() } else { e.to_string() }
 }
@@ -385,7 +385,7 @@ pub(super) fn turned_away(control: &ReceiveControl, stage: Stage, peer: &str, re
     note_refusal(control, peer, reason);
 }
 
-/// Shows a caller that did not bring its guest in the progress.
+/// Shows in the progress a caller whose guest was not received.
 pub(super) fn note_refusal(control: &ReceiveControl, peer: &str, reason: &str) {
     control.update(|p| {
         p.refused += 1;
@@ -393,13 +393,13 @@ pub(super) fn note_refusal(control: &ReceiveControl, peer: &str, reason: &str) {
     });
 }
 
-/// A source left without a CONFIG, which matters to nobody: another has the session.
+/// Notes that a source left before its CONFIG, while another one has the session.
 pub(super) fn left_early(control: &ReceiveControl, peer: &str, cause: &WireError) {
     turned_away(control, Stage::Source, peer, &format!("it left before its CONFIG: {cause}"));
 }
 
-/// Makes the decision durable in the background, and waits for the source to say that its guest has
-/// ended. Then the decision is not needed any more.
+/// Makes the decision durable in the background, and waits for ENDED, after which the decision is
+/// no longer needed.
 pub(super) fn await_end(
     mut wire: Wire<Link>,
     session: Arc<Session>,
@@ -408,7 +408,7 @@ pub(super) fn await_end(
 ) {
     let records = session.clone();
     let wait = move || {
-        // The guest runs, and its operator does not wait for a disk.
+        // The guest runs already: its operator does not wait for the disk.
         session.sync(token);
         wire.stream_mut().set_deadline(Some(Instant::now() + limit));
         if let Ok(Message::Ended { token: ended }) = wire.recv()

@@ -1,8 +1,7 @@
-//! Frames into the memory of the guest that is being built; shared by all connections of a
-//! migration.
+//! Writing the memory of the guest that is being built; all channels of a migration share it.
 //!
-//! A frame is marked as written before its first byte is (I8): where a write breaks half-way, a
-//! later ZERO of that frame must not take it for zero already.
+//! A frame is marked as written before its first byte is (I8): if a write breaks off, a later ZERO
+//! of that frame must not take it for zero already.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -21,18 +20,17 @@ use crate::transport::wire::Wire;
 
 const ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 
-/// Frames from which on it is worth a call to have the host give them memory all at once.
+/// Least frames of a run that is worth a call to preallocate it.
 const PREPARE_FROM: u64 = 4;
 
-/// The memory of a guest that is arriving.
+/// The memory of a guest that is being received.
 pub(super) struct MemoryWriter<'g, G: Guest + ?Sized> {
     guest: &'g G,
     ram: &'g GuestRam,
-    /// Frames that content was or may have been written to: all others are zero already, and need
-    /// not be written.
+    /// Frames to which content was, or may have been, written. All others are zero already.
     written: Subscription,
     marks: Arc<Tracker>,
-    /// Taken for a moment by each message.
+    /// Locked briefly by each message.
     prealloc: Mutex<Prealloc>,
 }
 
@@ -47,22 +45,23 @@ impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
         self.prealloc.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// These frames will come.
+    /// Notes that these frames will come.
     pub(super) fn expect(&self, runs: Runs<'_>) {
         self.prealloc().expect(runs.iter());
     }
 
-    /// What it knew of which frames were written to, when all have come.
+    /// Returns the marks of written frames.
     pub(super) fn into_written(self) -> Subscription {
         self.written
     }
 
-    /// Nothing more is prepared beforehand.
+    /// Ends the preallocation.
     pub(super) fn end_expecting(&self) {
         self.prealloc().end();
     }
 
-    /// Writes `contents`, in this order, to the frames of `runs`; they are as long as the runs say.
+    /// Writes `contents` to the frames of `runs`, in this order. The caller has compared their
+    /// lengths.
     pub(super) fn place(&self, runs: Runs<'_>, mut contents: &[u8]) -> Result<(), Cause> {
         self.arrived(runs.iter());
         for run in runs.iter() {
@@ -77,7 +76,7 @@ impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
         Ok(())
     }
 
-    /// Unpacks contents of `runs` and writes them.
+    /// Decompresses the contents of `runs` and writes them.
     pub(super) fn unpack(
         &self,
         unpacker: &mut Unpacker,
@@ -89,13 +88,13 @@ impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
         self.place(runs, contents)
     }
 
-    /// The digest of all that is not zero, whether it has come or not.
+    /// Returns the digest of all memory that is not zero, whether it was received or not.
     pub(super) fn digest(&self) -> Result<u128, Cause> {
         digest::of(self.ram, &self.guest.resident()?)
             .map_err(|cause| Cause::System { what: "reading guest memory", cause })
     }
 
-    /// Has the content of `run`, which is next on `wire`, go to its frames.
+    /// Reads the content of `run`, which is next on `wire`, straight into its frames.
     pub(super) fn fetch(&self, wire: &mut Wire<Link>, run: FrameRun) -> Result<(), Cause> {
         self.arrived([run].into_iter());
         self.make_room(run);
@@ -122,8 +121,8 @@ impl<'g, G: Guest + ?Sized> MemoryWriter<'g, G> {
         prealloc.go_on();
     }
 
-    /// Has the host give memory to frames that have none yet. Before [`mark`](Self::mark), which
-    /// says that they do.
+    /// Preallocates frames that have no memory yet. Must precede [`mark`](Self::mark), after which
+    /// they count as having it.
     fn make_room(&self, run: FrameRun) {
         if run.count >= PREPARE_FROM && !self.written.is_marked(run.start) {
             self.guest.prepare(run);

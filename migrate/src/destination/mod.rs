@@ -1,8 +1,7 @@
 //! The destination of a migration: `receive`, and the phases that it goes through.
 //!
-//! The caller's thread owns the connection and the guest being built. It lets the guest run only
-//! with the permit of the state machine (`protocol::two_phase`), which needs a decision that
-//! stands.
+//! The caller's thread owns the connection and the guest that is being built. The guest runs only
+//! with a permit of the state machine (`protocol::two_phase`), which needs a decision that stands.
 
 mod admission;
 mod building;
@@ -36,26 +35,26 @@ pub use options::{ReceiveOptions, YIELD_LIMIT};
 /// A guest that has arrived.
 #[derive(Debug)]
 pub struct Received<G: ?Sized> {
-    /// The guest: running, if it ran on its source.
+    /// The guest; it runs if it ran at its source.
     pub guest: Arc<G>,
-    /// What it took.
+    /// What the migration did.
     pub report: ReceiveReport,
-    /// Answers the source's questions. Keep it as long as the guest: without it a source that did
-    /// not hear RUNNING stays in doubt.
+    /// Answers the source's questions. Keep it as long as the guest: without it, a source that did
+    /// not receive RUNNING stays in doubt.
     pub responder: Responder,
 }
 
 /// Waits on `listener` for one source and receives its guest, which `factory` builds.
 ///
-/// Callers that are no proper source, or whose guest cannot be built here, are refused, and the
-/// waiting goes on; see `control.progress()` for them. A migration that fails before PREPARED
-/// leaves nothing here: its source has its guest and hears why, and the waiting goes on, unless
-/// [`ReceiveOptions::once`] is set. A failure after PREPARED ends this: then the guest does not run
-/// here and never will, which is made durable, and this stays [`ReceiveOptions::tell_limit`] to
-/// tell the source.
+/// Callers that are no proper source, or whose guest cannot be built here, are refused, and
+/// `receive` goes on waiting; `control.progress()` shows them. A migration that fails before
+/// PREPARED leaves nothing here: its source keeps its guest and is told why, and `receive` goes on
+/// waiting unless [`ReceiveOptions::once`] is set. A failure after PREPARED ends `receive`: the
+/// guest does not run here and never will, which is made durable. It then takes up to
+/// [`ReceiveOptions::tell_limit`] to tell the source.
 ///
-/// The listener's side costs one thread, and one for each caller while it introduces itself, in a
-/// bounded number.
+/// Costs one thread for the listener, and a bounded number of threads for callers that introduce
+/// themselves.
 pub fn receive<F: GuestFactory + ?Sized + 'static>(
     listener: TcpListener,
     factory: Arc<F>,
@@ -77,13 +76,13 @@ pub fn receive<F: GuestFactory + ?Sized + 'static>(
     control.update(|p| p.phase = Phase::Finished);
     match &result {
         Ok(r) => tracing::info!(vm = %r.report.vm_id, running = r.report.running, "received"),
-        // The caller says it.
+        // The caller reports it.
         Err(e) => tracing::info!("{e}"),
     }
     result
 }
 
-/// The migration, a phase a line.
+/// Runs the migration, one phase a line.
 fn migrate<F: GuestFactory + ?Sized + 'static>(
     host: &Host<'_, F>,
 ) -> Result<(Arc<F::Guest>, ReceiveReport), Failed> {

@@ -1,9 +1,9 @@
-//! Memory for frames that are still to come: a thread has the host give it to them ahead of pass 0,
-//! so that they are not written one page fault after the other.
+//! Preallocation of memory: a thread populates frames ahead of pass 0, so that writing them takes
+//! no page fault each.
 //!
-//! EXPECT says what will come, and is only a word: so no more is prepared than [`WINDOW`] frames
-//! besides as many as have come with content. Frames that have come already, or that follow pass 0,
-//! are not prepared.
+//! EXPECT only claims what will come. So at most [`WINDOW`] frames are preallocated beyond the
+//! number that has come with content. Frames that have come already, or that follow pass 0, are
+//! not.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,27 +15,27 @@ use driftline_guest::Guest;
 /// 64 MiB: some tens of milliseconds of a fast link.
 const WINDOW: u64 = 16 << 10;
 
-/// Frames that are prepared by one call, 2 MiB and so a huge page: a migration that is over does
-/// not wait for more.
+/// Frames that one call populates, 2 MiB and so one huge page. The end of a migration waits for one
+/// call at most.
 const AT_ONCE: u64 = 512;
 
-/// What is expected, for the thread that receives.
+/// What is expected, for the threads that receive.
 pub(super) struct Prealloc {
-    /// As announced, less what the preallocator has been told of.
+    /// Announced frames that the preallocator has not been told of.
     runs: VecDeque<FrameRun>,
-    /// Where pass 0 is.
+    /// How far pass 0 has come.
     reached: Gfn,
-    /// Frames that may still be prepared.
+    /// Frames that may still be preallocated.
     credit: u64,
     to: Option<SyncSender<FrameRun>>,
 }
 
-/// The thread's half.
+/// The preallocating thread's half.
 pub(super) struct Preallocator {
     from: Receiver<FrameRun>,
 }
 
-/// Both halves.
+/// Returns both halves.
 pub(super) fn pair() -> (Prealloc, Preallocator) {
     let (to, from) = sync_channel((WINDOW / AT_ONCE) as usize);
     let prealloc =
@@ -44,26 +44,26 @@ pub(super) fn pair() -> (Prealloc, Preallocator) {
 }
 
 impl Prealloc {
-    /// These frames will come.
+    /// Notes that these frames will come.
     pub(super) fn expect(&mut self, runs: impl Iterator<Item = FrameRun>) {
         self.runs.extend(runs);
         self.go_on();
     }
 
-    /// These frames have come, with content or without.
+    /// Notes that these frames have come, with content or without.
     pub(super) fn arrived(&mut self, run: FrameRun, with_content: bool) {
         self.reached = self.reached.max(run.end());
         self.credit += if with_content { run.count } else { 0 };
     }
 
-    /// Tells the preallocator of what it may prepare now.
+    /// Tells the preallocator which frames it may populate now.
     pub(super) fn go_on(&mut self) {
         while let (Some(run), Some(to)) = (self.runs.front_mut(), &self.to) {
-            // Up to where a huge page can begin.
+            // Up to the next boundary of a huge page.
             let aligned = AT_ONCE - run.start.0 % AT_ONCE;
             let next = FrameRun { start: run.start, count: run.count.min(aligned) };
             if next.end() > self.reached {
-                // A preallocator that is busy, or is not there, is told later, or never.
+                // A preallocator that is busy is told later; one that has ended is not.
                 if next.count > self.credit || to.try_send(next).is_err() {
                     return;
                 }
@@ -76,7 +76,7 @@ impl Prealloc {
         }
     }
 
-    /// Pass 0 is over.
+    /// Ends the preallocation: pass 0 is over.
     pub(super) fn end(&mut self) {
         self.runs.clear();
         self.to = None;
@@ -84,7 +84,7 @@ impl Prealloc {
 }
 
 impl Preallocator {
-    /// Prepares frames of `guest` as it is told, until nothing is expected any more or all is
+    /// Populates frames of `guest` as told, until nothing more is expected or the migration is
     /// `over`.
     pub(super) fn run<G: Guest + ?Sized>(self, guest: &G, over: &AtomicBool) {
         for run in self.from {

@@ -1,4 +1,4 @@
-//! The destination from READY to PREPARED: memory, pass by pass, and the state.
+//! The destination from READY to PREPARED: receives memory, pass by pass, and restores the state.
 
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -19,12 +19,12 @@ use crate::protocol::two_phase::DestinationEvent;
 use crate::transport::link::{Link, SLICE};
 use crate::transport::wire::Wire;
 
-/// A guest whose memory and state are in place; it is paused.
+/// A paused guest whose memory and state are in place.
 pub(super) struct Restored {
     pub(super) sections: Arc<[Section]>,
     pub(super) was_running: bool,
     pub(super) figures: Figures,
-    /// Goes when the guest runs: its memory takes time to be given back.
+    /// Dropped once the guest runs, because freeing it takes time.
     pub(super) written: Subscription,
 }
 
@@ -42,8 +42,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         received.map_err(|cause| self.give_up(arrival, cause))
     }
 
-    /// The connections that have joined; the source has heard of each before it says how many there
-    /// are.
+    /// Collects the channels that have joined. Each was acknowledged before the source sent their
+    /// number.
     fn joined(&self, token: Token, count: u32) -> Result<Vec<Wire<Link>>, Cause> {
         let mut joined = Vec::with_capacity(count as usize);
         let until = Instant::now() + self.options.handshake_timeout;
@@ -53,7 +53,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                     wire.stream_mut().set_stop(self.control.stop.clone());
                     joined.push(*wire);
                 }
-                // Nobody else gets the session, and others have joined a migration that is over.
+                // No other source gets the session, and other channels belong to a migration that
+                // is over.
                 Ok(_) => {}
                 Err(_) if self.control.stop.is_cancelled() => return Err(Cause::Cancelled),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
@@ -67,7 +68,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         Ok(joined)
     }
 
-    /// Puts the state into the guest, if that was not done beside the last pass.
+    /// Restores the state, unless that was done during the last pass.
     pub(super) fn restore(
         &self,
         arrival: &mut Arrival<F::Guest>,
@@ -80,7 +81,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         Ok(Restored { sections, was_running, figures, written })
     }
 
-    /// Before PREPARED: the guest is thrown away, and the source told why. It cannot have said
+    /// Discards the guest before PREPARED, and tells the source why. The source cannot have sent
     /// COMMIT, so it will never ask.
     fn give_up(&self, arrival: &mut Arrival<F::Guest>, cause: Cause) -> Failed {
         let cause = if self.control.stop.is_cancelled() { Cause::Cancelled } else { cause };

@@ -1,8 +1,8 @@
-//! Memory as it arrives: messages into frames of the guest that is being built.
+//! Receiving memory: messages into frames of the guest that is being built.
 //!
-//! Scattered frames are received whole into the wire's buffer, their checksum is compared, and only
-//! then are they written; the content of long runs goes from the socket to where it belongs.
-//! Meanwhile a second thread has the host give memory to the frames that are still to come.
+//! Scattered frames (PAGES) are received into the wire's buffer, and written once their checksum is
+//! right. The content of long runs (FRAMES) goes from the socket straight to guest memory. A second
+//! thread preallocates memory for frames that are still to come.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,20 +29,20 @@ use crate::transport::compression::Unpacker;
 use crate::transport::link::Link;
 use crate::transport::wire::Wire;
 
-/// Bytes of memory and state that a source has to move in each window of its [`Pace`].
+/// Bytes of memory and state that a source must move in each window of its [`Pace`].
 const MIN_PROGRESS: u64 = 256 << 10;
 
-/// Frames of a last pass beside which the state is restored by another thread: to place fewer takes
-/// less time than to start one.
+/// Least frames of a last pass during which another thread restores the state: receiving fewer
+/// takes less time than starting a thread.
 const BESIDE: u64 = 512;
-/// For so long processors stay awake for sure when they were told to.
+/// Time for which processors that were told to stay awake certainly do.
 const AWAKE: Duration = Duration::from_millis(10);
 
-/// Holds a source to a least pace: whenever it has moved enough, a new window begins.
+/// Requires a least pace of a source: a new window begins whenever it has moved enough.
 pub(super) struct Pace {
     window: Duration,
     until: Instant,
-    /// What had come when the window began.
+    /// Bytes that had come when the window began.
     before: u64,
 }
 
@@ -51,24 +51,24 @@ impl Pace {
         Self { window, until: Instant::now() + window, before: 0 }
     }
 
-    /// `moved` bytes have come in all.
+    /// Notes that `moved` bytes have come in all.
     fn note(&mut self, moved: u64) {
         if moved - self.before >= MIN_PROGRESS {
             self.renew(moved);
         }
     }
 
-    /// A new window begins, with `moved` bytes that have come in all.
+    /// Begins a new window, after `moved` bytes in all.
     fn renew(&mut self, moved: u64) {
         (self.until, self.before) = (Instant::now() + self.window, moved);
     }
 
-    /// Adds time in which this side did not read.
+    /// Extends the window by time in which this side did not read.
     fn allow(&mut self, waited: Duration) {
         self.until += waited;
     }
 
-    /// What silence until now means: at the window's end, that the source was too slow.
+    /// Returns what a timeout now means: at the window's end, that the source was too slow.
     fn judge(&self, e: WireError, moved: u64) -> WireError {
         if e.is_silence() && Instant::now() >= self.until {
             let (found, least) = (moved - self.before, MIN_PROGRESS);
@@ -78,14 +78,14 @@ impl Pace {
     }
 }
 
-/// Everything of a guest: memory in place, and the state.
+/// A guest whose stream is complete: memory is in place, and the state has come.
 pub(super) struct Whole {
     pub(super) sections: Arc<[Section]>,
-    /// The state came before the last pass, and is in the guest.
+    /// The state came before the last pass and has been restored.
     pub(super) is_restored: bool,
     pub(super) was_running: bool,
     pub(super) figures: Figures,
-    /// Which frames were written to.
+    /// Frames that were written.
     pub(super) written: Subscription,
 }
 
@@ -93,14 +93,14 @@ pub(super) struct Whole {
 #[derive(Clone, Copy)]
 pub(super) struct Figures {
     pub(super) totals: Counts,
-    /// Of drives that came along.
+    /// Blocks of copied disks.
     pub(super) drive_totals: Counts,
     pub(super) passes: u32,
-    /// Over channels that have joined.
+    /// Bytes received over channels that have joined.
     pub(super) joined_bytes: u64,
 }
 
-/// What the stream has brought when it is complete, besides memory.
+/// What the stream has brought besides memory.
 struct Complete {
     sections: Arc<[Section]>,
     is_restored: bool,
@@ -116,18 +116,18 @@ pub(super) struct GuestReceiver<'g, G: Guest + ?Sized> {
     copies: &'g mut Copies,
 }
 
-/// What the first connection's thread needs besides the connection.
+/// What the first channel's thread needs besides the connection.
 pub(super) struct Reading<'r> {
     pub(super) control: &'r ReceiveControl,
     pub(super) pace: Pace,
-    /// How long a connection may be silent within a pass.
+    /// Longest time without progress within a pass.
     pub(super) progress_timeout: Duration,
-    /// Gives the connections that have joined, so many of them.
+    /// Returns this number of channels that have joined.
     pub(super) joined: &'r dyn Fn(u32) -> Result<Vec<Wire<Link>>, Cause>,
 }
 
 impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
-    /// `drives` come along, into `copies`.
+    /// Receives `drives` into `copies`.
     pub(super) fn new(guest: &'g G, drives: &'g [DriveHead], copies: &'g mut Copies) -> Self {
         let stream = StreamState::new(guest.layout().clone(), drives.to_vec());
         Self { guest, stream, channels: Channels::new(), copies }
@@ -144,7 +144,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         })?;
         let complete = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("migrate-prepare".into());
-            // Without it each frame gets its memory when it comes.
+            // Without the thread each frame is allocated when it comes.
             if let Err(e) = thread.spawn_scoped(scope, move || preallocator.run(guest, over)) {
                 tracing::debug!("memory is not prepared beforehand: {e}");
             }
@@ -167,7 +167,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         'g: 'scope,
     {
         let _over = SetAtEnd(over);
-        // Or its thread would wait for more.
+        // Ends the preallocating thread, which would wait for more.
         let _end = EndPrealloc(memory);
         wire.stream_mut().set_group(Some(self.channels.group()));
         let result = self.read(scope, wire, reading, memory, over);
@@ -188,7 +188,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     {
         let Reading { control, mut pace, progress_timeout, joined } = reading;
         let mut unpacker = Unpacker::new();
-        // What had come, and when, at the end of the pass before.
+        // Bytes received, and the time, at the end of the last pass.
         let mut before = (wire.received_bytes(), Instant::now());
         let mut moved_elsewhere = 0;
         let (mut restored, mut restoring, mut awake) = (false, None, None);
@@ -211,7 +211,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                 Step::Digest => {
                     let digest = memory.digest()?;
                     wire.send(&Message::Digest(digest))?;
-                    // The time of that is not the source's, which may be slower at its own.
+                    // The digest's time does not count for the source, whose own may take longer.
                     let allowance = allowance(self.guest.layout().frames());
                     wire.stream_mut()
                         .set_progress_timeout(progress_timeout.saturating_add(allowance));
@@ -232,7 +232,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
                         self.channels.add(scope, wire, layout, memory, progress_timeout)?;
                     }
                 }
-                // The source does not pay for the time that this host's disks take.
+                // The time of this host's disks does not count for the source.
                 Step::Drive(step) => pace.allow(self.copies.take(step)?),
                 Step::Ack { pass, counts } => {
                     over.store(true, Ordering::Relaxed);
@@ -290,15 +290,15 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         }
     }
 
-    /// The guest stands. Processors are told only if it is long ago that they were: it takes time
-    /// itself.
+    /// Tells processors to stay awake while the guest is paused, unless they were told recently:
+    /// telling them takes time itself.
     fn keep_awake(&self, told: Option<Instant>) {
         if told.is_none_or(|at| at.elapsed() > AWAKE) {
             self.guest.stay_awake();
         }
     }
 
-    /// Puts the state into the guest while the last pass comes.
+    /// Restores the state on another thread while the last pass arrives.
     fn restore_beside<'scope>(
         &self,
         scope: &'scope Scope<'scope, '_>,
@@ -314,8 +314,8 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
         spawned.map_err(|cause| Cause::System { what: "starting a thread", cause })
     }
 
-    /// Over all connections. The shares of completed passes are in the first connection's totals
-    /// too: they only make a pace look better that is good.
+    /// Bytes moved over all channels. Completed passes count shares twice, which only makes a good
+    /// pace look better.
     fn moved_bytes(&self) -> u64 {
         self.stream.moved_bytes().saturating_add(self.channels.moved_bytes())
     }
@@ -328,7 +328,7 @@ impl<'g, G: Guest + ?Sized> GuestReceiver<'g, G> {
     }
 }
 
-/// Stores true when it goes, whatever it goes for.
+/// Stores true on drop, on any path.
 struct SetAtEnd<'f>(&'f AtomicBool);
 
 impl Drop for SetAtEnd<'_> {
@@ -337,7 +337,7 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-/// Ends the preparing when it goes.
+/// Ends the preallocation on drop.
 struct EndPrealloc<'p, 'g, G: Guest + ?Sized>(&'p MemoryWriter<'g, G>);
 
 impl<G: Guest + ?Sized> Drop for EndPrealloc<'_, '_, G> {

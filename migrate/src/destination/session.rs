@@ -1,8 +1,8 @@
-//! The receiver's session: which guest it is for, and how far its hand-over is.
+//! The receiver's session: which guest has it, and the state of its hand-over.
 //!
-//! The receiving thread and the threads of connections share it. Every change of the hand-over's
-//! state goes through [`Session::post`], under one lock, together with the decision that it needs.
-//! So an answer never runs ahead of what other processes find on the disk.
+//! The receiving thread and the threads of connections share the session. Every change of the
+//! hand-over's state goes through [`Session::post`], under one lock, together with the decision
+//! that it needs. So an answer is never ahead of what other processes find on disk.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,11 +20,11 @@ use crate::protocol::two_phase::{Destination, DestinationEvent, DestinationOrder
 use crate::transport::link::SLICE;
 use crate::transport::stop::Stop;
 
-/// Time from the begin of [`Session::await_told`] for a source to ask, also where the receiver is
-/// to stop: a source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
+/// Time that [`Session::await_told`] gives a source to ask even if the receiver is cancelled: a
+/// source in doubt asks every 500 ms by default (`SendOptions::ask_every`).
 const STOPPED_LIMIT: Duration = Duration::from_secs(2);
 
-/// See the module.
+/// The only session of a receiver.
 #[derive(Debug)]
 pub(super) struct Session {
     records: Records,
@@ -34,7 +34,7 @@ pub(super) struct Session {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The guest that it is for, and its migration's name.
+    /// The guest that has it, and its migration.
     occupant: Option<(VmId, Token)>,
     migration: Option<Migration>,
 }
@@ -44,15 +44,15 @@ struct Migration {
     token: Token,
     vm_id: VmId,
     state: Destination,
-    /// This process's `committed`, until it is made to stand.
+    /// This process's `committed`, staged until it is made.
     staged: Option<StagedDecision>,
-    /// Until it is removed.
+    /// The prepared record, until it is removed.
     prepared: Option<PreparedMark>,
-    /// This process's `committed` stands on disk.
+    /// Whether this process's `committed` is on disk.
     placed: bool,
-    /// A source has been told that the guest was discarded.
+    /// Whether a source has been told that the guest was discarded.
     told: bool,
-    /// Connections besides the first.
+    /// Channels besides the first.
     joined: u32,
     /// Why the last decision could not be stored.
     fault: Option<RecordsError>,
@@ -71,12 +71,12 @@ impl Session {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the session is free, or whose guest has it.
+    /// Fails with the occupant's name unless the session is free.
     pub(super) fn vacant(&self) -> Result<(), String> {
         self.lock().vacant()
     }
 
-    /// Gives the only session to a source, or says whose it is. If `accept` fails, it stays free.
+    /// Gives the session to a source if it is free. If `accept` fails, it stays free.
     pub(super) fn claim(
         &self,
         vm_id: VmId,
@@ -90,16 +90,16 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the session of a source with which nothing was begun.
+    /// Frees the session.
     pub(super) fn vacate(&self) {
         *self.lock() = State::default();
     }
 
-    /// Begins the migration: from now on this process answers for `token`, and its prepared record
-    /// is durable.
+    /// Begins a migration: its prepared record becomes durable, and this process answers for
+    /// `token`.
     pub(super) fn begin(&self, token: Token, vm_id: VmId) -> Result<(), RecordsError> {
         let prepared = Some(self.records.prepare(token, vm_id)?);
-        // Not in the pause. Should it fail now, it is tried again then, and said.
+        // Staged now rather than in the pause. If that fails, it is tried again then, and reported.
         let staged = self.records.stage(token, Some(vm_id), Decision::Committed).ok();
         let (state, placed, told, fault) = (Destination::Assembling, false, false, None);
         let migration =
@@ -108,7 +108,7 @@ impl Session {
         Ok(())
     }
 
-    /// Makes durable what was decided: the guest runs already.
+    /// Makes the decision durable; the guest runs already.
     pub(super) fn sync(&self, token: Token) {
         if let Err(e) = self.records.sync(token) {
             tracing::error!(
@@ -119,8 +119,8 @@ impl Session {
         }
     }
 
-    /// Lets one more connection take part in a migration whose guest is being received, or says why
-    /// not. If `accept` fails, the connection does not count.
+    /// Adds a channel to the migration whose guest is being received, or returns why not. If
+    /// `accept` fails, the channel does not count.
     pub(super) fn join(
         &self,
         token: Token,
@@ -140,8 +140,8 @@ impl Session {
         Ok(())
     }
 
-    /// Passes an event through the state machine, and stores the decisions that it orders. Returns
-    /// the first order that is the caller's to perform, and why a decision could not be stored.
+    /// Passes an event to the state machine, and stores the decisions that it orders. Returns the
+    /// first order that the caller has to perform, and why a decision could not be stored.
     pub(super) fn post(&self, event: DestinationEvent) -> (DestinationOrder, Option<RecordsError>) {
         let mut state = self.lock();
         let Some(migration) = &mut state.migration else { return (DestinationOrder::Wait, None) };
@@ -152,14 +152,14 @@ impl Session {
         (order, fault)
     }
 
-    /// What this receiver's own migration has come to.
+    /// Returns the verdict on this receiver's own migration.
     pub(super) fn verdict(&self, token: Token) -> Verdict {
         let state = self.lock();
         let migration = state.migration.as_ref().filter(|s| s.token == token);
         migration.map_or(Verdict::Unknown, |s| s.state.verdict())
     }
 
-    /// Answers a question. About a token that this process does not know the site's records decide:
+    /// Answers a question. For a token that this process does not know, the site's records decide:
     /// after *discarded* no process that shares them can run that guest.
     pub(super) fn answer(&self, token: Token, site: Uuid) -> Verdict {
         let mut state = self.lock();
@@ -167,8 +167,8 @@ impl Session {
             migration.advance(&self.records, DestinationEvent::Asked);
             return migration.state.verdict();
         }
-        // Its machine is being built, and it has no prepared record yet. No honest source asks
-        // then.
+        // Its machine is being built and it has no prepared record yet. An honest source does not
+        // ask then.
         if state.occupant.is_some_and(|(_, building)| building == token) {
             return Verdict::Undecided;
         }
@@ -189,7 +189,7 @@ impl Session {
         }
     }
 
-    /// Notes that the source knows that the guest was discarded: it will not ask again.
+    /// Notes that the source knows that the guest was discarded, and will not ask again.
     pub(super) fn told(&self, token: Token) {
         if let Some(migration) = self.lock().migration.as_mut().filter(|s| s.token == token) {
             migration.told = true;
@@ -198,8 +198,8 @@ impl Session {
     }
 
     /// Removes the records of a migration whose source is settled. Only the process that had the
-    /// guest, and will not decide about it any more, does: a decision that another process made is
-    /// all that keeps that one from running the guest.
+    /// guest, and will not decide about it again, may do so: the decision of another process is all
+    /// that prevents that process from running the guest.
     pub(super) fn forget(&self, token: Token) {
         let mut state = self.lock();
         let migration =
@@ -214,8 +214,8 @@ impl Session {
         }
     }
 
-    /// Waits until a source has heard that the guest was discarded, at most `limit`, and at most
-    /// [`STOPPED_LIMIT`] once this is to stop. Returns whether the source has heard.
+    /// Waits until a source knows that the guest was discarded, at most `limit`, and at most
+    /// [`STOPPED_LIMIT`] if the receiver is cancelled. Returns whether it knows.
     pub(super) fn await_told(&self, limit: Duration, stop: &Stop) -> bool {
         let began = Instant::now();
         let mut state = self.lock();
@@ -258,7 +258,7 @@ impl Migration {
             ) {
                 self.staged = None;
             }
-            // The source cannot have said COMMIT, and will not ask.
+            // The source cannot have sent COMMIT, and will not ask.
             if next == Destination::Dropped
                 && let Some(prepared) = self.prepared.take()
             {
@@ -281,7 +281,7 @@ impl Migration {
     fn store(&mut self, records: &Records, decision: Decision) -> DestinationEvent {
         let staged = self.staged.take_if(|_| decision == Decision::Committed);
         let stored = match (decision, self.placed, staged) {
-            // The guest never ran: our own decision may be taken back.
+            // The guest never ran, so this process may reverse its own decision.
             (Decision::Discarded, true, _) => {
                 records.overturn(self.token, self.vm_id).map(|()| Decision::Discarded)
             }

@@ -1,4 +1,4 @@
-//! The destination until pre-copy: a source is waited for, and its guest is built.
+//! The destination until pre-copy: it waits for a source, and builds its guest.
 
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -23,13 +23,13 @@ use crate::protocol::two_phase::DestinationEvent;
 use crate::transport::link::{Link, SLICE};
 use crate::transport::wire::Wire;
 
-/// A source whose guest has been built, paused and zeroed.
+/// A source whose guest is built, paused and zeroed.
 pub(super) struct Arrival<G: Guest + ?Sized> {
     pub(super) wire: Wire<Link>,
     pub(super) guest: Arc<G>,
-    /// The drives that come along.
+    /// Disks that are copied.
     pub(super) drives: Vec<DriveHead>,
-    /// Their copies, which go with this unless they are kept.
+    /// Their copies, removed on drop unless they are kept.
     pub(super) copies: Copies,
     pub(super) token: Token,
     pub(super) came: Instant,
@@ -38,7 +38,7 @@ pub(super) struct Arrival<G: Guest + ?Sized> {
 /// Why a source was not told READY.
 struct Unready {
     cause: Cause,
-    /// Of its drives, to be removed.
+    /// Copies of its disks, to be removed.
     copies: Option<Box<Copies>>,
 }
 
@@ -60,9 +60,9 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                     }
                     self.control.update(|p| p.phase = Phase::Waiting);
                 }
-                // Of a migration that is over.
+                // It belongs to a migration that is over.
                 Ok(Incoming::Joined(..)) => {}
-                // It was queued while nobody had the session: a source that has it now goes on.
+                // Queued while the session was free. If a source has it now, that one goes on.
                 Ok(Incoming::Left { peer, cause })
                     if !self.options.once || self.session.vacant().is_err() =>
                 {
@@ -84,8 +84,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         }
     }
 
-    /// Builds a caller's guest, or refuses it and frees the session; an error if the caller has
-    /// gone and no other is to come.
+    /// Builds a caller's guest, or refuses it and frees the session. Fails if the caller has gone
+    /// and no other is to be accepted.
     fn admit(&self, caller: Caller) -> Result<Option<Arrival<F::Guest>>, Failed> {
         let Caller { mut wire, header, token, drives, layout, config, came } = caller;
         wire.stream_mut().set_stop(self.control.stop.clone());
@@ -107,7 +107,8 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
                 let reason = words(&cause);
                 listener::turned_away(self.control, Stage::Source, &peer, &reason);
                 wire.abort(Tag::Refused, &reason);
-                // Removing them takes time, and the next source with the session waits for READY.
+                // Removed before the session is free: the next source with it would wait for READY
+                // meanwhile.
                 drop(copies);
                 self.session.vacate();
                 Ok(None)
@@ -145,14 +146,14 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
         }
     }
 
-    /// Before PREPARED: the source has its guest, and this host takes another one, or the same
-    /// again.
+    /// Goes on waiting after a failure before PREPARED, unless one source only is accepted. The
+    /// source has its guest, and this host may receive the same one again.
     pub(super) fn wait_on(&self, arrival: Arrival<F::Guest>, failed: Failed) -> Result<(), Failed> {
         if self.options.once || self.control.stop.is_cancelled() {
             return Err(failed);
         }
         let (peer, phase) = (arrival.wire.stream().peer(), self.control.progress().phase);
-        // Its memory, files and devices are free before another guest comes.
+        // Free its memory, files and devices before another guest comes.
         drop(arrival);
         self.session.vacate();
         let reason = format!("no guest was received ({phase}): {}", failed.cause);
@@ -166,7 +167,7 @@ impl<F: GuestFactory + ?Sized + 'static> Host<'_, F> {
     }
 }
 
-/// What a source is told: "it" of "it was cancelled" would be the source's own migration.
+/// Returns what a source is told. "cancelled" would read as a cancellation by the source.
 pub(super) fn words(cause: &Cause) -> String {
     match cause {
         Cause::Cancelled => "the receiver was stopped".to_owned(),
@@ -174,14 +175,14 @@ pub(super) fn words(cause: &Cause) -> String {
     }
 }
 
-/// Ends a guest that never ran here. First peers are to reach it here no more: its source may want
-/// it back.
+/// Ends a guest that never ran here. Detaches it from its networks first, because its source may
+/// resume it.
 pub(super) fn throw_away<G: Guest + ?Sized>(guest: &G, why: &str) {
     detach(guest);
     guest.stop(why);
 }
 
-/// Lets go of what peers reach a guest by that does not run here.
+/// Detaches from its networks a guest that does not run here.
 pub(super) fn detach<G: Guest + ?Sized>(guest: &G) {
     if let Err(e) = guest.detach() {
         tracing::warn!(vm = %guest.vm_id(), "letting go failed: {e}");
